@@ -1,0 +1,285 @@
+"""The only file with FLOP formulas: stages and a recipe in, rows of coefficients per feature out.
+
+Every count is linear in the workload's features, so a row holds one coefficient per direction; the FLOPs of a
+workload are coefficient x feature, summed. Backward work follows gradients through the dataflow: `flows` says
+whether a gradient is owed to the tensor an op reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flopcalc.ops import Chain, Feature, Op, Stage
+from flopcalc.recipe import ALL_TRAIN, STATELESS, Resolver, State, iterate, join
+
+
+class Row(NamedTuple):
+    """One op of one layer: FLOPs per unit of its feature, and its parameters."""
+
+    op: Op
+    forward: int = 0
+    backward: int = 0
+    recompute: int = 0
+    parameters: int = 0
+    inactive: int = 0  # parameters of experts that one token does not reach
+    trainable: int = 0
+
+
+class Block(NamedTuple):
+    """Layers of a stage that count alike, and the rows of one of them."""
+
+    path: str
+    layers: tuple[int, ...] | None  # None: not a repeated stage
+    group: str
+    rows: tuple[Row, ...]
+
+    @property
+    def count(self) -> int:
+        return 1 if self.layers is None else len(self.layers)
+
+
+class Mode(NamedTuple):
+    """What the counting depends on beyond model and recipe."""
+
+    has_images: bool = False
+    is_fused: bool = False  # attention in one kernel: its backward recomputes the scores
+    recompute: str = "none"  # effective: 'none' outside convention hardware
+
+
+# --- FLOPs of one op, per unit of its feature ---------------------------------------------------------------------
+def product_flops(op: Op) -> int:
+    """A (rows, in) by (in, out) product: 2 · in · out per row. A convolution's `in` is channels x kernel."""
+    return 2 * op.n_in * op.n_out * op.times
+
+
+def score_flops(op: Op) -> int:
+    """Queries by keys: (q, qk) · (qk, k), 2 · heads · qk per pair."""
+    return 2 * op.heads * op.qk * op.times
+
+
+def value_flops(op: Op) -> int:
+    """Probabilities by values: (q, k) · (k, v), 2 · heads · v per pair."""
+    return 2 * op.heads * op.v * op.times
+
+
+def fold_flops(op: Op, rank: int) -> int:
+    """LoRA on a bare parameter is folded into it: (out, r) · (r, in) for every copy, whatever the rows."""
+    return 2 * op.copies * rank * op.n_in * op.n_out
+
+
+def adapter_flops(op: Op, rank: int) -> tuple[int, int]:
+    """LoRA's two products: (rows, in) · (in, r) and (rows, r) · (r, out); an embedding's first is a look-up."""
+    if op.kind == "embed":
+        return 0, 2 * rank * op.size * op.times
+    return 2 * op.n_in * rank * op.times, 2 * rank * op.n_out * op.times
+
+
+# --- parameters -----------------------------------------------------------------------------------------------------
+def weight_parameters(op: Op) -> int:
+    if op.tied:
+        return 0
+    if op.kind in ("linear", "conv"):
+        return op.n_in * op.n_out * op.copies
+    if op.kind == "embed":
+        return op.n_in * op.size
+    return op.size
+
+
+def bias_parameters(op: Op) -> int:
+    return (op.size if op.kind == "norm" else op.n_out * op.copies) if op.bias else 0
+
+
+def adapter_parameters(op: Op, rank: int) -> tuple[int, int]:
+    if op.kind == "embed":
+        return op.n_in * rank, rank * op.size
+    return op.copies * op.n_in * rank, op.copies * rank * op.n_out
+
+
+# --- the pass -------------------------------------------------------------------------------------------------------
+class _Step(NamedTuple):
+    """A product in order of execution: FLOPs, whether autograd saves a tensor for it, and when."""
+
+    row: int
+    flops: int
+    saves: bool
+    saves_output: bool = False  # then it has run by the time it saves
+
+
+class _Layer:
+    """Counts one chain: forward, backward by flowing gradients, and what checkpointing runs again."""
+
+    def __init__(self, states: Iterator[State] | None, mode: Mode) -> None:
+        self.states = states  # in order of execution; None: everything trains
+        self.mode = mode
+        self.rows: list[Row] = []
+        self.steps: list[_Step] = []
+
+    def run(self, chain: Chain, flows: tuple[bool, ...]) -> tuple[bool, ...]:
+        for item in chain:
+            if isinstance(item, Op):
+                flows = (self._op(item, flows),)
+            else:
+                branches = [self.run(branch, flows) for branch in item]
+                flows = tuple(any(branch) for branch in branches)
+        return flows
+
+    def _op(self, op: Op, flows: tuple[bool, ...]) -> bool:
+        if op.kind == "attend":
+            return self._attend(op, flows)
+        flow = any(flows)
+        if op.kind in ("pointwise", "dropout"):
+            self.steps.append(_Step(-1, 0, flow and op.saves))
+            return flow
+        state = ALL_TRAIN if self.states is None else next(self.states)
+        weight, bias = weight_parameters(op), bias_parameters(op)
+        trains = state.weight or (state.bias and op.bias)
+        total = weight + bias
+        if state.saved_copy:
+            # The copy that PEFT trains beside the frozen original; it is not tied to anything.
+            weight = weight_parameters(op._replace(tied=None))
+            total += weight + bias
+        trainable = (weight if state.weight else 0) + (bias if state.bias else 0)
+        inactive = (weight + bias) // op.copies * (op.copies - op.active) if op.copies > 1 else 0
+        forward = backward = 0
+        index = len(self.rows)
+        if state.rank and op.targets:
+            flow_weight = self._fold(op, state)
+            forward = product_flops(op)
+            backward = forward * (flow + flow_weight)
+            index = len(self.rows)
+            self.steps.append(_Step(index, forward, flow or flow_weight))
+            self.rows.append(Row(op, forward, backward, 0, total, inactive, trainable))
+            return flow or flow_weight
+        if op.kind in ("linear", "conv"):
+            forward = product_flops(op)
+            backward = forward * (flow + state.weight)
+            self.steps.append(_Step(index, forward, flow or state.weight))
+        elif op.kind == "norm":
+            self.steps.append(_Step(-1, 0, flow or trains))
+        flow = flow or trains
+        if state.rank:
+            first, second = adapter_flops(op, state.rank)
+            into = any(flows) and op.kind != "embed"
+            forward += first + second
+            backward += first * (into + state.adapter_a) + second * ((into or state.adapter_a) + state.adapter_b)
+            self.steps.append(_Step(index, first, into or state.adapter_a))
+            self.steps.append(_Step(index, second, into or state.adapter_a or state.adapter_b))
+            flow = flow or state.adapter_a or state.adapter_b
+            size_a, size_b = adapter_parameters(op, state.rank)
+            total += size_a + size_b
+            trainable += size_a * state.adapter_a + size_b * state.adapter_b
+        self.rows.append(Row(op, forward, backward, 0, total, inactive, trainable))
+        if op.input_embedding and self.mode.recompute != "none":
+            flow = True
+        return flow
+
+    def _fold(self, op: Op, state: State) -> bool:
+        """LoRA folded into a bare parameter: rows of its own, per call; says whether the folded weight trains."""
+        flops = fold_flops(op, state.rank)
+        size_a, size_b = adapter_parameters(op, state.rank)
+        trainable = size_a * state.adapter_a + size_b * state.adapter_b
+        # A stack of experts is folded inside a parametrization, which torch evaluates once more; a router is not.
+        ahead = op._replace(feature=("folds",) if op.copies > 1 else ("calls",))
+        self.steps.append(_Step(len(self.rows), flops, state.adapter_a or state.adapter_b))
+        self.rows.append(Row(ahead, flops, 0, 0, size_a + size_b, 0, trainable))
+        self.rows.append(Row(op._replace(feature=("calls",)), 0, flops * (state.adapter_a + state.adapter_b)))
+        return state.weight or state.adapter_a or state.adapter_b
+
+    def _attend(self, op: Op, flows: tuple[bool, ...]) -> bool:
+        # One branch feeds all three (a fused qkv), two are queries and the rest, three are q, k, v.
+        query, key, value = (flows[0], flows[-1 if len(flows) < 3 else 1], flows[-1])
+        scores, values = score_flops(op), value_flops(op)
+        index = len(self.rows)
+        flow = query or key or value
+        if self.mode.is_fused:
+            # One kernel: its backward forms the scores again, then dV, dP, dQ and dK.
+            backward = (3 * scores + 2 * values) if flow else 0
+            self.steps.append(_Step(index, scores + values, flow, saves_output=True))
+        else:
+            # d(scores) needs a gradient of the probabilities, dV one of the values, dQ and dK one of the scores.
+            backward = scores * (query + key) + values * ((query or key) + value)
+            self.steps.append(_Step(index, scores, query or key))
+            self.steps.append(_Step(index, values, flow))
+        self.rows.append(Row(op, scores + values, backward))
+        return flow
+
+    def count_recompute(self, reentrant: bool) -> None:
+        """Add what a checkpointed layer computes again: up to its last saved tensor, or all of it if reentrant."""
+        last = max((i for i, step in enumerate(self.steps) if step.saves), default=-1)
+        for i, step in enumerate(self.steps):
+            if step.row >= 0 and (reentrant or i < last or (i == last and step.saves_output)):
+                row = self.rows[step.row]
+                self.rows[step.row] = row._replace(recompute=row.recompute + step.flops)
+
+
+def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode) -> tuple[Block, ...]:
+    """Rows of every stage, layers that count alike folded together."""
+    blocks: list[Block] = []
+    stream: dict[str, bool] = {}
+    after: dict[str, list[bool]] = {}  # per stage: does a gradient flow into layer j's output
+    cache: dict[object, tuple[tuple[Row, ...], bool]] = {}
+    for stage in stages:
+        runs = mode.has_images or stage.stream == "language"
+        flow = stream.get(stage.stream, False)
+        flow = flow or any(stream.get(name, False) for name in stage.joins)
+        outputs: list[bool] = []
+        folded: dict[tuple[Row, ...], list[int]] = {}
+        for layer, chain in enumerate(stage.layers):
+            path = f"{stage.path}.{layer}" if stage.repeated else stage.path
+            if stage.reads is not None:
+                flow = after.get(stage.reads[0], [])[stage.reads[1][layer]]
+            states = _layer_states(chain, path, stage, resolver)
+            key = (id(chain), states, flow, stage.checkpoint, stage.dead[layer], runs)
+            found = cache.get(key)
+            if found is None:
+                found = cache[key] = _count_layer(chain, states, flow, stage, stage.dead[layer], mode, runs)
+            rows, flow = found
+            if stage.adds is not None:
+                added = after.get(stage.adds, [])
+                flow = flow or (layer < len(added) and added[layer])
+            outputs.append(flow)
+            folded.setdefault(rows, []).append(layer)
+        after[stage.path] = outputs
+        stream[stage.stream] = flow and runs
+        blocks += [
+            Block(stage.path, tuple(layers) if stage.repeated else None, stage.group, rows)
+            for rows, layers in folded.items()
+        ]
+    return tuple(blocks)
+
+
+def _layer_states(chain: Chain, path: str, stage: Stage, resolver: Resolver) -> tuple[State, ...] | None:
+    if resolver.is_trivial:
+        return None
+    return tuple(
+        resolver.resolve(op, join(path, op.name), stage.group) for op in iterate(chain) if op.kind not in STATELESS
+    )
+
+
+def _count_layer(
+    chain: Chain, states: tuple[State, ...] | None, flow: bool, stage: Stage, dead: bool, mode: Mode, runs: bool
+) -> tuple[tuple[Row, ...], bool]:
+    layer = _Layer(None if states is None else iter(states), mode)
+    checkpointed = stage.checkpoint and mode.recompute != "none"
+    reentrant = mode.recompute == "full-reentrant"
+    out = any(layer.run(chain, (flow,)))
+    if dead or not runs or (checkpointed and reentrant and not flow):
+        # Nothing flows back: the output is unused, the stage does not run, or reentrant checkpointing saw no input
+        # that needs a gradient and so built no graph.
+        layer.rows = [row._replace(backward=0) for row in layer.rows]
+        return tuple(layer.rows), flow if dead else False
+    if checkpointed and (not reentrant or flow):
+        layer.count_recompute(reentrant)
+    return tuple(layer.rows), out
+
+
+def sum_coefficients(blocks: tuple[Block, ...], direction: str) -> dict[Feature, int]:
+    """Coefficient per feature of one direction ('forward', 'backward', 'recompute') over the whole model."""
+    totals: dict[Feature, int] = {}
+    for block in blocks:
+        for row in block.rows:
+            value = getattr(row, direction)
+            if value:
+                totals[row.op.feature] = totals.get(row.op.feature, 0) + value * block.count
+    return totals

@@ -1,0 +1,127 @@
+"""Find a device by exact name, id or alias, and its dense peak per dtype; an unknown one gets no peak, never a guess."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any, NamedTuple
+
+from flopcalc.data import find_data_dir, find_user_dir, load_toml
+from flopcalc.errors import DeviceError, SpecError, format_nearest
+
+DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "fp4", "int8")
+_DTYPE_ALIASES = {
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64",
+    "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
+}  # fmt: skip
+
+
+class Device(NamedTuple):
+    """One variant of an accelerator."""
+
+    id: str
+    name: str
+    aliases: tuple[str, ...]
+    peak_tflops: dict[str, float]  # dense, per dtype
+    memory_gb: float | None
+    bandwidth_gb_per_s: float | None
+    tdp_w: float | None
+    sdpa: str | None  # the fused kernel that torch's SDPA picks for a plain causal call
+    source: str
+    date: str
+
+
+@cache
+def load_devices() -> tuple[tuple[Device, ...], dict[str, list[str]]]:
+    """All devices (the user's own devices.toml added), and the short names that fit several."""
+    devices: dict[str, Device] = {}
+    ambiguous: dict[str, list[str]] = {}
+    for folder in (find_data_dir(), find_user_dir()):
+        path = folder / "devices.toml"
+        if not path.is_file():
+            continue
+        tables = load_toml(path)
+        for entry in tables.get("device", []):
+            try:
+                device = _read_device(entry)
+            except (KeyError, TypeError, ValueError) as error:
+                raise SpecError(f"{path}: device {entry.get('id', entry)!r}: {error!r}") from None
+            devices[device.id] = device
+        ambiguous |= {_plain(name): list(ids) for name, ids in tables.get("ambiguous", {}).items()}
+    return tuple(devices.values()), ambiguous
+
+
+def _read_device(entry: dict[str, Any]) -> Device:
+    return Device(
+        id=entry["id"],
+        name=entry["name"],
+        aliases=tuple(entry.get("aliases", ())),
+        peak_tflops={dtype: float(value) for dtype, value in entry["peak_tflops"].items()},
+        memory_gb=entry.get("memory_gb"),
+        bandwidth_gb_per_s=entry.get("bandwidth_gb_per_s"),
+        tdp_w=entry.get("tdp_w"),
+        sdpa=entry.get("sdpa"),
+        source=entry["source"],
+        date=entry["date"],
+    )
+
+
+def find_device(name: str) -> Device:
+    """The device of exactly this name, id or alias (case, spaces, dashes and underscores aside)."""
+    devices, ambiguous = load_devices()
+    wanted = _plain(name)
+    for device in devices:
+        if wanted in {_plain(known) for known in (device.id, device.name, *device.aliases)}:
+            return device
+    if wanted in ambiguous:
+        raise DeviceError(f"device {name!r} is ambiguous: say which of {', '.join(ambiguous[wanted])}")
+    near = format_nearest(name, [device.id for device in devices])
+    raise DeviceError(
+        f"device {name!r} unknown.{near} `flopcalc devices` lists them; --peak FLOPS_PER_S gives a peak by hand"
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]+", "", name).lower()
+
+
+def parse_dtype(dtype: Any) -> str:
+    """'bf16', 'bfloat16' or torch.bfloat16 -> 'bf16'."""
+    text = str(dtype).removeprefix("torch.").lower()
+    text = _DTYPE_ALIASES.get(text, text)
+    if text not in DTYPES:
+        raise DeviceError(f"dtype {dtype!r} unknown.{format_nearest(text, DTYPES)} Known: {', '.join(DTYPES)}")
+    return text
+
+
+def peak_flops_per_s(device: str, dtype: Any = "bf16") -> float:
+    """The dense peak of a device for a dtype, in FLOP/s."""
+    found = find_device(device)
+    kind = parse_dtype(dtype)
+    if kind not in found.peak_tflops:
+        raise DeviceError(
+            f"{found.name} has no known {kind} peak; known: {', '.join(found.peak_tflops)}; "
+            "--peak FLOPS_PER_S gives one by hand"
+        )
+    return found.peak_tflops[kind] * 1e12
+
+
+def detect_device() -> str | None:
+    """The name of this machine's first GPU, from nvidia-smi or an already imported torch; None without one."""
+    import subprocess
+    import sys
+
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        try:
+            return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+        except Exception:  # a broken driver must not break a count
+            return None
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None

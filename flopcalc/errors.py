@@ -1,0 +1,42 @@
+"""The one exception family: every error says what was read, where, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class FlopcalcError(ValueError):
+    """Base of everything flopcalc raises on purpose; the command line prints it as one line, exit code 2."""
+
+
+class ConfigError(FlopcalcError):
+    """A model name, path or config.json that cannot be read or bound."""
+
+
+class SpecError(FlopcalcError):
+    """A spec file that breaks the rules of the format."""
+
+
+class WorkloadError(FlopcalcError):
+    """Sizes, lengths, images or a batch that make no sense for this model."""
+
+
+class RecipeError(FlopcalcError):
+    """A freeze, LoRA or recomputation setting that cannot apply to this model."""
+
+
+class DeviceError(FlopcalcError):
+    """A device or dtype without a known peak."""
+
+
+def find_nearest(word: str, known: Iterable[str], limit: int = 3) -> list[str]:
+    """The known words closest to a mistyped one, best first."""
+    import difflib
+
+    return difflib.get_close_matches(word.lower(), list(known), n=limit, cutoff=0.5)
+
+
+def format_nearest(word: str, known: Iterable[str]) -> str:
+    """' Did you mean a, b?' or an empty string."""
+    near = find_nearest(word, known)
+    return f" Did you mean {', '.join(near)}?" if near else ""

@@ -1,0 +1,623 @@
+"""Estimator and Estimate: a model bound once, then FLOPs of any workload; the straight line through the core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flopcalc.config import Source, load_config
+from flopcalc.count import Block, Mode, Row, count, sum_coefficients
+from flopcalc.data import list_data_files
+from flopcalc.errors import ConfigError, FlopcalcError, WorkloadError, format_nearest
+from flopcalc.expr import MissingNameError
+from flopcalc.ops import Stage, expand
+from flopcalc.recipe import Recipe, Resolver, join, make_recipe, read_recipe
+from flopcalc.spec import PARTS, Spec, find_spec, load_spec
+from flopcalc.spec import bind as bind_spec
+from flopcalc.units import format_flops
+from flopcalc.vision import Vision, bind_vision
+from flopcalc.workload import Feature, Grid, Workload, evaluate_feature, make_workload, read_batch
+
+CONVENTIONS = ("model", "full", "hardware")
+KERNELS = ("auto", "eager", "flash", "efficient", "cudnn")
+_SUPPORTED_HINT = "`flopcalc models` lists what is supported; --spec FILE adds your own"
+
+
+class Plan(NamedTuple):
+    """Coefficients of one counting mode, ready to be multiplied."""
+
+    blocks: tuple[Block, ...]
+    terms: tuple[tuple[Feature, int, int, int], ...]  # feature, forward, backward, recompute
+
+
+class ModuleRow(NamedTuple):
+    """FLOPs of a module, or of all modules whose paths differ only in the layer's number."""
+
+    path: str
+    kind: str
+    count: int
+    forward: int
+    backward: int
+    recompute: int
+    parameters: int
+
+
+class Estimator:
+    """A model bound to its spec, a recipe and a convention: call it with a workload."""
+
+    def __init__(
+        self,
+        source: Source,
+        recipe: Recipe | None = None,
+        convention: str = "model",
+        attention_kernel: str = "auto",
+        specs: Mapping[str, Spec] | None = None,
+    ) -> None:
+        if convention not in CONVENTIONS:
+            raise FlopcalcError(f"convention {convention!r} unknown; known: {', '.join(CONVENTIONS)}")
+        if attention_kernel not in KERNELS:
+            raise FlopcalcError(f"attention kernel {attention_kernel!r} unknown; known: {', '.join(KERNELS)}")
+        self.source = source
+        self.convention = convention
+        # Without a device that says better, torch's SDPA is taken to pick its flash kernel.
+        self.attention_kernel = "flash" if attention_kernel == "auto" else attention_kernel
+        self.spec = _find_spec(source, dict(specs or {}))
+        dims = bind_spec(self.spec, source.config, source.where, dict(specs or {}))
+        self.stages: tuple[Stage, ...] = expand(dims)
+        self.vision: Vision | None = bind_vision(dims)
+        self._position_kind = self.spec.positions.get("kind", "")
+        self._position_limit = _read_limit(dims)
+        if recipe is None:
+            recipe = make_recipe()
+        if source.module is not None and recipe.trained is None and recipe == make_recipe(recompute=recipe.recompute):
+            live, sizes = read_recipe(source.module, recipe.recompute if recipe.recompute != "none" else None)
+            self._check_live(sizes)
+            recipe = live
+        self.recipe = recipe
+        self._resolver = Resolver(recipe, self.stages)
+        self._plans: dict[tuple[bool, str], Plan] = {}
+        self._fast: dict[tuple[bool, str], tuple[Plan, str]] = {}
+        if not self._resolver.is_trivial:
+            self._plan(self.vision is not None, convention)
+            if recipe.trained is None:
+                self._resolver.check_used(self._paths)
+
+    def __call__(
+        self,
+        batch_size: int = 1,
+        seq_len: int | None = None,
+        *,
+        image_grid_thw: Any = None,
+        video_grid_thw: Any = None,
+        lengths: Iterable[int] | None = None,
+        batch: Mapping[str, Any] | None = None,
+        phase: str = "train",
+        context: int | None = None,
+        logits: int | str | None = None,
+    ) -> Estimate:
+        """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it)."""
+        if batch is not None:
+            return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
+        return self.estimate(
+            make_workload(
+                batch_size, seq_len, lengths=lengths, image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw,
+                phase=phase, context=context, logits=logits,
+            )  # fmt: skip
+        )
+
+    def estimate_batch(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        phase: str = "train",
+        logits: int | str | None = None,
+        read_device: bool = True,
+    ) -> Estimate:
+        """FLOPs of one step on a real batch, as given to the model."""
+        load, notes = read_batch(batch, phase=phase, logits=logits, read_device=read_device)
+        return self.estimate(load, tuple(notes))
+
+    def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
+        """FLOPs of one step on a workload."""
+        if load.grids or load.videos:
+            load = self._check_images(load)
+        limit = self._position_limit
+        if limit and load.seq + load.context > limit:
+            self._check_positions(load, limit)
+        forward, backward, recompute = self.count(load, self.convention)
+        return Estimate(((self, load, 1),), forward, backward, recompute, notes)
+
+    def count(self, load: Workload, convention: str) -> tuple[int, int, int]:
+        """Forward, backward and recomputed FLOPs under a convention."""
+        key = (bool(load.grids or load.videos), convention)
+        found = self._fast.get(key)
+        if found is None:
+            counting = convention
+            if convention == "hardware":
+                counting = "full" if self.attention_kernel == "eager" else self.attention_kernel
+            found = self._fast[key] = (self._plan(*key), counting)
+        plan, counting = found
+        forward = backward = recompute = 0
+        for feature, ahead, back, again in plan.terms:
+            value = evaluate_feature(feature, load, counting)
+            forward += ahead * value
+            backward += back * value
+            recompute += again * value
+        if load.phase != "train":
+            return forward, 0, 0
+        return forward, backward, recompute
+
+    def rows(self, load: Workload, convention: str) -> list[tuple[Block, Row, int]]:
+        """Every row of the model with the value of its feature under a convention."""
+        has_images = bool(load.grids or load.videos)
+        self.count(load, convention)
+        plan, counting = self._fast[(has_images, convention)]
+        return [
+            (block, row, evaluate_feature(row.op.feature, load, counting))
+            for block in plan.blocks
+            for row in block.rows
+        ]
+
+    def parameters(self) -> dict[str, int]:
+        """Parameters: all (tied once, adapters included), those one token reaches, those that train."""
+        plan = self._plan(self.vision is not None, "model")
+        total = inactive = trainable = 0
+        for block in plan.blocks:
+            for row in block.rows:
+                total += row.parameters * block.count
+                inactive += row.inactive * block.count
+                trainable += row.trainable * block.count
+        return {"total": total, "active": total - inactive, "trainable": trainable}
+
+    def count_visual_tokens(self, load: Workload) -> int:
+        return sum(self.vision.count_tokens(grid) for grid in load.all_grids) if self.vision else 0
+
+    def _plan(self, has_images: bool, convention: str) -> Plan:
+        is_hardware = convention == "hardware"
+        key = (has_images, convention)
+        plan = self._plans.get(key)
+        if plan is None:
+            mode = Mode(
+                has_images,
+                is_hardware and self.attention_kernel != "eager",
+                self.recipe.recompute if is_hardware else "none",
+            )
+            blocks = count(self.stages, self._resolver, mode)
+            forward, backward, again = (
+                sum_coefficients(blocks, direction) for direction in ("forward", "backward", "recompute")
+            )
+            names = dict.fromkeys((*forward, *backward, *again))
+            terms = tuple((name, forward.get(name, 0), backward.get(name, 0), again.get(name, 0)) for name in names)
+            plan = self._plans[key] = Plan(blocks, terms)
+        return plan
+
+    def _check_images(self, load: Workload) -> Workload:
+        vision = self.vision
+        if vision is None:
+            raise WorkloadError(f"{self.source.name} is a text model: it takes no images")
+        if load.videos and not vision.takes_videos:
+            raise WorkloadError(f"{self.source.name} takes no videos")
+        if vision.kind == "fixed":
+            grids = tuple([vision.check_grid(grid, "image grid") for grid in load.grids])
+            load = _with_grids(load, grids, ())
+        else:
+            merge = vision.merge
+            for grid in load.grids + load.videos:
+                if grid[1] % merge or grid[2] % merge or not grid[0]:
+                    vision.check_grid(grid, "grid")
+        visual, tokens = self.count_visual_tokens(load), load.tokens
+        if visual > tokens:
+            raise WorkloadError(
+                f"{visual} visual tokens do not fit in {tokens} tokens: --seq counts them in (--text adds them instead)"
+            )
+        return load
+
+    def _check_positions(self, load: Workload, limit: int) -> None:
+        if self._position_kind == "learned" and _longest(load) > limit:
+            raise WorkloadError(f"length {_longest(load)} is beyond the {limit} positions that {self.source.name} learned")
+
+    def notes(self, load: Workload) -> list[str]:
+        """What a reader of the numbers should know."""
+        notes = []
+        if self.vision is not None and not load.all_grids and load.phase != "decode":
+            example = "--image 1024x768" if self.vision.kind == "grid" else "--image 336x336"
+            notes.append(f"no image given, so the vision tower is not counted; add one with {example}")
+        if self._position_limit and self._position_kind == "rotary" and _longest(load) > self._position_limit:
+            notes.append(f"length {_longest(load)} is beyond max_position_embeddings = {self._position_limit}")
+        if self.recipe.recompute != "none" and self.convention != "hardware" and load.phase == "train":
+            _, _, again = self.count(load, "hardware")
+            notes.append(f"recomputation would add {format_flops(again)} ({again}) under convention hardware")
+        if self.recipe.recompute != "none" and load.phase != "train":
+            notes.append(f"phase {load.phase} has no backward pass, so nothing is recomputed")
+        if self.convention == "hardware" and self.attention_kernel != "eager" and load.phase != "decode":
+            notes.append(
+                f"kernel {self.attention_kernel}: causal attention counted in blocks of 128, backward with the scores "
+                "formed again; no calibration table yet"
+            )
+        return notes
+
+    def _paths(self) -> Iterable[str]:
+        return {
+            join(block.path, row.op.name)
+            for block in self._plan(self.vision is not None, self.convention).blocks
+            for row in block.rows
+        }
+
+    def _check_live(self, sizes: dict[str, int]) -> None:
+        """The live model's parameters must be the spec's, name by name: else its FLOPs would not be."""
+        expected = set()
+        for stage in self.stages:
+            for layer, chain in enumerate(stage.layers):
+                path = f"{stage.path}.{layer}" if stage.repeated else stage.path
+                expected |= _parameter_names(chain, path)
+        extra = sorted(set(sizes) - expected)
+        missing = sorted(expected - set(sizes))
+        if extra or missing:
+            shown = ", ".join((extra or missing)[:3])
+            what = "has parameters that the spec lacks" if extra else "lacks parameters of the spec"
+            raise ConfigError(
+                f"{self.source.name} {what} ({shown}): spec {self.spec.name!r} describes {self.spec.architecture}"
+            )
+
+
+def _parameter_names(chain: Any, path: str) -> set[str]:
+    from flopcalc.recipe import STATELESS, iterate
+
+    names = set()
+    for op in iterate(chain):
+        if op.kind in STATELESS:
+            continue
+        module = join(path, op.name)
+        if not op.tied:
+            names.add(module if op.kind == "param" else f"{module}.{op.param}")
+        if op.bias:
+            names.add(f"{module}.bias")
+    return names
+
+
+def _longest(load: Workload) -> int:
+    longest = max(load.documents) if load.layout == "packed" and load.documents else load.seq
+    return longest + load.context
+
+
+def _with_grids(load: Workload, grids: tuple[Grid, ...], videos: tuple[Grid, ...]) -> Workload:
+    return Workload(
+        load.rows, load.seq, load.documents, load.layout, load.phase, load.context, load.logits, grids, videos
+    )
+
+
+def _find_spec(source: Source, specs: dict[str, Spec]) -> Spec:
+    model_type: str = source.config["model_type"]
+    spec = specs.get(model_type) or find_spec(model_type)
+    if spec is None:
+        near = format_nearest(model_type, list_data_files("specs"))
+        raise ConfigError(f"{source.where}: model_type {model_type!r} has no spec.{near} {_SUPPORTED_HINT}")
+    return spec
+
+
+def _read_limit(dims: Any) -> int:
+    text = dims.spec.positions.get("limit")
+    if text is None:
+        return 0
+    try:
+        value = dims.evaluate(text)
+    except MissingNameError:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{dims.where}: {text} must be a positive whole number, not {value!r}")
+    return value
+
+
+class Estimate:
+    """FLOPs of one step: exact ints at once, the breakdown when asked for."""
+
+    __slots__ = ("backward", "clipping", "forward", "recompute", "terms", "_notes")
+
+    def __init__(
+        self,
+        terms: tuple[tuple[Estimator, Workload, int], ...],
+        forward: int,
+        backward: int,
+        recompute: int,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.terms = terms
+        self.forward = forward
+        self.backward = backward
+        self.recompute = recompute
+        self.clipping = 0
+        self._notes = notes
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward + self.recompute + self.clipping
+
+    @property
+    def convention(self) -> str:
+        return self.terms[0][0].convention
+
+    @property
+    def attention_kernel(self) -> str:
+        return self.terms[0][0].attention_kernel
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens that the language model sees."""
+        return sum(load.tokens * times for _, load, times in self.terms)
+
+    def __add__(self, other: Estimate) -> Estimate:
+        if not isinstance(other, Estimate):
+            return NotImplemented
+        if other.convention != self.convention:
+            raise FlopcalcError(f"cannot add FLOPs of convention {other.convention} to {self.convention}")
+        return Estimate(
+            self.terms + other.terms,
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.recompute + other.recompute,
+            self._notes + other._notes,
+        )
+
+    def __mul__(self, times: int) -> Estimate:
+        if type(times) is not int:
+            return NotImplemented
+        if times < 1:
+            raise FlopcalcError(f"an estimate can be multiplied by a whole number of at least 1, not {times}")
+        terms = tuple((estimator, load, many * times) for estimator, load, many in self.terms)
+        return Estimate(terms, self.forward * times, self.backward * times, self.recompute * times, self._notes)
+
+    __rmul__ = __mul__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Estimate) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        return hash((self.forward, self.backward, self.recompute, self.convention))
+
+    def total_under(self, convention: str) -> int:
+        """The total FLOPs of the same work under another convention."""
+        return sum(sum(estimator.count(load, convention)) * times for estimator, load, times in self.terms)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        return {convention: self.total_under(convention) for convention in CONVENTIONS}
+
+    def by_component(self) -> dict[str, tuple[int, int, int]]:
+        """Component -> forward, backward, recomputed FLOPs; all components, in a fixed order."""
+        sums = {part: [0, 0, 0] for part in PARTS}
+        for block, row, value, is_train, times in self._rows():
+            entry = sums[row.op.part]
+            value *= block.count * times
+            entry[0] += row.forward * value
+            if is_train:
+                entry[1] += row.backward * value
+                entry[2] += row.recompute * value
+        return {part: (a, b, c) for part, (a, b, c) in sums.items()}
+
+    def by_kind(self) -> dict[str, tuple[int, int, int]]:
+        """Kind of operation (linear, conv, attend, …) -> forward, backward, recomputed FLOPs."""
+        sums: dict[str, list[int]] = {}
+        for block, row, value, is_train, times in self._rows():
+            entry = sums.setdefault(row.op.kind, [0, 0, 0])
+            value *= block.count * times
+            entry[0] += row.forward * value
+            if is_train:
+                entry[1] += row.backward * value
+                entry[2] += row.recompute * value
+        return {kind: (a, b, c) for kind, (a, b, c) in sums.items()}
+
+    def by_module(self, depth: int | None = None, *, per_layer: bool = False) -> list[ModuleRow]:
+        """Rows per module path, layers folded into '*' unless per_layer, cut to `depth` names."""
+        found: dict[str, _ModuleSum] = {}
+        seen_models: set[int] = set()
+        for block, row, value, is_train, times, owner in self._owned_rows():
+            new_model = id(owner) not in seen_models
+            layers: tuple[int | None, ...] = block.layers if block.layers is not None else (None,)
+            groups = [(layer,) for layer in layers] if per_layer else [layers]
+            for group in groups:
+                prefix = block.path
+                if block.layers is not None:
+                    prefix += f".{group[0]}" if per_layer else ".*"
+                path = join(prefix, row.op.name)
+                names = path.split(".")
+                cut = ".".join(names[:depth]) if depth is not None else path
+                entry = found.setdefault(cut, _ModuleSum())
+                many = value * len(group) * times
+                entry.kinds.add(row.op.kind if cut == path else "module")
+                entry.layers.update(group if "*" in cut.split(".") else (None,))
+                entry.forward += row.forward * many
+                if is_train:
+                    entry.backward += row.backward * many
+                    entry.recompute += row.recompute * many
+                if new_model or len(self.terms) == 1:
+                    entry.parameters += row.parameters * len(group)
+        return [
+            ModuleRow(
+                path, next(iter(entry.kinds)) if len(entry.kinds) == 1 else "module", len(entry.layers),
+                entry.forward, entry.backward, entry.recompute, entry.parameters,
+            )
+            for path, entry in found.items()
+        ]  # fmt: skip
+
+    def _rows(self) -> Iterable[tuple[Block, Row, int, bool, int]]:
+        for block, row, value, is_train, times, _ in self._owned_rows():
+            yield block, row, value, is_train, times
+
+    def _owned_rows(self) -> Iterable[tuple[Block, Row, int, bool, int, Estimator]]:
+        for estimator, load, times in self.terms:
+            for block, row, value in estimator.rows(load, estimator.convention):
+                yield block, row, value, load.phase == "train", times, estimator
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Parameters of the model; of all models, where estimates of several were added."""
+        sums = {"total": 0, "active": 0, "trainable": 0}
+        for estimator in {id(estimator): estimator for estimator, _, _ in self.terms}.values():
+            for key, value in estimator.parameters().items():
+                sums[key] += value
+        return sums
+
+    @property
+    def notes(self) -> list[str]:
+        notes = list(self._notes)
+        for estimator, load, _ in self.terms:
+            notes += [note for note in estimator.notes(load) if note not in notes]
+        return notes
+
+    def to_dict(self, depth: int | None = None) -> dict[str, Any]:
+        """The object that `flopcalc estimate --json` prints, without mfu and hfu, which need a step time."""
+        from flopcalc._version import __version__
+
+        estimator, load, times = self.terms[0]
+        workload = _describe(self)
+        return {
+            "schema": 1,
+            "version": __version__,
+            "model": {
+                "name": estimator.source.name,
+                "model_type": estimator.source.config["model_type"],
+                "spec": estimator.spec.name,
+                "source": "spec",
+                "reference": estimator.spec.source,
+            },
+            "workload": workload,
+            "recipe": estimator.recipe.to_dict(),
+            "convention": self.convention,
+            "attention_kernel": self.attention_kernel if self.convention == "hardware" else None,
+            "flops": {
+                "forward": self.forward,
+                "backward": self.backward,
+                "recompute": self.recompute,
+                "clipping": self.clipping,
+                "total": self.total,
+            },
+            "totals": self.totals,
+            "components": [
+                {"name": name, "forward": forward, "backward": backward}
+                for name, (forward, backward, _) in self.by_component().items()
+                if forward or backward
+            ],
+            "modules": [
+                {
+                    "path": row.path,
+                    "kind": row.kind,
+                    "count": row.count,
+                    "forward": row.forward,
+                    "backward": row.backward,
+                    "parameters": row.parameters,
+                }
+                for row in self.by_module(depth)
+            ],
+            "parameters": self.parameters,
+            "mfu": None,
+            "hfu": None,
+            "notes": self.notes,
+        }
+
+    def __repr__(self) -> str:
+        estimator, load, times = self.terms[0]
+        more = f" and {len(self.terms) - 1} more" if len(self.terms) > 1 else ""
+        repeated = f" x {times}" if times > 1 else ""
+        return (
+            f"Estimate({format_flops(self.total)}: forward {format_flops(self.forward)}, backward "
+            f"{format_flops(self.backward)}; {estimator.source.name}, {load.rows} x {load.seq} {load.phase}{repeated}"
+            f"{more}; convention {self.convention})"
+        )
+
+    def _repr_html_(self) -> str:
+        from flopcalc.report import format_html
+
+        return format_html(self)
+
+
+class _ModuleSum:
+    __slots__ = ("backward", "forward", "kinds", "layers", "parameters", "recompute")
+
+    def __init__(self) -> None:
+        self.kinds: set[str] = set()
+        self.layers: set[int | None] = set()
+        self.forward = self.backward = self.recompute = self.parameters = 0
+
+
+def _describe(estimate: Estimate) -> dict[str, Any]:
+    """The workload in numbers: sizes of the first term, totals over all."""
+    estimator, load, times = estimate.terms[0]
+    is_mixed = len(estimate.terms) > 1
+    images = patches = visual = 0
+    for each, other, many in estimate.terms:
+        images += len(other.all_grids) * many
+        patches += sum(t * h * w for t, h, w in other.all_grids) * many
+        visual += each.count_visual_tokens(other) * many
+    return {
+        "batch": load.rows,
+        "seq": load.seq,
+        "lengths": list(load.documents) if load.documents is not None else None,
+        "layout": "mixed" if is_mixed else load.layout,
+        "grad_accum": times,
+        "tokens": estimate.tokens,
+        "images": images,
+        "patches": patches,
+        "visual_tokens": visual,
+        "phase": load.phase,
+        "context": load.context if load.phase == "decode" else None,
+        "logits": load.logits,
+    }
+
+
+def bind(
+    model: Any,
+    *,
+    recipe: Recipe | Mapping[str, Any] | None = None,
+    convention: str = "model",
+    attention_kernel: str = "auto",
+    spec: str | Path | None = None,
+    download: bool = False,
+) -> Estimator:
+    """The fast estimator of a model for a loop: a callable with estimate_flops' workload arguments."""
+    specs = {}
+    source = load_config(model, download=download)
+    if spec is not None:
+        added = load_spec(Path(spec))
+        specs[added.name] = added
+    if isinstance(recipe, Mapping):
+        recipe = make_recipe(**recipe)
+    estimator = Estimator(source, recipe, convention, attention_kernel, specs)
+    if specs and estimator.spec.name not in specs and not _uses_inner(source.config, specs):
+        raise ConfigError(
+            f"{spec} describes model_type {next(iter(specs))!r}, but {source.where} is {source.config['model_type']!r}"
+        )
+    return estimator
+
+
+def _uses_inner(config: Mapping[str, Any], specs: Mapping[str, Spec]) -> bool:
+    return any(isinstance(value, Mapping) and value.get("model_type") in specs for value in config.values())
+
+
+def estimate_flops(
+    model: Any,
+    *,
+    batch_size: int = 1,
+    seq_len: int | None = None,
+    image_grid_thw: Any = None,
+    video_grid_thw: Any = None,
+    lengths: Iterable[int] | None = None,
+    batch: Mapping[str, Any] | None = None,
+    phase: str = "train",
+    context: int | None = None,
+    logits: int | str | None = None,
+    recipe: Recipe | Mapping[str, Any] | None = None,
+    convention: str = "model",
+    attention_kernel: str = "auto",
+    spec: str | Path | None = None,
+) -> Estimate:
+    """FLOPs of one step, exactly: `model` is a preset's name, a path, a mapping, a HF config or a HF model."""
+    estimator = bind(model, recipe=recipe, convention=convention, attention_kernel=attention_kernel, spec=spec)
+    if batch is not None:
+        if seq_len is not None or lengths is not None or image_grid_thw is not None or video_grid_thw is not None:
+            raise WorkloadError("batch already says lengths and images: give it alone")
+        return estimator.estimate_batch(batch, phase=phase, logits=logits)
+    return estimator(
+        batch_size, seq_len, image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw, lengths=lengths,
+        phase=phase, context=context, logits=logits,
+    )  # fmt: skip

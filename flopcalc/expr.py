@@ -1,0 +1,218 @@
+"""Integer expressions of spec files: text and a scope of names in, an exact value out; never eval."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from flopcalc.errors import FlopcalcError, SpecError
+
+
+class MissingNameError(FlopcalcError):
+    """A name in an expression that neither the spec nor the config defines."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no value for {name!r}")
+        self.name = name
+
+
+class Scope(Protocol):
+    def lookup(self, name: str) -> Any:
+        """The value of a (dotted) name, or MissingNameError."""
+
+
+_CONSTANTS = {"true": True, "false": False, "none": None}
+_CACHE: dict[str, ast.expr] = {}
+MAX_LENGTH = 500
+
+
+def parse(text: str) -> ast.expr:
+    """The checked syntax tree; a SpecError for anything outside the grammar."""
+    tree = _CACHE.get(text)
+    if tree is None:
+        if len(text) > MAX_LENGTH:
+            raise SpecError(f"expression longer than {MAX_LENGTH} characters: {text[:40]!r}…")
+        try:
+            tree = ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise SpecError(f"not an expression: {text!r}") from None
+        _check(tree, text)
+        _CACHE[text] = tree
+    return tree
+
+
+def find_names(text: str) -> set[str]:
+    """Every (dotted) name an expression reads, functions and constants left out."""
+    return _names(parse(text))
+
+
+def evaluate(text: str, scope: Scope) -> Any:
+    """The value of an expression: int, bool, str, list or None; a division that leaves a rest stays a Fraction."""
+    try:
+        return _eval(parse(text), scope, text)
+    except RecursionError:
+        raise SpecError(f"{text!r} is nested too deeply") from None
+
+
+def _check(node: ast.AST, text: str) -> None:
+    for child in ast.walk(node):
+        if isinstance(child, ast.Call) and not (
+            isinstance(child.func, ast.Name) and child.func.id in _FUNCTIONS and not child.keywords
+        ):
+            raise SpecError(f"unknown function in {text!r}; known: {', '.join(sorted(_FUNCTIONS))}")
+        if isinstance(child, ast.Constant) and not isinstance(child.value, (int, float, str)):
+            raise SpecError(f"constant {child.value!r} not allowed in {text!r}")
+        if not isinstance(child, _ALLOWED):
+            raise SpecError(f"{type(child).__name__} not allowed in {text!r}")
+
+
+def _names(node: ast.AST) -> set[str]:
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        name = _dotted(node)
+        return set() if name in _CONSTANTS else {name}
+    children = node.args if isinstance(node, ast.Call) else ast.iter_child_nodes(node)
+    return set().union(*(_names(child) for child in children))
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    if isinstance(node, ast.Name):
+        return node.id
+    raise SpecError("only a name may stand before a dot")
+
+
+def _number(value: Any, text: str) -> Any:
+    if isinstance(value, float) and math.isfinite(value):
+        from fractions import Fraction
+
+        return Fraction(value)
+    if isinstance(value, (bool, str, list, tuple, dict, float)) or value is None:
+        raise SpecError(f"{value!r} in {text!r} is not a number")
+    return value
+
+
+def _divide(left: Any, right: Any) -> Any:
+    if type(left) is int and type(right) is int and left % right == 0:
+        return left // right
+    from fractions import Fraction
+
+    return Fraction(left) / Fraction(right)
+
+
+def _power(left: Any, right: Any) -> Any:
+    if type(right) is not int or not 0 <= right <= 8:
+        raise SpecError("an exponent must be an integer from 0 to 8")
+    return left**right
+
+
+def _count(values: Any, wanted: Any) -> int:
+    return sum(1 for value in _listed(values) if value == wanted)
+
+
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise SpecError(f"{value!r} is not a list")
+    return list(value)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any] | None] = {
+    "min": min,
+    "max": max,
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "len": lambda values: len(_listed(values)),
+    "count": _count,
+    "isqrt": math.isqrt,
+    "has": None,  # has(key): the config gives it, and not as null
+}
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: _divide,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Mod: lambda a, b: a % b,
+    ast.Pow: _power,
+}
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: lambda a, b: bool(a == b),
+    ast.NotEq: lambda a, b: bool(a != b),
+    ast.Lt: lambda a, b: bool(a < b),
+    ast.LtE: lambda a, b: bool(a <= b),
+    ast.Gt: lambda a, b: bool(a > b),
+    ast.GtE: lambda a, b: bool(a >= b),
+    ast.In: lambda a, b: a in _listed(b),
+    ast.NotIn: lambda a, b: a not in _listed(b),
+}
+_ALLOWED = (
+    ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp,
+    ast.Subscript, ast.Call, ast.List, ast.Load, ast.And, ast.Or, ast.Not, ast.USub,
+    *_BINARY, *_COMPARE,
+)  # fmt: skip
+
+
+def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        name = _dotted(node)
+        return _CONSTANTS[name] if name in _CONSTANTS else scope.lookup(name)
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.BinOp):
+        left = _number(_eval(node.left, scope, text), text)
+        right = _number(_eval(node.right, scope, text), text)
+        try:
+            return _BINARY[type(node.op)](left, right)
+        except ZeroDivisionError:
+            raise SpecError(f"{text!r} divides by zero") from None
+    if isinstance(node, ast.Compare):
+        left = _eval(node.left, scope, text)
+        for operator, right_node in zip(node.ops, node.comparators, strict=True):
+            right = _eval(right_node, scope, text)
+            try:
+                holds = _COMPARE[type(operator)](left, right)
+            except TypeError:
+                raise SpecError(f"{text!r} compares {left!r} with {right!r}") from None
+            if not holds:
+                return False
+            left = right
+        return True
+    if isinstance(node, ast.BoolOp):
+        is_and = isinstance(node.op, ast.And)
+        for child in node.values:
+            if bool(_eval(child, scope, text)) != is_and:
+                return not is_and
+        return is_and
+    if isinstance(node, ast.IfExp):
+        return _eval(node.body if _eval(node.test, scope, text) else node.orelse, scope, text)
+    if isinstance(node, ast.UnaryOp):
+        value = _eval(node.operand, scope, text)
+        return not value if isinstance(node.op, ast.Not) else -_number(value, text)
+    if isinstance(node, ast.Subscript):
+        values = _listed(_eval(node.value, scope, text))
+        index = _eval(node.slice, scope, text)
+        if type(index) is not int or not -len(values) <= index < len(values):
+            raise SpecError(f"{text!r}: index {index!r} outside a list of {len(values)}")
+        return values[index]
+    if isinstance(node, ast.List):
+        return [_eval(item, scope, text) for item in node.elts]
+    assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)  # _check let nothing else through
+    function = _FUNCTIONS[node.func.id]
+    if function is None:
+        return _has(node, scope, text)
+    values = [_eval(argument, scope, text) for argument in node.args]
+    try:
+        return function(*values)
+    except (TypeError, ValueError, OverflowError):
+        raise SpecError(f"{text!r}: {node.func.id} cannot take {values!r}") from None
+
+
+def _has(node: ast.Call, scope: Scope, text: str) -> bool:
+    if len(node.args) != 1:
+        raise SpecError(f"{text!r}: has() takes one name")
+    try:
+        return scope.lookup(_dotted(node.args[0])) is not None
+    except MissingNameError:
+        return False

@@ -1,0 +1,304 @@
+"""Expand a bound spec into stages of ops: every size an int, every row count a named sum of the workload."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+from flopcalc.errors import ConfigError, SpecError
+from flopcalc.expr import MissingNameError, evaluate, find_names
+from flopcalc.spec import MAX_LAYERS, SPANS, BoundDims, check_required, find_spec
+from flopcalc.workload import Feature
+
+
+class Op(NamedTuple):
+    """One operation: its module's name, its sizes, and the feature that says how often it runs."""
+
+    kind: str
+    name: str
+    part: str
+    feature: Feature
+    times: int = 1  # runs per unit of the feature (experts per token, rows per image)
+    n_in: int = 0
+    n_out: int = 0
+    bias: bool = False
+    param: str = "weight"  # the parameter's name inside its module
+    tied: str | None = None  # full name of the parameter it shares
+    targets: tuple[str, ...] = ()  # a bare parameter: the target names that PEFT maps to it, all of them needed
+    copies: int = 1  # weight copies (experts)
+    active: int = 1  # copies that one token reaches
+    heads: int = 0
+    qk: int = 0
+    v: int = 0
+    size: int = 0  # elements of a norm's weight, an embedding row, a bare parameter
+    saves: bool = True  # autograd keeps a tensor for it when a gradient passes
+    input_embedding: bool = False  # HF's checkpointing makes its output require a gradient
+
+
+Chain: TypeAlias = "tuple[Op | tuple[Chain, ...], ...]"
+
+
+class Stage(NamedTuple):
+    """A stack of a spec under one config: a chain of ops, or one chain per layer."""
+
+    path: str
+    layers: tuple[Chain, ...]
+    repeated: bool
+    stream: str
+    group: str  # vision, projector or language: the word that --freeze knows it by
+    checkpoint: bool
+    dead: tuple[bool, ...]  # per layer: computed, but its output is never used
+    reads: tuple[str, tuple[int, ...]] | None  # (stage path, layer whose output layer j of this one reads)
+    joins: tuple[str, ...]  # streams that enter this one here
+    adds: str | None  # path of a repeated stage: its j-th output is added after this one's layer j
+
+
+def expand(dims: BoundDims) -> tuple[Stage, ...]:
+    """All stages of a model in dataflow order, inner specs (towers, language models) included."""
+    try:
+        return tuple(_expand(dims, {}))
+    except MissingNameError as error:
+        raise ConfigError(f"{dims.where}: missing key {error.name!r}, which {dims.spec.name!r} needs") from None
+
+
+def _expand(dims: BoundDims, rename: dict[str, str]) -> list[Stage]:
+    stages: list[Stage] = []
+    for stack in dims.spec.stacks:
+        if "when" in stack and not dims.evaluate(stack["when"]):
+            continue
+        if "use" in stack:
+            stages += _expand_inner(stack, dims)
+        else:
+            stages.append(_expand_stack(stack, dims, rename))
+    return stages
+
+
+def _expand_inner(stack: dict[str, Any], dims: BoundDims) -> list[Stage]:
+    """The stages of another spec, found by name or by the inner config's own model_type."""
+    key: str = stack["config"]
+    defaults: dict[str, Any] = stack.get("defaults", {})
+    config = dims.config.get(key)
+    where = f"{dims.where}: {key}"
+    is_flat = config is None and bool(stack.get("flat"))
+    if is_flat:
+        config, where = dims.config, dims.where
+    if not isinstance(config, dict):
+        raise ConfigError(f"{dims.where}: {key!r} must be an object, not {_show(config)}")
+    name = stack["use"]
+    if name == "model_type":
+        name = config.get("model_type", defaults.get("model_type"))
+        if not isinstance(name, str):
+            raise ConfigError(f"{where}: model_type must be a string, not {_show(name)}")
+    spec = dims.extra.get(name) or find_spec(name)
+    if spec is None:
+        raise ConfigError(
+            f"{where}: model_type {name!r} has no spec, so {dims.spec.name!r} cannot be counted with it; "
+            "add one with --spec FILE (see CONTRIBUTING.md)"
+        )
+    if is_flat:
+        check_required(spec, config, where)
+    settings = {key: dims.evaluate(text) for key, text in stack.get("set", {}).items()}
+    inner = BoundDims(spec, config, where, settings, defaults, dims.extra)
+    inner_stages = _expand(inner, stack.get("rename", {}))
+    adds = stack.get("adds")
+    if adds:
+        inner_stages = [stage._replace(adds=adds) if stage.repeated else stage for stage in inner_stages]
+    joins = tuple(stack.get("joins", ()))
+    if joins:
+        inner_stages[0] = inner_stages[0]._replace(joins=joins)
+    return inner_stages
+
+
+def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]) -> Stage:
+    path = _rename(stack["path"], rename)
+    repeated = "repeat" in stack
+    count = _size(dims, stack["repeat"], f"{path} repeat", minimum=0) if repeated else 1
+    if count > MAX_LAYERS:
+        raise ConfigError(f"{dims.where}: {count} layers in {path!r}; more than {MAX_LAYERS} is surely a mistake")
+    part = stack.get("part", "other")
+    builder = _Builder(dims, stack.get("rows", "tokens"), part, path, rename)
+    layers = []
+    dead = []
+    reads_layers = []
+    for layer in range(count):
+        dims.set_layer(layer if repeated else None)
+        layers.append(builder.build(stack.get("ops", [])))
+        dead.append(bool(dims.evaluate(stack["dead"])) if "dead" in stack else False)
+        if "reads" in stack:
+            reads_layers.append(_size(dims, stack["reads"][1], f"{path} reads", minimum=0))
+    dims.set_layer(None)
+    return Stage(
+        path=path,
+        layers=tuple(layers),
+        repeated=repeated,
+        stream=stack.get("stream", "language"),
+        group=part if part in ("vision", "projector", "audio") else "language",
+        checkpoint=bool(stack.get("checkpoint", False)),
+        dead=tuple(dead),
+        reads=(_rename(stack["reads"][0], rename), tuple(reads_layers)) if "reads" in stack else None,
+        joins=tuple(stack.get("joins", ())),
+        adds=stack.get("adds"),
+    )
+
+
+class _Builder:
+    """Builds the chain of one layer; what does not change from layer to layer is built once."""
+
+    def __init__(self, dims: BoundDims, rows: str, part: str, path: str, rename: dict[str, str]) -> None:
+        self.dims = dims
+        self.rows = rows
+        self.part = part
+        self.path = path
+        self.rename = rename
+        self._fixed: dict[int, Op | None] = {}
+        self._layered: dict[int, bool] = {}
+        self._chains: dict[Chain, Chain] = {}
+
+    def build(self, items: list[Any]) -> Chain:
+        chain = self._chain(items)
+        return self._chains.setdefault(chain, chain)
+
+    def _chain(self, items: list[Any]) -> Chain:
+        """A series: each item reads the one before it."""
+        built: list[Op | tuple[Chain, ...]] = []
+        for item in items:
+            if isinstance(item, str):
+                built.extend(self._chain(self.dims.spec.blocks[item]))
+            elif isinstance(item, list):
+                # Siblings: branches that read the same tensor; a branch is an op or a series of its own.
+                branches = tuple(
+                    branch
+                    for branch in (self._chain(entry if isinstance(entry, list) else [entry]) for entry in item)
+                    if branch
+                )
+                if branches:
+                    built.append(branches)
+            else:
+                op = self._op(item)
+                if op is not None:
+                    built.append(op)
+        return tuple(built)
+
+    def _op(self, item: dict[str, Any]) -> Op | None:
+        key = id(item)
+        layered = self._layered.get(key)
+        if layered is None:
+            names = set().union(*(find_names(value) for name, value in item.items() if _is_expression(name, value)))
+            layered = self._layered[key] = any(self.dims.depends_on_layer(name) for name in names)
+        if layered:
+            return self._make(item)
+        if key not in self._fixed:
+            self._fixed[key] = self._make(item)
+        return self._fixed[key]
+
+    def _make(self, item: dict[str, Any]) -> Op | None:
+        dims = self.dims
+        if "when" in item and not dims.evaluate(item["when"]):
+            return None
+        kind: str = item["op"]
+        name: str = item.get("name", "")
+        where = f"{self.path}.{name}" if name else self.path
+        part = item.get("part", self.part)
+
+        def size(field: str, minimum: int = 1, default: str | None = None) -> int:
+            text = item.get(field, default)
+            if text is None:
+                raise SpecError(f"{dims.spec.file}: op {where!r} needs {field!r}")
+            return _size(dims, str(text), f"{where} {field}", minimum)
+
+        feature = self._feature(item.get("rows", self.rows))
+        times = size("times", default="1")
+        flag = bool(dims.evaluate(item["bias"])) if "bias" in item else False
+        if kind in ("linear", "conv"):
+            return Op(
+                kind, name, part, feature, times, size("in"), size("out"), flag,
+                param=item.get("param", "weight"),
+                tied=self._tied(item),
+                targets=self._targets(item),
+                copies=size("copies", default="1"),
+                active=size("active", default="1"),
+                input_embedding=bool(item.get("input_embedding", False)),
+            )  # fmt: skip
+        if kind == "attend":
+            feature, times = self._attend(item, size)
+            part = part if part in ("vision", "audio", "projector") else "attention_scores"
+            return Op(kind, name, part, feature, times, heads=size("heads"), qk=size("qk"), v=size("v"))
+        if kind == "embed":
+            embedding = bool(item.get("input_embedding", False))
+            return Op(
+                kind, name, part, feature, times, n_in=size("count"), size=size("dim"), input_embedding=embedding
+            )
+        if kind == "norm":
+            return Op(kind, name, part, feature, times, bias=flag, size=size("dim"))
+        if kind == "param":
+            return Op(kind, name, part, feature, size=size("size"))
+        if kind == "dropout":
+            saves = dims.evaluate(item["p"])
+            if isinstance(saves, bool) or not isinstance(saves, (int, float)):
+                raise ConfigError(f"{dims.where}: {item['p']} must be a number, not {saves!r}")
+            return Op(kind, name, part, feature, saves=saves > 0)
+        return Op(kind, name, part, feature)
+
+    def _tied(self, item: dict[str, Any]) -> str | None:
+        if "tied" not in item:
+            return None
+        condition, target = item["tied"]
+        return _rename(target, self.rename) if self.dims.evaluate(condition) else None
+
+    def _targets(self, item: dict[str, Any]) -> tuple[str, ...]:
+        names = self.dims.evaluate(item["targets"]) if "targets" in item else []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise SpecError(f"{self.dims.spec.file}: targets of {item.get('name')!r} must be a list of names")
+        return tuple(names)
+
+    def _attend(self, item: dict[str, Any], size: Any) -> tuple[Feature, int]:
+        span = item.get("span", "seq")
+        if span == "seq":
+            mask = item.get("mask", "causal")
+            window = self.dims.evaluate(item["window"]) if "window" in item else None
+            if window is None:
+                return ("pairs", mask, 0), 1
+            return ("pairs", mask, _size(self.dims, item["window"], f"{self.path} window", 1)), 1
+        if span == "frames":
+            return ("frames",), 1
+        if span == "windows":
+            return ("windows", _size(self.dims, "merge", "merge", 1), size("window")), 1
+        if span == "images":
+            length = size("length")
+            return ("images",), length * length
+        raise SpecError(f"{self.dims.spec.file}: span {span!r} unknown; known: {', '.join(SPANS)}")
+
+    def _feature(self, rows: str) -> Feature:
+        if rows == "merged":
+            return ("merged", _size(self.dims, "merge", "merge", 1) ** 2)
+        return (rows,)
+
+
+def _is_expression(name: str, value: Any) -> bool:
+    return isinstance(value, str) and name not in ("op", "name", "rows", "part", "span", "mask", "param")
+
+
+def _rename(path: str, rename: dict[str, str]) -> str:
+    for old, new in rename.items():
+        if path == old or path.startswith(f"{old}."):
+            return new + path[len(old) :]
+    return path
+
+
+def _size(dims: BoundDims, text: str, what: str, minimum: int) -> int:
+    """An expression's value as a whole number of at least `minimum`, else an error that names the config."""
+    try:
+        value = evaluate(text, dims)
+    except MissingNameError as error:
+        raise ConfigError(f"{dims.where}: missing key {error.name!r}, needed for {what}") from None
+    except SpecError as error:
+        raise ConfigError(f"{dims.where}: {what}: {error}") from None
+    if isinstance(value, bool) or getattr(value, "denominator", None) != 1:
+        raise ConfigError(f"{dims.where}: {what} = {text} must be a whole number, not {_show(value)}")
+    if not minimum <= value <= 10**12:
+        raise ConfigError(f"{dims.where}: {what} = {text} is {_show(value)}, which is not a size")
+    return int(value)
+
+
+def _show(value: Any) -> str:
+    text = repr(value) if not hasattr(value, "numerator") or isinstance(value, (bool, int)) else str(value)
+    return text if len(text) <= 60 else text[:57] + "…"

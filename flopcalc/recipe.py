@@ -1,0 +1,365 @@
+"""Recipe: what trains (freeze, train only, LoRA), what is recomputed; asked per parameter of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import translate
+from typing import Any, NamedTuple
+
+from flopcalc.errors import RecipeError
+from flopcalc.ops import Op, Stage
+from flopcalc.units import check_size
+
+RECOMPUTE = ("none", "full", "full-reentrant")
+WORDS = ("vision", "projector", "language")
+
+
+class Lora(NamedTuple):
+    """PEFT's LoRA: rank, target modules by name suffix ('all-linear' for every linear but the head), modules to save."""
+
+    r: int
+    targets: tuple[str, ...]
+    save: tuple[str, ...] = ()
+
+
+class Recipe(NamedTuple):
+    """What trains and what is recomputed; everything trains by default."""
+
+    freeze: tuple[str, ...] = ()
+    train_only: tuple[str, ...] = ()
+    lora: Lora | None = None
+    recompute: str = "none"
+    # Read from a live model instead: names of the parameters that train, and LoRA's rank per module.
+    trained: frozenset[str] | None = None
+    adapters: tuple[tuple[str, int], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        shown: dict[str, Any] = {
+            "freeze": list(self.freeze),
+            "train_only": list(self.train_only),
+            "lora": None,
+            "recompute": self.recompute,
+        }
+        if self.lora is not None:
+            shown["lora"] = {"r": self.lora.r, "targets": list(self.lora.targets), "save": list(self.lora.save)}
+        if self.trained is not None:
+            shown["read_from_model"] = {"trained": len(self.trained), "adapted_modules": len(self.adapters)}
+        return shown
+
+
+def make_recipe(
+    *,
+    freeze: str | Iterable[str] = (),
+    train_only: str | Iterable[str] = (),
+    lora: Lora | Mapping[str, Any] | str | None = None,
+    recompute: str = "none",
+) -> Recipe:
+    """A checked Recipe; `lora` may be 'r=16,targets=q_proj+v_proj' or a mapping with the same keys."""
+    if recompute not in RECOMPUTE:
+        raise RecipeError(f"recompute {recompute!r} unknown; known: {', '.join(RECOMPUTE)}")
+    chosen = _make_lora(lora)
+    only = _patterns(train_only, "train_only")
+    if chosen is not None and only:
+        raise RecipeError(
+            "train-only contradicts lora, which trains its adapters alone: name modules to train beside them in "
+            "lora's save=, or freeze some adapters with freeze"
+        )
+    return Recipe(_patterns(freeze, "freeze"), only, chosen, recompute)
+
+
+def _patterns(value: str | Iterable[str], what: str) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise RecipeError(f"{what}: {pattern!r} is not a pattern")
+    return patterns
+
+
+def _make_lora(value: Lora | Mapping[str, Any] | str | None) -> Lora | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = parse_lora(value)
+    if isinstance(value, Lora):
+        value = value._asdict()
+    unknown = set(value) - {"r", "targets", "save"}
+    if unknown:
+        raise RecipeError(f"lora: unknown key {min(unknown)!r}; known: r, targets, save")
+    targets = value.get("targets", ())
+    targets = (targets,) if isinstance(targets, str) else tuple(targets)
+    if not targets or not all(isinstance(target, str) and target for target in targets):
+        raise RecipeError("lora needs targets, as in r=16,targets=q_proj+v_proj")
+    save = value.get("save", ())
+    return Lora(
+        check_size(value.get("r", 8), "lora r"), targets, (save,) if isinstance(save, str) else tuple(save)
+    )
+
+
+def parse_lora(text: str) -> dict[str, Any]:
+    """'r=16,targets=q_proj+v_proj,save=lm_head' -> a mapping."""
+    found: dict[str, Any] = {}
+    for piece in text.split(","):
+        key, equals, value = piece.partition("=")
+        key = key.strip()
+        if not equals or key not in ("r", "targets", "save"):
+            raise RecipeError(f"lora: {piece!r} is not r=…, targets=… or save=…, as in r=16,targets=q_proj+v_proj")
+        if key in found:
+            raise RecipeError(f"lora: {key} given twice")
+        if key == "r":
+            if not value.strip().isdecimal():
+                raise RecipeError(f"lora: r={value!r} is not a whole number")
+            found[key] = int(value)
+        else:
+            found[key] = tuple(entry.strip() for entry in value.split("+"))
+    return found
+
+
+class State(NamedTuple):
+    """How one op takes part in training."""
+
+    weight: bool = True
+    bias: bool = True
+    rank: int = 0  # of its adapter, 0 without one
+    adapter_a: bool = True
+    adapter_b: bool = True
+    saved_copy: bool = False  # PEFT keeps a frozen original beside a module in modules_to_save
+
+
+ALL_TRAIN = State()
+STATELESS = ("attend", "pointwise", "dropout")  # kinds of op without parameters
+
+
+class Resolver:
+    """Answers, for an op at a path, how it trains under a recipe; remembers which patterns matched."""
+
+    def __init__(self, recipe: Recipe, stages: tuple[Stage, ...]) -> None:
+        self.recipe = recipe
+        self.is_trivial = not (recipe.freeze or recipe.train_only or recipe.lora or recipe.trained is not None)
+        self._only = [_Pattern(pattern) for pattern in recipe.train_only]
+        self._freeze = [_Pattern(pattern) for pattern in recipe.freeze]
+        self._targets = [_Suffix(target) for target in recipe.lora.targets] if recipe.lora else []
+        self._save = [_Suffix(name) for name in recipe.lora.save] if recipe.lora else []
+        self._ranks = dict(recipe.adapters)
+        # Target names that PEFT maps to bare parameters (fused experts, routers), for modules no longer of that name.
+        self._mapped = {name for stage in stages for op in _iterate_kinds(stage) for name in op.targets}
+        if recipe.lora is not None:
+            self._check_fused(stages)
+        # Modules whose weight is one tensor: a pattern that names either sets both.
+        self._aliases: dict[str, list[tuple[str, str]]] = {}
+        if not self.is_trivial:
+            self._find_aliases(stages)
+
+    def _find_aliases(self, stages: tuple[Stage, ...]) -> None:
+        groups = {f"{stage.path}.weight": stage.group for stage in stages}
+        for stage in stages:
+            for op in _iterate_kinds(stage):
+                if op.tied:
+                    own = f"{join(stage.path, op.name)}.{op.param}"
+                    pair = [(own, stage.group), (op.tied, groups.get(op.tied, stage.group))]
+                    self._aliases[own] = self._aliases[op.tied] = pair
+
+    def _check_fused(self, stages: tuple[Stage, ...]) -> None:
+        for fused in {op.targets for stage in stages for op in _iterate_kinds(stage) if len(op.targets) > 1}:
+            present = [name for name in fused if self._names(name)]
+            if present and len(present) < len(fused):
+                raise RecipeError(
+                    f"lora targets {', '.join(fused)} are fused into one parameter: give all of them, or none"
+                )
+
+    def _names(self, mapped: str) -> bool:
+        """Whether some target names a mapped parameter; marks it as used."""
+        hit = False
+        for target in self._targets:
+            if target.text in ("all-linear", mapped) or target.text.endswith(f".{mapped}"):
+                target.is_used = hit = True
+        return hit
+
+    def resolve(self, op: Op, path: str, group: str) -> State:
+        """The state of the op whose module is `path`, in the part of the model that `group` names."""
+        if self.is_trivial:
+            return ALL_TRAIN
+        if self.recipe.trained is not None:
+            return self._resolve_live(op, path)
+        weight_name = f"{path}.{op.param}" if op.kind != "param" else path
+        if self.recipe.lora is None:
+            return State(
+                self._trains(weight_name, group), self._trains(f"{path}.bias", group) if op.bias else False
+            )
+        rank = self._rank(op, path)
+        saved = any(suffix.matches(path) for suffix in self._save) and not rank
+        return State(
+            weight=saved and not self._frozen(weight_name, group),
+            bias=saved and op.bias and not self._frozen(f"{path}.bias", group),
+            rank=rank,
+            adapter_a=not self._frozen(f"{path}.lora_A.default.weight", group),
+            adapter_b=not self._frozen(f"{path}.lora_B.default.weight", group),
+            saved_copy=saved,
+        )
+
+    def _resolve_live(self, op: Op, path: str) -> State:
+        assert self.recipe.trained is not None
+        trained = self.recipe.trained
+        weight_name = f"{path}.{op.param}" if op.kind != "param" else path
+        names = [name for name, _ in self._aliases.get(weight_name, [(weight_name, "")])]
+        rank = self._ranks.get(f"{path}.{op.param}" if op.targets else path, 0)
+        return State(
+            weight=any(name in trained for name in names),
+            bias=f"{path}.bias" in trained,
+            rank=rank,
+            adapter_a=f"{path}.lora_A" in trained,
+            adapter_b=f"{path}.lora_B" in trained,
+            saved_copy=f"{path}.modules_to_save" in trained,
+        )
+
+    def _rank(self, op: Op, path: str) -> int:
+        assert self.recipe.lora is not None
+        rank = self.recipe.lora.r
+        if op.targets:
+            # PEFT adds the ranks of the targets that were fused into one parameter.
+            return rank * len(op.targets) if all([self._names(name) for name in op.targets]) else 0
+        if op.kind not in ("linear", "conv", "embed"):
+            return 0
+        matched = False
+        is_mapped = path.rpartition(".")[2] in self._mapped
+        for target in self._targets:
+            if target.text == "all-linear":
+                # PEFT: every linear module but the head; convolutions and embeddings are not linear.
+                hit = op.kind == "linear" and op.part != "lm_head"
+                target.is_used = target.is_used or hit
+            else:
+                hit = target.matches(path)
+            matched = matched or hit
+        return rank if matched and not is_mapped else 0
+
+    def _trains(self, name: str, group: str) -> bool:
+        aliases = self._aliases.get(name) or [(name, group)]
+        # No short cut: every pattern must see every name, so that one which matches nothing is found.
+        chosen = not self._only
+        for pattern in self._only:
+            for alias, word in aliases:
+                if pattern.matches(alias, word):
+                    chosen = True
+        return not self._frozen(name, group) and chosen
+
+    def _frozen(self, name: str, group: str) -> bool:
+        hit = False
+        for pattern in self._freeze:
+            for alias, word in self._aliases.get(name) or [(name, group)]:
+                if pattern.matches(alias, word):
+                    hit = True
+        return hit
+
+    def check_used(self, paths: Callable[[], Iterable[str]]) -> None:
+        """An error for a pattern or target that matched nothing."""
+        for what, patterns in (
+            ("freeze", self._freeze), ("train-only", self._only), ("lora target", self._targets),
+            ("lora save", self._save),
+        ):  # fmt: skip
+            for pattern in patterns:
+                if not pattern.is_used:
+                    known = sorted({path.rsplit(".", 1)[-1] for path in paths()})
+                    shown = ", ".join(known[:24])
+                    raise RecipeError(
+                        f"{what} {pattern.text!r} matches no module of this model; module names end in: {shown}"
+                    )
+
+
+class _Pattern:
+    """A glob over dotted names, or one of the words; matches a name or any of its parents."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.is_used = False
+        self._regex = re.compile(translate(text))
+
+    def matches(self, name: str, group: str) -> bool:
+        hit = self.text == group if self.text in WORDS else self._matches_path(name)
+        self.is_used = self.is_used or hit
+        return hit
+
+    def _matches_path(self, name: str) -> bool:
+        while True:
+            if self._regex.match(name):
+                return True
+            name, dot, _ = name.rpartition(".")
+            if not dot:
+                return False
+
+
+class _Suffix:
+    """PEFT's rule: a module's name is the target, or ends in a dot and the target."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.is_used = False
+
+    def matches(self, path: str) -> bool:
+        hit = path == self.text or path.endswith("." + self.text)
+        self.is_used = self.is_used or hit
+        return hit
+
+
+def iterate(chain: Any) -> Iterable[Op]:
+    """Every op of a chain in order of execution."""
+    for item in chain:
+        if isinstance(item, Op):
+            yield item
+        else:
+            yield from iterate(item)
+
+
+def _iterate_kinds(stage: Stage) -> Iterable[Op]:
+    """Every op of a stage, layers that are alike taken once."""
+    for chain in dict.fromkeys(stage.layers):
+        yield from iterate(chain)
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if name else path
+
+
+_WRAPPERS = ("_orig_mod.", "module.", "base_model.model.")
+
+
+def read_recipe(model: Any, recompute: str | None = None) -> tuple[Recipe, dict[str, int]]:
+    """The recipe of a live model from requires_grad and PEFT adapters, and its parameters' sizes by plain name."""
+    trained: set[str] = set()
+    ranks: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for full_name, parameter in model.named_parameters():
+        name = full_name
+        for wrapper in _WRAPPERS * 2:
+            name = name.removeprefix(wrapper)
+        adapter = re.search(r"\.lora_(?:embedding_)?([AB])(?:\.|$)", name)
+        if adapter:
+            path = name[: adapter.start()]
+            if adapter.group(1) == "A":
+                # lora_A is (r, in) for a linear, (r, in, …) for a convolution and (r, vocab) for an embedding.
+                ranks[path] = int(parameter.shape[0])
+            if parameter.requires_grad:
+                trained.add(f"{path}.lora_{adapter.group(1)}")
+            continue
+        if ".modules_to_save." in name:
+            path, _, rest = name.partition(".modules_to_save.")
+            plain = f"{path}.{rest.partition('.')[2]}"
+            if parameter.requires_grad:
+                trained |= {plain, f"{plain.rpartition('.')[0]}.modules_to_save"}
+            continue
+        name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        sizes[name] = int(parameter.numel())
+        if parameter.requires_grad:
+            trained.add(name)
+    if recompute is None:
+        recompute = _read_recompute(model)
+    return Recipe(recompute=recompute, trained=frozenset(trained), adapters=tuple(sorted(ranks.items()))), sizes
+
+
+def _read_recompute(model: Any) -> str:
+    if not getattr(model, "is_gradient_checkpointing", False):
+        return "none"
+    for module in model.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if function is not None:
+            return "full-reentrant" if getattr(function, "keywords", {}).get("use_reentrant") else "full"
+    return "full"

@@ -1,0 +1,274 @@
+"""Specs: TOML files in, checked Spec values out; bind(spec, config) gives the scope in which its dims have values."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flopcalc.data import find_data_file, load_toml
+from flopcalc.errors import ConfigError, SpecError, format_nearest
+from flopcalc.expr import MissingNameError, evaluate, find_names, parse
+
+# Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
+_SPEC_KEYS = {
+    "family", "architecture", "source", "extends", "required", "tower", "defaults", "dims", "blocks", "stack",
+    "vision", "positions",
+}  # fmt: skip
+_STACK_KEYS = {
+    "path", "repeat", "stream", "rows", "part", "checkpoint", "ops", "when", "dead", "reads", "joins", "adds",
+    "use", "config", "flat", "rename", "set", "defaults",
+}  # fmt: skip
+_VISION_KEYS = {"kind", "patch", "merge", "temporal", "side", "tokens", "resize", "videos"}
+_POSITION_KEYS = {"kind", "limit"}
+_OP_COMMON = {"op", "name", "when", "rows", "times", "part"}
+OP_KEYS: dict[str, set[str]] = {
+    "linear": _OP_COMMON | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding"},
+    "conv": _OP_COMMON | {"in", "out", "bias", "input_embedding"},
+    "attend": _OP_COMMON | {"heads", "qk", "v", "span", "mask", "window", "length"},
+    "norm": _OP_COMMON | {"dim", "bias"},
+    "embed": _OP_COMMON | {"count", "dim", "input_embedding"},
+    "param": _OP_COMMON | {"size"},
+    "pointwise": _OP_COMMON,
+    "dropout": _OP_COMMON | {"p"},
+}
+PARTS = (
+    "vision", "audio", "projector", "attention_projections", "attention_scores", "mlp", "router", "ssm", "lm_head",
+    "other",
+)  # fmt: skip
+ROWS = ("tokens", "logits", "cached", "patches", "merged", "images")
+SPANS = ("seq", "frames", "windows", "images")
+MAX_LAYERS = 10_000
+
+
+class Spec(NamedTuple):
+    """One architecture: where its dims stand in a config, and its stacks of ops in dataflow order."""
+
+    name: str
+    file: str
+    architecture: str
+    source: str
+    required: tuple[str, ...]
+    defaults: dict[str, Any]
+    dims: dict[str, list[str]]
+    blocks: dict[str, list[Any]]
+    stacks: list[dict[str, Any]]
+    vision: dict[str, str]
+    positions: dict[str, str]
+
+
+def find_spec(model_type: str) -> Spec | None:
+    """The spec of a model_type, or None."""
+    path = find_data_file("specs", model_type)
+    return load_spec(path) if path else None
+
+
+@lru_cache(maxsize=256)
+def load_spec(path: Path) -> Spec:
+    """Read, merge with what it extends, and check one spec file."""
+    tables = _load_tables(path, ())
+    spec = Spec(
+        name=path.stem,
+        file=path.name,
+        architecture=_text(tables, "architecture", path),
+        source=_text(tables, "source", path),
+        required=tuple(tables.get("required", ())),
+        defaults=tables.get("defaults", {}),
+        dims={name: _candidates(value, name, path) for name, value in tables.get("dims", {}).items()},
+        blocks=tables.get("blocks", {}),
+        stacks=tables.get("stack", []),
+        vision=tables.get("vision", {}),
+        positions=tables.get("positions", {}),
+    )
+    _check_spec(spec, path)
+    return spec
+
+
+def _load_tables(path: Path, above: tuple[str, ...]) -> dict[str, Any]:
+    tables = load_toml(path)
+    _check_keys(tables, _SPEC_KEYS, str(path))
+    base_name = tables.pop("extends", None)
+    for key in ("defaults", "dims", "blocks", "vision", "positions"):
+        if not isinstance(tables.get(key, {}), dict):
+            raise SpecError(f"{path}: [{key}] must be a table")
+    if base_name is None:
+        return tables
+    if base_name in above or base_name == path.stem:
+        raise SpecError(f"{path}: extends {base_name!r}, which leads back to it")
+    beside = path.parent / f"{base_name}.toml"
+    base_path = beside if beside.is_file() else find_data_file("specs", str(base_name))
+    if base_path is None:
+        raise SpecError(f"{path}: extends {base_name!r}, which is no spec")
+    base = _load_tables(base_path, (*above, path.stem))
+    merged = {**base, **tables}
+    for key in ("defaults", "dims", "blocks"):
+        merged[key] = {**base.get(key, {}), **tables.get(key, {})}
+    return merged
+
+
+def _text(tables: dict[str, Any], key: str, path: Path) -> str:
+    value = tables.get(key)
+    if not isinstance(value, str) or not value:
+        raise SpecError(f"{path}: needs {key} = \"…\"")
+    return value
+
+
+def _candidates(value: Any, name: str, path: Path) -> list[str]:
+    listed = value if isinstance(value, list) else [value]
+    if not listed or not all(isinstance(entry, (str, int)) for entry in listed):
+        raise SpecError(f"{path}: dim {name!r} must be an expression or a list of them")
+    return [str(entry).lower() if isinstance(entry, bool) else str(entry) for entry in listed]
+
+
+def _check_keys(table: dict[str, Any], known: set[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            raise SpecError(f"{where}: unknown key {key!r}.{format_nearest(key, known)}")
+
+
+def _check_spec(spec: Spec, path: Path) -> None:
+    for name, entries in spec.dims.items():
+        for entry in entries:
+            try:
+                parse(entry)
+            except SpecError as error:
+                raise SpecError(f"{path}: dim {name!r}: {error}") from None
+    _check_keys(spec.vision, _VISION_KEYS, f"{path}: [vision]")
+    _check_keys(spec.positions, _POSITION_KEYS, f"{path}: [positions]")
+    if not spec.stacks:
+        raise SpecError(f"{path}: needs at least one [[stack]]")
+    for stack in spec.stacks:
+        where = f"{path}: stack {stack.get('path') or stack.get('use')!r}"
+        _check_keys(stack, _STACK_KEYS, where)
+        if "use" not in stack:
+            if "path" not in stack:
+                raise SpecError(f"{where}: needs a path")
+            if stack.get("rows", "tokens") not in ROWS:
+                raise SpecError(f"{where}: rows {stack['rows']!r} unknown.{format_nearest(stack['rows'], ROWS)}")
+            _check_ops(stack.get("ops", []), spec, where)
+
+
+def _check_ops(items: Any, spec: Spec, where: str) -> None:
+    if not isinstance(items, list):
+        raise SpecError(f"{where}: ops must be a list")
+    for item in items:
+        if isinstance(item, list):
+            _check_ops(item, spec, where)
+        elif isinstance(item, str):
+            if item not in spec.blocks:
+                raise SpecError(f"{where}: no block {item!r}.{format_nearest(item, spec.blocks)}")
+            _check_ops(spec.blocks[item], spec, f"{where}, block {item!r}")
+        elif isinstance(item, dict):
+            _check_op(item, where)
+        else:
+            raise SpecError(f"{where}: {item!r} is neither an op, a list of ops nor a block's name")
+
+
+def _check_op(op: dict[str, Any], where: str) -> None:
+    kind = op.get("op")
+    if kind not in OP_KEYS:
+        raise SpecError(f"{where}: unknown op {kind!r}.{format_nearest(str(kind), OP_KEYS)}")
+    where = f"{where}, op {op.get('name', kind)!r}"
+    _check_keys(op, OP_KEYS[kind], where)
+    for key, known in (("part", PARTS), ("rows", ROWS), ("span", SPANS)):
+        if key in op and op[key] not in known:
+            raise SpecError(f"{where}: {key} {op[key]!r} unknown.{format_nearest(str(op[key]), known)}")
+
+
+class BoundDims:
+    """The names of a spec with their values under one config; dims are computed when first asked for."""
+
+    __slots__ = ("config", "defaults", "extra", "layer", "spec", "where", "_depends", "_fixed", "_layered")
+
+    def __init__(
+        self, spec: Spec, config: dict[str, Any], where: str, settings: dict[str, Any] | None = None,
+        defaults: dict[str, Any] | None = None, extra: dict[str, Spec] | None = None,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        self.extra = extra or {}  # specs that the user added for this call, by model_type
+        self.config = config
+        self.where = where
+        self.defaults = {**spec.defaults, **(defaults or {})}
+        self.layer: int | None = None
+        self._fixed: dict[str, Any] = dict(settings or {})
+        self._layered: dict[str, Any] = {}
+        self._depends: dict[str, bool] = {}
+
+    def set_layer(self, layer: int | None) -> None:
+        self.layer = layer
+        self._layered = {}
+
+    def lookup(self, name: str) -> Any:
+        if name == "i":
+            if self.layer is None:
+                raise SpecError(f"{self.spec.file}: 'i' used outside a repeated stack")
+            return self.layer
+        if name in self._fixed:
+            return self._fixed[name]
+        if name in self._layered:
+            return self._layered[name]
+        entries = self.spec.dims.get(name)
+        if entries is None:
+            return self._read_config(name)
+        value = self._first(name, entries)
+        (self._layered if self.depends_on_layer(name) else self._fixed)[name] = value
+        return value
+
+    def depends_on_layer(self, name: str) -> bool:
+        """Whether a name's value changes from layer to layer, directly or through other dims."""
+        known = self._depends.get(name)
+        if known is None:
+            self._depends[name] = False  # a cycle ends here; evaluation reports it
+            known = name == "i" or (
+                name not in self._fixed
+                and any(
+                    self.depends_on_layer(inner)
+                    for entry in self.spec.dims.get(name, ())
+                    for inner in find_names(entry)
+                )
+            )
+            self._depends[name] = known
+        return known
+
+    def evaluate(self, text: str) -> Any:
+        return evaluate(text, self)
+
+    def _first(self, name: str, entries: list[str]) -> Any:
+        # The first entry whose config keys are all present. The name itself, inside, means the config's key.
+        missing: MissingNameError | None = None
+        for entry in entries:
+            try:
+                if entry == name:
+                    return self._read_config(name)
+                return evaluate(entry, self)
+            except MissingNameError as error:
+                missing = missing or error
+            except RecursionError:
+                raise SpecError(f"{self.spec.file}: dim {name!r} is defined by itself") from None
+        assert missing is not None
+        raise missing
+
+    def _read_config(self, name: str) -> Any:
+        value: Any = self.config
+        for key in name.split("."):
+            if not isinstance(value, dict) or key not in value:
+                value = self.defaults.get(name)
+                break
+            value = value[key]
+        if value is None:
+            raise MissingNameError(name)
+        return value
+
+
+def bind(spec: Spec, config: dict[str, Any], where: str, extra: dict[str, Spec] | None = None) -> BoundDims:
+    """A spec's dims under a config, after checking that the config has what the spec cannot do without."""
+    check_required(spec, config, where)
+    return BoundDims(spec, config, where, extra=extra)
+
+
+def check_required(spec: Spec, config: dict[str, Any], where: str) -> None:
+    for key in spec.required:
+        names = key.split("|")
+        if not any(config.get(name) is not None for name in names):
+            near = format_nearest(names[0], config)
+            raise ConfigError(f"{where}: missing key {names[0]!r}, which {spec.name!r} needs.{near}")

@@ -1,0 +1,66 @@
+"""The only place that formats or parses a count, a rate, or a list of sizes."""
+
+from __future__ import annotations
+
+from flopcalc.errors import WorkloadError
+
+_PREFIXES = ((10**18, "E"), (10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+# The largest size a flag or field may hold: far above any real workload, low enough that sums stay printable.
+MAX_SIZE = 10**12
+
+
+def format_count(value: int, unit: str = "") -> str:
+    """12345678 -> '12.35 M'; exact below 1,000."""
+    for size, prefix in _PREFIXES:
+        if abs(value) >= size:
+            # Integer division first: a float cannot hold a count above 2**53 exactly.
+            return f"{(value * 1000 // size) / 1000:.2f} {prefix}{unit}"
+    return f"{value} {unit}".rstrip()
+
+
+def format_flops(value: int) -> str:
+    return format_count(value, "FLOPs")
+
+
+def format_parameters(value: int) -> str:
+    for size, prefix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if value >= size:
+            return f"{(value * 1000 // size) / 1000:.2f}{prefix}"
+    return str(value)
+
+
+def format_share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def format_rate(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:,.1f} TFLOP/s"
+
+
+def parse_size(text: str, what: str) -> int:
+    """A positive integer from a flag; '2k' and '1_024' are not sizes, so that nothing is guessed."""
+    digits = text[1:] if text[:1] == "-" else text
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 20):
+        raise WorkloadError(f"{what}: {text!r} is not a whole number")
+    return check_size(int(text), what)
+
+
+def check_size(value: object, what: str, minimum: int = 1) -> int:
+    """A Python int (or something that is exactly one) of at least `minimum`, else an error that names it."""
+    if type(value) is not int:
+        index = getattr(value, "__index__", None)
+        if index is None or isinstance(value, bool):
+            raise WorkloadError(f"{what} must be a whole number, not {value!r}")
+        value = int(index())
+    if not minimum <= value <= MAX_SIZE:
+        bound = f"at least {minimum}" if value < minimum else f"at most {MAX_SIZE}"
+        raise WorkloadError(f"{what} must be {bound}, not {value}")
+    return value
+
+
+def parse_sizes(text: str, what: str, count: int | None = None, separator: str = ",") -> tuple[int, ...]:
+    """'1,36,52' -> (1, 36, 52)."""
+    values = tuple(parse_size(piece.strip(), what) for piece in text.split(separator))
+    if count is not None and len(values) != count:
+        raise WorkloadError(f"{what}: {text!r} must hold {count} numbers separated by {separator!r}")
+    return values

@@ -1,0 +1,135 @@
+"""What an image becomes: pixels to a grid of patches as the model's processor would, a grid to visual tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from flopcalc.errors import ConfigError, WorkloadError
+from flopcalc.expr import MissingNameError
+from flopcalc.spec import BoundDims
+from flopcalc.units import check_size
+from flopcalc.workload import Grid
+
+# Limits of the image processor classes, used with a note where no preprocessor_config.json is given.
+# transformers 5.22: models/qwen2_vl/image_processing_qwen2_vl.py
+_SMART_DEFAULTS = (56 * 56, 28 * 28 * 1280)
+_MAX_ASPECT = 200
+
+
+class Vision(NamedTuple):
+    """A model's image input under one config."""
+
+    kind: str  # 'grid': any grid of patches; 'fixed': one square per image
+    merge: int  # patches per side that become one token
+    patch: int
+    side: int  # fixed: patches per side
+    tokens: int  # fixed: tokens per image
+    resize: str
+    takes_videos: bool
+
+    def check_grid(self, grid: Grid, what: str) -> Grid:
+        t, h, w = grid
+        if self.kind == "fixed":
+            if grid == (0, 0, 0):
+                return (1, self.side, self.side)
+            if grid != (1, self.side, self.side):
+                raise WorkloadError(
+                    f"{what} {t},{h},{w}: this model takes images of one size, 1,{self.side},{self.side}"
+                )
+            return grid
+        if t < 1 or h < 1 or w < 1:
+            raise WorkloadError(f"pixel_values without image_grid_thw: this model needs the grid of each image")
+        if h % self.merge or w % self.merge:
+            raise WorkloadError(f"{what} {t},{h},{w}: height and width must be multiples of {self.merge} (merge size)")
+        return grid
+
+    def count_tokens(self, grid: Grid) -> int:
+        """Positions of the language model that one image or video fills."""
+        if self.kind == "fixed":
+            return self.tokens
+        return grid[0] * grid[1] * grid[2] // self.merge**2
+
+    def grid_of_pixels(self, width: int, height: int, preprocessor: dict[str, Any] | None) -> tuple[Grid, list[str]]:
+        """The grid of an image of so many pixels after the processor's resize, and notes on assumed limits."""
+        check_size(width, "image width")
+        check_size(height, "image height")
+        if self.kind == "fixed":
+            return (1, self.side, self.side), []
+        least, most, notes = _read_limits(preprocessor)
+        patch = _limit(preprocessor or {}, "patch_size", self.patch)
+        merge = _limit(preprocessor or {}, "merge_size", self.merge)
+        if patch != self.patch or merge != self.merge:
+            raise ConfigError(
+                f"preprocessor_config.json: patch_size {patch} and merge_size {merge} do not fit the model's "
+                f"{self.patch} and {self.merge}"
+            )
+        new_height, new_width = smart_resize(height, width, patch * merge, least, most)
+        return (1, new_height // patch, new_width // patch), notes
+
+
+def bind_vision(dims: BoundDims) -> Vision | None:
+    """The image input that a spec describes, or None for a text model."""
+    table = dims.spec.vision
+    if not table:
+        return None
+
+    def size(key: str, default: int) -> int:
+        if key not in table:
+            return default
+        try:
+            value = dims.evaluate(table[key])
+        except MissingNameError as error:
+            raise ConfigError(f"{dims.where}: missing key {error.name!r}") from None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{dims.where}: {table[key]} must be a positive whole number, not {value!r}")
+        return value
+
+    return Vision(
+        kind=table["kind"],
+        merge=size("merge", 1),
+        patch=size("patch", 1),
+        side=size("side", 0),
+        tokens=size("tokens", 0),
+        resize=table.get("resize", ""),
+        takes_videos=table.get("videos") == "true",
+    )
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Qwen's rule: both sides a multiple of `factor`, the area within limits, the aspect kept as far as that allows."""
+    if max(height, width) / min(height, width) > _MAX_ASPECT:
+        raise WorkloadError(f"image {width}x{height}: the longer side is more than {_MAX_ASPECT} times the shorter")
+    # Floats and Python's round-half-even on purpose: the processor computes it so, and ties differ otherwise.
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        beta = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / beta / factor) * factor)
+        new_width = max(factor, math.floor(width / beta / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        beta = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * beta / factor) * factor
+        new_width = math.ceil(width * beta / factor) * factor
+    return new_height, new_width
+
+
+def _read_limits(preprocessor: dict[str, Any] | None) -> tuple[int, int, list[str]]:
+    least, most = _SMART_DEFAULTS
+    table = preprocessor or {}
+    edges = table.get("size") if isinstance(table.get("size"), dict) else {}
+    assert isinstance(edges, dict)
+    found_least = table.get("min_pixels", edges.get("shortest_edge", edges.get("min_pixels")))
+    found_most = table.get("max_pixels", edges.get("longest_edge", edges.get("max_pixels")))
+    if found_least is None and found_most is None:
+        note = f"no preprocessor limits given: images resized to {least}…{most} pixels, the processor class's defaults"
+        return least, most, [note]
+    found = {"min": least if found_least is None else found_least, "max": most if found_most is None else found_most}
+    return _limit(found, "min", least), _limit(found, "max", most), []
+
+
+def _limit(table: dict[str, Any], key: str, default: int) -> int:
+    value = table.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"preprocessor_config.json: {key} must be a positive whole number, not {value!r}")
+    return value

@@ -1,0 +1,351 @@
+"""Workload: what one step processes (lengths, images, phase); its sums are what FLOPs are linear in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from flopcalc.errors import WorkloadError
+from flopcalc.units import check_size
+
+PHASES = ("train", "forward", "prefill", "decode")
+# A sum over the workload that FLOPs are linear in: ("tokens",), ("pairs", "causal", 4096), ("merged", 4), …
+Feature: TypeAlias = tuple[str | int, ...]
+Grid: TypeAlias = tuple[int, int, int]
+# A fused causal kernel works in blocks of this many positions, until a calibration table says better.
+BLOCK = 128
+
+
+class Workload:
+    """One micro-batch: `rows` sequences of `seq` positions; `documents` are the real lengths inside, if fewer."""
+
+    __slots__ = ("context", "documents", "grids", "layout", "logits", "phase", "rows", "seq", "videos")
+
+    def __init__(
+        self,
+        rows: int = 1,
+        seq: int = 1,
+        documents: tuple[int, ...] | None = None,
+        layout: str = "unpadded",
+        phase: str = "train",
+        context: int = 0,
+        logits: int | str | None = None,
+        grids: tuple[Grid, ...] = (),
+        videos: tuple[Grid, ...] = (),
+    ) -> None:
+        self.rows = rows
+        self.seq = seq
+        self.documents = documents
+        self.layout = layout
+        self.phase = phase
+        self.context = context
+        self.logits = logits if logits is not None else ("last" if phase == "prefill" else "all")
+        self.grids = grids
+        self.videos = videos
+
+    @property
+    def all_grids(self) -> tuple[Grid, ...]:
+        return self.grids + self.videos
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens that the language model sees."""
+        return sum(self.documents) if self.documents is not None else self.rows * self.seq
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Workload) and all(getattr(self, k) == getattr(other, k) for k in self.__slots__)
+
+    def __hash__(self) -> int:
+        return hash((self.rows, self.seq, self.documents, self.phase, self.grids, self.videos))
+
+    def __repr__(self) -> str:
+        extra = f", documents={self.documents}" if self.documents is not None else ""
+        extra += f", context={self.context}" if self.phase == "decode" else ""
+        extra += f", images={list(self.grids)}" if self.grids else ""
+        extra += f", videos={list(self.videos)}" if self.videos else ""
+        return f"Workload({self.rows} x {self.seq} {self.layout}, {self.phase}{extra})"
+
+
+def make_workload(
+    batch_size: int = 1,
+    seq_len: int | None = None,
+    *,
+    lengths: Iterable[int] | None = None,
+    image_grid_thw: Any = None,
+    video_grid_thw: Any = None,
+    phase: str = "train",
+    context: int | None = None,
+    logits: int | str | None = None,
+) -> Workload:
+    """A checked Workload from plain arguments; grids are the whole batch's rows."""
+    if phase not in PHASES:
+        raise WorkloadError(f"phase {phase!r} unknown; known: {', '.join(PHASES)}")
+    if phase != "decode" and context is not None:
+        raise WorkloadError(f"context belongs to phase decode, not {phase}")
+    if logits is not None and logits not in ("all", "last"):
+        logits = check_size(logits, "logits")
+    grids = read_grids(image_grid_thw, "image_grid_thw") if image_grid_thw is not None else ()
+    videos = read_grids(video_grid_thw, "video_grid_thw") if video_grid_thw is not None else ()
+    if phase == "decode":
+        if lengths is not None or grids or videos:
+            raise WorkloadError("decode takes neither packed lengths nor images: their keys are in the context")
+        past = check_size(context, "context", 0) if context is not None else 0
+        return Workload(
+            check_size(batch_size, "batch"), check_size(1 if seq_len is None else seq_len, "seq"),
+            phase=phase, context=past, logits=logits,
+        )  # fmt: skip
+    if lengths is not None:
+        if seq_len is not None or batch_size != 1:
+            raise WorkloadError("lengths describe one packed row: give neither seq nor batch with them")
+        documents = tuple(check_size(length, "lengths") for length in lengths)
+        if not documents:
+            raise WorkloadError("lengths must hold at least one document")
+        return Workload(1, sum(documents), documents, "packed", phase, 0, logits, grids, videos)
+    if seq_len is None:
+        raise WorkloadError("seq is missing: the length that the language model sees per sample")
+    rows = batch_size if type(batch_size) is int and 0 < batch_size < 10**9 else check_size(batch_size, "batch")
+    seq = seq_len if type(seq_len) is int and 0 < seq_len < 10**9 else check_size(seq_len, "seq")
+    return Workload(rows, seq, None, "unpadded", phase, 0, logits, grids, videos)
+
+
+def read_grids(value: Any, what: str) -> tuple[Grid, ...]:
+    """Rows of (t, h, w) from a tensor, an array or nested sequences."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise WorkloadError(f"{what} must be rows of (t, h, w), not {type(value).__name__}")
+    if value and not isinstance(value[0], (Sequence, Mapping)) and not hasattr(value[0], "tolist"):
+        value = [value]
+    grids = []
+    for row in value:
+        row = row.tolist() if hasattr(row, "tolist") else row
+        if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 3:
+            raise WorkloadError(f"{what}: {row!r} is not (t, h, w)")
+        t, h, w = row
+        if not (type(t) is int and type(h) is int and type(w) is int and t > 0 and h > 0 and w > 0):
+            t, h, w = (check_size(entry, what) for entry in row)
+        grids.append((t, h, w))
+    return tuple(grids)
+
+
+def read_batch(
+    batch: Mapping[str, Any], *, phase: str = "train", logits: int | str | None = None, read_device: bool = True
+) -> tuple[Workload, list[str]]:
+    """A workload from what is given to the model, and notes on what could not be read from it.
+
+    With read_device=False, values that lie on a device are not read: that would make the host wait for it.
+    """
+    notes: list[str] = []
+
+    def is_readable(tensor: Any) -> bool:
+        device = getattr(getattr(tensor, "device", None), "type", "cpu")
+        return device not in ("meta",) and (read_device or device == "cpu")
+
+    ids = batch.get("input_ids")
+    if ids is None:
+        ids = batch.get("inputs_embeds")
+    if ids is None:
+        raise WorkloadError("batch needs input_ids or inputs_embeds")
+    shape = _shape(ids)
+    if len(shape) < 2:
+        raise WorkloadError(f"input_ids must be (batch, length), not of shape {tuple(shape)}")
+    rows, seq = check_size(shape[0], "batch"), check_size(shape[1], "seq")
+    grids: list[tuple[Grid, ...]] = []
+    for key in ("image_grid_thw", "video_grid_thw"):
+        value = batch.get(key)
+        if value is not None and not is_readable(value):
+            raise WorkloadError(
+                f"{key} lies on {value.device}: reading it would stall the device; pass {key} from the host"
+            )
+        grids.append(read_grids(value, key) if value is not None else ())
+    documents, layout = _read_layout(batch, rows, seq, is_readable, notes)
+    images = grids[0]
+    pixels = batch.get("pixel_values")
+    if pixels is not None and not images and batch.get("image_grid_thw") is None:
+        images = ((0, 0, 0),) * _count_images(pixels)  # a fixed-size tower: the model fills the grid in
+    if phase == "decode":
+        raise WorkloadError("decode is described by sizes (seq_len, context), not by a batch")
+    return Workload(rows, seq, documents, layout, phase, 0, logits, images, grids[1]), notes
+
+
+def _read_layout(
+    batch: Mapping[str, Any], rows: int, seq: int, is_readable: Any, notes: list[str]
+) -> tuple[tuple[int, ...] | None, str]:
+    for key in ("cu_seqlens", "cu_seq_lens_q"):
+        bounds = batch.get(key)
+        if bounds is not None:
+            if not is_readable(bounds):
+                notes.append(f"{key} lies on {bounds.device} and was not read: counted as one document per row")
+                continue
+            marks = _list(bounds)
+            documents = tuple(b - a for a, b in zip(marks, marks[1:], strict=False) if b > a)
+            if min((b - a for a, b in zip(marks, marks[1:], strict=False)), default=-1) < 0:
+                raise WorkloadError(f"{key} must rise from 0: {marks[:8]}")
+            if sum(documents) > rows * seq:
+                raise WorkloadError(f"{key} ends at {sum(documents)}, beyond the batch's {rows * seq} positions")
+            return documents, "packed"
+    mask = batch.get("attention_mask")
+    if mask is not None and len(_shape(mask)) == 2:
+        if not is_readable(mask):
+            notes.append(f"attention_mask lies on {mask.device} and was not read: every position counted as real")
+        else:
+            lengths = _row_lengths(mask)
+            if len(lengths) != rows or _shape(mask)[1] != seq:
+                raise WorkloadError(f"attention_mask is of shape {tuple(_shape(mask))}, input_ids ({rows}, {seq})")
+            if any(length < seq for length in lengths):
+                return tuple(length for length in lengths if length), "padded"
+    positions = batch.get("position_ids")
+    if positions is not None and len(_shape(positions)) == 2:
+        if not is_readable(positions):
+            notes.append(f"position_ids lie on {positions.device} and were not read: one document per row")
+        else:
+            if not _has_restart(positions):
+                return None, "unpadded"
+            given = _list(positions)
+            documents = tuple(length for row in given for length in _split_documents(row))
+            return documents * (rows // len(given) if len(given) and rows % len(given) == 0 else 1), "packed"
+    return None, "unpadded"
+
+
+def _row_lengths(mask: Any) -> tuple[int, ...]:
+    if hasattr(mask, "sum"):
+        return tuple((mask != 0).sum(-1).tolist())
+    return tuple(sum(1 for entry in row if entry) for row in mask)
+
+
+def _has_restart(positions: Any) -> bool:
+    if hasattr(positions, "shape"):
+        return bool((positions[:, 1:] != positions[:, :-1] + 1).any())
+    return any(b != a + 1 for row in positions for a, b in zip(row, row[1:], strict=False))
+
+
+def _split_documents(positions: list[int]) -> list[int]:
+    """Lengths of the runs of rising positions: HF starts a new document wherever the next is not one more."""
+    starts = [0] + [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
+    return [end - start for start, end in zip(starts, [*starts[1:], len(positions)], strict=True)]
+
+
+def _count_images(pixels: Any) -> int:
+    shape = _shape(pixels)
+    if len(shape) == 4:
+        return int(shape[0])
+    if len(shape) == 5:
+        return int(shape[0]) * int(shape[1])
+    raise WorkloadError(f"pixel_values of shape {tuple(shape)} need image_grid_thw beside them")
+
+
+def _shape(value: Any) -> Sequence[int]:
+    if hasattr(value, "shape"):
+        return tuple(int(size) for size in value.shape)
+    sizes = []
+    while isinstance(value, Sequence) and not isinstance(value, str):
+        sizes.append(len(value))
+        if not value:
+            break
+        value = value[0]
+    return tuple(sizes)
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value.tolist() if hasattr(value, "tolist") else value)
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+def causal_pairs(length: int, window: int = 0) -> int:
+    """Query-key pairs of one causal document: sum of min(i, window) over i = 1…length."""
+    if not window or window >= length:
+        return length * (length + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def block_pairs(length: int, window: int = 0) -> int:
+    """Pairs that a fused causal kernel executes in blocks: those needed times (S + 128) / (S + 1), rounded down."""
+    executed = length * (length + BLOCK)
+    skipped = (length - window) * (length - window - BLOCK) if window and length - window > BLOCK else 0
+    return (executed - skipped) // 2
+
+
+def decode_pairs(new: int, context: int, window: int = 0) -> int:
+    """Sum of min(context + j, window) over the new tokens j = 1…new."""
+    if not window or window >= context + new:
+        return new * context + new * (new + 1) // 2
+    growing = max(0, window - context)  # tokens whose keys still all fit
+    return growing * context + growing * (growing + 1) // 2 + (new - growing) * window
+
+
+def window_pairs(grid: Grid, merge: int, window: int) -> int:
+    """Pairs inside square windows of `window` merged patches, ragged at the edges, per temporal patch."""
+    t, h, w = grid
+    side = window * merge
+    # Sum over windows of (a·b)² = (sum of a²)(sum of b²), a and b the window's height and width in patches.
+    rows = h // side * side * side + (h % side) ** 2
+    columns = w // side * side * side + (w % side) ** 2
+    return t * rows * columns
+
+
+def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
+    """The value of one sum; counting is 'model' (needed), 'full' (eager code) or a fused kernel's name."""
+    kind = feature[0]
+    if kind == "tokens":
+        if counting == "model" and load.documents is not None:
+            return sum(load.documents)
+        return load.rows * load.seq
+    if kind == "pairs":
+        return _sequence_pairs(load, str(feature[1]), int(feature[2]), counting)
+    if kind == "logits":
+        return _logit_rows(load, counting)
+    if kind == "cached":
+        if load.phase == "decode" and counting != "model":
+            return load.rows * decode_pairs(load.seq, load.context)
+        return evaluate_feature(("tokens",), load, counting)
+    if kind == "calls":
+        return load.seq if load.phase == "decode" else 1
+    if kind == "folds":
+        # torch's parametrization computes a folded weight once more when it is registered, at every call.
+        return evaluate_feature(("calls",), load, counting) * (1 if counting == "model" else 2)
+    grids = load.grids + load.videos if load.videos else load.grids
+    if kind == "images":
+        return len(grids)
+    if not grids:
+        return 0
+    if kind == "patches":
+        return sum([t * h * w for t, h, w in grids])
+    if kind == "merged":
+        return sum([t * h * w for t, h, w in grids]) // int(feature[1])
+    if kind == "frames":
+        return sum([t * h * w * h * w for t, h, w in grids])
+    if kind == "windows":
+        return sum([window_pairs(grid, int(feature[1]), int(feature[2])) for grid in grids])
+    raise AssertionError(f"feature {feature!r}")
+
+
+def _sequence_pairs(load: Workload, mask: str, window: int, counting: str) -> int:
+    if load.phase == "decode":
+        # One query a call: eager code attends to the cache, which a window has already cut.
+        return load.rows * decode_pairs(load.seq, load.context, window)
+    if mask == "full":
+        if counting == "model" and load.documents is not None:
+            return sum([length * length for length in load.documents])
+        return load.rows * load.seq * load.seq
+    if counting == "model":
+        if load.documents is not None:
+            return sum([causal_pairs(length, window) for length in load.documents])
+        return load.rows * causal_pairs(load.seq, window)
+    if counting == "full":
+        return load.rows * load.seq * load.seq
+    if counting == "flash":
+        if load.layout == "packed" and load.documents is not None:
+            return sum([block_pairs(length, window) for length in load.documents])
+        return load.rows * block_pairs(load.seq, window)
+    # SDPA's other kernels take windows and documents as an explicit mask, which skips nothing.
+    has_mask = load.documents is not None or (window and window < load.seq)
+    return load.rows * (load.seq * load.seq if has_mask else block_pairs(load.seq))
+
+
+def _logit_rows(load: Workload, counting: str) -> int:
+    if load.logits == "all" or load.phase == "decode":
+        return evaluate_feature(("tokens",), load, counting)
+    keep = 1 if load.logits == "last" else int(load.logits)
+    if counting == "model" and load.layout == "padded" and load.documents is not None:
+        return sum([min(keep, length) for length in load.documents])
+    return load.rows * min(keep, load.seq)
