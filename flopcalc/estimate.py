@@ -484,7 +484,7 @@ class Estimate:
             "workload": workload,
             "recipe": estimator.recipe.to_dict(),
             "convention": self.convention,
-            "attention_kernel": self.attention_kernel if self.convention == "hardware" else None,
+            "attention_kernel": self.attention_kernel,
             "flops": {
                 "forward": self.forward,
                 "backward": self.backward,

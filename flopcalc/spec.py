@@ -55,6 +55,7 @@ class Spec(NamedTuple):
     stacks: list[dict[str, Any]]
     vision: dict[str, str]
     positions: dict[str, str]
+    is_tower: bool  # part of a model, not one by itself
 
 
 def find_spec(model_type: str) -> Spec | None:
@@ -79,6 +80,7 @@ def load_spec(path: Path) -> Spec:
         stacks=tables.get("stack", []),
         vision=tables.get("vision", {}),
         positions=tables.get("positions", {}),
+        is_tower=bool(tables.get("tower", False)),
     )
     _check_spec(spec, path)
     return spec

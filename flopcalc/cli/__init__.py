@@ -1,0 +1,76 @@
+"""The command line: `flopcalc COMMAND …`; commands are loaded when called, errors are one line and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+import click
+
+from flopcalc._version import __version__
+from flopcalc.errors import FlopcalcError, format_nearest
+
+# Command -> module that defines it, and its line in --help (so that help need not load them all).
+_COMMANDS = {
+    "estimate": ("flopcalc.cli.estimate", "FLOPs of one step of a model, by component."),
+    "compare": ("flopcalc.cli.compare", "Several models or workloads side by side."),
+    "explain": ("flopcalc.cli.explain", "The formula of an operation with its numbers filled in."),
+    "models": ("flopcalc.cli.catalogue", "What is supported: families and presets."),
+    "devices": ("flopcalc.cli.catalogue", "Known devices and their dense peaks."),
+}
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command = getattr(import_module(_COMMANDS[cmd_name][0]), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
+            raise FlopcalcError(f"no command {args[0]!r}.{format_nearest(args[0], _COMMANDS)} Try flopcalc --help")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="flopcalc")
+def _group() -> None:
+    """Exact FLOPs and MFU of language and vision-language models, without running anything."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: runs a command; every expected error is one line on stderr and exit code 2."""
+    try:
+        code = _group.main(args=arguments, prog_name="flopcalc", standalone_mode=False)
+        sys.stdout.flush()
+    except FlopcalcError as error:
+        _fail(str(error))
+    except click.ClickException as error:
+        _fail(error.format_message())
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader went away (… | head): not an error, but stdout must not be flushed again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as error:
+        _fail(f"output failed: {error.strerror}")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> None:
+    line = " ".join(message.split())
+    click.echo(f"flopcalc: {line}", err=True)
+    sys.exit(2)

@@ -1,0 +1,92 @@
+"""`flopcalc models` and `flopcalc devices`: what is known, with its sources."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from flopcalc.config import load_preset
+from flopcalc.data import list_data_files, load_toml
+from flopcalc.devices import load_devices
+from flopcalc.estimate import Estimator
+from flopcalc.report import format_grid
+from flopcalc.spec import load_spec
+from flopcalc.units import format_parameters
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="All of it, with sources.")
+def models(as_json: bool) -> None:
+    """What is supported: families and presets."""
+    families = []
+    for name, path in list_data_files("specs").items():
+        spec = load_spec(path)
+        if spec.is_tower:
+            continue
+        families.append(
+            {
+                "model_type": name,
+                "architecture": spec.architecture,
+                "input": "text and images" if spec.vision else "text",
+                "reference": spec.source,
+            }
+        )
+    presets = []
+    aliases: dict[str, list[str]] = {}
+    for name, path in list_data_files("presets").items():
+        tables = load_toml(path)
+        if "alias" in tables:
+            aliases.setdefault(tables["alias"], []).append(name)
+            continue
+        source = load_preset(path)
+        presets.append(
+            {
+                "name": name,
+                "model_type": source.config["model_type"],
+                "parameters": Estimator(source).parameters()["total"],
+                "hub_id": tables.get("hub_id"),
+                "source": source.reference,
+            }
+        )
+    for preset in presets:
+        preset["aliases"] = aliases.get(str(preset["name"]), [])
+    if as_json:
+        click.echo(json.dumps({"families": families, "presets": presets}, indent=2, ensure_ascii=False))
+        return
+    click.echo(f"{len(families)} model types")
+    rows = [[entry["model_type"], entry["architecture"], entry["input"]] for entry in families]
+    click.echo(format_grid(["model_type", "architecture", "input"], rows))
+    click.echo(f"\n{len(presets)} presets (--json shows where each was read)")
+    table = []
+    for preset in presets:
+        also = preset["aliases"]
+        assert isinstance(also, list)
+        table.append(
+            [preset["name"], preset["model_type"], format_parameters(int(str(preset["parameters"]))), ", ".join(also)]
+        )
+    click.echo(format_grid(["preset", "model_type", "parameters", "also called"], table))
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="All of it, with sources.")
+def devices(as_json: bool) -> None:
+    """Known devices and their dense peaks."""
+    known, ambiguous = load_devices()
+    if as_json:
+        shown = {"devices": [device._asdict() for device in known], "ambiguous": ambiguous}
+        click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+        return
+    rows = [
+        [
+            device.id,
+            device.name,
+            *(f"{device.peak_tflops[dtype]:g}" if dtype in device.peak_tflops else "-" for dtype in ("bf16", "fp16", "fp8")),
+            f"{device.memory_gb:g}" if device.memory_gb else "-",
+            f"{device.bandwidth_gb_per_s:g}" if device.bandwidth_gb_per_s else "-",
+        ]
+        for device in known
+    ]  # fmt: skip
+    click.echo("Dense peaks in TFLOP/s, memory in GB, bandwidth in GB/s (--json shows the sources)")
+    click.echo(format_grid(["id", "name", "bf16", "fp16", "fp8", "memory", "GB/s"], rows))
+    click.echo("Ambiguous short names: " + ", ".join(ambiguous))

@@ -1,0 +1,84 @@
+"""`flopcalc compare`: several models or workloads side by side."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from flopcalc.cli.options import complete_model, make_estimate, workload_options
+from flopcalc.errors import WorkloadError, format_nearest
+from flopcalc.estimate import CONVENTIONS, KERNELS
+from flopcalc.recipe import RECOMPUTE
+from flopcalc.report import format_grid
+from flopcalc.units import format_flops, format_parameters
+from flopcalc.workload import PHASES
+
+_SETTABLE = (
+    "batch", "seq", "text", "lengths", "grad_accum", "image", "image_grid", "video_grid", "phase", "context", "logits",
+    "freeze", "train_only", "lora", "recompute", "convention", "attention_kernel",
+)  # fmt: skip
+_CHOICES = {"phase": PHASES, "convention": CONVENTIONS, "attention_kernel": KERNELS, "recompute": RECOMPUTE}
+_REPEATABLE = ("image", "image_grid", "video_grid", "freeze", "train_only")
+
+
+@click.command()
+@click.argument("models", nargs=-1, required=True, shell_complete=complete_model, metavar="MODEL[@key=value;…] …")
+@workload_options
+@click.option("--json", "as_json", is_flag=True)
+def compare(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Several models or workloads side by side.
+
+    Options hold for all; MODEL@key=value;key=value changes them for one. Examples:
+
+      flopcalc compare llama-3.1-8b qwen3-8b --seq 2048
+
+      flopcalc compare qwen2-vl@seq=2048 'qwen2-vl@seq=4096;image=1024x768'
+    """
+    columns = [(text, make_estimate(*_read_column(text, options)).estimate) for text in models]
+    conventions = {estimate.convention for _, estimate in columns}
+    if as_json:
+        shown = [{"label": label, **estimate.to_dict(1)} for label, estimate in columns]
+        click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+        return
+    rows = [[name, *(read(estimate) for _, estimate in columns)] for name, read in _ROWS]
+    parts = [estimate.by_component() for _, estimate in columns]
+    for part in parts[0]:
+        if any(sum(part_sums[part]) for part_sums in parts):
+            rows.append([part, *(format_flops(sum(part_sums[part])) if sum(part_sums[part]) else "-" for part_sums in parts)])
+    click.echo(format_grid(["", *(label for label, _ in columns)], rows))
+    if len(conventions) > 1:
+        click.echo("Different conventions stand side by side: do not compare them.")
+
+
+_ROWS: list[tuple[str, Any]] = [
+    ("model type", lambda e: e.terms[0][0].source.config["model_type"]),
+    ("parameters", lambda e: format_parameters(e.parameters["total"])),
+    ("active", lambda e: format_parameters(e.parameters["active"])),
+    ("tokens", lambda e: f"{e.tokens:,}"),
+    ("convention", lambda e: e.convention),
+    ("forward", lambda e: format_flops(e.forward)),
+    ("backward", lambda e: format_flops(e.backward) if e.backward else "-"),
+    ("step", lambda e: format_flops(e.total)),
+    ("per token", lambda e: format_flops(e.total // max(e.tokens, 1))),
+]
+
+
+def _read_column(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """'name@seq=2048;batch=2' -> the name, and the options with those changed."""
+    name, at, settings = text.partition("@")
+    own = dict(options)
+    for piece in settings.split(";") if at else []:
+        key, equals, value = piece.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or key not in _SETTABLE:
+            near = format_nearest(key, _SETTABLE)
+            raise WorkloadError(f"{text!r}: {piece!r} is not key=value of a workload option.{near}")
+        own[key] = tuple(value.split("+")) if key in _REPEATABLE else value
+        if key == "seq":
+            own["text"] = own["lengths"] = None
+    for key, known in _CHOICES.items():
+        if own[key] not in known:
+            raise WorkloadError(f"{text!r}: {key} {own[key]!r} unknown; known: {', '.join(known)}")
+    return name, own

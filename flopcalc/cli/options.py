@@ -1,0 +1,247 @@
+"""The options that say what is counted, shared by several commands, and the Estimate they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import click
+
+from flopcalc.config import load_config
+from flopcalc.data import list_data_files
+from flopcalc.devices import DTYPES, find_device, load_devices, parse_dtype
+from flopcalc.errors import DeviceError, WorkloadError
+from flopcalc.estimate import CONVENTIONS, KERNELS, Estimate, Estimator, bind
+from flopcalc.recipe import RECOMPUTE, make_recipe
+from flopcalc.units import parse_size, parse_sizes
+from flopcalc.utilization import Utilization, check_positive, detect_device, find_peak, hfu, mfu
+from flopcalc.workload import PHASES, Grid, make_workload
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return [name for name in list_data_files("presets") if name.startswith(incomplete.lower())]
+
+
+def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return [device.id for device in load_devices()[0] if device.id.startswith(incomplete.lower())]
+
+
+model_option = click.option(
+    "--model", required=True, shell_complete=complete_model, metavar="M",
+    help="Preset, config.json, its folder, or a hub id in the local cache.",
+)  # fmt: skip
+
+_WORKLOAD = (
+    click.option("--spec", metavar="FILE", help="Add your own spec (TOML) for its model_type."),
+    click.option("--download", is_flag=True, help="Fetch a hub id's config.json if it is not in the cache."),
+    click.option("--batch", metavar="N", help="Samples per micro-batch (default 1)."),
+    click.option("--seq", metavar="N", help="Length the language model sees per sample, visual tokens included."),
+    click.option("--text", metavar="N", help="Text tokens per sample; visual tokens are added."),
+    click.option("--lengths", metavar="N,N,…", help="One packed row of documents; without --seq and --batch."),
+    click.option("--grad-accum", metavar="N", help="Micro-batches per step (default 1)."),
+    click.option("--image", multiple=True, metavar="WxH", help="An image per sample, in pixels; repeatable."),
+    click.option("--image-grid", multiple=True, metavar="T,H,W", help="An image per sample, in patches."),
+    click.option("--video-grid", multiple=True, metavar="T,H,W", help="A video per sample, in patches."),
+    click.option("--phase", type=click.Choice(PHASES), default="train", show_default=True),
+    click.option("--context", metavar="C", help="decode: keys already cached (default 0)."),
+    click.option("--logits", metavar="all|last|N", help="Positions that get logits (default: all; prefill: last)."),
+)
+_RECIPE = (
+    click.option("--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths, or vision|projector|language."),
+    click.option("--train-only", multiple=True, metavar="PATTERN", help="Only what matches trains."),
+    click.option("--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it; save=… trains modules beside it."),
+    click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True),
+)
+_COUNTING = (
+    click.option("--convention", type=click.Choice(CONVENTIONS), default="model", show_default=True),
+    click.option("--attention-kernel", type=click.Choice(KERNELS), default="auto", show_default=True, help="For convention hardware."),
+    click.option("--device", shell_complete=complete_device, metavar="NAME", help="Device for peaks and kernels; auto = this machine's."),
+)
+_TIME = (
+    click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:4]) + "|…"),
+    click.option("--peak", metavar="FLOPS_PER_S", help="Dense peak of one device, instead of the table's."),
+    click.option("--num-devices", metavar="N", help="Devices that share the step (default 1)."),
+    click.option("--step-time", metavar="SECONDS", help="Measured time of one step: gives MFU and HFU."),
+)  # fmt: skip
+
+
+def workload_options(function: Function) -> Function:
+    """--seq, --freeze, --convention and their like."""
+    for option in reversed(_WORKLOAD + _RECIPE + _COUNTING):
+        function = option(function)
+    return function
+
+
+def time_options(function: Function) -> Function:
+    """--step-time, --peak and their like."""
+    for option in reversed(_TIME):
+        function = option(function)
+    return function
+
+
+class Asked(NamedTuple):
+    """What a command was asked to count."""
+
+    estimate: Estimate
+    notes: list[str]
+
+
+def make_estimate(model: Any, options: Mapping[str, Any]) -> Asked:
+    """The Estimate that a command's options ask for, and notes on what was assumed."""
+    notes: list[str] = []
+    kernel = _choose_kernel(options, notes)
+    recipe = make_recipe(
+        freeze=options["freeze"], train_only=options["train_only"], lora=options["lora"],
+        recompute=options["recompute"],
+    )  # fmt: skip
+    source = load_config(model, download=options["download"])
+    estimator = bind(
+        source, recipe=recipe, convention=options["convention"], attention_kernel=kernel, spec=options["spec"]
+    )
+    estimate = _count(estimator, options, notes)
+    return Asked(estimate, notes)
+
+
+def _choose_kernel(options: Mapping[str, Any], notes: list[str]) -> str:
+    kernel: str = options["attention_kernel"]
+    device = options["device"]
+    if device is None:
+        return kernel
+    if device == "auto":
+        found = detect_device()
+        if found is None:
+            return kernel
+        try:
+            known = find_device(found)
+        except DeviceError:
+            return kernel
+    else:
+        known = find_device(device)
+    if kernel != "auto":
+        return kernel
+    if known.sdpa is None and options["convention"] == "hardware":
+        notes.append(f"which kernel SDPA picks on {known.name} is not known: flash taken")
+    return known.sdpa or "flash"
+
+
+def _count(estimator: Estimator, options: Mapping[str, Any], notes: list[str]) -> Estimate:
+    phase = options["phase"]
+    batch = parse_size(options["batch"], "--batch") if options["batch"] else 1
+    images, videos = _read_images(estimator, options, notes)
+    accumulate = parse_size(options["grad_accum"], "--grad-accum") if options["grad_accum"] else 1
+    if accumulate > 1 and phase != "train":
+        raise WorkloadError(f"--grad-accum belongs to phase train, not {phase}")
+    if phase == "decode" and (images or videos):
+        raise WorkloadError("decode does no vision work: leave images out, their tokens are in --context")
+    context = _read_number(options["context"], "--context", minimum=0)
+    if context is not None and phase != "decode":
+        raise WorkloadError(f"--context belongs to phase decode, not {phase}")
+    seq = _read_length(estimator, options, images + videos, phase)
+    lengths = parse_sizes(options["lengths"], "--lengths") if options["lengths"] else None
+    logits = options["logits"]
+    if logits not in (None, "all", "last"):
+        logits = parse_size(logits, "--logits (all, last or a number)")
+    load = make_workload(
+        batch, seq, lengths=lengths, image_grid_thw=images * batch or None, video_grid_thw=videos * batch or None,
+        phase=phase, context=context, logits=logits,
+    )  # fmt: skip
+    estimate = estimator.estimate(load)
+    return estimate * accumulate if accumulate > 1 else estimate
+
+
+def _read_number(text: str | None, what: str, minimum: int) -> int | None:
+    if text is None:
+        return None
+    return 0 if text == "0" and minimum == 0 else parse_size(text, what)
+
+
+def _read_images(
+    estimator: Estimator, options: Mapping[str, Any], notes: list[str]
+) -> tuple[list[Grid], list[Grid]]:
+    vision = estimator.vision
+    given = [*options["image"], *options["image_grid"], *options["video_grid"]]
+    if given and vision is None:
+        raise WorkloadError(f"{estimator.source.name} is a text model: it takes no images")
+    images: list[Grid] = []
+    videos: list[Grid] = []
+    for text in options["image"]:
+        assert vision is not None
+        width, height = parse_sizes(text.lower(), "--image", 2, "x")
+        grid, found = vision.grid_of_pixels(width, height, estimator.source.preprocessor)
+        notes += [note for note in found if note not in notes]
+        images.append(grid)
+    for key, found_grids in (("image_grid", images), ("video_grid", videos)):
+        for text in options[key]:
+            assert vision is not None
+            flag = f"--{key.replace('_', '-')}"
+            t, h, w = parse_sizes(text, flag, 3)
+            found_grids.append(vision.check_grid((t, h, w), flag))
+    return images, videos
+
+
+def _read_length(estimator: Estimator, options: Mapping[str, Any], grids: list[Grid], phase: str) -> int | None:
+    seq, text, lengths = options["seq"], options["text"], options["lengths"]
+    given = [flag for flag, value in (("--seq", seq), ("--text", text), ("--lengths", lengths)) if value]
+    if len(given) > 1:
+        raise WorkloadError(f"{' and '.join(given)} contradict each other: give one")
+    if lengths:
+        if options["batch"]:
+            raise WorkloadError("--lengths describes one packed row: --batch contradicts it")
+        return None
+    visual = sum(estimator.vision.count_tokens(grid) for grid in grids) if estimator.vision else 0
+    if text:
+        return parse_size(text, "--text") + visual
+    if seq:
+        length = parse_size(seq, "--seq")
+        if visual > length:
+            raise WorkloadError(
+                f"the images fill {visual} tokens, more than --seq {length}, which counts them in; "
+                "raise --seq, or give --text to have them added"
+            )
+        return length
+    if phase == "decode":
+        return 1
+    raise WorkloadError("how long are the sequences? Give --seq N, --text N or --lengths N,N,…")
+
+
+def make_shares(
+    estimate: Estimate, options: Mapping[str, Any]
+) -> tuple[Utilization | None, Utilization | None, list[str]]:
+    """MFU and HFU where a step time is given, and notes; without one, the least time that the peak allows."""
+    peak = _read_float(options["peak"], "--peak")
+    step_time = _read_float(options["step_time"], "--step-time")
+    devices = parse_size(options["num_devices"], "--num-devices") if options["num_devices"] else 1
+    device = options["device"]
+    dtype = parse_dtype(options["dtype"])
+    if step_time is None:
+        if device is None and peak is None:
+            if options["num_devices"]:
+                raise WorkloadError("--num-devices needs a --device or a --peak")
+            return None, None, []
+        name, rate, note = find_peak(device, dtype, peak)
+        if rate is None:
+            return None, None, [note] if note else []
+        convention = "full" if estimate.convention == "full" else "model"
+        least = estimate.total_under(convention) / (rate * devices)
+        where = f" of {devices} × {name}" if name else ""
+        return None, None, [
+            f"at the {dtype} peak{where} ({rate / 1e12:,.1f} TFLOP/s each) this takes at least {least:.4g} s; "
+            "--step-time gives the MFU"
+        ]  # fmt: skip
+    arguments: dict[str, Any] = {"device": device, "dtype": dtype, "peak": peak, "num_devices": devices}
+    model_share = mfu(estimate, step_time, **arguments)
+    hardware_share = hfu(estimate, step_time, **arguments)
+    found = [share.note for share in (model_share, hardware_share) if share.note]
+    return model_share, hardware_share, list(dict.fromkeys(found))
+
+
+def _read_float(text: str | None, what: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise WorkloadError(f"{what}: {text!r} is not a number") from None
+    return check_positive(value, what)

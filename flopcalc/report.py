@@ -1,0 +1,191 @@
+"""An Estimate in, text out: a table for people, JSON, CSV and Markdown for programs and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flopcalc.estimate import CONVENTIONS, Estimate
+from flopcalc.units import format_flops, format_parameters, format_share
+from flopcalc.utilization import Utilization
+
+NOT_COUNTED = (
+    "norms, softmax, activations, rotary embeddings, table look-ups, loss and optimizer are not matrix products"
+)
+_CONVENTION_WORDS = {
+    "model": "what the model needs (unmasked pairs, top-k experts, real tokens)",
+    "full": "what HF's eager code executes: every query-key pair, padding included",
+    "hardware": "what the kernels execute: recomputation and blocks included",
+}
+Cells = Sequence[Sequence[Any]]
+
+
+def breakdown(estimate: Estimate, by: str, depth: int | None = None) -> tuple[list[str], list[list[Any]]]:
+    """Headers and exact rows of one breakdown; rows without work are left out, their parameters kept."""
+    if by == "module":
+        headers = ["path", "kind", "count", "forward", "backward", "recompute", "parameters"]
+        return headers, [list(row) for row in estimate.by_module(depth)]
+    sums = estimate.by_component() if by == "component" else estimate.by_kind()
+    return [by, "forward", "backward", "recompute"], [[name, *row] for name, row in sums.items() if any(row)]
+
+
+def format_csv(estimate: Estimate, by: str, depth: int | None) -> str:
+    import csv
+    import io
+
+    headers, rows = breakdown(estimate, by, depth)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(headers)
+    writer.writerows(rows)
+    return out.getvalue().rstrip("\n")
+
+
+def format_grid(headers: Sequence[str], rows: Cells, style: str = "simple") -> str:
+    from tabulate import tabulate
+
+    numeric = ["right" if _looks_numeric(rows, column) else "left" for column in range(len(headers))]
+    return tabulate(rows, headers=headers, tablefmt=style, colalign=numeric if rows else None, disable_numparse=True)
+
+
+def _looks_numeric(rows: Cells, column: int) -> bool:
+    return bool(rows) and all(str(row[column])[:1].isdigit() or row[column] in ("-", "") for row in rows)
+
+
+def format_estimate(
+    estimate: Estimate,
+    *,
+    by: str = "component",
+    depth: int | None = None,
+    style: str = "simple",
+    shares: Sequence[tuple[str, Utilization]] = (),
+    notes: Sequence[str] = (),
+) -> str:
+    """The readable report: what was counted, the breakdown, totals under every convention, notes."""
+    is_markdown = style != "simple"
+    estimator, load, times = estimate.terms[0]
+    parameters = estimate.parameters
+    model_type = estimator.source.config["model_type"]
+    title = f"{estimator.source.name} ({model_type}, {format_parameters(parameters['total'])} parameters)"
+    lines = [f"## {title}" if is_markdown else title, ""] if is_markdown else [title]
+    meaning = f"convention {estimate.convention}: {_CONVENTION_WORDS[estimate.convention]}"
+    for text in (_describe_work(estimate), meaning):
+        lines += [text] if is_markdown else _wrap(text, "", "  ")
+    lines.append("")
+    lines += [format_grid(*_shown_breakdown(estimate, by, depth), style=_style(is_markdown)), ""]
+    facts: list[tuple[str, str]] = [("step", f"{format_flops(estimate.total)} = {estimate.total:,} FLOPs")]
+    totals = estimate.totals
+    for name in CONVENTIONS:
+        if name != estimate.convention:
+            detail = f" ({estimate.attention_kernel} attention)" if name == "hardware" else ""
+            facts.append((f"under {name}", f"{format_flops(totals[name])}{detail}"))
+    shown = ", ".join(f"{format_parameters(parameters[key])} {key}" for key in ("total", "active", "trainable"))
+    facts.append(("parameters", shown))
+    visual = sum(each.count_visual_tokens(other) * many for each, other, many in estimate.terms)
+    if visual:
+        images = sum(len(other.all_grids) * many for _, other, many in estimate.terms)
+        facts.append(("visual tokens", f"{visual:,} from {images} image{'s' if images > 1 else ''} or video"))
+    for label, share in shares:
+        if share.value is not None:
+            peak = share.peak_flops_per_s or 0.0
+            where = f" on {share.device}" if share.device else ""
+            facts.append((label, f"{100 * share.value:.2f} % of {peak / 1e12:,.1f} TFLOP/s {share.dtype}{where}"))
+    facts.append(("not counted", NOT_COUNTED))
+    width = max(len(label) for label, _ in facts) + 2
+    if is_markdown:
+        lines += [f"- {label}: {text}" for label, text in facts]
+    else:
+        for label, text in facts:
+            lines += _wrap(text, label.ljust(width), " " * width)
+    all_notes = [*estimate.notes, *notes]
+    if all_notes:
+        lines += ["", "notes"] if not is_markdown else [""]
+        for note in all_notes:
+            lines += _wrap(note, "- ", "  ") if not is_markdown else [f"- note: {note}"]
+    return "\n".join(lines)
+
+
+def _style(is_markdown: bool) -> str:
+    return "github" if is_markdown else "simple"
+
+
+def _shown_breakdown(estimate: Estimate, by: str, depth: int | None) -> tuple[list[str], list[list[Any]]]:
+    headers, rows = breakdown(estimate, by, depth)
+    has_recompute = bool(estimate.recompute)
+    total = estimate.total
+    shown = []
+    for row in rows:
+        if by == "module":
+            path, kind, count, forward, backward, recompute, parameters = row
+            head: list[Any] = [_shorten(path), count]
+            tail = [format_parameters(parameters) if parameters else "-"]
+        else:
+            (name, forward, backward, recompute), tail = row, []
+            head = [name]
+        again = [_cell(recompute)] if has_recompute else []
+        share = format_share(forward + backward + recompute, total)
+        shown.append([*head, _cell(forward), _cell(backward), *again, share, *tail])
+    names = ["module", "×"] if by == "module" else [by]
+    again_name = ["recompute"] if has_recompute else []
+    return [*names, "forward", "backward", *again_name, "share", *(["params"] if by == "module" else [])], [
+        *shown,
+        [
+            "total", *([""] if by == "module" else []), _cell(estimate.forward), _cell(estimate.backward),
+            *([_cell(estimate.recompute)] if has_recompute else []), format_share(total, total),
+            *([format_parameters(estimate.parameters["total"])] if by == "module" else []),
+        ],
+    ]  # fmt: skip
+
+
+def _cell(value: int) -> str:
+    return format_flops(value).removesuffix("FLOPs").strip() if value else "-"
+
+
+def _shorten(path: str) -> str:
+    """A path of at most 32 characters: the front gives way, the last names stay."""
+    return path if len(path) <= 32 else "…" + path[-31:]
+
+
+def _describe_work(estimate: Estimate) -> str:
+    estimator, load, times = estimate.terms[0]
+    pieces = [load.phase]
+    if load.layout == "packed" and load.documents is not None:
+        pieces.append(f"{len(load.documents)} documents packed into {load.rows} × {load.seq} tokens")
+    elif load.phase == "decode":
+        pieces.append(f"{load.rows} × {load.seq} new tokens after {load.context} cached")
+    else:
+        pieces.append(f"{load.rows} × {load.seq} tokens{' (padded)' if load.layout == 'padded' else ''}")
+    if times > 1:
+        pieces.append(f"{times} micro-batches")
+    if len(estimate.terms) > 1:
+        pieces.append(f"and {len(estimate.terms) - 1} more")
+    recipe = estimator.recipe
+    if recipe.lora:
+        pieces.append(f"LoRA r={recipe.lora.r} on {'+'.join(recipe.lora.targets)}")
+    if recipe.train_only:
+        pieces.append(f"only {', '.join(recipe.train_only)} trains")
+    if recipe.freeze:
+        pieces.append(f"{', '.join(recipe.freeze)} frozen")
+    if recipe.recompute != "none":
+        pieces.append(f"recompute {recipe.recompute}")
+    return ", ".join(pieces)
+
+
+def _wrap(text: str, first: str, rest: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, 80, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+
+
+def format_html(estimate: Estimate) -> str:
+    """A table for a notebook."""
+    from html import escape
+
+    headers, rows = _shown_breakdown(estimate, "component", None)
+    head = "".join(f"<th>{escape(str(cell))}</th>" for cell in headers)
+    body = "".join(
+        "<tr>" + "".join(f"<td style='text-align:right'>{escape(str(cell))}</td>" for cell in row) + "</tr>"
+        for row in rows
+    )
+    caption = f"{escape(estimate.terms[0][0].source.name)}: {escape(_describe_work(estimate))}; convention {estimate.convention}"
+    return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
