@@ -1,19 +1,25 @@
 """flopcalc: exact FLOPs and MFU of language and vision-language models, from a config, without running anything."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from flopcalc._version import __version__
-from flopcalc.devices import peak_flops_per_s
-from flopcalc.errors import ConfigError, DeviceError, FlopcalcError, RecipeError, SpecError, WorkloadError
-from flopcalc.estimate import Estimate, Estimator, bind, estimate_flops
-from flopcalc.recipe import Lora, Recipe, make_recipe
-from flopcalc.utilization import (
-    Utilization,
-    calculate_mfu,
-    get_gpu_peak_flops,
-    hfu,
-    mfu,
-    profile_model_flops,
-)
-from flopcalc.workload import Workload, make_workload
+
+if TYPE_CHECKING:
+    from flopcalc.devices import peak_flops_per_s
+    from flopcalc.errors import ConfigError, DeviceError, FlopcalcError, RecipeError, SpecError, WorkloadError
+    from flopcalc.estimate import Estimate, Estimator, bind, estimate_flops
+    from flopcalc.recipe import Lora, Recipe, make_recipe
+    from flopcalc.utilization import (
+        Utilization,
+        calculate_mfu,
+        get_gpu_peak_flops,
+        hfu,
+        mfu,
+        profile_model_flops,
+    )
+    from flopcalc.workload import Workload, make_workload
 
 __all__ = [
     "__version__",
@@ -28,3 +34,28 @@ __all__ = [
     # errors
     "FlopcalcError", "ConfigError", "SpecError", "WorkloadError", "RecipeError", "DeviceError",
 ]  # fmt: skip
+
+# Public name -> module: loaded when first used, so that the command line starts with what it needs alone.
+_HOMES = {
+    "estimate": ("estimate_flops", "bind", "Estimate", "Estimator"),
+    "workload": ("Workload", "make_workload"),
+    "recipe": ("Recipe", "make_recipe", "Lora"),
+    "utilization": ("mfu", "hfu", "Utilization", "profile_model_flops", "calculate_mfu", "get_gpu_peak_flops"),
+    "devices": ("peak_flops_per_s",),
+    "errors": ("FlopcalcError", "ConfigError", "SpecError", "WorkloadError", "RecipeError", "DeviceError"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"flopcalc.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'flopcalc' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

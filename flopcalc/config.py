@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from flopcalc.data import find_data_file, list_data_files, load_toml
+from flopcalc.data import find_data_file, get_stem, list_data_files, load_toml
 from flopcalc.errors import ConfigError, format_nearest
 
-MAX_JSON_BYTES = 16_000_000
+MAX_JSON_CHARACTERS = 16_000_000
 
 
 class Source(NamedTuple):
@@ -29,7 +28,7 @@ def load_config(model: Any, *, download: bool = False) -> Source:
     """Find and read a model's config; nothing is downloaded unless asked, no remote code is ever run."""
     if isinstance(model, Source):
         return model
-    if isinstance(model, (str, Path)):
+    if isinstance(model, (str, os.PathLike)):
         return _load_named(model, download)
     if isinstance(model, Mapping):
         return _checked(Source("config", dict(model), "config"))
@@ -56,12 +55,12 @@ def _plain(config: Any) -> dict[str, Any]:
 def _checked(source: Source) -> Source:
     model_type = source.config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise ConfigError(f"{source.where}: needs \"model_type\", a string; found {model_type!r}")
+        raise ConfigError(f'{source.where}: needs "model_type", a string; found {model_type!r}')
     return source
 
 
-def _load_named(model: str | Path, download: bool) -> Source:
-    text = str(model)
+def _load_named(model: str | os.PathLike[str], download: bool) -> Source:
+    text = os.fspath(model)
     if not text or "\0" in text:
         raise ConfigError("the model's name is empty" if not text else "the model's name holds a NUL character")
     is_name = isinstance(model, str) and "/" not in text and os.sep not in text and not text.endswith(".json")
@@ -69,14 +68,11 @@ def _load_named(model: str | Path, download: bool) -> Source:
         preset = find_data_file("presets", text.lower())
         if preset is not None:
             return load_preset(preset)
-    try:
-        path = Path(text).expanduser()
-        if path.is_dir():
-            return _load_folder(path, text)
-        if path.is_file():
-            return _checked(Source(path.stem, _load_json(path), str(path), _load_beside(path), str(path)))
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(f"{text[:200]}: cannot be read: {error}") from None
+    path = os.path.expanduser(text)
+    if os.path.isdir(path):
+        return _load_folder(path)
+    if os.path.isfile(path):
+        return _checked(Source(get_stem(path), _load_json(path), path, _load_beside(path), path))
     if text.count("/") == 1 and not text.startswith((".", "/")):
         return _load_hub(text, download)
     if is_name:
@@ -85,7 +81,7 @@ def _load_named(model: str | Path, download: bool) -> Source:
     raise ConfigError(f"{text[:200]!r}: no such file or folder, and no preset of that name")
 
 
-def load_preset(path: Path) -> Source:
+def load_preset(path: str) -> Source:
     """A preset file, following one alias."""
     tables = load_toml(path)
     alias = tables.get("alias")
@@ -96,30 +92,35 @@ def load_preset(path: Path) -> Source:
         path, tables = target, load_toml(target)
     config = tables.get("config")
     if not isinstance(config, dict):
-        raise ConfigError(f"{path}: a preset needs a [config] table, or alias = \"…\" of one that has it")
+        raise ConfigError(f'{path}: a preset needs a [config] table, or alias = "…" of one that has it')
     # TOML has no null, which a published config may give on purpose (no sliding window, say).
     config = {**config, **dict.fromkeys(tables.get("null_keys", ()))}
-    reference = str(tables.get("source", ""))
-    return _checked(Source(path.stem, config, f"preset {path.stem}", tables.get("preprocessor"), reference))
+    name = get_stem(path)
+    return _checked(Source(name, config, f"preset {name}", tables.get("preprocessor"), str(tables.get("source", ""))))
 
 
-def _load_folder(folder: Path, name: str) -> Source:
-    path = folder / "config.json"
-    if not path.is_file():
+def _load_folder(folder: str) -> Source:
+    path = os.path.join(folder, "config.json")
+    if not os.path.isfile(path):
         raise ConfigError(f"{folder}: no config.json in this folder")
-    return _checked(Source(folder.name or name, _load_json(path), str(path), _load_beside(path), str(path)))
+    name = os.path.basename(os.path.abspath(folder))
+    return _checked(Source(name, _load_json(path), path, _load_beside(path), path))
 
 
-def _load_beside(path: Path) -> dict[str, Any] | None:
-    beside = path.parent / "preprocessor_config.json"
-    return _load_json(beside) if beside.is_file() else None
+def _load_beside(path: str) -> dict[str, Any] | None:
+    beside = os.path.join(os.path.dirname(path), "preprocessor_config.json")
+    return _load_json(beside) if os.path.isfile(beside) else None
 
 
-def _load_json(path: Path) -> dict[str, Any]:
+def _load_json(path: str) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_JSON_BYTES} bytes, so no config.json")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_JSON_CHARACTERS + 1)
+        if len(text) > MAX_JSON_CHARACTERS:
+            raise ConfigError(f"{path}: longer than {MAX_JSON_CHARACTERS} characters, so no config.json")
+        data = json.loads(text)
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -137,20 +138,26 @@ def _load_hub(hub_id: str, download: bool) -> Source:
         raise ConfigError(f"{hub_id!r} is neither a path nor in the local Hugging Face cache; --download fetches it")
     preprocessor = _find_cached(hub_id, "preprocessor_config.json")
     return _checked(
-        Source(hub_id, _load_json(config), str(config), _load_json(preprocessor) if preprocessor else None, str(config))
+        Source(hub_id, _load_json(config), config, _load_json(preprocessor) if preprocessor else None, config)
     )
 
 
-def _find_cached(hub_id: str, filename: str) -> Path | None:
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
-    folder = cache / f"models--{hub_id.replace('/', '--')}"
-    reference = folder / "refs" / "main"
-    if reference.is_file():
-        path = folder / "snapshots" / reference.read_text().strip() / filename
-        return path if path.is_file() else None
-    found = sorted(folder.glob(f"snapshots/*/{filename}"))
-    return found[-1] if found else None
+def _find_cached(hub_id: str, filename: str) -> str | None:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    home = os.environ.get("HF_HOME") or os.path.join(base, "huggingface")
+    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    folder = os.path.join(cache, f"models--{hub_id.replace('/', '--')}")
+    try:
+        with open(os.path.join(folder, "refs", "main"), encoding="utf-8") as file:
+            commits = [file.read().strip()]
+    except OSError:
+        snapshots = os.path.join(folder, "snapshots")
+        commits = sorted(os.listdir(snapshots)) if os.path.isdir(snapshots) else []
+    for commit in reversed(commits):
+        path = os.path.join(folder, "snapshots", commit, filename)
+        if os.path.isfile(path):
+            return path
+    return None
 
 
 def _download(hub_id: str) -> Source:
@@ -159,11 +166,12 @@ def _download(hub_id: str) -> Source:
     except ImportError:
         raise ConfigError("--download needs huggingface_hub: pip install 'flopcalc[measure]'") from None
     try:
-        path = Path(hf_hub_download(hub_id, "config.json"))
+        path = hf_hub_download(hub_id, "config.json")
     except Exception as error:  # the hub client raises many kinds; all mean that there is no config to read
-        raise ConfigError(f"{hub_id}: download failed: {str(error).splitlines()[0][:200]}") from None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{hub_id}: download failed: {reason[:200]}") from None
     try:
-        preprocessor = _load_json(Path(hf_hub_download(hub_id, "preprocessor_config.json")))
+        preprocessor = _load_json(hf_hub_download(hub_id, "preprocessor_config.json"))
     except Exception:  # text models have none
         preprocessor = None
-    return _checked(Source(hub_id, _load_json(path), str(path), preprocessor, f"downloaded from {hub_id}"))
+    return _checked(Source(hub_id, _load_json(path), path, preprocessor, f"downloaded from {hub_id}"))

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from flopcalc.ops import Chain, Feature, Op, Stage
+from flopcalc.ops import Chain, Op, Stage
 from flopcalc.recipe import ALL_TRAIN, STATELESS, Resolver, State, iterate, join
+from flopcalc.workload import Feature
 
 
 class Row(NamedTuple):
@@ -35,7 +36,7 @@ class Block(NamedTuple):
     rows: tuple[Row, ...]
 
     @property
-    def count(self) -> int:
+    def copies(self) -> int:
         return 1 if self.layers is None else len(self.layers)
 
 
@@ -281,5 +282,5 @@ def sum_coefficients(blocks: tuple[Block, ...], direction: str) -> dict[Feature,
         for row in block.rows:
             value = getattr(row, direction)
             if value:
-                totals[row.op.feature] = totals.get(row.op.feature, 0) + value * block.count
+                totals[row.op.feature] = totals.get(row.op.feature, 0) + value * block.copies
     return totals

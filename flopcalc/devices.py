@@ -1,7 +1,8 @@
-"""Find a device by exact name, id or alias, and its dense peak per dtype; an unknown one gets no peak, never a guess."""
+"""Find a device by exact name, id or alias, and its dense peak per dtype; an unknown one gets none, never a guess."""
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cache
 from typing import Any, NamedTuple
@@ -37,8 +38,8 @@ def load_devices() -> tuple[tuple[Device, ...], dict[str, list[str]]]:
     devices: dict[str, Device] = {}
     ambiguous: dict[str, list[str]] = {}
     for folder in (find_data_dir(), find_user_dir()):
-        path = folder / "devices.toml"
-        if not path.is_file():
+        path = os.path.join(folder, "devices.toml")
+        if not os.path.isfile(path):
             continue
         tables = load_toml(path)
         for entry in tables.get("device", []):

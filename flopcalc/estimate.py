@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import os
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.config import Source, load_config
 from flopcalc.count import Block, Mode, Row, count, sum_coefficients
 from flopcalc.data import list_data_files
+from flopcalc.devices import find_device
 from flopcalc.errors import ConfigError, FlopcalcError, WorkloadError, format_nearest
 from flopcalc.expr import MissingNameError
-from flopcalc.ops import Stage, expand
-from flopcalc.recipe import Recipe, Resolver, join, make_recipe, read_recipe
+from flopcalc.ops import Chain, Op, Stage, expand
+from flopcalc.recipe import STATELESS, Recipe, Resolver, iterate, join, make_recipe, read_recipe
 from flopcalc.spec import PARTS, Spec, find_spec, load_spec
 from flopcalc.spec import bind as bind_spec
 from flopcalc.units import format_flops
@@ -36,7 +37,7 @@ class ModuleRow(NamedTuple):
 
     path: str
     kind: str
-    count: int
+    copies: int
     forward: int
     backward: int
     recompute: int
@@ -76,8 +77,8 @@ class Estimator:
             recipe = live
         self.recipe = recipe
         self._resolver = Resolver(recipe, self.stages)
-        self._plans: dict[tuple[bool, str], Plan] = {}
-        self._fast: dict[tuple[bool, str], tuple[Plan, str]] = {}
+        self._plans: dict[Mode, Plan] = {}
+        self._chosen: dict[tuple[bool, str], tuple[Plan, str]] = {}
         if not self._resolver.is_trivial:
             self._plan(self.vision is not None, convention)
             if recipe.trained is None:
@@ -101,9 +102,15 @@ class Estimator:
             return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
         return self.estimate(
             make_workload(
-                batch_size, seq_len, lengths=lengths, image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw,
-                phase=phase, context=context, logits=logits,
-            )  # fmt: skip
+                batch_size,
+                seq_len,
+                lengths=lengths,
+                image_grid_thw=image_grid_thw,
+                video_grid_thw=video_grid_thw,
+                phase=phase,
+                context=context,
+                logits=logits,
+            )
         )
 
     def estimate_batch(
@@ -130,14 +137,7 @@ class Estimator:
 
     def count(self, load: Workload, convention: str) -> tuple[int, int, int]:
         """Forward, backward and recomputed FLOPs under a convention."""
-        key = (bool(load.grids or load.videos), convention)
-        found = self._fast.get(key)
-        if found is None:
-            counting = convention
-            if convention == "hardware":
-                counting = "full" if self.attention_kernel == "eager" else self.attention_kernel
-            found = self._fast[key] = (self._plan(*key), counting)
-        plan, counting = found
+        plan, counting = self._choose(load, convention)
         forward = backward = recompute = 0
         for feature, ahead, back, again in plan.terms:
             value = evaluate_feature(feature, load, counting)
@@ -150,24 +150,34 @@ class Estimator:
 
     def rows(self, load: Workload, convention: str) -> list[tuple[Block, Row, int]]:
         """Every row of the model with the value of its feature under a convention."""
-        has_images = bool(load.grids or load.videos)
-        self.count(load, convention)
-        plan, counting = self._fast[(has_images, convention)]
+        plan, counting = self._choose(load, convention)
         return [
             (block, row, evaluate_feature(row.op.feature, load, counting))
             for block in plan.blocks
             for row in block.rows
         ]
 
+    def _choose(self, load: Workload, convention: str) -> tuple[Plan, str]:
+        """The plan for a workload, and how its features are to be counted."""
+        key = (bool(load.grids or load.videos), convention)
+        found = self._chosen.get(key)
+        if found is None:
+            counting = convention
+            if convention == "hardware":
+                counting = "full" if self.attention_kernel == "eager" else self.attention_kernel
+            found = self._chosen[key] = (self._plan(*key), counting)
+        return found
+
     def parameters(self) -> dict[str, int]:
         """Parameters: all (tied once, adapters included), those one token reaches, those that train."""
-        plan = self._plan(self.vision is not None, "model")
+        # Parameters are the same in every mode: take a plan that exists.
+        plan = next(iter(self._plans.values())) if self._plans else self._plan(False, self.convention)
         total = inactive = trainable = 0
         for block in plan.blocks:
             for row in block.rows:
-                total += row.parameters * block.count
-                inactive += row.inactive * block.count
-                trainable += row.trainable * block.count
+                total += row.parameters * block.copies
+                inactive += row.inactive * block.copies
+                trainable += row.trainable * block.copies
         return {"total": total, "active": total - inactive, "trainable": trainable}
 
     def count_visual_tokens(self, load: Workload) -> int:
@@ -175,21 +185,20 @@ class Estimator:
 
     def _plan(self, has_images: bool, convention: str) -> Plan:
         is_hardware = convention == "hardware"
-        key = (has_images, convention)
-        plan = self._plans.get(key)
+        mode = Mode(
+            has_images,
+            is_hardware and self.attention_kernel != "eager",
+            self.recipe.recompute if is_hardware else "none",
+        )
+        plan = self._plans.get(mode)
         if plan is None:
-            mode = Mode(
-                has_images,
-                is_hardware and self.attention_kernel != "eager",
-                self.recipe.recompute if is_hardware else "none",
-            )
             blocks = count(self.stages, self._resolver, mode)
             forward, backward, again = (
                 sum_coefficients(blocks, direction) for direction in ("forward", "backward", "recompute")
             )
             names = dict.fromkeys((*forward, *backward, *again))
             terms = tuple((name, forward.get(name, 0), backward.get(name, 0), again.get(name, 0)) for name in names)
-            plan = self._plans[key] = Plan(blocks, terms)
+            plan = self._plans[mode] = Plan(blocks, terms)
         return plan
 
     def _check_images(self, load: Workload) -> Workload:
@@ -215,7 +224,9 @@ class Estimator:
 
     def _check_positions(self, load: Workload, limit: int) -> None:
         if self._position_kind == "learned" and _longest(load) > limit:
-            raise WorkloadError(f"length {_longest(load)} is beyond the {limit} positions that {self.source.name} learned")
+            raise WorkloadError(
+                f"length {_longest(load)} is beyond the {limit} positions that {self.source.name} learned"
+            )
 
     def notes(self, load: Workload) -> list[str]:
         """What a reader of the numbers should know."""
@@ -261,9 +272,7 @@ class Estimator:
             )
 
 
-def _parameter_names(chain: Any, path: str) -> set[str]:
-    from flopcalc.recipe import STATELESS, iterate
-
+def _parameter_names(chain: Chain, path: str) -> set[str]:
     names = set()
     for op in iterate(chain):
         if op.kind in STATELESS:
@@ -312,7 +321,7 @@ def _read_limit(dims: Any) -> int:
 class Estimate:
     """FLOPs of one step: exact ints at once, the breakdown when asked for."""
 
-    __slots__ = ("backward", "clipping", "forward", "recompute", "terms", "_notes")
+    __slots__ = ("_notes", "backward", "clipping", "forward", "recompute", "terms")
 
     def __init__(
         self,
@@ -385,33 +394,26 @@ class Estimate:
 
     def by_component(self) -> dict[str, tuple[int, int, int]]:
         """Component -> forward, backward, recomputed FLOPs; all components, in a fixed order."""
-        sums = {part: [0, 0, 0] for part in PARTS}
-        for block, row, value, is_train, times in self._rows():
-            entry = sums[row.op.part]
-            value *= block.count * times
-            entry[0] += row.forward * value
-            if is_train:
-                entry[1] += row.backward * value
-                entry[2] += row.recompute * value
-        return {part: (a, b, c) for part, (a, b, c) in sums.items()}
+        return {**dict.fromkeys(PARTS, (0, 0, 0)), **self._sum_by(lambda op: op.part)}
 
     def by_kind(self) -> dict[str, tuple[int, int, int]]:
         """Kind of operation (linear, conv, attend, …) -> forward, backward, recomputed FLOPs."""
-        sums: dict[str, list[int]] = {}
-        for block, row, value, is_train, times in self._rows():
-            entry = sums.setdefault(row.op.kind, [0, 0, 0])
-            value *= block.count * times
-            entry[0] += row.forward * value
-            if is_train:
-                entry[1] += row.backward * value
-                entry[2] += row.recompute * value
-        return {kind: (a, b, c) for kind, (a, b, c) in sums.items()}
+        return self._sum_by(lambda op: op.kind)
+
+    def _sum_by(self, key: Callable[[Op], str]) -> dict[str, tuple[int, int, int]]:
+        sums: dict[str, tuple[int, int, int]] = {}
+        for block, row, value, is_train, times, _ in self._rows():
+            many = value * block.copies * times
+            back = many if is_train else 0
+            ahead, behind, again = sums.get(key(row.op), (0, 0, 0))
+            sums[key(row.op)] = (ahead + row.forward * many, behind + row.backward * back, again + row.recompute * back)
+        return sums
 
     def by_module(self, depth: int | None = None, *, per_layer: bool = False) -> list[ModuleRow]:
         """Rows per module path, layers folded into '*' unless per_layer, cut to `depth` names."""
         found: dict[str, _ModuleSum] = {}
         seen_models: set[int] = set()
-        for block, row, value, is_train, times, owner in self._owned_rows():
+        for block, row, value, is_train, times, owner in self._rows():
             new_model = id(owner) not in seen_models
             layers: tuple[int | None, ...] = block.layers if block.layers is not None else (None,)
             groups = [(layer,) for layer in layers] if per_layer else [layers]
@@ -440,11 +442,7 @@ class Estimate:
             for path, entry in found.items()
         ]  # fmt: skip
 
-    def _rows(self) -> Iterable[tuple[Block, Row, int, bool, int]]:
-        for block, row, value, is_train, times, _ in self._owned_rows():
-            yield block, row, value, is_train, times
-
-    def _owned_rows(self) -> Iterable[tuple[Block, Row, int, bool, int, Estimator]]:
+    def _rows(self) -> Iterable[tuple[Block, Row, int, bool, int, Estimator]]:
         for estimator, load, times in self.terms:
             for block, row, value in estimator.rows(load, estimator.convention):
                 yield block, row, value, load.phase == "train", times, estimator
@@ -469,8 +467,7 @@ class Estimate:
         """The object that `flopcalc estimate --json` prints, without mfu and hfu, which need a step time."""
         from flopcalc._version import __version__
 
-        estimator, load, times = self.terms[0]
-        workload = _describe(self)
+        estimator = self.terms[0][0]
         return {
             "schema": 1,
             "version": __version__,
@@ -481,7 +478,7 @@ class Estimate:
                 "source": "spec",
                 "reference": estimator.spec.source,
             },
-            "workload": workload,
+            "workload": _describe(self),
             "recipe": estimator.recipe.to_dict(),
             "convention": self.convention,
             "attention_kernel": self.attention_kernel,
@@ -502,7 +499,7 @@ class Estimate:
                 {
                     "path": row.path,
                     "kind": row.kind,
-                    "count": row.count,
+                    "count": row.copies,
                     "forward": row.forward,
                     "backward": row.backward,
                     "parameters": row.parameters,
@@ -542,7 +539,7 @@ class _ModuleSum:
 
 def _describe(estimate: Estimate) -> dict[str, Any]:
     """The workload in numbers: sizes of the first term, totals over all."""
-    estimator, load, times = estimate.terms[0]
+    _, load, times = estimate.terms[0]
     is_mixed = len(estimate.terms) > 1
     images = patches = visual = 0
     for each, other, many in estimate.terms:
@@ -571,14 +568,20 @@ def bind(
     recipe: Recipe | Mapping[str, Any] | None = None,
     convention: str = "model",
     attention_kernel: str = "auto",
-    spec: str | Path | None = None,
+    device: str | None = None,
+    spec: str | os.PathLike[str] | None = None,
     download: bool = False,
 ) -> Estimator:
-    """The fast estimator of a model for a loop: a callable with estimate_flops' workload arguments."""
+    """The fast estimator of a model for a loop: a callable with estimate_flops' workload arguments.
+
+    `device` says which kernel "auto" stands for; without one it is SDPA's flash kernel.
+    """
+    if device is not None and attention_kernel == "auto":
+        attention_kernel = find_device(device).sdpa or "flash"
     specs = {}
     source = load_config(model, download=download)
     if spec is not None:
-        added = load_spec(Path(spec))
+        added = load_spec(os.fspath(spec))
         specs[added.name] = added
     if isinstance(recipe, Mapping):
         recipe = make_recipe(**recipe)
@@ -609,10 +612,13 @@ def estimate_flops(
     recipe: Recipe | Mapping[str, Any] | None = None,
     convention: str = "model",
     attention_kernel: str = "auto",
-    spec: str | Path | None = None,
+    device: str | None = None,
+    spec: str | os.PathLike[str] | None = None,
 ) -> Estimate:
     """FLOPs of one step, exactly: `model` is a preset's name, a path, a mapping, a HF config or a HF model."""
-    estimator = bind(model, recipe=recipe, convention=convention, attention_kernel=attention_kernel, spec=spec)
+    estimator = bind(
+        model, recipe=recipe, convention=convention, attention_kernel=attention_kernel, device=device, spec=spec
+    )
     if batch is not None:
         if seq_len is not None or lengths is not None or image_grid_thw is not None or video_grid_thw is not None:
             raise WorkloadError("batch already says lengths and images: give it alone")

@@ -198,7 +198,8 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
         return values[index]
     if isinstance(node, ast.List):
         return [_eval(item, scope, text) for item in node.elts]
-    assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)  # _check let nothing else through
+    assert isinstance(node, ast.Call)  # _check let nothing else through
+    assert isinstance(node.func, ast.Name)
     function = _FUNCTIONS[node.func.id]
     if function is None:
         return _has(node, scope, text)

@@ -58,6 +58,9 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
         return tuple(_expand(dims, {}))
     except MissingNameError as error:
         raise ConfigError(f"{dims.where}: missing key {error.name!r}, which {dims.spec.name!r} needs") from None
+    except SpecError as error:
+        # A list that is too short, a word where a number should be: the config's fault as far as anyone can tell.
+        raise ConfigError(f"{dims.where}: {error}") from None
 
 
 def _expand(dims: BoundDims, rename: dict[str, str]) -> list[Stage]:
@@ -149,13 +152,39 @@ class _Builder:
         self.part = part
         self.path = path
         self.rename = rename
-        self._fixed: dict[int, Op | None] = {}
-        self._layered: dict[int, bool] = {}
-        self._chains: dict[Chain, Chain] = {}
+        self._changing: list[str] | None = None
+        self._chains: dict[tuple[Any, ...], Chain] = {}
+        self._alike: dict[Chain, Chain] = {}
 
     def build(self, items: list[Any]) -> Chain:
-        chain = self._chain(items)
-        return self._chains.setdefault(chain, chain)
+        """The chain of the current layer; layers in which every changing name has the same value share one."""
+        if self._changing is None:
+            self._changing = self._find_changing(items)
+        key = tuple([self._read(name) for name in self._changing])
+        chain = self._chains.get(key)
+        if chain is None:
+            chain = self._chain(items)
+            chain = self._chains[key] = self._alike.setdefault(chain, chain)
+        return chain
+
+    def _find_changing(self, items: list[Any]) -> list[str]:
+        """Names that the ops read and that change from layer to layer."""
+        texts = {value for item in self._flatten(items) for name, value in item.items() if _is_expression(name, value)}
+        names = {name for text in texts for name in find_names(text)}
+        return sorted(name for name in names if self.dims.depends_on_layer(name))
+
+    def _read(self, name: str) -> Any:
+        value = self.dims.lookup(name)
+        return tuple(value) if isinstance(value, list) else value
+
+    def _flatten(self, items: list[Any]) -> list[dict[str, Any]]:
+        flat: list[dict[str, Any]] = []
+        for item in items:
+            if isinstance(item, dict):
+                flat.append(item)
+            else:
+                flat += self._flatten(self.dims.spec.blocks[item] if isinstance(item, str) else item)
+        return flat
 
     def _chain(self, items: list[Any]) -> Chain:
         """A series: each item reads the one before it."""
@@ -173,22 +202,10 @@ class _Builder:
                 if branches:
                     built.append(branches)
             else:
-                op = self._op(item)
+                op = self._make(item)
                 if op is not None:
                     built.append(op)
         return tuple(built)
-
-    def _op(self, item: dict[str, Any]) -> Op | None:
-        key = id(item)
-        layered = self._layered.get(key)
-        if layered is None:
-            names = set().union(*(find_names(value) for name, value in item.items() if _is_expression(name, value)))
-            layered = self._layered[key] = any(self.dims.depends_on_layer(name) for name in names)
-        if layered:
-            return self._make(item)
-        if key not in self._fixed:
-            self._fixed[key] = self._make(item)
-        return self._fixed[key]
 
     def _make(self, item: dict[str, Any]) -> Op | None:
         dims = self.dims
@@ -224,9 +241,7 @@ class _Builder:
             return Op(kind, name, part, feature, times, heads=size("heads"), qk=size("qk"), v=size("v"))
         if kind == "embed":
             embedding = bool(item.get("input_embedding", False))
-            return Op(
-                kind, name, part, feature, times, n_in=size("count"), size=size("dim"), input_embedding=embedding
-            )
+            return Op(kind, name, part, feature, times, n_in=size("count"), size=size("dim"), input_embedding=embedding)
         if kind == "norm":
             return Op(kind, name, part, feature, times, bias=flag, size=size("dim"))
         if kind == "param":

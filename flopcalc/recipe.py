@@ -16,7 +16,7 @@ WORDS = ("vision", "projector", "language")
 
 
 class Lora(NamedTuple):
-    """PEFT's LoRA: rank, target modules by name suffix ('all-linear' for every linear but the head), modules to save."""
+    """PEFT's LoRA: rank, targets by name suffix ('all-linear': every linear but the head), modules to save."""
 
     r: int
     targets: tuple[str, ...]
@@ -91,9 +91,7 @@ def _make_lora(value: Lora | Mapping[str, Any] | str | None) -> Lora | None:
     if not targets or not all(isinstance(target, str) and target for target in targets):
         raise RecipeError("lora needs targets, as in r=16,targets=q_proj+v_proj")
     save = value.get("save", ())
-    return Lora(
-        check_size(value.get("r", 8), "lora r"), targets, (save,) if isinstance(save, str) else tuple(save)
-    )
+    return Lora(check_size(value.get("r", 8), "lora r"), targets, (save,) if isinstance(save, str) else tuple(save))
 
 
 def parse_lora(text: str) -> dict[str, Any]:
@@ -183,9 +181,7 @@ class Resolver:
             return self._resolve_live(op, path)
         weight_name = f"{path}.{op.param}" if op.kind != "param" else path
         if self.recipe.lora is None:
-            return State(
-                self._trains(weight_name, group), self._trains(f"{path}.bias", group) if op.bias else False
-            )
+            return State(self._trains(weight_name, group), self._trains(f"{path}.bias", group) if op.bias else False)
         rank = self._rank(op, path)
         saved = any(suffix.matches(path) for suffix in self._save) and not rank
         return State(
@@ -217,7 +213,8 @@ class Resolver:
         rank = self.recipe.lora.r
         if op.targets:
             # PEFT adds the ranks of the targets that were fused into one parameter.
-            return rank * len(op.targets) if all([self._names(name) for name in op.targets]) else 0
+            hits = [self._names(name) for name in op.targets]  # a list: every target must be seen
+            return rank * len(hits) if all(hits) else 0
         if op.kind not in ("linear", "conv", "embed"):
             return 0
         matched = False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flopcalc.estimate import CONVENTIONS, Estimate
-from flopcalc.units import format_flops, format_parameters, format_share
+from flopcalc.units import format_flops, format_parameters, format_rate, format_share
 from flopcalc.utilization import Utilization
 
 NOT_COUNTED = (
@@ -63,7 +63,7 @@ def format_estimate(
 ) -> str:
     """The readable report: what was counted, the breakdown, totals under every convention, notes."""
     is_markdown = style != "simple"
-    estimator, load, times = estimate.terms[0]
+    estimator = estimate.terms[0][0]
     parameters = estimate.parameters
     model_type = estimator.source.config["model_type"]
     title = f"{estimator.source.name} ({model_type}, {format_parameters(parameters['total'])} parameters)"
@@ -89,7 +89,7 @@ def format_estimate(
         if share.value is not None:
             peak = share.peak_flops_per_s or 0.0
             where = f" on {share.device}" if share.device else ""
-            facts.append((label, f"{100 * share.value:.2f} % of {peak / 1e12:,.1f} TFLOP/s {share.dtype}{where}"))
+            facts.append((label, f"{100 * share.value:.2f} % of {format_rate(peak)} {share.dtype}{where}"))
     facts.append(("not counted", NOT_COUNTED))
     width = max(len(label) for label, _ in facts) + 2
     if is_markdown:
@@ -110,13 +110,13 @@ def _style(is_markdown: bool) -> str:
 
 
 def _shown_breakdown(estimate: Estimate, by: str, depth: int | None) -> tuple[list[str], list[list[Any]]]:
-    headers, rows = breakdown(estimate, by, depth)
+    _, rows = breakdown(estimate, by, depth)
     has_recompute = bool(estimate.recompute)
     total = estimate.total
     shown = []
     for row in rows:
         if by == "module":
-            path, kind, count, forward, backward, recompute, parameters = row
+            path, _, count, forward, backward, recompute, parameters = row
             head: list[Any] = [_shorten(path), count]
             tail = [format_parameters(parameters) if parameters else "-"]
         else:
@@ -187,5 +187,6 @@ def format_html(estimate: Estimate) -> str:
         "<tr>" + "".join(f"<td style='text-align:right'>{escape(str(cell))}</td>" for cell in row) + "</tr>"
         for row in rows
     )
-    caption = f"{escape(estimate.terms[0][0].source.name)}: {escape(_describe_work(estimate))}; convention {estimate.convention}"
+    name = estimate.terms[0][0].source.name
+    caption = escape(f"{name}: {_describe_work(estimate)}; convention {estimate.convention}")
     return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from flopcalc.data import find_data_file, load_toml
+from flopcalc.data import find_data_file, get_stem, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest
 from flopcalc.expr import MissingNameError, evaluate, find_names, parse
 
@@ -19,7 +19,7 @@ _STACK_KEYS = {
     "path", "repeat", "stream", "rows", "part", "checkpoint", "ops", "when", "dead", "reads", "joins", "adds",
     "use", "config", "flat", "rename", "set", "defaults",
 }  # fmt: skip
-_VISION_KEYS = {"kind", "patch", "merge", "temporal", "side", "tokens", "resize", "videos"}
+_VISION_KEYS = {"kind", "patch", "merge", "side", "tokens", "videos"}
 _POSITION_KEYS = {"kind", "limit"}
 _OP_COMMON = {"op", "name", "when", "rows", "times", "part"}
 OP_KEYS: dict[str, set[str]] = {
@@ -65,12 +65,12 @@ def find_spec(model_type: str) -> Spec | None:
 
 
 @lru_cache(maxsize=256)
-def load_spec(path: Path) -> Spec:
+def load_spec(path: str) -> Spec:
     """Read, merge with what it extends, and check one spec file."""
     tables = _load_tables(path, ())
     spec = Spec(
-        name=path.stem,
-        file=path.name,
+        name=get_stem(path),
+        file=os.path.basename(path),
         architecture=_text(tables, "architecture", path),
         source=_text(tables, "source", path),
         required=tuple(tables.get("required", ())),
@@ -86,36 +86,36 @@ def load_spec(path: Path) -> Spec:
     return spec
 
 
-def _load_tables(path: Path, above: tuple[str, ...]) -> dict[str, Any]:
+def _load_tables(path: str, above: tuple[str, ...]) -> dict[str, Any]:
     tables = load_toml(path)
-    _check_keys(tables, _SPEC_KEYS, str(path))
+    _check_keys(tables, _SPEC_KEYS, path)
     base_name = tables.pop("extends", None)
     for key in ("defaults", "dims", "blocks", "vision", "positions"):
         if not isinstance(tables.get(key, {}), dict):
             raise SpecError(f"{path}: [{key}] must be a table")
     if base_name is None:
         return tables
-    if base_name in above or base_name == path.stem:
+    if base_name in above or base_name == get_stem(path):
         raise SpecError(f"{path}: extends {base_name!r}, which leads back to it")
-    beside = path.parent / f"{base_name}.toml"
-    base_path = beside if beside.is_file() else find_data_file("specs", str(base_name))
+    beside = os.path.join(os.path.dirname(path), f"{base_name}.toml")
+    base_path = beside if os.path.isfile(beside) else find_data_file("specs", str(base_name))
     if base_path is None:
         raise SpecError(f"{path}: extends {base_name!r}, which is no spec")
-    base = _load_tables(base_path, (*above, path.stem))
+    base = _load_tables(base_path, (*above, get_stem(path)))
     merged = {**base, **tables}
     for key in ("defaults", "dims", "blocks"):
         merged[key] = {**base.get(key, {}), **tables.get(key, {})}
     return merged
 
 
-def _text(tables: dict[str, Any], key: str, path: Path) -> str:
+def _text(tables: dict[str, Any], key: str, path: str) -> str:
     value = tables.get(key)
     if not isinstance(value, str) or not value:
-        raise SpecError(f"{path}: needs {key} = \"…\"")
+        raise SpecError(f'{path}: needs {key} = "…"')
     return value
 
 
-def _candidates(value: Any, name: str, path: Path) -> list[str]:
+def _candidates(value: Any, name: str, path: str) -> list[str]:
     listed = value if isinstance(value, list) else [value]
     if not listed or not all(isinstance(entry, (str, int)) for entry in listed):
         raise SpecError(f"{path}: dim {name!r} must be an expression or a list of them")
@@ -128,7 +128,7 @@ def _check_keys(table: dict[str, Any], known: set[str], where: str) -> None:
             raise SpecError(f"{where}: unknown key {key!r}.{format_nearest(key, known)}")
 
 
-def _check_spec(spec: Spec, path: Path) -> None:
+def _check_spec(spec: Spec, path: str) -> None:
     for name, entries in spec.dims.items():
         for entry in entries:
             try:
@@ -180,7 +180,7 @@ def _check_op(op: dict[str, Any], where: str) -> None:
 class BoundDims:
     """The names of a spec with their values under one config; dims are computed when first asked for."""
 
-    __slots__ = ("config", "defaults", "extra", "layer", "spec", "where", "_depends", "_fixed", "_layered")
+    __slots__ = ("_depends", "_fixed", "_layered", "config", "defaults", "extra", "layer", "spec", "where")
 
     def __init__(
         self, spec: Spec, config: dict[str, Any], where: str, settings: dict[str, Any] | None = None,

@@ -37,6 +37,10 @@ def format_rate(flops_per_s: float) -> str:
     return f"{flops_per_s / 1e12:,.1f} TFLOP/s"
 
 
+def format_number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
 def parse_size(text: str, what: str) -> int:
     """A positive integer from a flag; '2k' and '1_024' are not sizes, so that nothing is guessed."""
     digits = text[1:] if text[:1] == "-" else text

@@ -25,7 +25,6 @@ class Vision(NamedTuple):
     patch: int
     side: int  # fixed: patches per side
     tokens: int  # fixed: tokens per image
-    resize: str
     takes_videos: bool
 
     def check_grid(self, grid: Grid, what: str) -> Grid:
@@ -39,7 +38,7 @@ class Vision(NamedTuple):
                 )
             return grid
         if t < 1 or h < 1 or w < 1:
-            raise WorkloadError(f"pixel_values without image_grid_thw: this model needs the grid of each image")
+            raise WorkloadError("pixel_values without image_grid_thw: this model needs the grid of each image")
         if h % self.merge or w % self.merge:
             raise WorkloadError(f"{what} {t},{h},{w}: height and width must be multiples of {self.merge} (merge size)")
         return grid
@@ -91,7 +90,6 @@ def bind_vision(dims: BoundDims) -> Vision | None:
         patch=size("patch", 1),
         side=size("side", 0),
         tokens=size("tokens", 0),
-        resize=table.get("resize", ""),
         takes_videos=table.get("videos") == "true",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from flopcalc.errors import WorkloadError
@@ -178,8 +179,9 @@ def _read_layout(
                 notes.append(f"{key} lies on {bounds.device} and was not read: counted as one document per row")
                 continue
             marks = _list(bounds)
-            documents = tuple(b - a for a, b in zip(marks, marks[1:], strict=False) if b > a)
-            if min((b - a for a, b in zip(marks, marks[1:], strict=False)), default=-1) < 0:
+            steps = [b - a for a, b in pairwise(marks)]
+            documents = tuple(step for step in steps if step)
+            if min(steps, default=-1) < 0:
                 raise WorkloadError(f"{key} must rise from 0: {marks[:8]}")
             if sum(documents) > rows * seq:
                 raise WorkloadError(f"{key} ends at {sum(documents)}, beyond the batch's {rows * seq} positions")
@@ -216,7 +218,7 @@ def _row_lengths(mask: Any) -> tuple[int, ...]:
 def _has_restart(positions: Any) -> bool:
     if hasattr(positions, "shape"):
         return bool((positions[:, 1:] != positions[:, :-1] + 1).any())
-    return any(b != a + 1 for row in positions for a, b in zip(row, row[1:], strict=False))
+    return any(b != a + 1 for row in positions for a, b in pairwise(row))
 
 
 def _split_documents(positions: list[int]) -> list[int]:

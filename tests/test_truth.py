@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flopcalc import Estimator, bind, make_workload
+from flopcalc import bind, make_workload
 from flopcalc.estimate import Estimate
 from flopcalc.workload import Workload
 
@@ -25,7 +25,7 @@ def load_cases() -> list[Any]:
     return cases
 
 
-def make_load(workload: dict[str, Any], estimator: Estimator) -> Workload:
+def make_load(workload: dict[str, Any]) -> Workload:
     """The recorded workload as ours: grids there are per sample, and every sample has the same."""
     batch = workload.get("batch", len(workload.get("mask", [0])))
     phase = workload.get("phase", "train")
@@ -49,7 +49,7 @@ def estimate_case(config: dict[str, Any], case: dict[str, Any]) -> Estimate:
     recipe = dict(case["recipe"])
     convention = "hardware" if recipe.get("recompute", "none") != "none" else "full"
     estimator = bind(config, recipe=recipe, convention=convention, attention_kernel="eager")
-    return estimator.estimate(make_load(case["workload"], estimator))
+    return estimator.estimate(make_load(case["workload"]))
 
 
 @pytest.mark.parametrize(("config", "case"), load_cases())

@@ -12,7 +12,7 @@ from flopcalc.devices import load_devices
 from flopcalc.estimate import Estimator
 from flopcalc.report import format_grid
 from flopcalc.spec import load_spec
-from flopcalc.units import format_parameters
+from flopcalc.units import format_number, format_parameters
 
 
 @click.command()
@@ -81,12 +81,12 @@ def devices(as_json: bool) -> None:
         [
             device.id,
             device.name,
-            *(f"{device.peak_tflops[dtype]:g}" if dtype in device.peak_tflops else "-" for dtype in ("bf16", "fp16", "fp8")),
-            f"{device.memory_gb:g}" if device.memory_gb else "-",
-            f"{device.bandwidth_gb_per_s:g}" if device.bandwidth_gb_per_s else "-",
+            *(format_number(device.peak_tflops.get(dtype)) for dtype in ("bf16", "fp16", "fp8")),
+            format_number(device.memory_gb),
+            format_number(device.bandwidth_gb_per_s),
         ]
         for device in known
-    ]  # fmt: skip
+    ]
     click.echo("Dense peaks in TFLOP/s, memory in GB, bandwidth in GB/s (--json shows the sources)")
     click.echo(format_grid(["id", "name", "bf16", "fp16", "fp8", "memory", "GB/s"], rows))
     click.echo("Ambiguous short names: " + ", ".join(ambiguous))

@@ -46,7 +46,9 @@ def compare(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
     parts = [estimate.by_component() for _, estimate in columns]
     for part in parts[0]:
         if any(sum(part_sums[part]) for part_sums in parts):
-            rows.append([part, *(format_flops(sum(part_sums[part])) if sum(part_sums[part]) else "-" for part_sums in parts)])
+            rows.append(
+                [part, *(format_flops(sum(part_sums[part])) if sum(part_sums[part]) else "-" for part_sums in parts)]
+            )
     click.echo(format_grid(["", *(label for label, _ in columns)], rows))
     if len(conventions) > 1:
         click.echo("Different conventions stand side by side: do not compare them.")

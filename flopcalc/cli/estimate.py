@@ -59,7 +59,11 @@ def estimate(model: str, depth: str | None, by: str | None, style: str | None, a
     shares = [(name, share) for name, share in (("MFU", model_share), ("HFU", hardware_share)) if share]
     click.echo(
         report.format_estimate(
-            asked.estimate, by=by or "component", depth=levels, style="github" if style == "markdown" else "simple",
-            shares=shares, notes=notes,
-        )  # fmt: skip
+            asked.estimate,
+            by=by or "component",
+            depth=levels,
+            style="github" if style == "markdown" else "simple",
+            shares=shares,
+            notes=notes,
+        )
     )

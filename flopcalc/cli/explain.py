@@ -33,7 +33,9 @@ _FEATURES = {
 
 @click.command()
 @model_option
-@click.option("--op", "pattern", required=True, metavar="PATTERN", help="Glob of module paths, as *.q_proj or *self_attn*.")
+@click.option(
+    "--op", "pattern", required=True, metavar="PATTERN", help="Glob of module paths, as *.q_proj or *self_attn*."
+)
 @workload_options
 @click.option("--json", "as_json", is_flag=True)
 def explain(model: str, pattern: str, as_json: bool, **options: Any) -> None:
@@ -48,7 +50,9 @@ def explain(model: str, pattern: str, as_json: bool, **options: Any) -> None:
         raise WorkloadError(f"--op {pattern!r} matches no operation; there are {', '.join(paths)}")
     shown = [explain_row(asked.estimate, *entry) for entry in found]
     if as_json:
-        click.echo(json.dumps({"convention": asked.estimate.convention, "operations": shown}, indent=2, ensure_ascii=False))
+        click.echo(
+            json.dumps({"convention": asked.estimate.convention, "operations": shown}, indent=2, ensure_ascii=False)
+        )
         return
     click.echo(f"convention {asked.estimate.convention}")
     for entry in shown:
@@ -77,37 +81,34 @@ def explain_row(estimate: Estimate, block: Block, row: Row, value: int) -> dict[
     op = row.op
     load = estimate.terms[0][1]
     unit = name_feature(op.feature)
-    layers = f"{block.count} × " if block.count > 1 else ""
+    layers = f"{block.copies} × " if block.copies > 1 else ""
     lines = [f"{unit}: {value:,}"]
-    forward = row.forward * value * block.count
+    forward = row.forward * value * block.copies
+    result = f"{forward:,} ({format_flops(forward)})"
     if op.kind == "attend":
         times = f" × {op.times}" if op.times > 1 else ""
-        lines.append(f"forward  = layers × 2 × heads × (qk + v) × pairs")
-        lines.append(
-            f"         = {layers}2 × {op.heads} × ({op.qk} + {op.v}){times} × {value:,} = {forward:,} ({format_flops(forward)})"
-        )
+        lines.append("forward  = layers × 2 × heads × (qk + v) × pairs")
+        lines.append(f"         = {layers}2 × {op.heads} × ({op.qk} + {op.v}){times} × {value:,} = {result}")
     elif op.kind in ("linear", "conv"):
         times = f" × {op.times} per {unit}" if op.times > 1 else ""
         lines.append("forward  = layers × 2 × in × out × rows")
-        lines.append(
-            f"         = {layers}2 × {op.n_in} × {op.n_out}{times} × {value:,} = {forward:,} ({format_flops(forward)})"
-        )
+        lines.append(f"         = {layers}2 × {op.n_in} × {op.n_out}{times} × {value:,} = {result}")
         base = 2 * op.n_in * op.n_out * op.times
         if row.forward not in (base, 0):
-            lines.append(f"           of which LoRA or folding: {(row.forward - base) * value * block.count:,}")
+            lines.append(f"           of which LoRA or folding: {(row.forward - base) * value * block.copies:,}")
     else:
         lines.append(f"forward  = {forward:,}")
-    backward = row.backward * value * block.count if load.phase == "train" else 0
+    backward = row.backward * value * block.copies if load.phase == "train" else 0
     if load.phase == "train":
         ratio = f"{row.backward / row.forward:g} × forward" if row.forward else "adapters"
         lines.append(f"backward = {ratio} = {backward:,} ({format_flops(backward)})")
-    again = row.recompute * value * block.count if load.phase == "train" else 0
+    again = row.recompute * value * block.copies if load.phase == "train" else 0
     if again:
         lines.append(f"recomputed = {again:,} ({format_flops(again)})")
     return {
         "path": row_path(block, row),
         "kind": op.kind,
-        "count": block.count,
+        "count": block.copies,
         "feature": unit,
         "feature_value": value,
         "forward": forward,

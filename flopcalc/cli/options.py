@@ -9,12 +9,12 @@ import click
 
 from flopcalc.config import load_config
 from flopcalc.data import list_data_files
-from flopcalc.devices import DTYPES, find_device, load_devices, parse_dtype
+from flopcalc.devices import DTYPES, detect_device, find_device, load_devices, parse_dtype
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.estimate import CONVENTIONS, KERNELS, Estimate, Estimator, bind
 from flopcalc.recipe import RECOMPUTE, make_recipe
-from flopcalc.units import parse_size, parse_sizes
-from flopcalc.utilization import Utilization, check_positive, detect_device, find_peak, hfu, mfu
+from flopcalc.units import format_rate, parse_size, parse_sizes
+from flopcalc.utilization import Utilization, check_positive, find_peak, hfu, mfu
 from flopcalc.workload import PHASES, Grid, make_workload
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -49,15 +49,30 @@ _WORKLOAD = (
     click.option("--logits", metavar="all|last|N", help="Positions that get logits (default: all; prefill: last)."),
 )
 _RECIPE = (
-    click.option("--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths, or vision|projector|language."),
+    click.option(
+        "--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths, or vision|projector|language."
+    ),
     click.option("--train-only", multiple=True, metavar="PATTERN", help="Only what matches trains."),
-    click.option("--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it; save=… trains modules beside it."),
+    click.option(
+        "--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it; save=… trains modules beside it."
+    ),
     click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True),
 )
 _COUNTING = (
     click.option("--convention", type=click.Choice(CONVENTIONS), default="model", show_default=True),
-    click.option("--attention-kernel", type=click.Choice(KERNELS), default="auto", show_default=True, help="For convention hardware."),
-    click.option("--device", shell_complete=complete_device, metavar="NAME", help="Device for peaks and kernels; auto = this machine's."),
+    click.option(
+        "--attention-kernel",
+        type=click.Choice(KERNELS),
+        default="auto",
+        show_default=True,
+        help="For convention hardware.",
+    ),
+    click.option(
+        "--device",
+        shell_complete=complete_device,
+        metavar="NAME",
+        help="Device for peaks and kernels; auto = this machine's.",
+    ),
 )
 _TIME = (
     click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:4]) + "|…"),
@@ -157,9 +172,7 @@ def _read_number(text: str | None, what: str, minimum: int) -> int | None:
     return 0 if text == "0" and minimum == 0 else parse_size(text, what)
 
 
-def _read_images(
-    estimator: Estimator, options: Mapping[str, Any], notes: list[str]
-) -> tuple[list[Grid], list[Grid]]:
+def _read_images(estimator: Estimator, options: Mapping[str, Any], notes: list[str]) -> tuple[list[Grid], list[Grid]]:
     vision = estimator.vision
     given = [*options["image"], *options["image_grid"], *options["video_grid"]]
     if given and vision is None:
@@ -227,7 +240,7 @@ def make_shares(
         least = estimate.total_under(convention) / (rate * devices)
         where = f" of {devices} × {name}" if name else ""
         return None, None, [
-            f"at the {dtype} peak{where} ({rate / 1e12:,.1f} TFLOP/s each) this takes at least {least:.4g} s; "
+            f"at the {dtype} peak{where} ({format_rate(rate)} each) this takes at least {least:.4g} s; "
             "--step-time gives the MFU"
         ]  # fmt: skip
     arguments: dict[str, Any] = {"device": device, "dtype": dtype, "peak": peak, "num_devices": devices}
