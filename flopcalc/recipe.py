@@ -198,14 +198,15 @@ class Resolver:
         trained = self.recipe.trained
         weight_name = f"{path}.{op.param}" if op.kind != "param" else path
         names = [name for name, _ in self._aliases.get(weight_name, [(weight_name, "")])]
-        rank = self._ranks.get(f"{path}.{op.param}" if op.targets else path, 0)
+        adapted = weight_name if op.targets else path
+        saved = f"{weight_name} saved" in trained
         return State(
-            weight=any(name in trained for name in names),
-            bias=f"{path}.bias" in trained,
-            rank=rank,
-            adapter_a=f"{path}.lora_A" in trained,
-            adapter_b=f"{path}.lora_B" in trained,
-            saved_copy=f"{path}.modules_to_save" in trained,
+            weight=saved or any(name in trained for name in names),
+            bias=f"{path}.bias" in trained or f"{path}.bias saved" in trained,
+            rank=self._ranks.get(adapted, 0),
+            adapter_a=f"{adapted}.lora_A" in trained,
+            adapter_b=f"{adapted}.lora_B" in trained,
+            saved_copy=saved,
         )
 
     def _rank(self, op: Op, path: str) -> int:
@@ -324,32 +325,51 @@ def read_recipe(model: Any, recompute: str | None = None) -> tuple[Recipe, dict[
     trained: set[str] = set()
     ranks: dict[str, int] = {}
     sizes: dict[str, int] = {}
+    fused = _find_fused(model)
     for full_name, parameter in model.named_parameters():
-        name = full_name
-        for wrapper in _WRAPPERS * 2:
-            name = name.removeprefix(wrapper)
-        adapter = re.search(r"\.lora_(?:embedding_)?([AB])(?:\.|$)", name)
-        if adapter:
-            path = name[: adapter.start()]
-            if adapter.group(1) == "A":
-                # lora_A is (r, in) for a linear, (r, in, …) for a convolution and (r, vocab) for an embedding.
-                ranks[path] = int(parameter.shape[0])
+        path, dot, rest = full_name.partition(".lora_")
+        if dot:
+            # lora_A is (r, in) for a linear, (r, in, …) for a convolution, (r, vocab) for an embedding, and
+            # (experts · r, in) for a stack of experts; its module is the one before it.
+            side = rest.removeprefix("embedding_")[:1]
+            adapted, experts = fused.get(path, (_plain_name(path), 1))
+            if side == "A":
+                ranks[adapted] = int(parameter.shape[0]) // experts
             if parameter.requires_grad:
-                trained.add(f"{path}.lora_{adapter.group(1)}")
+                trained.add(f"{adapted}.lora_{side}")
             continue
+        name = _plain_name(full_name)
         if ".modules_to_save." in name:
             path, _, rest = name.partition(".modules_to_save.")
-            plain = f"{path}.{rest.partition('.')[2]}"
             if parameter.requires_grad:
-                trained |= {plain, f"{plain.rpartition('.')[0]}.modules_to_save"}
+                trained.add(f"{path}.{rest.partition('.')[2]} saved")
             continue
-        name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
         sizes[name] = int(parameter.numel())
         if parameter.requires_grad:
             trained.add(name)
     if recompute is None:
         recompute = _read_recompute(model)
     return Recipe(recompute=recompute, trained=frozenset(trained), adapters=tuple(sorted(ranks.items()))), sizes
+
+
+def _find_fused(model: Any) -> dict[str, tuple[str, int]]:
+    """PEFT's wrappers of bare parameters: the wrapper's own path -> the parameter it adapts, and its experts."""
+    found = {}
+    for path, module in model.named_modules():
+        name = getattr(module, "parameter_name", None)
+        if isinstance(name, str) and hasattr(module, "lora_A"):
+            found[path] = (f"{_plain_name(path)}.{name}", int(getattr(module, "num_experts", 1)))
+    return found
+
+
+def _plain_name(name: str) -> str:
+    """A parameter's or module's name without what DDP, torch.compile and PEFT wrap around it."""
+    for wrapper in _WRAPPERS * 2:
+        name = name.removeprefix(wrapper)
+    name = name.replace("._orig_mod.", ".").replace(".original_module.", ".")
+    while ".base_layer" in name:
+        name = name.replace(".base_layer", "")
+    return name
 
 
 def _read_recompute(model: Any) -> str:

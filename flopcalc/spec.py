@@ -12,7 +12,7 @@ from flopcalc.expr import MissingNameError, evaluate, find_names, parse
 
 # Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
 _SPEC_KEYS = {
-    "family", "architecture", "source", "extends", "required", "tower", "defaults", "dims", "blocks", "stack",
+    "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks", "stack",
     "vision", "positions",
 }  # fmt: skip
 _STACK_KEYS = {
@@ -50,6 +50,7 @@ class Spec(NamedTuple):
     source: str
     required: tuple[str, ...]
     defaults: dict[str, Any]
+    renamed: dict[str, list[str]]  # config key -> names that other releases give it
     dims: dict[str, list[str]]
     blocks: dict[str, list[Any]]
     stacks: list[dict[str, Any]]
@@ -75,6 +76,7 @@ def load_spec(path: str) -> Spec:
         source=_text(tables, "source", path),
         required=tuple(tables.get("required", ())),
         defaults=tables.get("defaults", {}),
+        renamed=tables.get("renamed", {}),
         dims={name: _candidates(value, name, path) for name, value in tables.get("dims", {}).items()},
         blocks=tables.get("blocks", {}),
         stacks=tables.get("stack", []),
@@ -90,7 +92,7 @@ def _load_tables(path: str, above: tuple[str, ...]) -> dict[str, Any]:
     tables = load_toml(path)
     _check_keys(tables, _SPEC_KEYS, path)
     base_name = tables.pop("extends", None)
-    for key in ("defaults", "dims", "blocks", "vision", "positions"):
+    for key in ("defaults", "renamed", "dims", "blocks", "vision", "positions"):
         if not isinstance(tables.get(key, {}), dict):
             raise SpecError(f"{path}: [{key}] must be a table")
     if base_name is None:
@@ -103,7 +105,7 @@ def _load_tables(path: str, above: tuple[str, ...]) -> dict[str, Any]:
         raise SpecError(f"{path}: extends {base_name!r}, which is no spec")
     base = _load_tables(base_path, (*above, get_stem(path)))
     merged = {**base, **tables}
-    for key in ("defaults", "dims", "blocks"):
+    for key in ("defaults", "renamed", "dims", "blocks"):
         merged[key] = {**base.get(key, {}), **tables.get(key, {})}
     return merged
 
@@ -251,15 +253,25 @@ class BoundDims:
         raise missing
 
     def _read_config(self, name: str) -> Any:
-        value: Any = self.config
-        for key in name.split("."):
-            if not isinstance(value, dict) or key not in value:
-                value = self.defaults.get(name)
+        for key in (name, *self.spec.renamed.get(name, ())):
+            is_given, value = _find_key(self.config, key)
+            if is_given:
                 break
-            value = value[key]
+        else:
+            value = self.defaults.get(name)
         if value is None:
             raise MissingNameError(name)
         return value
+
+
+def _find_key(config: dict[str, Any], dotted: str) -> tuple[bool, Any]:
+    """Whether a config gives a (dotted) key, if only as null, and its value."""
+    value: Any = config
+    for key in dotted.split("."):
+        if not isinstance(value, dict) or key not in value:
+            return False, None
+        value = value[key]
+    return True, value
 
 
 def bind(spec: Spec, config: dict[str, Any], where: str, extra: dict[str, Spec] | None = None) -> BoundDims:
@@ -270,7 +282,6 @@ def bind(spec: Spec, config: dict[str, Any], where: str, extra: dict[str, Spec] 
 
 def check_required(spec: Spec, config: dict[str, Any], where: str) -> None:
     for key in spec.required:
-        names = key.split("|")
-        if not any(config.get(name) is not None for name in names):
-            near = format_nearest(names[0], config)
-            raise ConfigError(f"{where}: missing key {names[0]!r}, which {spec.name!r} needs.{near}")
+        if all(config.get(name) is None for name in (key, *spec.renamed.get(key, ()))):
+            near = format_nearest(key, config)
+            raise ConfigError(f"{where}: missing key {key!r}, which {spec.name!r} needs.{near}")

@@ -1,0 +1,70 @@
+"""A live HF model as input: what trains is read from requires_grad and PEFT, and equals the recipe that made it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flopcalc import ConfigError, bind, estimate_flops
+from flopcalc.measure.models import apply_recipe, build_model
+
+TRUTH = Path(__file__).parent.parent / "truth"
+FAMILIES = ["llama", "gpt2", "gemma2", "mixtral", "qwen3_moe", "deepseek_v3", "qwen2_vl", "qwen3_vl", "llava"]
+
+
+def load_recipes(family: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The second tiny model of a family (tied head, biases) and every recipe recorded for it, each once."""
+    model = json.loads((TRUTH / f"{family}.json").read_text())["models"][1]
+    recipes = {json.dumps(case["recipe"], sort_keys=True): case["recipe"] for case in model["cases"]}
+    return model["config"], list(recipes.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recipe_read_from_model_equals_the_one_given(family: str) -> None:
+    config, recipes = load_recipes(family)
+    grids = [[1, 4, 6]] if family in ("qwen2_vl", "qwen3_vl") else None
+    if family == "llava":
+        side = config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]
+        grids = [[1, side, side]]
+    for recipe in recipes:
+        model = apply_recipe(build_model(config), recipe)
+        for convention in ("model", "hardware"):
+            live = bind(model, convention=convention, attention_kernel="eager")(2, 30, image_grid_thw=grids)
+            told = bind(config, recipe=recipe, convention=convention, attention_kernel="eager")(
+                2, 30, image_grid_thw=grids
+            )
+            assert (live.forward, live.backward, live.recompute) == (told.forward, told.backward, told.recompute), (
+                recipe
+            )
+            assert live.by_module(per_layer=True) == told.by_module(per_layer=True), recipe
+            assert live.parameters == told.parameters
+        assert live.parameters["total"] == sum(p.numel() for p in model.parameters())
+        assert live.parameters["trainable"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_partly_trained_parameters() -> None:
+    """Bias-only training and single layers: what no pattern word names is still read from requires_grad."""
+    config, _ = load_recipes("llama")
+    model = build_model(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("layers.1.self_attn.v_proj.bias"))
+    live = estimate_flops(model, seq_len=16)
+    told = estimate_flops(config, seq_len=16, recipe={"train_only": "*layers.1.self_attn.v_proj.bias"})
+    assert live.backward == told.backward > 0
+    assert live.parameters["trainable"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_model_that_the_spec_does_not_describe_is_refused() -> None:
+    config, _ = load_recipes("llama")
+    model = build_model(config)
+    model.score = torch.nn.Linear(3, 2)
+    with pytest.raises(ConfigError, match=r"score\.bias"):
+        estimate_flops(model, seq_len=16)
+    del model.score
+    base = model.model
+    with pytest.raises(ConfigError, match="LlamaForCausalLM"):
+        estimate_flops(base, seq_len=16)
