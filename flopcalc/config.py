@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_file, get_stem, list_data_files, load_toml
-from flopcalc.errors import ConfigError, format_nearest
+from flopcalc.errors import ConfigError, format_nearest, format_value
 
 MAX_JSON_CHARACTERS = 16_000_000
 
@@ -55,7 +55,7 @@ def _plain(config: Any) -> dict[str, Any]:
 def _checked(source: Source) -> Source:
     model_type = source.config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise ConfigError(f'{source.where}: needs "model_type", a string; found {model_type!r}')
+        raise ConfigError(f'{source.where}: needs "model_type", a string; found {format_value(model_type)}')
     return source
 
 
@@ -93,8 +93,13 @@ def load_preset(path: str) -> Source:
     config = tables.get("config")
     if not isinstance(config, dict):
         raise ConfigError(f'{path}: a preset needs a [config] table, or alias = "…" of one that has it')
+    null_keys = tables.get("null_keys", [])
+    if not isinstance(null_keys, list):
+        raise ConfigError(f"{path}: null_keys must be a list of config keys")
+    if not isinstance(tables.get("preprocessor", {}), dict):
+        raise ConfigError(f"{path}: [preprocessor] must be a table")
     # TOML has no null, which a published config may give on purpose (no sliding window, say).
-    config = {**config, **dict.fromkeys(tables.get("null_keys", ()))}
+    config = {**config, **dict.fromkeys(map(str, null_keys))}
     name = get_stem(path)
     return _checked(Source(name, config, f"preset {name}", tables.get("preprocessor"), str(tables.get("source", ""))))
 
@@ -135,7 +140,11 @@ def _load_hub(hub_id: str, download: bool) -> Source:
     if config is None and download:
         return _download(hub_id)
     if config is None:
-        raise ConfigError(f"{hub_id!r} is neither a path nor in the local Hugging Face cache; --download fetches it")
+        known = [name for name, path in list_data_files("presets").items() if load_toml(path).get("hub_id") == hub_id]
+        hint = f"; preset {known[0]} has its published dims" if known else ""
+        raise ConfigError(
+            f"{hub_id!r} is neither a path nor in the local Hugging Face cache; --download fetches it{hint}"
+        )
     preprocessor = _find_cached(hub_id, "preprocessor_config.json")
     return _checked(
         Source(hub_id, _load_json(config), config, _load_json(preprocessor) if preprocessor else None, config)

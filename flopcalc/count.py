@@ -145,12 +145,12 @@ class _Layer:
         forward = backward = 0
         index = len(self.rows)
         if state.rank and op.targets:
-            flow_weight = self._fold(op, state)
-            forward = product_flops(op)
-            backward = forward * (flow + flow_weight)
+            self._fold(op, state, flow)
             index = len(self.rows)
-            self.steps.append(_Step(index, forward, flow or flow_weight))
-            self.rows.append(Row(op, forward, backward, 0, total, inactive, trainable))
+            flow_weight = state.weight or state.adapter_a or state.adapter_b
+            self.steps.append(_Step(index, product_flops(op), flow or flow_weight))
+            backward = product_flops(op) * (flow + state.weight)
+            self.rows.append(Row(op, product_flops(op), backward, 0, total, inactive, trainable))
             return flow or flow_weight
         if op.kind in ("linear", "conv"):
             forward = product_flops(op)
@@ -175,17 +175,26 @@ class _Layer:
             flow = True
         return flow
 
-    def _fold(self, op: Op, state: State) -> bool:
-        """LoRA folded into a bare parameter: rows of its own, per call; says whether the folded weight trains."""
-        flops = fold_flops(op, state.rank)
+    def _fold(self, op: Op, state: State, flow: bool) -> None:
+        """LoRA on a bare parameter: two small products are needed; PEFT folds it into the weight of every copy."""
+        first, second = adapter_flops(op, state.rank)
         size_a, size_b = adapter_parameters(op, state.rank)
         trainable = size_a * state.adapter_a + size_b * state.adapter_b
+        inactive = (size_a + size_b) // op.copies * (op.copies - op.active)
+        backward = first * (flow + state.adapter_a) + second * ((flow or state.adapter_a) + state.adapter_b)
+        needed = op._replace(feature=("needed", *op.feature))
+        self.rows.append(Row(needed, first + second, backward, 0, size_a + size_b, inactive, trainable))
+        trains = state.adapter_a or state.adapter_b
+        flops = fold_flops(op, state.rank)
         # A stack of experts is folded inside a parametrization, which torch evaluates once more; a router is not.
-        ahead = op._replace(feature=("folds",) if op.copies > 1 else ("calls",))
-        self.steps.append(_Step(len(self.rows), flops, state.adapter_a or state.adapter_b))
-        self.rows.append(Row(ahead, flops, 0, 0, size_a + size_b, 0, trainable))
-        self.rows.append(Row(op._replace(feature=("calls",)), 0, flops * (state.adapter_a + state.adapter_b)))
-        return state.weight or state.adapter_a or state.adapter_b
+        folded = op._replace(feature=("executed", "folds" if op.copies > 1 else "calls"))
+        self.steps.append(_Step(len(self.rows), flops, trains))
+        self.rows.append(Row(folded, flops))
+        gradient = op._replace(feature=("executed", "calls"))
+        self.rows.append(Row(gradient, 0, flops * (state.adapter_a + state.adapter_b)))
+        if trains and not state.weight:
+            # The gradient of the whole folded weight, which the adapters' gradients are then taken from.
+            self.rows.append(Row(op._replace(feature=("executed", *op.feature)), 0, product_flops(op)))
 
     def _attend(self, op: Op, flows: tuple[bool, ...]) -> bool:
         # One branch feeds all three (a fused qkv), two are queries and the rest, three are q, k, v.

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
-from flopcalc.errors import DeviceError, SpecError, format_nearest
+from flopcalc.errors import DeviceError, SpecError, format_nearest, format_value
 
 DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "fp4", "int8")
 _DTYPE_ALIASES = {
@@ -42,11 +42,16 @@ def load_devices() -> tuple[tuple[Device, ...], dict[str, list[str]]]:
         if not os.path.isfile(path):
             continue
         tables = load_toml(path)
-        for entry in tables.get("device", []):
+        entries = tables.get("device", [])
+        if not isinstance(entries, list) or not isinstance(tables.get("ambiguous", {}), dict):
+            raise SpecError(f"{path}: devices are written [[device]], ambiguous names in one [ambiguous] table")
+        for entry in entries:
             try:
                 device = _read_device(entry)
-            except (KeyError, TypeError, ValueError) as error:
-                raise SpecError(f"{path}: device {entry.get('id', entry)!r}: {error!r}") from None
+            except KeyError as error:
+                raise SpecError(f"{path}: device {format_value(entry.get('id'))}: {error} is missing") from None
+            except (TypeError, ValueError, AttributeError) as error:
+                raise SpecError(f"{path}: device {format_value(entry)}: {error}") from None
             devices[device.id] = device
         ambiguous |= {_plain(name): list(ids) for name, ids in tables.get("ambiguous", {}).items()}
     return tuple(devices.values()), ambiguous
@@ -69,6 +74,8 @@ def _read_device(entry: dict[str, Any]) -> Device:
 
 def find_device(name: str) -> Device:
     """The device of exactly this name, id or alias (case, spaces, dashes and underscores aside)."""
+    if not isinstance(name, str):
+        raise DeviceError(f"a device is named by a string, not {format_value(name)}")
     devices, ambiguous = load_devices()
     wanted = _plain(name)
     for device in devices:

@@ -33,10 +33,19 @@ def find_nearest(word: str, known: Iterable[str], limit: int = 3) -> list[str]:
     """The known words closest to a mistyped one, best first."""
     import difflib
 
-    return difflib.get_close_matches(word.lower(), list(known), n=limit, cutoff=0.5)
+    return difflib.get_close_matches(word[:100].lower(), [str(entry) for entry in known], n=limit, cutoff=0.5)
 
 
 def format_nearest(word: str, known: Iterable[str]) -> str:
     """' Did you mean a, b?' or an empty string."""
     near = find_nearest(word, known)
     return f" Did you mean {', '.join(near)}?" if near else ""
+
+
+def format_value(value: object) -> str:
+    """What was read, short enough for one line."""
+    try:
+        text = str(value) if type(value).__name__ == "Fraction" else repr(value)
+    except Exception:  # an int of too many digits, or an object that cannot be shown
+        return f"a very large {type(value).__name__}" if isinstance(value, int) else f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "…"

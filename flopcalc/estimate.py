@@ -10,13 +10,13 @@ from flopcalc.config import Source, load_config
 from flopcalc.count import Block, Mode, Row, count, sum_coefficients
 from flopcalc.data import list_data_files
 from flopcalc.devices import find_device
-from flopcalc.errors import ConfigError, FlopcalcError, WorkloadError, format_nearest
+from flopcalc.errors import ConfigError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.expr import MissingNameError
 from flopcalc.ops import Chain, Op, Stage, expand
 from flopcalc.recipe import STATELESS, Recipe, Resolver, iterate, join, make_recipe, read_recipe
 from flopcalc.spec import PARTS, Spec, find_spec, load_spec
 from flopcalc.spec import bind as bind_spec
-from flopcalc.units import format_flops
+from flopcalc.units import check_size, format_flops
 from flopcalc.vision import Vision, bind_vision
 from flopcalc.workload import Feature, Grid, Workload, evaluate_feature, make_workload, read_batch
 
@@ -56,9 +56,11 @@ class Estimator:
         specs: Mapping[str, Spec] | None = None,
     ) -> None:
         if convention not in CONVENTIONS:
-            raise FlopcalcError(f"convention {convention!r} unknown; known: {', '.join(CONVENTIONS)}")
+            raise FlopcalcError(f"convention {format_value(convention)} unknown; known: {', '.join(CONVENTIONS)}")
         if attention_kernel not in KERNELS:
-            raise FlopcalcError(f"attention kernel {attention_kernel!r} unknown; known: {', '.join(KERNELS)}")
+            raise FlopcalcError(
+                f"attention kernel {format_value(attention_kernel)} unknown; known: {', '.join(KERNELS)}"
+            )
         self.source = source
         self.convention = convention
         # Without a device that says better, torch's SDPA is taken to pick its flash kernel.
@@ -99,6 +101,7 @@ class Estimator:
     ) -> Estimate:
         """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it)."""
         if batch is not None:
+            _check_alone(batch_size, seq_len, lengths, image_grid_thw, video_grid_thw, context)
             return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
         return self.estimate(
             make_workload(
@@ -239,6 +242,8 @@ class Estimator:
         if self.recipe.recompute != "none" and self.convention != "hardware" and load.phase == "train":
             _, _, again = self.count(load, "hardware")
             notes.append(f"recomputation would add {format_flops(again)} ({again}) under convention hardware")
+        if load.phase == "train" and not self.parameters()["trainable"]:
+            notes.append("nothing trains under this recipe, so there is no backward pass")
         if self.recipe.recompute != "none" and load.phase != "train":
             notes.append(f"phase {load.phase} has no backward pass, so nothing is recomputed")
         if self.convention == "hardware" and self.attention_kernel != "eager" and load.phase != "decode":
@@ -285,6 +290,11 @@ def _parameter_names(chain: Chain, path: str) -> set[str]:
     return names
 
 
+def _check_alone(batch_size: int, *others: Any) -> None:
+    if batch_size != 1 or any(other is not None for other in others):
+        raise WorkloadError("batch already says sizes, lengths and images: give it alone")
+
+
 def _longest(load: Workload) -> int:
     longest = max(load.documents) if load.layout == "packed" and load.documents else load.seq
     return longest + load.context
@@ -301,7 +311,9 @@ def _find_spec(source: Source, specs: dict[str, Spec]) -> Spec:
     spec = specs.get(model_type) or find_spec(model_type)
     if spec is None:
         near = format_nearest(model_type, list_data_files("specs"))
-        raise ConfigError(f"{source.where}: model_type {model_type!r} has no spec.{near} {_SUPPORTED_HINT}")
+        raise ConfigError(f"{source.where}: model_type {format_value(model_type)} has no spec.{near} {_SUPPORTED_HINT}")
+    if spec.is_tower:
+        raise ConfigError(f"{source.where}: {model_type!r} is a part of other models, not one by itself")
     return spec
 
 
@@ -314,7 +326,7 @@ def _read_limit(dims: Any) -> int:
     except MissingNameError:
         return 0
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{dims.where}: {text} must be a positive whole number, not {value!r}")
+        raise ConfigError(f"{dims.where}: {text} must be a positive whole number, not {format_value(value)}")
     return value
 
 
@@ -411,10 +423,10 @@ class Estimate:
 
     def by_module(self, depth: int | None = None, *, per_layer: bool = False) -> list[ModuleRow]:
         """Rows per module path, layers folded into '*' unless per_layer, cut to `depth` names."""
+        if depth is not None:
+            check_size(depth, "depth")
         found: dict[str, _ModuleSum] = {}
-        seen_models: set[int] = set()
-        for block, row, value, is_train, times, owner in self._rows():
-            new_model = id(owner) not in seen_models
+        for block, row, value, is_train, times, is_first in self._rows():
             layers: tuple[int | None, ...] = block.layers if block.layers is not None else (None,)
             groups = [(layer,) for layer in layers] if per_layer else [layers]
             for group in groups:
@@ -432,7 +444,7 @@ class Estimate:
                 if is_train:
                     entry.backward += row.backward * many
                     entry.recompute += row.recompute * many
-                if new_model or len(self.terms) == 1:
+                if is_first:
                     entry.parameters += row.parameters * len(group)
         return [
             ModuleRow(
@@ -442,10 +454,14 @@ class Estimate:
             for path, entry in found.items()
         ]  # fmt: skip
 
-    def _rows(self) -> Iterable[tuple[Block, Row, int, bool, int, Estimator]]:
+    def _rows(self) -> Iterable[tuple[Block, Row, int, bool, int, bool]]:
+        """Every row with its feature's value, whether it trains, how often, and whether its model is met first."""
+        seen: set[int] = set()
         for estimator, load, times in self.terms:
+            is_first = id(estimator) not in seen
+            seen.add(id(estimator))
             for block, row, value in estimator.rows(load, estimator.convention):
-                yield block, row, value, load.phase == "train", times, estimator
+                yield block, row, value, load.phase == "train", times, is_first
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -468,6 +484,9 @@ class Estimate:
         from flopcalc._version import __version__
 
         estimator = self.terms[0][0]
+        notes = self.notes
+        if self.recompute:
+            notes.append("the backward of components and modules includes what is recomputed in the backward pass")
         return {
             "schema": 1,
             "version": __version__,
@@ -491,9 +510,10 @@ class Estimate:
             },
             "totals": self.totals,
             "components": [
-                {"name": name, "forward": forward, "backward": backward}
-                for name, (forward, backward, _) in self.by_component().items()
-                if forward or backward
+                # What is recomputed runs in the backward pass: counted there, so that components sum to the total.
+                {"name": name, "forward": forward, "backward": backward + again}
+                for name, (forward, backward, again) in self.by_component().items()
+                if forward or backward or again
             ],
             "modules": [
                 {
@@ -501,7 +521,7 @@ class Estimate:
                     "kind": row.kind,
                     "count": row.copies,
                     "forward": row.forward,
-                    "backward": row.backward,
+                    "backward": row.backward + row.recompute,
                     "parameters": row.parameters,
                 }
                 for row in self.by_module(depth)
@@ -509,7 +529,7 @@ class Estimate:
             "parameters": self.parameters,
             "mfu": None,
             "hfu": None,
-            "notes": self.notes,
+            "notes": notes,
         }
 
     def __repr__(self) -> str:
@@ -584,13 +604,23 @@ def bind(
         added = load_spec(os.fspath(spec))
         specs[added.name] = added
     if isinstance(recipe, Mapping):
-        recipe = make_recipe(**recipe)
+        recipe = _read_recipe(recipe)
+    elif recipe is not None and not isinstance(recipe, Recipe):
+        raise RecipeError(f"a recipe is a mapping or what make_recipe() gives, not {format_value(recipe)}")
     estimator = Estimator(source, recipe, convention, attention_kernel, specs)
     if specs and estimator.spec.name not in specs and not _uses_inner(source.config, specs):
         raise ConfigError(
             f"{spec} describes model_type {next(iter(specs))!r}, but {source.where} is {source.config['model_type']!r}"
         )
     return estimator
+
+
+def _read_recipe(given: Mapping[str, Any]) -> Recipe:
+    known = ("freeze", "train_only", "lora", "recompute")
+    for key in given:
+        if key not in known:
+            raise RecipeError(f"recipe: unknown key {format_value(key)}; known: {', '.join(known)}")
+    return make_recipe(**given)
 
 
 def _uses_inner(config: Mapping[str, Any], specs: Mapping[str, Spec]) -> bool:
@@ -620,8 +650,7 @@ def estimate_flops(
         model, recipe=recipe, convention=convention, attention_kernel=attention_kernel, device=device, spec=spec
     )
     if batch is not None:
-        if seq_len is not None or lengths is not None or image_grid_thw is not None or video_grid_thw is not None:
-            raise WorkloadError("batch already says lengths and images: give it alone")
+        _check_alone(batch_size, seq_len, lengths, image_grid_thw, video_grid_thw, context)
         return estimator.estimate_batch(batch, phase=phase, logits=logits)
     return estimator(
         batch_size, seq_len, image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw, lengths=lengths,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from flopcalc.errors import FlopcalcError, SpecError
+from flopcalc.errors import FlopcalcError, SpecError, format_value
 
 
 class MissingNameError(FlopcalcError):
@@ -26,6 +26,8 @@ class Scope(Protocol):
 _CONSTANTS = {"true": True, "false": False, "none": None}
 _CACHE: dict[str, ast.expr] = {}
 MAX_LENGTH = 500
+# Products and powers beyond this are no size of any model, and would only grow from dim to dim.
+MAX_BITS = 4096
 
 
 def parse(text: str) -> ast.expr:
@@ -48,12 +50,17 @@ def find_names(text: str) -> set[str]:
     return _names(parse(text))
 
 
+def evaluate_truth(text: str, scope: Scope) -> bool:
+    """The value of an expression that must be true or false (null counts as false)."""
+    return _truth(evaluate(text, scope), text)
+
+
 def evaluate(text: str, scope: Scope) -> Any:
     """The value of an expression: int, bool, str, list or None; a division that leaves a rest stays a Fraction."""
     try:
         return _eval(parse(text), scope, text)
     except RecursionError:
-        raise SpecError(f"{text!r} is nested too deeply") from None
+        raise SpecError(f"{text!r} is nested too deeply, or defined by itself") from None
 
 
 def _check(node: ast.AST, text: str) -> None:
@@ -85,13 +92,26 @@ def _dotted(node: ast.AST) -> str:
 
 
 def _number(value: Any, text: str) -> Any:
-    if isinstance(value, float) and math.isfinite(value):
-        from fractions import Fraction
+    if type(value) is int:
+        if value.bit_length() > MAX_BITS:
+            raise SpecError(f"{format_value(value)} in {text!r} is too large")
+        return value
+    from fractions import Fraction
 
+    if isinstance(value, float) and math.isfinite(value):
         return Fraction(value)
-    if isinstance(value, (bool, str, list, tuple, dict, float)) or value is None:
-        raise SpecError(f"{value!r} in {text!r} is not a number")
-    return value
+    if isinstance(value, Fraction):
+        if value.numerator.bit_length() > MAX_BITS or value.denominator.bit_length() > MAX_BITS:
+            raise SpecError(f"{format_value(value)} in {text!r} is too large")
+        return value
+    raise SpecError(f"{format_value(value)} in {text!r} is not a number")
+
+
+def _truth(value: Any, text: str) -> bool:
+    # A config's "false" is a word, and a word is not false: say so instead of taking it for true.
+    if value is None or isinstance(value, (bool, int)):
+        return bool(value)
+    raise SpecError(f"{format_value(value)} in {text!r} is neither true nor false")
 
 
 def _divide(left: Any, right: Any) -> Any:
@@ -114,7 +134,7 @@ def _count(values: Any, wanted: Any) -> int:
 
 def _listed(value: Any) -> list[Any]:
     if not isinstance(value, (list, tuple)):
-        raise SpecError(f"{value!r} is not a list")
+        raise SpecError(f"{format_value(value)} is not a list")
     return list(value)
 
 
@@ -174,7 +194,7 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
             try:
                 holds = _COMPARE[type(operator)](left, right)
             except TypeError:
-                raise SpecError(f"{text!r} compares {left!r} with {right!r}") from None
+                raise SpecError(f"{text!r} compares {format_value(left)} with {format_value(right)}") from None
             if not holds:
                 return False
             left = right
@@ -182,19 +202,19 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
     if isinstance(node, ast.BoolOp):
         is_and = isinstance(node.op, ast.And)
         for child in node.values:
-            if bool(_eval(child, scope, text)) != is_and:
+            if _truth(_eval(child, scope, text), text) != is_and:
                 return not is_and
         return is_and
     if isinstance(node, ast.IfExp):
-        return _eval(node.body if _eval(node.test, scope, text) else node.orelse, scope, text)
+        return _eval(node.body if _truth(_eval(node.test, scope, text), text) else node.orelse, scope, text)
     if isinstance(node, ast.UnaryOp):
         value = _eval(node.operand, scope, text)
-        return not value if isinstance(node.op, ast.Not) else -_number(value, text)
+        return not _truth(value, text) if isinstance(node.op, ast.Not) else -_number(value, text)
     if isinstance(node, ast.Subscript):
         values = _listed(_eval(node.value, scope, text))
         index = _eval(node.slice, scope, text)
         if type(index) is not int or not -len(values) <= index < len(values):
-            raise SpecError(f"{text!r}: index {index!r} outside a list of {len(values)}")
+            raise SpecError(f"{text!r}: index {format_value(index)} outside a list of {len(values)}")
         return values[index]
     if isinstance(node, ast.List):
         return [_eval(item, scope, text) for item in node.elts]
@@ -207,7 +227,7 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
     try:
         return function(*values)
     except (TypeError, ValueError, OverflowError):
-        raise SpecError(f"{text!r}: {node.func.id} cannot take {values!r}") from None
+        raise SpecError(f"{text!r}: {node.func.id} cannot take {format_value(values)}") from None
 
 
 def _has(node: ast.Call, scope: Scope, text: str) -> bool:

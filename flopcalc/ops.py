@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeAlias
 
-from flopcalc.errors import ConfigError, SpecError
-from flopcalc.expr import MissingNameError, evaluate, find_names
-from flopcalc.spec import MAX_LAYERS, SPANS, BoundDims, check_required, find_spec
+from flopcalc.errors import ConfigError, SpecError, format_value
+from flopcalc.expr import MissingNameError, evaluate, evaluate_truth, find_names
+from flopcalc.spec import MAX_LAYERS, SPANS, WORDS, BoundDims, check_required, find_spec
 from flopcalc.workload import Feature
 
 
@@ -55,18 +55,28 @@ class Stage(NamedTuple):
 def expand(dims: BoundDims) -> tuple[Stage, ...]:
     """All stages of a model in dataflow order, inner specs (towers, language models) included."""
     try:
-        return tuple(_expand(dims, {}))
+        stages = tuple(_expand(dims, {}))
     except MissingNameError as error:
         raise ConfigError(f"{dims.where}: missing key {error.name!r}, which {dims.spec.name!r} needs") from None
     except SpecError as error:
         # A list that is too short, a word where a number should be: the config's fault as far as anyone can tell.
         raise ConfigError(f"{dims.where}: {error}") from None
+    except RecursionError:
+        raise SpecError(f"{dims.spec.file}: uses itself, through its stacks or its dims") from None
+    lengths = {stage.path: len(stage.layers) for stage in stages}
+    for stage in stages:
+        if stage.reads is not None and max(stage.reads[1], default=-1) >= lengths.get(stage.reads[0], 0):
+            path, layers = stage.reads
+            raise ConfigError(
+                f"{dims.where}: {stage.path!r} reads layer {max(layers)} of {path!r}, which has {lengths.get(path, 0)}"
+            )
+    return stages
 
 
 def _expand(dims: BoundDims, rename: dict[str, str]) -> list[Stage]:
     stages: list[Stage] = []
     for stack in dims.spec.stacks:
-        if "when" in stack and not dims.evaluate(stack["when"]):
+        if "when" in stack and not evaluate_truth(stack["when"], dims):
             continue
         if "use" in stack:
             stages += _expand_inner(stack, dims)
@@ -85,12 +95,12 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims) -> list[Stage]:
     if is_flat:
         config, where = dims.config, dims.where
     if not isinstance(config, dict):
-        raise ConfigError(f"{dims.where}: {key!r} must be an object, not {_show(config)}")
+        raise ConfigError(f"{dims.where}: {key!r} must be an object, not {format_value(config)}")
     name = stack["use"]
     if name == "model_type":
         name = config.get("model_type", defaults.get("model_type"))
         if not isinstance(name, str):
-            raise ConfigError(f"{where}: model_type must be a string, not {_show(name)}")
+            raise ConfigError(f"{where}: model_type must be a string, not {format_value(name)}")
     spec = dims.extra.get(name) or find_spec(name)
     if spec is None:
         raise ConfigError(
@@ -114,7 +124,7 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims) -> list[Stage]:
 def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]) -> Stage:
     path = _rename(stack["path"], rename)
     repeated = "repeat" in stack
-    count = _size(dims, stack["repeat"], f"{path} repeat", minimum=0) if repeated else 1
+    count = _size(dims, str(stack["repeat"]), f"{path} repeat", minimum=0) if repeated else 1
     if count > MAX_LAYERS:
         raise ConfigError(f"{dims.where}: {count} layers in {path!r}; more than {MAX_LAYERS} is surely a mistake")
     part = stack.get("part", "other")
@@ -125,7 +135,7 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
     for layer in range(count):
         dims.set_layer(layer if repeated else None)
         layers.append(builder.build(stack.get("ops", [])))
-        dead.append(bool(dims.evaluate(stack["dead"])) if "dead" in stack else False)
+        dead.append(evaluate_truth(stack["dead"], dims) if "dead" in stack else False)
         if "reads" in stack:
             reads_layers.append(_size(dims, stack["reads"][1], f"{path} reads", minimum=0))
     dims.set_layer(None)
@@ -175,7 +185,7 @@ class _Builder:
 
     def _read(self, name: str) -> Any:
         value = self.dims.lookup(name)
-        return tuple(value) if isinstance(value, list) else value
+        return repr(value) if isinstance(value, (list, dict, set)) else value  # a key must be hashable
 
     def _flatten(self, items: list[Any]) -> list[dict[str, Any]]:
         flat: list[dict[str, Any]] = []
@@ -209,7 +219,7 @@ class _Builder:
 
     def _make(self, item: dict[str, Any]) -> Op | None:
         dims = self.dims
-        if "when" in item and not dims.evaluate(item["when"]):
+        if "when" in item and not evaluate_truth(item["when"], dims):
             return None
         kind: str = item["op"]
         name: str = item.get("name", "")
@@ -224,7 +234,7 @@ class _Builder:
 
         feature = self._feature(item.get("rows", self.rows))
         times = size("times", default="1")
-        flag = bool(dims.evaluate(item["bias"])) if "bias" in item else False
+        flag = evaluate_truth(item["bias"], dims) if "bias" in item else False
         if kind in ("linear", "conv"):
             return Op(
                 kind, name, part, feature, times, size("in"), size("out"), flag,
@@ -249,7 +259,7 @@ class _Builder:
         if kind == "dropout":
             saves = dims.evaluate(item["p"])
             if isinstance(saves, bool) or not isinstance(saves, (int, float)):
-                raise ConfigError(f"{dims.where}: {item['p']} must be a number, not {saves!r}")
+                raise ConfigError(f"{dims.where}: {item['p']} must be a number, not {format_value(saves)}")
             return Op(kind, name, part, feature, saves=saves > 0)
         return Op(kind, name, part, feature)
 
@@ -257,7 +267,7 @@ class _Builder:
         if "tied" not in item:
             return None
         condition, target = item["tied"]
-        return _rename(target, self.rename) if self.dims.evaluate(condition) else None
+        return _rename(target, self.rename) if evaluate_truth(condition, self.dims) else None
 
     def _targets(self, item: dict[str, Any]) -> tuple[str, ...]:
         names = self.dims.evaluate(item["targets"]) if "targets" in item else []
@@ -289,7 +299,7 @@ class _Builder:
 
 
 def _is_expression(name: str, value: Any) -> bool:
-    return isinstance(value, str) and name not in ("op", "name", "rows", "part", "span", "mask", "param")
+    return isinstance(value, str) and name not in WORDS
 
 
 def _rename(path: str, rename: dict[str, str]) -> str:
@@ -308,12 +318,7 @@ def _size(dims: BoundDims, text: str, what: str, minimum: int) -> int:
     except SpecError as error:
         raise ConfigError(f"{dims.where}: {what}: {error}") from None
     if isinstance(value, bool) or getattr(value, "denominator", None) != 1:
-        raise ConfigError(f"{dims.where}: {what} = {text} must be a whole number, not {_show(value)}")
+        raise ConfigError(f"{dims.where}: {what} = {text} must be a whole number, not {format_value(value)}")
     if not minimum <= value <= 10**12:
-        raise ConfigError(f"{dims.where}: {what} = {text} is {_show(value)}, which is not a size")
+        raise ConfigError(f"{dims.where}: {what} = {text} is {format_value(value)}, which is not a size")
     return int(value)
-
-
-def _show(value: Any) -> str:
-    text = repr(value) if not hasattr(value, "numerator") or isinstance(value, (bool, int)) else str(value)
-    return text if len(text) <= 60 else text[:57] + "…"

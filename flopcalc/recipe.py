@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import translate
 from typing import Any, NamedTuple
 
-from flopcalc.errors import RecipeError
+from flopcalc.errors import RecipeError, format_value
 from flopcalc.ops import Op, Stage
-from flopcalc.units import check_size
+from flopcalc.units import check_size, parse_size
 
 RECOMPUTE = ("none", "full", "full-reentrant")
 WORDS = ("vision", "projector", "language")
@@ -69,10 +69,14 @@ def make_recipe(
 
 
 def _patterns(value: str | Iterable[str], what: str) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else tuple(value)
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, Iterable):
+        raise RecipeError(f"{what} must be a pattern or several, not {format_value(value)}")
+    patterns = tuple(value)
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
-            raise RecipeError(f"{what}: {pattern!r} is not a pattern")
+            raise RecipeError(f"{what}: {format_value(pattern)} is not a pattern")
     return patterns
 
 
@@ -83,15 +87,15 @@ def _make_lora(value: Lora | Mapping[str, Any] | str | None) -> Lora | None:
         value = parse_lora(value)
     if isinstance(value, Lora):
         value = value._asdict()
-    unknown = set(value) - {"r", "targets", "save"}
+    if not isinstance(value, Mapping):
+        raise RecipeError(f"lora must be r=16,targets=q_proj+v_proj or a mapping, not {format_value(value)}")
+    unknown = [key for key in value if key not in ("r", "targets", "save")]
     if unknown:
-        raise RecipeError(f"lora: unknown key {min(unknown)!r}; known: r, targets, save")
-    targets = value.get("targets", ())
-    targets = (targets,) if isinstance(targets, str) else tuple(targets)
-    if not targets or not all(isinstance(target, str) and target for target in targets):
+        raise RecipeError(f"lora: unknown key {format_value(unknown[0])}; known: r, targets, save")
+    targets = _patterns(value.get("targets", ()), "lora targets")
+    if not targets:
         raise RecipeError("lora needs targets, as in r=16,targets=q_proj+v_proj")
-    save = value.get("save", ())
-    return Lora(check_size(value.get("r", 8), "lora r"), targets, (save,) if isinstance(save, str) else tuple(save))
+    return Lora(check_size(value.get("r", 8), "lora r"), targets, _patterns(value.get("save", ()), "lora save"))
 
 
 def parse_lora(text: str) -> dict[str, Any]:
@@ -105,9 +109,7 @@ def parse_lora(text: str) -> dict[str, Any]:
         if key in found:
             raise RecipeError(f"lora: {key} given twice")
         if key == "r":
-            if not value.strip().isdecimal():
-                raise RecipeError(f"lora: r={value!r} is not a whole number")
-            found[key] = int(value)
+            found[key] = parse_size(value.strip(), "lora r")
         else:
             found[key] = tuple(entry.strip() for entry in value.split("+"))
     return found

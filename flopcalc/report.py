@@ -68,10 +68,8 @@ def format_estimate(
     model_type = estimator.source.config["model_type"]
     title = f"{estimator.source.name} ({model_type}, {format_parameters(parameters['total'])} parameters)"
     lines = [f"## {title}" if is_markdown else title, ""] if is_markdown else [title]
-    meaning = f"convention {estimate.convention}: {_CONVENTION_WORDS[estimate.convention]}"
-    for text in (_describe_work(estimate), meaning):
-        lines += [text] if is_markdown else _wrap(text, "", "  ")
-    lines.append("")
+    work = f"{_describe_work(estimate)}; convention {estimate.convention}"
+    lines += [work, ""] if is_markdown else [*_wrap(work, "", "  "), ""]
     lines += [format_grid(*_shown_breakdown(estimate, by, depth), style=_style(is_markdown)), ""]
     facts: list[tuple[str, str]] = [("step", f"{format_flops(estimate.total)} = {estimate.total:,} FLOPs")]
     totals = estimate.totals
@@ -90,18 +88,12 @@ def format_estimate(
             peak = share.peak_flops_per_s or 0.0
             where = f" on {share.device}" if share.device else ""
             facts.append((label, f"{100 * share.value:.2f} % of {format_rate(peak)} {share.dtype}{where}"))
+    facts += [("note", note) for note in (*estimate.notes, *notes)]
     facts.append(("not counted", NOT_COUNTED))
+    facts.append(("convention", f"{estimate.convention}: {_CONVENTION_WORDS[estimate.convention]}"))
     width = max(len(label) for label, _ in facts) + 2
-    if is_markdown:
-        lines += [f"- {label}: {text}" for label, text in facts]
-    else:
-        for label, text in facts:
-            lines += _wrap(text, label.ljust(width), " " * width)
-    all_notes = [*estimate.notes, *notes]
-    if all_notes:
-        lines += ["", "notes"] if not is_markdown else [""]
-        for note in all_notes:
-            lines += _wrap(note, "- ", "  ") if not is_markdown else [f"- note: {note}"]
+    for label, text in facts:
+        lines += [f"- {label}: {text}"] if is_markdown else _wrap(text, label.ljust(width), " " * width)
     return "\n".join(lines)
 
 

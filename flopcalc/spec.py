@@ -7,13 +7,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_file, get_stem, load_toml
-from flopcalc.errors import ConfigError, SpecError, format_nearest
+from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.expr import MissingNameError, evaluate, find_names, parse
 
 # Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
 _SPEC_KEYS = {
-    "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks", "stack",
-    "vision", "positions",
+    "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
+    "stack", "vision", "positions",
 }  # fmt: skip
 _STACK_KEYS = {
     "path", "repeat", "stream", "rows", "part", "checkpoint", "ops", "when", "dead", "reads", "joins", "adds",
@@ -38,6 +38,16 @@ PARTS = (
 )  # fmt: skip
 ROWS = ("tokens", "logits", "cached", "patches", "merged", "images")
 SPANS = ("seq", "frames", "windows", "images")
+MASKS = ("causal", "full")
+# What the values of these keys are; anything else in a stack or an op is a string, most of them expressions.
+_KEY_TYPES: dict[str, tuple[type, ...]] = {
+    "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool,), "flat": (bool,),
+    "input_embedding": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
+    **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
+    **dict.fromkeys(("length", "repeat"), (str, int)),
+}  # fmt: skip
+_KINDS = {"vision": ("grid", "fixed"), "positions": ("learned", "rotary")}
+WORDS = {"op", "name", "rows", "part", "span", "mask", "param"}  # keys of an op that hold no expression
 MAX_LAYERS = 10_000
 
 
@@ -69,6 +79,7 @@ def find_spec(model_type: str) -> Spec | None:
 def load_spec(path: str) -> Spec:
     """Read, merge with what it extends, and check one spec file."""
     tables = _load_tables(path, ())
+    _check_tables(tables, path)
     spec = Spec(
         name=get_stem(path),
         file=os.path.basename(path),
@@ -110,6 +121,22 @@ def _load_tables(path: str, above: tuple[str, ...]) -> dict[str, Any]:
     return merged
 
 
+def _check_tables(tables: dict[str, Any], path: str) -> None:
+    """The kinds of value that TOML may hold where a spec wants others."""
+    if not _is_names(tables.get("required", [])):
+        raise SpecError(f"{path}: required must be a list of config keys")
+    for key, names in tables.get("renamed", {}).items():
+        if not _is_names(names):
+            raise SpecError(f"{path}: [renamed] {key} must be a list of names")
+    stacks = tables.get("stack", [])
+    if not isinstance(stacks, list) or not all(isinstance(stack, dict) for stack in stacks):
+        raise SpecError(f"{path}: stacks are written [[stack]], one table each")
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
 def _text(tables: dict[str, Any], key: str, path: str) -> str:
     value = tables.get(key)
     if not isinstance(value, str) or not value:
@@ -130,26 +157,63 @@ def _check_keys(table: dict[str, Any], known: set[str], where: str) -> None:
             raise SpecError(f"{where}: unknown key {key!r}.{format_nearest(key, known)}")
 
 
+def _check_types(table: dict[str, Any], where: str) -> None:
+    for key, value in table.items():
+        kinds = _KEY_TYPES.get(key, (str,))
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise SpecError(f"{where}: {key} must be a {wanted}, not {format_value(value)}")
+    for key in ("tied", "reads"):
+        if key in table and not (_is_names(table[key]) and len(table[key]) == 2):
+            raise SpecError(f"{where}: {key} must be two strings, not {format_value(table[key])}")
+    for key in ("rename", "set"):
+        if not _is_names(list(table.get(key, {}).values())):
+            raise SpecError(f"{where}: {key} must map names to strings")
+    if not _is_names(table.get("joins", [])):
+        raise SpecError(f"{where}: joins must be a list of streams")
+
+
+def _check_expression(text: str, where: str) -> None:
+    try:
+        parse(text)
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}") from None
+
+
 def _check_spec(spec: Spec, path: str) -> None:
     for name, entries in spec.dims.items():
         for entry in entries:
-            try:
-                parse(entry)
-            except SpecError as error:
-                raise SpecError(f"{path}: dim {name!r}: {error}") from None
-    _check_keys(spec.vision, _VISION_KEYS, f"{path}: [vision]")
-    _check_keys(spec.positions, _POSITION_KEYS, f"{path}: [positions]")
+            _check_expression(entry, f"{path}: dim {name!r}")
+    for table, known, label in (
+        (spec.vision, _VISION_KEYS, "vision"), (spec.positions, _POSITION_KEYS, "positions"),
+    ):  # fmt: skip
+        where = f"{path}: [{label}]"
+        _check_keys(table, known, where)
+        _check_types(table, where)
+        if table and table.get("kind") not in _KINDS[label]:
+            raise SpecError(f"{where} needs kind = {' or '.join(map(repr, _KINDS[label]))}")
+        for key in table.keys() - {"kind", "videos"}:
+            _check_expression(table[key], f"{where} {key}")
     if not spec.stacks:
         raise SpecError(f"{path}: needs at least one [[stack]]")
     for stack in spec.stacks:
         where = f"{path}: stack {stack.get('path') or stack.get('use')!r}"
         _check_keys(stack, _STACK_KEYS, where)
+        _check_types(stack, where)
+        for key in stack.keys() & {"repeat", "when", "dead"}:
+            _check_expression(str(stack[key]), f"{where} {key}")
+        if "use" in stack and "config" not in stack:
+            raise SpecError(f'{where}: needs config = "…", the key that holds the inner config')
         if "use" not in stack:
             if "path" not in stack:
                 raise SpecError(f"{where}: needs a path")
-            if stack.get("rows", "tokens") not in ROWS:
-                raise SpecError(f"{where}: rows {stack['rows']!r} unknown.{format_nearest(stack['rows'], ROWS)}")
-            _check_ops(stack.get("ops", []), spec, where)
+            for key, words in (("rows", ROWS), ("part", PARTS)):
+                if key in stack and stack[key] not in words:
+                    raise SpecError(f"{where}: {key} {stack[key]!r} unknown.{format_nearest(stack[key], words)}")
+            try:
+                _check_ops(stack.get("ops", []), spec, where)
+            except RecursionError:
+                raise SpecError(f"{where}: a block leads back to itself") from None
 
 
 def _check_ops(items: Any, spec: Spec, where: str) -> None:
@@ -170,13 +234,17 @@ def _check_ops(items: Any, spec: Spec, where: str) -> None:
 
 def _check_op(op: dict[str, Any], where: str) -> None:
     kind = op.get("op")
-    if kind not in OP_KEYS:
+    if not isinstance(kind, str) or kind not in OP_KEYS:
         raise SpecError(f"{where}: unknown op {kind!r}.{format_nearest(str(kind), OP_KEYS)}")
     where = f"{where}, op {op.get('name', kind)!r}"
     _check_keys(op, OP_KEYS[kind], where)
-    for key, known in (("part", PARTS), ("rows", ROWS), ("span", SPANS)):
+    _check_types(op, where)
+    for key, known in (("part", PARTS), ("rows", ROWS), ("span", SPANS), ("mask", MASKS)):
         if key in op and op[key] not in known:
-            raise SpecError(f"{where}: {key} {op[key]!r} unknown.{format_nearest(str(op[key]), known)}")
+            raise SpecError(f"{where}: {key} {op[key]!r} unknown.{format_nearest(op[key], known)}")
+    for key, value in op.items():
+        if isinstance(value, str) and key not in WORDS:
+            _check_expression(value, f"{where}, {key}")
 
 
 class BoundDims:

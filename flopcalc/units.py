@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopcalc.errors import WorkloadError
+from flopcalc.errors import WorkloadError, format_value
 
 _PREFIXES = ((10**18, "E"), (10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 # The largest size a flag or field may hold: far above any real workload, low enough that sums stay printable.
@@ -41,12 +41,12 @@ def format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
-def parse_size(text: str, what: str) -> int:
-    """A positive integer from a flag; '2k' and '1_024' are not sizes, so that nothing is guessed."""
+def parse_size(text: str, what: str, minimum: int = 1) -> int:
+    """A whole number of at least `minimum` from a flag; '2k' and '1_024' are not sizes, so that nothing is guessed."""
     digits = text[1:] if text[:1] == "-" else text
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 20):
-        raise WorkloadError(f"{what}: {text!r} is not a whole number")
-    return check_size(int(text), what)
+        raise WorkloadError(f"{what}: {format_value(text)} is not a whole number")
+    return check_size(int(text), what, minimum)
 
 
 def check_size(value: object, what: str, minimum: int = 1) -> int:
@@ -54,11 +54,14 @@ def check_size(value: object, what: str, minimum: int = 1) -> int:
     if type(value) is not int:
         index = getattr(value, "__index__", None)
         if index is None or isinstance(value, bool):
-            raise WorkloadError(f"{what} must be a whole number, not {value!r}")
-        value = int(index())
+            raise WorkloadError(f"{what} must be a whole number, not {format_value(value)}")
+        try:
+            value = int(index())
+        except (TypeError, ValueError, RuntimeError):  # an array of several entries, or of floats
+            raise WorkloadError(f"{what} must be a whole number, not {format_value(value)}") from None
     if not minimum <= value <= MAX_SIZE:
         bound = f"at least {minimum}" if value < minimum else f"at most {MAX_SIZE}"
-        raise WorkloadError(f"{what} must be {bound}, not {value}")
+        raise WorkloadError(f"{what} must be {bound}, not {format_value(value)}")
     return value
 
 
@@ -66,5 +69,5 @@ def parse_sizes(text: str, what: str, count: int | None = None, separator: str =
     """'1,36,52' -> (1, 36, 52)."""
     values = tuple(parse_size(piece.strip(), what) for piece in text.split(separator))
     if count is not None and len(values) != count:
-        raise WorkloadError(f"{what}: {text!r} must hold {count} numbers separated by {separator!r}")
+        raise WorkloadError(f"{what}: {format_value(text)} must hold {count} numbers separated by {separator!r}")
     return values

@@ -70,7 +70,12 @@ def _share(
     kind = parse_dtype(dtype)
     if rate is None:
         return Utilization(None, None, name, kind, note)
-    value = flops / (step_time_s * rate * num_devices)
+    try:
+        value = flops / (step_time_s * rate * num_devices)
+    except (ZeroDivisionError, OverflowError):
+        value = math.inf
+    if math.isinf(value):
+        raise FlopcalcError(f"{what} of {flops} FLOPs in {step_time_s} s at {rate} FLOP/s is beyond any number")
     if value > 1:
         note = f"{what} is {value:.3f}, above 1: the peak, the step time, the device count or the workload is wrong"
     return Utilization(value, rate, name, kind, note)
@@ -78,6 +83,8 @@ def _share(
 
 def find_peak(device: str | None, dtype: Any, peak: float | None) -> tuple[str | None, float | None, str | None]:
     """Device name, its peak in FLOP/s and a note where there is none: a given peak wins over the table."""
+    if peak is not None:
+        check_positive(peak, "peak")
     if device == "auto":
         found = detect_device()
         if found is None:
@@ -88,7 +95,6 @@ def find_peak(device: str | None, dtype: Any, peak: float | None) -> tuple[str |
             missing = f"the GPU found here, {found!r}, is not in the table: give its dense peak with --peak FLOPS_PER_S"
             return found, peak, None if peak else missing
     if peak is not None:
-        check_positive(peak, "peak")
         return find_device(device).name if device else None, peak, None
     if device is None:
         raise DeviceError("MFU needs a peak: name a --device, or give --peak FLOPS_PER_S")

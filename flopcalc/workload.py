@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from flopcalc.errors import WorkloadError
+from flopcalc.errors import WorkloadError, format_value
 from flopcalc.units import check_size
 
 PHASES = ("train", "forward", "prefill", "decode")
@@ -80,7 +80,7 @@ def make_workload(
 ) -> Workload:
     """A checked Workload from plain arguments; grids are the whole batch's rows."""
     if phase not in PHASES:
-        raise WorkloadError(f"phase {phase!r} unknown; known: {', '.join(PHASES)}")
+        raise WorkloadError(f"phase {format_value(phase)} unknown; known: {', '.join(PHASES)}")
     if phase != "decode" and context is not None:
         raise WorkloadError(f"context belongs to phase decode, not {phase}")
     if logits is not None and logits not in ("all", "last"):
@@ -98,6 +98,8 @@ def make_workload(
     if lengths is not None:
         if seq_len is not None or batch_size != 1:
             raise WorkloadError("lengths describe one packed row: give neither seq nor batch with them")
+        if not isinstance(lengths, Iterable):
+            raise WorkloadError(f"lengths must be a list of document lengths, not {format_value(lengths)}")
         documents = tuple(check_size(length, "lengths") for length in lengths)
         if not documents:
             raise WorkloadError("lengths must hold at least one document")
@@ -121,7 +123,7 @@ def read_grids(value: Any, what: str) -> tuple[Grid, ...]:
     for row in value:
         row = row.tolist() if hasattr(row, "tolist") else row
         if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 3:
-            raise WorkloadError(f"{what}: {row!r} is not (t, h, w)")
+            raise WorkloadError(f"{what}: {format_value(row)} is not (t, h, w)")
         t, h, w = row
         if not (type(t) is int and type(h) is int and type(w) is int and t > 0 and h > 0 and w > 0):
             t, h, w = (check_size(entry, what) for entry in row)
@@ -136,6 +138,14 @@ def read_batch(
 
     With read_device=False, values that lie on a device are not read: that would make the host wait for it.
     """
+    if not isinstance(batch, Mapping):
+        raise WorkloadError(f"batch must be a mapping as given to the model, not {format_value(batch)}")
+    if phase not in PHASES:
+        raise WorkloadError(f"phase {format_value(phase)} unknown; known: {', '.join(PHASES)}")
+    if phase == "decode":
+        raise WorkloadError("decode is described by sizes (seq_len, context), not by a batch")
+    if logits is not None and logits not in ("all", "last"):
+        logits = check_size(logits, "logits")
     notes: list[str] = []
 
     def is_readable(tensor: Any) -> bool:
@@ -164,8 +174,6 @@ def read_batch(
     pixels = batch.get("pixel_values")
     if pixels is not None and not images and batch.get("image_grid_thw") is None:
         images = ((0, 0, 0),) * _count_images(pixels)  # a fixed-size tower: the model fills the grid in
-    if phase == "decode":
-        raise WorkloadError("decode is described by sizes (seq_len, context), not by a batch")
     return Workload(rows, seq, documents, layout, phase, 0, logits, images, grids[1]), notes
 
 
@@ -178,11 +186,11 @@ def _read_layout(
             if not is_readable(bounds):
                 notes.append(f"{key} lies on {bounds.device} and was not read: counted as one document per row")
                 continue
-            marks = _list(bounds)
+            marks = [check_size(mark, key, 0) for mark in _list(bounds, key)]
             steps = [b - a for a, b in pairwise(marks)]
             documents = tuple(step for step in steps if step)
-            if min(steps, default=-1) < 0:
-                raise WorkloadError(f"{key} must rise from 0: {marks[:8]}")
+            if min(steps, default=-1) < 0 or marks[0]:
+                raise WorkloadError(f"{key} must rise from 0, not be {format_value(marks)}")
             if sum(documents) > rows * seq:
                 raise WorkloadError(f"{key} ends at {sum(documents)}, beyond the batch's {rows * seq} positions")
             return documents, "packed"
@@ -191,9 +199,8 @@ def _read_layout(
         if not is_readable(mask):
             notes.append(f"attention_mask lies on {mask.device} and was not read: every position counted as real")
         else:
+            _check_rows(mask, "attention_mask", (rows,), seq)
             lengths = _row_lengths(mask)
-            if len(lengths) != rows or _shape(mask)[1] != seq:
-                raise WorkloadError(f"attention_mask is of shape {tuple(_shape(mask))}, input_ids ({rows}, {seq})")
             if any(length < seq for length in lengths):
                 return tuple(length for length in lengths if length), "padded"
     positions = batch.get("position_ids")
@@ -201,12 +208,24 @@ def _read_layout(
         if not is_readable(positions):
             notes.append(f"position_ids lie on {positions.device} and were not read: one document per row")
         else:
+            _check_rows(positions, "position_ids", (1, rows), seq)
             if not _has_restart(positions):
                 return None, "unpadded"
-            given = _list(positions)
+            given = _list(positions, "position_ids")
             documents = tuple(length for row in given for length in _split_documents(row))
-            return documents * (rows // len(given) if len(given) and rows % len(given) == 0 else 1), "packed"
+            return documents * (rows // len(given)), "packed"  # one row of positions may serve all
     return None, "unpadded"
+
+
+def _check_rows(value: Any, what: str, rows: tuple[int, ...], seq: int) -> None:
+    """A rectangle of whole numbers as large as input_ids, from an array or from lists."""
+    shape = tuple(_shape(value))
+    if shape[0] not in rows or shape[1] != seq:
+        raise WorkloadError(f"{what} is of shape {shape}, input_ids ({rows[-1]}, {seq})")
+    if not hasattr(value, "shape"):
+        for row in value:
+            if not isinstance(row, Sequence) or len(row) != seq or not all(isinstance(entry, int) for entry in row):
+                raise WorkloadError(f"{what}: {format_value(row)} is not a row of {seq} whole numbers")
 
 
 def _row_lengths(mask: Any) -> tuple[int, ...]:
@@ -248,8 +267,11 @@ def _shape(value: Any) -> Sequence[int]:
     return tuple(sizes)
 
 
-def _list(value: Any) -> list[Any]:
-    return list(value.tolist() if hasattr(value, "tolist") else value)
+def _list(value: Any, what: str) -> list[Any]:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise WorkloadError(f"{what} must be a list or an array, not {format_value(value)}")
+    return list(value)
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------
@@ -304,7 +326,11 @@ def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
         return load.seq if load.phase == "decode" else 1
     if kind == "folds":
         # torch's parametrization computes a folded weight once more when it is registered, at every call.
-        return evaluate_feature(("calls",), load, counting) * (1 if counting == "model" else 2)
+        return evaluate_feature(("calls",), load, counting) * 2
+    if kind in ("needed", "executed"):
+        # What the model needs and what HF executes are different products here: each counts under its convention.
+        is_counted = (counting == "model") == (kind == "needed")
+        return evaluate_feature(feature[1:], load, counting) if is_counted else 0
     grids = load.grids + load.videos if load.videos else load.grids
     if kind == "images":
         return len(grids)

@@ -20,6 +20,7 @@ _SETTABLE = (
     "freeze", "train_only", "lora", "recompute", "convention", "attention_kernel",
 )  # fmt: skip
 _CHOICES = {"phase": PHASES, "convention": CONVENTIONS, "attention_kernel": KERNELS, "recompute": RECOMPUTE}
+_LENGTHS = ("seq", "text", "lengths")
 _REPEATABLE = ("image", "image_grid", "video_grid", "freeze", "train_only")
 
 
@@ -71,15 +72,18 @@ def _read_column(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any
     """'name@seq=2048;batch=2' -> the name, and the options with those changed."""
     name, at, settings = text.partition("@")
     own = dict(options)
+    chosen: set[str] = set()
     for piece in settings.split(";") if at else []:
         key, equals, value = piece.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or key not in _SETTABLE:
             near = format_nearest(key, _SETTABLE)
             raise WorkloadError(f"{text!r}: {piece!r} is not key=value of a workload option.{near}")
+        if key in _LENGTHS and not chosen & set(_LENGTHS):
+            own.update(dict.fromkeys(_LENGTHS))  # a column's own length replaces the one given for all
+            own["batch"] = own["batch"] if key != "lengths" or "batch" in chosen else None
+        chosen.add(key)
         own[key] = tuple(value.split("+")) if key in _REPEATABLE else value
-        if key == "seq":
-            own["text"] = own["lengths"] = None
     for key, known in _CHOICES.items():
         if own[key] not in known:
             raise WorkloadError(f"{text!r}: {key} {own[key]!r} unknown; known: {', '.join(known)}")

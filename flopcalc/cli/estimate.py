@@ -31,7 +31,7 @@ def estimate(model: str, depth: str | None, by: str | None, style: str | None, a
     if as_json and style not in (None, "json"):
         raise WorkloadError(f"--json contradicts --format {style}")
     style = "json" if as_json else style or "table"
-    levels = parse_size(depth, "--depth") if depth else None
+    levels = parse_size(depth, "--depth") if depth is not None else None
     if levels is not None and style != "json":
         if by not in (None, "module"):
             raise WorkloadError(f"--depth cuts module paths: it contradicts --by {by}")
@@ -46,8 +46,8 @@ def estimate(model: str, depth: str | None, by: str | None, style: str | None, a
         shown["notes"] += notes
         if by == "kind":
             shown["kinds"] = [
-                {"name": name, "forward": forward, "backward": backward}
-                for name, (forward, backward, _) in asked.estimate.by_kind().items()
+                {"name": name, "forward": forward, "backward": backward + again}
+                for name, (forward, backward, again) in asked.estimate.by_kind().items()
             ]
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return

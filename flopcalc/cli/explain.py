@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from flopcalc.cli.options import make_estimate, model_option, workload_options
-from flopcalc.count import Block, Row
+from flopcalc.count import Row
 from flopcalc.errors import WorkloadError
 from flopcalc.estimate import Estimate
 from flopcalc.recipe import join
@@ -56,59 +56,54 @@ def explain(model: str, pattern: str, as_json: bool, **options: Any) -> None:
         return
     click.echo(f"convention {asked.estimate.convention}")
     for entry in shown:
-        click.echo(f"\n{entry['path']}  ({entry['kind']} × {entry['count']})")
+        parameter = f".{entry['parameter']}" if entry["parameter"] not in (None, "weight") else ""
+        click.echo(f"\n{entry['path']}{parameter}  ({entry['kind']} × {entry['count']})")
         for line in entry["lines"]:
             click.echo(f"  {line}")
 
 
-def find_rows(estimate: Estimate, pattern: str) -> list[tuple[Block, Row, int]]:
-    """Rows whose path matches, with the value of their feature."""
+def find_rows(estimate: Estimate, pattern: str) -> list[tuple[str, int, Row, int]]:
+    """Matching rows as (path, copies, row, value of its feature); layers that count alike are one entry."""
     regex = re.compile(translate(pattern))
-    estimator, load, _ = estimate.terms[0]
-    return [
-        (block, row, value)
-        for block, row, value in estimator.rows(load, estimate.convention)
-        if (row.forward or row.backward) and (regex.match(row_path(block, row)) or pattern in row_path(block, row))
-    ]
+    estimator, load, times = estimate.terms[0]
+    copies: dict[tuple[str, Row, int], int] = {}
+    for block, row, value in estimator.rows(load, estimate.convention):
+        path = join(f"{block.path}.*" if block.layers is not None else block.path, row.op.name)
+        has_work = value and (row.forward or row.backward)
+        if has_work and (regex.match(path) or pattern in path):
+            key = (path, row, value * times)  # over all micro-batches
+            copies[key] = copies.get(key, 0) + block.copies
+    return [(path, many, row, value) for (path, row, value), many in copies.items()]
 
 
-def row_path(block: Block, row: Row) -> str:
-    return join(f"{block.path}.*" if block.layers is not None else block.path, row.op.name)
-
-
-def explain_row(estimate: Estimate, block: Block, row: Row, value: int) -> dict[str, Any]:
+def explain_row(estimate: Estimate, path: str, copies: int, row: Row, value: int) -> dict[str, Any]:
     """One operation: its formula in words, then in numbers, per direction."""
     op = row.op
-    load = estimate.terms[0][1]
+    is_train = estimate.terms[0][1].phase == "train"
     unit = name_feature(op.feature)
-    layers = f"{block.copies} × " if block.copies > 1 else ""
+    many = value * copies
+    forward, backward, again = (
+        row.forward * many, row.backward * many * is_train, row.recompute * many * is_train
+    )  # fmt: skip
     lines = [f"{unit}: {value:,}"]
-    forward = row.forward * value * block.copies
-    result = f"{forward:,} ({format_flops(forward)})"
-    if op.kind == "attend":
-        times = f" × {op.times}" if op.times > 1 else ""
-        lines.append("forward  = layers × 2 × heads × (qk + v) × pairs")
-        lines.append(f"         = {layers}2 × {op.heads} × ({op.qk} + {op.v}){times} × {value:,} = {result}")
-    elif op.kind in ("linear", "conv"):
-        times = f" × {op.times} per {unit}" if op.times > 1 else ""
-        lines.append("forward  = layers × 2 × in × out × rows")
-        lines.append(f"         = {layers}2 × {op.n_in} × {op.n_out}{times} × {value:,} = {result}")
-        base = 2 * op.n_in * op.n_out * op.times
-        if row.forward not in (base, 0):
-            lines.append(f"           of which LoRA or folding: {(row.forward - base) * value * block.copies:,}")
-    else:
-        lines.append(f"forward  = {forward:,}")
-    backward = row.backward * value * block.copies if load.phase == "train" else 0
-    if load.phase == "train":
-        ratio = f"{row.backward / row.forward:g} × forward" if row.forward else "adapters"
-        lines.append(f"backward = {ratio} = {backward:,} ({format_flops(backward)})")
-    again = row.recompute * value * block.copies if load.phase == "train" else 0
+    if row.forward:
+        words, numbers = _formula(row)
+        layers = f"{copies} × " if copies > 1 else ""
+        # A fold is done once for all rows: how many experts a token reaches does not matter to it.
+        times = f" × {op.times}" if op.times > 1 and op.feature[0] != "executed" else ""
+        per_unit = " × times" if times else ""
+        lines.append(f"forward  = layers × {words}{per_unit} × {unit.partition(' (')[0]}")
+        lines.append(f"         = {layers}{numbers}{times} × {value:,} = {forward:,} ({format_flops(forward)})")
+    if is_train:
+        ratio = f"{row.backward / row.forward:g} × forward = " if row.forward else "gradient of the folded weight = "
+        lines.append(f"backward = {ratio}{backward:,} ({format_flops(backward)})")
     if again:
         lines.append(f"recomputed = {again:,} ({format_flops(again)})")
     return {
-        "path": row_path(block, row),
+        "path": path,
+        "parameter": op.param if op.kind in ("linear", "conv", "embed") else None,
         "kind": op.kind,
-        "count": block.copies,
+        "count": copies,
         "feature": unit,
         "feature_value": value,
         "forward": forward,
@@ -118,7 +113,30 @@ def explain_row(estimate: Estimate, block: Block, row: Row, value: int) -> dict[
     }
 
 
+def _formula(row: Row) -> tuple[str, str]:
+    """The FLOPs of one row per unit of its feature and `times`: in words, and with the numbers filled in."""
+    op = row.op
+    if op.kind == "attend":
+        return "2 × heads × (qk + v)", f"2 × {op.heads} × ({op.qk} + {op.v})"
+    if op.kind == "embed":
+        rank = row.forward // (2 * op.size * op.times)
+        return "2 × r × width", f"2 × {rank} × {op.size}"
+    if op.feature[0] == "executed":
+        rank = row.forward // (2 * op.copies * op.n_in * op.n_out)
+        return "2 × copies × r × in × out", f"2 × {op.copies} × {rank} × {op.n_in} × {op.n_out}"
+    base = 0 if op.feature[0] == "needed" else 2 * op.n_in * op.n_out * op.times
+    rank = (row.forward - base) // (2 * op.times * (op.n_in + op.n_out))
+    adapter = f"2 × {rank} × ({op.n_in} + {op.n_out})"
+    if not base:
+        return "2 × r × (in + out)", adapter
+    if not rank:
+        return "2 × in × out", f"2 × {op.n_in} × {op.n_out}"
+    return "(2 × in × out + 2 × r × (in + out))", f"(2 × {op.n_in} × {op.n_out} + {adapter})"
+
+
 def name_feature(feature: Feature) -> str:
+    if feature[0] in ("needed", "executed"):
+        return name_feature(feature[1:])
     if feature[0] == "pairs":
         window = f", window {feature[2]}" if feature[2] else ""
         return f"query-key pairs ({feature[1]}{window})"

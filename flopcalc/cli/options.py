@@ -17,6 +17,7 @@ from flopcalc.units import format_rate, parse_size, parse_sizes
 from flopcalc.utilization import Utilization, check_positive, find_peak, hfu, mfu
 from flopcalc.workload import PHASES, Grid, make_workload
 
+MAX_IMAGES = 1_000_000  # per batch: they are listed one by one
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -143,9 +144,9 @@ def _choose_kernel(options: Mapping[str, Any], notes: list[str]) -> str:
 
 def _count(estimator: Estimator, options: Mapping[str, Any], notes: list[str]) -> Estimate:
     phase = options["phase"]
-    batch = parse_size(options["batch"], "--batch") if options["batch"] else 1
+    batch = _read_number(options["batch"], "--batch") or 1
     images, videos = _read_images(estimator, options, notes)
-    accumulate = parse_size(options["grad_accum"], "--grad-accum") if options["grad_accum"] else 1
+    accumulate = _read_number(options["grad_accum"], "--grad-accum") or 1
     if accumulate > 1 and phase != "train":
         raise WorkloadError(f"--grad-accum belongs to phase train, not {phase}")
     if phase == "decode" and (images or videos):
@@ -154,10 +155,12 @@ def _count(estimator: Estimator, options: Mapping[str, Any], notes: list[str]) -
     if context is not None and phase != "decode":
         raise WorkloadError(f"--context belongs to phase decode, not {phase}")
     seq = _read_length(estimator, options, images + videos, phase)
-    lengths = parse_sizes(options["lengths"], "--lengths") if options["lengths"] else None
+    lengths = parse_sizes(options["lengths"], "--lengths") if options["lengths"] is not None else None
     logits = options["logits"]
     if logits not in (None, "all", "last"):
         logits = parse_size(logits, "--logits (all, last or a number)")
+    if batch * len(images + videos) > MAX_IMAGES:
+        raise WorkloadError(f"{batch * len(images + videos)} images: more than {MAX_IMAGES} in one batch is a mistake")
     load = make_workload(
         batch, seq, lengths=lengths, image_grid_thw=images * batch or None, video_grid_thw=videos * batch or None,
         phase=phase, context=context, logits=logits,
@@ -166,10 +169,8 @@ def _count(estimator: Estimator, options: Mapping[str, Any], notes: list[str]) -
     return estimate * accumulate if accumulate > 1 else estimate
 
 
-def _read_number(text: str | None, what: str, minimum: int) -> int | None:
-    if text is None:
-        return None
-    return 0 if text == "0" and minimum == 0 else parse_size(text, what)
+def _read_number(text: str | None, what: str, minimum: int = 1) -> int | None:
+    return None if text is None else parse_size(text, what, minimum)
 
 
 def _read_images(estimator: Estimator, options: Mapping[str, Any], notes: list[str]) -> tuple[list[Grid], list[Grid]]:
@@ -189,6 +190,8 @@ def _read_images(estimator: Estimator, options: Mapping[str, Any], notes: list[s
         for text in options[key]:
             assert vision is not None
             flag = f"--{key.replace('_', '-')}"
+            if key == "video_grid" and not vision.takes_videos:
+                raise WorkloadError(f"{flag}: {estimator.source.name} takes no videos")
             t, h, w = parse_sizes(text, flag, 3)
             found_grids.append(vision.check_grid((t, h, w), flag))
     return images, videos
@@ -196,17 +199,17 @@ def _read_images(estimator: Estimator, options: Mapping[str, Any], notes: list[s
 
 def _read_length(estimator: Estimator, options: Mapping[str, Any], grids: list[Grid], phase: str) -> int | None:
     seq, text, lengths = options["seq"], options["text"], options["lengths"]
-    given = [flag for flag, value in (("--seq", seq), ("--text", text), ("--lengths", lengths)) if value]
+    given = [flag for flag, value in (("--seq", seq), ("--text", text), ("--lengths", lengths)) if value is not None]
     if len(given) > 1:
         raise WorkloadError(f"{' and '.join(given)} contradict each other: give one")
-    if lengths:
-        if options["batch"]:
+    if lengths is not None:
+        if options["batch"] is not None:
             raise WorkloadError("--lengths describes one packed row: --batch contradicts it")
         return None
     visual = sum(estimator.vision.count_tokens(grid) for grid in grids) if estimator.vision else 0
-    if text:
+    if text is not None:
         return parse_size(text, "--text") + visual
-    if seq:
+    if seq is not None:
         length = parse_size(seq, "--seq")
         if visual > length:
             raise WorkloadError(
@@ -225,7 +228,7 @@ def make_shares(
     """MFU and HFU where a step time is given, and notes; without one, the least time that the peak allows."""
     peak = _read_float(options["peak"], "--peak")
     step_time = _read_float(options["step_time"], "--step-time")
-    devices = parse_size(options["num_devices"], "--num-devices") if options["num_devices"] else 1
+    devices = _read_number(options["num_devices"], "--num-devices") or 1
     device = options["device"]
     dtype = parse_dtype(options["dtype"])
     if step_time is None:

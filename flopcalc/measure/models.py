@@ -95,8 +95,18 @@ def _balanced(shape: Sequence[int], choices: int) -> torch.Tensor:
 @contextmanager
 def floats_on_meta() -> Iterator[None]:
     """Inside, models are built and run without memory for weights or activations."""
-    with _FloatsOnMeta():  # type: ignore[no-untyped-call]
-        yield
+    autocast = torch.autocast
+
+    def autocast_unless_meta(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        # PEFT switches autocast off around a folded weight; torch knows no autocast for meta at all.
+        return nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
+
+    torch.autocast = autocast_unless_meta  # type: ignore[misc, assignment]
+    try:
+        with _FloatsOnMeta():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        torch.autocast = autocast  # type: ignore[misc]
 
 
 # --- Model --------------------------------------------------------------------------------------------------
@@ -146,9 +156,10 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
     names: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
+    lora = recipe.get("lora")
     for key, value in (("train_only", True), ("freeze", False)):
         patterns = recipe.get(key)
-        if not patterns:
+        if not patterns or lora:
             continue
         for pattern in patterns:
             if not any(_matches(name, [pattern]) for all_names in names.values() for name in all_names):
@@ -157,12 +168,11 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
             hit = any(_matches(name, patterns) for name in all_names)
             if hit or value:
                 parameter.requires_grad_(hit if value else False)
-    lora = recipe.get("lora")
     if lora:
         from peft import LoraConfig, get_peft_model
 
-        if recipe.get("train_only") or recipe.get("freeze"):
-            raise ValueError("lora freezes every base weight: give it alone")
+        if recipe.get("train_only"):
+            raise ValueError("lora trains its adapters alone: train_only contradicts it")
         targets = lora["targets"]
         model = get_peft_model(
             model,
@@ -174,6 +184,9 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
                 task_type="CAUSAL_LM",
             ),
         )
+        for name, parameter in model.named_parameters():
+            if _matches(name.removeprefix("base_model.model."), recipe.get("freeze", ())):
+                parameter.requires_grad_(False)
     recompute = recipe.get("recompute", "none")
     if recompute not in ("none", "full", "full-reentrant"):
         raise ValueError(f"unknown recompute: {recompute!r}")

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from flopcalc.config import load_preset
+from flopcalc.data import list_data_files
+
 Json = dict[str, Any]
 Case = tuple[Json, Json]  # workload, recipe
 
@@ -24,6 +27,7 @@ class Names:
     projector: list[str] = field(default_factory=list)
     language: list[str] = field(default_factory=list)  # with embeddings and head
     vision_lora: list[str] = field(default_factory=list)
+    patches: str = "patch_embed.proj"  # a convolution that LoRA can wrap
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,11 @@ def _recipes(names: Names) -> Iterator[Json]:
     yield frozen
     yield {"freeze": [*names.embeddings, names.first_layer]}
     yield {"train_only": [names.norms]}
+    tables = {"lora": {"r": 2, "targets": [names.embeddings[0].rpartition(".")[2], names.head]}}
+    yield tables
+    yield {**attention, "freeze": [names.first_layer]}
     for recompute in ("full", "full-reentrant"):
-        for base in ({}, attention, every, mlp, frozen, {"freeze": [*names.embeddings, names.first_layer]}):
+        for base in ({}, attention, every, mlp, tables, frozen, {"freeze": [*names.embeddings, names.first_layer]}):
             yield {**base, "recompute": recompute}
 
 
@@ -88,6 +95,8 @@ def _vision_cases(names: Names, image: Json, two: Json, decode: Json, video: Jso
         {"train_only": names.tower},
         {"freeze": names.language},
         {"lora": {"r": 4, "targets": names.vision_lora}},
+        {"lora": {"r": 4, "targets": [names.patches]}},
+        {**{"lora": {"r": 3, "targets": "all-linear"}}, "freeze": names.tower},
     ]
     for recompute in ("full", "full-reentrant"):
         recipes += [
@@ -117,13 +126,19 @@ def _vision_cases(names: Names, image: Json, two: Json, decode: Json, video: Jso
 
 
 def _published_cases(names: Names, workload: Json) -> list[Case]:
-    lora = {"lora": {"r": 16, "targets": names.attention}}
-    return [
-        ({**workload, "phase": "train"}, {}),
-        ({**workload, "phase": "forward"}, {}),
-        ({**workload, "phase": "train"}, lora),
-        ({**workload, "phase": "train"}, {"recompute": "full"}),
+    train = {**workload, "phase": "train"}
+    recipes: list[Json] = [
+        {},
+        {"lora": {"r": 16, "targets": names.attention}},
+        {"lora": {"r": 8, "targets": "all-linear"}},
+        {"lora": {"r": 8, "targets": names.mlp}},
+        {"train_only": [names.head]},
+        {"recompute": "full"},
     ]
+    if names.tower:
+        recipes += [{"freeze": names.tower}, {"train_only": names.projector}]
+    cases: list[Case] = [(train, recipe) for recipe in recipes]
+    return [*cases, ({**workload, "phase": "forward"}, {}), ({**workload, "phase": "forward", "logits": "last"}, {})]
 
 
 # --- Names --------------------------------------------------------------------------------------------------
@@ -167,6 +182,7 @@ _LLAVA = Names(
     projector=["model.multi_modal_projector"],
     language=["model.language_model", "lm_head"],
     vision_lora=["out_proj", "fc1"],
+    patches="patch_embedding",
 )
 
 # --- Configs ------------------------------------------------------------------------------------------------
@@ -189,8 +205,14 @@ def _text(name: str, config: Json, names: Names, packed: bool = True) -> Model:
     return Model(name, config, names, _text_cases(names, packed))
 
 
-def _big(name: str, config: Json, names: Names, **workload: Any) -> Model:
-    return Model(name, config, names, _published_cases(names, {"batch": 1, "seq": 67, **workload}), published=True)
+def _big(preset: str, names: Names, **workload: Any) -> Model:
+    """A published size: the dims of a preset, and the rotary sections that HF needs to run it (they cost nothing)."""
+    config = load_preset(list_data_files("presets")[preset]).config
+    if config["model_type"] in ("qwen2_vl", "qwen2_5_vl"):
+        config = {**config, "rope_scaling": _mrope(16, 24, 24)}
+    elif config["model_type"] == "qwen3_vl":
+        config = {**config, "text_config": {**config["text_config"], "rope_scaling": _mrope_interleaved(24, 20, 20)}}
+    return Model(preset, config, names, _published_cases(names, {"batch": 1, "seq": 67, **workload}), published=True)
 
 
 _TOKENS = {"image_token_id": 97, "video_token_id": 98, "vision_start_token_id": 95, "vision_end_token_id": 96}
@@ -258,12 +280,12 @@ FAMILIES: dict[str, list[Model]] = {
             _c("llama", 4, 36, 50, 6, 3, 89, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
             _LLAMA,
         ),
-        _big("llama-3.1-8b", _c("llama", 32, 4096, 14336, 32, 8, 128256), _LLAMA),
+        _big("llama-3.1-8b", _LLAMA),
     ],
     "mistral": [
         _text("tiny-a", _c("mistral", 3, 24, 42, 4, 1, 97, head_dim=8, sliding_window=5), _LLAMA),
         _text("tiny-b", _c("mistral", 4, 30, 38, 3, 3, 103, sliding_window=None, tie_word_embeddings=True), _LLAMA),
-        _big("mistral-7b-v0.1", _c("mistral", 32, 4096, 14336, 32, 8, 32000, sliding_window=4096), _LLAMA),
+        _big("mistral-7b-v0.1", _LLAMA),
     ],
     "qwen2": [
         _text(
@@ -272,7 +294,7 @@ FAMILIES: dict[str, list[Model]] = {
             _LLAMA,
         ),
         _text("tiny-b", _c("qwen2", 3, 30, 38, 5, 5, 103, tie_word_embeddings=True), _LLAMA),
-        _big("qwen2-7b", _c("qwen2", 28, 3584, 18944, 28, 4, 152064), _LLAMA),
+        _big("qwen2-7b", _LLAMA),
     ],
     "qwen3": [
         _text("tiny-a", _c("qwen3", 3, 24, 42, 4, 2, 97, head_dim=10, attention_bias=True), _LLAMA),
@@ -294,7 +316,7 @@ FAMILIES: dict[str, list[Model]] = {
             ),
             _LLAMA,
         ),
-        _big("qwen3-8b", _c("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128), _LLAMA),
+        _big("qwen3-8b", _LLAMA),
     ],
     "gemma2": [
         _text("tiny-a", _c("gemma2", 4, 24, 42, 4, 2, 97, head_dim=8, sliding_window=5), _LLAMA),
@@ -315,7 +337,7 @@ FAMILIES: dict[str, list[Model]] = {
             ),
             _LLAMA,
         ),
-        _big("gemma-2-2b", _c("gemma2", 26, 2304, 9216, 8, 4, 256000, head_dim=256, sliding_window=4096), _LLAMA),
+        _big("gemma-2-2b", _LLAMA),
     ],
     "gemma3_text": [
         _text(
@@ -341,7 +363,7 @@ FAMILIES: dict[str, list[Model]] = {
             ),
             _LLAMA,
         ),
-        _big("gemma-3-1b", _c("gemma3_text", 26, 1152, 6912, 4, 1, 262144, head_dim=256, sliding_window=512), _LLAMA),
+        _big("gemma-3-1b", _LLAMA),
     ],
     "phi3": [
         _text("tiny-a", _c("phi3", 3, 24, 42, 4, 2, 97, sliding_window=5, pad_token_id=0, eos_token_id=1), _PHI3),
@@ -350,7 +372,7 @@ FAMILIES: dict[str, list[Model]] = {
             _c("phi3", 4, 30, 38, 3, 3, 103, pad_token_id=0, eos_token_id=1, tie_word_embeddings=True, resid_pdrop=0.1),
             _PHI3,
         ),
-        _big("phi-3-mini-4k", _c("phi3", 32, 3072, 8192, 32, 32, 32064, sliding_window=2047), _PHI3),
+        _big("phi-3-mini", _PHI3),
     ],
     "gpt2": [
         _text(
@@ -375,18 +397,7 @@ FAMILIES: dict[str, list[Model]] = {
             },
             _GPT2,
         ),
-        _big(
-            "gpt2",
-            {
-                "model_type": "gpt2",
-                "n_layer": 12,
-                "n_embd": 768,
-                "n_head": 12,
-                "n_positions": 1024,
-                "vocab_size": 50257,
-            },
-            _GPT2,
-        ),
+        _big("gpt2", _GPT2),
     ],
     "gpt_neox": [
         _text(
@@ -418,18 +429,7 @@ FAMILIES: dict[str, list[Model]] = {
             },
             _NEOX,
         ),
-        _big(
-            "gpt-neox-20b",
-            {
-                "model_type": "gpt_neox",
-                "num_hidden_layers": 44,
-                "hidden_size": 6144,
-                "intermediate_size": 24576,
-                "num_attention_heads": 64,
-                "vocab_size": 50432,
-            },
-            _NEOX,
-        ),
+        _big("gpt-neox-20b", _NEOX),
     ],
     # grouped_mm, HF's default for experts, wants rows of a multiple of 16 bytes: widths are multiples of 4.
     "mixtral": [
@@ -455,11 +455,7 @@ FAMILIES: dict[str, list[Model]] = {
             ),
             _NO_DENSE,
         ),
-        _big(
-            "mixtral-8x7b",
-            _c("mixtral", 32, 4096, 14336, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
-            _NO_DENSE,
-        ),
+        _big("mixtral-8x7b", _NO_DENSE),
     ],
     "qwen3_moe": [
         _text(
@@ -501,24 +497,7 @@ FAMILIES: dict[str, list[Model]] = {
             ),
             _NO_DENSE,
         ),
-        _big(
-            "qwen3-30b-a3b",
-            _c(
-                "qwen3_moe",
-                48,
-                2048,
-                6144,
-                32,
-                4,
-                151936,
-                head_dim=128,
-                num_experts=128,
-                num_experts_per_tok=8,
-                moe_intermediate_size=768,
-                norm_topk_prob=True,
-            ),
-            _NO_DENSE,
-        ),
+        _big("qwen3-30b-a3b", _NO_DENSE),
     ],
     "deepseek_v3": [
         _text(
@@ -572,31 +551,7 @@ FAMILIES: dict[str, list[Model]] = {
             ),
             _MLA_PLAIN_Q,
         ),
-        _big(
-            "deepseek-v3",
-            _c(
-                "deepseek_v3",
-                61,
-                7168,
-                18432,
-                128,
-                128,
-                129280,
-                moe_intermediate_size=2048,
-                n_routed_experts=256,
-                n_shared_experts=1,
-                num_experts_per_tok=8,
-                n_group=8,
-                topk_group=4,
-                first_k_dense_replace=3,
-                q_lora_rank=1536,
-                kv_lora_rank=512,
-                qk_nope_head_dim=128,
-                qk_rope_head_dim=64,
-                v_head_dim=128,
-            ),
-            _MLA,
-        ),
+        _big("deepseek-v3", _MLA),
     ],
     "qwen2_vl": [
         _vlm(
@@ -629,27 +584,7 @@ FAMILIES: dict[str, list[Model]] = {
             _QWEN_VL,
             _QWEN2_VL_IMAGES,
         ),
-        _big(
-            "qwen2-vl-7b",
-            {
-                "model_type": "qwen2_vl",
-                "text_config": _c("qwen2_vl_text", 28, 3584, 18944, 28, 4, 152064, rope_scaling=_mrope(16, 24, 24)),
-                "vision_config": {
-                    "depth": 32,
-                    "embed_dim": 1280,
-                    "hidden_size": 3584,
-                    "mlp_ratio": 4,
-                    "num_heads": 16,
-                    "patch_size": 14,
-                },
-                "image_token_id": 151655,
-                "video_token_id": 151656,
-                "vision_start_token_id": 151652,
-                "vision_end_token_id": 151653,
-            },
-            _QWEN_VL,
-            images=[[1, 8, 12]],
-        ),
+        _big("qwen2-vl-7b", _QWEN_VL, images=[[1, 8, 12]]),
     ],
     "qwen2_5_vl": [
         _vlm(
@@ -692,30 +627,7 @@ FAMILIES: dict[str, list[Model]] = {
             _QWEN_VL,
             _QWEN25_VL_IMAGES,
         ),
-        _big(
-            "qwen2.5-vl-7b",
-            {
-                "model_type": "qwen2_5_vl",
-                "text_config": _c("qwen2_5_vl_text", 28, 3584, 18944, 28, 4, 152064, rope_scaling=_mrope(16, 24, 24)),
-                "vision_config": {
-                    "depth": 32,
-                    "hidden_size": 1280,
-                    "intermediate_size": 3420,
-                    "num_heads": 16,
-                    "patch_size": 14,
-                    "window_size": 112,
-                    "fullatt_block_indexes": [7, 15, 23, 31],
-                    "out_hidden_size": 3584,
-                },
-                "image_token_id": 151655,
-                "video_token_id": 151656,
-                "vision_start_token_id": 151652,
-                "vision_end_token_id": 151653,
-            },
-            _QWEN_VL,
-            seq=97,
-            images=[[1, 12, 22]],
-        ),
+        _big("qwen2.5-vl-7b", _QWEN_VL, seq=97, images=[[1, 12, 22]]),
     ],
     "qwen3_vl": [
         _vlm(
@@ -758,39 +670,7 @@ FAMILIES: dict[str, list[Model]] = {
             _QWEN3_VL,
             _QWEN2_VL_IMAGES,
         ),
-        _big(
-            "qwen3-vl-8b",
-            {
-                "model_type": "qwen3_vl",
-                "text_config": _c(
-                    "qwen3_vl_text",
-                    36,
-                    4096,
-                    12288,
-                    32,
-                    8,
-                    151936,
-                    head_dim=128,
-                    rope_scaling=_mrope_interleaved(24, 20, 20),
-                ),
-                "vision_config": {
-                    "depth": 27,
-                    "hidden_size": 1152,
-                    "intermediate_size": 4304,
-                    "num_heads": 16,
-                    "patch_size": 16,
-                    "out_hidden_size": 4096,
-                    "num_position_embeddings": 2304,
-                    "deepstack_visual_indexes": [8, 16, 24],
-                },
-                "image_token_id": 151655,
-                "video_token_id": 151656,
-                "vision_start_token_id": 151652,
-                "vision_end_token_id": 151653,
-            },
-            _QWEN3_VL,
-            images=[[1, 8, 12]],
-        ),
+        _big("qwen3-vl-8b", _QWEN3_VL, images=[[1, 8, 12]]),
     ],
     "llava": [
         _vlm(
@@ -818,18 +698,6 @@ FAMILIES: dict[str, list[Model]] = {
             _LLAVA,
             _llava_images(4),
         ),
-        _big(
-            "llava-1.5-7b",
-            {
-                "model_type": "llava",
-                "text_config": _c("llama", 32, 4096, 11008, 32, 32, 32064),
-                "vision_config": _clip(24, 1024, 4096, 16, 336, 14),
-                "image_token_index": 32000,
-                "vision_feature_layer": -2,
-            },
-            _LLAVA,
-            seq=601,
-            images=[[1, 24, 24]],
-        ),
+        _big("llava-1.5-7b", _LLAVA, seq=601, images=[[1, 24, 24]]),
     ],
 }

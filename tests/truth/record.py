@@ -93,7 +93,7 @@ def dump(truth: dict[str, Any]) -> str:
     )
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+def find_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     def flat(truth: dict[str, Any]) -> dict[str, Any]:
         out = {}
         for model in truth["models"]:
@@ -130,7 +130,7 @@ def main() -> int:
         start, path = time.perf_counter(), HERE / f"{family}.json"
         truth = record(family)
         if options.check:
-            differing = _differences(json.loads(path.read_text()), truth)
+            differing = find_differences(json.loads(path.read_text()), truth)
             failed |= bool(differing)
             print(*(f"{family} {line}" for line in differing), sep="\n", end="\n" if differing else "")
         else:

@@ -1,0 +1,39 @@
+"""The recorded traces still hold: every model is built and counted anew, and every number compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+TRUTH = Path(__file__).parent.parent / "truth"
+sys.path.insert(0, str(TRUTH))
+
+import record  # noqa: E402
+from cases import FAMILIES  # noqa: E402
+
+MODELS = [(family, model.name) for family, models in FAMILIES.items() for model in models]
+
+
+def test_every_family_is_recorded() -> None:
+    assert {path.stem for path in TRUTH.glob("*.json")} == set(FAMILIES)
+
+
+@pytest.mark.filterwarnings("ignore")  # peft and torch advise on training, which this is not
+@pytest.mark.parametrize(("family", "name"), MODELS)
+def test_trace_still_holds(family: str, name: str) -> None:
+    recorded = json.loads((TRUTH / f"{family}.json").read_text())
+    old = {"models": [model for model in recorded["models"] if model["name"] == name]}
+    model = next(model for model in FAMILIES[family] if model.name == name)
+    new = {"models": [record.record_model(family, model)]}
+    assert old["models"], f"{family}/{name} was never recorded: run tests/truth/record.py {family}"
+    assert record.find_differences(old, new) == []
+
+
+def test_a_changed_number_is_found() -> None:
+    truth = json.loads((TRUTH / "gpt2.json").read_text())
+    changed = json.loads(json.dumps(truth))
+    changed["models"][0]["cases"][0]["rows"]["lm_head"][1] += 1
+    assert len(record.find_differences(truth, changed)) == 1

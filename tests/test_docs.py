@@ -1,0 +1,220 @@
+"""README, CONTRIBUTING and docs go in; their commands and code are run, and what they show must be what comes out.
+
+python tests/test_docs.py      writes the output of every command and of every Python block into the pages anew
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from flopcalc import estimate_flops, expr, spec
+from flopcalc.cli import _COMMANDS, main
+from flopcalc.cli.estimate import estimate as estimate_command
+from flopcalc.data import list_data_files
+from flopcalc.devices import load_devices
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+_FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+_OUTPUT = re.compile(r"\n\n```text\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A fenced block that can be run, and the output that the page shows for it."""
+
+    page: Path
+    line: int
+    kind: str  # 'console': one command line; 'python': code, its output in a text block right below
+    source: str
+    shown: str
+    start: int  # where the shown output stands in the page
+    end: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def find_blocks(page: Path) -> Iterator[Block]:
+    """Every block of a page that is run: console, and python that needs no torch."""
+    text = page.read_text(encoding="utf-8")
+    for fence in _FENCE.finditer(text):
+        line = text.count("\n", 0, fence.start()) + 1
+        if fence["info"] == "console":
+            command, _, shown = fence["body"].partition("\n")
+            start = fence.start("body") + len(command) + 1
+            yield Block(page, line, "console", command.removeprefix("$ "), shown, start, fence.end("body"))
+        elif fence["info"] == "python":
+            output = _OUTPUT.match(text, fence.end())
+            shown = output["body"] if output else ""
+            start, end = output.span("body") if output else (fence.end(), fence.end())
+            yield Block(page, line, "python", fence["body"], shown, start, end)
+
+
+def find_files(page: Path) -> Iterator[tuple[str, str]]:
+    """Files that a page spells out: ```toml NAME or ```json NAME."""
+    for fence in _FENCE.finditer(page.read_text(encoding="utf-8")):
+        words = fence["info"].split()
+        if len(words) == 2 and words[0] in ("toml", "json"):
+            yield words[1], fence["body"]
+
+
+def run(block: Block, folder: Path) -> tuple[str, int]:
+    """What a block prints, and its exit code; commands run in `folder`, beside the page's own files."""
+    for name, text in find_files(block.page):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    out = io.StringIO()
+    before = Path.cwd()
+    load_devices.cache_clear()
+    spec.load_spec.cache_clear()
+    try:
+        os.chdir(folder if block.kind == "console" else ROOT)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            if block.kind == "python":
+                exec(compile(block.source, block.name, "exec"), {"__name__": "__main__"})
+                return out.getvalue(), 0
+            try:
+                main(shlex.split(block.source)[1:])
+            except SystemExit as error:
+                return out.getvalue(), int(error.code or 0)
+    finally:
+        os.chdir(before)
+        load_devices.cache_clear()
+        spec.load_spec.cache_clear()
+    raise AssertionError("the command line always ends in an exit code")
+
+
+def set_environment(folder: Path, environment: Any) -> None:
+    """No user's own data, no terminal width: a page's commands see the page's `data` folder alone."""
+    environment("FLOPCALC_DATA", str(folder / "data"))
+    environment("HF_HUB_CACHE", str(folder / "hub"))
+    environment("COLUMNS", "80")
+
+
+BLOCKS = [block for page in PAGES for block in find_blocks(page)]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_block(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(tmp_path, monkeypatch.setenv)
+    if block.kind == "console":
+        assert block.source.startswith("flopcalc "), "a console block holds one flopcalc command"
+    printed, code = run(block, tmp_path)
+    assert printed == block.shown, "run `python tests/test_docs.py` to write the output anew, and read the diff"
+    assert code == (2 if block.shown.startswith("flopcalc: ") else 0)
+
+
+def test_a_wrong_number_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(tmp_path, monkeypatch.setenv)
+    page = tmp_path / "page.md"
+    page.write_text("```console\n$ flopcalc --version\nflopcalc, version 0\n```\n", encoding="utf-8")
+    (block,) = find_blocks(page)
+    assert run(block, tmp_path)[0] != block.shown == "flopcalc, version 0\n"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{page.name} links to {target}"
+
+
+def _words(page: str) -> set[str]:
+    """Everything that a page sets as code."""
+    return set(re.findall(r"`([^`\n]+)`", _FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))))
+
+
+def _json_keys(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _json_keys(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _json_keys(inner)
+
+
+def _json_object() -> dict[str, Any]:
+    recipe = {"lora": {"r": 2, "targets": "q_proj"}}
+    return estimate_flops("qwen2-vl-2b", seq_len=64, image_grid_thw=[[1, 4, 4]], recipe=recipe).to_dict()
+
+
+COMPLETE = [
+    ("docs/specs.md", "keys of a spec", spec._SPEC_KEYS),
+    ("docs/specs.md", "keys of a stack", spec._STACK_KEYS),
+    ("docs/specs.md", "keys of an op", set().union(*spec.OP_KEYS.values())),
+    ("docs/specs.md", "kinds of op", set(spec.OP_KEYS)),
+    ("docs/specs.md", "keys of [vision] and [positions]", spec._VISION_KEYS | spec._POSITION_KEYS),
+    ("docs/specs.md", "parts, rows and spans", {*spec.PARTS, *spec.ROWS, *spec.SPANS}),
+    ("docs/specs.md", "functions", set(expr._FUNCTIONS)),
+    ("docs/conventions.md", "keys of the JSON object", set(_json_keys(_json_object()))),
+    ("docs/conventions.md", "components", set(spec.PARTS)),
+    ("README.md", "options", {o for p in estimate_command.params for o in p.opts if o.startswith("--")} - {"--help"}),
+    ("README.md", "commands", {f"flopcalc {name}" for name in _COMMANDS}),
+    (
+        "README.md",
+        "model types",
+        {name for name, path in list_data_files("specs").items() if not spec.load_spec(path).is_tower},
+    ),
+]
+
+
+@pytest.mark.parametrize(("page", "what", "names"), COMPLETE, ids=[f"{page} {what}" for page, what, _ in COMPLETE])
+def test_reference_is_complete(page: str, what: str, names: set[str]) -> None:
+    assert not names - _words(page), f"{page} lacks {what}"
+
+
+def test_layers_as_enforced() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    layers = next(contract["layers"] for contract in tool["importlinter"]["contracts"] if contract["type"] == "layers")
+    shown = next(
+        fence["body"].split("\n")
+        for fence in _FENCE.finditer((ROOT / "docs" / "design.md").read_text(encoding="utf-8"))
+        if fence["info"] == "text layers"
+    )
+    assert [line.strip() for line in shown if line] == [layer.replace("flopcalc.", "") for layer in layers]
+
+
+def test_json_block_of_the_readme_is_json() -> None:
+    shown = [block.shown for block in BLOCKS if block.page.name == "README.md" and "--json" in block.source]
+    assert shown
+    assert all(json.loads(text)["schema"] == 1 for text in shown)
+
+
+def rewrite(page: Path) -> None:
+    """Put what the blocks print now into the page."""
+    text = page.read_text(encoding="utf-8")
+    for block in reversed(list(find_blocks(page))):
+        with tempfile.TemporaryDirectory() as folder:
+            set_environment(Path(folder), os.environ.__setitem__)
+            printed, _ = run(block, Path(folder))
+        if block.kind == "python" and printed and text[: block.start].endswith("\n```"):
+            printed = f"\n\n```text\n{printed}```"  # no text block stands below it yet
+        text = text[: block.start] + printed + text[block.end :]
+    page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        rewrite(path)
+        print(path.relative_to(ROOT), file=sys.stderr)
