@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from flopcalc.ops import Chain, Op, Stage
 from flopcalc.recipe import ALL_TRAIN, STATELESS, Resolver, State, iterate, join
-from flopcalc.workload import Feature
+from flopcalc.workload import BLOCK, Feature
 
 
 class Row(NamedTuple):
@@ -40,12 +40,23 @@ class Block(NamedTuple):
         return 1 if self.layers is None else len(self.layers)
 
 
+class KernelShape(NamedTuple):
+    """How a fused attention kernel executes one head dim: measured, else blocks of 128 and no padding."""
+
+    block_forward: int = BLOCK
+    block_backward: int = BLOCK
+    # Executed over needed where every pair is wanted: a head dim padded to the kernel's own width.
+    pad_forward: tuple[int, int] = (1, 1)
+    pad_backward: tuple[int, int] = (1, 1)
+
+
 class Mode(NamedTuple):
     """What the counting depends on beyond model and recipe."""
 
     has_images: bool = False
     is_fused: bool = False  # attention in one kernel: its backward recomputes the scores
     recompute: str = "none"  # effective: 'none' outside convention hardware
+    shapes: tuple[tuple[tuple[int, int], KernelShape], ...] = ()  # (qk, v) -> what was measured of the kernel
 
 
 # --- FLOPs of one op, per unit of its feature ---------------------------------------------------------------------
@@ -203,16 +214,30 @@ class _Layer:
         index = len(self.rows)
         flow = query or key or value
         if self.mode.is_fused:
-            # One kernel: its backward forms the scores again, then dV, dP, dQ and dK.
-            backward = (3 * scores + 2 * values) if flow else 0
-            self.steps.append(_Step(index, scores + values, flow, saves_output=True))
-        else:
-            # d(scores) needs a gradient of the probabilities, dV one of the values, dQ and dK one of the scores.
-            backward = scores * (query + key) + values * ((query or key) + value)
-            self.steps.append(_Step(index, scores, query or key))
-            self.steps.append(_Step(index, values, flow))
+            self._attend_fused(op, flow)
+            return flow
+        # d(scores) needs a gradient of the probabilities, dV one of the values, dQ and dK one of the scores.
+        backward = scores * (query + key) + values * ((query or key) + value)
+        self.steps.append(_Step(index, scores, query or key))
+        self.steps.append(_Step(index, values, flow))
         self.rows.append(Row(op, scores + values, backward))
         return flow
+
+    def _attend_fused(self, op: Op, flow: bool) -> None:
+        """One kernel: its backward forms the scores again, then dV, dP, dQ and dK."""
+        shape = dict(self.mode.shapes).get((op.qk, op.v), KernelShape())
+        scores, values = score_flops(op), value_flops(op)
+        forward = (scores + values) * shape.pad_forward[0] // shape.pad_forward[1]
+        backward = (3 * scores + 2 * values) * shape.pad_backward[0] // shape.pad_backward[1] if flow else 0
+        ahead = behind = op
+        if op.feature[0] == "pairs":
+            ahead = op._replace(feature=(*op.feature[:3], shape.block_forward))
+            behind = op._replace(feature=(*op.feature[:3], shape.block_backward))
+        self.steps.append(_Step(len(self.rows), forward, flow, saves_output=True))
+        if ahead == behind:
+            self.rows.append(Row(ahead, forward, backward))
+        else:
+            self.rows += [Row(ahead, forward), Row(behind, 0, backward)]
 
     def count_recompute(self, reentrant: bool) -> None:
         """Add what a checkpointed layer computes again: up to its last saved tensor, or all of it if reentrant."""

@@ -85,7 +85,8 @@ def find_device(name: str) -> Device:
         raise DeviceError(f"device {name!r} is ambiguous: say which of {', '.join(ambiguous[wanted])}")
     near = format_nearest(name, [device.id for device in devices])
     raise DeviceError(
-        f"device {name!r} unknown.{near} `flopcalc devices` lists them; --peak FLOPS_PER_S gives a peak by hand"
+        f"device {format_value(name)} unknown.{near} `flopcalc devices` lists them; "
+        "--peak FLOPS_PER_S gives a peak by hand"
     )
 
 
@@ -98,7 +99,8 @@ def parse_dtype(dtype: Any) -> str:
     text = str(dtype).removeprefix("torch.").lower()
     text = _DTYPE_ALIASES.get(text, text)
     if text not in DTYPES:
-        raise DeviceError(f"dtype {dtype!r} unknown.{format_nearest(text, DTYPES)} Known: {', '.join(DTYPES)}")
+        near = format_nearest(text, DTYPES)
+        raise DeviceError(f"dtype {format_value(dtype)} unknown.{near} Known: {', '.join(DTYPES)}")
     return text
 
 

@@ -29,6 +29,10 @@ class DeviceError(FlopcalcError):
     """A device or dtype without a known peak."""
 
 
+class CalibrationError(FlopcalcError):
+    """A calibration table that cannot be read, written or found."""
+
+
 def find_nearest(word: str, known: Iterable[str], limit: int = 3) -> list[str]:
     """The known words closest to a mistyped one, best first."""
     import difflib

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc.config import Source, load_config
 from flopcalc.count import Block, Mode, Row, count, sum_coefficients
@@ -19,6 +19,9 @@ from flopcalc.spec import bind as bind_spec
 from flopcalc.units import check_size, format_flops
 from flopcalc.vision import Vision, bind_vision
 from flopcalc.workload import Feature, Grid, Workload, evaluate_feature, make_workload, read_batch
+
+if TYPE_CHECKING:
+    from flopcalc.kernels import KernelTable
 
 CONVENTIONS = ("model", "full", "hardware")
 KERNELS = ("auto", "eager", "flash", "efficient", "cudnn")
@@ -54,6 +57,7 @@ class Estimator:
         convention: str = "model",
         attention_kernel: str = "auto",
         specs: Mapping[str, Spec] | None = None,
+        kernel_table: KernelTable | None = None,
     ) -> None:
         if convention not in CONVENTIONS:
             raise FlopcalcError(f"convention {format_value(convention)} unknown; known: {', '.join(CONVENTIONS)}")
@@ -65,6 +69,7 @@ class Estimator:
         self.convention = convention
         # Without a device that says better, torch's SDPA is taken to pick its flash kernel.
         self.attention_kernel = "flash" if attention_kernel == "auto" else attention_kernel
+        self.kernel_table = kernel_table  # what was measured of the kernel on the device asked for
         self.spec = _find_spec(source, dict(specs or {}))
         dims = bind_spec(self.spec, source.config, source.where, dict(specs or {}))
         self.stages: tuple[Stage, ...] = expand(dims)
@@ -192,6 +197,7 @@ class Estimator:
             has_images,
             is_hardware and self.attention_kernel != "eager",
             self.recipe.recompute if is_hardware else "none",
+            self.kernel_table.shapes if is_hardware and self.kernel_table is not None else (),
         )
         plan = self._plans.get(mode)
         if plan is None:
@@ -247,11 +253,14 @@ class Estimator:
         if self.recipe.recompute != "none" and load.phase != "train":
             notes.append(f"phase {load.phase} has no backward pass, so nothing is recomputed")
         if self.convention == "hardware" and self.attention_kernel != "eager" and load.phase != "decode":
-            notes.append(
-                f"kernel {self.attention_kernel}: causal attention counted in blocks of 128, backward with the scores "
-                "formed again; no calibration table yet"
-            )
+            notes.append(f"kernel {self.attention_kernel}: {self._describe_kernel(load)}")
         return notes
+
+    def _describe_kernel(self, load: Workload) -> str:
+        if self.kernel_table is None:
+            return "causal attention counted in blocks of 128, no measured table; backward forms the scores again"
+        attends = [row.op for _, row, value in self.rows(load, "hardware") if row.op.kind == "attend" and value]
+        return self.kernel_table.describe({(op.qk, op.v) for op in attends}, load.seq)
 
     def _paths(self) -> Iterable[str]:
         return {
@@ -372,6 +381,8 @@ class Estimate:
             return NotImplemented
         if other.convention != self.convention:
             raise FlopcalcError(f"cannot add FLOPs of convention {other.convention} to {self.convention}")
+        if self.convention == "hardware" and other.attention_kernel != self.attention_kernel:
+            raise FlopcalcError(f"cannot add FLOPs of kernel {other.attention_kernel} to {self.attention_kernel}")
         return Estimate(
             self.terms + other.terms,
             self.forward + other.forward,
@@ -379,6 +390,9 @@ class Estimate:
             self.recompute + other.recompute,
             self._notes + other._notes,
         )
+
+    def __radd__(self, other: object) -> Estimate:
+        return self if other == 0 else NotImplemented  # sum() starts from 0
 
     def __mul__(self, times: int) -> Estimate:
         if type(times) is not int:
@@ -426,6 +440,7 @@ class Estimate:
         if depth is not None:
             check_size(depth, "depth")
         found: dict[str, _ModuleSum] = {}
+        stages: dict[str, int] = {}
         for block, row, value, is_train, times, is_first in self._rows():
             layers: tuple[int | None, ...] = block.layers if block.layers is not None else (None,)
             groups = [(layer,) for layer in layers] if per_layer else [layers]
@@ -436,7 +451,9 @@ class Estimate:
                 path = join(prefix, row.op.name)
                 names = path.split(".")
                 cut = ".".join(names[:depth]) if depth is not None else path
-                entry = found.setdefault(cut, _ModuleSum())
+                # Layers that count alike come together: their place in the model puts them back in order.
+                place = (stages.setdefault(block.path, len(stages)), group[0] or 0, len(found))
+                entry = found.setdefault(cut, _ModuleSum(place))
                 many = value * len(group) * times
                 entry.kinds.add(row.op.kind if cut == path else "module")
                 entry.layers.update(group if "*" in cut.split(".") else (None,))
@@ -446,12 +463,13 @@ class Estimate:
                     entry.recompute += row.recompute * many
                 if is_first:
                     entry.parameters += row.parameters * len(group)
+        ordered = sorted(found.items(), key=lambda item: item[1].place) if per_layer else found.items()
         return [
             ModuleRow(
                 path, next(iter(entry.kinds)) if len(entry.kinds) == 1 else "module", len(entry.layers),
                 entry.forward, entry.backward, entry.recompute, entry.parameters,
             )
-            for path, entry in found.items()
+            for path, entry in ordered
         ]  # fmt: skip
 
     def _rows(self) -> Iterable[tuple[Block, Row, int, bool, int, bool]]:
@@ -549,9 +567,10 @@ class Estimate:
 
 
 class _ModuleSum:
-    __slots__ = ("backward", "forward", "kinds", "layers", "parameters", "recompute")
+    __slots__ = ("backward", "forward", "kinds", "layers", "parameters", "place", "recompute")
 
-    def __init__(self) -> None:
+    def __init__(self, place: tuple[int, int, int]) -> None:
+        self.place = place
         self.kinds: set[str] = set()
         self.layers: set[int | None] = set()
         self.forward = self.backward = self.recompute = self.parameters = 0
@@ -594,10 +613,17 @@ def bind(
 ) -> Estimator:
     """The fast estimator of a model for a loop: a callable with estimate_flops' workload arguments.
 
-    `device` says which kernel "auto" stands for; without one it is SDPA's flash kernel.
+    `device` says which kernel "auto" stands for (without one it is SDPA's flash kernel), and whose measured
+    constants convention hardware uses.
     """
-    if device is not None and attention_kernel == "auto":
-        attention_kernel = find_device(device).sdpa or "flash"
+    table = None
+    if device is not None:
+        found = find_device(device)
+        attention_kernel = (found.sdpa or "flash") if attention_kernel == "auto" else attention_kernel
+        if attention_kernel != "eager":
+            from flopcalc.kernels import find_kernel_table  # reads a table: only where a device is named
+
+            table = find_kernel_table(found.id, attention_kernel)
     specs = {}
     source = load_config(model, download=download)
     if spec is not None:
@@ -607,7 +633,7 @@ def bind(
         recipe = _read_recipe(recipe)
     elif recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(f"a recipe is a mapping or what make_recipe() gives, not {format_value(recipe)}")
-    estimator = Estimator(source, recipe, convention, attention_kernel, specs)
+    estimator = Estimator(source, recipe, convention, attention_kernel, specs, table)
     if specs and estimator.spec.name not in specs and not _uses_inner(source.config, specs):
         raise ConfigError(
             f"{spec} describes model_type {next(iter(specs))!r}, but {source.where} is {source.config['model_type']!r}"

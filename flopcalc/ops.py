@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flopcalc.errors import ConfigError, SpecError, format_value
 from flopcalc.expr import MissingNameError, evaluate, evaluate_truth, find_names
-from flopcalc.spec import MAX_LAYERS, SPANS, WORDS, BoundDims, check_required, find_spec
+from flopcalc.spec import MAX_LAYERS, SPANS, WORDS, BoundDims, check_required, find_key, find_spec
 from flopcalc.workload import Feature
 
 
@@ -74,6 +74,9 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
 
 
 def _expand(dims: BoundDims, rename: dict[str, str]) -> list[Stage]:
+    for words, text in dims.spec.checks.items():
+        if not evaluate_truth(text, dims):
+            raise ConfigError(f"{dims.where}: {words}")
     stages: list[Stage] = []
     for stack in dims.spec.stacks:
         if "when" in stack and not evaluate_truth(stack["when"], dims):
@@ -185,7 +188,12 @@ class _Builder:
 
     def _read(self, name: str) -> Any:
         value = self.dims.lookup(name)
-        return repr(value) if isinstance(value, (list, dict, set)) else value  # a key must be hashable
+        value = tuple(value) if isinstance(value, list) else value
+        try:
+            hash(value)
+        except TypeError:  # an object where a size should be: refused when it is used
+            return type(value)
+        return value
 
     def _flatten(self, items: list[Any]) -> list[dict[str, Any]]:
         flat: list[dict[str, Any]] = []
@@ -316,9 +324,27 @@ def _size(dims: BoundDims, text: str, what: str, minimum: int) -> int:
     except MissingNameError as error:
         raise ConfigError(f"{dims.where}: missing key {error.name!r}, needed for {what}") from None
     except SpecError as error:
-        raise ConfigError(f"{dims.where}: {what}: {error}") from None
+        raise ConfigError(f"{dims.where}: {what}: {error}{_format_origin(dims, text)}") from None
     if isinstance(value, bool) or getattr(value, "denominator", None) != 1:
-        raise ConfigError(f"{dims.where}: {what} = {text} must be a whole number, not {format_value(value)}")
-    if not minimum <= value <= 10**12:
-        raise ConfigError(f"{dims.where}: {what} = {text} is {format_value(value)}, which is not a size")
-    return int(value)
+        wrong = f"must be a whole number, not {format_value(value)}"
+    elif not minimum <= value <= 10**12:
+        wrong = f"is {format_value(value)}, which is not a size"
+    else:
+        return int(value)
+    raise ConfigError(f"{dims.where}: {what} = {text} {wrong}{_format_origin(dims, text)}")
+
+
+def _format_origin(dims: BoundDims, text: str) -> str:
+    """' (hidden_size is '4096')': the config's keys behind an expression, for an error that names them."""
+    keys: dict[str, None] = {}
+    seen: set[str] = set()
+    waiting = [text]
+    while waiting:
+        for name in sorted(find_names(waiting.pop()) - seen):
+            seen.add(name)
+            entries = [entry for entry in dims.spec.dims.get(name, ()) if entry != name]
+            waiting += entries
+            if not entries and find_key(dims.config, name)[0]:
+                keys[name] = None
+    shown = [f"{key} is {format_value(find_key(dims.config, key)[1])}" for key in keys]
+    return f" ({', '.join(shown)})" if shown else ""

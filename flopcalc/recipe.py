@@ -57,7 +57,7 @@ def make_recipe(
 ) -> Recipe:
     """A checked Recipe; `lora` may be 'r=16,targets=q_proj+v_proj' or a mapping with the same keys."""
     if recompute not in RECOMPUTE:
-        raise RecipeError(f"recompute {recompute!r} unknown; known: {', '.join(RECOMPUTE)}")
+        raise RecipeError(f"recompute {format_value(recompute)} unknown; known: {', '.join(RECOMPUTE)}")
     chosen = _make_lora(lora)
     only = _patterns(train_only, "train_only")
     if chosen is not None and only:
@@ -105,7 +105,9 @@ def parse_lora(text: str) -> dict[str, Any]:
         key, equals, value = piece.partition("=")
         key = key.strip()
         if not equals or key not in ("r", "targets", "save"):
-            raise RecipeError(f"lora: {piece!r} is not r=…, targets=… or save=…, as in r=16,targets=q_proj+v_proj")
+            raise RecipeError(
+                f"lora: {format_value(piece)} is not r=…, targets=… or save=…, as in r=16,targets=q_proj+v_proj"
+            )
         if key in found:
             raise RecipeError(f"lora: {key} given twice")
         if key == "r":
@@ -261,7 +263,8 @@ class Resolver:
                     known = sorted({path.rsplit(".", 1)[-1] for path in paths()})
                     shown = ", ".join(known[:24])
                     raise RecipeError(
-                        f"{what} {pattern.text!r} matches no module of this model; module names end in: {shown}"
+                        f"{what} {format_value(pattern.text)} matches no module of this model; "
+                        f"module names end in: {shown}"
                     )
 
 

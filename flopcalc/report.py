@@ -109,7 +109,7 @@ def _shown_breakdown(estimate: Estimate, by: str, depth: int | None) -> tuple[li
     for row in rows:
         if by == "module":
             path, _, count, forward, backward, recompute, parameters = row
-            head: list[Any] = [_shorten(path), count]
+            head: list[Any] = [_shorten(path, 20 if has_recompute else 32), count]
             tail = [format_parameters(parameters) if parameters else "-"]
         else:
             (name, forward, backward, recompute), tail = row, []
@@ -133,9 +133,9 @@ def _cell(value: int) -> str:
     return format_flops(value).removesuffix("FLOPs").strip() if value else "-"
 
 
-def _shorten(path: str) -> str:
-    """A path of at most 32 characters: the front gives way, the last names stay."""
-    return path if len(path) <= 32 else "…" + path[-31:]
+def _shorten(path: str, limit: int) -> str:
+    """A path of at most `limit` characters: the front gives way, the last names stay."""
+    return path if len(path) <= limit else "…" + path[1 - limit :]
 
 
 def _describe_work(estimate: Estimate) -> str:

@@ -13,7 +13,7 @@ from flopcalc.expr import MissingNameError, evaluate, find_names, parse
 # Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
 _SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
-    "stack", "vision", "positions",
+    "checks", "stack", "vision", "positions",
 }  # fmt: skip
 _STACK_KEYS = {
     "path", "repeat", "stream", "rows", "part", "checkpoint", "ops", "when", "dead", "reads", "joins", "adds",
@@ -63,6 +63,7 @@ class Spec(NamedTuple):
     renamed: dict[str, list[str]]  # config key -> names that other releases give it
     dims: dict[str, list[str]]
     blocks: dict[str, list[Any]]
+    checks: dict[str, str]  # what must hold of a config, in words -> expression
     stacks: list[dict[str, Any]]
     vision: dict[str, str]
     positions: dict[str, str]
@@ -90,6 +91,7 @@ def load_spec(path: str) -> Spec:
         renamed=tables.get("renamed", {}),
         dims={name: _candidates(value, name, path) for name, value in tables.get("dims", {}).items()},
         blocks=tables.get("blocks", {}),
+        checks=tables.get("checks", {}),
         stacks=tables.get("stack", []),
         vision=tables.get("vision", {}),
         positions=tables.get("positions", {}),
@@ -103,7 +105,7 @@ def _load_tables(path: str, above: tuple[str, ...]) -> dict[str, Any]:
     tables = load_toml(path)
     _check_keys(tables, _SPEC_KEYS, path)
     base_name = tables.pop("extends", None)
-    for key in ("defaults", "renamed", "dims", "blocks", "vision", "positions"):
+    for key in ("defaults", "renamed", "dims", "checks", "blocks", "vision", "positions"):
         if not isinstance(tables.get(key, {}), dict):
             raise SpecError(f"{path}: [{key}] must be a table")
     if base_name is None:
@@ -116,7 +118,7 @@ def _load_tables(path: str, above: tuple[str, ...]) -> dict[str, Any]:
         raise SpecError(f"{path}: extends {base_name!r}, which is no spec")
     base = _load_tables(base_path, (*above, get_stem(path)))
     merged = {**base, **tables}
-    for key in ("defaults", "renamed", "dims", "blocks"):
+    for key in ("defaults", "renamed", "dims", "checks", "blocks"):
         merged[key] = {**base.get(key, {}), **tables.get(key, {})}
     return merged
 
@@ -322,7 +324,7 @@ class BoundDims:
 
     def _read_config(self, name: str) -> Any:
         for key in (name, *self.spec.renamed.get(name, ())):
-            is_given, value = _find_key(self.config, key)
+            is_given, value = find_key(self.config, key)
             if is_given:
                 break
         else:
@@ -332,7 +334,7 @@ class BoundDims:
         return value
 
 
-def _find_key(config: dict[str, Any], dotted: str) -> tuple[bool, Any]:
+def find_key(config: dict[str, Any], dotted: str) -> tuple[bool, Any]:
     """Whether a config gives a (dotted) key, if only as null, and its value."""
     value: Any = config
     for key in dotted.split("."):

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from flopcalc.devices import detect_device, find_device, parse_dtype, peak_flops_per_s
-from flopcalc.errors import DeviceError, FlopcalcError
+from flopcalc.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.estimate import Estimate, estimate_flops
 from flopcalc.units import check_size
 
@@ -101,9 +101,38 @@ def find_peak(device: str | None, dtype: Any, peak: float | None) -> tuple[str |
     return find_device(device).name, peak_flops_per_s(device, dtype), None
 
 
+def describe_measured_mfu(device: str, estimate: Estimate) -> str | None:
+    """What training steps measured on a device reached, as a sentence; None without a steps table for it.
+
+    Rows of like size (within a factor of 4 in FLOPs) if there are any, else all of the kind (text or images).
+    """
+    from flopcalc.calibration import find_table, load_table
+
+    path = find_table(find_device(device).id, "steps")
+    load = estimate.terms[0][1]
+    if path is None or load.phase != "train":
+        return None
+    table = load_table(path)
+    flops = estimate.total_under("model")
+    has_images = bool(load.all_grids)
+    rows = [row for row in table.records() if row["mfu"] and bool(row["images"]) == has_images]
+    near = [row for row in rows if 0.25 <= row["model_flops"] / flops <= 4]
+    chosen = near or rows
+    if not chosen:
+        return None
+    low, high = min(row["mfu"] for row in chosen), max(row["mfu"] for row in chosen)
+    sizes = sorted(row["model_flops"] / flops for row in chosen)
+    about = table.provenance
+    return (
+        f"{len(chosen)} training steps of other models measured on {about.get('device')} "
+        f"({str(about.get('date'))[:10]}), of {sizes[0]:.2g} to {sizes[-1]:.2g} times these FLOPs, reached an MFU of "
+        f"{100 * low:.0f} to {100 * high:.0f} %: measured elsewhere, not a prediction"
+    )
+
+
 def check_positive(value: Any, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
-        raise FlopcalcError(f"{what} must be a positive number, not {value!r}")
+        raise FlopcalcError(f"{what} must be a positive number, not {format_value(value)}")
     return float(value)
 
 

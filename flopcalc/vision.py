@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from flopcalc.errors import ConfigError, WorkloadError
+from flopcalc.errors import ConfigError, WorkloadError, format_value
 from flopcalc.expr import MissingNameError
 from flopcalc.spec import BoundDims
 from flopcalc.units import check_size
@@ -81,7 +81,7 @@ def bind_vision(dims: BoundDims) -> Vision | None:
         except MissingNameError as error:
             raise ConfigError(f"{dims.where}: missing key {error.name!r}") from None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{dims.where}: {table[key]} must be a positive whole number, not {value!r}")
+            raise ConfigError(f"{dims.where}: {table[key]} must be a positive whole number, not {format_value(value)}")
         return value
 
     return Vision(
@@ -129,5 +129,5 @@ def _read_limits(preprocessor: dict[str, Any] | None) -> tuple[int, int, list[st
 def _limit(table: dict[str, Any], key: str, default: int) -> int:
     value = table.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"preprocessor_config.json: {key} must be a positive whole number, not {value!r}")
+        raise ConfigError(f"preprocessor_config.json: {key} must be a positive whole number, not {format_value(value)}")
     return value

@@ -125,7 +125,7 @@ def read_grids(value: Any, what: str) -> tuple[Grid, ...]:
         if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 3:
             raise WorkloadError(f"{what}: {format_value(row)} is not (t, h, w)")
         t, h, w = row
-        if not (type(t) is int and type(h) is int and type(w) is int and t > 0 and h > 0 and w > 0):
+        if not (type(t) is type(h) is type(w) is int and 0 < t < 10**9 and 0 < h < 10**9 and 0 < w < 10**9):
             t, h, w = (check_size(entry, what) for entry in row)
         grids.append((t, h, w))
     return tuple(grids)
@@ -282,10 +282,10 @@ def causal_pairs(length: int, window: int = 0) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
-def block_pairs(length: int, window: int = 0) -> int:
-    """Pairs that a fused causal kernel executes in blocks: those needed times (S + 128) / (S + 1), rounded down."""
-    executed = length * (length + BLOCK)
-    skipped = (length - window) * (length - window - BLOCK) if window and length - window > BLOCK else 0
+def block_pairs(length: int, window: int = 0, block: int = BLOCK) -> int:
+    """Pairs that a fused causal kernel executes in blocks: those needed times (S + block) / (S + 1), rounded down."""
+    executed = length * (length + block)
+    skipped = (length - window) * (length - window - block) if window and length - window > block else 0
     return (executed - skipped) // 2
 
 
@@ -315,7 +315,8 @@ def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
             return sum(load.documents)
         return load.rows * load.seq
     if kind == "pairs":
-        return _sequence_pairs(load, str(feature[1]), int(feature[2]), counting)
+        block = int(feature[3]) if len(feature) > 3 else BLOCK
+        return _sequence_pairs(load, str(feature[1]), int(feature[2]), counting, block)
     if kind == "logits":
         return _logit_rows(load, counting)
     if kind == "cached":
@@ -347,7 +348,7 @@ def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
     raise AssertionError(f"feature {feature!r}")
 
 
-def _sequence_pairs(load: Workload, mask: str, window: int, counting: str) -> int:
+def _sequence_pairs(load: Workload, mask: str, window: int, counting: str, block: int) -> int:
     if load.phase == "decode":
         # One query a call: eager code attends to the cache, which a window has already cut.
         return load.rows * decode_pairs(load.seq, load.context, window)
@@ -363,11 +364,11 @@ def _sequence_pairs(load: Workload, mask: str, window: int, counting: str) -> in
         return load.rows * load.seq * load.seq
     if counting == "flash":
         if load.layout == "packed" and load.documents is not None:
-            return sum([block_pairs(length, window) for length in load.documents])
-        return load.rows * block_pairs(load.seq, window)
+            return sum([block_pairs(length, window, block) for length in load.documents])
+        return load.rows * block_pairs(load.seq, window, block)
     # SDPA's other kernels take windows and documents as an explicit mask, which skips nothing.
     has_mask = load.documents is not None or (window and window < load.seq)
-    return load.rows * (load.seq * load.seq if has_mask else block_pairs(load.seq))
+    return load.rows * (load.seq * load.seq if has_mask else block_pairs(load.seq, 0, block))
 
 
 def _logit_rows(load: Workload, counting: str) -> int:

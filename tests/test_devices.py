@@ -94,7 +94,7 @@ def test_case_spaces_and_dashes_do_not_matter(name: str) -> None:
     "name", ["h200x", "h20 0 x", "NVIDIA H200 NVL", "H100 CNX", "L40G", "A4", "", "gpu", "RTX A5000"]
 )
 def test_unknown_devices_get_no_neighbours_number(name: str) -> None:
-    with pytest.raises(DeviceError, match="unknown.*--peak"):
+    with pytest.raises(DeviceError, match=r"unknown.*--peak"):
         find_device(name)
 
 

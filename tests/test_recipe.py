@@ -18,8 +18,8 @@ VLM: dict[str, Any] = {
     "text_config": {**LLAMA, "model_type": "qwen2_vl_text"},
     "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 24, "num_heads": 4, "patch_size": 4},
 }
-NORM, Q, KV, O, MLP, EMBED = 24, 24 * 24, 2 * 24 * 12, 24 * 24, 3 * 24 * 40, 50 * 24
-LAYER = 2 * NORM + Q + KV + O + MLP
+NORM, Q, KV, OUT, MLP, EMBED = 24, 24 * 24, 2 * 24 * 12, 24 * 24, 3 * 24 * 40, 50 * 24
+LAYER = 2 * NORM + Q + KV + OUT + MLP
 
 
 def trainable(recipe: dict[str, Any], config: dict[str, Any] = LLAMA) -> int:
@@ -41,7 +41,7 @@ def trainable(recipe: dict[str, Any], config: dict[str, Any] = LLAMA) -> int:
         ({"train_only": "lm_head"}, EMBED),
         ({"train_only": ["*norm*"]}, 6 * NORM + NORM),
         ({"train_only": "model.layers.[12]"}, 2 * LAYER),
-        ({"train_only": "model.layers.?.self_attn"}, 3 * (Q + KV + O)),
+        ({"train_only": "model.layers.?.self_attn"}, 3 * (Q + KV + OUT)),
         ({"train_only": "model.layers.*", "freeze": "*.mlp"}, 3 * (LAYER - MLP)),
         ({"lora": {"r": 4, "targets": ["q_proj"]}}, 3 * 4 * 48),
         ({"lora": {"r": 4, "targets": "q_proj"}}, 3 * 4 * 48),

@@ -83,7 +83,7 @@ def test_bad_preprocessor(preprocessor: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(0, 5), (5, -1), (1.5, 2), ("5", 5)])
 def test_bad_pixels(width: Any, height: Any) -> None:
-    with pytest.raises(WorkloadError, match="image (width|height) must be"):
+    with pytest.raises(WorkloadError, match=r"image (width|height) must be"):
         GRID.grid_of_pixels(width, height, None)
 
 

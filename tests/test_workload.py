@@ -195,6 +195,7 @@ def test_logit_rows_of_padded_rows() -> None:
         ({"seq_len": 4, "image_grid_thw": [{}]}, "is not (t, h, w)"),
         ({"seq_len": 4, "video_grid_thw": [[1, 2, 0]]}, "video_grid_thw must be at least 1"),
         ({"seq_len": 4, "video_grid_thw": [[1, 2, 2.0]]}, "whole number"),
+        ({"seq_len": 4, "video_grid_thw": [[1, 10**5000, 2]]}, "video_grid_thw must be at most"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], words: str) -> None:

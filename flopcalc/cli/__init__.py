@@ -18,6 +18,9 @@ _COMMANDS = {
     "explain": ("flopcalc.cli.explain", "The formula of an operation with its numbers filled in."),
     "models": ("flopcalc.cli.catalogue", "What is supported: families and presets."),
     "devices": ("flopcalc.cli.catalogue", "Known devices and their dense peaks."),
+    "crosscheck": ("flopcalc.cli.crosscheck", "Run one batch and set every counter beside the analytic count."),
+    "calibrate": ("flopcalc.cli.calibrate", "Measure this machine's GPU into tables."),
+    "calibration": ("flopcalc.cli.calibration", "Show, list and compare measured tables."),
 }
 
 

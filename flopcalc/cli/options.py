@@ -14,7 +14,7 @@ from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.estimate import CONVENTIONS, KERNELS, Estimate, Estimator, bind
 from flopcalc.recipe import RECOMPUTE, make_recipe
 from flopcalc.units import format_rate, parse_size, parse_sizes
-from flopcalc.utilization import Utilization, check_positive, find_peak, hfu, mfu
+from flopcalc.utilization import Utilization, check_positive, describe_measured_mfu, find_peak, hfu, mfu
 from flopcalc.workload import PHASES, Grid, make_workload
 
 MAX_IMAGES = 1_000_000  # per batch: they are listed one by one
@@ -107,39 +107,38 @@ class Asked(NamedTuple):
 def make_estimate(model: Any, options: Mapping[str, Any]) -> Asked:
     """The Estimate that a command's options ask for, and notes on what was assumed."""
     notes: list[str] = []
-    kernel = _choose_kernel(options, notes)
+    device = _choose_device(options, notes)
     recipe = make_recipe(
         freeze=options["freeze"], train_only=options["train_only"], lora=options["lora"],
         recompute=options["recompute"],
     )  # fmt: skip
     source = load_config(model, download=options["download"])
     estimator = bind(
-        source, recipe=recipe, convention=options["convention"], attention_kernel=kernel, spec=options["spec"]
-    )
+        source, recipe=recipe, convention=options["convention"], attention_kernel=options["attention_kernel"],
+        device=device, spec=options["spec"],
+    )  # fmt: skip
     estimate = _count(estimator, options, notes)
     return Asked(estimate, notes)
 
 
-def _choose_kernel(options: Mapping[str, Any], notes: list[str]) -> str:
-    kernel: str = options["attention_kernel"]
-    device = options["device"]
-    if device is None:
-        return kernel
-    if device == "auto":
+def _choose_device(options: Mapping[str, Any], notes: list[str]) -> str | None:
+    """The id of the device asked for; None without one, or for this machine's own if it is not in the table."""
+    name = options["device"]
+    if name is None:
+        return None
+    if name == "auto":
         found = detect_device()
-        if found is None:
-            return kernel
         try:
-            known = find_device(found)
+            known = find_device(found) if found is not None else None
         except DeviceError:
-            return kernel
+            known = None
     else:
-        known = find_device(device)
-    if kernel != "auto":
-        return kernel
-    if known.sdpa is None and options["convention"] == "hardware":
+        known = find_device(name)
+    if known is None:
+        return None
+    if known.sdpa is None and options["attention_kernel"] == "auto" and options["convention"] == "hardware":
         notes.append(f"which kernel SDPA picks on {known.name} is not known: flash taken")
-    return known.sdpa or "flash"
+    return known.id
 
 
 def _count(estimator: Estimator, options: Mapping[str, Any], notes: list[str]) -> Estimate:
@@ -236,16 +235,19 @@ def make_shares(
             if options["num_devices"]:
                 raise WorkloadError("--num-devices needs a --device or a --peak")
             return None, None, []
-        name, rate, note = find_peak(device, dtype, peak)
+        try:
+            name, rate, note = find_peak(device, dtype, peak)
+        except DeviceError as error:  # a dtype without a peak: no reason to refuse the count
+            return None, None, [str(error)]
         if rate is None:
             return None, None, [note] if note else []
         convention = "full" if estimate.convention == "full" else "model"
         least = estimate.total_under(convention) / (rate * devices)
         where = f" of {devices} × {name}" if name else ""
-        return None, None, [
-            f"at the {dtype} peak{where} ({format_rate(rate)} each) this takes at least {least:.4g} s; "
-            "--step-time gives the MFU"
-        ]  # fmt: skip
+        bound = f"at the {dtype} peak{where} ({format_rate(rate)} each) this takes at least {least:.4g} s"
+        notes = [f"{bound}; --step-time gives the MFU"]
+        measured = describe_measured_mfu(name, estimate) if name is not None and dtype == "bf16" else None
+        return None, None, notes + ([measured] if measured else [])
     arguments: dict[str, Any] = {"device": device, "dtype": dtype, "peak": peak, "num_devices": devices}
     model_share = mfu(estimate, step_time, **arguments)
     hardware_share = hfu(estimate, step_time, **arguments)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import bmm_flop, flop_registry, mm_flop, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import bmm_flop, flop_registry, mm_flop
 
 __all__ = ["FORMULAS", "NOT_PRODUCTS", "Counted", "count_flops"]
 
@@ -91,6 +91,23 @@ def _fallback_grouped_mm(args: tuple[Any, ...], _kwargs: Mapping[str, Any], out:
     return _grouped_mm(args[:2], {"offs": args[2]}, out)
 
 
+def _attend(args: tuple[Any, ...], _kwargs: Mapping[str, Any], _out: Any) -> int:
+    """Fused attention on (b, h, s, d), (b, h_kv, t, d), (b, h_kv, t, e): every pair, for each query head.
+
+    The stock formula refuses fewer key than query heads (torch 2.11).
+    """
+    query, key, value = args[0], args[1], args[2]
+    b, h, s, d = (int(size) for size in query.shape)
+    return 2 * b * h * s * int(key.shape[-2]) * (d + int(value.shape[-1]))
+
+
+def _attend_backward(args: tuple[Any, ...], _kwargs: Mapping[str, Any], _out: Any) -> int:
+    """Its backward forms the scores again, then dV, dP, dQ and dK: three products of width d, two of width e."""
+    query, key, value = args[1], args[2], args[3]
+    b, h, s, d = (int(size) for size in query.shape)
+    return 2 * b * h * s * int(key.shape[-2]) * (3 * d + 2 * int(value.shape[-1]))
+
+
 def _stock(formula: Callable[..., int]) -> Formula:
     return lambda args, kwargs, out: int(formula(*args, **kwargs, out_val=out))
 
@@ -100,8 +117,11 @@ FORMULAS: dict[str, Formula] = {
     "aten::_grouped_mm": _grouped_mm,
     "transformers::grouped_mm_fallback": _fallback_grouped_mm,  # its backward is plain mm
     "aten::convolution_backward": _convolution_backward,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _stock(sdpa_flop),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _stock(sdpa_backward_flop),
+    **{
+        f"aten::_scaled_dot_product_{kernel}{suffix}": formula
+        for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+        for suffix, formula in (("", _attend), ("_backward", _attend_backward))
+    },
     "aten::linalg_solve_triangular": _solve_triangular,
     "aten::mv": _mv,
     "aten::addmv": _mv,

@@ -460,3 +460,30 @@ def test_adapters_fold_into_the_module_they_adapt() -> None:
     assert counted.rows[q][0] == plain.rows[q][0] + 2 * 14 * adapter
     # input gradients of the frozen product and of A and B, weight gradients of A and B
     assert counted.rows[q][1] == plain.rows[q][0] + 2 * 2 * 14 * adapter
+
+
+@pytest.mark.parametrize(
+    "kernel", ["flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"]
+)
+@pytest.mark.parametrize(("heads", "kv_heads", "d", "e"), [(4, 4, 8, 8), (6, 2, 8, 8), (4, 1, 12, 5)])
+def test_fused_attention_is_the_products_it_stands_for(kernel: str, heads: int, kv_heads: int, d: int, e: int) -> None:
+    """Grouped-query and unequal widths: each product written out with repeated keys and counted as bmm."""
+    b, s, t = 2, 7, 9
+    query, key, value = (torch.randn(b, n, m, w) for n, m, w in ((heads, s, d), (kv_heads, t, d), (kv_heads, t, e)))
+    keys, values = (x.repeat_interleave(heads // kv_heads, 1) for x in (key, value))
+
+    def forward() -> torch.Tensor:
+        return (query @ keys.transpose(-1, -2)).softmax(-1) @ values
+
+    def backward() -> None:
+        probabilities = (query @ keys.transpose(-1, -2)).softmax(-1)  # the scores once more
+        gradient = torch.randn(b, heads, s, e)
+        probabilities.transpose(-1, -2) @ gradient  # dV
+        d_scores = gradient @ values.transpose(-1, -2)  # dP
+        d_scores @ keys  # dQ
+        d_scores.transpose(-1, -2) @ query  # dK
+
+    written_out = [count_flops(torch.nn.Identity(), step).total for step in (forward, backward)]
+    name = f"aten::_scaled_dot_product_{kernel}"
+    assert FORMULAS[name]((query, key, value), {}, None) == written_out[0]
+    assert FORMULAS[f"{name}_backward"]((query, query, key, value), {}, None) == written_out[1]

@@ -11,7 +11,18 @@ from flopcalc import bind
 from flopcalc.config import load_preset
 from flopcalc.data import list_data_files
 
-SIZES = [(28, 28), (14, 300), (640, 480), (1024, 768), (1036, 1036), (3000, 40), (42, 42), (70, 98), (4096, 2160), (1, 150)]
+SIZES = [
+    (28, 28),
+    (14, 300),
+    (640, 480),
+    (1024, 768),
+    (1036, 1036),
+    (3000, 40),
+    (42, 42),
+    (70, 98),
+    (4096, 2160),
+    (1, 150),
+]
 PRESETS = ["qwen2-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-4b"]
 
 
@@ -47,4 +58,8 @@ def test_clip_crops_to_one_square(size: tuple[int, int]) -> None:
     assert source.preprocessor is not None
     pixels = CLIPImageProcessorPil(**source.preprocessor)(Image.new("RGB", size), return_tensors="np")["pixel_values"]
     patch = source.config["vision_config"]["patch_size"]
-    assert vision.grid_of_pixels(*size, source.preprocessor)[0] == (1, pixels.shape[2] // patch, pixels.shape[3] // patch)
+    assert vision.grid_of_pixels(*size, source.preprocessor)[0] == (
+        1,
+        pixels.shape[2] // patch,
+        pixels.shape[3] // patch,
+    )

@@ -96,7 +96,7 @@ def _vision_cases(names: Names, image: Json, two: Json, decode: Json, video: Jso
         {"freeze": names.language},
         {"lora": {"r": 4, "targets": names.vision_lora}},
         {"lora": {"r": 4, "targets": [names.patches]}},
-        {**{"lora": {"r": 3, "targets": "all-linear"}}, "freeze": names.tower},
+        {"lora": {"r": 3, "targets": "all-linear"}, "freeze": names.tower},
     ]
     for recompute in ("full", "full-reentrant"):
         recipes += [

@@ -1,0 +1,283 @@
+"""Calibration tables: a file of measurements goes in, checked rows come out; the user's own win over the shipped.
+
+A table is JSON: schema, table, provenance (where, when and how it was measured), columns, rows (one a line, sorted)
+and failures. It is written by `flopcalc calibrate`, never by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flopcalc.data import find_data_dir, find_user_dir
+from flopcalc.errors import CalibrationError, format_nearest, format_value
+
+SCHEMA = 1
+MAX_TABLE_BYTES = 50_000_000
+FOLDER = "calibration"
+
+
+class Shape(NamedTuple):
+    """A table's columns: those that say what was measured, the timed ones, those that must repeat exactly, the rest."""
+
+    keys: tuple[str, ...]
+    timed: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.keys + self.timed + self.exact + self.other
+
+
+SHAPES = {
+    "gemm": Shape(
+        ("dtype", "direction", "m", "n", "k", "mode"),
+        ("seconds",),
+        ("executed_flops",),
+        ("spread", "tflops", "sm_clock_mhz", "power_w"),
+    ),
+    "attention": Shape(
+        ("kernel", "qk_dim", "v_dim", "mask", "length", "direction", "batch", "heads"),
+        ("seconds",),
+        ("needed_flops", "executed_flops"),
+        ("spread", "tflops"),
+    ),
+    "memory": Shape(
+        ("op", "direction", "bytes"),
+        ("seconds",),
+        (),
+        ("spread", "gb_per_s", "factor"),
+    ),
+    "counts": Shape(
+        ("family", "phase", "seq", "batch", "images", "kernel", "recompute"),
+        (),
+        ("analytic_model", "analytic_full", "analytic_hardware", "executed", "flop_counter", "profiler"),
+        ("ratio", "parameters"),
+    ),
+    "padding": Shape(
+        ("family", "seq", "batch", "images", "module", "kernel", "direction", "shape"),
+        (),
+        ("needed_flops", "executed_flops"),
+        ("calls", "calls_recompute"),
+    ),
+    "steps": Shape(
+        ("model", "batch", "seq", "images", "attention", "recompute"),
+        ("seconds",),
+        ("model_flops", "hardware_flops", "parameters"),
+        ("spread", "mfu", "hfu", "tokens_per_s", "energy_j", "power_w", "sm_clock_mhz", "peak_memory_bytes"),
+    ),
+}
+
+
+class Table(NamedTuple):
+    """One table as read from its file."""
+
+    name: str
+    path: str
+    provenance: dict[str, Any]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    failures: tuple[dict[str, Any], ...]
+
+    @property
+    def device_id(self) -> str:
+        return str(self.provenance.get("device_id", os.path.basename(os.path.dirname(self.path))))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The columns that say what a row measures."""
+        return SHAPES[self.name].keys if self.name in SHAPES else self.columns[:1]
+
+    def records(self) -> list[dict[str, Any]]:
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    def select(self, **wanted: Any) -> list[dict[str, Any]]:
+        """The rows whose columns have these values."""
+        for column in wanted:
+            if column not in self.columns:
+                raise CalibrationError(f"{self.path}: no column {column!r}.{format_nearest(column, self.columns)}")
+        return [record for record in self.records() if all(record[column] == v for column, v in wanted.items())]
+
+
+# --- where tables lie -------------------------------------------------------------------------------------------------
+def list_tables() -> dict[str, dict[str, str]]:
+    """Device id -> table -> file, of all tables; the user's own stand in place of the shipped."""
+    found: dict[str, dict[str, str]] = {}
+    for root in (find_data_dir(), find_user_dir()):
+        base = os.path.join(root, FOLDER)
+        for device in os.listdir(base) if os.path.isdir(base) else ():
+            if not device.startswith("."):
+                found.setdefault(device, {}).update(list_folder(os.path.join(base, device)))
+    return {device: dict(sorted(tables.items())) for device, tables in sorted(found.items()) if tables}
+
+
+def list_folder(folder: str) -> dict[str, str]:
+    """Table -> file of the tables in one folder."""
+    if not os.path.isdir(folder):
+        return {}
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".json") and not name.startswith("."))
+    return {name.removesuffix(".json"): os.path.join(folder, name) for name in names}
+
+
+def find_table(device_id: str, name: str) -> str | None:
+    """The file of a device's table: the user's own, else the shipped one, else None."""
+    for part in (device_id, name):
+        if not part or "/" in part or "\\" in part or "\0" in part or part.startswith("."):
+            return None
+    for root in (find_user_dir(), find_data_dir()):
+        path = os.path.join(root, FOLDER, device_id, f"{name}.json")
+        if os.path.isfile(path):
+            return path
+    return None
+
+
+def find_folder_tables(where: str) -> dict[str, str]:
+    """Table -> file, for a device id or a folder; an error that names what is known when there is neither."""
+    known = list_tables()
+    if where in known:
+        return known[where]
+    tables = list_folder(where)
+    if not tables:
+        devices = ", ".join(known) or "none yet"
+        raise CalibrationError(
+            f"no calibration tables for {where!r}: neither a device with tables ({devices}) nor a folder with some"
+            f"{format_nearest(where, known)}"
+        )
+    return tables
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+def load_table(path: str) -> Table:
+    """A checked table, or a CalibrationError that names the file."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_TABLE_BYTES + 1)
+    except OSError as error:
+        raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > MAX_TABLE_BYTES:
+        raise CalibrationError(f"{path}: larger than {MAX_TABLE_BYTES} bytes")
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CalibrationError(f"{path}: not valid JSON ({error}): measure it again with flopcalc calibrate") from None
+    if not isinstance(content, dict):
+        raise CalibrationError(f"{path}: holds {format_value(content)}, not a table")
+    if content.get("schema") != SCHEMA:
+        raise CalibrationError(
+            f"{path}: schema {format_value(content.get('schema'))} is not {SCHEMA}, the one this flopcalc reads: "
+            "update flopcalc, or measure again with flopcalc calibrate"
+        )
+    name, provenance, columns = content.get("table"), content.get("provenance"), content.get("columns")
+    rows, failures = content.get("rows"), content.get("failures", [])
+    if not isinstance(name, str) or not isinstance(provenance, dict):
+        raise CalibrationError(f"{path}: table and provenance are missing")
+    if not isinstance(columns, list) or not all(isinstance(column, str) for column in columns):
+        raise CalibrationError(f"{path}: columns must be a list of names")
+    missing = [column for column in (SHAPES[name].columns if name in SHAPES else ()) if column not in columns]
+    if missing:
+        raise CalibrationError(f"{path}: columns missing: {', '.join(missing)}")
+    if not isinstance(rows, list) or not isinstance(failures, list):
+        raise CalibrationError(f"{path}: rows and failures must be lists")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, list) or len(row) != len(columns):
+            raise CalibrationError(f"{path}: row {number} does not hold {len(columns)} values")
+    if not all(isinstance(failure, dict) for failure in failures):
+        raise CalibrationError(f"{path}: a failure is an object")
+    return Table(name, path, provenance, tuple(columns), tuple(map(tuple, rows)), tuple(failures))
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+def save_table(
+    folder: str,
+    name: str,
+    provenance: Mapping[str, Any],
+    records: Iterable[Mapping[str, Any]],
+    failures: Iterable[Mapping[str, Any]] = (),
+) -> str:
+    """Write a table whole or not at all: a full disk or a kill leaves the old file."""
+    columns = SHAPES[name].columns
+    rows = sorted(([record.get(column) for column in columns] for record in records), key=_sort_key)
+    path = os.path.join(folder, f"{name}.json")
+    text = _format(name, provenance, columns, rows, sorted(failures, key=lambda failure: str(failure.get("row"))))
+    temporary = os.path.join(folder, f".{name}.json.{os.getpid()}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            if os.path.exists(temporary):
+                os.unlink(temporary)
+        directory = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(directory)  # the new name itself, not only the content
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise CalibrationError(f"{path}: cannot be written: {error.strerror}; the old table, if any, stands") from None
+    return path
+
+
+def _format(
+    name: str,
+    provenance: Mapping[str, Any],
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    failures: Sequence[Mapping[str, Any]],
+) -> str:
+    def block(lines: Iterable[Any]) -> str:
+        shown = ",\n".join("  " + json.dumps(line, ensure_ascii=False) for line in lines)
+        return f"[\n{shown}\n ]" if shown else "[]"
+
+    about = ",\n".join(
+        f"  {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in provenance.items()
+    )
+    return (
+        f'{{\n "schema": {SCHEMA},\n "table": {json.dumps(name)},\n "provenance": {{\n{about}\n }},\n'
+        f' "columns": {json.dumps(list(columns))},\n "rows": {block(rows)},\n "failures": {block(failures)}\n}}\n'
+    )
+
+
+def _sort_key(row: Sequence[Any]) -> list[tuple[int, float, str]]:
+    """Numbers before words, nothing last: rows of mixed values have one order."""
+    return [
+        (2, 0.0, "") if value is None
+        else (0, float(value), "") if isinstance(value, (int, float))
+        else (1, 0.0, str(value))
+        for value in row
+    ]  # fmt: skip
+
+
+# --- looking up -------------------------------------------------------------------------------------------------------
+class Found(NamedTuple):
+    """A value read between rows; `beyond` is how far outside the measured range it was asked for (1: inside)."""
+
+    value: float
+    beyond: float
+
+
+def interpolate(points: Iterable[tuple[float, float]], x: float) -> Found | None:
+    """y at x between (x, y) points, straight in log-log; outside the range the nearest point's y, marked so."""
+    import math
+    from itertools import pairwise
+
+    known = sorted((a, b) for a, b in points if a > 0 and b is not None and b > 0)
+    if not known or x <= 0:
+        return None
+    if x <= known[0][0]:
+        return Found(known[0][1], known[0][0] / x)
+    if x >= known[-1][0]:
+        return Found(known[-1][1], x / known[-1][0])
+    for (x0, y0), (x1, y1) in pairwise(known):
+        if x0 <= x <= x1:
+            if x1 == x0:
+                return Found(y0, 1.0)
+            share = math.log(x / x0) / math.log(x1 / x0)
+            return Found(y0 * (y1 / y0) ** share, 1.0)
+    return None

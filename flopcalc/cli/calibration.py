@@ -1,0 +1,131 @@
+"""`flopcalc calibration list | show | diff`: the measured tables, read and compared."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from flopcalc.calibration import SHAPES, Table, find_folder_tables, list_tables, load_table
+from flopcalc.errors import CalibrationError, format_nearest
+from flopcalc.report import format_grid
+
+
+@click.group()
+def calibration() -> None:
+    """Show, list and compare measured tables."""
+
+
+@calibration.command("list")
+@click.option("--json", "as_json", is_flag=True)
+def list_(as_json: bool) -> None:
+    """Tables there are, shipped and your own."""
+    shown = []
+    for device, tables in list_tables().items():
+        for name, path in tables.items():
+            table = load_table(path)
+            shown.append(
+                {
+                    "device": device, "table": name, "rows": len(table.rows), "failures": len(table.failures),
+                    "suite": table.provenance.get("suite"), "date": table.provenance.get("date"), "file": path,
+                }
+            )  # fmt: skip
+    if as_json:
+        click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+    elif not shown:
+        click.echo("no calibration tables yet: `flopcalc calibrate` on a machine with a GPU makes them")
+    else:
+        click.echo(format_grid(list(shown[0]), [list(entry.values()) for entry in shown]))
+
+
+@calibration.command()
+@click.argument("device")
+@click.argument("table")
+@click.option("--json", "as_json", is_flag=True, help="Provenance, rows by column name, failures.")
+def show(device: str, table: str, as_json: bool) -> None:
+    """One table of a DEVICE (an id, or a folder of tables)."""
+    found = _load(device, table)
+    if as_json:
+        content = {
+            "table": found.name, "file": found.path, "provenance": found.provenance, "rows": found.records(),
+            "failures": list(found.failures),
+        }  # fmt: skip
+        click.echo(json.dumps(content, indent=2, ensure_ascii=False))
+        return
+    about = found.provenance
+    click.echo(
+        f"{found.path}: {about.get('device')}, torch {about.get('torch')}, suite {about.get('suite')}, "
+        f"{about.get('date')}"
+    )
+    click.echo(format_grid(list(found.columns), [["-" if v is None else v for v in row] for row in found.rows]))
+    for failure in found.failures:
+        click.echo(f"failed: {failure.get('row')}: {failure.get('reason')}: {failure.get('detail')}")
+
+
+@calibration.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--json", "as_json", is_flag=True)
+def diff(a: str, b: str, as_json: bool) -> None:
+    """What differs between two sets of tables; A and B are device ids or folders."""
+    first, second = find_folder_tables(a), find_folder_tables(b)
+    summary: list[dict[str, Any]] = []
+    for name in sorted(first.keys() | second.keys()):
+        if name not in first or name not in second:
+            summary.append({"table": name, "only_in": a if name in first else b})
+            continue
+        summary.append({"table": name, **_compare(load_table(first[name]), load_table(second[name]))})
+    if as_json:
+        click.echo(json.dumps(summary, indent=2, ensure_ascii=False))
+        return
+    columns = ["table", "rows in both", "only in A", "only in B", "time B/A median", "min", "max", "counts that differ"]
+    rows: list[list[Any]] = []
+    for entry in summary:
+        if "only_in" in entry:
+            rows.append([entry["table"], f"only in {entry['only_in']}", *["-"] * 6])
+            continue
+        ratios = entry["time_ratio"] or {}
+        times = [f"{ratios[key]:.3f}" if ratios else "-" for key in ("median", "min", "max")]
+        rows.append([entry["table"], entry["both"], entry["only_a"], entry["only_b"], *times, len(entry["differ"])])
+    click.echo(format_grid(columns, rows))
+    for entry in summary:
+        for difference in entry.get("differ", [])[:20]:
+            click.echo(
+                f"{entry['table']}: {difference['row']}: {difference['column']} {difference['a']} -> {difference['b']}"
+            )
+
+
+def _load(device: str, name: str) -> Table:
+    tables = find_folder_tables(device)
+    if name not in tables:
+        raise CalibrationError(
+            f"{device} has no table {name!r}.{format_nearest(name, tables)} It has: {', '.join(tables)}"
+        )
+    return load_table(tables[name])
+
+
+def _compare(first: Table, second: Table) -> dict[str, Any]:
+    """Rows matched by what they measure: ratios of times, and counts that are not the same."""
+    from statistics import median
+
+    keys = first.keys
+    shape = SHAPES.get(first.name)
+    ours, theirs = (
+        {tuple(record.get(key) for key in keys): record for record in table.records()} for table in (first, second)
+    )
+    both = [key for key in ours if key in theirs]
+    ratios, differ = [], []
+    for key in both:
+        for column in shape.timed if shape else ():
+            if ours[key][column] and theirs[key][column]:
+                ratios.append(theirs[key][column] / ours[key][column])
+        for column in shape.exact if shape else ():
+            a, b = ours[key][column], theirs[key][column]
+            if a != b and a is not None and b is not None:
+                differ.append({"row": " ".join(map(str, key)), "column": column, "a": a, "b": b})
+    spread = {"median": median(ratios), "min": min(ratios), "max": max(ratios)} if ratios else None
+    return {
+        "both": len(both), "only_a": len(ours) - len(both), "only_b": len(theirs) - len(both), "time_ratio": spread,
+        "differ": differ,
+    }  # fmt: skip

@@ -1,0 +1,155 @@
+"""`flopcalc crosscheck`: one batch is run, and every witness of this machine is set beside the analytic count."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flopcalc._version import __version__
+from flopcalc.cli.options import make_estimate, model_option
+from flopcalc.config import load_config
+from flopcalc.errors import FlopcalcError
+from flopcalc.estimate import Estimate
+from flopcalc.recipe import RECOMPUTE
+from flopcalc.report import format_grid
+from flopcalc.units import format_flops, format_parameters, parse_size
+
+if TYPE_CHECKING:
+    from flopcalc.measure.witness import Crosscheck
+
+_EXTRA = ("torch", "transformers", "peft", "fvcore")
+# What make_estimate also wants, and a cross-check leaves alone.
+_FIXED = {
+    "spec": None, "lengths": None, "grad_accum": None, "context": None, "logits": None, "convention": "full",
+    "attention_kernel": "eager", "device": None,
+}  # fmt: skip
+_PRODUCT = re.compile(r"attention|grouped|conv|mm\b|matmul|dot\b|einsum|mv\b")
+
+
+@click.command()
+@model_option
+@click.option("--download", is_flag=True, help="Fetch a hub id's config.json if it is not in the cache.")
+@click.option("--batch", metavar="N", help="Samples (default 1).")
+@click.option("--seq", metavar="N", help="Length the language model sees per sample, visual tokens included.")
+@click.option("--text", metavar="N", help="Text tokens per sample; visual tokens are added.")
+@click.option("--image", multiple=True, metavar="WxH", help="An image per sample, in pixels; repeatable.")
+@click.option("--image-grid", multiple=True, metavar="T,H,W", help="An image per sample, in patches.")
+@click.option("--video-grid", multiple=True, metavar="T,H,W", help="A video per sample, in patches.")
+@click.option("--phase", type=click.Choice(("train", "forward")), default="train", show_default=True)
+@click.option("--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths, or vision|projector|language.")
+@click.option("--train-only", multiple=True, metavar="PATTERN", help="Only what matches trains.")
+@click.option("--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it.")
+@click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True)
+@click.option("--layers", metavar="N", help="Cut language model and tower to N layers, so that a big model fits.")
+@click.option("--device", type=click.Choice(("auto", "cuda", "cpu")), default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(("bf16", "fp16", "fp32")), help="Default: bf16 on a GPU, fp32 on the CPU.")
+@click.option("--attention", type=click.Choice(("eager", "sdpa")), default="eager", show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def crosscheck(
+    model: str, layers: str | None, device: str, dtype: str | None, attention: str, as_json: bool, **options: Any
+) -> None:
+    """Run one batch and set every counter beside the analytic count.
+
+    The model is built with random weights; nothing is downloaded. Needs torch: pip install 'flopcalc[measure]'.
+    Examples:
+
+      flopcalc crosscheck --model qwen2.5-0.5b --seq 512
+
+      flopcalc crosscheck --model llama-3.1-8b --layers 2 --seq 2048 --attention sdpa --device cuda
+    """
+    # Before torch is loaded: its profiler prints a line on stderr at every start and stop; errors still come through.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "4")
+    source = load_config(model, download=options["download"])
+    depth = None if layers is None else parse_size(layers, "--layers")
+    try:
+        from flopcalc.measure import witness
+
+        source = witness.cut_layers(source, depth)
+        asked = make_estimate(source, {**_FIXED, **options})
+        estimator, load, _ = asked.estimate.terms[0]
+        found = witness.crosscheck(
+            source, load, recipe=estimator.recipe, device=device, dtype=dtype, attention=attention
+        )
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
+            raise
+        raise FlopcalcError(
+            f"crosscheck runs the model, and {package} is not installed: pip install 'flopcalc[measure]'"
+        ) from None
+    if as_json:
+        click.echo(json.dumps(_to_dict(asked.estimate, found, asked.notes), indent=2, ensure_ascii=False))
+    else:
+        click.echo(_format(asked.estimate, found, asked.notes))
+
+
+def _to_dict(estimate: Estimate, found: Crosscheck, notes: list[str]) -> dict[str, Any]:
+    described = estimate.to_dict(1)
+    return {
+        "schema": 1,
+        "version": __version__,
+        "model": described["model"],
+        "workload": described["workload"],
+        "recipe": described["recipe"],
+        "device": found.device,
+        "dtype": found.dtype,
+        "attention": found.attention,
+        "attention_kernel": found.kernel,
+        "layers": found.layers,
+        "parameters": found.parameters,
+        "witnesses": [row.to_dict() for row in found.rows],
+        "notes": notes,
+    }
+
+
+def _format(estimate: Estimate, found: Crosscheck, notes: list[str]) -> str:
+    estimator, load, _ = estimate.terms[0]
+    depths = ", ".join(f"{key} {value}" for key, value in found.layers.items())
+    lines = [
+        f"{estimator.source.name} ({format_parameters(found.parameters)} parameters; {depths})",
+        f"{load.phase}, {load.rows} × {load.seq} tokens; {found.dtype}, {found.attention} attention, on {found.device}",
+        "",
+    ]
+    cells: list[list[str]] = []
+    for row in found.rows:
+        counted = row.counted
+        cost, note = f"{counted.seconds:.2f} s", _wrap(counted.reason)
+        skipped = _format_skipped(counted.not_counted)
+        if counted.total is None:
+            cells.append([counted.witness, "-", "-", row.expected_as, "-", cost, note])
+            continue
+        first = _format_ratio(counted.total, row.expected)
+        cells.append([counted.witness, format_flops(counted.total), first, row.expected_as, skipped, cost, note])
+        if counted.corrected is not None:
+            ratio = _format_ratio(counted.corrected, row.expected)
+            what = _wrap("without elementwise work, with what it skips")
+            cells.append(["profiler, corrected", format_flops(counted.corrected), ratio, row.expected_as, "", "", what])
+    lines.append(format_grid(["witness", "FLOPs", "ratio", "to analytic", "not counted", "cost", "note"], cells))
+    totals = {row.expected_as: row.expected for row in found.rows}
+    lines += ["", *(f"analytic, {name}: {format_flops(value)} = {value:,} FLOPs" for name, value in totals.items())]
+    lines += [f"note: {note}" for note in notes]
+    return "\n".join(lines)
+
+
+def _format_ratio(counted: int, expected: int) -> str:
+    if counted == expected:
+        return "1 (exact)"
+    return f"{counted / expected:.6f}" if expected else "-"
+
+
+def _format_skipped(skipped: dict[str, int]) -> str:
+    """Products by name; what is elementwise in a ledger as a number of kinds."""
+    products = [f"{name.removeprefix('aten::')} × {calls}" for name, calls in skipped.items() if _PRODUCT.search(name)]
+    others = len(skipped) - len(products)
+    if others:
+        products.append(f"{others} kinds without products")
+    return _wrap("; ".join(products)) if products else "none"
+
+
+def _wrap(text: str | None) -> str:
+    return textwrap.fill(text, 44, break_long_words=False) if text else ""

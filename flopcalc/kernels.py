@@ -1,0 +1,88 @@
+"""What a fused attention kernel executes: a device's measured attention table in, exact constants per head dim out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from flopcalc.calibration import Table, find_table, load_table
+from flopcalc.count import KernelShape
+
+
+class KernelTable(NamedTuple):
+    """Constants of one kernel on one device, and the lengths they were measured over."""
+
+    shapes: tuple[tuple[tuple[int, int], KernelShape], ...]
+    device: str
+    date: str
+    shortest: int
+    longest: int
+
+    def describe(self, widths: Iterable[tuple[int, int]], length: int) -> str:
+        """Which table was used, and how far outside its range a query lies."""
+        known = dict(self.shapes)
+        missing = sorted({width for width in widths if width not in known})
+        text = f"executed pairs as measured on {self.device} (attention table of {self.date})"
+        if missing:
+            shown = ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in missing)
+            text += f"; head dim {shown} is not in it: blocks of 128 taken"
+        if length and not self.shortest <= length <= self.longest:
+            text += f"; length {length} lies outside the measured {self.shortest} to {self.longest}"
+        return text
+
+
+def find_kernel_table(device_id: str, kernel: str) -> KernelTable | None:
+    """The constants of a kernel on a device, or None where no table has them."""
+    path = find_table(device_id, "attention")
+    return read_kernel_table(load_table(path), kernel) if path else None
+
+
+def read_kernel_table(table: Table, kernel: str) -> KernelTable | None:
+    """Constants from the rows whose executed FLOPs were counted by the hardware."""
+    rows = [row for row in table.select(kernel=kernel) if row["executed_flops"]]
+    shapes = {}
+    for width in sorted({(row["qk_dim"], row["v_dim"]) for row in rows}):
+        mine = [row for row in rows if (row["qk_dim"], row["v_dim"]) == width]
+        shape = _read_shape(mine)
+        if shape is not None:
+            shapes[width] = shape
+    if not shapes:
+        return None
+    lengths = [row["length"] for row in rows]
+    about = table.provenance
+    return KernelTable(
+        tuple(shapes.items()), str(about.get("device")), str(about.get("date"))[:10], min(lengths), max(lengths)
+    )
+
+
+def _read_shape(rows: list[dict[str, Any]]) -> KernelShape | None:
+    """The constants that reproduce every row exactly; None if no constants do (then the rule of 128 stands)."""
+    found = {}
+    for direction in ("forward", "backward"):
+        mine = [row for row in rows if row["direction"] == direction]
+        # Executed over needed where no pair is masked and the length fills its blocks: padding of the head dim alone.
+        pads = {
+            _per_pair(row) / row["length"] ** 2 for row in mine if row["mask"] == "full" and row["length"] % 128 == 0
+        }
+        if len(pads) != 1:
+            return None
+        pad = pads.pop()
+        # Executed pairs have the form S (S + block) / 2, with one block for every length.
+        blocks = {
+            2 * _per_pair(row) / pad / row["length"] - row["length"]
+            for row in mine
+            if row["mask"] == "causal" and row["length"] % 128 == 0
+        }
+        if len(blocks) != 1 or (block := blocks.pop()).denominator != 1 or block < 0:
+            return None
+        found[direction] = (int(block), (pad.numerator, pad.denominator))
+    forward, backward = found["forward"], found["backward"]
+    return KernelShape(forward[0], backward[0], forward[1], backward[1])
+
+
+def _per_pair(row: dict[str, Any]) -> Fraction:
+    """Executed FLOPs in units of what one pair needs: 2 (qk + v) forward, 2 (3 qk + 2 v) backward, per head."""
+    qk, v = row["qk_dim"], row["v_dim"]
+    need = qk + v if row["direction"] == "forward" else 3 * qk + 2 * v
+    return Fraction(row["executed_flops"], 2 * need * row["batch"] * row["heads"])

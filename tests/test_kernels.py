@@ -1,0 +1,74 @@
+"""Kernel constants from an attention table: exact where rows agree, refused where they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flopcalc.calibration import SHAPES, Table
+from flopcalc.count import KernelShape
+from flopcalc.kernels import read_kernel_table
+
+
+def make_table(rows: list[dict[str, Any]]) -> Table:
+    columns = SHAPES["attention"].columns
+    filled = [tuple(row.get(column) for column in columns) for row in rows]
+    return Table(
+        "attention", "attention.json", {"device": "X", "date": "2026-11-15T00:00:00"}, columns, tuple(filled), ()
+    )
+
+
+def make_rows(kernel: str, qk: int, v: int, block: tuple[int, int], width: tuple[int, int]) -> list[dict[str, Any]]:
+    """What a kernel with these blocks and padded widths (forward, backward) would execute."""
+    rows = []
+    for direction, b, w in (("forward", block[0], width[0]), ("backward", block[1], width[1])):
+        products = (qk + v) if direction == "forward" else 3 * qk + 2 * v
+        for mask in ("causal", "full"):
+            for length in (512, 1024, 4096):
+                pairs = length * (length + b) // 2 if mask == "causal" else length * length
+                executed = 2 * 8 * pairs * products * w // qk
+                rows.append(
+                    {"kernel": kernel, "qk_dim": qk, "v_dim": v, "mask": mask, "length": length, "direction": direction,
+                     "batch": 2, "heads": 4, "executed_flops": executed}
+                )  # fmt: skip
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("qk", "v", "block", "width", "shape"),
+    [
+        (128, 128, (128, 128), (128, 128), KernelShape()),
+        (64, 64, (64, 64), (64, 64), KernelShape(64, 64)),
+        (128, 128, (96, 128), (128, 128), KernelShape(96, 128)),
+        (80, 80, (128, 128), (96, 128), KernelShape(128, 128, (6, 5), (8, 5))),
+        (192, 128, (128, 256), (192, 192), KernelShape(128, 256)),
+    ],
+)
+def test_constants_come_out_as_they_went_in(
+    qk: int, v: int, block: tuple[int, int], width: tuple[int, int], shape: KernelShape
+) -> None:
+    table = read_kernel_table(make_table(make_rows("cudnn", qk, v, block, width)), "cudnn")
+    assert table is not None
+    assert dict(table.shapes) == {(qk, v): shape}
+    assert (table.shortest, table.longest) == (512, 4096)
+
+
+def test_rows_that_no_constant_fits_are_not_used() -> None:
+    rows = make_rows("flash", 128, 128, (128, 128), (128, 128))
+    rows[0]["executed_flops"] += 2**20
+    assert read_kernel_table(make_table(rows), "flash") is None
+
+
+def test_kernel_without_counted_rows() -> None:
+    rows = make_rows("flash", 128, 128, (128, 128), (128, 128))
+    assert read_kernel_table(make_table(rows), "cudnn") is None
+    assert read_kernel_table(make_table([{**row, "executed_flops": None} for row in rows]), "flash") is None
+
+
+def test_description_says_what_lies_outside() -> None:
+    table = read_kernel_table(make_table(make_rows("flash", 128, 128, (128, 128), (128, 128))), "flash")
+    assert table is not None
+    assert "outside" not in table.describe([(128, 128)], 1024)
+    assert "length 100 lies outside the measured 512 to 4096" in table.describe([(128, 128)], 100)
+    assert "head dim 80, 192/128 is not in it" in table.describe([(80, 80), (192, 128), (128, 128)], 1024)
