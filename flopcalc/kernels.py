@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.calibration import Table, find_table, load_table
 from flopcalc.count import KernelShape
+from flopcalc.workload import BLOCK
 
 
 class KernelTable(NamedTuple):
@@ -26,9 +27,11 @@ class KernelTable(NamedTuple):
         text = f"executed pairs as measured on {self.device} (attention table of {self.date})"
         if missing:
             shown = ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in missing)
-            text += f"; head dim {shown} is not in it: blocks of 128 taken"
+            text += f"; it has no constants for head dim {shown}: blocks of 128 taken"
         if length and not self.shortest <= length <= self.longest:
             text += f"; length {length} lies outside the measured {self.shortest} to {self.longest}"
+        if length % BLOCK:
+            text += f"; length {length} fills no whole block, and what the kernel pads there is not counted"
         return text
 
 

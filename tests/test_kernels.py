@@ -70,5 +70,7 @@ def test_description_says_what_lies_outside() -> None:
     table = read_kernel_table(make_table(make_rows("flash", 128, 128, (128, 128), (128, 128))), "flash")
     assert table is not None
     assert "outside" not in table.describe([(128, 128)], 1024)
+    assert "fills no whole block" in table.describe([(128, 128)], 1300)
+    assert "fills no whole block" not in table.describe([(128, 128)], 1280)
     assert "length 100 lies outside the measured 512 to 4096" in table.describe([(128, 128)], 100)
-    assert "head dim 80, 192/128 is not in it" in table.describe([(80, 80), (192, 128), (128, 128)], 1024)
+    assert "no constants for head dim 80, 192/128" in table.describe([(80, 80), (192, 128), (128, 128)], 1024)
