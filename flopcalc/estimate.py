@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc.config import Source, load_config
-from flopcalc.count import Block, Mode, Row, count, sum_coefficients
+from flopcalc.count import Block, Mode, Row, count, product_flops, sum_coefficients
 from flopcalc.data import list_data_files
 from flopcalc.devices import find_device
 from flopcalc.errors import ConfigError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
@@ -21,7 +21,7 @@ from flopcalc.vision import Vision, bind_vision
 from flopcalc.workload import Feature, Grid, Workload, evaluate_feature, make_workload, read_batch
 
 if TYPE_CHECKING:
-    from flopcalc.kernels import KernelTable
+    from flopcalc.kernels import KernelTable, TileTable
 
 CONVENTIONS = ("model", "full", "hardware")
 KERNELS = ("auto", "eager", "flash", "efficient", "cudnn")
@@ -58,6 +58,7 @@ class Estimator:
         attention_kernel: str = "auto",
         specs: Mapping[str, Spec] | None = None,
         kernel_table: KernelTable | None = None,
+        tile_table: TileTable | None = None,
     ) -> None:
         if convention not in CONVENTIONS:
             raise FlopcalcError(f"convention {format_value(convention)} unknown; known: {', '.join(CONVENTIONS)}")
@@ -70,6 +71,7 @@ class Estimator:
         # Without a device that says better, torch's SDPA is taken to pick its flash kernel.
         self.attention_kernel = "flash" if attention_kernel == "auto" else attention_kernel
         self.kernel_table = kernel_table  # what was measured of the kernel on the device asked for
+        self.tile_table = tile_table  # and of products, by their exact sizes
         self.spec = _find_spec(source, dict(specs or {}))
         dims = bind_spec(self.spec, source.config, source.where, dict(specs or {}))
         self.stages: tuple[Stage, ...] = expand(dims)
@@ -152,6 +154,11 @@ class Estimator:
             forward += ahead * value
             backward += back * value
             recompute += again * value
+        if convention == "hardware" and self.tile_table is not None:
+            for block, row, value in self._padding_rows(plan, load, counting):
+                forward += row.forward * value * block.copies
+                backward += row.backward * value * block.copies
+                recompute += row.recompute * value * block.copies
         if load.phase != "train":
             return forward, 0, 0
         return forward, backward, recompute
@@ -159,11 +166,36 @@ class Estimator:
     def rows(self, load: Workload, convention: str) -> list[tuple[Block, Row, int]]:
         """Every row of the model with the value of its feature under a convention."""
         plan, counting = self._choose(load, convention)
-        return [
+        rows = [
             (block, row, evaluate_feature(row.op.feature, load, counting))
             for block in plan.blocks
             for row in block.rows
         ]
+        return rows + (self._padding_rows(plan, load, counting) if convention == "hardware" else [])
+
+    def _padding_rows(self, plan: Plan, load: Workload, counting: str) -> list[tuple[Block, Row, int]]:
+        """What products of exactly measured sizes execute beyond need, as rows of their own."""
+        found: list[tuple[Block, Row, int]] = []
+        if self.tile_table is None or self.attention_kernel == "eager":
+            return found
+        for block in plan.blocks:
+            for row in block.rows:
+                op = row.op
+                flops = product_flops(op)
+                # An adapted or fused product is several: only plain ones have one size.
+                if op.kind != "linear" or op.copies > 1 or row.forward != flops:
+                    continue
+                value = evaluate_feature(op.feature, load, counting)
+                excess = self.tile_table.find(value * op.times, op.n_out, op.n_in) if value else None
+                if excess is None:
+                    continue
+                owed = ("dgrad", "wgrad") if row.backward == 2 * flops else ("wgrad" if row.trainable else "dgrad",)
+                back = sum(excess.get(direction, 0) for direction in owed) if row.backward else 0
+                ahead = excess.get("forward", 0)
+                padding = Row(op._replace(feature=("padding",)), ahead, back, ahead if row.recompute else 0)
+                if padding.forward or padding.backward:
+                    found.append((block, padding, 1))
+        return found
 
     def _choose(self, load: Workload, convention: str) -> tuple[Plan, str]:
         """The plan for a workload, and how its features are to be counted."""
@@ -260,7 +292,13 @@ class Estimator:
         if self.kernel_table is None:
             return "causal attention counted in blocks of 128, no measured table; backward forms the scores again"
         attends = [row.op for _, row, value in self.rows(load, "hardware") if row.op.kind == "attend" and value]
-        return self.kernel_table.describe({(op.qk, op.v) for op in attends}, load.seq)
+        text = self.kernel_table.describe({(op.qk, op.v) for op in attends}, load.seq)
+        plan, counting = self._choose(load, "hardware")
+        padded = self._padding_rows(plan, load, counting)
+        if padded:
+            many = f"{len(padded)} product{'s' if len(padded) > 1 else ''}"
+            text += f"; tile padding of {many} as measured there (tables gemm and padding)"
+        return text
 
     def _paths(self) -> Iterable[str]:
         return {
@@ -616,14 +654,14 @@ def bind(
     `device` says which kernel "auto" stands for (without one it is SDPA's flash kernel), and whose measured
     constants convention hardware uses.
     """
-    table = None
+    table, tiles = None, None
     if device is not None:
         found = find_device(device)
         attention_kernel = (found.sdpa or "flash") if attention_kernel == "auto" else attention_kernel
         if attention_kernel != "eager":
-            from flopcalc.kernels import find_kernel_table  # reads a table: only where a device is named
+            from flopcalc.kernels import find_kernel_table, find_tile_table  # read tables: only where a device is named
 
-            table = find_kernel_table(found.id, attention_kernel)
+            table, tiles = find_kernel_table(found.id, attention_kernel), find_tile_table(found.id)
     specs = {}
     source = load_config(model, download=download)
     if spec is not None:
@@ -633,7 +671,7 @@ def bind(
         recipe = _read_recipe(recipe)
     elif recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(f"a recipe is a mapping or what make_recipe() gives, not {format_value(recipe)}")
-    estimator = Estimator(source, recipe, convention, attention_kernel, specs, table)
+    estimator = Estimator(source, recipe, convention, attention_kernel, specs, table, tiles)
     if specs and estimator.spec.name not in specs and not _uses_inner(source.config, specs):
         raise ConfigError(
             f"{spec} describes model_type {next(iter(specs))!r}, but {source.where} is {source.config['model_type']!r}"

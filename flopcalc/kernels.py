@@ -1,4 +1,4 @@
-"""What a fused attention kernel executes: a device's measured attention table in, exact constants per head dim out."""
+"""What a device's kernels execute beyond need: its measured tables in, constants of attention and tile padding out."""
 
 from __future__ import annotations
 
@@ -57,6 +57,44 @@ def read_kernel_table(table: Table, kernel: str) -> KernelTable | None:
     return KernelTable(
         tuple(shapes.items()), str(about.get("device")), str(about.get("date"))[:10], min(lengths), max(lengths)
     )
+
+
+class TileTable(NamedTuple):
+    """What products of exactly these sizes execute beyond need: (m, n, k) -> direction -> FLOPs."""
+
+    excess: dict[tuple[int, int, int], dict[str, int]]
+    device: str
+
+    def find(self, m: int, n: int, k: int) -> dict[str, int] | None:
+        """Excess of a product forward, for its input's gradient (dgrad) and its weight's (wgrad), where measured."""
+        return self.excess.get((m, n, k))
+
+
+def find_tile_table(device_id: str) -> TileTable | None:
+    """The products whose executed FLOPs were counted on a device, each alone; None without tables."""
+    excess: dict[tuple[int, int, int], dict[str, int]] = {}
+    device = ""
+    for name in ("gemm", "padding"):
+        path = find_table(device_id, name)
+        if path is None:
+            continue
+        table = load_table(path)
+        device = str(table.provenance.get("device"))
+        for row in table.records():
+            size = _read_size(name, row)
+            if size is not None and row["executed_flops"] is not None:
+                m, n, k = size
+                excess.setdefault(size, {})[row["direction"]] = row["executed_flops"] - 2 * m * n * k
+    return TileTable(excess, device) if excess else None
+
+
+def _read_size(table: str, row: dict[str, Any]) -> tuple[int, int, int] | None:
+    """(m, n, k) of a plain bf16 product; None for attention, experts and convolutions."""
+    if table == "gemm":
+        return (row["m"], row["n"], row["k"]) if row["dtype"] == "bf16" and row["mode"] == "burst" else None
+    sizes = str(row["shape"]).split("x")
+    is_plain = len(sizes) == 3 and all(size.isdigit() for size in sizes) and "embed" not in row["module"]
+    return (int(sizes[0]), int(sizes[1]), int(sizes[2])) if is_plain else None
 
 
 def _read_shape(rows: list[dict[str, Any]]) -> KernelShape | None:

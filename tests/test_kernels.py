@@ -74,3 +74,36 @@ def test_description_says_what_lies_outside() -> None:
     assert "fills no whole block" not in table.describe([(128, 128)], 1280)
     assert "length 100 lies outside the measured 512 to 4096" in table.describe([(128, 128)], 100)
     assert "no constants for head dim 80, 192/128" in table.describe([(80, 80), (192, 128), (128, 128)], 1024)
+
+
+def test_tile_padding_of_measured_sizes_is_counted(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's gemm table: products of exactly those sizes execute what was measured; rows still sum to the total."""
+    from flopcalc import bind
+    from flopcalc.calibration import save_table
+
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+              "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 50}  # fmt: skip
+    about = {"device": "X", "date": "2026-11-15"}
+    rows = make_rows("flash", 16, 16, (128, 128), (16, 16))
+    folder = str(tmp_path / "calibration" / "a40")
+    save_table(folder, "attention", about, rows)
+    plain = bind(config, convention="hardware", device="a40")(2, 64)
+    head = {"dtype": "bf16", "m": 128, "n": 50, "k": 64, "mode": "burst"}
+    excess = {"forward": 1000, "dgrad": 20, "wgrad": 3}
+    save_table(
+        folder, "gemm", about,
+        [{**head, "direction": d, "executed_flops": 2 * 128 * 50 * 64 + more} for d, more in excess.items()],
+    )  # fmt: skip
+    padded = bind(config, convention="hardware", device="a40")(2, 64)
+    assert (padded.forward - plain.forward, padded.backward - plain.backward) == (1000, 23)
+    assert sum(row.forward + row.backward for row in padded.by_module()) == padded.total
+    assert sum(map(sum, padded.by_component().values())) == padded.total
+    assert padded.totals["full"] == plain.totals["full"]
+    assert any("tile padding of 1 product as measured" in note for note in padded.notes)
+    frozen = bind(config, recipe={"freeze": "lm_head"}, convention="hardware", device="a40")(2, 64)
+    bare = bind(config, recipe={"freeze": "lm_head"}, convention="hardware", attention_kernel="flash")(2, 64)
+    assert frozen.backward - bare.backward == 20
+    assert bind(config, convention="hardware", device="a40")(1, 64).notes[-1].find("tile padding") == -1
+    eager = bind(config, convention="hardware", device="a40", attention_kernel="eager")(2, 64)
+    assert eager.total == eager.totals["full"]

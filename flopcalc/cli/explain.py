@@ -28,6 +28,7 @@ _FEATURES = {
     "windows": "query-key pairs within windows",
     "calls": "calls",
     "folds": "folds",
+    "padding": "tile padding",
 }
 
 
@@ -86,7 +87,9 @@ def explain_row(estimate: Estimate, path: str, copies: int, row: Row, value: int
         row.forward * many, row.backward * many * is_train, row.recompute * many * is_train
     )  # fmt: skip
     lines = [f"{unit}: {value:,}"]
-    if row.forward:
+    if op.feature[0] == "padding":
+        lines = [f"forward  = {forward:,} ({format_flops(forward)}), measured beyond need on the device"]
+    elif row.forward:
         words, numbers = _formula(row)
         layers = f"{copies} × " if copies > 1 else ""
         # A fold is done once for all rows: how many experts a token reaches does not matter to it.
@@ -94,7 +97,9 @@ def explain_row(estimate: Estimate, path: str, copies: int, row: Row, value: int
         per_unit = " × times" if times else ""
         lines.append(f"forward  = layers × {words}{per_unit} × {unit.partition(' (')[0]}")
         lines.append(f"         = {layers}{numbers}{times} × {value:,} = {forward:,} ({format_flops(forward)})")
-    if is_train:
+    if is_train and op.feature[0] == "padding":
+        lines.append(f"backward = {backward:,} ({format_flops(backward)}), likewise")
+    elif is_train:
         ratio = f"{row.backward / row.forward:g} × forward = " if row.forward else "gradient of the folded weight = "
         lines.append(f"backward = {ratio}{backward:,} ({format_flops(backward)})")
     if again:
