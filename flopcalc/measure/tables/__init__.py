@@ -97,6 +97,20 @@ class Bench:
         made = torch.randn(*shape, device=self.device, dtype=dtype or torch.bfloat16)
         return made.requires_grad_(needs_grad)
 
+    def make_call(self, forward: Callable[[], Any], direction: str, wanted: Any) -> Callable[[], Any]:
+        """A function that runs the forward alone, or alone the backward that gives the gradient of `wanted`."""
+        torch = self.torch
+        if direction == "forward":
+
+            def without_graph() -> Any:
+                with torch.no_grad():
+                    return forward()
+
+            return without_graph
+        out = forward()
+        gradient = torch.randn_like(out)
+        return lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True)
+
     def synchronize(self) -> None:
         if self.is_gpu:
             self.torch.cuda.synchronize()

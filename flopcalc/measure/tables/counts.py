@@ -450,7 +450,9 @@ def _make_linear(bench: Bench, direction: str, m: int, n: int, k: int) -> Callab
     """Through autograd, so that layouts are those of a real linear layer."""
     torch = bench.torch
     x, weight = bench.random(m, k, needs_grad=True), bench.random(n, k, needs_grad=True)
-    return _make_direction(torch, lambda: torch.nn.functional.linear(x, weight), direction, x, weight)
+    return bench.make_call(
+        lambda: torch.nn.functional.linear(x, weight), direction, x if direction == "dgrad" else weight
+    )
 
 
 def _make_patches(bench: Bench, direction: str, m: int, n: int, k: int, images: str) -> Callable[[], Any]:
@@ -464,12 +466,13 @@ def _make_patches(bench: Bench, direction: str, m: int, n: int, k: int, images: 
         height, width = (int(size) for size in images.split("+")[0].split("x")[1:])
         x = bench.random(m // (height * width), 3, height * side, width * side, needs_grad=True)
         weight = bench.random(n, 3, side, side, needs_grad=True)
-        return _make_direction(torch, lambda: torch.nn.functional.conv2d(x, weight, stride=side), direction, x, weight)
+        return bench.make_call(
+            lambda: torch.nn.functional.conv2d(x, weight, stride=side), direction, x if direction == "dgrad" else weight
+        )
     side = isqrt(area // 2)
     x, weight = (bench.random(count, 3, 2, side, side, needs_grad=True) for count in (m, n))
-    return _make_direction(
-        torch, lambda: torch.nn.functional.conv3d(x, weight, stride=(2, side, side)), direction, x, weight
-    )
+    wanted = x if direction == "dgrad" else weight
+    return bench.make_call(lambda: torch.nn.functional.conv3d(x, weight, stride=(2, side, side)), direction, wanted)
 
 
 def _make_experts(bench: Bench, direction: str, n: int, k: int, rows: list[int]) -> Callable[[], Any]:
@@ -478,18 +481,6 @@ def _make_experts(bench: Bench, direction: str, n: int, k: int, rows: list[int])
     ends = torch.tensor(rows).cumsum(0).to(torch.int32).to(bench.device)
     x, weight = bench.random(sum(rows), k, needs_grad=True), bench.random(len(rows), n, k, needs_grad=True)
     product = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-    return _make_direction(torch, lambda: product(x, weight.transpose(-2, -1), offs=ends), direction, x, weight)
-
-
-def _make_direction(torch: Any, forward: Callable[[], Any], direction: str, x: Any, weight: Any) -> Callable[[], Any]:
-    if direction == "forward":
-
-        def without_graph() -> Any:
-            with torch.no_grad():
-                return forward()
-
-        return without_graph
-    out = forward()
-    gradient = torch.randn_like(out)
-    wanted = x if direction == "dgrad" else weight
-    return lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True)
+    return bench.make_call(
+        lambda: product(x, weight.transpose(-2, -1), offs=ends), direction, x if direction == "dgrad" else weight
+    )

@@ -98,23 +98,13 @@ def measure(bench: Bench, row: Json) -> Json:
 
 
 def _make_call(bench: Bench, op: str, direction: str, elements: int) -> Callable[[], Any]:
-    torch = bench.torch
     if op.startswith("adamw"):
         return _make_optimizer(bench, op, elements)
     if op == "copy":
         source, target = bench.random(elements), bench.random(elements)
         return lambda: target.copy_(source)
     forward, inputs = _make_forward(bench, op, elements)
-    if direction == "forward":
-
-        def without_graph() -> Any:
-            with torch.no_grad():
-                return forward()
-
-        return without_graph
-    out = forward()
-    gradient = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+    return bench.make_call(forward, direction, inputs)
 
 
 def _make_forward(bench: Bench, op: str, elements: int) -> tuple[Callable[[], Any], tuple[Any, ...]]:
