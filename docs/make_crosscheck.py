@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE / "crosscheck.md"
 DEVICE = "h200-sxm"
 NAMED = 4  # differences shown per family
+FP32_ROUTER = "model.layers.*.mlp.gate"  # of DeepSeek-V3: HF casts it to fp32
 
 
 def load(name: str) -> Table:
@@ -56,6 +57,8 @@ def sum_alone(padding: Table, row: dict[str, Any]) -> dict[str, int] | None:
     for record in padding.select(**wanted):
         if row["phase"] == "forward" and record["direction"] != "forward":
             continue
+        if record["module"] == FP32_ROUTER and row["family"] == "deepseek_v3":
+            continue  # the table measured it in bf16; the step runs it in fp32, off the bf16 counter
         if record["kernel"] in ("", row["kernel"]):
             kernels.add(record["kernel"])
             module = re.sub(r"\.\d+\.", ".*.", record["module"]) if "experts" in record["shape"] else record["module"]
@@ -78,10 +81,12 @@ def name_difference(module: str, difference: int) -> str:
     """Why a product executes something else than it needs."""
     if module.endswith(("attn", "attention")):
         return "head dim or length padded to the blocks of the attention kernel"
+    if module.endswith("patch_embedding"):
+        return "three colour channels padded by the convolution"
     if module.endswith(".experts"):
         return "ragged expert rows, padded to the tiles of a grouped product"
     if module.endswith(".gate") and difference < 0:
-        return "a router in fp32, which the bf16 counter does not see"
+        return "a router in fp32, off the bf16 counter"
     return "sizes that are no multiple of the product's tiles"
 
 
@@ -97,6 +102,15 @@ def describe(table: Table) -> str:
     )
 
 
+def estimate_seven_b(model: str, row: dict[str, Any]) -> int:
+    """The analytic count that a row's witness should equal, by the code and tables of today."""
+    if row["analytic_as"].startswith("full"):
+        estimate = bind(model, convention="full")(1, row["seq"])
+        return estimate.forward if row["analytic_as"].endswith("forward") else estimate.total
+    kernel = row["analytic_as"].partition(", ")[2]
+    return bind(model, convention="hardware", attention_kernel=kernel, device=DEVICE)(1, row["seq"]).total
+
+
 def write_seven_b() -> Iterator[str]:
     found = json.loads((HERE.parent / "benchmarks" / "results" / "seven_b.json").read_text())
     about = found["provenance"]
@@ -110,28 +124,31 @@ def write_seven_b() -> Iterator[str]:
     yield ""
     rows = []
     for row in found["rows"]:
-        best = row["corrected"] if row["corrected"] is not None else row["counted"]
-        name = row["witness"] + (", corrected" if row["corrected"] is not None else "")
-        equal = best == row["analytic"]
-        rows.append(
-            [
-                str(row["seq"]),
-                row["attention"],
-                name,
-                f"{best:,}",
-                f"{row['analytic']:,}",
-                row["analytic_as"],
-                "equal" if equal else percent(best / row["analytic"] - 1),
-                f"{row['seconds']:.2f} s",
-            ]
-        )
+        figures = [(row["witness"], row["counted"])]
+        if row["corrected"] is not None:
+            figures.append((f"{row['witness']}, corrected", row["corrected"]))
+        for name, counted in figures:
+            analytic = estimate_seven_b(about["model"], row)
+            rows.append(
+                [
+                    str(row["seq"]),
+                    row["attention"],
+                    name,
+                    f"{counted:,}",
+                    f"{analytic:,}",
+                    row["analytic_as"],
+                    "equal" if counted == analytic else percent(counted / analytic - 1),
+                    f"{row['seconds']:.2f} s",
+                ]
+            )
     yield format_grid(
         ["tokens", "attention", "witness", "counted", "analytic", "convention", "difference", "cost"], rows, "github"
     )
     yield ""
     yield (
-        "The counters that read operators agree to the FLOP. The hardware counter sees a little more: products padded "
-        "to their tiles, as the steps below show call by call."
+        "The operator counter, fvcore and the corrected profiler agree to the FLOP; the profiler as it is adds "
+        "elementwise work. What the GPU's counter sees beyond the analytic count was not taken apart for this model; "
+        "in the steps below it is padding inside the calls."
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_file, get_stem, list_data_files, load_toml
-from flopcalc.errors import ConfigError, format_nearest, format_value
+from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 
 MAX_JSON_CHARACTERS = 16_000_000
 
@@ -65,7 +66,7 @@ def _load_named(model: str | os.PathLike[str], download: bool) -> Source:
         raise ConfigError("the model's name is empty" if not text else "the model's name holds a NUL character")
     is_name = isinstance(model, str) and "/" not in text and os.sep not in text and not text.endswith(".json")
     if is_name:
-        preset = find_data_file("presets", text.lower())
+        preset = find_data_file("presets", text) or find_data_file("presets", text.lower())
         if preset is not None:
             return load_preset(preset)
     path = os.path.expanduser(text)
@@ -140,7 +141,7 @@ def _load_hub(hub_id: str, download: bool) -> Source:
     if config is None and download:
         return _download(hub_id)
     if config is None:
-        known = [name for name, path in list_data_files("presets").items() if load_toml(path).get("hub_id") == hub_id]
+        known = _find_preset_of(hub_id)
         hint = f"; preset {known[0]} has its published dims" if known else ""
         raise ConfigError(
             f"{hub_id!r} is neither a path nor in the local Hugging Face cache; --download fetches it{hint}"
@@ -149,6 +150,15 @@ def _load_hub(hub_id: str, download: bool) -> Source:
     return _checked(
         Source(hub_id, _load_json(config), config, _load_json(preprocessor) if preprocessor else None, config)
     )
+
+
+def _find_preset_of(hub_id: str) -> list[str]:
+    found = []
+    for name, path in list_data_files("presets").items():
+        with suppress(SpecError):  # another preset that cannot be read is not this model's fault
+            if load_toml(path).get("hub_id") == hub_id:
+                found.append(name)
+    return found
 
 
 def _find_cached(hub_id: str, filename: str) -> str | None:

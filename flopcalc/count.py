@@ -25,6 +25,7 @@ class Row(NamedTuple):
     parameters: int = 0
     inactive: int = 0  # parameters of experts that one token does not reach
     trainable: int = 0
+    owes_weight: bool = False  # backward holds the gradient of its weight, not only of its input
 
 
 class Block(NamedTuple):
@@ -181,7 +182,7 @@ class _Layer:
             size_a, size_b = adapter_parameters(op, state.rank)
             total += size_a + size_b
             trainable += size_a * state.adapter_a + size_b * state.adapter_b
-        self.rows.append(Row(op, forward, backward, 0, total, inactive, trainable))
+        self.rows.append(Row(op, forward, backward, 0, total, inactive, trainable, state.weight))
         if op.input_embedding and self.mode.recompute != "none":
             flow = True
         return flow

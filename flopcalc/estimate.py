@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc.config import Source, load_config
-from flopcalc.count import Block, Mode, Row, count, product_flops, sum_coefficients
+from flopcalc.count import (
+    Block,
+    Mode,
+    Row,
+    bias_parameters,
+    count,
+    product_flops,
+    sum_coefficients,
+    weight_parameters,
+)
 from flopcalc.data import list_data_files
 from flopcalc.devices import find_device
 from flopcalc.errors import ConfigError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
@@ -18,7 +27,15 @@ from flopcalc.spec import PARTS, Spec, find_spec, load_spec
 from flopcalc.spec import bind as bind_spec
 from flopcalc.units import check_size, format_flops
 from flopcalc.vision import Vision, bind_vision
-from flopcalc.workload import Feature, Grid, Workload, evaluate_feature, make_workload, read_batch
+from flopcalc.workload import (
+    Feature,
+    Grid,
+    Workload,
+    attention_lengths,
+    evaluate_feature,
+    make_workload,
+    read_batch,
+)
 
 if TYPE_CHECKING:
     from flopcalc.kernels import KernelTable, TileTable
@@ -78,13 +95,18 @@ class Estimator:
         self.vision: Vision | None = bind_vision(dims)
         self._position_kind = self.spec.positions.get("kind", "")
         self._position_limit = _read_limit(dims)
-        if recipe is None:
-            recipe = make_recipe()
-        if source.module is not None and recipe.trained is None and recipe == make_recipe(recompute=recipe.recompute):
-            live, sizes = read_recipe(source.module, recipe.recompute if recipe.recompute != "none" else None)
+        if source.module is not None:
+            if recipe is not None and (recipe.freeze or recipe.train_only or recipe.lora):
+                raise RecipeError(
+                    "a live model itself says what trains (requires_grad and PEFT): change it there, or pass its config"
+                )
+            live, sizes = read_recipe(source.module, None if recipe is None else recipe.recompute)
             self._check_live(sizes)
             recipe = live
-        self.recipe = recipe
+        self.recipe = recipe if recipe is not None else make_recipe()
+        recipe = self.recipe
+        # Two estimators of one identity count alike: the model under one recipe, however often it was bound.
+        self.identity = (source.name, self.stages, recipe, convention, self.attention_kernel)
         self._resolver = Resolver(recipe, self.stages)
         self._plans: dict[Mode, Plan] = {}
         self._chosen: dict[tuple[bool, str], tuple[Plan, str]] = {}
@@ -183,13 +205,14 @@ class Estimator:
                 op = row.op
                 flops = product_flops(op)
                 # An adapted or fused product is several: only plain ones have one size.
-                if op.kind != "linear" or op.copies > 1 or row.forward != flops:
+                # A router may run in fp32 (DeepSeek's does), where bf16 tiles say nothing.
+                if op.kind != "linear" or op.copies > 1 or row.forward != flops or op.part == "router":
                     continue
                 value = evaluate_feature(op.feature, load, counting)
                 excess = self.tile_table.find(value * op.times, op.n_out, op.n_in) if value else None
                 if excess is None:
                     continue
-                owed = ("dgrad", "wgrad") if row.backward == 2 * flops else ("wgrad" if row.trainable else "dgrad",)
+                owed = ("dgrad", "wgrad") if row.backward == 2 * flops else ("wgrad" if row.owes_weight else "dgrad",)
                 back = sum(excess.get(direction, 0) for direction in owed) if row.backward else 0
                 ahead = excess.get("forward", 0)
                 padding = Row(op._replace(feature=("padding",)), ahead, back, ahead if row.recompute else 0)
@@ -282,23 +305,35 @@ class Estimator:
             notes.append(f"recomputation would add {format_flops(again)} ({again}) under convention hardware")
         if load.phase == "train" and not self.parameters()["trainable"]:
             notes.append("nothing trains under this recipe, so there is no backward pass")
+        if isinstance(load.logits, int) and load.logits > load.seq:
+            notes.append(f"logits asked for {load.logits} positions, a sequence has {load.seq}: all of them counted")
         if self.recipe.recompute != "none" and load.phase != "train":
             notes.append(f"phase {load.phase} has no backward pass, so nothing is recomputed")
-        if self.convention == "hardware" and self.attention_kernel != "eager" and load.phase != "decode":
-            notes.append(f"kernel {self.attention_kernel}: {self._describe_kernel(load)}")
+        if self.convention == "hardware" and self.attention_kernel != "eager":
+            notes += self._describe_kernels(load)
         return notes
 
-    def _describe_kernel(self, load: Workload) -> str:
-        if self.kernel_table is None:
-            return "causal attention counted in blocks of 128, no measured table; backward forms the scores again"
-        attends = [row.op for _, row, value in self.rows(load, "hardware") if row.op.kind == "attend" and value]
-        text = self.kernel_table.describe({(op.qk, op.v) for op in attends}, load.seq)
+    def _describe_kernels(self, load: Workload) -> list[str]:
+        """What the hardware count takes from tables, and where a query lies outside them."""
+        notes = []
+        if load.phase != "decode" and self.kernel_table is None:
+            backward = "; backward forms the scores again" if load.phase == "train" else ""
+            rule = f"causal attention counted in blocks of 128, no measured table{backward}"
+            notes.append(f"kernel {self.attention_kernel}: {rule}")
+        elif load.phase != "decode" and self.kernel_table is not None:
+            asked: dict[tuple[int, int], set[tuple[str, int]]] = {}
+            for _, row, value in self.rows(load, "hardware"):
+                if row.op.kind == "attend" and value:
+                    asked.setdefault((row.op.qk, row.op.v), set()).update(
+                        attention_lengths(row.op.feature, load, row.op.times)
+                    )
+            notes.append(f"kernel {self.attention_kernel}: {self.kernel_table.describe(asked)}")
         plan, counting = self._choose(load, "hardware")
         padded = self._padding_rows(plan, load, counting)
-        if padded:
+        if padded and self.tile_table is not None:
             many = f"{len(padded)} product{'s' if len(padded) > 1 else ''}"
-            text += f"; tile padding of {many} as measured there (tables gemm and padding)"
-        return text
+            notes.append(f"tile padding of {many} as measured on {self.tile_table.device} (tables gemm and padding)")
+        return notes
 
     def _paths(self) -> Iterable[str]:
         return {
@@ -308,33 +343,36 @@ class Estimator:
         }
 
     def _check_live(self, sizes: dict[str, int]) -> None:
-        """The live model's parameters must be the spec's, name by name: else its FLOPs would not be."""
-        expected = set()
+        """The live model's parameters must be the spec's, by name and size: else its FLOPs would not be."""
+        expected: dict[str, int] = {}
         for stage in self.stages:
             for layer, chain in enumerate(stage.layers):
                 path = f"{stage.path}.{layer}" if stage.repeated else stage.path
-                expected |= _parameter_names(chain, path)
-        extra = sorted(set(sizes) - expected)
-        missing = sorted(expected - set(sizes))
-        if extra or missing:
-            shown = ", ".join((extra or missing)[:3])
+                expected |= _parameter_sizes(chain, path)
+        extra = sorted(set(sizes) - set(expected))
+        missing = sorted(set(expected) - set(sizes))
+        resized = sorted(name for name, size in sizes.items() if expected.get(name, size) != size)
+        if extra or missing or resized:
+            shown = ", ".join((extra or missing or resized)[:3])
             what = "has parameters that the spec lacks" if extra else "lacks parameters of the spec"
+            what = what if extra or missing else "has parameters of another size than its config says"
             raise ConfigError(
                 f"{self.source.name} {what} ({shown}): spec {self.spec.name!r} describes {self.spec.architecture}"
             )
 
 
-def _parameter_names(chain: Chain, path: str) -> set[str]:
-    names = set()
+def _parameter_sizes(chain: Chain, path: str) -> dict[str, int]:
+    """Every parameter of a chain by its full name, with its number of elements."""
+    sizes = {}
     for op in iterate(chain):
         if op.kind in STATELESS:
             continue
         module = join(path, op.name)
         if not op.tied:
-            names.add(module if op.kind == "param" else f"{module}.{op.param}")
+            sizes[module if op.kind == "param" else f"{module}.{op.param}"] = weight_parameters(op)
         if op.bias:
-            names.add(f"{module}.bias")
-    return names
+            sizes[f"{module}.bias"] = bias_parameters(op)
+    return sizes
 
 
 def _check_alone(batch_size: int, *others: Any) -> None:
@@ -422,7 +460,7 @@ class Estimate:
         if self.convention == "hardware" and other.attention_kernel != self.attention_kernel:
             raise FlopcalcError(f"cannot add FLOPs of kernel {other.attention_kernel} to {self.attention_kernel}")
         return Estimate(
-            self.terms + other.terms,
+            _merge_terms(self.terms + other.terms),
             self.forward + other.forward,
             self.backward + other.backward,
             self.recompute + other.recompute,
@@ -512,10 +550,10 @@ class Estimate:
 
     def _rows(self) -> Iterable[tuple[Block, Row, int, bool, int, bool]]:
         """Every row with its feature's value, whether it trains, how often, and whether its model is met first."""
-        seen: set[int] = set()
+        seen: set[Any] = set()
         for estimator, load, times in self.terms:
-            is_first = id(estimator) not in seen
-            seen.add(id(estimator))
+            is_first = estimator.identity not in seen
+            seen.add(estimator.identity)
             for block, row, value in estimator.rows(load, estimator.convention):
                 yield block, row, value, load.phase == "train", times, is_first
 
@@ -523,7 +561,7 @@ class Estimate:
     def parameters(self) -> dict[str, int]:
         """Parameters of the model; of all models, where estimates of several were added."""
         sums = {"total": 0, "active": 0, "trainable": 0}
-        for estimator in {id(estimator): estimator for estimator, _, _ in self.terms}.values():
+        for estimator in {estimator.identity: estimator for estimator, _, _ in self.terms}.values():
             for key, value in estimator.parameters().items():
                 sums[key] += value
         return sums
@@ -604,6 +642,16 @@ class Estimate:
         return format_html(self)
 
 
+def _merge_terms(terms: tuple[tuple[Estimator, Workload, int], ...]) -> tuple[tuple[Estimator, Workload, int], ...]:
+    """The same workload on the same model several times is one term with a count."""
+    merged: dict[Any, tuple[Estimator, Workload, int]] = {}
+    for estimator, load, times in terms:
+        key = (estimator.identity, load)
+        before = merged.get(key, (estimator, load, 0))
+        merged[key] = (before[0], before[1], before[2] + times)
+    return tuple(merged.values())
+
+
 class _ModuleSum:
     __slots__ = ("backward", "forward", "kinds", "layers", "parameters", "place", "recompute")
 
@@ -617,7 +665,7 @@ class _ModuleSum:
 def _describe(estimate: Estimate) -> dict[str, Any]:
     """The workload in numbers: sizes of the first term, totals over all."""
     _, load, times = estimate.terms[0]
-    is_mixed = len(estimate.terms) > 1
+    is_mixed = len({other.layout for _, other, _ in estimate.terms}) > 1
     images = patches = visual = 0
     for each, other, many in estimate.terms:
         images += len(other.all_grids) * many
@@ -646,19 +694,20 @@ def bind(
     convention: str = "model",
     attention_kernel: str = "auto",
     device: str | None = None,
+    dtype: str = "bf16",
     spec: str | os.PathLike[str] | None = None,
     download: bool = False,
 ) -> Estimator:
     """The fast estimator of a model for a loop: a callable with estimate_flops' workload arguments.
 
     `device` says which kernel "auto" stands for (without one it is SDPA's flash kernel), and whose measured
-    constants convention hardware uses.
+    constants convention hardware uses; they were measured in bf16, so another `dtype` takes none.
     """
     table, tiles = None, None
     if device is not None:
         found = find_device(device)
         attention_kernel = (found.sdpa or "flash") if attention_kernel == "auto" else attention_kernel
-        if attention_kernel != "eager":
+        if attention_kernel != "eager" and dtype == "bf16":
             from flopcalc.kernels import find_kernel_table, find_tile_table  # read tables: only where a device is named
 
             table, tiles = find_kernel_table(found.id, attention_kernel), find_tile_table(found.id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -12,27 +12,35 @@ from flopcalc.workload import BLOCK
 
 
 class KernelTable(NamedTuple):
-    """Constants of one kernel on one device, and the lengths they were measured over."""
+    """Constants of one kernel on one device, and the lengths that each head dim was measured over."""
 
     shapes: tuple[tuple[tuple[int, int], KernelShape], ...]
     device: str
     date: str
-    shortest: int
-    longest: int
+    ranges: tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # (qk, v) -> shortest and longest
 
-    def describe(self, widths: Iterable[tuple[int, int]], length: int) -> str:
-        """Which table was used, and how far outside its range a query lies."""
-        known = dict(self.shapes)
-        missing = sorted({width for width in widths if width not in known})
+    def describe(self, asked: Mapping[tuple[int, int], Iterable[tuple[str, int]]]) -> str:
+        """Which table was used for (qk, v) -> {(mask, length)}, and what of it the table does not cover."""
+        known, ranges = dict(self.shapes), dict(self.ranges)
         text = f"executed pairs as measured on {self.device} (attention table of {self.date})"
+        missing = sorted(width for width in asked if width not in known)
         if missing:
             shown = ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in missing)
             text += f"; it has no constants for head dim {shown}: blocks of 128 taken"
-        if length and not self.shortest <= length <= self.longest:
-            text += f"; length {length} lies outside the measured {self.shortest} to {self.longest}"
-        if length % BLOCK:
-            text += f"; length {length} fills no whole block, and what the kernel pads there is not counted"
+        calls = [(width, mask, length) for width, found in asked.items() if width in known for mask, length in found]
+        outside = sorted({n for width, _, n in calls if not ranges[width][0] <= n <= ranges[width][1]})
+        ragged = sorted({n for _, _, n in calls if n % BLOCK} - set(outside))
+        if outside:
+            text += f"; length {_list(outside)} lies outside what was measured there"
+        if ragged:
+            text += f"; length {_list(ragged)} fills no whole block, and what the kernel pads there is not counted"
+        if any(mask == "window" for _, mask, _ in calls):
+            text += "; windows were not measured: the causal block size is taken for them"
         return text
+
+
+def _list(lengths: list[int]) -> str:
+    return ", ".join(map(str, lengths[:3])) + (", …" if len(lengths) > 3 else "")
 
 
 def find_kernel_table(device_id: str, kernel: str) -> KernelTable | None:
@@ -52,10 +60,13 @@ def read_kernel_table(table: Table, kernel: str) -> KernelTable | None:
             shapes[width] = shape
     if not shapes:
         return None
-    lengths = [row["length"] for row in rows]
+    ranges = {}
+    for width in shapes:
+        lengths = [row["length"] for row in rows if (row["qk_dim"], row["v_dim"]) == width]
+        ranges[width] = (min(lengths), max(lengths))
     about = table.provenance
     return KernelTable(
-        tuple(shapes.items()), str(about.get("device")), str(about.get("date"))[:10], min(lengths), max(lengths)
+        tuple(shapes.items()), str(about.get("device")), str(about.get("date"))[:10], tuple(ranges.items())
     )
 
 

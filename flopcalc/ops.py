@@ -244,6 +244,10 @@ class _Builder:
         times = size("times", default="1")
         flag = evaluate_truth(item["bias"], dims) if "bias" in item else False
         if kind in ("linear", "conv"):
+            if size("active", default="1") > size("copies", default="1"):
+                raise ConfigError(
+                    f"{dims.where}: {size('active')} experts a token ({item['active']}) of only {size('copies')}"
+                )
             return Op(
                 kind, name, part, feature, times, size("in"), size("out"), flag,
                 param=item.get("param", "weight"),

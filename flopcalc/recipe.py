@@ -331,6 +331,7 @@ def read_recipe(model: Any, recompute: str | None = None) -> tuple[Recipe, dict[
     ranks: dict[str, int] = {}
     sizes: dict[str, int] = {}
     fused = _find_fused(model)
+    _check_adapters(model)
     for full_name, parameter in model.named_parameters():
         path, dot, rest = full_name.partition(".lora_")
         if dot:
@@ -355,6 +356,26 @@ def read_recipe(model: Any, recompute: str | None = None) -> tuple[Recipe, dict[
     if recompute is None:
         recompute = _read_recompute(model)
     return Recipe(recompute=recompute, trained=frozenset(trained), adapters=tuple(sorted(ranks.items()))), sizes
+
+
+def _check_adapters(model: Any) -> None:
+    """One plain, active LoRA adapter per module is what the count describes; anything else is refused by name."""
+    for path, module in model.named_modules():
+        adapters = getattr(module, "lora_A", None)
+        if adapters is None or not hasattr(module, "active_adapters"):
+            continue
+        names = {*adapters, *getattr(module, "lora_embedding_A", ())}
+        problem = None
+        if len(names) > 1:
+            problem = f"has {len(names)} adapters"
+        elif getattr(module, "merged", False):
+            problem = "has its adapter merged"
+        elif getattr(module, "disable_adapters", False) or not names & set(module.active_adapters):
+            problem = "has its adapter switched off"
+        elif any(getattr(module, "use_dora", {}).values()) or any(getattr(module, "lora_bias", {}).values()):
+            problem = "uses DoRA or a LoRA bias"
+        if problem:
+            raise RecipeError(f"{path} {problem}: only one active, plain LoRA adapter per module is counted")
 
 
 def _find_fused(model: Any) -> dict[str, tuple[str, int]]:

@@ -95,7 +95,10 @@ def find_peak(device: str | None, dtype: Any, peak: float | None) -> tuple[str |
             missing = f"the GPU found here, {found!r}, is not in the table: give its dense peak with --peak FLOPS_PER_S"
             return found, peak, None if peak else missing
     if peak is not None:
-        return find_device(device).name if device else None, peak, None
+        try:
+            return find_device(device).name if device else None, peak, None
+        except DeviceError:
+            return device, peak, None  # not in the table, and need not be
     if device is None:
         raise DeviceError("MFU needs a peak: name a --device, or give --peak FLOPS_PER_S")
     return find_device(device).name, peak_flops_per_s(device, dtype), None
@@ -131,7 +134,8 @@ def describe_measured_mfu(device: str, estimate: Estimate) -> str | None:
 
 
 def check_positive(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
+    is_number = not isinstance(value, (bool, str, bytes)) and hasattr(value, "__float__")
+    if not is_number or not (0 < value < math.inf):
         raise FlopcalcError(f"{what} must be a positive number, not {format_value(value)}")
     return float(value)
 

@@ -54,7 +54,8 @@ class Vision(NamedTuple):
         check_size(width, "image width")
         check_size(height, "image height")
         if self.kind == "fixed":
-            return (1, self.side, self.side), []
+            note = f"this model crops every image to one square: {self.tokens} tokens each, whatever its size"
+            return (1, self.side, self.side), [note]
         least, most, notes = _read_limits(preprocessor)
         patch = _limit(preprocessor or {}, "patch_size", self.patch)
         merge = _limit(preprocessor or {}, "merge_size", self.merge)
@@ -122,8 +123,14 @@ def _read_limits(preprocessor: dict[str, Any] | None) -> tuple[int, int, list[st
     if found_least is None and found_most is None:
         note = f"no preprocessor limits given: images resized to {least}…{most} pixels, the processor class's defaults"
         return least, most, [note]
-    found = {"min": least if found_least is None else found_least, "max": most if found_most is None else found_most}
-    return _limit(found, "min", least), _limit(found, "max", most), []
+    found = {
+        "min_pixels": least if found_least is None else found_least,
+        "max_pixels": most if found_most is None else found_most,
+    }
+    least, most = _limit(found, "min_pixels", least), _limit(found, "max_pixels", most)
+    if found_least is not None and found_most is not None and least > most:
+        raise ConfigError(f"preprocessor_config.json: min_pixels {least} is more than max_pixels {most}")
+    return least, most, []
 
 
 def _limit(table: dict[str, Any], key: str, default: int) -> int:

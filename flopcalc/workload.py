@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -88,6 +89,8 @@ def make_workload(
     grids = read_grids(image_grid_thw, "image_grid_thw") if image_grid_thw is not None else ()
     videos = read_grids(video_grid_thw, "video_grid_thw") if video_grid_thw is not None else ()
     if phase == "decode":
+        if logits not in (None, "all"):
+            raise WorkloadError("decode makes logits for each new token: logits cannot be chosen there")
         if lengths is not None or grids or videos:
             raise WorkloadError("decode takes neither packed lengths nor images: their keys are in the context")
         past = check_size(context, "context", 0) if context is not None else 0
@@ -161,6 +164,8 @@ def read_batch(
     if len(shape) < 2:
         raise WorkloadError(f"input_ids must be (batch, length), not of shape {tuple(shape)}")
     rows, seq = check_size(shape[0], "batch"), check_size(shape[1], "seq")
+    if not hasattr(ids, "shape") and any(len(row) != seq for row in ids):
+        raise WorkloadError(f"input_ids: rows of different lengths; pad them to {seq} and give an attention_mask")
     grids: list[tuple[Grid, ...]] = []
     for key in ("image_grid_thw", "video_grid_thw"):
         value = batch.get(key)
@@ -171,7 +176,15 @@ def read_batch(
         grids.append(read_grids(value, key) if value is not None else ())
     documents, layout = _read_layout(batch, rows, seq, is_readable, notes)
     images = grids[0]
+    if batch.get("pixel_values_videos") is not None and not grids[1]:
+        raise WorkloadError("pixel_values_videos need video_grid_thw beside them")
+    if logits is None and type(batch.get("logits_to_keep")) is int and batch["logits_to_keep"] > 0:
+        logits = check_size(batch["logits_to_keep"], "logits_to_keep")
     pixels = batch.get("pixel_values")
+    if pixels is not None and images and len(_shape(pixels)) == 2:
+        patches = sum(t * h * w for t, h, w in images)
+        if _shape(pixels)[0] != patches:
+            raise WorkloadError(f"pixel_values hold {_shape(pixels)[0]} patches, image_grid_thw {patches}")
     if pixels is not None and not images and batch.get("image_grid_thw") is None:
         images = ((0, 0, 0),) * _count_images(pixels)  # a fixed-size tower: the model fills the grid in
     return Workload(rows, seq, documents, layout, phase, 0, logits, images, grids[1]), notes
@@ -180,7 +193,7 @@ def read_batch(
 def _read_layout(
     batch: Mapping[str, Any], rows: int, seq: int, is_readable: Any, notes: list[str]
 ) -> tuple[tuple[int, ...] | None, str]:
-    for key in ("cu_seqlens", "cu_seq_lens_q"):
+    for key in ("cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q"):
         bounds = batch.get(key)
         if bounds is not None:
             if not is_readable(bounds):
@@ -201,15 +214,26 @@ def _read_layout(
         else:
             _check_rows(mask, "attention_mask", (rows,), seq)
             lengths = _row_lengths(mask)
+            if not any(lengths):
+                raise WorkloadError("attention_mask masks every position: there is nothing to count")
             if any(length < seq for length in lengths):
                 return tuple(length for length in lengths if length), "padded"
+    elif mask is not None:
+        notes.append(f"attention_mask of shape {tuple(_shape(mask))} was not read: counted as plain rows")
     positions = batch.get("position_ids")
+    if positions is not None and len(_shape(positions)) == 3 and _shape(positions)[0] == 4:
+        positions = positions[0]  # Qwen-VL: text positions before the three rotary ones; HF packs by them
     if positions is not None and len(_shape(positions)) == 2:
         if not is_readable(positions):
             notes.append(f"position_ids lie on {positions.device} and were not read: one document per row")
         else:
             _check_rows(positions, "position_ids", (1, rows), seq)
             if not _has_restart(positions):
+                return None, "unpadded"
+            if mask is not None:
+                notes.append(
+                    "position_ids restart, but with an attention_mask HF does not keep documents apart: one per row"
+                )
                 return None, "unpadded"
             given = _list(positions, "position_ids")
             documents = tuple(length for row in given for length in _split_documents(row))
@@ -348,6 +372,28 @@ def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
     raise AssertionError(f"feature {feature!r}")
 
 
+def attention_lengths(feature: Feature, load: Workload, times: int) -> set[tuple[str, int]]:
+    """The (mask, length) of every kind of attention call behind one feature: what a table of calls is asked for."""
+    kind = feature[0]
+    if kind == "pairs":
+        lengths = load.documents if load.layout == "packed" and load.documents is not None else (load.seq,)
+        mask = "window" if int(feature[2]) and int(feature[2]) < max(lengths) else str(feature[1])
+        return {(mask, length) for length in lengths}
+    if kind == "images":
+        return {("full", math.isqrt(times))}
+    if kind == "frames":
+        return {("full", h * w) for _, h, w in load.all_grids}
+    side = int(feature[1]) * int(feature[2])
+    found = set()
+    for _, h, w in load.all_grids:
+        sides = [{side} if size >= side else set() for size in (h, w)]
+        for known, size in zip(sides, (h, w), strict=True):
+            if size % side:
+                known.add(size % side)
+        found |= {("full", a * b) for a in sides[0] for b in sides[1]}
+    return found
+
+
 def _sequence_pairs(load: Workload, mask: str, window: int, counting: str, block: int) -> int:
     if load.phase == "decode":
         # One query a call: eager code attends to the cache, which a window has already cut.
@@ -377,4 +423,5 @@ def _logit_rows(load: Workload, counting: str) -> int:
     keep = 1 if load.logits == "last" else int(load.logits)
     if counting == "model" and load.layout == "padded" and load.documents is not None:
         return sum([min(keep, length) for length in load.documents])
+    # A packed row has one last position: HF keeps logits per row, not per document.
     return load.rows * min(keep, load.seq)

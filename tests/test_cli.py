@@ -634,3 +634,38 @@ def test_version(capsys: Capture) -> None:
 def test_shell_completion(words: str, expected: set[str]) -> None:
     done = run_process(_FLOPCALC_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=str(len(words.split()) - 1))
     assert {line.partition(",")[2] for line in done.stdout.splitlines()} == expected
+
+
+def test_explain_says_how_a_head_dim_is_padded(capsys: pytest.CaptureFixture[str]) -> None:
+    command = (
+        "explain --model qwen2-vl --text 100 --image 448x448 --convention hardware --device h200 --op *attn --json"
+    )
+    with pytest.raises(SystemExit):
+        main(command.split())
+    entry = json.loads(capsys.readouterr().out)["operations"][0]
+    numbers = entry["lines"][2].split("= ")[1]
+    product = 1.0
+    for piece in numbers.replace(",", "").split(" × "):
+        product *= sum(map(float, piece.strip("() ").split(" + "))) if "+" in piece else float(piece)
+    assert product == entry["forward"]
+
+
+def test_compare_shows_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "qwen2-vl", "llama-3.1-8b", "--seq", "64"])
+    assert "qwen2-vl: no image given" in capsys.readouterr().out
+
+
+def test_without_arguments_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 0
+    assert "Commands:" in capsys.readouterr().out
+
+
+def test_a_device_that_is_not_in_the_table_takes_a_peak_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "estimate --model llama-3.2-1b --seq 64 --device newest --peak 1e15 --step-time 0.1 --json"
+    with pytest.raises(SystemExit) as stopped:
+        main(command.split())
+    assert stopped.value.code == 0
+    assert json.loads(capsys.readouterr().out)["mfu"]["device"] == "newest"

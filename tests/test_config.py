@@ -277,7 +277,10 @@ def test_mistyped_flag(key: str, value: Any) -> None:
     [
         ({**LLAMA, "max_position_embeddings": "x"}, "max_position_embeddings must be a positive whole number, not 'x'"),
         ({**LLAMA, "num_attention_heads": 0}, "divides by zero"),
-        ({**LLAMA, "model_type": "gemma2", "layer_types": ["x"]}, "index"),
+        ({**LLAMA, "model_type": "gemma2", "layer_types": ["x"]}, "layer_types holds a kind"),
+        ({**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention"]}, "index"),
+        ({**LLAMA, "model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 8}, "8 experts a token"),
         ({**LLAMA, "model_type": "gemma2", "sliding_window": {}}, "{}"),
         ({**LLAMA, "model_type": "qwen2_vl"}, "missing key 'vision_config'"),
         ({"model_type": "qwen2_vl", "vision_config": 5}, "'vision_config' must be an object, not 5"),

@@ -179,7 +179,10 @@ def test_sum_and_product() -> None:
     assert both.totals == {name: one.totals[name] + other.totals[name] for name in CONVENTIONS}
     assert both.parameters == one.parameters
     assert sum(row.parameters for row in both.by_module()) == one.parameters["total"]
-    assert both.to_dict()["workload"]["layout"] == "mixed"
+    assert both.to_dict()["workload"]["layout"] == "unpadded"
+    assert (both + estimator(lengths=[3, 4])).to_dict()["workload"]["layout"] == "mixed"
+    assert one + bind(LLAMA)(1, 8) == one * 2
+    assert (one + bind(LLAMA)(1, 8)).parameters == one.parameters
     triple = one * 3
     assert triple == 3 * one
     assert (triple.forward, triple.total, triple.tokens) == (3 * one.forward, 3 * one.total, 24)

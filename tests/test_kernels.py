@@ -51,7 +51,7 @@ def test_constants_come_out_as_they_went_in(
     table = read_kernel_table(make_table(make_rows("cudnn", qk, v, block, width)), "cudnn")
     assert table is not None
     assert dict(table.shapes) == {(qk, v): shape}
-    assert (table.shortest, table.longest) == (512, 4096)
+    assert dict(table.ranges) == {(qk, v): (512, 4096)}
 
 
 def test_rows_that_no_constant_fits_are_not_used() -> None:
@@ -69,11 +69,29 @@ def test_kernel_without_counted_rows() -> None:
 def test_description_says_what_lies_outside() -> None:
     table = read_kernel_table(make_table(make_rows("flash", 128, 128, (128, 128), (128, 128))), "flash")
     assert table is not None
-    assert "outside" not in table.describe([(128, 128)], 1024)
-    assert "fills no whole block" in table.describe([(128, 128)], 1300)
-    assert "fills no whole block" not in table.describe([(128, 128)], 1280)
-    assert "length 100 lies outside the measured 512 to 4096" in table.describe([(128, 128)], 100)
-    assert "no constants for head dim 80, 192/128" in table.describe([(80, 80), (192, 128), (128, 128)], 1024)
+    width = (128, 128)
+    assert table.describe({width: {("causal", 1024)}}).endswith("(attention table of 2026-11-15)")
+    assert "length 1300 fills no whole block" in table.describe({width: {("causal", 1300)}})
+    assert "length 100 lies outside" in table.describe({width: {("causal", 100), ("full", 1280)}})
+    assert "windows were not measured" in table.describe({width: {("window", 1024)}})
+    assert "no constants for head dim 80, 192/128" in table.describe({(80, 80): {("full", 64)}, (192, 128): set()})
+
+
+@pytest.mark.parametrize(
+    ("preset", "workload", "words"),
+    [
+        ("llama-3.1-8b", {"seq_len": 2048}, "measured on NVIDIA H200"),
+        ("llama-3.1-8b", {"lengths": [300, 500, 1248]}, "length 300, 500 lies outside"),
+        ("qwen2.5-vl-7b", {"seq_len": 2048, "image_grid_thw": [[1, 36, 52]]}, "length 16, 32, 64 lies outside"),
+        ("llava-1.5-7b", {"seq_len": 2048, "image_grid_thw": [[1, 24, 24]]}, "length 577 fills no whole block"),
+        ("mistral-7b", {"seq_len": 8192}, "windows were not measured"),
+    ],
+)
+def test_notes_speak_of_the_calls_that_run(preset: str, workload: dict[str, Any], words: str) -> None:
+    from flopcalc import bind
+
+    notes = " ".join(bind(preset, convention="hardware", device="h200")(**workload).notes)
+    assert words in notes
 
 
 def test_tile_padding_of_measured_sizes_is_counted(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +102,7 @@ def test_tile_padding_of_measured_sizes_is_counted(tmp_path: Any, monkeypatch: p
     monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
               "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 50}  # fmt: skip
-    about = {"device": "X", "date": "2026-11-15"}
+    about = {"device": "X", "device_id": "a40", "date": "2026-11-15", "torch": "2", "command": "flopcalc calibrate"}
     rows = make_rows("flash", 16, 16, (128, 128), (16, 16))
     folder = str(tmp_path / "calibration" / "a40")
     save_table(folder, "attention", about, rows)
@@ -100,10 +118,10 @@ def test_tile_padding_of_measured_sizes_is_counted(tmp_path: Any, monkeypatch: p
     assert sum(row.forward + row.backward for row in padded.by_module()) == padded.total
     assert sum(map(sum, padded.by_component().values())) == padded.total
     assert padded.totals["full"] == plain.totals["full"]
-    assert any("tile padding of 1 product as measured" in note for note in padded.notes)
+    assert any("tile padding of 1 product as measured on X" in note for note in padded.notes)
     frozen = bind(config, recipe={"freeze": "lm_head"}, convention="hardware", device="a40")(2, 64)
     bare = bind(config, recipe={"freeze": "lm_head"}, convention="hardware", attention_kernel="flash")(2, 64)
     assert frozen.backward - bare.backward == 20
-    assert bind(config, convention="hardware", device="a40")(1, 64).notes[-1].find("tile padding") == -1
+    assert not any("tile padding" in note for note in bind(config, convention="hardware", device="a40")(1, 64).notes)
     eager = bind(config, convention="hardware", device="a40", attention_kernel="eager")(2, 64)
     assert eager.total == eager.totals["full"]

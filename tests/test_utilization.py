@@ -111,3 +111,30 @@ def test_founding_names() -> None:
     assert profile_model_flops(MODEL, batch) == flopcalc.estimate_flops(MODEL, seq_len=16).total
     with pytest.raises(FlopcalcError, match="step time"):
         calculate_mfu(10.0, 0.0, 5.0)
+
+
+def test_measured_mfu_comes_from_steps_of_like_size_and_kind(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flopcalc.calibration import save_table
+    from flopcalc.utilization import describe_measured_mfu
+
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    estimate = flopcalc.estimate_flops("llama-3.2-1b", seq_len=2048)
+    flops = estimate.total
+    about = {"device": "X", "device_id": "a40", "date": "2026-11-15", "torch": "2", "command": "flopcalc calibrate"}
+    rows = [
+        {"model": "near", "batch": 1, "seq": 1, "images": "", "model_flops": flops * 2, "mfu": 0.25, "seconds": 1.0},
+        {"model": "near too", "batch": 1, "seq": 1, "images": "", "model_flops": flops, "mfu": 0.5, "seconds": 1.0},
+        {"model": "far", "batch": 1, "seq": 1, "images": "", "model_flops": flops * 9, "mfu": 0.9, "seconds": 1.0},
+        {"model": "vlm", "batch": 1, "seq": 1, "images": "1x2x2", "model_flops": flops, "mfu": 0.1, "seconds": 1.0},
+    ]
+    rows = [{"attention": "sdpa", "recompute": "none", **row} for row in rows]
+    save_table(str(tmp_path / "calibration" / "a40"), "steps", about, rows)
+    said = describe_measured_mfu("a40", estimate)
+    assert said is not None
+    assert "2 training steps" in said
+    assert "25 to 50 %" in said
+    assert "measured elsewhere, not a prediction" in said
+    assert describe_measured_mfu("a40", flopcalc.estimate_flops("llama-3.2-1b", seq_len=2048, phase="forward")) is None
+    assert describe_measured_mfu("l4", estimate) is None
+    image = flopcalc.estimate_flops("qwen2-vl-2b", seq_len=2048, image_grid_thw=[[1, 36, 52]])
+    assert "10 to 10 %" in str(describe_measured_mfu("a40", image))

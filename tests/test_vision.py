@@ -66,10 +66,10 @@ def test_grid_of_pixels(preprocessor: dict[str, Any] | None, grid: tuple[int, in
 @pytest.mark.parametrize(
     ("preprocessor", "words"),
     [
-        ({"min_pixels": "x"}, "min must be a positive whole number"),
-        ({"max_pixels": 0}, "max must be a positive whole number"),
-        ({"max_pixels": True}, "max must be"),
-        ({"max_pixels": [1]}, "max must be"),
+        ({"min_pixels": "x"}, "min_pixels must be a positive whole number"),
+        ({"max_pixels": 0}, "max_pixels must be a positive whole number"),
+        ({"max_pixels": True}, "max_pixels must be"),
+        ({"max_pixels": [1]}, "max_pixels must be"),
         ({"patch_size": None}, "patch_size must be"),
         ({"patch_size": 16}, "do not fit the model's 14 and 2"),
         ({"merge_size": 4}, "do not fit the model's 14 and 2"),
@@ -101,7 +101,9 @@ def test_fixed_towers() -> None:
     assert FIXED.check_grid((0, 0, 0), "grid") == (1, 24, 24)
     assert FIXED.check_grid((1, 24, 24), "grid") == (1, 24, 24)
     assert FIXED.count_tokens((1, 24, 24)) == 576
-    assert FIXED.grid_of_pixels(3000, 20, None) == ((1, 24, 24), [])
+    grid, notes = FIXED.grid_of_pixels(3000, 20, None)
+    assert grid == (1, 24, 24)
+    assert "576 tokens each" in notes[0]
     with pytest.raises(WorkloadError, match="images of one size, 1,24,24"):
         FIXED.check_grid((1, 22, 24), "grid")
 

@@ -381,3 +381,46 @@ def test_a_batch_stands_alone() -> None:
     for more in ({"seq_len": 6}, {"batch_size": 2}, {"lengths": [6]}, {"image_grid_thw": [[1, 2, 2]]}):
         with pytest.raises(WorkloadError, match="give it alone"):
             estimator(batch=batch, **more)
+
+
+# --- what a batch says, and what of it cannot be counted --------------------------------------------------------------
+IDS = [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"input_ids": [[1, 2, 3], [1]]}, "rows of different lengths"),
+        ({"input_ids": IDS, "attention_mask": [[0] * 4, [0] * 4]}, "masks every position"),
+        ({"input_ids": IDS, "pixel_values_videos": [[1.0]]}, "video_grid_thw"),
+        ({"input_ids": IDS, "pixel_values": [[0.0]] * 99, "image_grid_thw": [[1, 4, 4]]}, "99 patches"),
+    ],
+)
+def test_batches_that_contradict_themselves(batch: dict[str, Any], words: str) -> None:
+    with pytest.raises(WorkloadError, match=words):
+        read_batch(batch)
+
+
+def test_restarting_positions_beside_a_mask_are_one_document() -> None:
+    """HF keeps documents apart by position_ids only where no attention_mask is given."""
+    positions = [[0, 1, 0, 1], [0, 1, 2, 3]]
+    packed, notes = read_batch({"input_ids": IDS, "position_ids": positions})
+    assert (packed.layout, packed.documents, notes) == ("packed", (2, 2, 4), [])
+    plain, notes = read_batch({"input_ids": IDS, "position_ids": positions, "attention_mask": [[1] * 4, [1] * 4]})
+    assert (plain.layout, plain.documents) == ("unpadded", None)
+    assert "does not keep documents apart" in notes[0]
+
+
+def test_positions_of_four_rows_and_masks_of_four_dims() -> None:
+    rows = [[[0, 1, 0, 1], [0, 1, 2, 3]]] * 4
+    assert read_batch({"input_ids": IDS, "position_ids": rows})[0].documents == (2, 2, 4)
+    load, notes = read_batch({"input_ids": IDS, "attention_mask": [[[[1]]]] * 2})
+    assert load.layout == "unpadded"
+    assert "was not read" in notes[0]
+    assert read_batch({"input_ids": IDS, "logits_to_keep": 3})[0].logits == 3
+
+
+@pytest.mark.parametrize("logits", ["last", 2])
+def test_decode_takes_no_choice_of_logits(logits: Any) -> None:
+    with pytest.raises(WorkloadError, match="logits for each new token"):
+        make_workload(1, 4, phase="decode", context=3, logits=logits)

@@ -55,8 +55,9 @@ def _group() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs a command; every expected error is one line on stderr and exit code 2."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        code = _group.main(args=arguments, prog_name="flopcalc", standalone_mode=False)
+        code = _group.main(args=given or ["--help"], prog_name="flopcalc", standalone_mode=False)
         sys.stdout.flush()
     except FlopcalcError as error:
         _fail(str(error))

@@ -37,10 +37,12 @@ def compare(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
 
       flopcalc compare qwen2-vl@seq=2048 'qwen2-vl@seq=4096;image=1024x768'
     """
-    columns = [(text, make_estimate(*_read_column(text, options)).estimate) for text in models]
+    asked = [(text, make_estimate(*_read_column(text, options))) for text in models]
+    columns = [(label, entry.estimate) for label, entry in asked]
+    notes = {label: [*entry.estimate.notes, *entry.notes] for label, entry in asked}
     conventions = {estimate.convention for _, estimate in columns}
     if as_json:
-        shown = [{"label": label, **estimate.to_dict(1)} for label, estimate in columns]
+        shown = [{"label": label, **estimate.to_dict(1), "notes": notes[label]} for label, estimate in columns]
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
     rows = [[name, *(read(estimate) for _, estimate in columns)] for name, read in _ROWS]
@@ -51,6 +53,9 @@ def compare(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
                 [part, *(format_flops(sum(part_sums[part])) if sum(part_sums[part]) else "-" for part_sums in parts)]
             )
     click.echo(format_grid(["", *(label for label, _ in columns)], rows))
+    for label, found in notes.items():
+        for note in found:
+            click.echo(f"{label}: {note}")
     if len(conventions) > 1:
         click.echo("Different conventions stand side by side: do not compare them.")
 

@@ -13,6 +13,7 @@ from flopcalc.cli.options import make_estimate, model_option, workload_options
 from flopcalc.count import Row
 from flopcalc.errors import WorkloadError
 from flopcalc.estimate import Estimate
+from flopcalc.ops import Op
 from flopcalc.recipe import join
 from flopcalc.units import format_flops
 from flopcalc.workload import Feature
@@ -100,7 +101,7 @@ def explain_row(estimate: Estimate, path: str, copies: int, row: Row, value: int
     if is_train and op.feature[0] == "padding":
         lines.append(f"backward = {backward:,} ({format_flops(backward)}), likewise")
     elif is_train:
-        ratio = f"{row.backward / row.forward:g} × forward = " if row.forward else "gradient of the folded weight = "
+        ratio = f"{row.backward / row.forward:g} × forward = " if row.forward else _name_backward(op)
         lines.append(f"backward = {ratio}{backward:,} ({format_flops(backward)})")
     if again:
         lines.append(f"recomputed = {again:,} ({format_flops(again)})")
@@ -118,11 +119,19 @@ def explain_row(estimate: Estimate, path: str, copies: int, row: Row, value: int
     }
 
 
+def _name_backward(op: Op) -> str:
+    return "in blocks of its own = " if op.kind == "attend" else "gradient of the folded weight = "
+
+
 def _formula(row: Row) -> tuple[str, str]:
     """The FLOPs of one row per unit of its feature and `times`: in words, and with the numbers filled in."""
     op = row.op
     if op.kind == "attend":
-        return "2 × heads × (qk + v)", f"2 × {op.heads} × ({op.qk} + {op.v})"
+        base = 2 * op.heads * (op.qk + op.v) * op.times
+        words, numbers = "2 × heads × (qk + v)", f"2 × {op.heads} × ({op.qk} + {op.v})"
+        if row.forward == base:
+            return words, numbers
+        return f"{words} × padding of the head dim", f"{numbers} × {row.forward / base:g}"
     if op.kind == "embed":
         rank = row.forward // (2 * op.size * op.times)
         return "2 × r × width", f"2 × {rank} × {op.size}"

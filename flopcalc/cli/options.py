@@ -115,7 +115,7 @@ def make_estimate(model: Any, options: Mapping[str, Any]) -> Asked:
     source = load_config(model, download=options["download"])
     estimator = bind(
         source, recipe=recipe, convention=options["convention"], attention_kernel=options["attention_kernel"],
-        device=device, spec=options["spec"],
+        device=device, dtype=parse_dtype(options.get("dtype", "bf16")), spec=options["spec"],
     )  # fmt: skip
     estimate = _count(estimator, options, notes)
     return Asked(estimate, notes)
@@ -133,7 +133,12 @@ def _choose_device(options: Mapping[str, Any], notes: list[str]) -> str | None:
         except DeviceError:
             known = None
     else:
-        known = find_device(name)
+        try:
+            known = find_device(name)
+        except DeviceError:
+            if options.get("peak") is None:
+                raise
+            known = None  # a device that is not in the table: its peak is given by hand
     if known is None:
         return None
     if known.sdpa is None and options["attention_kernel"] == "auto" and options["convention"] == "hardware":

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
-from flopcalc import ConfigError, bind, estimate_flops
+from flopcalc import ConfigError, RecipeError, bind, estimate_flops
 from flopcalc.measure.models import apply_recipe, build_model
 
 TRUTH = Path(__file__).parent.parent / "truth"
@@ -68,3 +69,50 @@ def test_model_that_the_spec_does_not_describe_is_refused() -> None:
     base = model.model
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):
         estimate_flops(base, seq_len=16)
+
+
+def test_recipe_beside_a_live_model_is_refused() -> None:
+    """The model itself says what trains: a recipe that says it again could only contradict it."""
+    config, _ = load_recipes("llama")
+    model = apply_recipe(build_model(config), {"train_only": ["lm_head"]})
+    for recipe in ({"freeze": "lm_head"}, {"train_only": "lm_head"}, {"lora": "r=2,targets=q_proj"}):
+        with pytest.raises(RecipeError, match="live model"):
+            estimate_flops(model, seq_len=16, recipe=recipe)
+
+
+def test_recompute_asked_for_wins_over_the_models_own() -> None:
+    config, _ = load_recipes("llama")
+    model = apply_recipe(build_model(config), {"recompute": "full"})
+    assert bind(model).recipe.recompute == "full"
+    assert bind(model, recipe={"recompute": "none"}).recipe.recompute == "none"
+    assert bind(model, recipe={"recompute": "full-reentrant"}).recipe.recompute == "full-reentrant"
+
+
+def test_parameter_of_another_size_is_refused() -> None:
+    config, _ = load_recipes("gpt2")  # untied head
+    model = build_model(config)
+    model.lm_head = torch.nn.Linear(config["n_embd"], config["vocab_size"] - 5, bias=False)
+    with pytest.raises(ConfigError, match=r"another size.*lm_head\.weight"):
+        estimate_flops(model, seq_len=16)
+
+
+def add_second(model: Any) -> None:
+    model.add_adapter("second", LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+ADAPTERS = [
+    ({}, add_second, "has 2 adapters"),
+    ({}, lambda model: model.merge_adapter(), "merged"),
+    ({}, lambda model: model.base_model.disable_adapter_layers(), "switched off"),
+    ({"use_dora": True}, lambda _: None, "DoRA"),
+]
+
+
+@pytest.mark.parametrize(("options", "change", "words"), ADAPTERS)
+def test_adapters_that_the_count_does_not_describe(options: dict[str, Any], change: Any, words: str) -> None:
+    config, _ = load_recipes("llama")
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+    model = get_peft_model(build_model(config), lora)
+    change(model)
+    with pytest.raises(RecipeError, match=words):
+        estimate_flops(model, seq_len=16)
