@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_dir, find_user_dir
@@ -17,6 +18,8 @@ from flopcalc.errors import CalibrationError, format_nearest, format_value
 SCHEMA = 1
 MAX_TABLE_BYTES = 50_000_000
 FOLDER = "calibration"
+REQUIRED_PROVENANCE = ("device", "device_id", "date", "torch", "command")
+_CACHED_TABLES = 16
 
 
 class Shape(NamedTuple):
@@ -151,7 +154,18 @@ def find_folder_tables(where: str) -> dict[str, str]:
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 def load_table(path: str) -> Table:
-    """A checked table, or a CalibrationError that names the file."""
+    """A checked table, or a CalibrationError that names the file; one that has not changed is not parsed again."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise CalibrationError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
+    table = _parse_table(path, found.st_mtime_ns, found.st_size, found.st_ino)
+    # Copies of what can be changed: the kept table stays as it was read.
+    return table._replace(provenance=dict(table.provenance), failures=tuple(map(dict, table.failures)))
+
+
+@lru_cache(maxsize=_CACHED_TABLES)
+def _parse_table(path: str, _mtime_ns: int, _size: int, _inode: int) -> Table:
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_TABLE_BYTES + 1)
@@ -174,6 +188,12 @@ def load_table(path: str) -> Table:
     rows, failures = content.get("rows"), content.get("failures", [])
     if not isinstance(name, str) or not isinstance(provenance, dict):
         raise CalibrationError(f"{path}: table and provenance are missing")
+    stem = os.path.basename(path).removesuffix(".json")
+    if name != stem:
+        raise CalibrationError(f"{path}: table {format_value(name)} is not {stem!r}, what its file is called")
+    unsaid = [key for key in REQUIRED_PROVENANCE if provenance.get(key) in (None, "")]
+    if unsaid:
+        raise CalibrationError(f"{path}: provenance lacks {', '.join(unsaid)}")
     if not isinstance(columns, list) or not all(isinstance(column, str) for column in columns):
         raise CalibrationError(f"{path}: columns must be a list of names")
     missing = [column for column in (SHAPES[name].columns if name in SHAPES else ()) if column not in columns]
@@ -184,9 +204,54 @@ def load_table(path: str) -> Table:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, list) or len(row) != len(columns):
             raise CalibrationError(f"{path}: row {number} does not hold {len(columns)} values")
+    if name in SHAPES:
+        _check_values(path, SHAPES[name], columns, rows)
     if not all(isinstance(failure, dict) for failure in failures):
         raise CalibrationError(f"{path}: a failure is an object")
     return Table(name, path, provenance, tuple(columns), tuple(map(tuple, rows)), tuple(failures))
+
+
+def _check_values(path: str, shape: Shape, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Column by column: the types of a whole column are one set, and its rows are looked at only if that is wrong."""
+    kinds: list[tuple[tuple[str, ...], set[type], str]] = [
+        (shape.keys, {str, int}, "a word or a whole number"),
+        (shape.timed, {int, float, type(None)}, "a number or null"),
+        (shape.exact, {int, type(None)}, "a whole number or null"),
+    ]
+    values = dict(zip(columns, zip(*rows, strict=True), strict=True)) if rows else {}
+    for names, allowed, words in kinds:
+        for name in names if rows else ():
+            column = values[name]
+            if set(map(type, column)) <= allowed and (float not in allowed or all(map(_is_finite, column))):
+                continue
+            for number, value in enumerate(column, 1):
+                if type(value) not in allowed or (float in allowed and not _is_finite(value)):
+                    raise CalibrationError(
+                        f"{path}: row {number}, column {name!r}: {format_value(value)} is not {words}"
+                    )
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is None or -1e300 < value < 1e300  # JSON as Python reads it knows NaN and Infinity
+
+
+def is_stored(
+    path: str,
+    provenance: Mapping[str, Any],
+    keys: Iterable[str],
+    records: Iterable[Mapping[str, Any]],
+    failures: Iterable[Mapping[str, Any]],
+) -> bool:
+    """Whether a file holds just these rows and failures, measured under the same `keys` of the provenance."""
+    try:
+        table = load_table(path)
+    except CalibrationError:
+        return False
+    if any(table.provenance.get(key) != provenance.get(key) for key in keys):
+        return False
+    rows, failed = _arrange(table.columns, records, failures)
+    given: list[Any] = json.loads(json.dumps([rows, failed]))
+    return given == [list(map(list, table.rows)), list(table.failures)]
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -199,9 +264,9 @@ def save_table(
 ) -> str:
     """Write a table whole or not at all: a full disk or a kill leaves the old file."""
     columns = SHAPES[name].columns
-    rows = sorted(([record.get(column) for column in columns] for record in records), key=_sort_key)
+    rows, failed = _arrange(columns, records, failures)
     path = os.path.join(folder, f"{name}.json")
-    text = _format(name, provenance, columns, rows, sorted(failures, key=lambda failure: str(failure.get("row"))))
+    text = _format(name, provenance, columns, rows, failed)
     temporary = os.path.join(folder, f".{name}.json.{os.getpid()}")
     try:
         os.makedirs(folder, exist_ok=True)
@@ -222,6 +287,14 @@ def save_table(
     except OSError as error:
         raise CalibrationError(f"{path}: cannot be written: {error.strerror}; the old table, if any, stands") from None
     return path
+
+
+def _arrange(
+    columns: Sequence[str], records: Iterable[Mapping[str, Any]], failures: Iterable[Mapping[str, Any]]
+) -> tuple[list[list[Any]], list[Mapping[str, Any]]]:
+    """Rows and failures in the order in which they stand in a file."""
+    rows = sorted(([record.get(column) for column in columns] for record in records), key=_sort_key)
+    return rows, sorted(failures, key=lambda failure: str(failure.get("row")))
 
 
 def _format(

@@ -18,7 +18,11 @@ from flopcalc.calibration import find_table, interpolate, list_tables, load_tabl
 from flopcalc.cli.calibration import calibration as command
 from flopcalc.errors import CalibrationError
 
-ABOUT = {"device": "Some GPU", "device_id": "some-gpu", "suite": "quick", "date": "2026-11-15T00:00:00Z", "torch": "2"}
+ABOUT = {
+    "device": "Some GPU", "device_id": "some-gpu", "suite": "quick", "date": "2026-11-15T00:00:00Z", "torch": "2",
+    "command": "flopcalc calibrate",
+}  # fmt: skip
+SHIPPED = Path(__file__).parents[1] / "model_specs" / "calibration"
 
 
 def memory_row(op: str, moved: int, seconds: float) -> dict[str, Any]:
@@ -73,6 +77,10 @@ def change(path: str, **entries: Any) -> None:
         ({"rows": {}}, "rows and failures must be lists"),
         ({"failures": [1]}, "a failure is an object"),
         ({"provenance": None}, "table and provenance are missing"),
+        ({"provenance": {**ABOUT, "date": None}}, "provenance lacks date"),
+        ({"provenance": {"device": "Some GPU", "torch": "2"}}, "provenance lacks device_id, date, command"),
+        ({"table": "gemm"}, "table 'gemm' is not 'memory'"),
+        ({"table": "other"}, "table 'other' is not 'memory'"),
     ],
 )
 def test_a_table_of_another_form_is_named(tmp_path: Path, entries: dict[str, Any], message: str) -> None:
@@ -81,6 +89,67 @@ def test_a_table_of_another_form_is_named(tmp_path: Path, entries: dict[str, Any
     with pytest.raises(CalibrationError, match=message) as caught:
         load_table(path)
     assert path in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("m", True, "True is not a word or a whole number"),
+        ("m", 2.0, "2.0 is not a word or a whole number"),
+        ("dtype", None, "None is not a word or a whole number"),
+        ("dtype", ["bf16"], "is not a word or a whole number"),
+        ("seconds", "1", "'1' is not a number or null"),
+        ("seconds", False, "False is not a number or null"),
+        ("seconds", float("nan"), "nan is not a number or null"),
+        ("seconds", float("inf"), "inf is not a number or null"),
+        ("seconds", {}, "is not a number or null"),
+        ("executed_flops", 1.5, "1.5 is not a whole number or null"),
+        ("executed_flops", True, "True is not a whole number or null"),
+        ("executed_flops", "9", "'9' is not a whole number or null"),
+    ],
+)
+def test_a_wrong_value_is_named_by_row_and_column(tmp_path: Path, column: str, value: Any, words: str) -> None:
+    row = {"dtype": "bf16", "direction": "forward", "m": 1, "n": 2, "k": 3, "mode": "burst", "seconds": 1.0}
+    path = save_table(str(tmp_path), "gemm", ABOUT, [row, {**row, "n": 4, "seconds": None, "executed_flops": 5}])
+    assert len(load_table(path).rows) == 2
+    content = json.loads(Path(path).read_text())
+    content["rows"][1][content["columns"].index(column)] = value
+    change(path, rows=content["rows"])
+    with pytest.raises(CalibrationError) as caught:
+        load_table(path)
+    assert str(caught.value).startswith(f"{path}: row 2, column '{column}': ")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*/*.json")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_shipped_tables_load(path: Path) -> None:
+    assert load_table(str(path)).rows
+
+
+def test_a_table_is_parsed_again_only_if_its_file_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_table(str(tmp_path), "memory", ABOUT, ROWS, [{"row": "a", "reason": "oom"}])
+    parsed: list[int] = []
+    loads = json.loads
+
+    def count(data: Any) -> Any:
+        parsed.append(1)
+        return loads(data)
+
+    monkeypatch.setattr(json, "loads", count)
+    first = load_table(path)
+    first.provenance["device"] = "changed"
+    first.failures[0]["row"] = "changed"
+    second = load_table(path)
+    assert len(parsed) == 1
+    assert second.rows is first.rows
+    assert second.provenance == ABOUT
+    assert second.failures == ({"row": "a", "reason": "oom"},)
+    save_table(str(tmp_path), "memory", ABOUT, ROWS[:1])
+    assert len(load_table(path).rows) == 1
+    assert len(parsed) == 2
+    os.unlink(path)
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        load_table(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"schema": 1, "rows": [' + b"[" * 100_000])

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from flopcalc.calibration import FOLDER, SHAPES, Table, find_table, list_folder, load_table, save_table
+from flopcalc.calibration import FOLDER, SHAPES, Table, find_table, is_stored, list_folder, load_table, save_table
 from flopcalc.data import find_user_dir
 from flopcalc.errors import CalibrationError, DeviceError, FlopcalcError, format_nearest
 from flopcalc.measure.provenance import has_gpu
@@ -20,17 +20,21 @@ Json = dict[str, Any]
 TIME_TOLERANCE = 0.15
 _SAMPLE_ROWS = 6  # of a table, for --check
 # What must not change between the parts of a resumed run.
-_IDENTITY = ("device", "device_id", "driver", "cuda", "cudnn", "torch", "transformers", "python", "flopcalc")
+_IDENTITY = (
+    "device", "device_id", "power_limit_w", "driver", "cuda", "cudnn", "torch", "transformers", "python", "flopcalc",
+    "commit",
+)  # fmt: skip
 
 
 class Written(NamedTuple):
-    """What a run left: tables with their files, rows and failures."""
+    """What a run left: tables with their files, rows and failures; `empty`: tables of which no row was measured."""
 
     files: dict[str, str]
     rows: dict[str, int]
     failures: dict[str, int]
     stopped: bool
     ran: int
+    empty: list[str]
 
 
 def calibrate(
@@ -44,7 +48,11 @@ def calibrate(
     command: str = "flopcalc calibrate",
     progress: Progress | None = None,
 ) -> Written:
-    """Measure the suite's tables and write each whole one to out/<device-id>/<table>.json."""
+    """Measure the suite's tables and write each whole one to out/<device-id>/<table>.json.
+
+    A table without a row is not written: it would hide one that has some, here or among the shipped. Nor is one that
+    its file holds already: its date is that of the measurement.
+    """
     chosen = _check(suite, tables)
     machine = _probe(suite, work or os.path.join(out, ".run"))
     folder = os.path.join(out, machine["device_id"])
@@ -53,7 +61,7 @@ def calibrate(
     jobs = [job for table in chosen for job in plans[table]]
     identity = {key: machine.get(key) for key in _IDENTITY} | {"suite": suite}
     outcome = run_jobs(jobs, state, identity=identity, fresh=fresh, retry_failed=retry_failed, progress=progress)
-    written = Written({}, {}, {}, outcome.stopped, outcome.ran)
+    written = Written({}, {}, {}, outcome.stopped, outcome.ran, [])
     for table in chosen:
         results = _select(outcome, plans[table])
         if len(results) < sum(len(job.rows) for job in plans[table]):
@@ -62,9 +70,18 @@ def calibrate(
             **machine, "command": command, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "statistic": STATISTIC, "repeats": REPEATS, "suite": suite,
         }  # fmt: skip
-        records = finish_table(table, _collect(results))
+        collected = _collect(results)
         failures = [_describe_failure(result, plans[table]) for result in results if not result.is_ok]
-        written.files[table] = save_table(folder, table, provenance, records, failures)
+        if not collected:
+            written.empty.append(table)
+            written.failures[table] = len(failures)
+            continue
+        records = finish_table(table, collected)
+        path = os.path.join(folder, f"{table}.json")
+        has_run = any(job.id in outcome.ran_jobs for job in plans[table])
+        if has_run or not is_stored(path, provenance, (*_IDENTITY, "suite"), records, failures):
+            save_table(folder, table, provenance, records, failures)
+        written.files[table] = path
         written.rows[table], written.failures[table] = len(records), len(failures)
     return written
 
@@ -217,7 +234,7 @@ def _compare(table: Table, result: Result) -> list[Difference]:
             continue
         for column in shape.timed:
             was, now = old[column], record[column]
-            if abs(now - was) > TIME_TOLERANCE * was:
+            if (was is None) != (now is None) or (was is not None and abs(now - was) > TIME_TOLERANCE * was):
                 differences.append(Difference(table.name, result.row, column, was, now))
         for column in shape.exact:
             if old[column] is not None and record.get(column) != old[column]:
@@ -240,7 +257,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_command(options: argparse.Namespace, command: str) -> int:
-    """Exit code: 0 done, 1 a check that fails, 130 stopped by Ctrl-C; errors are raised."""
+    """Exit code: 0 done, 1 a check that fails or a table without a row, 130 stopped by Ctrl-C; errors are raised."""
     if options.resume and options.fresh:
         raise RunnerError("--resume and --fresh contradict each other")
     tables = [name.strip() for name in options.tables.split(",") if name.strip()] if options.tables else None
@@ -256,10 +273,16 @@ def run_command(options: argparse.Namespace, command: str) -> int:
     for table, path in written.files.items():
         failed = f", {written.failures[table]} failed" if written.failures[table] else ""
         print(f"{path}: {written.rows[table]} rows{failed}")
+    for table in written.empty:
+        print(
+            f"{table}: no row was measured ({written.failures[table]} failed), so it was not written; "
+            "a table from before stands. --retry-failed measures them again",
+            file=sys.stderr,
+        )
     if written.stopped:
         print("stopped: the same command goes on", file=sys.stderr)
         return 130
-    return 0
+    return 1 if written.empty else 0
 
 
 def _print_check(found: Check) -> int:

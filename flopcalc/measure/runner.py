@@ -29,6 +29,7 @@ from flopcalc.errors import FlopcalcError, format_value
 
 Json = dict[str, Any]
 REASONS = ("oom", "timeout", "killed", "exception", "exit")
+_RESTART = ("killed", "exit", "timeout")  # a start that ended so may go well the next time
 _DETAIL_CHARACTERS = 500
 _TAIL_LINES = 6
 _POLL_S = 0.25
@@ -84,6 +85,7 @@ class Outcome(NamedTuple):
     results: tuple[Result, ...]
     stopped: bool
     ran: int  # rows that were run now, not found in the journal
+    ran_jobs: frozenset[str]  # the jobs that these rows belong to
 
 
 def make_command_job(id: str, argv: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None) -> Job:
@@ -116,6 +118,7 @@ def run_jobs(
         progress = progress or Progress(None)
         progress.begin(jobs, found)
         ran = 0
+        ran_jobs = set()
         try:
             for job in jobs:
                 pending = [row for row in job.rows if (job.id, row) not in found]
@@ -123,13 +126,14 @@ def run_jobs(
                     journal.append(result)
                     found[result.job, result.row] = result
                     ran += 1
+                    ran_jobs.add(job.id)
                     progress.note(result)
                 if interrupt.asked:
                     break
         finally:
             progress.end()
         ordered = tuple(found[job.id, row] for job in jobs for row in job.rows if (job.id, row) in found)
-        return Outcome(ordered, len(ordered) < sum(len(job.rows) for job in jobs), ran)
+        return Outcome(ordered, len(ordered) < sum(len(job.rows) for job in jobs), ran, frozenset(ran_jobs))
 
 
 def _run_job(job: Job, pending: list[str], folder: str, interrupt: _Interrupt, progress: Progress) -> Iterator[Result]:
@@ -143,11 +147,18 @@ def _run_job(job: Job, pending: list[str], folder: str, interrupt: _Interrupt, p
                 progress.tick(job.id)
                 worker = _Worker(job, folder)
                 failure = worker.wait_ready(progress)
+                tried = ""
+                if failure is not None and failure[0] in _RESTART:
+                    if interrupt.asked:
+                        return
+                    tried = ", tried twice"
+                    worker = _Worker(job, folder)
+                    failure = worker.wait_ready(progress)
                 if failure is not None:
                     # The call itself fails, not a row: every row that is left would meet the same end.
                     reason, detail = failure
                     for each in pending[index:]:
-                        yield _fail(job, each, reason, f"worker did not start: {detail}", start)
+                        yield _fail(job, each, reason, f"worker did not start{tried}: {detail}", start)
                     return
             answer = worker.run(job.rows[row], progress)
             if answer.get("status") == "ok":
@@ -600,4 +611,5 @@ def _format_time(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(_serve(int(sys.argv[1])))
+    # Served by the module that jobs import, not by this copy of it: the RowError they raise is that module's.
+    sys.exit(import_module("flopcalc.measure.runner")._serve(int(sys.argv[1])))

@@ -26,6 +26,7 @@ if find_spec("torch") is None:  # asked, not imported: the fake table's worker p
 
 Json = dict[str, Any]
 HERE = "test_calibrate"
+ABOUT = {"device": "fake", "device_id": "cpu", "date": "2026-11-15", "torch": "1", "command": "flopcalc calibrate"}
 MACHINE = {"device": "fake", "device_id": "cpu", "torch": "1"}
 
 
@@ -106,9 +107,55 @@ def test_provenance_says_where_and_how(fake: Path) -> None:
 
 def test_other_versions_refuse_to_resume(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrate("test", str(fake / "out"), tables=["fake"])
-    monkeypatch.setattr(module, "_probe", lambda *_: {**MACHINE, "torch": "2"})
-    with pytest.raises(RunnerError, match="torch"):
-        calibrate("test", str(fake / "out"), tables=["fake"])
+    for name, value in {"torch": "2", "commit": "abc", "power_limit_w": 500.0}.items():
+        monkeypatch.setattr(module, "_probe", lambda *_, name=name, value=value: {**MACHINE, name: value})
+        with pytest.raises(RunnerError, match=f"begun with {name} = "):
+            calibrate("test", str(fake / "out"), tables=["fake"])
+
+
+def test_a_run_that_measures_nothing_leaves_the_table_as_it_is(fake: Path) -> None:
+    (fake / "kill-b1").touch()
+    out = str(fake / "out")
+    first = calibrate("test", out, tables=["fake"], command="first")
+    path = Path(first.files["fake"])
+    before = path.read_bytes()
+    again = calibrate("test", out, tables=["fake"], command="second")
+    assert (again.ran, again.files, again.rows, again.failures) == (0, first.files, {"fake": 9}, {"fake": 1})
+    assert path.read_bytes() == before
+    (fake / "kill-b1").unlink()
+    calibrate("test", out, tables=["fake"], command="third", retry_failed=True)
+    assert load_table(str(path)).provenance["command"] == "third"
+    # A file that is gone, or holds other rows (the run was killed before it wrote), is written from the journal.
+    whole = read(str(path))
+    path.unlink()
+    calibrate("test", out, tables=["fake"])
+    assert read(str(path)) == whole
+    path.write_bytes(before)
+    assert calibrate("test", out, tables=["fake"]).ran == 0
+    assert read(str(path)) == whole
+
+
+def test_a_table_without_a_row_is_not_written(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(fake / "out")
+    words = ["--suite", "test", "--out", out, "--tables", "fake"]
+    marks = [fake / f"kill-{name}{i}" for name in "ab" for i in range(5)]
+    for mark in marks:
+        mark.touch()
+    assert main(words) == 1
+    path = Path(out, "cpu", "fake.json")
+    assert not path.exists()  # it would stand before a shipped one
+    for mark in marks:
+        mark.unlink()
+    assert main([*words, "--retry-failed"]) == 0
+    before = path.read_bytes()
+    for mark in marks:
+        mark.touch()
+    capsys.readouterr()
+    assert main([*words, "--fresh"]) == 1
+    shown = capsys.readouterr()
+    assert "fake: no row was measured (10 failed), so it was not written" in shown.err
+    assert shown.out == ""
+    assert path.read_bytes() == before
 
 
 def test_check_holds_or_says_what_does_not(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +255,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, calibration.
                 data = run(json.loads(json.dumps(row)))
                 records += data if isinstance(data, list) else [data]
         records = tables.finish_table(table, json.loads(json.dumps(records)))
-        found[table] = load_table(calibration.save_table(str(out), table, {}, records))
+        found[table] = load_table(calibration.save_table(str(out), table, ABOUT, records))
     return found
 
 

@@ -87,11 +87,20 @@ def test_a_device_without_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert all(f"No {name} table of no-such-device" in text for name in SHAPES)
 
 
+ABOUT = {
+    "device": "Made Up",
+    "device_id": "made-up",
+    "date": "2026-11-15",
+    "torch": "2",
+    "command": "flopcalc calibrate",
+}
+
+
 def test_on_all_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every table at once, whatever is shipped; with gaps in it, as measuring leaves them."""
     folder = tmp_path / "data" / FOLDER / "made-up"
     for name in SHAPES:
-        save_table(str(folder), name, {"device": "Made Up", "device_id": "made-up"}, make_rows(name))
+        save_table(str(folder), name, ABOUT, make_rows(name))
     figures, text = execute(monkeypatch, tmp_path / "data", "made-up")
     assert find_drawn(figures) == set(DRAWN)
     assert "No " not in text
@@ -102,7 +111,7 @@ def test_on_empty_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     """Tables in which every row failed."""
     folder = tmp_path / "data" / FOLDER / "made-up"
     for name in SHAPES:
-        save_table(str(folder), name, {"device": "Made Up"}, [], [{"row": "a", "reason": "oom", "detail": ""}])
+        save_table(str(folder), name, ABOUT, [], [{"row": "a", "reason": "oom", "detail": ""}])
     figures, text = execute(monkeypatch, tmp_path / "data", "made-up")
     assert figures == {}
     assert all(f"The {name} table of made-up has no rows" in text for name in SHAPES)

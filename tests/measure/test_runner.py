@@ -26,7 +26,22 @@ Json = dict[str, Any]
 def start(args: Json) -> Callable[[Any], Any]:
     if args.get("broken"):
         raise ImportError("no such library")
+    if "starts" in args:
+        with open(args["starts"], "a") as file:
+            file.write("start\n")
+        if len(Path(args["starts"]).read_text().split()) <= args["bad_starts"]:
+            end_start(args["end"])
     return lambda row: act(args, row)
+
+
+def end_start(how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        os._exit(3)
+    if how == "timeout":
+        time.sleep(600)
+    raise OSError("broken")
 
 
 def act(args: Json, row: Json) -> Any:
@@ -38,6 +53,8 @@ def act(args: Json, row: Json) -> Any:
         return {"value": row["value"], "process": os.getpid()}
     if kind == "raise":
         raise KeyError("not there")
+    if kind == "row_error":
+        raise runner.RowError("this row   cannot be measured")
     if kind == "oom":
         raise type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 90 GiB")
     if kind == "memory":
@@ -121,6 +138,30 @@ def test_a_worker_that_cannot_start_fails_its_rows_only(tmp_path: Path) -> None:
     assert "worker did not start: ImportError: no such library" in str(results[0].detail)
 
 
+@pytest.mark.parametrize("end", ["killed", "exit", "timeout"])
+def test_a_worker_that_dies_while_it_starts_is_started_once_more(tmp_path: Path, end: str) -> None:
+    args = {"starts": str(tmp_path / "starts"), "bad_starts": 1, "end": end}
+    limit = 3.0 if end == "timeout" else 60.0
+    jobs = [job({"1": value(1), "2": value(2)}, args=args, start_timeout_s=limit)]
+    assert [r.status for r in run_jobs(jobs, str(tmp_path / "run")).results] == ["ok", "ok"]
+    assert len((tmp_path / "starts").read_text().split()) == 2
+
+
+@pytest.mark.parametrize(("end", "starts"), [("killed", 2), ("exception", 1)])
+def test_a_worker_that_never_starts_is_given_up(tmp_path: Path, end: str, starts: int) -> None:
+    args = {"starts": str(tmp_path / "starts"), "bad_starts": 9, "end": end}
+    results = run_jobs([job({"1": value(1), "2": value(2)}, args=args)], str(tmp_path / "run")).results
+    assert [(r.status, r.reason) for r in results] == [("failed", end)] * 2
+    assert ("did not start, tried twice: " in str(results[0].detail)) is (starts == 2)
+    assert len((tmp_path / "starts").read_text().split()) == starts
+
+
+def test_a_row_error_is_its_plain_message(tmp_path: Path) -> None:
+    (result,) = run_jobs([job({"1": {"do": "row_error"}})], str(tmp_path)).results
+    assert (result.reason, result.detail) == ("exception", "this row cannot be measured")
+    assert "Traceback" not in (tmp_path / "logs" / "a.log").read_text()
+
+
 def test_commands_give_their_last_json_line(tmp_path: Path) -> None:
     code = "print('noise'); print('{\"a\": 1}'); print('more noise')"
     jobs = [
@@ -130,8 +171,8 @@ def test_commands_give_their_last_json_line(tmp_path: Path) -> None:
     ]
     good, bad, silent = run_jobs(jobs, str(tmp_path)).results
     assert good.data == {"a": 1}
-    assert "code 4" in str(bad.detail)
-    assert "no JSON line" in str(silent.detail)
+    assert str(bad.detail).startswith("command ended with code 4")
+    assert str(silent.detail).startswith("command printed no JSON line")
 
 
 # --- resume --------------------------------------------------------------------------------------------------------
@@ -141,6 +182,7 @@ def test_a_second_run_does_nothing_and_failed_rows_can_be_tried_again(tmp_path: 
     folder = str(tmp_path / "run")
     first, second = run_jobs(jobs, folder), run_jobs(jobs, folder)
     assert (first.ran, second.ran) == (2, 0)
+    assert (first.ran_jobs, second.ran_jobs) == ({"a"}, set())
     assert first.results == second.results
     assert run_jobs(jobs, folder, retry_failed=True).ran == 1
     assert (tmp_path / "runs").read_text().split() == ["1", "raise", "raise"]
@@ -278,3 +320,24 @@ def test_progress_says_rows_failures_and_time_left(tmp_path: Path) -> None:
     lines = stream.getvalue().splitlines()
     assert "a: 2/2 rows, 1 failed" in lines[-1]
     assert lines[-1].endswith("0:00 left")
+
+
+def test_the_time_left_is_that_of_rows_so_far_else_what_was_expected() -> None:
+    rows = {str(i): value(i) for i in range(4)}
+    jobs = [job(rows, "a", expected_s=40.0), job(rows, "b", expected_s=8.0), job(rows, "c")]
+
+    def make_result(name: str, row: str, seconds: float) -> Result:
+        return Result(name, row, "", "ok", None, None, None, seconds)
+
+    progress = runner.Progress(None)
+    progress.begin(jobs, {("b", "0"): make_result("b", "0", 100.0)})
+    # Nothing ran yet: four rows of 10 s and three of 2 s; nothing is known of c.
+    assert progress.estimate_left_s() == pytest.approx(46.0)
+    progress.note(make_result("a", "0", 3.0))
+    # Three rows of a like its first, three of b as expected, four of c like all rows so far.
+    assert progress.estimate_left_s() == pytest.approx(3 * 3 + 3 * 2 + 4 * 3)
+    progress.note(make_result("a", "1", 5.0))
+    assert progress.estimate_left_s() == pytest.approx(2 * 4 + 3 * 2 + 4 * 4)
+    for row in "23":
+        progress.note(make_result("a", row, 4.0))
+    assert progress.estimate_left_s() == pytest.approx(3 * 2 + 4 * 4)
