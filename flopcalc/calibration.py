@@ -57,7 +57,16 @@ SHAPES = {
     "counts": Shape(
         ("family", "phase", "seq", "batch", "images", "kernel", "recompute"),
         (),
-        ("analytic_model", "analytic_full", "analytic_hardware", "executed", "flop_counter", "profiler"),
+        (
+            "analytic_model",
+            "analytic_full",
+            "analytic_hardware",
+            "executed",
+            "flop_counter",
+            "profiler",
+            "profiler_corrected",
+            "fvcore",
+        ),
         ("ratio", "parameters"),
     ),
     "padding": Shape(

@@ -121,7 +121,8 @@ def _format(estimate: Estimate, found: Crosscheck, notes: list[str]) -> str:
         cost, note = f"{counted.seconds:.2f} s", _wrap(counted.reason)
         skipped = _format_skipped(counted.not_counted)
         if counted.total is None:
-            cells.append([counted.witness, "-", "-", row.expected_as, "-", cost, note])
+            beside = "-" if counted.witness == "gpm" else row.expected_as  # a gauge is compared with nothing
+            cells.append([counted.witness, "-", "-", beside, "-", cost, note])
             continue
         first = _format_ratio(counted.total, row.expected)
         cells.append([counted.witness, format_flops(counted.total), first, row.expected_as, skipped, cost, note])

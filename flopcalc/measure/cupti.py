@@ -11,8 +11,8 @@ import ctypes
 import glob
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_size_t, c_uint8, c_uint16, c_uint32, c_void_p
 from itertools import cycle
 from typing import Any
@@ -31,6 +31,7 @@ CYCLE_COUNTER = "sm__cycles_elapsed.max"
 _USER_RANGE = 2
 _USER_REPLAY = 3
 _RANGE_NAME = b"step"
+_open: set[int] = set()  # ids of the HardwareCounters that hold the profiler; the last one gives it back
 
 
 class CountersUnavailable(RuntimeError):
@@ -51,7 +52,13 @@ class Sample:
         }
 
     @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes that were counted; tensor work in any other is not in `total_flops`."""
+        return tuple(self.tensor_flops)
+
+    @property
     def total_flops(self) -> int:
+        """Tensor-core FLOPs of the counted dtypes alone: see `dtypes`."""
         return sum(self.tensor_flops.values())
 
     @property
@@ -189,6 +196,18 @@ def _names(counters: Sequence[str]) -> Any:
     return (c_char_p * len(counters))(*[counter.encode() for counter in counters])
 
 
+@contextmanager
+def _ending(end: Callable[[], object]) -> Iterator[None]:
+    """`end` runs after the body, whatever happens there; its own error is dropped while one of the body's is raised."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            end()
+        raise
+    end()
+
+
 class HardwareCounter:
     """Reads a fixed set of counters around a step, in one pass, on torch's current CUDA device."""
 
@@ -202,18 +221,19 @@ class HardwareCounter:
         self._synchronize = torch.cuda.synchronize
         self._lib = _Library(find_library())
         self._context = _get_context()
-        self._lib.call("cuptiProfilerInitialize", _Plain)
-        index = torch.cuda.current_device()
-        chip = self._lib.call("cuptiDeviceGetChipName", _ChipName, deviceIndex=index).pChipName
-        self.chip = chip.decode()
         self._host: int | None = None
+        self._lib.call("cuptiProfilerInitialize", _Plain)
+        _open.add(id(self))
         try:
+            index = torch.cuda.current_device()
+            chip = self._lib.call("cuptiDeviceGetChipName", _ChipName, deviceIndex=index).pChipName
+            self.chip = chip.decode()
             availability = self._read_availability()
             self._host = self._lib.call(
                 "cuptiProfilerHostInitialize", _HostInitialize, pChipName=chip,
                 availability=ctypes.cast(availability, _BYTES),
             ).object  # fmt: skip
-            self.counters = list(counters) if counters is not None else self._choose()
+            self.counters = self._choose(counters)
             self._config = self._make_config(self.counters)
         except BaseException:
             self.close()
@@ -233,13 +253,15 @@ class HardwareCounter:
         found = self._lib.call("cuptiProfilerHostGetBaseMetrics", _BaseMetrics, object=self._host, metricType=0)
         return [found.names[i].decode() for i in range(found.numMetrics)]
 
-    def _choose(self) -> list[str]:
+    def _choose(self, asked: Sequence[str] | None) -> list[str]:
+        """What was asked for, all of it; without a wish, bf16 and what else of the usual set the chip has."""
+        wanted = [TENSOR_COUNTERS["bf16"], DRAM_COUNTER, CYCLE_COUNTER] if asked is None else list(asked)
         known = set(self.list_counters())
-        wanted = [TENSOR_COUNTERS["bf16"], DRAM_COUNTER, CYCLE_COUNTER]
-        chosen = [counter for counter in wanted if counter.partition(".")[0] in known]
-        if TENSOR_COUNTERS["bf16"] not in chosen:
-            raise CountersUnavailable(f"chip {self.chip} has no counter {TENSOR_COUNTERS['bf16']}")
-        return chosen
+        missing = [counter for counter in wanted if counter.partition(".")[0] not in known]
+        refused = missing if asked is not None else [name for name in missing if name == TENSOR_COUNTERS["bf16"]]
+        if refused:
+            raise CountersUnavailable(f"chip {self.chip} has no counter {', '.join(refused)}")
+        return [counter for counter in wanted if counter not in missing]
 
     def _make_config(self, counters: Sequence[str]) -> Any:
         names = _names(counters)
@@ -268,7 +290,18 @@ class HardwareCounter:
         count = len(self.counters)
         self._synchronize()
         profiler = self._lib.call("cuptiRangeProfilerEnable", _Enable, ctx=self._context).object
-        try:
+        stopped: list[Any] = []
+
+        def pop() -> None:
+            self._lib.call("cuptiRangeProfilerPopRange", _Object, object=profiler)
+
+        def stop() -> None:
+            stopped.append(self._lib.call("cuptiRangeProfilerStop", _Stop, object=profiler))
+
+        def disable() -> None:
+            self._lib.call("cuptiRangeProfilerDisable", _Object, object=profiler)
+
+        with _ending(disable):
             size = self._lib.call(
                 "cuptiRangeProfilerGetCounterDataSize", _CounterDataSize, object=profiler, names=names,
                 numMetrics=count, maxNumOfRanges=1, maxNumRangeTreeNodes=1,
@@ -285,14 +318,11 @@ class HardwareCounter:
                 passIndex=0, targetNestingLevel=1,
             )  # fmt: skip
             self._lib.call("cuptiRangeProfilerStart", _Object, object=profiler)
-            self._lib.call("cuptiRangeProfilerPushRange", _PushRange, object=profiler, name=_RANGE_NAME)
-            try:
-                yield sample
-            finally:
-                self._synchronize()
-                self._lib.call("cuptiRangeProfilerPopRange", _Object, object=profiler)
-                stopped = self._lib.call("cuptiRangeProfilerStop", _Stop, object=profiler)
-            if not stopped.isAllPassSubmitted:
+            with _ending(stop):
+                self._lib.call("cuptiRangeProfilerPushRange", _PushRange, object=profiler, name=_RANGE_NAME)
+                with _ending(pop), _ending(self._synchronize):
+                    yield sample
+            if not stopped[0].isAllPassSubmitted:
                 raise CountersUnavailable("the counters did not fit into one pass")
             self._lib.call("cuptiRangeProfilerDecodeData", _Decode, object=profiler)
             values = (c_double * count)()
@@ -301,14 +331,18 @@ class HardwareCounter:
                 counterDataImageSize=size, rangeIndex=0, names=names, numMetrics=count, values=values,
             )  # fmt: skip
             sample.values.update(zip(self.counters, values, strict=True))
-        finally:
-            self._lib.call("cuptiRangeProfilerDisable", _Object, object=profiler)
 
     def close(self) -> None:
-        """Free the host object; the counter cannot be used after it."""
+        """Free the host object, and the profiler with the last counter; it cannot be used after it. Never raises."""
         if self._host is not None:
             host, self._host = self._host, None
-            self._lib.call("cuptiProfilerHostDeinitialize", _Object, object=host)
+            with suppress(Exception):
+                self._lib.call("cuptiProfilerHostDeinitialize", _Object, object=host)
+        if id(self) in _open:
+            _open.remove(id(self))
+            if not _open:
+                with suppress(Exception):
+                    self._lib.call("cuptiProfilerDeInitialize", _Plain)
 
     def __enter__(self) -> HardwareCounter:
         return self
@@ -321,6 +355,8 @@ class Rotation:
     """Several sets of counters, one set a step in turn, for what does not fit one pass."""
 
     def __init__(self, sets: Sequence[Sequence[str]]) -> None:
+        if not sets:
+            raise ValueError("a rotation needs at least one set of counters")
         self._counters: list[HardwareCounter] = []
         try:
             for counters in sets:
@@ -338,6 +374,12 @@ class Rotation:
     def close(self) -> None:
         for counter in self._counters:
             counter.close()
+
+    def __enter__(self) -> Rotation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _get_context() -> int:

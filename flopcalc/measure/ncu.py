@@ -16,11 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from flopcalc.measure.cupti import TENSOR_COUNTERS
 from flopcalc.measure.witness import Witnessed, unavailable
 
-DEFAULT_COUNTERS = ("sm__ops_path_tensor_src_bf16_dst_fp32.sum",)
+DEFAULT_COUNTERS = (TENSOR_COUNTERS["bf16"],)  # of a script, which says no dtype
 _PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda-*/bin/ncu")
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32", "fp64": "float64"}
 _BACKENDS = {
     "flash": "FLASH_ATTENTION",
     "efficient": "EFFICIENT_ATTENTION",
@@ -54,6 +55,11 @@ class Case:
                 f"backend one of {', '.join(_BACKENDS)}"
             )
 
+    @property
+    def counters(self) -> tuple[str, ...]:
+        """The tensor counter of its dtype; fp32 is seen by TF32's, which stays 0 where TF32 is off."""
+        return (TENSOR_COUNTERS["tf32" if self.dtype == "fp32" else self.dtype],)
+
     def to_script(self) -> str:
         """A program that runs the case twice: once to warm up, once between cudaProfilerStart and Stop."""
         shape = self.shape
@@ -70,6 +76,7 @@ class Case:
             [
                 "import torch",
                 "from torch.nn.attention import SDPBackend, sdpa_kernel",
+                *(["torch.backends.cuda.matmul.allow_tf32 = True"] if self.dtype == "tf32" else []),
                 "def leaf(*shape):",
                 f"    return torch.randn(*shape, device='cuda', dtype=torch.{_DTYPES[self.dtype]},"
                 f" requires_grad={backward})",
@@ -129,10 +136,13 @@ def find_ncu() -> str:
     )
 
 
-def measure_kernels(
-    case: Case | str, counters: Sequence[str] = DEFAULT_COUNTERS, *, timeout_s: float = 180.0
-) -> Profiled:
-    """Counters of every kernel that a case (or a script with cudaProfilerStart and Stop) launches."""
+def measure_kernels(case: Case | str, counters: Sequence[str] | None = None, *, timeout_s: float = 180.0) -> Profiled:
+    """Counters of every kernel that a case (or a script with cudaProfilerStart and Stop) launches.
+
+    Without `counters`: the tensor counter of the case's dtype, and bf16's for a script.
+    """
+    if counters is None:
+        counters = case.counters if isinstance(case, Case) else DEFAULT_COUNTERS
     ncu = find_ncu()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="flopcalc-ncu-") as folder:
@@ -234,3 +244,19 @@ def count(_model: Any, _batch: Mapping[str, Any], _phase: str) -> Witnessed:
     except NcuUnavailable as error:
         here = str(error)
     return unavailable("ncu", f"too slow for a whole step; {here}")
+
+
+def count_product(shape: tuple[int, int, int], dtype: str) -> Witnessed:
+    """One product of (m, n, k), that stands for a step."""
+    case = Case("matmul", shape, dtype)
+    try:
+        found = measure_kernels(case)
+    except NcuUnavailable as error:
+        return unavailable("ncu", f"too slow for a whole step; of its largest product alone: {error}")
+    (counter,) = case.counters
+    by: dict[str, int] = {}
+    for kernel in found.kernels:
+        by[kernel.name] = by.get(kernel.name, 0) + round(kernel.values.get(counter, 0))
+    return Witnessed(
+        "ncu", sum(by.values()), by, {}, found.seconds, "its largest product alone; too slow for a whole step"
+    )

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import import_module
+from math import prod
 from typing import Any
 
 from flopcalc.config import Source, load_config
@@ -28,7 +30,9 @@ WITNESSES = {
     "profiler": ("flopcalc.measure.torch_profiler", "count"),
     "cupti": ("flopcalc.measure.witness", "count_hardware"),
     "ncu": ("flopcalc.measure.ncu", "count"),
+    "gpm": ("flopcalc.measure.witness", "gauge"),
 }
+_GAUGE_S = 0.3  # GPM's window: the step is repeated until it is over
 _EXTRA = {"torch", "transformers", "peft", "fvcore"}  # packages of the extra
 
 
@@ -98,7 +102,7 @@ def synchronize(model: Any) -> None:
         torch.cuda.synchronize(parameter.device)
 
 
-# --- Two witnesses that need no file of their own ---------------------------------------------------------
+# --- Witnesses that need no file of their own ---------------------------------------------------------
 
 
 def count(model: Any, batch: Mapping[str, Any], phase: str) -> Witnessed:
@@ -144,8 +148,47 @@ def count_hardware(model: Any, batch: Mapping[str, Any], phase: str) -> Witnesse
         return unavailable("cupti", str(error), time.perf_counter() - start)
     return Witnessed(
         "cupti", sample.total_flops, sample.tensor_flops, {}, time.perf_counter() - start,
-        f"tensor cores only, chip {counter.chip}; DRAM {sample.dram_bytes} bytes, {sample.cycles} cycles",
+        f"{' and '.join(sample.dtypes)} tensor cores only, chip {counter.chip}; "
+        f"DRAM {sample.dram_bytes} bytes, {sample.cycles} cycles",
     )  # fmt: skip
+
+
+def gauge(model: Any, batch: Mapping[str, Any], phase: str) -> Witnessed:
+    """How busy the GPU says its tensor cores are while the step repeats: a note, never a count."""
+    import torch
+
+    from flopcalc.measure import gpm
+
+    start = time.perf_counter()
+    parameter = next(model.parameters(), None)
+    if not torch.cuda.is_available():
+        return unavailable("gpm", "no CUDA device here")
+    if parameter is None or not parameter.is_cuda:
+        return unavailable("gpm", "the model is not on the GPU")
+    # NVML numbers GPUs without regard to CUDA_VISIBLE_DEVICES; the uuid is the same on both sides.
+    uuid = getattr(torch.cuda.get_device_properties(parameter.device), "uuid", None)
+    name = None if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
+    steps = 0
+    try:
+        with ready_step(model, batch, phase) as step, gpm.Gauge(parameter.device.index or 0, name) as reader:
+            step()
+            synchronize(model)
+            with reader.measure() as activity:
+                began = time.perf_counter()
+                while time.perf_counter() - began < _GAUGE_S:
+                    step()
+                    synchronize(model)
+                    steps += 1
+    except gpm.GaugeUnavailable as error:
+        return unavailable("gpm", str(error), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    if activity.tensor is None:
+        return unavailable("gpm", activity.reason or "GPM gave no figure for tensor", seconds)
+    others = [
+        f"{what} {share:.1%}" for what, share in (("SMs", activity.sm), ("DRAM", activity.dram)) if share is not None
+    ]
+    text = ", ".join([f"tensor cores active {activity.tensor:.1%} of {activity.seconds:.2f} s", *others])
+    return Witnessed("gpm", None, {}, {}, seconds, f"{text}; {steps} steps, a gauge and no count")
 
 
 # --- All of them ---------------------------------------------------------------------------------------------
@@ -153,11 +196,14 @@ def count_hardware(model: Any, batch: Mapping[str, Any], phase: str) -> Witnesse
 
 def ask(witness: str, model: Any, batch: Mapping[str, Any], phase: str) -> Witnessed:
     """One witness's answer; whatever goes wrong inside it becomes the reason of an unavailable row."""
-    start = time.perf_counter()
     module, function = WITNESSES[witness]
+    return _guard(witness, lambda: getattr(import_module(module), function)(model, batch, phase))
+
+
+def _guard(witness: str, speak: Callable[[], Witnessed]) -> Witnessed:
+    start = time.perf_counter()
     try:
-        found: Witnessed = getattr(import_module(module), function)(model, batch, phase)
-        return found
+        return speak()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA:
@@ -236,6 +282,12 @@ def crosscheck(
     }
     rows = []
     for name in witnesses:
+        product = _choose_product(expected, torch_dtype, place) if name == "ncu" else None
+        if product is not None:
+            (m, n, k), form = product
+            answer = _guard("ncu", partial(_count_product, (m, n, k), form))
+            rows.append(Row(answer, 2 * m * n * k, f"2·m·n·k of {m} × {n} × {k}"))
+            continue
         answer = ask(name, built, batch, load.phase)
         if name == "flop_counter" and attention != "eager" and load.phase == "train" and answer.total is not None:
             special = "a fused attention's backward forms the scores again: 2.5 × its forward, where eager needs 2 ×"
@@ -244,6 +296,26 @@ def crosscheck(
     return Crosscheck(
         _describe_device(place), dtype, attention, kernel, _read_depths(source.config), expected.parameters, tuple(rows)
     )
+
+
+def _choose_product(expected: _Expected, dtype: Any, place: str) -> tuple[tuple[int, int, int], str] | None:
+    """The product that ncu measures and its dtype; None without ncu, a GPU or a product on tensor cores."""
+    import torch
+
+    if not place.startswith("cuda") or expected.product is None:
+        return None
+    if dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
+        return None
+    try:
+        import_module("flopcalc.measure.ncu").find_ncu()
+    except Exception:  # its row says why
+        return None
+    return expected.product, {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "tf32")
+
+
+def _count_product(shape: tuple[int, int, int], dtype: str) -> Witnessed:
+    found: Witnessed = import_module("flopcalc.measure.ncu").count_product(shape, dtype)
+    return found
 
 
 class _Expected:
@@ -255,6 +327,13 @@ class _Expected:
         self.stages = eager.stages
         estimate = eager.estimate(load)
         self.parameters = estimate.parameters["total"]
+        # The largest linear product as rows × out × in; experts share theirs out, so they have no one size.
+        products = [
+            (value * row.op.times, row.op.n_out, row.op.n_in)
+            for _, row, value in eager.rows(load, "hardware")
+            if row.op.kind == "linear" and row.op.copies == 1 and value
+        ]
+        self.product = max(products, key=prod, default=None)
         name = "full" if not estimate.recompute else "full with recomputation"
         self._counters = (estimate.total, name)
         self._forward = (estimate.forward, "full, forward")
@@ -266,7 +345,7 @@ class _Expected:
     def of(self, witness: str) -> tuple[int, str]:
         if witness == "fvcore":
             return self._forward
-        return self._hardware if witness in ("cupti", "ncu") else self._counters
+        return self._hardware if witness in ("cupti", "ncu", "gpm") else self._counters
 
 
 def _choose_device(device: str) -> str:

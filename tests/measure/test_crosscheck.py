@@ -48,6 +48,8 @@ def test_table(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "1 (exact)" not in rows["profiler"]  # as it comes, with elementwise work
     assert "no CUDA device here" in rows["cupti"]
     assert "too slow for a whole step" in rows["ncu"]
+    assert "no CUDA device here" in rows["gpm"]
+    assert "full" not in rows["gpm"]  # a gauge is compared with nothing
     assert "train, 2 × 13 tokens; fp32, eager attention, on cpu" in out
     assert "analytic, full: 3." in out
 
@@ -63,13 +65,33 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["recipe"]["freeze"] == ["vision"]
     assert found["workload"]["images"] == 1
     rows = {row["witness"]: row for row in found["witnesses"]}
-    assert list(rows) == ["flop_counter", "fvcore", "profiler", "cupti", "ncu"]
+    assert list(rows) == ["flop_counter", "fvcore", "profiler", "cupti", "ncu", "gpm"]
     assert rows["flop_counter"]["ratio"] == rows["fvcore"]["ratio"] == rows["profiler"]["ratio"] == 1
     assert rows["profiler"]["total"] != rows["profiler"]["corrected"] == rows["profiler"]["expected"]
     assert rows["cupti"]["total"] is None
     assert rows["cupti"]["ratio"] is None
     assert rows["cupti"]["reason"]
     assert sum(rows["flop_counter"]["by"].values()) == rows["flop_counter"]["total"]
+
+
+def test_one_product_and_a_gauge(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flopcalc.measure import ncu, witness
+
+    counted = ncu.Profiled((ncu.Kernel("gemm", {ncu.DEFAULT_COUNTERS[0]: 48.0}),), 1.5)
+    monkeypatch.setattr(ncu, "measure_kernels", lambda _: counted)
+    monkeypatch.setattr(witness, "_choose_product", lambda *_: ((2, 3, 4), "bf16"))
+    monkeypatch.setattr(
+        witness, "gauge", lambda *_: witness.Witnessed("gpm", None, {}, {}, 0.4, "tensor cores active 50.0%")
+    )
+    code, out, _ = run(capsys, "--model", config, "--seq", "8", "--device", "cpu")
+    assert code == 0
+    rows = {line.split("  ")[0]: line for line in out.splitlines()}
+    assert "1 (exact)" in rows["ncu"]
+    assert "its largest product alone" in rows["ncu"]
+    assert "tensor cores active 50.0%" in rows["gpm"]
+    assert "analytic, 2·m·n·k of 2 × 3 × 4: 48" in out
 
 
 def test_sdpa_and_lora(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,22 +13,24 @@ torch = pytest.importorskip("torch")
 from flopcalc.measure import cupti, witness  # noqa: E402
 
 BF16 = cupti.TENSOR_COUNTERS["bf16"]
+CLOSED = ["ProfilerHostDeinitialize", "ProfilerDeInitialize"]
 
 
 class FakeLibrary:
-    """libcupti's calls, recorded and answered as an H200 would; `fails` names the call that is refused."""
+    """libcupti's calls, recorded and answered as an H200 would; `fails` names the calls that are refused."""
 
     def __init__(self, fails: str = "", passes: int = 1, submitted: bool = True, base: tuple[str, ...] = ()) -> None:
         self.calls: list[str] = []
         self.counters: list[bytes] = []
         self._fails, self._passes, self._submitted = fails, passes, submitted
         self._base = base or tuple(
-            counter.partition(".")[0] for counter in (BF16, cupti.DRAM_COUNTER, cupti.CYCLE_COUNTER)
+            counter.partition(".")[0]
+            for counter in (*cupti.TENSOR_COUNTERS.values(), cupti.DRAM_COUNTER, cupti.CYCLE_COUNTER)
         )
 
     def call(self, function: str, _struct: Any, **fields: Any) -> Any:
         self.calls.append(function)
-        if function == self._fails:
+        if function in self._fails.split():
             raise cupti.CountersUnavailable(f"{function}: refused")
         if function == "cuptiProfilerHostConfigAddMetrics":
             self.counters = list(fields["names"])
@@ -57,6 +59,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> FakeLibrary:
     monkeypatch.setattr(cupti, "find_library", lambda: "libcupti.so")
     monkeypatch.setattr(cupti, "_Library", lambda _path: fake)
     monkeypatch.setattr(cupti, "_get_context", lambda: 1)
+    monkeypatch.setattr(cupti, "_open", set())
     return fake
 
 
@@ -69,12 +72,12 @@ def test_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
         with counter.measure() as sample:
             assert sample.values == {}
             assert fake.short()[-2:] == ["Start", "PushRange"]
-    assert (sample.tensor_flops, sample.total_flops) == ({"bf16": 1000}, 1000)
+    assert (sample.tensor_flops, sample.total_flops, sample.dtypes) == ({"bf16": 1000}, 1000, ("bf16",))
     assert (sample.dram_bytes, sample.cycles) == (2000, 3000)
     assert fake.short() == [
         "synchronize", "Enable", "GetCounterDataSize", "CounterDataImageInitialize", "SetConfig", "Start", "PushRange",
         "synchronize", "PopRange", "Stop", "DecodeData", "ProfilerHostEvaluateToGpuValues", "Disable",
-        "ProfilerHostDeinitialize",
+        "ProfilerHostDeinitialize", "ProfilerDeInitialize",
     ]  # fmt: skip
 
 
@@ -82,7 +85,39 @@ def test_a_step_that_raises_leaves_nothing_enabled(monkeypatch: pytest.MonkeyPat
     fake = install(monkeypatch)
     with pytest.raises(KeyError), cupti.HardwareCounter() as counter, counter.measure():
         raise KeyError
-    assert fake.short()[-4:] == ["PopRange", "Stop", "Disable", "ProfilerHostDeinitialize"]
+    assert fake.short()[-5:] == ["PopRange", "Stop", "Disable", *CLOSED]
+
+
+@pytest.mark.parametrize("fails", ["PopRange", "Stop", "Disable", "PopRange Stop Disable"])
+def test_a_step_s_own_error_surfaces(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, fails=" ".join(f"cuptiRangeProfiler{name}" for name in fails.split()))
+    with pytest.raises(KeyError), cupti.HardwareCounter() as counter, counter.measure():
+        raise KeyError
+    assert fake.short()[-6:] == ["synchronize", "PopRange", "Stop", "Disable", *CLOSED]
+
+
+def test_an_error_of_the_gpu_surfaces_and_nothing_stays_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, fails="cuptiRangeProfilerPopRange cuptiRangeProfilerStop")
+
+    def synchronize() -> None:
+        if "PushRange" in fake.short():  # the step's own error, told late
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with cupti.HardwareCounter() as counter:
+        with pytest.raises(ZeroDivisionError), counter.measure():
+            pass
+        assert fake.short()[-3:] == ["PopRange", "Stop", "Disable"]
+
+
+def test_a_refused_disable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fails="cuptiRangeProfilerDisable")
+    with (
+        pytest.raises(cupti.CountersUnavailable, match="Disable"),
+        cupti.HardwareCounter() as counter,
+        counter.measure(),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -99,14 +134,17 @@ def test_a_refused_call_leaves_nothing_enabled(function: str, monkeypatch: pytes
     with pytest.raises(cupti.CountersUnavailable, match=function), cupti.HardwareCounter() as counter:  # noqa: SIM117
         with counter.measure():
             pass
-    assert fake.short()[-2:] == ["Disable", "ProfilerHostDeinitialize"]
+    assert fake.short()[-3:] == ["Disable", *CLOSED]
+    started = "Start" in fake.short() and function != "cuptiRangeProfilerStart"
+    assert fake.short().count("Stop") == started
+    assert fake.short().count("Disable") == 1
 
 
 def test_a_refused_enable_needs_no_disable(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(monkeypatch, fails="cuptiRangeProfilerEnable")
     with pytest.raises(cupti.CountersUnavailable), cupti.HardwareCounter() as counter, counter.measure():
         pass
-    assert fake.short()[-2:] == ["Enable", "ProfilerHostDeinitialize"]
+    assert fake.short()[-3:] == ["Enable", *CLOSED]
 
 
 def test_counters_that_did_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +162,7 @@ def test_several_passes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(monkeypatch, passes=2)
     with pytest.raises(cupti.CountersUnavailable, match=r"need 2 passes.*Rotation"):
         cupti.HardwareCounter([cupti.TENSOR_COUNTERS["fp16"]])
-    assert fake.short()[-1] == "ProfilerHostDeinitialize"
+    assert fake.short()[-2:] == CLOSED
     assert "Enable" not in fake.short()
 
 
@@ -132,7 +170,56 @@ def test_unknown_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(monkeypatch, base=("sm__cycles_elapsed",))
     with pytest.raises(cupti.CountersUnavailable, match="GH100 has no counter"):
         cupti.HardwareCounter()
-    assert fake.short()[-1] == "ProfilerHostDeinitialize"
+    assert fake.short()[-2:] == CLOSED
+
+
+def test_unknown_counter_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, base=("sm__cycles_elapsed", BF16.partition(".")[0]))
+    with pytest.raises(cupti.CountersUnavailable, match=r"chip GH100 has no counter dram__bytes\.sum$"):
+        cupti.HardwareCounter([BF16, cupti.DRAM_COUNTER])
+    assert fake.short()[-2:] == CLOSED
+    assert "ProfilerHostConfigAddMetrics" not in fake.short()
+    with cupti.HardwareCounter([cupti.CYCLE_COUNTER, BF16]) as counter:
+        assert counter.counters == [cupti.CYCLE_COUNTER, BF16]
+    with cupti.HardwareCounter() as counter:  # without a wish, what the chip lacks beside bf16 is left out
+        assert counter.counters == [BF16, cupti.CYCLE_COUNTER]
+
+
+def test_the_last_counter_gives_the_profiler_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch)
+    first, second = cupti.HardwareCounter(), cupti.HardwareCounter()
+    first.close()
+    first.close()
+    assert "ProfilerDeInitialize" not in fake.short()
+    second.close()
+    assert fake.short()[-2:] == CLOSED
+    assert fake.short().count("ProfilerDeInitialize") == 1
+    cupti.HardwareCounter().close()
+    assert fake.short().count("ProfilerInitialize") == 3
+    assert fake.short().count("ProfilerDeInitialize") == 2
+
+
+def test_close_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, fails="cuptiProfilerHostDeinitialize cuptiProfilerDeInitialize")
+    cupti.HardwareCounter().close()
+    assert fake.short()[-2:] == CLOSED
+
+
+@pytest.mark.parametrize(
+    ("function", "closed"),
+    [
+        ("cuptiProfilerInitialize", False),
+        ("cuptiDeviceGetChipName", True),
+        ("cuptiProfilerGetCounterAvailability", True),
+        ("cuptiProfilerHostInitialize", True),
+    ],
+)
+def test_a_failed_start_gives_the_profiler_back(function: str, closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, fails=function)
+    with pytest.raises(cupti.CountersUnavailable, match=function):
+        cupti.HardwareCounter()
+    assert ("ProfilerDeInitialize" in fake.short()) == closed
+    assert not cupti._open
 
 
 def test_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +234,17 @@ def test_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     rotation.close()
     rotation.close()
     assert fake.short().count("ProfilerHostDeinitialize") == 2
+    assert fake.short()[-2:] == CLOSED
+    assert fake.short().count("ProfilerDeInitialize") == 1
+
+
+def test_rotation_as_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch)
+    with pytest.raises(KeyError), cupti.Rotation([[BF16]]) as rotation, rotation.measure():
+        raise KeyError
+    assert fake.short()[-2:] == CLOSED
+    with pytest.raises(ValueError, match="at least one set"):
+        cupti.Rotation([])
 
 
 def test_a_rotation_that_cannot_start_frees_its_first_sets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +261,7 @@ def test_a_rotation_that_cannot_start_frees_its_first_sets(monkeypatch: pytest.M
     monkeypatch.setattr(cupti.HardwareCounter, "__init__", fail_second)
     with pytest.raises(cupti.CountersUnavailable, match="second"):
         cupti.Rotation([[BF16], [BF16]])
-    assert fake.short()[-1] == "ProfilerHostDeinitialize"
+    assert fake.short()[-2:] == CLOSED
 
 
 # --- The library itself -----------------------------------------------------------------------------------------
@@ -256,9 +354,9 @@ def test_witness(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Fake(torch.bfloat16)
     counted = witness.count_hardware(model, {"input_ids": None}, "train")
     assert (counted.witness, counted.total, counted.by) == ("cupti", 1000, {"bf16": 1000})
-    assert counted.reason == "tensor cores only, chip GH100; DRAM 2000 bytes, 3000 cycles"
+    assert counted.reason == "bf16 tensor cores only, chip GH100; DRAM 2000 bytes, 3000 cycles"
     assert model.steps == 2  # one warms up, one is counted: never replayed
-    assert fake.short()[-2:] == ["Disable", "ProfilerHostDeinitialize"]
+    assert fake.short()[-3:] == ["Disable", *CLOSED]
 
 
 def test_witness_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: E402
 from flopcalc import make_workload  # noqa: E402
 from flopcalc.config import Source  # noqa: E402
 from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError  # noqa: E402
-from flopcalc.measure import fvcore_counter, gpm, ncu, torch_profiler, witness  # noqa: E402
+from flopcalc.measure import cupti, fvcore_counter, gpm, ncu, torch_profiler, witness  # noqa: E402
 from flopcalc.measure.flop_counter import count_flops  # noqa: E402
 from flopcalc.measure.models import apply_recipe, build_model, make_batch  # noqa: E402
 from flopcalc.recipe import make_recipe  # noqa: E402
@@ -339,6 +339,28 @@ def test_measure_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert part in seen
 
 
+@pytest.mark.parametrize(
+    ("dtype", "counted"), [("bf16", "bf16"), ("fp16", "fp16"), ("tf32", "tf32"), ("fp32", "tf32"), ("fp64", "fp64")]
+)
+def test_the_counter_is_the_dtype_s(dtype: str, counted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = cupti.TENSOR_COUNTERS[counted]
+    make_ncu(tmp_path, f"print({LONG!r}.replace({COUNTER!r}, sys.argv[sys.argv.index('--metrics') + 1]))", monkeypatch)
+    case = ncu.Case("matmul", (4096, 4096, 4096), dtype)
+    assert ncu.measure_kernels(case).totals == {counter: 2 * 4096**3}
+    assert ("allow_tf32 = True" in case.to_script()) == (dtype == "tf32")
+    assert ncu.measure_kernels("a script").totals == {COUNTER: 2 * 4096**3}
+    found = ncu.count_product((4096, 4096, 4096), dtype)
+    assert (found.total, found.reason) == (2 * 4096**3, "its largest product alone; too slow for a whole step")
+    assert found.by == {"gemm<bf16, 128>(float)": 2 * 4096**3, "reduce": 0}
+
+
+def test_a_product_that_ncu_may_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_ncu(tmp_path, "print('==ERROR== ERR_NVGPUCTRPERM'); sys.exit(1)", monkeypatch)
+    found = ncu.count_product((1, 1, 1), "bf16")
+    assert found.total is None
+    assert "its largest product alone: this user may not" in str(found.reason)
+
+
 def test_ncu_gets_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_ncu(tmp_path, "sys.exit(subprocess.run(sys.argv[-2:]).returncode)", monkeypatch)
     assert ncu.parse_csv(LONG)
@@ -552,6 +574,54 @@ def test_no_pynvml_and_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- All together ---------------------------------------------------------------------------------------------
 
 
+class OnGpu(torch.nn.Module):  # type: ignore[misc]
+    """A model that says it is on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def parameters(self, *_: Any) -> Any:
+        return iter([SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), grad=None)])
+
+    def forward(self, **_: Any) -> None:
+        self.steps += 1
+
+
+def use_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: time.sleep(0.01))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="12-34"))
+
+
+def test_gauge_as_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use_nvml(monkeypatch)
+    use_gpu(monkeypatch)
+    model = OnGpu()
+    found = witness.ask("gpm", model, {"input_ids": None}, "forward")
+    assert (found.witness, found.total, found.best) == ("gpm", None, None)
+    assert str(found.reason).startswith("tensor cores active 50.0% of 0.3")
+    assert str(found.reason).endswith(f"SMs 90.0%, DRAM 25.0%; {model.steps - 1} steps, a gauge and no count")
+    assert found.seconds >= 0.3
+    assert "nvmlDeviceGetHandleByUUID" in fake.calls
+    assert fake.calls[-1] == "nvmlShutdown"
+
+
+def test_gauge_as_a_row_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(witness, "_GAUGE_S", 0.01)
+    use_nvml(monkeypatch)
+    use_gpu(monkeypatch)
+    batch = {"input_ids": None}
+    assert "unreliable" in str(witness.ask("gpm", OnGpu(), batch, "forward").reason)
+    use_nvml(monkeypatch, supported=False)
+    assert "Hopper" in str(witness.ask("gpm", OnGpu(), batch, "forward").reason)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "pip install nvidia-ml-py" in str(witness.ask("gpm", OnGpu(), batch, "forward").reason)
+    assert "not on the GPU" in str(witness.ask("gpm", torch.nn.Linear(1, 1), batch, "forward").reason)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert witness.ask("gpm", OnGpu(), batch, "forward").reason == "no CUDA device here"
+
+
 def test_a_broken_witness_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, _ = build("llama", "forward")
 
@@ -604,6 +674,36 @@ def test_crosscheck_with_fewer_layers(family: str) -> None:
     check_exact(found)
 
 
+def test_the_product_for_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {
+        "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 24,
+        "num_attention_heads": 2, "vocab_size": 9,
+    }  # fmt: skip
+    load = make_workload(2, 4)
+    expected = witness._Expected(witness.load_config(config), load, make_recipe(), "eager", None)
+    assert expected.product is not None
+    assert sorted(expected.product) == [8, 8, 24]
+    assert expected.product[0] == 8
+    hide_ncu(monkeypatch, tmp_path)
+    assert witness._choose_product(expected, torch.bfloat16, "cuda") is None
+    make_ncu(tmp_path, f"print({LONG!r})", monkeypatch)
+    assert witness._choose_product(expected, torch.bfloat16, "cpu") is None
+    assert witness._choose_product(expected, torch.float32, "cuda") is None  # without TF32: no tensor core
+    assert witness._choose_product(expected, torch.float16, "cuda") == (expected.product, "fp16")
+
+    monkeypatch.setattr(witness, "_choose_product", lambda *_: ((4096, 4096, 4096), "bf16"))
+    (row,) = witness.crosscheck(config, load, device="cpu", witnesses=("ncu",)).rows
+    assert (row.ratio, row.expected, row.expected_as) == (1, 2 * 4096**3, "2·m·n·k of 4096 × 4096 × 4096")
+    assert row.counted.reason == "its largest product alone; too slow for a whole step"
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(ncu, "measure_kernels", fail)
+    (row,) = witness.crosscheck(config, load, device="cpu", witnesses=("ncu",)).rows
+    assert (row.ratio, row.counted.reason) == (None, "OSError: no space left")
+
+
 def test_cut_layers() -> None:
     config = {
         "model_type": "x",
@@ -651,5 +751,5 @@ def test_the_gpu_side_needs_no_command_line_packages() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    expected = "[1.0, None, 1.0, None, None] fvcore is not installed: pip install 'flopcalc[measure]'"
+    expected = "[1.0, None, 1.0, None, None, None] fvcore is not installed: pip install 'flopcalc[measure]'"
     assert done.stdout.splitlines()[-1] == expected

@@ -259,10 +259,10 @@ def count_analytic(config: Json, grids: list[list[int]], row: Json) -> Json:
 
 
 def _count_in_software(model: Any, step: Callable[[], Any], batch: Json, row: Json) -> Json:
-    """What the flop counter and the profiler say; null where one cannot count this step. Never the row's end."""
+    """What the software witnesses say; null where one cannot count this step. Never the row's end."""
     from flopcalc.measure.flop_counter import count_flops
 
-    found: Json = {"flop_counter": None, "profiler": None}
+    found: Json = {"flop_counter": None, "profiler": None, "profiler_corrected": None, "fvcore": None}
     try:
         if row["kernel"] in ("cudnn", "eager"):  # fused kernels are all one to it, and it takes seconds
             found["flop_counter"] = count_flops(model, step).total
@@ -272,9 +272,17 @@ def _count_in_software(model: Any, step: Callable[[], Any], batch: Json, row: Js
         if row["kernel"] == "eager":  # it is slow, and gives nothing for fused attention
             from flopcalc.measure import torch_profiler
 
-            found["profiler"] = torch_profiler.count(model, batch, row["phase"]).total
+            seen = torch_profiler.count(model, batch, row["phase"])
+            found |= {"profiler": seen.total, "profiler_corrected": seen.corrected}
     except Exception as error:
         print(f"profiler: {row}: {type(error).__name__}: {error}", flush=True)
+    try:
+        if row["kernel"] == "eager" and row["phase"] == "forward":  # it traces a forward pass, and no fused attention
+            from flopcalc.measure import fvcore_counter
+
+            found["fvcore"] = fvcore_counter.count(model, batch, row["phase"]).total
+    except Exception as error:  # it may not be installed here
+        print(f"fvcore: {row}: {type(error).__name__}: {error}", flush=True)
     return found
 
 
