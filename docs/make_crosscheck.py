@@ -162,7 +162,7 @@ def write_counts(counts: Table, padding: Table) -> Iterator[str]:
     yield ""
     yield "- `rule`: convention hardware from the config alone: blocks of 128, no padding."
     yield (
-        "- `tables`: the same with `--device`: measured constants of the kernel, padding of products of measured size."
+        "- `tables`: the same with `--device`: measured constants of the kernel, calls and products of measured size."
     )
     yield (
         "- `alone`: the sum of every product and attention call of the step measured by itself (table padding). "

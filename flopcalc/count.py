@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from flopcalc.ops import Chain, Op, Stage
 from flopcalc.recipe import ALL_TRAIN, STATELESS, Resolver, State, iterate, join
-from flopcalc.workload import BLOCK, Feature
+from flopcalc.workload import BLOCK, Feature, block_pairs
 
 
 class Row(NamedTuple):
@@ -79,6 +79,16 @@ def value_flops(op: Op) -> int:
 def fold_flops(op: Op, rank: int) -> int:
     """LoRA on a bare parameter is folded into it: (out, r) · (r, in) for every copy, whatever the rows."""
     return 2 * op.copies * rank * op.n_in * op.n_out
+
+
+def fused_flops(op: Op, shape: KernelShape, mask: str, length: int) -> tuple[int, int]:
+    """Forward and backward of one fused call by the kernel's constants: pairs in blocks, head dims padded."""
+    scores, values = score_flops(op), value_flops(op)
+    full = length * length
+    ahead = block_pairs(length, 0, shape.block_forward) if mask == "causal" else full
+    behind = block_pairs(length, 0, shape.block_backward) if mask == "causal" else full
+    forward = (scores + values) * shape.pad_forward[0] // shape.pad_forward[1] * ahead
+    return forward, (3 * scores + 2 * values) * shape.pad_backward[0] // shape.pad_backward[1] * behind
 
 
 def adapter_flops(op: Op, rank: int) -> tuple[int, int]:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flopcalc.config import Source, load_config
 from flopcalc.count import (
     Block,
+    KernelShape,
     Mode,
     Row,
     bias_parameters,
     count,
+    fused_flops,
     product_flops,
     sum_coefficients,
     weight_parameters,
@@ -31,7 +33,7 @@ from flopcalc.workload import (
     Feature,
     Grid,
     Workload,
-    attention_lengths,
+    attention_calls,
     evaluate_feature,
     make_workload,
     read_batch,
@@ -176,7 +178,7 @@ class Estimator:
             forward += ahead * value
             backward += back * value
             recompute += again * value
-        if convention == "hardware" and self.tile_table is not None:
+        if convention == "hardware" and (self.tile_table is not None or self.kernel_table is not None):
             for block, row, value in self._padding_rows(plan, load, counting):
                 forward += row.forward * value * block.copies
                 backward += row.backward * value * block.copies
@@ -198,7 +200,11 @@ class Estimator:
     def _padding_rows(self, plan: Plan, load: Workload, counting: str) -> list[tuple[Block, Row, int]]:
         """What products of exactly measured sizes execute beyond need, as rows of their own."""
         found: list[tuple[Block, Row, int]] = []
-        if self.tile_table is None or self.attention_kernel == "eager":
+        if self.attention_kernel == "eager":
+            return found
+        if self.kernel_table is not None and load.phase != "decode" and load.layout == "unpadded":
+            found += self._ragged_rows(self.kernel_table, plan, load)
+        if self.tile_table is None:
             return found
         for block in plan.blocks:
             for row in block.rows:
@@ -218,6 +224,35 @@ class Estimator:
                 padding = Row(op._replace(feature=("padding",)), ahead, back, ahead if row.recompute else 0)
                 if padding.forward or padding.backward:
                     found.append((block, padding, 1))
+        return found
+
+    def _ragged_rows(self, table: KernelTable, plan: Plan, load: Workload) -> list[tuple[Block, Row, int]]:
+        """Attention over lengths that fill no whole block: what was measured of exactly that call, less the formula."""
+        found: list[tuple[Block, Row, int]] = []
+        shapes = dict(table.shapes)
+        for block in plan.blocks:
+            for row in block.rows:
+                op = row.op
+                if op.kind != "attend":
+                    continue
+                shape = shapes.get((op.qk, op.v), KernelShape())
+                for (mask, length), many in attention_calls(op.feature, load, op.times).items():
+                    measured = table.calls.get((op.qk, op.v, mask, length))
+                    if measured is None:
+                        continue
+                    counted = fused_flops(op._replace(heads=1, times=1), shape, mask, length)
+                    ahead, behind = (
+                        (measured[way] - flops) * op.heads
+                        for way, flops in zip(("forward", "backward"), counted, strict=True)
+                    )
+                    padding = Row(
+                        op._replace(feature=("padding",)),
+                        ahead if row.forward else 0,
+                        behind if row.backward else 0,
+                        ahead if row.recompute else 0,
+                    )
+                    if padding.forward or padding.backward:
+                        found.append((block, padding, many))
         return found
 
     def _choose(self, load: Workload, convention: str) -> tuple[Plan, str]:
@@ -323,13 +358,12 @@ class Estimator:
         elif load.phase != "decode" and self.kernel_table is not None:
             asked: dict[tuple[int, int], set[tuple[str, int]]] = {}
             for _, row, value in self.rows(load, "hardware"):
-                if row.op.kind == "attend" and value:
-                    asked.setdefault((row.op.qk, row.op.v), set()).update(
-                        attention_lengths(row.op.feature, load, row.op.times)
-                    )
+                if row.op.kind == "attend" and row.op.feature[0] != "padding" and value:
+                    calls = attention_calls(row.op.feature, load, row.op.times)
+                    asked.setdefault((row.op.qk, row.op.v), set()).update(calls)
             notes.append(f"kernel {self.attention_kernel}: {self.kernel_table.describe(asked)}")
         plan, counting = self._choose(load, "hardware")
-        padded = self._padding_rows(plan, load, counting)
+        padded = [row for _, row, _ in self._padding_rows(plan, load, counting) if row.op.kind == "linear"]
         if padded and self.tile_table is not None:
             many = f"{len(padded)} product{'s' if len(padded) > 1 else ''}"
             notes.append(f"tile padding of {many} as measured on {self.tile_table.device} (tables gemm and padding)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 from flopcalc.calibration import Table, find_table, load_table
 from flopcalc.count import KernelShape
 from flopcalc.workload import BLOCK
+
+_ATTENTION_SHAPE = re.compile(r"(causal|full) b(\d+) h(\d+) s(\d+) d(\d+)/(\d+)")
 
 
 class KernelTable(NamedTuple):
@@ -18,6 +21,8 @@ class KernelTable(NamedTuple):
     device: str
     date: str
     ranges: tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # (qk, v) -> shortest and longest
+    # (qk, v, mask, length) -> direction -> FLOPs executed for one head of one sequence, where exactly that was measured
+    calls: dict[tuple[int, int, str, int], dict[str, int]]
 
     def describe(self, asked: Mapping[tuple[int, int], Iterable[tuple[str, int]]]) -> str:
         """Which table was used for (qk, v) -> {(mask, length)}, and what of it the table does not cover."""
@@ -27,7 +32,12 @@ class KernelTable(NamedTuple):
         if missing:
             shown = ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in missing)
             text += f"; it has no constants for head dim {shown}: blocks of 128 taken"
-        calls = [(width, mask, length) for width, found in asked.items() if width in known for mask, length in found]
+        calls = [
+            (width, mask, length)
+            for width, found in asked.items()
+            for mask, length in found
+            if width in known and (*width, mask, length) not in self.calls
+        ]
         outside = sorted({n for width, _, n in calls if not ranges[width][0] <= n <= ranges[width][1]})
         ragged = sorted({n for _, _, n in calls if n % BLOCK} - set(outside))
         if outside:
@@ -46,11 +56,12 @@ def _list(lengths: list[int]) -> str:
 def find_kernel_table(device_id: str, kernel: str) -> KernelTable | None:
     """The constants of a kernel on a device, or None where no table has them."""
     path = find_table(device_id, "attention")
-    return read_kernel_table(load_table(path), kernel) if path else None
+    beside = find_table(device_id, "padding")
+    return read_kernel_table(load_table(path), kernel, load_table(beside) if beside else None) if path else None
 
 
-def read_kernel_table(table: Table, kernel: str) -> KernelTable | None:
-    """Constants from the rows whose executed FLOPs were counted by the hardware."""
+def read_kernel_table(table: Table, kernel: str, padding: Table | None = None) -> KernelTable | None:
+    """Constants from the rows whose executed FLOPs were counted by the hardware, and those rows by themselves."""
     rows = [row for row in table.select(kernel=kernel) if row["executed_flops"]]
     shapes = {}
     for width in sorted({(row["qk_dim"], row["v_dim"]) for row in rows}):
@@ -66,8 +77,32 @@ def read_kernel_table(table: Table, kernel: str) -> KernelTable | None:
         ranges[width] = (min(lengths), max(lengths))
     about = table.provenance
     return KernelTable(
-        tuple(shapes.items()), str(about.get("device")), str(about.get("date"))[:10], tuple(ranges.items())
+        tuple(shapes.items()),
+        str(about.get("device")),
+        str(about.get("date"))[:10],
+        tuple(ranges.items()),
+        _read_calls(rows, padding.select(kernel=kernel) if padding is not None else []),
     )
+
+
+def _read_calls(
+    attention: list[dict[str, Any]], padding: list[dict[str, Any]]
+) -> dict[tuple[int, int, str, int], dict[str, int]]:
+    """What one head of one sequence executes, for the lengths that fill no whole block: no constant describes them."""
+    found: dict[tuple[int, int, str, int], dict[str, int]] = {}
+    rows = [
+        (row["qk_dim"], row["v_dim"], row["mask"], row["length"], row["batch"] * row["heads"], row) for row in attention
+    ]
+    for row in padding:
+        match = _ATTENTION_SHAPE.fullmatch(str(row["shape"]))
+        if match:
+            batch, heads, length, qk, v = (int(size) for size in match.groups()[1:])
+            rows.append((qk, v, match.group(1), length, batch * heads, row))
+    for qk, v, mask, length, heads, row in rows:
+        executed = row["executed_flops"]
+        if length % BLOCK and executed is not None and executed % heads == 0:
+            found.setdefault((qk, v, mask, length), {})[row["direction"]] = executed // heads
+    return {call: both for call, both in found.items() if len(both) == 2}
 
 
 class TileTable(NamedTuple):

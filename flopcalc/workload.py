@@ -372,26 +372,36 @@ def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
     raise AssertionError(f"feature {feature!r}")
 
 
-def attention_lengths(feature: Feature, load: Workload, times: int) -> set[tuple[str, int]]:
-    """The (mask, length) of every kind of attention call behind one feature: what a table of calls is asked for."""
+def attention_calls(feature: Feature, load: Workload, times: int) -> dict[tuple[str, int], int]:
+    """(mask, length) -> how many sequences of it one attention op runs over: what a table of calls is asked for."""
     kind = feature[0]
+    calls: dict[tuple[str, int], int] = {}
     if kind == "pairs":
-        lengths = load.documents if load.layout == "packed" and load.documents is not None else (load.seq,)
+        is_packed = load.layout == "packed" and load.documents is not None
+        lengths = load.documents if is_packed and load.documents else (load.seq,) * load.rows
         mask = "window" if int(feature[2]) and int(feature[2]) < max(lengths) else str(feature[1])
-        return {(mask, length) for length in lengths}
-    if kind == "images":
-        return {("full", math.isqrt(times))}
-    if kind == "frames":
-        return {("full", h * w) for _, h, w in load.all_grids}
-    side = int(feature[1]) * int(feature[2])
-    found = set()
-    for _, h, w in load.all_grids:
-        sides = [{side} if size >= side else set() for size in (h, w)]
-        for known, size in zip(sides, (h, w), strict=True):
-            if size % side:
-                known.add(size % side)
-        found |= {("full", a * b) for a in sides[0] for b in sides[1]}
-    return found
+        for length in lengths:
+            calls[(mask, length)] = calls.get((mask, length), 0) + 1
+        return calls
+    for t, h, w in load.all_grids:
+        if kind == "images":
+            found = {math.isqrt(times): 1}
+        elif kind == "frames":
+            found = {h * w: t}
+        else:
+            found = {}
+            side = int(feature[1]) * int(feature[2])
+            for height, rows in _split_side(h, side):
+                for width, columns in _split_side(w, side):
+                    found[height * width] = found.get(height * width, 0) + rows * columns * t
+        for length, many in found.items():
+            calls[("full", length)] = calls.get(("full", length), 0) + many
+    return calls
+
+
+def _split_side(size: int, side: int) -> list[tuple[int, int]]:
+    """(length, how many) of the windows along one side, the ragged last one apart."""
+    return [(length, many) for length, many in ((side, size // side), (size % side, 1)) if length and many]
 
 
 def _sequence_pairs(load: Workload, mask: str, window: int, counting: str, block: int) -> int:

@@ -82,8 +82,8 @@ def test_description_says_what_lies_outside() -> None:
     [
         ("llama-3.1-8b", {"seq_len": 2048}, "measured on NVIDIA H200"),
         ("llama-3.1-8b", {"lengths": [300, 500, 1248]}, "length 300, 500 lies outside"),
-        ("qwen2.5-vl-7b", {"seq_len": 2048, "image_grid_thw": [[1, 36, 52]]}, "length 16, 32, 64 lies outside"),
-        ("llava-1.5-7b", {"seq_len": 2048, "image_grid_thw": [[1, 24, 24]]}, "length 577 fills no whole block"),
+        ("qwen2.5-vl-7b", {"seq_len": 2048, "image_grid_thw": [[1, 30, 50]]}, "length 12, 48 lies outside"),
+        ("qwen2-vl-7b", {"seq_len": 2048, "image_grid_thw": [[1, 30, 50]]}, "length 1500 fills no whole block"),
         ("mistral-7b", {"seq_len": 8192}, "windows were not measured"),
     ],
 )
@@ -125,3 +125,36 @@ def test_tile_padding_of_measured_sizes_is_counted(tmp_path: Any, monkeypatch: p
     assert not any("tile padding" in note for note in bind(config, convention="hardware", device="a40")(1, 64).notes)
     eager = bind(config, convention="hardware", device="a40", attention_kernel="eager")(2, 64)
     assert eager.total == eager.totals["full"]
+
+
+def test_calls_of_exactly_measured_length_are_counted_as_executed(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A length that fills no whole block: the measured call replaces the formula, per head and sequence."""
+    from flopcalc import bind
+    from flopcalc.calibration import save_table
+
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+              "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 50}  # fmt: skip
+    about = {"device": "X", "device_id": "a40", "date": "2026-11-15", "torch": "2", "command": "flopcalc calibrate"}
+    rows = make_rows("flash", 16, 16, (128, 128), (16, 16))
+    folder = str(tmp_path / "calibration" / "a40")
+    save_table(folder, "attention", about, rows)
+    by_formula = bind(config, convention="hardware", device="a40")(5, 300)
+    # 300 positions in 3 blocks of 128 each way: 6 blocks of pairs, for 2 sequences of 4 heads.
+    pairs = 6 * 128 * 128
+    measured = [
+        {"kernel": "flash", "qk_dim": 16, "v_dim": 16, "mask": "causal", "length": 300, "direction": direction,
+         "batch": 2, "heads": 4, "executed_flops": 8 * pairs * 2 * products * 16}
+        for direction, products in (("forward", 2), ("backward", 5))
+    ]  # fmt: skip
+    save_table(folder, "attention", about, rows + measured)
+    as_measured = bind(config, convention="hardware", device="a40")(5, 300)
+    assert by_formula.by_kind()["attend"][:2] == tuple(3 * 5 * 4 * 2 * n * 16 * (300 * 428 // 2) for n in (2, 5))
+    assert as_measured.by_kind()["attend"][:2] == tuple(3 * 5 * 4 * 2 * n * 16 * pairs for n in (2, 5))
+    assert sum(row.forward + row.backward for row in as_measured.by_module()) == as_measured.total
+    assert "length 300 lies outside" in " ".join(by_formula.notes)
+    assert "length 300" not in " ".join(as_measured.notes)
+    recomputed = bind(config, recipe={"recompute": "full"}, convention="hardware", device="a40")(5, 300)
+    assert recomputed.by_kind()["attend"][2] == recomputed.by_kind()["attend"][0]
