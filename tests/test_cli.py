@@ -669,3 +669,11 @@ def test_a_device_that_is_not_in_the_table_takes_a_peak_by_hand(capsys: pytest.C
         main(command.split())
     assert stopped.value.code == 0
     assert json.loads(capsys.readouterr().out)["mfu"]["device"] == "newest"
+
+
+def test_compare_json_keeps_every_note(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "llama-3.2-1b", "--seq", "64", "--recompute", "full", "--convention", "hardware", "--json"])
+    notes = " ".join(json.loads(capsys.readouterr().out)[0]["notes"])
+    assert "includes what is recomputed" in notes
+    assert "blocks of 128" in notes

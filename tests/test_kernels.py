@@ -94,36 +94,40 @@ def test_notes_speak_of_the_calls_that_run(preset: str, workload: dict[str, Any]
     assert words in notes
 
 
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 50,
+}  # fmt: skip
+ABOUT = {"device": "X", "device_id": "a40", "date": "2026-11-15", "torch": "2", "command": "flopcalc calibrate"}
+
+
 def test_tile_padding_of_measured_sizes_is_counted(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device's gemm table: products of exactly those sizes execute what was measured; rows still sum to the total."""
     from flopcalc import bind
     from flopcalc.calibration import save_table
 
     monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-              "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 50}  # fmt: skip
-    about = {"device": "X", "device_id": "a40", "date": "2026-11-15", "torch": "2", "command": "flopcalc calibrate"}
     rows = make_rows("flash", 16, 16, (128, 128), (16, 16))
     folder = str(tmp_path / "calibration" / "a40")
-    save_table(folder, "attention", about, rows)
-    plain = bind(config, convention="hardware", device="a40")(2, 64)
+    save_table(folder, "attention", ABOUT, rows)
+    plain = bind(CONFIG, convention="hardware", device="a40")(2, 64)
     head = {"dtype": "bf16", "m": 128, "n": 50, "k": 64, "mode": "burst"}
     excess = {"forward": 1000, "dgrad": 20, "wgrad": 3}
     save_table(
-        folder, "gemm", about,
+        folder, "gemm", ABOUT,
         [{**head, "direction": d, "executed_flops": 2 * 128 * 50 * 64 + more} for d, more in excess.items()],
     )  # fmt: skip
-    padded = bind(config, convention="hardware", device="a40")(2, 64)
+    padded = bind(CONFIG, convention="hardware", device="a40")(2, 64)
     assert (padded.forward - plain.forward, padded.backward - plain.backward) == (1000, 23)
     assert sum(row.forward + row.backward for row in padded.by_module()) == padded.total
     assert sum(map(sum, padded.by_component().values())) == padded.total
     assert padded.totals["full"] == plain.totals["full"]
     assert any("tile padding of 1 product as measured on X" in note for note in padded.notes)
-    frozen = bind(config, recipe={"freeze": "lm_head"}, convention="hardware", device="a40")(2, 64)
-    bare = bind(config, recipe={"freeze": "lm_head"}, convention="hardware", attention_kernel="flash")(2, 64)
+    frozen = bind(CONFIG, recipe={"freeze": "lm_head"}, convention="hardware", device="a40")(2, 64)
+    bare = bind(CONFIG, recipe={"freeze": "lm_head"}, convention="hardware", attention_kernel="flash")(2, 64)
     assert frozen.backward - bare.backward == 20
-    assert not any("tile padding" in note for note in bind(config, convention="hardware", device="a40")(1, 64).notes)
-    eager = bind(config, convention="hardware", device="a40", attention_kernel="eager")(2, 64)
+    assert not any("tile padding" in note for note in bind(CONFIG, convention="hardware", device="a40")(1, 64).notes)
+    eager = bind(CONFIG, convention="hardware", device="a40", attention_kernel="eager")(2, 64)
     assert eager.total == eager.totals["full"]
 
 
@@ -135,13 +139,10 @@ def test_calls_of_exactly_measured_length_are_counted_as_executed(
     from flopcalc.calibration import save_table
 
     monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-              "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 50}  # fmt: skip
-    about = {"device": "X", "device_id": "a40", "date": "2026-11-15", "torch": "2", "command": "flopcalc calibrate"}
     rows = make_rows("flash", 16, 16, (128, 128), (16, 16))
     folder = str(tmp_path / "calibration" / "a40")
-    save_table(folder, "attention", about, rows)
-    by_formula = bind(config, convention="hardware", device="a40")(5, 300)
+    save_table(folder, "attention", ABOUT, rows)
+    by_formula = bind(CONFIG, convention="hardware", device="a40")(5, 300)
     # 300 positions in 3 blocks of 128 each way: 6 blocks of pairs, for 2 sequences of 4 heads.
     pairs = 6 * 128 * 128
     measured = [
@@ -149,12 +150,12 @@ def test_calls_of_exactly_measured_length_are_counted_as_executed(
          "batch": 2, "heads": 4, "executed_flops": 8 * pairs * 2 * products * 16}
         for direction, products in (("forward", 2), ("backward", 5))
     ]  # fmt: skip
-    save_table(folder, "attention", about, rows + measured)
-    as_measured = bind(config, convention="hardware", device="a40")(5, 300)
+    save_table(folder, "attention", ABOUT, rows + measured)
+    as_measured = bind(CONFIG, convention="hardware", device="a40")(5, 300)
     assert by_formula.by_kind()["attend"][:2] == tuple(3 * 5 * 4 * 2 * n * 16 * (300 * 428 // 2) for n in (2, 5))
     assert as_measured.by_kind()["attend"][:2] == tuple(3 * 5 * 4 * 2 * n * 16 * pairs for n in (2, 5))
     assert sum(row.forward + row.backward for row in as_measured.by_module()) == as_measured.total
     assert "length 300 lies outside" in " ".join(by_formula.notes)
     assert "length 300" not in " ".join(as_measured.notes)
-    recomputed = bind(config, recipe={"recompute": "full"}, convention="hardware", device="a40")(5, 300)
+    recomputed = bind(CONFIG, recipe={"recompute": "full"}, convention="hardware", device="a40")(5, 300)
     assert recomputed.by_kind()["attend"][2] == recomputed.by_kind()["attend"][0]

@@ -42,7 +42,9 @@ def compare(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
     notes = {label: [*entry.estimate.notes, *entry.notes] for label, entry in asked}
     conventions = {estimate.convention for _, estimate in columns}
     if as_json:
-        shown = [{"label": label, **estimate.to_dict(1), "notes": notes[label]} for label, estimate in columns]
+        shown = [{"label": label, **entry.estimate.to_dict(1)} for label, entry in asked]
+        for column, (_, entry) in zip(shown, asked, strict=True):
+            column["notes"] += entry.notes
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
     rows = [[name, *(read(estimate) for _, estimate in columns)] for name, read in _ROWS]

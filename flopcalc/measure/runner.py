@@ -28,7 +28,6 @@ from typing import IO, Any, NamedTuple, TextIO
 from flopcalc.errors import FlopcalcError, format_value
 
 Json = dict[str, Any]
-REASONS = ("oom", "timeout", "killed", "exception", "exit")
 _RESTART = ("killed", "exit", "timeout")  # a start that ended so may go well the next time
 _DETAIL_CHARACTERS = 500
 _TAIL_LINES = 6
