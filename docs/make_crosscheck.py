@@ -170,8 +170,8 @@ def write_counts(counts: Table, padding: Table) -> Iterator[str]:
     )
     yield ""
     yield (
-        "The padding table was measured on the shapes of these very steps: `tables` and `alone` explain them and predict "
-        "nothing. Only `rule`, and the 7B model above, were counted without having seen the step."
+        "The padding table was measured on the shapes of these very steps: `tables` and `alone` explain them and "
+        "predict nothing. Only `rule`, and the 7B model above, were counted without having seen the step."
     )
     yield ""
     rows = []
