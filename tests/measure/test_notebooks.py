@@ -49,8 +49,9 @@ def execute(monkeypatch: pytest.MonkeyPatch, data: Path, device: str | None = No
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     assert not [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]
-    texts = [output.text for output in outputs if output.output_type == "stream"]
-    return json.loads(texts[-1]), "".join(texts[:-1])
+    text = "".join(output.text for output in outputs if output.output_type == "stream")  # in as many parts as it likes
+    before, found = text.rstrip().rsplit("\n", 1)
+    return json.loads(found), before
 
 
 def find_drawn(figures: dict[str, int]) -> set[str]:
