@@ -55,6 +55,7 @@ class Mode(NamedTuple):
     """What the counting depends on beyond model and recipe."""
 
     has_images: bool = False
+    has_audio: bool = False
     is_fused: bool = False  # attention in one kernel: its backward recomputes the scores
     recompute: str = "none"  # effective: 'none' outside convention hardware
     shapes: tuple[tuple[tuple[int, int], KernelShape], ...] = ()  # (qk, v) -> what was measured of the kernel
@@ -132,8 +133,9 @@ class _Step(NamedTuple):
 class _Layer:
     """Counts one chain: forward, backward by flowing gradients, and what checkpointing runs again."""
 
-    def __init__(self, states: Iterator[State] | None, mode: Mode) -> None:
+    def __init__(self, states: Iterator[State] | None, mode: Mode, streams: dict[str, bool] | None = None) -> None:
         self.states = states  # in order of execution; None: everything trains
+        self.streams = streams or {}  # does a gradient flow into the output of each stream so far
         self.mode = mode
         self.rows: list[Row] = []
         self.steps: list[_Step] = []
@@ -148,6 +150,14 @@ class _Layer:
         return flows
 
     def _op(self, op: Op, flows: tuple[bool, ...]) -> bool:
+        if op.source:
+            flows = (self.streams.get(op.source, False),)
+        if op.detached:
+            return self._detached(op)
+        if op.kind == "product":
+            self.steps.append(_Step(len(self.rows), op.flops * op.times, any(flows)))
+            self.rows.append(Row(op, op.flops * op.times, op.backward * op.times if any(flows) else 0))
+            return any(flows)
         if op.kind == "attend":
             return self._attend(op, flows)
         flow = any(flows)
@@ -196,6 +206,22 @@ class _Layer:
         if op.input_embedding and self.mode.recompute != "none":
             flow = True
         return flow
+
+    def _detached(self, op: Op) -> bool:
+        """Computed without autograd: no gradient for its input, nor for its weight."""
+        forward = backward = total = inactive = trainable = 0
+        if op.kind == "attend":
+            forward = score_flops(op) + value_flops(op)
+        elif op.kind == "product":
+            forward = op.flops * op.times
+        else:
+            state = ALL_TRAIN if self.states is None else next(self.states)
+            forward = product_flops(op)
+            total = weight_parameters(op) + bias_parameters(op)
+            trainable = (weight_parameters(op) if state.weight else 0) + (bias_parameters(op) if state.bias else 0)
+        self.steps.append(_Step(len(self.rows), forward, False))
+        self.rows.append(Row(op, forward, backward, 0, total, inactive, trainable))
+        return False
 
     def _fold(self, op: Op, state: State, flow: bool) -> None:
         """LoRA on a bare parameter: two small products are needed; PEFT folds it into the weight of every copy."""
@@ -266,7 +292,8 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode) -> tuple[Bl
     after: dict[str, list[bool]] = {}  # per stage: does a gradient flow into layer j's output
     cache: dict[object, tuple[tuple[Row, ...], bool]] = {}
     for stage in stages:
-        runs = mode.has_images or stage.stream == "language"
+        runs = _runs(stage.stream, mode)
+        streams = dict(stream) if any(op.source for chain in stage.layers for op in iterate(chain)) else {}
         flow = stream.get(stage.stream, False)
         flow = flow or any(stream.get(name, False) for name in stage.joins)
         outputs: list[bool] = []
@@ -276,10 +303,10 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode) -> tuple[Bl
             if stage.reads is not None:
                 flow = after.get(stage.reads[0], [])[stage.reads[1][layer]]
             states = _layer_states(chain, path, stage, resolver)
-            key = (id(chain), states, flow, stage.checkpoint, stage.dead[layer], runs)
+            key = (id(chain), states, flow, stage.checkpoint, stage.dead[layer], runs, *streams.items())
             found = cache.get(key)
             if found is None:
-                found = cache[key] = _count_layer(chain, states, flow, stage, stage.dead[layer], mode, runs)
+                found = cache[key] = _count_layer(chain, states, flow, stage, stage.dead[layer], mode, runs, streams)
             rows, flow = found
             if stage.adds is not None:
                 added = after.get(stage.adds, [])
@@ -295,6 +322,13 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode) -> tuple[Bl
     return tuple(blocks)
 
 
+def _runs(stream: str, mode: Mode) -> bool:
+    """Whether a stream has work: audio needs clips, every other that is not text needs images."""
+    if stream in ("language", "encoder"):
+        return True
+    return mode.has_audio if stream.startswith("audio") else mode.has_images
+
+
 def _layer_states(chain: Chain, path: str, stage: Stage, resolver: Resolver) -> tuple[State, ...] | None:
     if resolver.is_trivial:
         return None
@@ -304,9 +338,16 @@ def _layer_states(chain: Chain, path: str, stage: Stage, resolver: Resolver) -> 
 
 
 def _count_layer(
-    chain: Chain, states: tuple[State, ...] | None, flow: bool, stage: Stage, dead: bool, mode: Mode, runs: bool
+    chain: Chain,
+    states: tuple[State, ...] | None,
+    flow: bool,
+    stage: Stage,
+    dead: bool,
+    mode: Mode,
+    runs: bool,
+    streams: dict[str, bool],
 ) -> tuple[tuple[Row, ...], bool]:
-    layer = _Layer(None if states is None else iter(states), mode)
+    layer = _Layer(None if states is None else iter(states), mode, streams)
     checkpointed = stage.checkpoint and mode.recompute != "none"
     reentrant = mode.recompute == "full-reentrant"
     out = any(layer.run(chain, (flow,)))

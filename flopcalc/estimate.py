@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flopcalc.audio import Audio, bind_audio
 from flopcalc.config import Source, load_config
 from flopcalc.count import (
     Block,
@@ -95,6 +96,10 @@ class Estimator:
         dims = bind_spec(self.spec, source.config, source.where, dict(specs or {}))
         self.stages: tuple[Stage, ...] = expand(dims)
         self.vision: Vision | None = bind_vision(dims)
+        self.audio: Audio | None = bind_audio(dims)
+        self.has_decoder = any(
+            "decoder" in op.feature[:2] for stage in self.stages for chain in stage.layers[:1] for op in iterate(chain)
+        )
         self._position_kind = self.spec.positions.get("kind", "")
         self._position_limit = _read_limit(dims)
         if source.module is not None:
@@ -111,9 +116,9 @@ class Estimator:
         self.identity = (source.name, self.stages, recipe, convention, self.attention_kernel)
         self._resolver = Resolver(recipe, self.stages)
         self._plans: dict[Mode, Plan] = {}
-        self._chosen: dict[tuple[bool, str], tuple[Plan, str]] = {}
+        self._chosen: dict[tuple[bool, bool, str], tuple[Plan, str]] = {}
         if not self._resolver.is_trivial:
-            self._plan(self.vision is not None, convention)
+            self._plan(True, True, convention)
             if recipe.trained is None:
                 self._resolver.check_used(self._paths)
 
@@ -129,6 +134,8 @@ class Estimator:
         phase: str = "train",
         context: int | None = None,
         logits: int | str | None = None,
+        decoder_seq_len: int | None = None,
+        clips: Iterable[int] | None = None,
     ) -> Estimate:
         """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it)."""
         if batch is not None:
@@ -144,6 +151,8 @@ class Estimator:
                 phase=phase,
                 context=context,
                 logits=logits,
+                decoder_seq_len=decoder_seq_len,
+                clips=clips,
             )
         )
 
@@ -163,6 +172,12 @@ class Estimator:
         """FLOPs of one step on a workload."""
         if load.grids or load.videos:
             load = self._check_images(load)
+        if self.has_decoder != (load.decoder is not None):
+            raise WorkloadError(
+                f"{self.source.name} has a decoder: give its length too (--decoder-seq N, decoder_seq_len=N)"
+                if self.has_decoder
+                else f"{self.source.name} is no encoder-decoder: it takes no --decoder-seq"
+            )
         limit = self._position_limit
         if limit and load.seq + load.context > limit:
             self._check_positions(load, limit)
@@ -257,7 +272,7 @@ class Estimator:
 
     def _choose(self, load: Workload, convention: str) -> tuple[Plan, str]:
         """The plan for a workload, and how its features are to be counted."""
-        key = (bool(load.grids or load.videos), convention)
+        key = (bool(load.grids or load.videos), bool(load.clips), convention)
         found = self._chosen.get(key)
         if found is None:
             counting = convention
@@ -269,7 +284,7 @@ class Estimator:
     def parameters(self) -> dict[str, int]:
         """Parameters: all (tied once, adapters included), those one token reaches, those that train."""
         # Parameters are the same in every mode: take a plan that exists.
-        plan = next(iter(self._plans.values())) if self._plans else self._plan(False, self.convention)
+        plan = next(iter(self._plans.values())) if self._plans else self._plan(False, False, self.convention)
         total = inactive = trainable = 0
         for block in plan.blocks:
             for row in block.rows:
@@ -281,10 +296,11 @@ class Estimator:
     def count_visual_tokens(self, load: Workload) -> int:
         return sum(self.vision.count_tokens(grid) for grid in load.all_grids) if self.vision else 0
 
-    def _plan(self, has_images: bool, convention: str) -> Plan:
+    def _plan(self, has_images: bool, has_audio: bool, convention: str) -> Plan:
         is_hardware = convention == "hardware"
         mode = Mode(
             has_images,
+            has_audio,
             is_hardware and self.attention_kernel != "eager",
             self.recipe.recompute if is_hardware else "none",
             self.kernel_table.shapes if is_hardware and self.kernel_table is not None else (),
@@ -372,7 +388,7 @@ class Estimator:
     def _paths(self) -> Iterable[str]:
         return {
             join(block.path, row.op.name)
-            for block in self._plan(self.vision is not None, self.convention).blocks
+            for block in self._plan(True, True, self.convention).blocks
             for row in block.rows
         }
 
@@ -421,19 +437,31 @@ def _longest(load: Workload) -> int:
 
 def _with_grids(load: Workload, grids: tuple[Grid, ...], videos: tuple[Grid, ...]) -> Workload:
     return Workload(
-        load.rows, load.seq, load.documents, load.layout, load.phase, load.context, load.logits, grids, videos
-    )
+        load.rows, load.seq, load.documents, load.layout, load.phase, load.context, load.logits, grids, videos,
+        load.clips, load.decoder,
+    )  # fmt: skip
 
 
 def _find_spec(source: Source, specs: dict[str, Spec]) -> Spec:
     model_type: str = source.config["model_type"]
     spec = specs.get(model_type) or find_spec(model_type)
+    variant = spec.variants.get(_find_architecture(source)) if spec is not None else None
+    if variant is not None:
+        spec = specs.get(variant) or find_spec(variant)
     if spec is None:
         near = format_nearest(model_type, list_data_files("specs"))
         raise ConfigError(f"{source.where}: model_type {format_value(model_type)} has no spec.{near} {_SUPPORTED_HINT}")
     if spec.is_tower:
         raise ConfigError(f"{source.where}: {model_type!r} is a part of other models, not one by itself")
     return spec
+
+
+def _find_architecture(source: Source) -> str:
+    """The HF class: a live model's own, else the first that the config names."""
+    if source.module is not None:
+        return type(source.module).__name__
+    named = source.config.get("architectures")
+    return str(named[0]) if isinstance(named, (list, tuple)) and named else ""
 
 
 def _read_limit(dims: Any) -> int:

@@ -23,6 +23,18 @@ class Scope(Protocol):
         """The value of a (dotted) name, or MissingNameError."""
 
 
+class Names:
+    """A scope of plain names with values."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def lookup(self, name: str) -> Any:
+        if name not in self._values:
+            raise MissingNameError(name)
+        return self._values[name]
+
+
 _CONSTANTS = {"true": True, "false": False, "none": None}
 _CACHE: dict[str, ast.expr] = {}
 MAX_LENGTH = 500

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 from flopcalc.errors import ConfigError, SpecError, format_value
 from flopcalc.expr import MissingNameError, evaluate, evaluate_truth, find_names
 from flopcalc.spec import MAX_LAYERS, SPANS, WORDS, BoundDims, check_required, find_key, find_spec
-from flopcalc.workload import Feature
+from flopcalc.workload import UNITS, Feature
 
 
 class Op(NamedTuple):
@@ -32,6 +32,10 @@ class Op(NamedTuple):
     size: int = 0  # elements of a norm's weight, an embedding row, a bare parameter
     saves: bool = True  # autograd keeps a tensor for it when a gradient passes
     input_embedding: bool = False  # HF's checkpointing makes its output require a gradient
+    flops: int = 0  # of a product of activations
+    backward: int = 0  # and of its gradients
+    source: str = ""  # the stream whose output it reads, if not its own chain
+    detached: bool = False  # no gradient passes
 
 
 Chain: TypeAlias = "tuple[Op | tuple[Chain, ...], ...]"
@@ -55,7 +59,7 @@ class Stage(NamedTuple):
 def expand(dims: BoundDims) -> tuple[Stage, ...]:
     """All stages of a model in dataflow order, inner specs (towers, language models) included."""
     try:
-        stages = tuple(_expand(dims, {}))
+        stages = tuple(_expand(dims, {}, "encoder"))
     except MissingNameError as error:
         raise ConfigError(f"{dims.where}: missing key {error.name!r}, which {dims.spec.name!r} needs") from None
     except SpecError as error:
@@ -73,7 +77,7 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
     return stages
 
 
-def _expand(dims: BoundDims, rename: dict[str, str]) -> list[Stage]:
+def _expand(dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
     for words, text in dims.spec.checks.items():
         if not evaluate_truth(text, dims):
             raise ConfigError(f"{dims.where}: {words}")
@@ -82,13 +86,13 @@ def _expand(dims: BoundDims, rename: dict[str, str]) -> list[Stage]:
         if "when" in stack and not evaluate_truth(stack["when"], dims):
             continue
         if "use" in stack:
-            stages += _expand_inner(stack, dims)
+            stages += _expand_inner(stack, dims, side)
         else:
-            stages.append(_expand_stack(stack, dims, rename))
+            stages.append(_expand_stack(stack, dims, rename, side))
     return stages
 
 
-def _expand_inner(stack: dict[str, Any], dims: BoundDims) -> list[Stage]:
+def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Stage]:
     """The stages of another spec, found by name or by the inner config's own model_type."""
     key: str = stack["config"]
     defaults: dict[str, Any] = stack.get("defaults", {})
@@ -114,7 +118,9 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims) -> list[Stage]:
         check_required(spec, config, where)
     settings = {key: dims.evaluate(text) for key, text in stack.get("set", {}).items()}
     inner = BoundDims(spec, config, where, settings, defaults, dims.extra)
-    inner_stages = _expand(inner, stack.get("rename", {}))
+    inner_stages = _expand(inner, stack.get("rename", {}), stack.get("side", side))
+    if "stream" in stack:
+        inner_stages = [stage._replace(stream=stack["stream"]) for stage in inner_stages]
     adds = stack.get("adds")
     if adds:
         inner_stages = [stage._replace(adds=adds) if stage.repeated else stage for stage in inner_stages]
@@ -124,14 +130,14 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims) -> list[Stage]:
     return inner_stages
 
 
-def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]) -> Stage:
+def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str], side: str) -> Stage:
     path = _rename(stack["path"], rename)
     repeated = "repeat" in stack
     count = _size(dims, str(stack["repeat"]), f"{path} repeat", minimum=0) if repeated else 1
     if count > MAX_LAYERS:
         raise ConfigError(f"{dims.where}: {count} layers in {path!r}; more than {MAX_LAYERS} is surely a mistake")
     part = stack.get("part", "other")
-    builder = _Builder(dims, stack.get("rows", "tokens"), part, path, rename)
+    builder = _Builder(dims, stack.get("rows", "tokens"), part, path, rename, stack.get("side", side))
     layers = []
     dead = []
     reads_layers = []
@@ -159,12 +165,15 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
 class _Builder:
     """Builds the chain of one layer; what does not change from layer to layer is built once."""
 
-    def __init__(self, dims: BoundDims, rows: str, part: str, path: str, rename: dict[str, str]) -> None:
+    def __init__(
+        self, dims: BoundDims, rows: str, part: str, path: str, rename: dict[str, str], side: str
+    ) -> None:  # fmt: skip
         self.dims = dims
         self.rows = rows
         self.part = part
         self.path = path
         self.rename = rename
+        self.side = side
         self._changing: list[str] | None = None
         self._chains: dict[tuple[Any, ...], Chain] = {}
         self._alike: dict[Chain, Chain] = {}
@@ -183,6 +192,12 @@ class _Builder:
     def _find_changing(self, items: list[Any]) -> list[str]:
         """Names that the ops read and that change from layer to layer."""
         texts = {value for item in self._flatten(items) for name, value in item.items() if _is_expression(name, value)}
+        texts |= {
+            text.partition(":")[2]
+            for item in self._flatten(items)
+            for text in (item.get("rows", self.rows), item.get("needed", ""))
+            if ":" in text
+        }
         names = {name for text in texts for name in find_names(text)}
         return sorted(name for name in names if self.dims.depends_on_layer(name))
 
@@ -230,7 +245,7 @@ class _Builder:
         if "when" in item and not evaluate_truth(item["when"], dims):
             return None
         kind: str = item["op"]
-        name: str = item.get("name", "")
+        name: str = _absolute(item.get("name", ""), self.rename)
         where = f"{self.path}.{name}" if name else self.path
         part = item.get("part", self.part)
 
@@ -240,7 +255,9 @@ class _Builder:
                 raise SpecError(f"{dims.spec.file}: op {where!r} needs {field!r}")
             return _size(dims, str(text), f"{where} {field}", minimum)
 
-        feature = self._feature(item.get("rows", self.rows))
+        feature = self._features(item)
+        source: str = item.get("from", "")
+        detached = bool(item.get("detached", False))
         times = size("times", default="1")
         flag = evaluate_truth(item["bias"], dims) if "bias" in item else False
         if kind in ("linear", "conv"):
@@ -256,16 +273,26 @@ class _Builder:
                 copies=size("copies", default="1"),
                 active=size("active", default="1"),
                 input_embedding=bool(item.get("input_embedding", False)),
+                source=source,
+                detached=detached,
             )  # fmt: skip
         if kind == "attend":
-            feature, times = self._attend(item, size)
+            if "rows" not in item:
+                feature, times = self._attend(item, size)
+                feature = self._sided(feature)
             part = part if part in ("vision", "audio", "projector") else "attention_scores"
-            return Op(kind, name, part, feature, times, heads=size("heads"), qk=size("qk"), v=size("v"))
+            return Op(
+                kind, name, part, feature, times, heads=size("heads"), qk=size("qk"), v=size("v"), detached=detached,
+            )  # fmt: skip
+        if kind == "product":
+            flops = size("flops", 0)
+            back = size("backward", 0) if "backward" in item else 2 * flops
+            return Op(kind, name, part, feature, times, flops=flops, backward=back, source=source, detached=detached)
         if kind == "embed":
             embedding = bool(item.get("input_embedding", False))
             return Op(kind, name, part, feature, times, n_in=size("count"), size=size("dim"), input_embedding=embedding)
         if kind == "norm":
-            return Op(kind, name, part, feature, times, bias=flag, size=size("dim"))
+            return Op(kind, name, part, feature, times, bias=flag, size=size("dim"), source=source)
         if kind == "param":
             return Op(kind, name, part, feature, size=size("size"))
         if kind == "dropout":
@@ -304,10 +331,36 @@ class _Builder:
             return ("images",), length * length
         raise SpecError(f"{self.dims.spec.file}: span {span!r} unknown; known: {', '.join(SPANS)}")
 
+    def _features(self, item: dict[str, Any]) -> Feature:
+        executed = self._feature(item.get("rows", self.rows))
+        return ("either", self._feature(item["needed"]), executed) if "needed" in item else executed
+
     def _feature(self, rows: str) -> Feature:
+        if ":" in rows:
+            return self._sum(rows)
         if rows == "merged":
             return ("merged", _size(self.dims, "merge", "merge", 1) ** 2)
-        return (rows,)
+        return self._sided((rows,))
+
+    def _sided(self, feature: Feature) -> Feature:
+        return ("decoder", *feature) if self.side == "decoder" and feature[0] in _SIDED else feature
+
+    def _sum(self, rows: str) -> Feature:
+        """An expression over the workload: the spec's own names get their values here, the unit's stay open."""
+        unit, _, text = rows.partition(":")
+        constants = []
+        for name in sorted(find_names(text) - set(UNITS[unit])):
+            value = self._read(name)
+            constants.append((name, value))
+        return ("sum", unit, text.strip(), tuple(constants))
+
+
+_SIDED = ("tokens", "logits", "cached", "pairs", "calls")  # features that a decoder has of its own
+
+
+def _absolute(name: str, rename: dict[str, str]) -> str:
+    """A name that starts with / is a whole path: a module that several layers share."""
+    return f"/{_rename(name[1:], rename)}" if name.startswith("/") else name
 
 
 def _is_expression(name: str, value: Any) -> bool:

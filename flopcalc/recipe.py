@@ -129,7 +129,7 @@ class State(NamedTuple):
 
 
 ALL_TRAIN = State()
-STATELESS = ("attend", "pointwise", "dropout")  # kinds of op without parameters
+STATELESS = ("attend", "product", "pointwise", "dropout")  # kinds of op without parameters
 
 
 class Resolver:
@@ -319,6 +319,8 @@ def _iterate_kinds(stage: Stage) -> Iterable[Op]:
 
 
 def join(path: str, name: str) -> str:
+    if name.startswith("/"):
+        return name[1:]
     return f"{path}.{name}" if name else path
 
 

@@ -9,23 +9,26 @@ from typing import Any, NamedTuple
 from flopcalc.data import find_data_file, get_stem, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.expr import MissingNameError, evaluate, find_names, parse
+from flopcalc.workload import UNITS
 
 # Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
 _SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
-    "checks", "stack", "vision", "positions",
+    "checks", "stack", "vision", "audio", "positions", "variants",
 }  # fmt: skip
 _STACK_KEYS = {
-    "path", "repeat", "stream", "rows", "part", "checkpoint", "ops", "when", "dead", "reads", "joins", "adds",
+    "path", "repeat", "stream", "side", "rows", "part", "checkpoint", "ops", "when", "dead", "reads", "joins", "adds",
     "use", "config", "flat", "rename", "set", "defaults",
 }  # fmt: skip
+_AUDIO_KEYS = {"rate", "pad", "tokens"}
 _VISION_KEYS = {"kind", "patch", "merge", "side", "tokens", "videos"}
 _POSITION_KEYS = {"kind", "limit"}
-_OP_COMMON = {"op", "name", "when", "rows", "times", "part"}
+_OP_COMMON = {"op", "name", "when", "rows", "needed", "times", "part", "from", "detached"}
 OP_KEYS: dict[str, set[str]] = {
     "linear": _OP_COMMON | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding"},
     "conv": _OP_COMMON | {"in", "out", "bias", "input_embedding"},
     "attend": _OP_COMMON | {"heads", "qk", "v", "span", "mask", "window", "length"},
+    "product": _OP_COMMON | {"flops", "backward"},
     "norm": _OP_COMMON | {"dim", "bias"},
     "embed": _OP_COMMON | {"count", "dim", "input_embedding"},
     "param": _OP_COMMON | {"size"},
@@ -37,17 +40,29 @@ PARTS = (
     "other",
 )  # fmt: skip
 ROWS = ("tokens", "logits", "cached", "patches", "merged", "images")
+SIDES = ("encoder", "decoder")
 SPANS = ("seq", "frames", "windows", "images")
 MASKS = ("causal", "full")
 # What the values of these keys are; anything else in a stack or an op is a string, most of them expressions.
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool,), "flat": (bool,),
-    "input_embedding": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
+    "input_embedding": (bool,), "detached": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
+    **dict.fromkeys(("flops", "backward"), (str, int)),
     **dict.fromkeys(("length", "repeat"), (str, int)),
 }  # fmt: skip
 _KINDS = {"vision": ("grid", "fixed"), "positions": ("learned", "rotary")}
-WORDS = {"op", "name", "rows", "part", "span", "mask", "param"}  # keys of an op that hold no expression
+WORDS = {
+    "op",
+    "name",
+    "rows",
+    "needed",
+    "part",
+    "span",
+    "mask",
+    "param",
+    "from",
+}  # keys of an op that hold no expression
 MAX_LAYERS = 10_000
 
 
@@ -66,7 +81,9 @@ class Spec(NamedTuple):
     checks: dict[str, str]  # what must hold of a config, in words -> expression
     stacks: list[dict[str, Any]]
     vision: dict[str, str]
+    audio: dict[str, str]
     positions: dict[str, str]
+    variants: dict[str, str]  # HF class -> spec to take instead of this one
     is_tower: bool  # part of a model, not one by itself
 
 
@@ -94,7 +111,9 @@ def load_spec(path: str) -> Spec:
         checks=tables.get("checks", {}),
         stacks=tables.get("stack", []),
         vision=tables.get("vision", {}),
+        audio=tables.get("audio", {}),
         positions=tables.get("positions", {}),
+        variants=tables.get("variants", {}),
         is_tower=bool(tables.get("tower", False)),
     )
     _check_spec(spec, path)
@@ -105,7 +124,7 @@ def _load_tables(path: str, above: tuple[str, ...]) -> dict[str, Any]:
     tables = load_toml(path)
     _check_keys(tables, _SPEC_KEYS, path)
     base_name = tables.pop("extends", None)
-    for key in ("defaults", "renamed", "dims", "checks", "blocks", "vision", "positions"):
+    for key in ("defaults", "renamed", "dims", "checks", "blocks", "vision", "audio", "positions", "variants"):
         if not isinstance(tables.get(key, {}), dict):
             raise SpecError(f"{path}: [{key}] must be a table")
     if base_name is None:
@@ -117,6 +136,7 @@ def _load_tables(path: str, above: tuple[str, ...]) -> dict[str, Any]:
     if base_path is None:
         raise SpecError(f"{path}: extends {base_name!r}, which is no spec")
     base = _load_tables(base_path, (*above, get_stem(path)))
+    base.pop("variants", None)
     merged = {**base, **tables}
     for key in ("defaults", "renamed", "dims", "checks", "blocks"):
         merged[key] = {**base.get(key, {}), **tables.get(key, {})}
@@ -187,12 +207,13 @@ def _check_spec(spec: Spec, path: str) -> None:
         for entry in entries:
             _check_expression(entry, f"{path}: dim {name!r}")
     for table, known, label in (
-        (spec.vision, _VISION_KEYS, "vision"), (spec.positions, _POSITION_KEYS, "positions"),
+        (spec.vision, _VISION_KEYS, "vision"), (spec.audio, _AUDIO_KEYS, "audio"),
+        (spec.positions, _POSITION_KEYS, "positions"),
     ):  # fmt: skip
         where = f"{path}: [{label}]"
         _check_keys(table, known, where)
         _check_types(table, where)
-        if table and table.get("kind") not in _KINDS[label]:
+        if table and label in _KINDS and table.get("kind") not in _KINDS[label]:
             raise SpecError(f"{where} needs kind = {' or '.join(map(repr, _KINDS[label]))}")
         for key in table.keys() - {"kind", "videos"}:
             _check_expression(table[key], f"{where} {key}")
@@ -209,9 +230,10 @@ def _check_spec(spec: Spec, path: str) -> None:
         if "use" not in stack:
             if "path" not in stack:
                 raise SpecError(f"{where}: needs a path")
-            for key, words in (("rows", ROWS), ("part", PARTS)):
+            for key, words in (("part", PARTS), ("side", SIDES)):
                 if key in stack and stack[key] not in words:
                     raise SpecError(f"{where}: {key} {stack[key]!r} unknown.{format_nearest(stack[key], words)}")
+            _check_rows(stack, where)
             try:
                 _check_ops(stack.get("ops", []), spec, where)
             except RecursionError:
@@ -241,12 +263,27 @@ def _check_op(op: dict[str, Any], where: str) -> None:
     where = f"{where}, op {op.get('name', kind)!r}"
     _check_keys(op, OP_KEYS[kind], where)
     _check_types(op, where)
-    for key, known in (("part", PARTS), ("rows", ROWS), ("span", SPANS), ("mask", MASKS)):
+    _check_rows(op, where)
+    for key, known in (("part", PARTS), ("span", SPANS), ("mask", MASKS)):
         if key in op and op[key] not in known:
             raise SpecError(f"{where}: {key} {op[key]!r} unknown.{format_nearest(op[key], known)}")
     for key, value in op.items():
         if isinstance(value, str) and key not in WORDS:
             _check_expression(value, f"{where}, {key}")
+
+
+def _check_rows(table: dict[str, Any], where: str) -> None:
+    """`rows` and `needed`: a word, or 'UNIT: EXPRESSION', the sum of it over the workload's units."""
+    for key in ("rows", "needed"):
+        text = table.get(key)
+        if text is None or text in ROWS:
+            continue
+        unit, colon, expression = text.partition(":")
+        if not colon:
+            raise SpecError(f"{where}: {key} {text!r} unknown.{format_nearest(text, ROWS)}")
+        if unit not in UNITS:
+            raise SpecError(f"{where}: {key} {text!r}: no unit {unit!r}.{format_nearest(unit, UNITS)}")
+        _check_expression(expression, f"{where}, {key}")
 
 
 class BoundDims:

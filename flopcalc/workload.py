@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from flopcalc.errors import WorkloadError, format_value
+from flopcalc.errors import SpecError, WorkloadError, format_value
+from flopcalc.expr import Names, evaluate
 from flopcalc.units import check_size
 
 PHASES = ("train", "forward", "prefill", "decode")
 # A sum over the workload that FLOPs are linear in: ("tokens",), ("pairs", "causal", 4096), ("merged", 4), …
-Feature: TypeAlias = tuple[str | int, ...]
+Feature: TypeAlias = tuple[Any, ...]
 Grid: TypeAlias = tuple[int, int, int]
 # A fused causal kernel works in blocks of this many positions, until a calibration table says better.
 BLOCK = 128
+# What a spec's `rows = "UNIT: EXPRESSION"` is summed over, and the names that have values there.
+UNITS: dict[str, tuple[str, ...]] = {
+    "sequence": ("n", "c", "decoding", "images"),  # of the language model, or of an encoder-decoder's encoder
+    "decoder": ("n", "c", "decoding", "m"),  # of an encoder-decoder's decoder; m: positions of its encoder
+    "image": ("t", "h", "w"),  # or video; in patches
+    "clip": ("n",),  # of audio; in the feature extractor's frames
+    "call": ("b", "n", "c", "decoding", "images", "patches"),  # of the model, as a whole
+}
 
 
 class Workload:
     """One micro-batch: `rows` sequences of `seq` positions; `documents` are the real lengths inside, if fewer."""
 
-    __slots__ = ("context", "documents", "grids", "layout", "logits", "phase", "rows", "seq", "videos")
+    __slots__ = (
+        "clips", "context", "decoder", "documents", "grids", "layout", "logits", "phase", "rows", "seq", "videos",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -34,6 +46,8 @@ class Workload:
         logits: int | str | None = None,
         grids: tuple[Grid, ...] = (),
         videos: tuple[Grid, ...] = (),
+        clips: tuple[int, ...] = (),
+        decoder: Workload | None = None,
     ) -> None:
         self.rows = rows
         self.seq = seq
@@ -44,6 +58,8 @@ class Workload:
         self.logits = logits if logits is not None else ("last" if phase == "prefill" else "all")
         self.grids = grids
         self.videos = videos
+        self.clips = clips  # audio, in frames of the feature extractor
+        self.decoder = decoder  # of an encoder-decoder: then this one is its encoder's
 
     @property
     def all_grids(self) -> tuple[Grid, ...]:
@@ -58,13 +74,17 @@ class Workload:
         return isinstance(other, Workload) and all(getattr(self, k) == getattr(other, k) for k in self.__slots__)
 
     def __hash__(self) -> int:
-        return hash((self.rows, self.seq, self.documents, self.phase, self.grids, self.videos))
+        return hash(
+            (self.rows, self.seq, self.documents, self.phase, self.grids, self.videos, self.clips, self.decoder)
+        )
 
     def __repr__(self) -> str:
         extra = f", documents={self.documents}" if self.documents is not None else ""
         extra += f", context={self.context}" if self.phase == "decode" else ""
         extra += f", images={list(self.grids)}" if self.grids else ""
         extra += f", videos={list(self.videos)}" if self.videos else ""
+        extra += f", clips={list(self.clips)}" if self.clips else ""
+        extra += f", decoder={self.decoder}" if self.decoder is not None else ""
         return f"Workload({self.rows} x {self.seq} {self.layout}, {self.phase}{extra})"
 
 
@@ -78,8 +98,25 @@ def make_workload(
     phase: str = "train",
     context: int | None = None,
     logits: int | str | None = None,
+    decoder_seq_len: int | None = None,
+    clips: Iterable[int] | None = None,
 ) -> Workload:
-    """A checked Workload from plain arguments; grids are the whole batch's rows."""
+    """A checked Workload from plain arguments; grids and clips (audio, in frames) are the whole batch's."""
+    frames = tuple(check_size(length, "clips") for length in clips) if clips is not None else ()
+    if decoder_seq_len is not None or frames:
+        load = make_workload(
+            batch_size, seq_len if decoder_seq_len is None or seq_len is not None else 1, lengths=lengths,
+            image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw,
+            phase="forward" if phase == "decode" else phase, context=None if phase == "decode" else context,
+            logits="all" if phase == "decode" else logits,
+        )  # fmt: skip
+        decoder = None
+        if decoder_seq_len is not None:
+            decoder = make_workload(load.rows, decoder_seq_len, phase=phase, context=context, logits=logits)
+        return Workload(
+            load.rows, load.seq, load.documents, load.layout, phase, 0, load.logits, load.grids, load.videos,
+            frames, decoder,
+        )  # fmt: skip
     if phase not in PHASES:
         raise WorkloadError(f"phase {format_value(phase)} unknown; known: {', '.join(PHASES)}")
     if phase != "decode" and context is not None:
@@ -334,6 +371,8 @@ def window_pairs(grid: Grid, merge: int, window: int) -> int:
 def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
     """The value of one sum; counting is 'model' (needed), 'full' (eager code) or a fused kernel's name."""
     kind = feature[0]
+    if load.decoder is not None and load.phase == "decode" and kind not in ("decoder", "sum", "either"):
+        return 0  # the encoder has run already
     if kind == "tokens":
         if counting == "model" and load.documents is not None:
             return sum(load.documents)
@@ -352,6 +391,14 @@ def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
     if kind == "folds":
         # torch's parametrization computes a folded weight once more when it is registered, at every call.
         return evaluate_feature(("calls",), load, counting) * 2
+    if kind == "sum":
+        return _sum_expression(feature, load, counting)
+    if kind == "decoder":
+        return evaluate_feature(feature[1:], _get_decoder(load), counting)
+    if kind == "either":
+        # What the model needs, and what HF executes.
+        needed, executed = feature[1:]
+        return evaluate_feature(needed if counting == "model" else executed, load, counting)
     if kind in ("needed", "executed"):
         # What the model needs and what HF executes are different products here: each counts under its convention.
         is_counted = (counting == "model") == (kind == "needed")
@@ -372,6 +419,61 @@ def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
     raise AssertionError(f"feature {feature!r}")
 
 
+def _get_decoder(load: Workload) -> Workload:
+    if load.decoder is None:
+        raise WorkloadError("this model has a decoder: give its length too (--decoder-seq N, decoder_seq_len=N)")
+    return load.decoder
+
+
+def _sum_expression(feature: Feature, load: Workload, counting: str) -> int:
+    """An expression of a spec, summed over every unit of the workload."""
+    _, unit, text, constants = feature
+    total = 0
+    for values, many in _list_units(str(unit), load, counting):
+        total += _evaluate_unit(text, constants, values) * many
+    return total
+
+
+@lru_cache(maxsize=65536)
+def _evaluate_unit(text: str, constants: tuple[tuple[str, Any], ...], values: tuple[tuple[str, int], ...]) -> int:
+    value = evaluate(text, Names({**dict(constants), **dict(values)}))
+    if isinstance(value, bool) or getattr(value, "denominator", None) != 1 or value < 0:
+        raise SpecError(f"rows {text!r} must be a whole number, not {format_value(value)}, where {dict(values)}")
+    return int(value)
+
+
+def _list_units(unit: str, load: Workload, counting: str) -> list[tuple[tuple[tuple[str, int], ...], int]]:
+    """(names with values, how many units have them)."""
+    grids = load.all_grids
+    if load.decoder is not None and load.phase == "decode" and unit != "decoder":
+        return []  # the encoder has run already
+    if unit == "image":
+        return [((("t", t), ("h", h), ("w", w)), 1) for t, h, w in grids]
+    if unit == "clip":
+        return [((("n", frames),), 1) for frames in load.clips]
+    if unit == "call":
+        patches = sum(t * h * w for t, h, w in grids)
+        return [
+            ((("b", load.rows), *names, ("images", len(grids)), ("patches", patches)), 1)
+            for names, _ in _list_calls(load, load.seq, 1)
+        ]
+    side = _get_decoder(load) if unit == "decoder" else load
+    lengths: list[tuple[int, int]] = [(side.seq, side.rows)]
+    if counting == "model" and side.documents is not None:
+        lengths = [(length, 1) for length in side.documents]
+    if unit == "decoder":
+        return [((*names, ("m", load.seq)), many) for n, rows in lengths for names, many in _list_calls(side, n, rows)]
+    images = -(-len(grids) // load.rows)
+    return [((*names, ("images", images)), many) for n, rows in lengths for names, many in _list_calls(side, n, rows)]
+
+
+def _list_calls(load: Workload, length: int, rows: int) -> list[tuple[tuple[tuple[str, int], ...], int]]:
+    """One call over a whole sequence; in decoding one per new token, with all before it cached."""
+    if load.phase != "decode":
+        return [((("n", length), ("c", 0), ("decoding", 0)), rows)]
+    return [((("n", 1), ("c", load.context + j), ("decoding", 1)), rows) for j in range(length)]
+
+
 def attention_calls(feature: Feature, load: Workload, times: int) -> dict[tuple[str, int], int]:
     """(mask, length) -> how many sequences of it one attention op runs over: what a table of calls is asked for."""
     kind = feature[0]
@@ -382,6 +484,8 @@ def attention_calls(feature: Feature, load: Workload, times: int) -> dict[tuple[
         mask = "window" if int(feature[2]) and int(feature[2]) < max(lengths) else str(feature[1])
         for length in lengths:
             calls[(mask, length)] = calls.get((mask, length), 0) + 1
+        return calls
+    if kind not in ("images", "frames", "windows"):
         return calls
     for t, h, w in load.all_grids:
         if kind == "images":

@@ -19,6 +19,7 @@ _COMMANDS = {
     "models": ("flopcalc.cli.catalogue", "What is supported: families and presets."),
     "devices": ("flopcalc.cli.catalogue", "Known devices and their dense peaks."),
     "crosscheck": ("flopcalc.cli.crosscheck", "Run one batch and set every counter beside the analytic count."),
+    "verify": ("flopcalc.cli.verify", "Build HF's model and compare every row with the analytic count."),
     "calibrate": ("flopcalc.cli.calibrate", "Measure this machine's GPU into tables."),
     "calibration": ("flopcalc.cli.calibration", "Show, list and compare measured tables."),
 }

@@ -118,18 +118,23 @@ def build_model(
     experts: str | None = None,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    architecture: str | None = None,
 ) -> Any:
     """A HF model with random weights; nothing is downloaded, no remote code is run."""
+    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     keys = dict(config)
     hf_config = AutoConfig.for_model(keys.pop("model_type"), **keys)
     auto: Any = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    build = auto.from_config
+    if architecture is not None:
+        build = getattr(transformers, architecture)._from_config
     if experts is None and device == "meta":
         experts = "batched_mm"  # HF's own choice, grouped_mm, wants values and bf16 on meta
     torch.manual_seed(0)
     with floats_on_meta() if device == "meta" else nullcontext():
-        return auto.from_config(hf_config, attn_implementation=attention, experts_implementation=experts, dtype=dtype)
+        return build(hf_config, attn_implementation=attention, experts_implementation=experts, dtype=dtype)
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:

@@ -1,0 +1,162 @@
+"""`flopcalc verify`: HF's own model is built, run and counted; every row must equal the analytic one."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flopcalc.config import load_config
+from flopcalc.data import list_data_files
+from flopcalc.errors import FlopcalcError
+from flopcalc.recipe import RECOMPUTE, make_recipe
+from flopcalc.report import format_grid
+from flopcalc.units import parse_size, parse_sizes
+from flopcalc.workload import PHASES
+
+if TYPE_CHECKING:
+    from flopcalc.measure.verify import Verdict
+
+_SHOWN = 12  # rows that differ, per case
+
+
+@click.command()
+@click.option("--model-type", "types", multiple=True, metavar="T", help="Its tiny examples; repeatable.")
+@click.option("--config", metavar="PATH", help="A preset, a config.json or its folder, at its own size.")
+@click.option("--all", "every", is_flag=True, help="Every model type that has an example.")
+@click.option("--batch", metavar="N", help="One workload instead of the usual ones: samples (default 1).")
+@click.option("--seq", metavar="N", help="Length per sample.")
+@click.option("--decoder-seq", metavar="N", help="Encoder-decoders: length of the decoder.")
+@click.option("--image-grid", multiple=True, metavar="T,H,W", help="An image per sample, in patches.")
+@click.option("--clip", multiple=True, metavar="FRAMES", help="Audio per sample, in the extractor's frames.")
+@click.option("--phase", type=click.Choice(PHASES), default="train", show_default=True)
+@click.option("--context", metavar="C", help="decode: keys already cached.")
+@click.option("--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths.")
+@click.option("--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it.")
+@click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True)
+@click.option(
+    "--device", type=click.Choice(("cpu", "meta")), help="meta takes no memory. Default: cpu for tiny examples."
+)
+@click.option("--json", "as_json", is_flag=True)
+def verify(types: tuple[str, ...], config: str | None, every: bool, as_json: bool, **options: Any) -> None:
+    """Build HF's model, count it with the operator counter, and compare with the analytic count, row by row.
+
+    Needs torch: pip install 'flopcalc[measure]'. Exit code 1 when a row differs.
+
+    \b
+      flopcalc verify --model-type llama
+      flopcalc verify --config llama-3.1-8b --seq 64
+    """
+    if sum((bool(types), config is not None, every)) != 1:
+        raise FlopcalcError("say what to verify: one of --model-type T, --config PATH, --all")
+    try:
+        import torch
+        import transformers
+
+        from flopcalc.measure.verify import verify as run
+    except ImportError as error:
+        raise FlopcalcError(f"verify needs {error.name}: pip install 'flopcalc[measure]'") from None
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    found: list[dict[str, Any]] = []
+    failed = 0
+    for name, keys, workload, recipe, device in _list_jobs(types, config, every, options):
+        label = f"{name} {_format(workload)}{' ' + _format(recipe) if recipe else ''}"
+        try:
+            verdict: Verdict | None = run(keys, workload, recipe, device=device)
+            problem = None
+        except FlopcalcError as error:
+            verdict, problem = None, str(error)
+        except Exception as error:  # HF's own code: whatever it raises is the answer for this case
+            verdict, problem = None, f"{type(error).__name__}: {str(error)[:300]}"
+        is_equal = verdict is not None and verdict.is_equal
+        failed += not is_equal
+        if as_json:
+            found.append({"model": name, "workload": workload, "recipe": recipe, **_describe(verdict, problem)})
+        else:
+            click.echo(f"{'equal  ' if is_equal else 'DIFFERS' if verdict else 'FAILED '} {label}")
+            _show(verdict, problem)
+    if as_json:
+        click.echo(json.dumps({"schema": 1, "equal": not failed, "cases": found}, indent=2))
+    elif failed:
+        click.echo(f"{failed} cases differ or could not be run")
+    if failed:
+        raise click.exceptions.Exit(1)
+
+
+def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options: dict[str, Any]) -> Any:
+    from flopcalc.measure.examples import find_example, list_cases
+
+    recipe = make_recipe(freeze=options["freeze"], lora=options["lora"], recompute=options["recompute"])
+    asked = {key: value for key, value in recipe.to_dict().items() if value and value != "none"}
+    workload = _read_workload(options)
+    if config is not None:
+        keys = load_config(config).config
+        yield (
+            config,
+            keys,
+            workload or {"batch": 1, "seq": 67, "phase": options["phase"]},
+            asked,
+            options["device"] or "meta",
+        )
+        return
+    for name in types or list_data_files("examples"):
+        if name not in list_data_files("examples"):
+            raise FlopcalcError(f"no example of {name!r} in model_specs/examples: give --config PATH")
+        example = find_example(name)
+        for number, keys in enumerate(example.configs):
+            label = f"{name}/{'abcdefgh'[number]}"
+            cases = [(workload, asked)] if workload else list_cases(example, keys)
+            for case, case_recipe in cases:
+                yield label, keys, case, case_recipe, options["device"] or "cpu"
+
+
+def _read_workload(options: dict[str, Any]) -> dict[str, Any] | None:
+    if options["seq"] is None and options["decoder_seq"] is None:
+        return None
+    workload: dict[str, Any] = {"batch": parse_size(options["batch"] or "1", "--batch"), "phase": options["phase"]}
+    for key in ("seq", "decoder_seq", "context"):
+        if options[key] is not None:
+            workload[key] = parse_size(options[key], f"--{key.replace('_', '-')}", 0 if key == "context" else 1)
+    if options["image_grid"]:
+        workload["images"] = [list(parse_sizes(text, "--image-grid", 3)) for text in options["image_grid"]]
+    if options["clip"]:
+        workload["clips"] = [parse_size(text, "--clip") for text in options["clip"]]
+    return workload
+
+
+def _format(table: dict[str, Any]) -> str:
+    return " ".join(f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in table.items())
+
+
+def _describe(verdict: Verdict | None, problem: str | None) -> dict[str, Any]:
+    if verdict is None:
+        return {"equal": False, "error": problem}
+    return {
+        "equal": verdict.is_equal,
+        "flops": {"analytic": verdict.ours, "traced": verdict.traced},
+        "parameters": {"analytic": verdict.parameters[0], "traced": verdict.parameters[1]},
+        "different": {path: {"analytic": a, "traced": b} for path, (a, b) in verdict.different.items()},
+        "not_counted": verdict.not_counted,
+    }
+
+
+def _show(verdict: Verdict | None, problem: str | None) -> None:
+    if problem:
+        click.echo(f"  {problem}")
+    if verdict is None or verdict.is_equal:
+        return
+    if verdict.parameters[0] != verdict.parameters[1]:
+        click.echo(f"  parameters: analytic {verdict.parameters[0]}, model {verdict.parameters[1]}")
+    for name, calls in verdict.not_counted.items():
+        click.echo(f"  operator not counted: {name}, {calls} calls")
+    if verdict.different:
+        rows = [[path, _join(ours), _join(theirs)] for path, (ours, theirs) in verdict.different.items()]
+        click.echo(format_grid(["module", "analytic fwd bwd again", "traced"], rows[:_SHOWN]))
+        if len(rows) > _SHOWN:
+            click.echo(f"  … and {len(rows) - _SHOWN} more (--json shows all)")
+
+
+def _join(row: tuple[int, int, int] | None) -> str:
+    return "-" if row is None else " ".join(map(str, row))

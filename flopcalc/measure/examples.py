@@ -1,0 +1,228 @@
+"""Examples: per model type the tiny configs and workloads that `flopcalc verify` and the recorded truth run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flopcalc.data import find_data_file, load_toml
+from flopcalc.errors import ConfigError, SpecError
+from flopcalc.estimate import Estimator
+from flopcalc.expr import MissingNameError, evaluate
+from flopcalc.spec import find_key
+
+__all__ = ["Example", "find_example", "list_cases", "make_inputs"]
+
+Json = dict[str, Any]
+_KEYS = {
+    "architecture", "attention", "configs", "workloads", "images", "inputs", "call", "loss", "skip", "image_token",
+    "audio_token", "vocab", "decoder_seq", "clips", "checkpoint",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Example:
+    """How one model type is built tiny, and what its forward takes beside input_ids."""
+
+    model_type: str
+    architecture: str | None = None  # HF class; the spec's own without
+    attention: str = "eager"
+    configs: list[Json] = field(default_factory=list)
+    workloads: list[Json] = field(default_factory=list)  # beside the usual ones
+    images: list[Json] = field(default_factory=list)  # workloads with images: batch, seq, images
+    inputs: dict[str, Json] = field(default_factory=dict)  # tensors: shape, fill, dtype, when
+    call: Json = field(default_factory=dict)  # constants handed to forward
+    loss: str = "labels"  # or "logits", "output": where backward starts if the model takes no labels
+    skip: dict[str, str] = field(default_factory=dict)  # case -> why HF cannot run it
+    image_token: str = "image_token_id"  # config key of the placeholder
+    audio_token: str = "audio_token_id"
+    vocab: str = ""  # config key or expression: how many ids; the text config's vocab_size without
+    decoder_seq: int = 0  # an encoder-decoder: length of its decoder in the usual workloads
+    clips: list[int] = field(default_factory=list)  # audio per sample in the usual workloads
+    checkpoint: bool = True  # HF can checkpoint it
+
+
+def find_example(model_type: str) -> Example:
+    """The example of a model type; without a file, one that only says how a plain text model is called."""
+    path = find_data_file("examples", model_type)
+    if path is None:
+        return Example(model_type)
+    tables = load_toml(path)
+    unknown = set(tables) - _KEYS
+    if unknown:
+        raise SpecError(f"{path}: unknown keys {', '.join(sorted(unknown))}; known: {', '.join(sorted(_KEYS))}")
+    tables["configs"] = [{"model_type": model_type, **config} for config in tables.get("configs", [])]
+    return Example(model_type, **tables)
+
+
+# --- Cases --------------------------------------------------------------------------------------------------
+
+
+def list_cases(example: Example, config: Json) -> Iterator[tuple[Json, Json]]:
+    """(workload, recipe) pairs: two batches, two lengths, every phase, what trains, with and without images."""
+    estimator = make_estimator(example, config)
+    decoder = {"decoder_seq": example.decoder_seq} if example.decoder_seq else {}
+    clips = {"clips": example.clips} if example.clips else {}
+    base = {**decoder, **clips}
+    first = next((f"{stage.path}.0" for stage in estimator.stages if stage.repeated), None)
+    train = {"batch": 2, "seq": 13, **base, "phase": "train"}
+    everywhere = {"lora": {"r": 3, "targets": "all-linear"}}
+    for name, workload, recipe in (
+        ("train", train, {}),
+        ("train", {"batch": 1, "seq": 19, **base, "phase": "train"}, {}),
+        ("forward", {"batch": 3, "seq": 8, **base, "phase": "forward"}, {}),
+        ("logits", {"batch": 2, "seq": 13, **base, "phase": "forward", "logits": "last"}, {}),
+        ("decode", {"batch": 2, "seq": 3, **base, "phase": "decode", "context": 11}, {}),
+        ("padded", {"seq": 14, "phase": "forward", "mask": [6, 11]}, {}),
+        ("lora", train, everywhere),
+        ("freeze", train, {"freeze": [first]} if first else {}),
+        ("recompute", train, {"recompute": "full"}),
+        ("reentrant", train, {"recompute": "full-reentrant"}),
+    ):
+        if name not in example.skip and not (name == "padded" and base):
+            yield workload, recipe
+    for workload in example.workloads:
+        yield workload, {}
+    for number, images in enumerate(example.images):
+        workload = {**decoder, **images, "phase": "train"}
+        yield workload, {}
+        yield {**workload, "phase": "forward"}, {}
+        if number:
+            continue
+        for name, recipe in (("lora", everywhere), ("recompute", {"recompute": "full"})):
+            if name not in example.skip and f"images-{name}" not in example.skip:
+                yield workload, recipe
+        if "images-freeze" not in example.skip:
+            tower = sorted({stage.path for stage in estimator.stages if stage.group == "vision"})
+            yield workload, {"freeze": tower}
+
+
+def make_estimator(example: Example, config: Json) -> Estimator:
+    from flopcalc.config import load_config
+
+    return Estimator(
+        load_config({**({"architectures": [example.architecture]} if example.architecture else {}), **config})
+    )
+
+
+# --- Inputs -------------------------------------------------------------------------------------------------
+
+
+class _Scope:
+    """Config keys, and the workload's own names before them."""
+
+    def __init__(self, config: Json, names: Mapping[str, Any]) -> None:
+        self.config = config
+        self.names = names
+
+    def lookup(self, name: str) -> Any:
+        if name in self.names:
+            return self.names[name]
+        is_given, value = find_key(self.config, name)
+        if not is_given or value is None:
+            raise MissingNameError(name)
+        return value
+
+
+def make_inputs(
+    example: Example, config: Any, workload: Mapping[str, Any], estimator: Estimator, device: str = "cpu"
+) -> dict[str, Any]:
+    """The tensors of one call: ids with placeholders where images and audio stand, and what [inputs] declares."""
+    keys = config.to_dict()
+    generator = torch.Generator().manual_seed(1)
+    mask, lengths = workload.get("mask"), workload.get("lengths")
+    batch = len(mask) if mask else 1 if lengths else int(workload.get("batch", 1))
+    seq = sum(lengths) if lengths else int(workload["seq"])
+    grids = [tuple(grid) for grid in workload.get("images") or []]
+    clips = list(workload.get("clips") or [])
+    names = {
+        "batch": batch, "seq": seq, "decoder_seq": workload.get("decoder_seq", 0), "images": batch * len(grids),
+        "images_per_sample": len(grids), "patches": batch * sum(t * h * w for t, h, w in grids),
+        "tiles": batch * sum(t for t, _, _ in grids), "clips": batch * len(clips), "frames": max(clips, default=0),
+        "height": grids[0][1] if grids else 0, "width": grids[0][2] if grids else 0,
+    }  # fmt: skip
+    scope = _Scope(keys, names)
+    vocabulary = int(evaluate(example.vocab, scope)) if example.vocab else int(config.get_text_config().vocab_size)
+    special = _find_special(config)
+    words = torch.tensor([i for i in range(3, min(vocabulary, 4096)) if i not in special])
+    ids = words[torch.randint(len(words), (batch, seq), generator=generator)]
+    out: dict[str, Any] = {"input_ids": ids}
+    if mask:
+        out["attention_mask"] = (torch.arange(seq) < torch.tensor(mask)[:, None]).long()
+    if lengths:
+        out["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+    if workload.get("decoder_seq"):
+        shape = (batch, int(workload["decoder_seq"]))
+        out["decoder_input_ids"] = words[torch.randint(len(words), shape, generator=generator)]
+    at = 1
+    for key, counts in (
+        (example.image_token, [estimator.vision.count_tokens(g) for g in grids] if estimator.vision else []),
+        (example.audio_token, [estimator.audio.count_tokens(n) for n in clips] if estimator.audio else []),
+    ):
+        for tokens in counts if key else []:
+            token = scope.lookup(key)
+            if at + tokens > seq:
+                raise ValueError(f"seq {seq} is too short for the {tokens} tokens of an image or clip")
+            ids[:, at : at + tokens] = token
+            at += tokens + 1
+    for name, entry in example.inputs.items():
+        if "when" not in entry or evaluate(entry["when"], scope):
+            out[name] = _make_tensor(name, entry, scope, out, grids * batch, generator, device)
+    return out
+
+
+def _find_special(config: Any) -> set[int]:
+    found: set[int] = set()
+    for part in (config, config.get_text_config()):
+        for key, value in vars(part).items():
+            if key.endswith(("token_id", "token_index")) and isinstance(value, int):
+                found.add(value)
+    return found
+
+
+def _make_tensor(
+    name: str, entry: Json, scope: _Scope, out: Json, grids: list[Any], generator: torch.Generator, device: str
+) -> Any:
+    fill = entry.get("fill", "normal")
+    if fill == "grids":
+        return torch.tensor(grids)
+    if fill == "image_mask":  # 1 where a placeholder stands
+        return (out["input_ids"] == scope.lookup(entry["token"])).to(_dtype(entry, torch.long))
+    if fill == "value":
+        return torch.tensor(entry["value"], dtype=_dtype(entry, None))
+    if fill not in _FILLS:
+        raise SpecError(
+            f"inputs.{name}: fill {fill!r} unknown; known: {', '.join([*_FILLS, 'grids', 'image_mask', 'value'])}"
+        )
+    try:
+        shape = [int(evaluate(str(size), scope)) for size in entry["shape"]]
+    except MissingNameError as error:
+        raise ConfigError(f"inputs.{name}: missing key {error.name!r}") from None
+    if fill == "normal" and device == "meta":
+        return torch.empty(shape, device="meta")
+    return _FILLS[fill](shape, generator).to(_dtype(entry, torch.float32 if fill == "normal" else torch.long))
+
+
+_FILLS: dict[str, Callable[[list[int], torch.Generator], torch.Tensor]] = {
+    "normal": lambda shape, generator: torch.randn(shape, generator=generator),
+    "zeros": lambda shape, _: torch.zeros(shape),
+    "ones": lambda shape, _: torch.ones(shape),
+    "arange": lambda shape, _: torch.arange(shape[-1]).expand(shape).clone(),
+    "ids": lambda shape, generator: torch.randint(3, 20, shape, generator=generator),
+}
+
+
+def _dtype(entry: Json, default: torch.dtype | None) -> torch.dtype | None:
+    return (
+        {"float": torch.float32, "int": torch.long, "bool": torch.bool}[entry["dtype"]] if "dtype" in entry else default
+    )
+
+
+def takes(model: Any, name: str) -> bool:
+    """Whether a model's forward has a parameter of this name."""
+    inner = getattr(model, "get_base_model", lambda: model)()
+    return name in inspect.signature(inner.forward).parameters
