@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import NamedTuple
 
-from flopcalc.errors import ConfigError, format_value
+from flopcalc.errors import ConfigError, WorkloadError, format_value
 from flopcalc.expr import MissingNameError, Names, evaluate, find_names
 from flopcalc.spec import BoundDims
 
@@ -17,6 +18,8 @@ class Audio(NamedTuple):
     pad: int  # every clip is padded to so many frames; 0: to none
     tokens: str  # expression in n, a clip's frames: positions of the language model that it fills
     constants: tuple[tuple[str, int], ...]
+    key: str  # the batch's tensor of audio
+    axis: int  # and the axis of its frames
 
     def count_tokens(self, frames: int) -> int:
         """Positions of the language model that one clip fills."""
@@ -24,7 +27,7 @@ class Audio(NamedTuple):
 
     def frames_of_seconds(self, seconds: float) -> int:
         """Frames of a clip as the encoder sees it."""
-        frames = math.ceil(seconds * self.rate)
+        frames = math.ceil(Fraction(str(seconds)) * self.rate)
         return -(-frames // self.pad) * self.pad if self.pad else frames
 
 
@@ -46,5 +49,15 @@ def bind_audio(dims: BoundDims) -> Audio | None:
         return value
 
     tokens = table.get("tokens", "0")
+    # "n" is what a clip has, and no dim of the spec.
     constants = tuple((name, dims.lookup(name)) for name in sorted(find_names(tokens) - {"n"}))
-    return Audio(size("rate", 100), size("pad", 0), tokens, constants)
+    return Audio(
+        size("rate", 100), size("pad", 0), tokens, constants, table.get("input", "input_features"), size("axis", 2)
+    )
+
+
+def check_seconds(value: object) -> float:
+    """A clip's length: a positive number of seconds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 10**7:
+        raise WorkloadError(f"audio must be a length in seconds, not {format_value(value)}")
+    return float(value)

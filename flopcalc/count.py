@@ -63,8 +63,11 @@ class Mode(NamedTuple):
 
 # --- FLOPs of one op, per unit of its feature ---------------------------------------------------------------------
 def product_flops(op: Op) -> int:
-    """A (rows, in) by (in, out) product: 2 · in · out per row. A convolution's `in` is channels x kernel."""
-    return 2 * op.n_in * op.n_out * op.times
+    """A (rows, in) by (in, out) product: 2 · in · out per row. A convolution's `in` is channels x kernel.
+
+    A weight that is looked up by position before it is multiplied says its FLOPs itself.
+    """
+    return (op.flops or 2 * op.n_in * op.n_out) * op.times
 
 
 def score_flops(op: Op) -> int:
@@ -152,7 +155,7 @@ class _Layer:
     def _op(self, op: Op, flows: tuple[bool, ...]) -> bool:
         if op.source:
             flows = (self.streams.get(op.source, False),)
-        if op.detached:
+        if op.detached and op.kind != "param":
             return self._detached(op)
         if op.kind == "product":
             self.steps.append(_Step(len(self.rows), op.flops * op.times, any(flows)))
@@ -165,6 +168,8 @@ class _Layer:
             self.steps.append(_Step(-1, 0, flow and op.saves))
             return flow
         state = ALL_TRAIN if self.states is None else next(self.states)
+        if op.detached:  # a bare parameter that never trains
+            state = state._replace(weight=False)
         weight, bias = weight_parameters(op), bias_parameters(op)
         trains = state.weight or (state.bias and op.bias)
         total = weight + bias
@@ -191,7 +196,11 @@ class _Layer:
         elif op.kind == "norm":
             self.steps.append(_Step(-1, 0, flow or trains))
         flow = flow or trains
-        if state.rank:
+        if state.rank and op.at:  # another module reads the weight: the adapter is there, and never runs
+            size_a, size_b = adapter_parameters(op, state.rank)
+            total += size_a + size_b
+            trainable += size_a * state.adapter_a + size_b * state.adapter_b
+        elif state.rank:
             first, second = adapter_flops(op, state.rank)
             into = any(flows) and op.kind != "embed"
             forward += first + second
@@ -202,6 +211,11 @@ class _Layer:
             size_a, size_b = adapter_parameters(op, state.rank)
             total += size_a + size_b
             trainable += size_a * state.adapter_a + size_b * state.adapter_b
+        if op.at:  # its work belongs there, its parameters to its own module
+            self.rows.append(Row(op._replace(name=op.at.removeprefix(".")), forward, backward, owes_weight=state.weight))
+            op, forward, backward = op._replace(kind="param"), 0, 0
+        if op.again:
+            total = inactive = trainable = 0
         self.rows.append(Row(op, forward, backward, 0, total, inactive, trainable, state.weight))
         if op.input_embedding and self.mode.recompute != "none":
             flow = True
@@ -219,6 +233,11 @@ class _Layer:
             forward = product_flops(op)
             total = weight_parameters(op) + bias_parameters(op)
             trainable = (weight_parameters(op) if state.weight else 0) + (bias_parameters(op) if state.bias else 0)
+            if state.rank:
+                forward += sum(adapter_flops(op, state.rank))
+                size_a, size_b = adapter_parameters(op, state.rank)
+                total += size_a + size_b
+                trainable += size_a * state.adapter_a + size_b * state.adapter_b
         self.steps.append(_Step(len(self.rows), forward, False))
         self.rows.append(Row(op, forward, backward, 0, total, inactive, trainable))
         return False
@@ -267,9 +286,10 @@ class _Layer:
         forward = (scores + values) * shape.pad_forward[0] // shape.pad_forward[1]
         backward = (3 * scores + 2 * values) * shape.pad_backward[0] // shape.pad_backward[1] if flow else 0
         ahead = behind = op
-        if op.feature[0] == "pairs":
-            ahead = op._replace(feature=(*op.feature[:3], shape.block_forward))
-            behind = op._replace(feature=(*op.feature[:3], shape.block_backward))
+        if "pairs" in op.feature[:2]:  # a decoder's stand behind the word
+            end = op.feature.index("pairs") + 3
+            ahead = op._replace(feature=(*op.feature[:end], shape.block_forward))
+            behind = op._replace(feature=(*op.feature[:end], shape.block_backward))
         self.steps.append(_Step(len(self.rows), forward, flow, saves_output=True))
         if ahead == behind:
             self.rows.append(Row(ahead, forward, backward))
@@ -282,7 +302,8 @@ class _Layer:
         for i, step in enumerate(self.steps):
             if step.row >= 0 and (reentrant or i < last or (i == last and step.saves_output)):
                 row = self.rows[step.row]
-                self.rows[step.row] = row._replace(recompute=row.recompute + step.flops)
+                runs = 2 if reentrant and row.op.nested else 1
+                self.rows[step.row] = row._replace(recompute=row.recompute + step.flops * runs)
 
 
 def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode) -> tuple[Block, ...]:

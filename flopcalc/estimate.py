@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flopcalc.audio import Audio, bind_audio
+from flopcalc.audio import Audio, bind_audio, check_seconds
 from flopcalc.config import Source, load_config
 from flopcalc.count import (
     Block,
@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 
 CONVENTIONS = ("model", "full", "hardware")
 KERNELS = ("auto", "eager", "flash", "efficient", "cudnn")
-_SUPPORTED_HINT = "`flopcalc models` lists what is supported; --spec FILE adds your own"
+_SUPPORTED_HINT = (
+    "`flopcalc models` lists what is supported; --trace counts it from HF's own code, --spec FILE adds your own"
+)
 
 
 class Plan(NamedTuple):
@@ -69,6 +71,8 @@ class ModuleRow(NamedTuple):
 
 class Estimator:
     """A model bound to its spec, a recipe and a convention: call it with a workload."""
+
+    origin = "spec"  # or "trace"
 
     def __init__(
         self,
@@ -99,6 +103,12 @@ class Estimator:
         self.audio: Audio | None = bind_audio(dims)
         self.has_decoder = any(
             "decoder" in op.feature[:2] for stage in self.stages for chain in stage.layers[:1] for op in iterate(chain)
+        )
+        self._has_text_encoder = any(
+            op.feature[0] in ("tokens", "pairs") or op.feature[:2] == ("sum", "sequence")
+            for stage in self.stages
+            for chain in stage.layers[:1]
+            for op in iterate(chain)
         )
         self._position_kind = self.spec.positions.get("kind", "")
         self._position_limit = _read_limit(dims)
@@ -136,10 +146,16 @@ class Estimator:
         logits: int | str | None = None,
         decoder_seq_len: int | None = None,
         clips: Iterable[int] | None = None,
+        audio: Iterable[float] | None = None,
     ) -> Estimate:
-        """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it)."""
+        """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it).
+
+        `audio` are the whole batch's clips in seconds; `clips` the same in frames of the model's feature extractor.
+        """
+        if audio is not None:
+            clips = [*(clips or ()), *self.count_frames(audio)]
         if batch is not None:
-            _check_alone(batch_size, seq_len, lengths, image_grid_thw, video_grid_thw, context)
+            _check_alone(batch_size, seq_len, lengths, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips)
             return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
         return self.estimate(
             make_workload(
@@ -165,22 +181,31 @@ class Estimator:
         read_device: bool = True,
     ) -> Estimate:
         """FLOPs of one step on a real batch, as given to the model."""
-        load, notes = read_batch(batch, phase=phase, logits=logits, read_device=read_device)
+        audio = (self.audio.key, self.audio.axis) if self.audio is not None else None
+        load, notes = read_batch(
+            batch, phase=phase, logits=logits, read_device=read_device, has_decoder=self.has_decoder, audio=audio
+        )
         return self.estimate(load, tuple(notes))
+
+    def count_frames(self, seconds: Iterable[float]) -> list[int]:
+        """Frames of clips that are given in seconds, as the model's feature extractor makes them."""
+        if self.audio is None:
+            raise WorkloadError(f"{self.source.name} takes no audio")
+        return [self.audio.frames_of_seconds(check_seconds(length)) for length in seconds]
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
         """FLOPs of one step on a workload."""
         if load.grids or load.videos:
             load = self._check_images(load)
-        if self.has_decoder != (load.decoder is not None):
-            raise WorkloadError(
-                f"{self.source.name} has a decoder: give its length too (--decoder-seq N, decoder_seq_len=N)"
-                if self.has_decoder
-                else f"{self.source.name} is no encoder-decoder: it takes no --decoder-seq"
-            )
+        if self.has_decoder or load.decoder is not None:
+            self._check_decoder(load)
+        if load.clips:
+            self._check_audio(load)
         limit = self._position_limit
-        if limit and load.seq + load.context > limit:
-            self._check_positions(load, limit)
+        if limit:
+            for side in (load, load.decoder):
+                if side is not None and side.seq + side.context > limit:
+                    self._check_positions(side, limit)
         forward, backward, recompute = self.count(load, self.convention)
         return Estimate(((self, load, 1),), forward, backward, recompute, notes)
 
@@ -294,7 +319,13 @@ class Estimator:
         return {"total": total, "active": total - inactive, "trainable": trainable}
 
     def count_visual_tokens(self, load: Workload) -> int:
-        return sum(self.vision.count_tokens(grid) for grid in load.all_grids) if self.vision else 0
+        if self.vision is None:
+            return 0
+        videos = sum(self.vision.count_tokens(grid, True) for grid in load.videos)
+        return sum(self.vision.count_tokens(grid) for grid in load.grids) + videos
+
+    def count_patches(self, load: Workload) -> int:
+        return sum(self.vision.count_patches(grid) for grid in load.all_grids) if self.vision else 0
 
     def _plan(self, has_images: bool, has_audio: bool, convention: str) -> Plan:
         is_hardware = convention == "hardware"
@@ -322,9 +353,9 @@ class Estimator:
             raise WorkloadError(f"{self.source.name} is a text model: it takes no images")
         if load.videos and not vision.takes_videos:
             raise WorkloadError(f"{self.source.name} takes no videos")
-        if vision.kind == "fixed":
+        if vision.kind != "grid":
             grids = tuple([vision.check_grid(grid, "image grid") for grid in load.grids])
-            load = _with_grids(load, grids, ())
+            load = _with_grids(load, grids, load.videos)
         else:
             merge = vision.merge
             for grid in load.grids + load.videos:
@@ -336,6 +367,30 @@ class Estimator:
                 f"{visual} visual tokens do not fit in {tokens} tokens: --seq counts them in (--text adds them instead)"
             )
         return load
+
+    def _check_decoder(self, load: Workload) -> None:
+        name = self.source.name
+        if not self.has_decoder:
+            raise WorkloadError(f"{name} is no encoder-decoder: it takes no --decoder-seq (decoder_seq_len)")
+        if load.decoder is None:
+            raise WorkloadError(f"{name} has a decoder: give its length too (--decoder-seq N, decoder_seq_len=N)")
+        if self._has_text_encoder and not load.seq:
+            raise WorkloadError(f"{name} is an encoder-decoder: give the encoder's length too (--seq N, seq_len=N)")
+        if not self._has_text_encoder and load.seq:
+            raise WorkloadError(f"{name} has no encoder of text: leave --seq (seq_len) out, its length is --decoder-seq")
+        if not self._has_text_encoder and self.audio is not None and len(load.clips) != load.rows:
+            raise WorkloadError(
+                f"{name} takes one clip of audio per sample, not {len(load.clips)} for {load.rows}: --audio SECONDS"
+            )
+
+    def _check_audio(self, load: Workload) -> None:
+        if self.audio is None:
+            raise WorkloadError(f"{self.source.name} takes no audio")
+        tokens = sum(map(self.audio.count_tokens, load.clips))
+        if load.decoder is None and tokens > load.tokens:
+            raise WorkloadError(
+                f"{tokens} audio tokens do not fit in {load.tokens} tokens: --seq counts them in (--text adds them)"
+            )
 
     def _check_positions(self, load: Workload, limit: int) -> None:
         if self._position_kind == "learned" and _longest(load) > limit:
@@ -349,8 +404,11 @@ class Estimator:
         if self.vision is not None and not load.all_grids and load.phase != "decode":
             example = "--image 1024x768" if self.vision.kind == "grid" else "--image 336x336"
             notes.append(f"no image given, so the vision tower is not counted; add one with {example}")
-        if self._position_limit and self._position_kind == "rotary" and _longest(load) > self._position_limit:
-            notes.append(f"length {_longest(load)} is beyond max_position_embeddings = {self._position_limit}")
+        if self.audio is not None and not load.clips and load.phase != "decode":
+            notes.append("no audio given, so the audio tower is not counted; add some with --audio SECONDS")
+        longest = max(_longest(side) for side in (load, load.decoder) if side is not None)
+        if self._position_limit and self._position_kind == "rotary" and longest > self._position_limit:
+            notes.append(f"length {longest} is beyond max_position_embeddings = {self._position_limit}")
         if self.recipe.recompute != "none" and self.convention != "hardware" and load.phase == "train":
             _, _, again = self.count(load, "hardware")
             notes.append(f"recomputation would add {format_flops(again)} ({again}) under convention hardware")
@@ -422,6 +480,10 @@ def _parameter_sizes(chain: Chain, path: str) -> dict[str, int]:
             sizes[module if op.kind == "param" else f"{module}.{op.param}"] = weight_parameters(op)
         if op.bias:
             sizes[f"{module}.bias"] = bias_parameters(op)
+        if "*" in op.name:  # a module per copy
+            for name in [name for name in sizes if "*" in name]:
+                size = sizes.pop(name) // op.copies
+                sizes |= {name.replace("*", str(copy)): size for copy in range(op.copies)}
     return sizes
 
 
@@ -553,8 +615,10 @@ class Estimate:
         return sum(sum(estimator.count(load, convention)) * times for estimator, load, times in self.terms)
 
     @property
-    def totals(self) -> dict[str, int]:
-        return {convention: self.total_under(convention) for convention in CONVENTIONS}
+    def totals(self) -> dict[str, int | None]:
+        """The total under every convention; None where it cannot be known (of a traced model, all but full)."""
+        known = ("full",) if any(estimator.origin == "trace" for estimator, _, _ in self.terms) else CONVENTIONS
+        return {convention: self.total_under(convention) if convention in known else None for convention in CONVENTIONS}
 
     def by_component(self) -> dict[str, tuple[int, int, int]]:
         """Component -> forward, backward, recomputed FLOPs; all components, in a fixed order."""
@@ -622,11 +686,9 @@ class Estimate:
     @property
     def parameters(self) -> dict[str, int]:
         """Parameters of the model; of all models, where estimates of several were added."""
-        sums = {"total": 0, "active": 0, "trainable": 0}
-        for estimator in {estimator.identity: estimator for estimator, _, _ in self.terms}.values():
-            for key, value in estimator.parameters().items():
-                sums[key] += value
-        return sums
+        found = [each.parameters() for each in {each.identity: each for each, _, _ in self.terms}.values()]
+        keys = [key for key in ("total", "active", "trainable") if all(key in each for each in found)]
+        return {key: sum(each[key] for each in found) for key in keys}  # a trace does not know the active ones
 
     @property
     def notes(self) -> list[str]:
@@ -650,7 +712,7 @@ class Estimate:
                 "name": estimator.source.name,
                 "model_type": estimator.source.config["model_type"],
                 "spec": estimator.spec.name,
-                "source": "spec",
+                "source": estimator.origin,
                 "reference": estimator.spec.source,
             },
             "workload": _describe(self),
@@ -731,7 +793,7 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
     images = patches = visual = 0
     for each, other, many in estimate.terms:
         images += len(other.all_grids) * many
-        patches += sum(t * h * w for t, h, w in other.all_grids) * many
+        patches += each.count_patches(other) * many
         visual += each.count_visual_tokens(other) * many
     return {
         "batch": load.rows,
@@ -744,13 +806,16 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
         "patches": patches,
         "visual_tokens": visual,
         "phase": load.phase,
-        "context": load.context if load.phase == "decode" else None,
+        "context": (load.decoder or load).context if load.phase == "decode" else None,
         "logits": load.logits,
+        **({"decoder_seq": load.decoder.seq} if load.decoder is not None else {}),
+        **({"clips": list(load.clips)} if load.clips else {}),
     }
 
 
 def bind(
     model: Any,
+    example_batch: Mapping[str, Any] | None = None,
     *,
     recipe: Recipe | Mapping[str, Any] | None = None,
     convention: str = "model",
@@ -759,12 +824,26 @@ def bind(
     dtype: str = "bf16",
     spec: str | os.PathLike[str] | None = None,
     download: bool = False,
+    phases: Iterable[str] = ("train", "forward"),
+    dims: Mapping[str, Any] | None = None,
 ) -> Estimator:
     """The fast estimator of a model for a loop: a callable with estimate_flops' workload arguments.
+
+    With `example_batch` (keyword arguments of its forward) any torch.nn.Module is traced instead of read from a spec:
+    for `phases`, under convention full; `dims` says which axes are batch ('b') and length ('n') where it is not plain.
 
     `device` says which kernel "auto" stands for (without one it is SDPA's flash kernel), and whose measured
     constants convention hardware uses; they were measured in bf16, so another `dtype` takes none.
     """
+    if example_batch is not None:
+        if recipe is not None or spec is not None or convention not in ("model", "full"):
+            raise FlopcalcError(
+                "a module that is traced says itself what trains, under convention full: give neither recipe, spec nor "
+                "another convention with example_batch"
+            )
+        from flopcalc.measure.tracing import trace_module  # torch: only where a module is traced
+
+        return trace_module(model, example_batch, phases=tuple(phases), dims=dims)
     table, tiles = None, None
     if device is not None:
         found = find_device(device)
@@ -814,6 +893,9 @@ def estimate_flops(
     phase: str = "train",
     context: int | None = None,
     logits: int | str | None = None,
+    decoder_seq_len: int | None = None,
+    clips: Iterable[int] | None = None,
+    audio: Iterable[float] | None = None,
     recipe: Recipe | Mapping[str, Any] | None = None,
     convention: str = "model",
     attention_kernel: str = "auto",
@@ -825,9 +907,11 @@ def estimate_flops(
         model, recipe=recipe, convention=convention, attention_kernel=attention_kernel, device=device, spec=spec
     )
     if batch is not None:
-        _check_alone(batch_size, seq_len, lengths, image_grid_thw, video_grid_thw, context)
+        _check_alone(
+            batch_size, seq_len, lengths, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips, audio
+        )
         return estimator.estimate_batch(batch, phase=phase, logits=logits)
     return estimator(
         batch_size, seq_len, image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw, lengths=lengths,
-        phase=phase, context=context, logits=logits,
+        phase=phase, context=context, logits=logits, decoder_seq_len=decoder_seq_len, clips=clips, audio=audio,
     )  # fmt: skip

@@ -144,6 +144,41 @@ def _count(values: Any, wanted: Any) -> int:
     return sum(1 for value in _listed(values) if value == wanted)
 
 
+def _at(value: Any, index: Any) -> Any:
+    """A value given once, or per layer in a list."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    if type(index) is not int or not -len(value) <= index < len(value):
+        raise SpecError(f"index {format_value(index)} outside a list of {len(value)}")
+    return value[index]
+
+
+def _override(table: Any, index: Any, key: Any, otherwise: Any) -> Any:
+    """What an object keyed by layer says of one layer's key, as HF's per_layer_config does, else `otherwise`."""
+    if not isinstance(table, dict):
+        raise SpecError(f"{format_value(table)} is not an object")
+    layer = table.get(str(index), table.get(index))
+    return layer.get(key, otherwise) if isinstance(layer, dict) else otherwise
+
+
+def _wrap(indices: Any, length: Any) -> list[Any]:
+    """Indices into a list of `length`, negative ones counted from its end; one index alone is a list of one."""
+    listed = indices if isinstance(indices, (list, tuple)) else [indices]
+    return [index if index >= 0 else index + length for index in listed]
+
+
+def _sum_primes(start: Any, skip: Any, count: Any) -> int:
+    """The sum of `count` primes above `start`, the first `skip` of them left out: sizes of hashed tables."""
+    if not (0 <= start <= 10**9 and 0 <= skip <= 10**4 and 0 <= count <= 10**4):
+        raise ValueError
+    found: list[int] = []
+    while len(found) < skip + count:
+        start += 1
+        if start > 1 and all(start % divisor for divisor in range(2, math.isqrt(start) + 1)):
+            found.append(start)
+    return sum(found[skip:])
+
+
 def _listed(value: Any) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         raise SpecError(f"{format_value(value)} is not a list")
@@ -158,6 +193,13 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "len": lambda values: len(_listed(values)),
     "count": _count,
     "isqrt": math.isqrt,
+    "where": lambda values, wanted: [i for i, value in enumerate(_listed(values)) if value == wanted],
+    "letters": lambda word: list("".join([word])),
+    "at": lambda value, index: _at(value, index),
+    "override": _override,
+    "wrap": lambda indices, length: _wrap(indices, length),
+    "below": lambda values, limit: sum(value < limit for value in set(_listed(values))),
+    "sum_primes": _sum_primes,
     "has": None,  # has(key): the config gives it, and not as null
 }
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

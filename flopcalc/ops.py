@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from flopcalc.errors import ConfigError, SpecError, format_value
 from flopcalc.expr import MissingNameError, evaluate, evaluate_truth, find_names
-from flopcalc.spec import MAX_LAYERS, SPANS, WORDS, BoundDims, check_required, find_key, find_spec
+from flopcalc.spec import MAX_LAYERS, SPANS, WORDS, BoundDims, check_required, find_key, find_spec, rename_path
 from flopcalc.workload import UNITS, Feature
 
 
@@ -24,6 +26,7 @@ class Op(NamedTuple):
     param: str = "weight"  # the parameter's name inside its module
     tied: str | None = None  # full name of the parameter it shares
     targets: tuple[str, ...] = ()  # a bare parameter: the target names that PEFT maps to it, all of them needed
+    is_bare: bool = False  # no linear module: LoRA reaches it by those names alone, by none if there are none
     copies: int = 1  # weight copies (experts)
     active: int = 1  # copies that one token reaches
     heads: int = 0
@@ -36,6 +39,9 @@ class Op(NamedTuple):
     backward: int = 0  # and of its gradients
     source: str = ""  # the stream whose output it reads, if not its own chain
     detached: bool = False  # no gradient passes
+    again: bool = False  # its module has run before: its parameters are counted there
+    nested: bool = False  # in a checkpointed block inside a checkpointed layer
+    at: str = ""  # the module that multiplies by its weight, if not its own
 
 
 Chain: TypeAlias = "tuple[Op | tuple[Chain, ...], ...]"
@@ -82,6 +88,7 @@ def _expand(dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
         if not evaluate_truth(text, dims):
             raise ConfigError(f"{dims.where}: {words}")
     stages: list[Stage] = []
+    rename = {old: rename_path(new, rename) for old, new in dims.spec.rename.items()} | rename
     for stack in dims.spec.stacks:
         if "when" in stack and not evaluate_truth(stack["when"], dims):
             continue
@@ -121,6 +128,11 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Sta
     inner_stages = _expand(inner, stack.get("rename", {}), stack.get("side", side))
     if "stream" in stack:
         inner_stages = [stage._replace(stream=stack["stream"]) for stage in inner_stages]
+    if "only" in stack:
+        inner_stages = [
+            stage._replace(layers=tuple(_restrict(chain, stack["only"]) for chain in stage.layers))
+            for stage in inner_stages
+        ]
     adds = stack.get("adds")
     if adds:
         inner_stages = [stage._replace(adds=adds) if stage.repeated else stage for stage in inner_stages]
@@ -130,8 +142,18 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Sta
     return inner_stages
 
 
+def _restrict(chain: Chain, which: str) -> Chain:
+    """The same ops, run on the workload's images alone, or on its videos alone."""
+    return tuple(
+        item._replace(feature=("only", which, *item.feature))
+        if isinstance(item, Op)
+        else tuple(_restrict(branch, which) for branch in item)
+        for item in chain
+    )
+
+
 def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str], side: str) -> Stage:
-    path = _rename(stack["path"], rename)
+    path = rename_path(stack["path"], rename)
     repeated = "repeat" in stack
     count = _size(dims, str(stack["repeat"]), f"{path} repeat", minimum=0) if repeated else 1
     if count > MAX_LAYERS:
@@ -156,7 +178,7 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
         group=part if part in ("vision", "projector", "audio") else "language",
         checkpoint=bool(stack.get("checkpoint", False)),
         dead=tuple(dead),
-        reads=(_rename(stack["reads"][0], rename), tuple(reads_layers)) if "reads" in stack else None,
+        reads=(rename_path(stack["reads"][0], rename), tuple(reads_layers)) if "reads" in stack else None,
         joins=tuple(stack.get("joins", ())),
         adds=stack.get("adds"),
     )
@@ -195,9 +217,12 @@ class _Builder:
         texts |= {
             text.partition(":")[2]
             for item in self._flatten(items)
-            for text in (item.get("rows", self.rows), item.get("needed", ""))
+            for text in (item.get("rows", self.rows), item.get("needed", ""), item.get("less", ""))
             if ":" in text
         }
+        tied = [item["tied"] for item in self._flatten(items) if "tied" in item]
+        texts |= {condition for condition, _ in tied} | {name for _, target in tied for name in _BRACES.findall(target)}
+        texts |= {name for item in self._flatten(items) for name in _BRACES.findall(item.get("name", ""))}
         names = {name for text in texts for name in find_names(text)}
         return sorted(name for name in names if self.dims.depends_on_layer(name))
 
@@ -215,6 +240,7 @@ class _Builder:
         for item in items:
             if isinstance(item, dict):
                 flat.append(item)
+                flat += self._flatten([item["block"]] if "block" in item else [])
             else:
                 flat += self._flatten(self.dims.spec.blocks[item] if isinstance(item, str) else item)
         return flat
@@ -234,8 +260,15 @@ class _Builder:
                 )
                 if branches:
                     built.append(branches)
+            elif "block" in item:
+                if evaluate_truth(item.get("when", "true"), self.dims):
+                    chain = self._chain([item["block"]])
+                    chain = _put_under(chain, item["under"]) if "under" in item else chain
+                    built.extend(_map(chain, lambda op: op._replace(nested=True)) if item.get("checkpoint") else chain)
             else:
                 op = self._make(item)
+                if op is not None and "again" in item:
+                    op = op._replace(again=evaluate_truth(item["again"], self.dims))
                 if op is not None:
                     built.append(op)
         return tuple(built)
@@ -245,7 +278,7 @@ class _Builder:
         if "when" in item and not evaluate_truth(item["when"], dims):
             return None
         kind: str = item["op"]
-        name: str = _absolute(item.get("name", ""), self.rename)
+        name: str = _absolute(self._fill(item.get("name", "")), self.rename)
         where = f"{self.path}.{name}" if name else self.path
         part = item.get("part", self.part)
 
@@ -257,7 +290,7 @@ class _Builder:
 
         feature = self._features(item)
         source: str = item.get("from", "")
-        detached = bool(item.get("detached", False))
+        detached = evaluate_truth(str(item.get("detached", False)).lower(), dims)
         times = size("times", default="1")
         flag = evaluate_truth(item["bias"], dims) if "bias" in item else False
         if kind in ("linear", "conv"):
@@ -270,11 +303,14 @@ class _Builder:
                 param=item.get("param", "weight"),
                 tied=self._tied(item),
                 targets=self._targets(item),
+                is_bare="targets" in item,
                 copies=size("copies", default="1"),
                 active=size("active", default="1"),
                 input_embedding=bool(item.get("input_embedding", False)),
+                flops=size("flops") if "flops" in item else 0,
                 source=source,
                 detached=detached,
+                at=item.get("at", ""),
             )  # fmt: skip
         if kind == "attend":
             if "rows" not in item:
@@ -290,11 +326,18 @@ class _Builder:
             return Op(kind, name, part, feature, times, flops=flops, backward=back, source=source, detached=detached)
         if kind == "embed":
             embedding = bool(item.get("input_embedding", False))
-            return Op(kind, name, part, feature, times, n_in=size("count"), size=size("dim"), input_embedding=embedding)
+            return Op(
+                kind, name, part, feature, times, n_in=size("count"), size=size("dim"), tied=self._tied(item),
+                source=source,
+                input_embedding=embedding,
+            )  # fmt: skip
         if kind == "norm":
-            return Op(kind, name, part, feature, times, bias=flag, size=size("dim"), source=source)
+            return Op(
+                kind, name, part, feature, times, bias=flag, tied=self._tied(item), size=size("dim"), source=source,
+                detached=detached,
+            )  # fmt: skip
         if kind == "param":
-            return Op(kind, name, part, feature, size=size("size"))
+            return Op(kind, name, part, feature, size=size("size"), detached=detached)
         if kind == "dropout":
             saves = dims.evaluate(item["p"])
             if isinstance(saves, bool) or not isinstance(saves, (int, float)):
@@ -306,7 +349,12 @@ class _Builder:
         if "tied" not in item:
             return None
         condition, target = item["tied"]
-        return _rename(target, self.rename) if evaluate_truth(condition, self.dims) else None
+        if not evaluate_truth(condition, self.dims):
+            return None
+        return rename_path(self._fill(target), self.rename)
+
+    def _fill(self, name: str) -> str:
+        return _BRACES.sub(lambda found: str(self.dims.lookup(found[1])), name) if "{" in name else name
 
     def _targets(self, item: dict[str, Any]) -> tuple[str, ...]:
         names = self.dims.evaluate(item["targets"]) if "targets" in item else []
@@ -326,14 +374,16 @@ class _Builder:
             return ("frames",), 1
         if span == "windows":
             return ("windows", _size(self.dims, "merge", "merge", 1), size("window")), 1
-        if span == "images":
+        if span in ("images", "tiles"):
             length = size("length")
-            return ("images",), length * length
+            return (span,), length * length
         raise SpecError(f"{self.dims.spec.file}: span {span!r} unknown; known: {', '.join(SPANS)}")
 
     def _features(self, item: dict[str, Any]) -> Feature:
-        executed = self._feature(item.get("rows", self.rows))
-        return ("either", self._feature(item["needed"]), executed) if "needed" in item else executed
+        feature = self._feature(item.get("rows", self.rows))
+        if "needed" in item:
+            feature = ("either", self._feature(item["needed"]), feature)
+        return ("minus", feature, self._feature(item["less"])) if "less" in item else feature
 
     def _feature(self, rows: str) -> Feature:
         if ":" in rows:
@@ -355,23 +405,34 @@ class _Builder:
         return ("sum", unit, text.strip(), tuple(constants))
 
 
+_BRACES = re.compile(r"\{(\w+)\}")  # a dim's value inside the name of a module or of a tied parameter
 _SIDED = ("tokens", "logits", "cached", "pairs", "calls")  # features that a decoder has of its own
+
+
+def _put_under(chain: Chain, path: str) -> Chain:
+    """A block's ops with their names below another module's path."""
+
+    def move(op: Op) -> Op:
+        name = op.name if op.name.startswith("/") else f"{path}.{op.name}" if op.name else path
+        at = path if op.at == "." else f"{path}.{op.at}" if op.at else ""
+        return op._replace(name=name, at=at)
+
+    return _map(chain, move)
+
+
+def _map(chain: Chain, change: Callable[[Op], Op]) -> Chain:
+    return tuple(
+        change(item) if isinstance(item, Op) else tuple(_map(branch, change) for branch in item) for item in chain
+    )
 
 
 def _absolute(name: str, rename: dict[str, str]) -> str:
     """A name that starts with / is a whole path: a module that several layers share."""
-    return f"/{_rename(name[1:], rename)}" if name.startswith("/") else name
+    return f"/{rename_path(name[1:], rename)}" if name.startswith("/") else name
 
 
 def _is_expression(name: str, value: Any) -> bool:
     return isinstance(value, str) and name not in WORDS
-
-
-def _rename(path: str, rename: dict[str, str]) -> str:
-    for old, new in rename.items():
-        if path == old or path.startswith(f"{old}."):
-            return new + path[len(old) :]
-    return path
 
 
 def _size(dims: BoundDims, text: str, what: str, minimum: int) -> int:

@@ -12,7 +12,7 @@ from flopcalc.ops import Op, Stage
 from flopcalc.units import check_size, parse_size
 
 RECOMPUTE = ("none", "full", "full-reentrant")
-WORDS = ("vision", "projector", "language")
+WORDS = ("vision", "audio", "projector", "language")
 
 
 class Lora(NamedTuple):
@@ -145,6 +145,13 @@ class Resolver:
         self._ranks = dict(recipe.adapters)
         # Target names that PEFT maps to bare parameters (fused experts, routers), for modules no longer of that name.
         self._mapped = {name for stage in stages for op in _iterate_kinds(stage) for name in op.targets}
+        # Where it does, it turns 'all-linear' into last names, which a convolution may share ('proj').
+        self._last_names = {
+            (op.name or stage.path).rpartition(".")[2]
+            for stage in (stages if self._mapped else ())
+            for op in _iterate_kinds(stage)
+            if op.kind == "linear" and op.part != "lm_head"
+        }
         if recipe.lora is not None:
             self._check_fused(stages)
         # Modules whose weight is one tensor: a pattern that names either sets both.
@@ -155,11 +162,13 @@ class Resolver:
     def _find_aliases(self, stages: tuple[Stage, ...]) -> None:
         groups = {f"{stage.path}.weight": stage.group for stage in stages}
         for stage in stages:
-            for op in _iterate_kinds(stage):
+            for layer, op in ((layer, op) for layer, chain in enumerate(stage.layers) for op in iterate(chain)):
                 if op.tied:
-                    own = f"{join(stage.path, op.name)}.{op.param}"
-                    pair = [(own, stage.group), (op.tied, groups.get(op.tied, stage.group))]
-                    self._aliases[own] = self._aliases[op.tied] = pair
+                    path = f"{stage.path}.{layer}" if stage.repeated else stage.path
+                    own = f"{join(path, op.name)}.{op.param}"
+                    names = self._aliases.setdefault(op.tied, [(op.tied, groups.get(op.tied, stage.group))])
+                    names.append((own, stage.group))
+                    self._aliases[own] = names
 
     def _check_fused(self, stages: tuple[Stage, ...]) -> None:
         for fused in {op.targets for stage in stages for op in _iterate_kinds(stage) if len(op.targets) > 1}:
@@ -200,6 +209,7 @@ class Resolver:
     def _resolve_live(self, op: Op, path: str) -> State:
         assert self.recipe.trained is not None
         trained = self.recipe.trained
+        path = path.replace("*", "0")  # a module per copy: the first speaks for all
         weight_name = f"{path}.{op.param}" if op.kind != "param" else path
         names = [name for name, _ in self._aliases.get(weight_name, [(weight_name, "")])]
         adapted = weight_name if op.targets else path
@@ -216,10 +226,10 @@ class Resolver:
     def _rank(self, op: Op, path: str) -> int:
         assert self.recipe.lora is not None
         rank = self.recipe.lora.r
-        if op.targets:
+        if op.is_bare:
             # PEFT adds the ranks of the targets that were fused into one parameter.
             hits = [self._names(name) for name in op.targets]  # a list: every target must be seen
-            return rank * len(hits) if all(hits) else 0
+            return rank * len(hits) if hits and all(hits) else 0
         if op.kind not in ("linear", "conv", "embed"):
             return 0
         matched = False
@@ -227,7 +237,8 @@ class Resolver:
         for target in self._targets:
             if target.text == "all-linear":
                 # PEFT: every linear module but the head; convolutions and embeddings are not linear.
-                hit = op.kind == "linear" and op.part != "lm_head"
+                is_named = op.kind == "conv" and path.rpartition(".")[2] in self._last_names
+                hit = is_named or (op.kind == "linear" and op.part != "lm_head")
                 target.is_used = target.is_used or hit
             else:
                 hit = target.matches(path)

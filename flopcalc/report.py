@@ -76,8 +76,9 @@ def format_estimate(
     for name in CONVENTIONS:
         if name != estimate.convention:
             detail = f" ({estimate.attention_kernel} attention)" if name == "hardware" else ""
-            facts.append((f"under {name}", f"{format_flops(totals[name])}{detail}"))
-    shown = ", ".join(f"{format_parameters(parameters[key])} {key}" for key in ("total", "active", "trainable"))
+            total = totals[name]
+            facts.append((f"under {name}", f"{format_flops(total)}{detail}" if total is not None else "not known"))
+    shown = ", ".join(f"{format_parameters(value)} {key}" for key, value in parameters.items())
     facts.append(("parameters", shown))
     visual = sum(each.count_visual_tokens(other) * many for each, other, many in estimate.terms)
     if visual:
@@ -143,6 +144,11 @@ def _describe_work(estimate: Estimate) -> str:
     pieces = [load.phase]
     if load.layout == "packed" and load.documents is not None:
         pieces.append(f"{len(load.documents)} documents packed into {load.rows} × {load.seq} tokens")
+    elif load.decoder is not None:
+        side = load.decoder
+        tail = f" new tokens after {side.context} cached" if load.phase == "decode" else " tokens"
+        source = f"{load.rows} × {load.seq} tokens" if load.seq else f"{len(load.clips)} clips"
+        pieces.append(f"{source} encoded, {side.rows} × {side.seq}{tail} decoded")
     elif load.phase == "decode":
         pieces.append(f"{load.rows} × {load.seq} new tokens after {load.context} cached")
     else:

@@ -14,23 +14,24 @@ from flopcalc.workload import UNITS
 # Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
 _SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
-    "checks", "stack", "vision", "audio", "positions", "variants",
+    "checks", "stack", "vision", "audio", "positions", "variants", "rename",
 }  # fmt: skip
 _STACK_KEYS = {
     "path", "repeat", "stream", "side", "rows", "part", "checkpoint", "ops", "when", "dead", "reads", "joins", "adds",
-    "use", "config", "flat", "rename", "set", "defaults",
+    "use", "config", "flat", "rename", "set", "defaults", "only",
 }  # fmt: skip
-_AUDIO_KEYS = {"rate", "pad", "tokens"}
-_VISION_KEYS = {"kind", "patch", "merge", "side", "tokens", "videos"}
+_AUDIO_KEYS = {"rate", "pad", "tokens", "input", "axis"}
+_VISION_KEYS = {"kind", "patch", "merge", "side", "tokens", "videos", "pixels"}
 _POSITION_KEYS = {"kind", "limit"}
-_OP_COMMON = {"op", "name", "when", "rows", "needed", "times", "part", "from", "detached"}
+_OP_COMMON = {"op", "name", "when", "rows", "needed", "less", "times", "part", "from", "detached", "again"}
 OP_KEYS: dict[str, set[str]] = {
-    "linear": _OP_COMMON | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding"},
-    "conv": _OP_COMMON | {"in", "out", "bias", "input_embedding"},
+    "linear": _OP_COMMON
+    | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding", "at", "flops"},
+    "conv": _OP_COMMON | {"in", "out", "bias", "input_embedding", "at"},
     "attend": _OP_COMMON | {"heads", "qk", "v", "span", "mask", "window", "length"},
     "product": _OP_COMMON | {"flops", "backward"},
-    "norm": _OP_COMMON | {"dim", "bias"},
-    "embed": _OP_COMMON | {"count", "dim", "input_embedding"},
+    "norm": _OP_COMMON | {"dim", "bias", "tied"},
+    "embed": _OP_COMMON | {"count", "dim", "tied", "input_embedding"},
     "param": _OP_COMMON | {"size"},
     "pointwise": _OP_COMMON,
     "dropout": _OP_COMMON | {"p"},
@@ -39,29 +40,34 @@ PARTS = (
     "vision", "audio", "projector", "attention_projections", "attention_scores", "mlp", "router", "ssm", "lm_head",
     "other",
 )  # fmt: skip
-ROWS = ("tokens", "logits", "cached", "patches", "merged", "images")
+ROWS = ("tokens", "logits", "cached", "patches", "merged", "images", "tiles")
 SIDES = ("encoder", "decoder")
-SPANS = ("seq", "frames", "windows", "images")
+SPANS = ("seq", "frames", "windows", "images", "tiles")
 MASKS = ("causal", "full")
 # What the values of these keys are; anything else in a stack or an op is a string, most of them expressions.
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool,), "flat": (bool,),
-    "input_embedding": (bool,), "detached": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
+    "input_embedding": (bool,), "detached": (bool, str), "rename": (dict,), "set": (dict,), "defaults": (dict,),
+    "pixels": (dict,),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
     **dict.fromkeys(("flops", "backward"), (str, int)),
     **dict.fromkeys(("length", "repeat"), (str, int)),
 }  # fmt: skip
-_KINDS = {"vision": ("grid", "fixed"), "positions": ("learned", "rotary")}
+_KINDS = {"vision": ("grid", "fixed", "tiles"), "positions": ("learned", "rotary")}
 WORDS = {
     "op",
+    "block",
     "name",
     "rows",
     "needed",
+    "less",
     "part",
     "span",
     "mask",
     "param",
     "from",
+    "at",
+    "under",
 }  # keys of an op that hold no expression
 MAX_LAYERS = 10_000
 
@@ -80,10 +86,11 @@ class Spec(NamedTuple):
     blocks: dict[str, list[Any]]
     checks: dict[str, str]  # what must hold of a config, in words -> expression
     stacks: list[dict[str, Any]]
-    vision: dict[str, str]
+    vision: dict[str, Any]
     audio: dict[str, str]
     positions: dict[str, str]
     variants: dict[str, str]  # HF class -> spec to take instead of this one
+    rename: dict[str, str]  # path prefix -> new prefix, in stacks taken from a spec that it extends
     is_tower: bool  # part of a model, not one by itself
 
 
@@ -114,6 +121,7 @@ def load_spec(path: str) -> Spec:
         audio=tables.get("audio", {}),
         positions=tables.get("positions", {}),
         variants=tables.get("variants", {}),
+        rename=tables.get("rename", {}),
         is_tower=bool(tables.get("tower", False)),
     )
     _check_spec(spec, path)
@@ -124,7 +132,8 @@ def _load_tables(path: str, above: tuple[str, ...]) -> dict[str, Any]:
     tables = load_toml(path)
     _check_keys(tables, _SPEC_KEYS, path)
     base_name = tables.pop("extends", None)
-    for key in ("defaults", "renamed", "dims", "checks", "blocks", "vision", "audio", "positions", "variants"):
+    names = ("defaults", "renamed", "dims", "checks", "blocks", "vision", "audio", "positions", "variants", "rename")
+    for key in names:
         if not isinstance(tables.get(key, {}), dict):
             raise SpecError(f"{path}: [{key}] must be a table")
     if base_name is None:
@@ -140,7 +149,19 @@ def _load_tables(path: str, above: tuple[str, ...]) -> dict[str, Any]:
     merged = {**base, **tables}
     for key in ("defaults", "renamed", "dims", "checks", "blocks"):
         merged[key] = {**base.get(key, {}), **tables.get(key, {})}
+    rename = tables.get("rename", {})
+    merged["rename"] = {old: rename_path(new, rename) for old, new in base.get("rename", {}).items()} | rename
+    # "none" takes a default of the other spec back: TOML has no null.
+    merged["defaults"] = {key: value for key, value in merged["defaults"].items() if value != "none"}
     return merged
+
+
+def rename_path(path: str, rename: dict[str, str]) -> str:
+    """A module path with the first matching prefix replaced."""
+    for old, new in rename.items():
+        if path == old or path.startswith(f"{old}."):
+            return new + path[len(old) :]
+    return path
 
 
 def _check_tables(tables: dict[str, Any], path: str) -> None:
@@ -215,8 +236,11 @@ def _check_spec(spec: Spec, path: str) -> None:
         _check_types(table, where)
         if table and label in _KINDS and table.get("kind") not in _KINDS[label]:
             raise SpecError(f"{where} needs kind = {' or '.join(map(repr, _KINDS[label]))}")
-        for key in table.keys() - {"kind", "videos"}:
-            _check_expression(table[key], f"{where} {key}")
+        pixels: dict[str, Any] = table.get("pixels", {})
+        texts = {key: table[key] for key in table.keys() - {"kind", "videos", "pixels", "input"}}
+        texts |= {key: str(text) for key, text in pixels.items() if key != "rule"}
+        for key, text in texts.items():
+            _check_expression(text, f"{where} {key}")
     if not spec.stacks:
         raise SpecError(f"{path}: needs at least one [[stack]]")
     for stack in spec.stacks:
@@ -250,6 +274,10 @@ def _check_ops(items: Any, spec: Spec, where: str) -> None:
             if item not in spec.blocks:
                 raise SpecError(f"{where}: no block {item!r}.{format_nearest(item, spec.blocks)}")
             _check_ops(spec.blocks[item], spec, f"{where}, block {item!r}")
+        elif isinstance(item, dict) and "block" in item:
+            _check_keys(item, {"block", "when", "under", "checkpoint"}, f"{where}, block {item['block']!r}")
+            _check_expression(str(item.get("when", "true")), f"{where}, block {item['block']!r}, when")
+            _check_ops([item["block"]], spec, where)
         elif isinstance(item, dict):
             _check_op(item, where)
         else:
@@ -274,7 +302,7 @@ def _check_op(op: dict[str, Any], where: str) -> None:
 
 def _check_rows(table: dict[str, Any], where: str) -> None:
     """`rows` and `needed`: a word, or 'UNIT: EXPRESSION', the sum of it over the workload's units."""
-    for key in ("rows", "needed"):
+    for key in ("rows", "needed", "less"):
         text = table.get(key)
         if text is None or text in ROWS:
             continue

@@ -6,8 +6,9 @@ import math
 from typing import Any, NamedTuple
 
 from flopcalc.errors import ConfigError, WorkloadError, format_value
-from flopcalc.expr import MissingNameError
-from flopcalc.spec import BoundDims
+from flopcalc.expr import MissingNameError, evaluate
+from flopcalc.spec import BoundDims, find_key
+from flopcalc.tiling import RULES
 from flopcalc.units import check_size
 from flopcalc.workload import Grid
 
@@ -20,12 +21,13 @@ _MAX_ASPECT = 200
 class Vision(NamedTuple):
     """A model's image input under one config."""
 
-    kind: str  # 'grid': any grid of patches; 'fixed': one square per image
+    kind: str  # 'grid': any grid of patches; 'fixed': one square per image; 'tiles': t squares per image
     merge: int  # patches per side that become one token
     patch: int
     side: int  # fixed: patches per side
     tokens: int  # fixed: tokens per image
     takes_videos: bool
+    dims: BoundDims | None = None  # where `tokens` and the parameters of the pixel rule have values
 
     def check_grid(self, grid: Grid, what: str) -> Grid:
         t, h, w = grid
@@ -37,25 +39,47 @@ class Vision(NamedTuple):
                     f"{what} {t},{h},{w}: this model takes images of one size, 1,{self.side},{self.side}"
                 )
             return grid
+        if self.kind == "tiles":
+            return grid if t else (1, 0, 0)  # pixel_values alone say how many tiles, not how they lie
         if t < 1 or h < 1 or w < 1:
             raise WorkloadError("pixel_values without image_grid_thw: this model needs the grid of each image")
         if h % self.merge or w % self.merge:
             raise WorkloadError(f"{what} {t},{h},{w}: height and width must be multiples of {self.merge} (merge size)")
         return grid
 
-    def count_tokens(self, grid: Grid) -> int:
+    def count_tokens(self, grid: Grid, video: bool = False) -> int:
         """Positions of the language model that one image or video fills."""
         if self.kind == "fixed":
             return self.tokens
+        if self.dims is not None and "tokens" in self.dims.spec.vision:
+            return self._count_expression(grid, video)
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
-    def grid_of_pixels(self, width: int, height: int, preprocessor: dict[str, Any] | None) -> tuple[Grid, list[str]]:
-        """The grid of an image of so many pixels after the processor's resize, and notes on assumed limits."""
+    def _count_expression(self, grid: Grid, video: bool) -> int:
+        assert self.dims is not None
+        text = self.dims.spec.vision["tokens"]
+        value = evaluate(text, _GridNames(self.dims, grid, video))
+        if isinstance(value, bool) or getattr(value, "denominator", None) != 1:
+            raise ConfigError(f"{self.dims.where}: tokens = {text} must be a whole number, not {format_value(value)}")
+        return int(value)
+
+    def count_patches(self, grid: Grid) -> int:
+        return grid[0] * (self.side**2 if self.kind == "tiles" else grid[1] * grid[2])
+
+    def grid_of_pixels(
+        self, width: int, height: int, preprocessor: dict[str, Any] | None, images: int = 1
+    ) -> tuple[Grid, list[str]]:
+        """The grid of an image of so many pixels after the processor's resize, and notes on assumed limits.
+
+        `images`: how many there are in its sample; some processors cut only an image that is alone.
+        """
         check_size(width, "image width")
         check_size(height, "image height")
         if self.kind == "fixed":
             note = f"this model crops every image to one square: {self.tokens} tokens each, whatever its size"
             return (1, self.side, self.side), [note]
+        if self.dims is not None and "pixels" in self.dims.spec.vision:
+            return _apply_rule(self.dims, width, height, preprocessor, images)
         least, most, notes = _read_limits(preprocessor)
         patch = _limit(preprocessor or {}, "patch_size", self.patch)
         merge = _limit(preprocessor or {}, "merge_size", self.merge)
@@ -66,6 +90,31 @@ class Vision(NamedTuple):
             )
         new_height, new_width = smart_resize(height, width, patch * merge, least, most)
         return (1, new_height // patch, new_width // patch), notes
+
+
+class _GridNames:
+    """A spec's names, and t, h, w, video of one image before them."""
+
+    def __init__(self, dims: BoundDims, grid: Grid, video: bool) -> None:
+        self.dims = dims
+        self.grid = {**dict(zip("thw", grid, strict=True)), "video": int(video)}
+
+    def lookup(self, name: str) -> Any:
+        return self.grid[name] if name in self.grid else self.dims.lookup(name)
+
+
+def _apply_rule(
+    dims: BoundDims, width: int, height: int, preprocessor: dict[str, Any] | None, images: int
+) -> tuple[Grid, list[str]]:
+    """The named rule of [vision.pixels]; its parameters are preprocessor_config.json's, else the spec's own."""
+    table = dict(dims.spec.vision["pixels"])
+    name = table.pop("rule")
+    values: dict[str, Any] = {"images": images}
+    for key, text in table.items():
+        is_given, value = find_key(preprocessor or {}, key)
+        values[key] = value if is_given and value is not None else dims.evaluate(str(text))
+    notes = [] if preprocessor else ["no preprocessor_config.json given: images cut as the processor class's defaults say"]
+    return RULES[name](width, height, values), notes
 
 
 def bind_vision(dims: BoundDims) -> Vision | None:
@@ -90,8 +139,9 @@ def bind_vision(dims: BoundDims) -> Vision | None:
         merge=size("merge", 1),
         patch=size("patch", 1),
         side=size("side", 0),
-        tokens=size("tokens", 0),
+        tokens=size("tokens", 0) if table["kind"] == "fixed" else 0,
         takes_videos=table.get("videos") == "true",
+        dims=dims if "pixels" in table or (table["kind"] != "fixed" and "tokens" in table) else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -20,11 +21,16 @@ Grid: TypeAlias = tuple[int, int, int]
 BLOCK = 128
 # What a spec's `rows = "UNIT: EXPRESSION"` is summed over, and the names that have values there.
 UNITS: dict[str, tuple[str, ...]] = {
-    "sequence": ("n", "c", "decoding", "images"),  # of the language model, or of an encoder-decoder's encoder
-    "decoder": ("n", "c", "decoding", "m"),  # of an encoder-decoder's decoder; m: positions of its encoder
-    "image": ("t", "h", "w"),  # or video; in patches
+    # Of the language model, or of an encoder-decoder's encoder.
+    "sequence": ("n", "c", "decoding", "training", "images"),
+    # What a mask keeps apart: a packed document, or a row's real tokens and the padding behind them.
+    "document": ("n", "c", "decoding", "training", "pad"),
+    # Of an encoder-decoder's decoder; m: positions of its encoder's text, frames: of its encoder's audio.
+    "decoder": ("n", "c", "decoding", "training", "m", "frames"),
+    "image": ("t", "h", "w", "video"),  # or video (then 1); in patches
     "clip": ("n",),  # of audio; in the feature extractor's frames
-    "call": ("b", "n", "c", "decoding", "images", "patches"),  # of the model, as a whole
+    # of the model, as a whole; images may be padded to the tallest and the widest of them
+    "call": ("b", "n", "c", "decoding", "training", "images", "patches", "tallest", "widest"),
 }
 
 
@@ -61,14 +67,20 @@ class Workload:
         self.clips = clips  # audio, in frames of the feature extractor
         self.decoder = decoder  # of an encoder-decoder: then this one is its encoder's
 
+    def replace(self, **changes: Any) -> Workload:
+        return Workload(**{**{key: getattr(self, key) for key in self.__slots__}, **changes})
+
     @property
     def all_grids(self) -> tuple[Grid, ...]:
         return self.grids + self.videos
 
     @property
     def tokens(self) -> int:
-        """Real tokens that the language model sees."""
-        return sum(self.documents) if self.documents is not None else self.rows * self.seq
+        """Real tokens that the language model sees; of an encoder-decoder, of both sides."""
+        own = sum(self.documents) if self.documents is not None else self.rows * self.seq
+        if self.decoder is None:
+            return own
+        return self.decoder.tokens + (0 if self.phase == "decode" else own)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Workload) and all(getattr(self, k) == getattr(other, k) for k in self.__slots__)
@@ -103,20 +115,14 @@ def make_workload(
 ) -> Workload:
     """A checked Workload from plain arguments; grids and clips (audio, in frames) are the whole batch's."""
     frames = tuple(check_size(length, "clips") for length in clips) if clips is not None else ()
-    if decoder_seq_len is not None or frames:
-        load = make_workload(
-            batch_size, seq_len if decoder_seq_len is None or seq_len is not None else 1, lengths=lengths,
-            image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw,
-            phase="forward" if phase == "decode" else phase, context=None if phase == "decode" else context,
-            logits="all" if phase == "decode" else logits,
-        )  # fmt: skip
-        decoder = None
-        if decoder_seq_len is not None:
-            decoder = make_workload(load.rows, decoder_seq_len, phase=phase, context=context, logits=logits)
-        return Workload(
-            load.rows, load.seq, load.documents, load.layout, phase, 0, load.logits, load.grids, load.videos,
-            frames, decoder,
-        )  # fmt: skip
+    if decoder_seq_len is not None:
+        if lengths is not None:
+            raise WorkloadError("an encoder-decoder takes no packed lengths: give seq and decoder_seq")
+        decoder = make_workload(batch_size, decoder_seq_len, phase=phase, context=context, logits=logits)
+        grids = read_grids(image_grid_thw, "image_grid_thw") if image_grid_thw is not None else ()
+        videos = read_grids(video_grid_thw, "video_grid_thw") if video_grid_thw is not None else ()
+        seq = check_size(seq_len, "seq") if seq_len is not None else 0  # an encoder of audio has no tokens
+        return Workload(decoder.rows, seq, None, "unpadded", phase, 0, "all", grids, videos, frames, decoder)
     if phase not in PHASES:
         raise WorkloadError(f"phase {format_value(phase)} unknown; known: {', '.join(PHASES)}")
     if phase != "decode" and context is not None:
@@ -130,6 +136,8 @@ def make_workload(
             raise WorkloadError("decode makes logits for each new token: logits cannot be chosen there")
         if lengths is not None or grids or videos:
             raise WorkloadError("decode takes neither packed lengths nor images: their keys are in the context")
+        if frames:
+            raise WorkloadError("decode takes no audio: its keys are in the context")
         past = check_size(context, "context", 0) if context is not None else 0
         return Workload(
             check_size(batch_size, "batch"), check_size(1 if seq_len is None else seq_len, "seq"),
@@ -143,12 +151,12 @@ def make_workload(
         documents = tuple(check_size(length, "lengths") for length in lengths)
         if not documents:
             raise WorkloadError("lengths must hold at least one document")
-        return Workload(1, sum(documents), documents, "packed", phase, 0, logits, grids, videos)
+        return Workload(1, sum(documents), documents, "packed", phase, 0, logits, grids, videos, frames)
     if seq_len is None:
         raise WorkloadError("seq is missing: the length that the language model sees per sample")
     rows = batch_size if type(batch_size) is int and 0 < batch_size < 10**9 else check_size(batch_size, "batch")
     seq = seq_len if type(seq_len) is int and 0 < seq_len < 10**9 else check_size(seq_len, "seq")
-    return Workload(rows, seq, None, "unpadded", phase, 0, logits, grids, videos)
+    return Workload(rows, seq, None, "unpadded", phase, 0, logits, grids, videos, frames)
 
 
 def read_grids(value: Any, what: str) -> tuple[Grid, ...]:
@@ -172,11 +180,18 @@ def read_grids(value: Any, what: str) -> tuple[Grid, ...]:
 
 
 def read_batch(
-    batch: Mapping[str, Any], *, phase: str = "train", logits: int | str | None = None, read_device: bool = True
+    batch: Mapping[str, Any],
+    *,
+    phase: str = "train",
+    logits: int | str | None = None,
+    read_device: bool = True,
+    has_decoder: bool = False,
+    audio: tuple[str, int] | None = None,
 ) -> tuple[Workload, list[str]]:
     """A workload from what is given to the model, and notes on what could not be read from it.
 
     With read_device=False, values that lie on a device are not read: that would make the host wait for it.
+    `audio` is the key of a model's audio and the axis of its frames.
     """
     if not isinstance(batch, Mapping):
         raise WorkloadError(f"batch must be a mapping as given to the model, not {format_value(batch)}")
@@ -195,6 +210,10 @@ def read_batch(
     ids = batch.get("input_ids")
     if ids is None:
         ids = batch.get("inputs_embeds")
+    clips = _read_clips(batch, *audio) if audio is not None else ()
+    if ids is None and clips and has_decoder:
+        decoder = _read_decoder(batch, len(clips), phase, logits, is_readable, notes)
+        return Workload(len(clips), 0, None, "unpadded", phase, 0, "all", clips=clips, decoder=decoder), notes
     if ids is None:
         raise WorkloadError("batch needs input_ids or inputs_embeds")
     shape = _shape(ids)
@@ -224,7 +243,56 @@ def read_batch(
             raise WorkloadError(f"pixel_values hold {_shape(pixels)[0]} patches, image_grid_thw {patches}")
     if pixels is not None and not images and batch.get("image_grid_thw") is None:
         images = ((0, 0, 0),) * _count_images(pixels)  # a fixed-size tower: the model fills the grid in
-    return Workload(rows, seq, documents, layout, phase, 0, logits, images, grids[1]), notes
+    if not has_decoder:
+        return Workload(rows, seq, documents, layout, phase, 0, logits, images, grids[1], clips), notes
+    if documents is not None and len(documents) != rows:
+        raise WorkloadError("an encoder-decoder's batch needs one sequence per row, none of them masked as a whole")
+    decoder = _read_decoder(batch, rows, phase, logits, is_readable, notes)
+    return Workload(rows, seq, documents, layout, phase, 0, "all", images, grids[1], clips, decoder), notes
+
+
+def _read_clips(batch: Mapping[str, Any], key: str, axis: int) -> tuple[int, ...]:
+    """Frames of every clip, padding included: the batch holds a rectangle."""
+    value = batch.get(key)
+    if value is None:
+        return ()
+    shape = _shape(value)
+    if len(shape) <= axis:
+        raise WorkloadError(f"{key} of shape {tuple(shape)}: frames should lie along axis {axis}")
+    return (check_size(shape[axis], key),) * check_size(shape[0], key)
+
+
+def _read_decoder(
+    batch: Mapping[str, Any], rows: int, phase: str, logits: int | str | None, is_readable: Any, notes: list[str]
+) -> Workload:
+    """The decoder's side: its ids, or the labels that HF shifts into them."""
+    labels = batch.get("labels")
+    found = (batch.get(key) for key in ("decoder_input_ids", "decoder_inputs_embeds", "labels"))
+    ids = next((value for value in found if value is not None), None)
+    if ids is None:
+        raise WorkloadError("batch needs decoder_input_ids or labels: this model has a decoder")
+    shape = _shape(ids)
+    if len(shape) < 2 or shape[0] != rows:
+        raise WorkloadError(f"decoder_input_ids and labels must be ({rows}, length), not of shape {tuple(shape)}")
+    seq = check_size(shape[1], "decoder_seq")
+    mask = batch.get("decoder_attention_mask")
+    lengths: tuple[int, ...] | None = None
+    for what, value in (("decoder_attention_mask", mask), ("labels", labels)):
+        if value is None or len(_shape(value)) != 2 or lengths is not None:
+            continue
+        if not is_readable(value):
+            notes.append(f"{what} lie on {value.device} and were not read: every position of the decoder counted")
+            break
+        _check_rows(value, what, (rows,), seq)
+        lengths = _row_lengths(value) if what != "labels" else tuple(map(_label_length, _list(value, what)))
+    if lengths is None or all(length == seq for length in lengths):
+        return Workload(rows, seq, None, "unpadded", phase, 0, logits)
+    return Workload(rows, seq, lengths, "padded", phase, 0, logits)
+
+
+def _label_length(row: Sequence[int]) -> int:
+    """A row of labels ends where only -100 follows: that is how collators pad it."""
+    return max((i for i, label in enumerate(row, 1) if label != -100), default=0)
 
 
 def _read_layout(
@@ -368,10 +436,13 @@ def window_pairs(grid: Grid, merge: int, window: int) -> int:
     return t * rows * columns
 
 
+_WRAPPERS = ("decoder", "sum", "either", "minus", "needed", "executed")  # features that hold others, or choose a side
+
+
 def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
     """The value of one sum; counting is 'model' (needed), 'full' (eager code) or a fused kernel's name."""
     kind = feature[0]
-    if load.decoder is not None and load.phase == "decode" and kind not in ("decoder", "sum", "either"):
+    if load.decoder is not None and load.phase == "decode" and kind not in _WRAPPERS:
         return 0  # the encoder has run already
     if kind == "tokens":
         if counting == "model" and load.documents is not None:
@@ -393,12 +464,18 @@ def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
         return evaluate_feature(("calls",), load, counting) * 2
     if kind == "sum":
         return _sum_expression(feature, load, counting)
+    if kind == "only":  # one of two towers: it sees the images, or the videos
+        which = {"grids" if feature[1] == "videos" else "videos": ()}
+        return evaluate_feature(feature[2:], load.replace(**which), counting)
     if kind == "decoder":
         return evaluate_feature(feature[1:], _get_decoder(load), counting)
     if kind == "either":
         # What the model needs, and what HF executes.
         needed, executed = feature[1:]
         return evaluate_feature(needed if counting == "model" else executed, load, counting)
+    if kind == "minus":
+        rows, less = (evaluate_feature(part, load, counting) for part in feature[1:])
+        return rows - less
     if kind in ("needed", "executed"):
         # What the model needs and what HF executes are different products here: each counts under its convention.
         is_counted = (counting == "model") == (kind == "needed")
@@ -406,6 +483,8 @@ def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
     grids = load.grids + load.videos if load.videos else load.grids
     if kind == "images":
         return len(grids)
+    if kind == "tiles":
+        return sum([grid[0] for grid in grids])
     if not grids:
         return 0
     if kind == "patches":
@@ -448,30 +527,60 @@ def _list_units(unit: str, load: Workload, counting: str) -> list[tuple[tuple[tu
     if load.decoder is not None and load.phase == "decode" and unit != "decoder":
         return []  # the encoder has run already
     if unit == "image":
-        return [((("t", t), ("h", h), ("w", w)), 1) for t, h, w in grids]
+        return [
+            ((("t", t), ("h", h), ("w", w), ("video", video)), 1)
+            for video, listed in enumerate((load.grids, load.videos))
+            for t, h, w in listed
+        ]
     if unit == "clip":
-        return [((("n", frames),), 1) for frames in load.clips]
+        # A batch is padded to its longest clip.
+        return [((("n", n if counting == "model" else max(load.clips)),), 1) for n in load.clips]
     if unit == "call":
         patches = sum(t * h * w for t, h, w in grids)
+        largest = (("tallest", max([0, *(h for _, h, _ in grids)])), ("widest", max([0, *(w for *_, w in grids)])))
         return [
-            ((("b", load.rows), *names, ("images", len(grids)), ("patches", patches)), 1)
+            ((("b", load.rows), *names, ("images", len(grids)), ("patches", patches), *largest), 1)
             for names, _ in _list_calls(load, load.seq, 1)
         ]
-    side = _get_decoder(load) if unit == "decoder" else load
-    lengths: list[tuple[int, int]] = [(side.seq, side.rows)]
-    if counting == "model" and side.documents is not None:
-        lengths = [(length, 1) for length in side.documents]
+    if unit == "document":
+        real = load.documents if load.documents is not None else (load.seq,) * load.rows
+        is_padded = load.layout == "padded" and counting != "model"
+        return [
+            ((*names, ("pad", load.seq - n if is_padded else 0)), many)
+            for n, rows in Counter(real).items()
+            for names, many in _list_calls(load, n, rows)
+        ]
     if unit == "decoder":
-        return [((*names, ("m", load.seq)), many) for n, rows in lengths for names, many in _list_calls(side, n, rows)]
+        return _list_decoder(_get_decoder(load), load, counting)
+    lengths: list[tuple[int, int]] = [(load.seq, load.rows)]
+    if counting == "model" and load.documents is not None:
+        lengths = [(length, 1) for length in load.documents]
     images = -(-len(grids) // load.rows)
-    return [((*names, ("images", images)), many) for n, rows in lengths for names, many in _list_calls(side, n, rows)]
+    return [((*names, ("images", images)), many) for n, rows in lengths for names, many in _list_calls(load, n, rows)]
+
+
+def _list_decoder(
+    load: Workload, encoder: Workload, counting: str
+) -> list[tuple[tuple[tuple[str, int], ...], int]]:  # fmt: skip
+    """As _list_units: every row of the decoder with the length of its encoder's."""
+    frames = encoder.clips if counting == "model" else (max(encoder.clips, default=0),) * len(encoder.clips)
+    sides = [
+        side.documents if counting == "model" and side.documents is not None else (side.seq,) * side.rows
+        for side in (load, encoder)
+    ]
+    rows = Counter(zip(*sides, frames or (0,) * load.rows, strict=True))
+    return [
+        ((*names, ("m", m), ("frames", audio)), many)
+        for (n, m, audio), count in rows.items()
+        for names, many in _list_calls(load, n, count)
+    ]
 
 
 def _list_calls(load: Workload, length: int, rows: int) -> list[tuple[tuple[tuple[str, int], ...], int]]:
     """One call over a whole sequence; in decoding one per new token, with all before it cached."""
     if load.phase != "decode":
-        return [((("n", length), ("c", 0), ("decoding", 0)), rows)]
-    return [((("n", 1), ("c", load.context + j), ("decoding", 1)), rows) for j in range(length)]
+        return [((("n", length), ("c", 0), ("decoding", 0), ("training", int(load.phase == "train"))), rows)]
+    return [((("n", 1), ("c", load.context + j), ("decoding", 1), ("training", 0)), rows) for j in range(length)]
 
 
 def attention_calls(feature: Feature, load: Workload, times: int) -> dict[tuple[str, int], int]:
@@ -485,11 +594,11 @@ def attention_calls(feature: Feature, load: Workload, times: int) -> dict[tuple[
         for length in lengths:
             calls[(mask, length)] = calls.get((mask, length), 0) + 1
         return calls
-    if kind not in ("images", "frames", "windows"):
+    if kind not in ("images", "tiles", "frames", "windows"):
         return calls
     for t, h, w in load.all_grids:
-        if kind == "images":
-            found = {math.isqrt(times): 1}
+        if kind in ("images", "tiles"):
+            found = {math.isqrt(times): t if kind == "tiles" else 1}
         elif kind == "frames":
             found = {h * w: t}
         else:

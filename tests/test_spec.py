@@ -63,7 +63,7 @@ def test_minimal_spec_counts(tmp_path: Path) -> None:
         (HEAD + STACK + "ops = [{ op = 'liner', in = '1', out = '1' }]", "unknown op 'liner'. Did you mean linear?"),
         (HEAD + STACK + "ops = [{ op = ['linear'] }]", "unknown op"),
         (HEAD + STACK + "ops = [{ name = 'x' }]", "unknown op None"),
-        (HEAD + STACK + "ops = [{ op = 'linear', inn = '1', out = '1' }]", "unknown key 'inn'. Did you mean in?"),
+        (HEAD + STACK + "ops = [{ op = 'linear', inn = '1', out = '1' }]", "unknown key 'inn'. Did you mean in"),
         (HEAD + STACK + "ops = [{ op = 'linear', in = [1], out = '1' }]", "in must be a str or int"),
         (HEAD + STACK + "ops = [{ op = 'linear', in = true, out = '1' }]", "in must be a str or int"),
         (HEAD + STACK + "ops = [{ op = 'linear', in = '1', out = '1', bias = 1 }]", "bias must be a str"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from flopcalc.cli.options import complete_model, make_estimate, workload_options
+from flopcalc.cli.options import complete_model, make_estimate, trace_option, workload_options
 from flopcalc.errors import WorkloadError, format_nearest
 from flopcalc.estimate import CONVENTIONS, KERNELS
 from flopcalc.recipe import RECOMPUTE
@@ -16,17 +16,18 @@ from flopcalc.units import format_flops, format_parameters
 from flopcalc.workload import PHASES
 
 _SETTABLE = (
-    "batch", "seq", "text", "lengths", "grad_accum", "image", "image_grid", "video_grid", "phase", "context", "logits",
-    "freeze", "train_only", "lora", "recompute", "convention", "attention_kernel",
+    "batch", "seq", "decoder_seq", "text", "lengths", "grad_accum", "image", "image_grid", "video_grid", "audio",
+    "phase", "context", "logits", "freeze", "train_only", "lora", "recompute", "convention", "attention_kernel",
 )  # fmt: skip
 _CHOICES = {"phase": PHASES, "convention": CONVENTIONS, "attention_kernel": KERNELS, "recompute": RECOMPUTE}
 _LENGTHS = ("seq", "text", "lengths")
-_REPEATABLE = ("image", "image_grid", "video_grid", "freeze", "train_only")
+_REPEATABLE = ("image", "image_grid", "video_grid", "audio", "freeze", "train_only")
 
 
 @click.command()
 @click.argument("models", nargs=-1, required=True, shell_complete=complete_model, metavar="MODEL[@key=value;…] …")
 @workload_options
+@trace_option
 @click.option("--json", "as_json", is_flag=True)
 def compare(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Several models or workloads side by side.
@@ -65,7 +66,7 @@ def compare(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
 _ROWS: list[tuple[str, Any]] = [
     ("model type", lambda e: e.terms[0][0].source.config["model_type"]),
     ("parameters", lambda e: format_parameters(e.parameters["total"])),
-    ("active", lambda e: format_parameters(e.parameters["active"])),
+    ("active", lambda e: format_parameters(e.parameters["active"]) if "active" in e.parameters else "not known"),
     ("tokens", lambda e: f"{e.tokens:,}"),
     ("convention", lambda e: e.convention),
     ("forward", lambda e: format_flops(e.forward)),

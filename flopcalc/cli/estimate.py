@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from flopcalc.cli.options import make_estimate, make_shares, model_option, time_options, workload_options
+from flopcalc.cli.options import make_estimate, make_shares, model_option, time_options, trace_option, workload_options
 from flopcalc.errors import WorkloadError
 from flopcalc.units import parse_size
 
@@ -18,6 +18,7 @@ FORMATS = ("table", "json", "csv", "markdown")
 @click.command()
 @model_option
 @workload_options
+@trace_option
 @time_options
 @click.option("--depth", metavar="N", help="Module paths cut to N names.")
 @click.option("--by", type=click.Choice(BY), help="Rows of the breakdown (default component).")

@@ -25,6 +25,7 @@ _FEATURES = {
     "patches": "patches",
     "merged": "merged patches",
     "images": "images",
+    "tiles": "tiles",
     "frames": "query-key pairs within temporal patches",
     "windows": "query-key pairs within windows",
     "calls": "calls",
@@ -149,8 +150,14 @@ def _formula(row: Row) -> tuple[str, str]:
 
 
 def name_feature(feature: Feature) -> str:
-    if feature[0] in ("needed", "executed"):
+    if feature[0] in ("needed", "executed", "decoder"):
         return name_feature(feature[1:])
+    if feature[0] == "either":
+        return name_feature(feature[1])
+    if feature[0] == "minus":
+        return f"{name_feature(feature[1])} less {name_feature(feature[2])}"
+    if feature[0] == "sum":
+        return f"rows (per {feature[1]}: {feature[2]})"
     if feature[0] == "pairs":
         window = f", window {feature[2]}" if feature[2] else ""
         return f"query-key pairs ({feature[1]}{window})"

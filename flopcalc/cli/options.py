@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from flopcalc.config import load_config
+from flopcalc.config import Source, load_config
 from flopcalc.data import list_data_files
 from flopcalc.devices import DTYPES, detect_device, find_device, load_devices, parse_dtype
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.estimate import CONVENTIONS, KERNELS, Estimate, Estimator, bind
-from flopcalc.recipe import RECOMPUTE, make_recipe
+from flopcalc.recipe import RECOMPUTE, Recipe, make_recipe
 from flopcalc.units import format_rate, parse_size, parse_sizes
 from flopcalc.utilization import Utilization, check_positive, describe_measured_mfu, find_peak, hfu, mfu
 from flopcalc.workload import PHASES, Grid, make_workload
@@ -34,17 +34,22 @@ model_option = click.option(
     help="Preset, config.json, its folder, or a hub id in the local cache.",
 )  # fmt: skip
 
+trace_option = click.option(
+    "--trace", is_flag=True, help="Count HF's own code instead of a spec, and keep the result (needs torch once)."
+)
 _WORKLOAD = (
     click.option("--spec", metavar="FILE", help="Add your own spec (TOML) for its model_type."),
     click.option("--download", is_flag=True, help="Fetch a hub id's config.json if it is not in the cache."),
     click.option("--batch", metavar="N", help="Samples per micro-batch (default 1)."),
     click.option("--seq", metavar="N", help="Length the language model sees per sample, visual tokens included."),
-    click.option("--text", metavar="N", help="Text tokens per sample; visual tokens are added."),
+    click.option("--decoder-seq", metavar="N", help="Encoder-decoders: length of the decoder; --seq is the encoder's."),
+    click.option("--text", metavar="N", help="Text tokens per sample; visual and audio tokens are added."),
     click.option("--lengths", metavar="N,N,…", help="One packed row of documents; without --seq and --batch."),
     click.option("--grad-accum", metavar="N", help="Micro-batches per step (default 1)."),
     click.option("--image", multiple=True, metavar="WxH", help="An image per sample, in pixels; repeatable."),
     click.option("--image-grid", multiple=True, metavar="T,H,W", help="An image per sample, in patches."),
     click.option("--video-grid", multiple=True, metavar="T,H,W", help="A video per sample, in patches."),
+    click.option("--audio", multiple=True, metavar="SECONDS", help="A clip of audio per sample; repeatable."),
     click.option("--phase", type=click.Choice(PHASES), default="train", show_default=True),
     click.option("--context", metavar="C", help="decode: keys already cached (default 0)."),
     click.option("--logits", metavar="all|last|N", help="Positions that get logits (default: all; prefill: last)."),
@@ -113,12 +118,26 @@ def make_estimate(model: Any, options: Mapping[str, Any]) -> Asked:
         recompute=options["recompute"],
     )  # fmt: skip
     source = load_config(model, download=options["download"])
+    if options.get("trace"):
+        return Asked(_count(_find_traced(source, recipe, options), options, notes), notes)
     estimator = bind(
         source, recipe=recipe, convention=options["convention"], attention_kernel=options["attention_kernel"],
         device=device, dtype=parse_dtype(options.get("dtype", "bf16")), spec=options["spec"],
     )  # fmt: skip
     estimate = _count(estimator, options, notes)
     return Asked(estimate, notes)
+
+
+def _find_traced(source: Source, recipe: Recipe, options: Mapping[str, Any]) -> Estimator:
+    """The traced estimator that --trace asks for; options that a trace cannot answer are refused."""
+    context = click.get_current_context()
+    for name in ("convention", "attention_kernel", "spec", "image", "video_grid", "lengths", "decoder_seq", "audio"):
+        is_given = name in options and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if is_given and not (name == "convention" and options[name] == "full"):
+            raise WorkloadError(f"--trace counts what HF's code executes: it takes no --{name.replace('_', '-')}")
+    from flopcalc.traced import find_traced
+
+    return find_traced(source, recipe, options["phase"], bool(options["image_grid"]))
 
 
 def _choose_device(options: Mapping[str, Any], notes: list[str]) -> str | None:
@@ -158,16 +177,24 @@ def _count(estimator: Estimator, options: Mapping[str, Any], notes: list[str]) -
     context = _read_number(options["context"], "--context", minimum=0)
     if context is not None and phase != "decode":
         raise WorkloadError(f"--context belongs to phase decode, not {phase}")
-    seq = _read_length(estimator, options, images + videos, phase)
+    clips = estimator.count_frames(_read_seconds(text) for text in options["audio"]) if options["audio"] else []
+    if phase == "decode" and clips and not estimator.has_decoder:
+        raise WorkloadError("decode does no audio work: leave --audio out, its tokens are in --context")
+    decoder_seq = _read_number(options["decoder_seq"], "--decoder-seq")
+    if phase == "decode" and decoder_seq is None and estimator.has_decoder:
+        decoder_seq = 1
+    seq = _read_length(estimator, options, images, videos, clips, phase)
     lengths = parse_sizes(options["lengths"], "--lengths") if options["lengths"] is not None else None
     logits = options["logits"]
     if logits not in (None, "all", "last"):
         logits = parse_size(logits, "--logits (all, last or a number)")
+    if batch * len(clips) > MAX_IMAGES:
+        raise WorkloadError(f"{batch * len(clips)} clips: more than {MAX_IMAGES} in one batch is a mistake")
     if batch * len(images + videos) > MAX_IMAGES:
         raise WorkloadError(f"{batch * len(images + videos)} images: more than {MAX_IMAGES} in one batch is a mistake")
     load = make_workload(
         batch, seq, lengths=lengths, image_grid_thw=images * batch or None, video_grid_thw=videos * batch or None,
-        phase=phase, context=context, logits=logits,
+        phase=phase, context=context, logits=logits, decoder_seq_len=decoder_seq, clips=clips * batch or None,
     )  # fmt: skip
     estimate = estimator.estimate(load)
     return estimate * accumulate if accumulate > 1 else estimate
@@ -180,6 +207,9 @@ def _read_number(text: str | None, what: str, minimum: int = 1) -> int | None:
 def _read_images(estimator: Estimator, options: Mapping[str, Any], notes: list[str]) -> tuple[list[Grid], list[Grid]]:
     vision = estimator.vision
     given = [*options["image"], *options["image_grid"], *options["video_grid"]]
+    if estimator.origin == "trace":
+        grids = [parse_sizes(text, "--image-grid", 3) for text in options["image_grid"]]
+        return [(t, h, w) for t, h, w in grids], []
     if given and vision is None:
         raise WorkloadError(f"{estimator.source.name} is a text model: it takes no images")
     images: list[Grid] = []
@@ -187,7 +217,7 @@ def _read_images(estimator: Estimator, options: Mapping[str, Any], notes: list[s
     for text in options["image"]:
         assert vision is not None
         width, height = parse_sizes(text.lower(), "--image", 2, "x")
-        grid, found = vision.grid_of_pixels(width, height, estimator.source.preprocessor)
+        grid, found = vision.grid_of_pixels(width, height, estimator.source.preprocessor, len(options["image"]))
         notes += [note for note in found if note not in notes]
         images.append(grid)
     for key, found_grids in (("image_grid", images), ("video_grid", videos)):
@@ -201,7 +231,16 @@ def _read_images(estimator: Estimator, options: Mapping[str, Any], notes: list[s
     return images, videos
 
 
-def _read_length(estimator: Estimator, options: Mapping[str, Any], grids: list[Grid], phase: str) -> int | None:
+def _read_seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise WorkloadError(f"--audio: {text!r} is not a number of seconds") from None
+
+
+def _read_length(
+    estimator: Estimator, options: Mapping[str, Any], images: list[Grid], videos: list[Grid], clips: list[int], phase: str
+) -> int | None:
     seq, text, lengths = options["seq"], options["text"], options["lengths"]
     given = [flag for flag, value in (("--seq", seq), ("--text", text), ("--lengths", lengths)) if value is not None]
     if len(given) > 1:
@@ -210,7 +249,17 @@ def _read_length(estimator: Estimator, options: Mapping[str, Any], grids: list[G
         if options["batch"] is not None:
             raise WorkloadError("--lengths describes one packed row: --batch contradicts it")
         return None
-    visual = sum(estimator.vision.count_tokens(grid) for grid in grids) if estimator.vision else 0
+    visual = 0
+    if estimator.vision is not None:
+        visual += sum(estimator.vision.count_tokens(grid) for grid in images)
+        visual += sum(estimator.vision.count_tokens(grid, True) for grid in videos)
+    if estimator.has_decoder:
+        # Images and audio fill positions of a decoder-only model alone; an encoder of audio has no length in tokens.
+        visual = 0
+        if not given and not (phase != "decode" and options["decoder_seq"] is None):
+            return None
+    elif estimator.audio:
+        visual += sum(map(estimator.audio.count_tokens, clips))
     if text is not None:
         return parse_size(text, "--text") + visual
     if seq is not None:
@@ -221,7 +270,7 @@ def _read_length(estimator: Estimator, options: Mapping[str, Any], grids: list[G
                 "raise --seq, or give --text to have them added"
             )
         return length
-    if phase == "decode":
+    if phase == "decode" and not estimator.has_decoder:
         return 1
     raise WorkloadError("how long are the sequences? Give --seq N, --text N or --lengths N,N,…")
 

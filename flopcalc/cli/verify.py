@@ -16,7 +16,7 @@ from flopcalc.units import parse_size, parse_sizes
 from flopcalc.workload import PHASES
 
 if TYPE_CHECKING:
-    from flopcalc.measure.verify import Verdict
+    from flopcalc.measure.compare import Verdict
 
 _SHOWN = 12  # rows that differ, per case
 
@@ -51,20 +51,17 @@ def verify(types: tuple[str, ...], config: str | None, every: bool, as_json: boo
     if sum((bool(types), config is not None, every)) != 1:
         raise FlopcalcError("say what to verify: one of --model-type T, --config PATH, --all")
     try:
-        import torch
-        import transformers
-
+        from flopcalc.measure.verify import prepare
         from flopcalc.measure.verify import verify as run
     except ImportError as error:
         raise FlopcalcError(f"verify needs {error.name}: pip install 'flopcalc[measure]'") from None
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
+    prepare()
     found: list[dict[str, Any]] = []
     failed = 0
-    for name, keys, workload, recipe, device in _list_jobs(types, config, every, options):
+    for name, keys, workload, recipe, example, device in _list_jobs(types, config, every, options):
         label = f"{name} {_format(workload)}{' ' + _format(recipe) if recipe else ''}"
         try:
-            verdict: Verdict | None = run(keys, workload, recipe, device=device)
+            verdict: Verdict | None = run(keys, workload, recipe, example=example, device=device)
             problem = None
         except FlopcalcError as error:
             verdict, problem = None, str(error)
@@ -98,6 +95,7 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
             keys,
             workload or {"batch": 1, "seq": 67, "phase": options["phase"]},
             asked,
+            None,
             options["device"] or "meta",
         )
         return
@@ -109,7 +107,7 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
             label = f"{name}/{'abcdefgh'[number]}"
             cases = [(workload, asked)] if workload else list_cases(example, keys)
             for case, case_recipe in cases:
-                yield label, keys, case, case_recipe, options["device"] or "cpu"
+                yield label, keys, case, case_recipe, example, options["device"] or "cpu"
 
 
 def _read_workload(options: dict[str, Any]) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ __all__ = ["Example", "find_example", "list_cases", "make_inputs"]
 Json = dict[str, Any]
 _KEYS = {
     "architecture", "attention", "configs", "workloads", "images", "inputs", "call", "loss", "skip", "image_token",
-    "audio_token", "vocab", "decoder_seq", "clips", "checkpoint",
+    "audio_token", "vocab", "decoder_seq", "clips", "checkpoint", "video_token",
 }  # fmt: skip
 
 
@@ -39,6 +39,7 @@ class Example:
     loss: str = "labels"  # or "logits", "output": where backward starts if the model takes no labels
     skip: dict[str, str] = field(default_factory=dict)  # case -> why HF cannot run it
     image_token: str = "image_token_id"  # config key of the placeholder
+    video_token: str = "video_token_id"
     audio_token: str = "audio_token_id"
     vocab: str = ""  # config key or expression: how many ids; the text config's vocab_size without
     decoder_seq: int = 0  # an encoder-decoder: length of its decoder in the usual workloads
@@ -68,15 +69,17 @@ def list_cases(example: Example, config: Json) -> Iterator[tuple[Json, Json]]:
     decoder = {"decoder_seq": example.decoder_seq} if example.decoder_seq else {}
     clips = {"clips": example.clips} if example.clips else {}
     base = {**decoder, **clips}
+    # An encoder of audio has no tokens, and so no length of its own.
+    lengths = [{} if decoder and clips else {"seq": seq} for seq in (13, 19, 8)]
     first = next((f"{stage.path}.0" for stage in estimator.stages if stage.repeated), None)
-    train = {"batch": 2, "seq": 13, **base, "phase": "train"}
+    train = {"batch": 2, **lengths[0], **base, "phase": "train"}
     everywhere = {"lora": {"r": 3, "targets": "all-linear"}}
     for name, workload, recipe in (
         ("train", train, {}),
-        ("train", {"batch": 1, "seq": 19, **base, "phase": "train"}, {}),
-        ("forward", {"batch": 3, "seq": 8, **base, "phase": "forward"}, {}),
-        ("logits", {"batch": 2, "seq": 13, **base, "phase": "forward", "logits": "last"}, {}),
-        ("decode", {"batch": 2, "seq": 3, **base, "phase": "decode", "context": 11}, {}),
+        ("train", {"batch": 1, **lengths[1], **base, "phase": "train"}, {}),
+        ("forward", {"batch": 3, **lengths[2], **base, "phase": "forward"}, {}),
+        ("logits", {"batch": 2, **lengths[0], **base, "phase": "forward", "logits": "last"}, {}),
+        ("decode", {"batch": 2, **(lengths[0] if decoder else {"seq": 3}), **base, "phase": "decode", "context": 11}, {}),
         ("padded", {"seq": 14, "phase": "forward", "mask": [6, 11]}, {}),
         ("lora", train, everywhere),
         ("freeze", train, {"freeze": [first]} if first else {}),
@@ -136,21 +139,24 @@ def make_inputs(
     generator = torch.Generator().manual_seed(1)
     mask, lengths = workload.get("mask"), workload.get("lengths")
     batch = len(mask) if mask else 1 if lengths else int(workload.get("batch", 1))
-    seq = sum(lengths) if lengths else int(workload["seq"])
+    seq = sum(lengths) if lengths else int(workload.get("seq", 0))
     grids = [tuple(grid) for grid in workload.get("images") or []]
+    videos = [tuple(grid) for grid in workload.get("videos") or []]
     clips = list(workload.get("clips") or [])
     names = {
         "batch": batch, "seq": seq, "decoder_seq": workload.get("decoder_seq", 0), "images": batch * len(grids),
         "images_per_sample": len(grids), "patches": batch * sum(t * h * w for t, h, w in grids),
         "tiles": batch * sum(t for t, _, _ in grids), "clips": batch * len(clips), "frames": max(clips, default=0),
         "height": grids[0][1] if grids else 0, "width": grids[0][2] if grids else 0,
+        "videos": batch * len(videos), "video_frames": videos[0][0] if videos else 0,
+        "tallest": max((h for _, h, _ in grids), default=0), "widest": max((w for *_, w in grids), default=0),
     }  # fmt: skip
     scope = _Scope(keys, names)
     vocabulary = int(evaluate(example.vocab, scope)) if example.vocab else int(config.get_text_config().vocab_size)
     special = _find_special(config)
     words = torch.tensor([i for i in range(3, min(vocabulary, 4096)) if i not in special])
     ids = words[torch.randint(len(words), (batch, seq), generator=generator)]
-    out: dict[str, Any] = {"input_ids": ids}
+    out: dict[str, Any] = {"input_ids": ids} if seq else {}
     if mask:
         out["attention_mask"] = (torch.arange(seq) < torch.tensor(mask)[:, None]).long()
     if lengths:
@@ -161,6 +167,7 @@ def make_inputs(
     at = 1
     for key, counts in (
         (example.image_token, [estimator.vision.count_tokens(g) for g in grids] if estimator.vision else []),
+        (example.video_token, [estimator.vision.count_tokens(g, True) for g in videos] if estimator.vision else []),
         (example.audio_token, [estimator.audio.count_tokens(n) for n in clips] if estimator.audio else []),
     ):
         for tokens in counts if key else []:
@@ -190,14 +197,23 @@ def _make_tensor(
     fill = entry.get("fill", "normal")
     if fill == "grids":
         return torch.tensor(grids)
+    if fill == "sizes":  # height and width of each image; `scale`: pixels per patch
+        scale = int(evaluate(str(entry.get("scale", 1)), scope))
+        return torch.tensor([[h * scale, w * scale] for _, h, w in grids])
+    if fill == "images":  # a row per image: expressions over its t, h, w
+        rows = [
+            [int(evaluate(str(text), _Scope(scope.config, {**scope.names, "t": t, "h": h, "w": w})))
+             for text in entry["row"]]
+            for t, h, w in grids
+        ]  # fmt: skip
+        return torch.tensor(rows, dtype=_dtype(entry, torch.long))
     if fill == "image_mask":  # 1 where a placeholder stands
         return (out["input_ids"] == scope.lookup(entry["token"])).to(_dtype(entry, torch.long))
     if fill == "value":
         return torch.tensor(entry["value"], dtype=_dtype(entry, None))
     if fill not in _FILLS:
-        raise SpecError(
-            f"inputs.{name}: fill {fill!r} unknown; known: {', '.join([*_FILLS, 'grids', 'image_mask', 'value'])}"
-        )
+        known = ", ".join([*_FILLS, "grids", "sizes", "images", "image_mask", "value"])
+        raise SpecError(f"inputs.{name}: fill {fill!r} unknown; known: {known}")
     try:
         shape = [int(evaluate(str(size), scope)) for size in entry["shape"]]
     except MissingNameError as error:

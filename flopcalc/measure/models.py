@@ -129,7 +129,10 @@ def build_model(
     auto: Any = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     build = auto.from_config
     if architecture is not None:
-        build = getattr(transformers, architecture)._from_config
+        chosen = getattr(transformers, architecture)
+        if isinstance(text := hf_config.get_text_config(), chosen.config_class):
+            hf_config = text  # the language model of a larger config, as AutoModelForCausalLM takes it
+        build = chosen._from_config
     if experts is None and device == "meta":
         experts = "batched_mm"  # HF's own choice, grouped_mm, wants values and bf16 on meta
     torch.manual_seed(0)
@@ -186,7 +189,7 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
                 target_modules=targets if isinstance(targets, str) else list(targets),
                 modules_to_save=list(lora["save"]) if lora.get("save") else None,
                 lora_dropout=0.0,
-                task_type="CAUSAL_LM",
+                task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
             ),
         )
         for name, parameter in model.named_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,12 +12,12 @@ import torch
 
 from flopcalc.config import load_config
 from flopcalc.estimate import bind
+from flopcalc.measure.compare import Verdict, compare
 from flopcalc.measure.examples import Example, Json, find_example, make_inputs, takes
 from flopcalc.measure.flop_counter import Counted, count_flops
 from flopcalc.measure.models import apply_recipe, build_model, count_parameters, floats_on_meta
-from flopcalc.workload import Workload, make_workload
 
-__all__ = ["Verdict", "compare", "make_load", "trace", "verify"]
+__all__ = ["Trace", "prepare", "make_step", "trace", "verify"]
 
 
 @dataclass(frozen=True)
@@ -28,19 +29,13 @@ class Trace:
     trainable: int
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Rows that differ (path -> ours, traced), the totals, and the operators the counter did not know."""
+def prepare() -> None:
+    """Quiet libraries, and one thread: tiny models gain nothing from more."""
+    import transformers
 
-    different: dict[str, tuple[tuple[int, int, int] | None, tuple[int, int, int] | None]]
-    ours: tuple[int, int, int]
-    traced: tuple[int, int, int]
-    parameters: tuple[dict[str, int], dict[str, int]]
-    not_counted: dict[str, int]
-
-    @property
-    def is_equal(self) -> bool:
-        return not (self.different or self.not_counted or self.parameters[0] != self.parameters[1])
+    warnings.filterwarnings("ignore")  # peft and torch advise on training, which this is not
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(1)
 
 
 def make_step(
@@ -68,7 +63,7 @@ def make_step(
 
         return forward
     if example.loss == "labels":
-        ids = inputs.get("decoder_input_ids", inputs["input_ids"])
+        ids = inputs["decoder_input_ids" if estimator.has_decoder else "input_ids"]
         labels = ids.clone()
         return lambda: model(**inputs, labels=labels, **extra).loss.backward()
 
@@ -85,33 +80,44 @@ def _pick(out: Any, name: str) -> Any:
     return out
 
 
+_CACHES = ("past_key_values", "cache_params", "state")  # what outputs call them
+
+
 def _make_decode(
     model: Any, example: Example, workload: Mapping[str, Any], estimator: Any, device: str
 ) -> Callable[[], Any]:
     context, new, batch = int(workload["context"]), int(workload.get("seq", 1)), int(workload.get("batch", 1))
     visual = {key: workload[key] for key in ("images", "clips") if key in workload}
     extra = dict(example.call)
+    if takes(model, "use_cache") or not estimator.has_decoder:  # else the config says so, as it does by default
+        extra["use_cache"] = True
     if estimator.has_decoder:
         new = int(workload["decoder_seq"])
-        load = {"batch": batch, "seq": workload["seq"], "decoder_seq": context, **visual}
+        load = {"batch": batch, "seq": workload.get("seq", 0), "decoder_seq": context, **visual}
     else:
         load = {"batch": batch, "seq": context, **visual}
     inputs = make_inputs(example, model.config, load, estimator, device)
     with torch.no_grad():
-        cached = model(**inputs, use_cache=True, **extra)
+        cached = model(**inputs, **extra)
+        if all(getattr(cached, key, None) is None for key in _CACHES):  # it returns none, but fills one
+            from transformers import DynamicCache
+
+            cached.past_key_values = DynamicCache(config=model.config)
+            model(**inputs, past_key_values=cached.past_key_values, **extra)
     token = torch.full((batch, 1), 3)
     name = "decoder_input_ids" if estimator.has_decoder else "input_ids"
-    key = next(key for key in ("past_key_values", "cache_params", "state") if getattr(cached, key, None) is not None)
+    key = next(key for key in _CACHES if getattr(cached, key, None) is not None)
     again: Json = {}
     if estimator.has_decoder:
-        encoded = cached.encoder_last_hidden_state
-        again["encoder_outputs"] = (encoded,)
+        encoder = model.get_encoder()
+        with torch.no_grad():
+            again["encoder_outputs"] = encoder(**{key: inputs[key] for key in inputs if takes(encoder, key)})
 
     def generate() -> None:
         past = getattr(cached, key)
         with torch.no_grad():
             for _ in range(new):
-                out = model(**{name: token, key: past}, use_cache=True, **again, **extra)
+                out = model(**{name: token, key: past}, **again, **extra)
                 past = getattr(out, key)
 
     return generate
@@ -125,67 +131,13 @@ def trace(
     config: Json, workload: Mapping[str, Any], recipe: Mapping[str, Any], example: Example, device: str = "cpu"
 ) -> Trace:
     """Build the HF model, adapt it to the recipe, run one counted step."""
-    estimator = bind(_named(example, config))
-    architecture = example.architecture or estimator.spec.architecture
+    architecture = example.architecture or bind(_named(example, config)).spec.architecture
     model = build_model(config, example.attention, None, device, architecture=architecture)
     with floats_on_meta() if device == "meta" else nullcontext():
         model = apply_recipe(model, recipe)
         total, trainable = count_parameters(model)
         step = make_step(model, example, workload, config, device)
         return Trace(count_flops(model, step), total, trainable)
-
-
-def make_load(workload: Mapping[str, Any]) -> Workload:
-    """An example's workload as the core's own: grids and clips there are per sample, and every sample has the same."""
-    phase = workload.get("phase", "train")
-    if "mask" in workload:
-        lengths = tuple(workload["mask"])
-        return Workload(len(lengths), workload["seq"], lengths, "padded", phase, 0, workload.get("logits"))
-    batch = workload.get("batch", 1)
-    decoding = phase == "decode"  # then images and audio lie in the context already
-    has_decoder = "decoder_seq" in workload
-    return make_workload(
-        batch,
-        None if "lengths" in workload else workload.get("seq"),
-        lengths=workload.get("lengths"),
-        image_grid_thw=workload["images"] * batch if workload.get("images") and not decoding else None,
-        video_grid_thw=workload["videos"] * batch if workload.get("videos") and not decoding else None,
-        clips=workload["clips"] * batch if workload.get("clips") and not decoding else None,
-        decoder_seq_len=workload["decoder_seq"] if has_decoder else None,
-        phase=phase,
-        context=workload.get("context"),
-        logits=workload.get("logits"),
-    )
-
-
-def compare(config: Json, workload: Mapping[str, Any], recipe: Mapping[str, Any], traced: Mapping[str, Any]) -> Verdict:
-    """The analytic rows against traced ones: {rows: path -> (forward, backward, recompute), total, trainable}."""
-    convention = "hardware" if recipe.get("recompute", "none") != "none" else "full"
-    estimator = bind(config, recipe=dict(recipe), convention=convention, attention_kernel="eager")
-    estimate = estimator.estimate(make_load(workload))
-    ours = {
-        row.path: (row.forward, row.backward, row.recompute)
-        for row in estimate.by_module(per_layer=True)
-        if row.forward or row.backward or row.recompute
-    }
-    theirs = {path: tuple(row) for path, row in traced["rows"].items() if any(row)}
-    different = {
-        path: (ours.get(path), theirs.get(path))
-        for path in dict.fromkeys((*theirs, *ours))
-        if ours.get(path) != theirs.get(path)
-    }
-    parameters = estimate.parameters
-    sums = [sum(row[i] for row in theirs.values()) for i in range(3)]
-    return Verdict(
-        different,
-        (estimate.forward, estimate.backward, estimate.recompute),
-        (sums[0], sums[1], sums[2]),
-        (
-            {key: parameters[key] for key in ("total", "trainable")},
-            {"total": traced["total"], "trainable": traced["trainable"]},
-        ),
-        dict(traced.get("not_counted", {})),
-    )
 
 
 def verify(
