@@ -15,7 +15,7 @@ class Audio(NamedTuple):
     """A model's audio input under one config."""
 
     rate: int  # frames per second
-    pad: int  # every clip is padded to so many frames; 0: to none
+    most: int  # frames that a clip may have; 0: any number
     tokens: str  # expression in n, a clip's frames: positions of the language model that it fills
     constants: tuple[tuple[str, int], ...]
     key: str  # the batch's tensor of audio
@@ -26,9 +26,8 @@ class Audio(NamedTuple):
         return int(evaluate(self.tokens, Names({**dict(self.constants), "n": frames})))
 
     def frames_of_seconds(self, seconds: float) -> int:
-        """Frames of a clip as the encoder sees it."""
-        frames = math.ceil(Fraction(str(seconds)) * self.rate)
-        return -(-frames // self.pad) * self.pad if self.pad else frames
+        """Frames of a clip, without padding."""
+        return math.ceil(Fraction(str(seconds)) * self.rate)
 
 
 def bind_audio(dims: BoundDims) -> Audio | None:
@@ -52,7 +51,7 @@ def bind_audio(dims: BoundDims) -> Audio | None:
     # "n" is what a clip has, and no dim of the spec.
     constants = tuple((name, dims.lookup(name)) for name in sorted(find_names(tokens) - {"n"}))
     return Audio(
-        size("rate", 100), size("pad", 0), tokens, constants, table.get("input", "input_features"), size("axis", 2)
+        size("rate", 100), size("most", 0), tokens, constants, table.get("input", "input_features"), size("axis", 2)
     )
 
 

@@ -320,7 +320,7 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode) -> tuple[Bl
         outputs: list[bool] = []
         folded: dict[tuple[Row, ...], list[int]] = {}
         for layer, chain in enumerate(stage.layers):
-            path = f"{stage.path}.{layer}" if stage.repeated else stage.path
+            path = f"{stage.path}.{stage.first + layer}" if stage.repeated else stage.path
             if stage.reads is not None:
                 flow = after.get(stage.reads[0], [])[stage.reads[1][layer]]
             states = _layer_states(chain, path, stage, resolver)
@@ -333,8 +333,8 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode) -> tuple[Bl
                 added = after.get(stage.adds, [])
                 flow = flow or (layer < len(added) and added[layer])
             outputs.append(flow)
-            folded.setdefault(rows, []).append(layer)
-        after[stage.path] = outputs
+            folded.setdefault(rows, []).append(stage.first + layer)
+        after[stage.path] = after.get(stage.path, [])[: stage.first] + outputs
         stream[stage.stream] = flow and runs
         blocks += [
             Block(stage.path, tuple(layers) if stage.repeated else None, stage.group, rows)

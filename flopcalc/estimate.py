@@ -386,6 +386,9 @@ class Estimator:
     def _check_audio(self, load: Workload) -> None:
         if self.audio is None:
             raise WorkloadError(f"{self.source.name} takes no audio")
+        most = self.audio.most
+        if most and max(load.clips) > most:
+            raise WorkloadError(f"{self.source.name} takes clips of at most {most} frames, not {max(load.clips)}")
         tokens = sum(map(self.audio.count_tokens, load.clips))
         if load.decoder is None and tokens > load.tokens:
             raise WorkloadError(
@@ -454,7 +457,7 @@ class Estimator:
         """The live model's parameters must be the spec's, by name and size: else its FLOPs would not be."""
         expected: dict[str, int] = {}
         for stage in self.stages:
-            for layer, chain in enumerate(stage.layers):
+            for layer, chain in enumerate(stage.layers, stage.first):
                 path = f"{stage.path}.{layer}" if stage.repeated else stage.path
                 expected |= _parameter_sizes(chain, path)
         extra = sorted(set(sizes) - set(expected))

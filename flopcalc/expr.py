@@ -179,6 +179,20 @@ def _sum_primes(start: Any, skip: Any, count: Any) -> int:
     return sum(found[skip:])
 
 
+def _items(table: Any) -> list[tuple[Any, Any]]:
+    """The pairs of an object; keys that are numbers written as words, as JSON has them, are numbers."""
+    if not isinstance(table, dict):
+        raise SpecError(f"{format_value(table)} is not an object")
+    return [(int(key) if str(key).isdigit() else key, value) for key, value in table.items()]
+
+
+def _get(pairs: Any, key: Any) -> Any:
+    for known, value in _listed(pairs):
+        if known == key:
+            return value
+    raise SpecError(f"no {format_value(key)} among {', '.join(str(known) for known, _ in pairs)}")
+
+
 def _listed(value: Any) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         raise SpecError(f"{format_value(value)} is not a list")
@@ -200,6 +214,8 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "wrap": lambda indices, length: _wrap(indices, length),
     "below": lambda values, limit: sum(value < limit for value in set(_listed(values))),
     "sum_primes": _sum_primes,
+    "items": lambda table: _items(table),
+    "get": lambda pairs, key: _get(pairs, key),
     "has": None,  # has(key): the config gives it, and not as null
 }
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

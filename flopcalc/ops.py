@@ -60,6 +60,7 @@ class Stage(NamedTuple):
     reads: tuple[str, tuple[int, ...]] | None  # (stage path, layer whose output layer j of this one reads)
     joins: tuple[str, ...]  # streams that enter this one here
     adds: str | None  # path of a repeated stage: its j-th output is added after this one's layer j
+    first: int = 0  # number of the first layer, where another stage holds those before it
 
 
 def expand(dims: BoundDims) -> tuple[Stage, ...]:
@@ -73,7 +74,7 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
         raise ConfigError(f"{dims.where}: {error}") from None
     except RecursionError:
         raise SpecError(f"{dims.spec.file}: uses itself, through its stacks or its dims") from None
-    lengths = {stage.path: len(stage.layers) for stage in stages}
+    lengths = {stage.path: stage.first + len(stage.layers) for stage in stages}
     for stage in stages:
         if stage.reads is not None and max(stage.reads[1], default=-1) >= lengths.get(stage.reads[0], 0):
             path, layers = stage.reads
@@ -159,11 +160,13 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
     if count > MAX_LAYERS:
         raise ConfigError(f"{dims.where}: {count} layers in {path!r}; more than {MAX_LAYERS} is surely a mistake")
     part = stack.get("part", "other")
-    builder = _Builder(dims, stack.get("rows", "tokens"), part, path, rename, stack.get("side", side))
+    rows = (stack.get("rows", "tokens"), stack.get("needed", ""))
+    builder = _Builder(dims, rows, part, path, rename, stack.get("side", side))
     layers = []
     dead = []
     reads_layers = []
-    for layer in range(count):
+    first = _size(dims, str(stack.get("first", 0)), f"{path} first", minimum=0)
+    for layer in range(first, first + count):
         dims.set_layer(layer if repeated else None)
         layers.append(builder.build(stack.get("ops", [])))
         dead.append(evaluate_truth(stack["dead"], dims) if "dead" in stack else False)
@@ -181,6 +184,7 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
         reads=(rename_path(stack["reads"][0], rename), tuple(reads_layers)) if "reads" in stack else None,
         joins=tuple(stack.get("joins", ())),
         adds=stack.get("adds"),
+        first=first,
     )
 
 
@@ -188,10 +192,10 @@ class _Builder:
     """Builds the chain of one layer; what does not change from layer to layer is built once."""
 
     def __init__(
-        self, dims: BoundDims, rows: str, part: str, path: str, rename: dict[str, str], side: str
+        self, dims: BoundDims, rows: tuple[str, str], part: str, path: str, rename: dict[str, str], side: str
     ) -> None:  # fmt: skip
         self.dims = dims
-        self.rows = rows
+        self.rows, self.needed = rows
         self.part = part
         self.path = path
         self.rename = rename
@@ -217,7 +221,7 @@ class _Builder:
         texts |= {
             text.partition(":")[2]
             for item in self._flatten(items)
-            for text in (item.get("rows", self.rows), item.get("needed", ""), item.get("less", ""))
+            for text in (item.get("rows", self.rows), item.get("needed", self.needed), item.get("less", ""))
             if ":" in text
         }
         tied = [item["tied"] for item in self._flatten(items) if "tied" in item]
@@ -290,7 +294,7 @@ class _Builder:
 
         feature = self._features(item)
         source: str = item.get("from", "")
-        detached = evaluate_truth(str(item.get("detached", False)).lower(), dims)
+        detached = bool(item.get("detached", False))
         times = size("times", default="1")
         flag = evaluate_truth(item["bias"], dims) if "bias" in item else False
         if kind in ("linear", "conv"):
@@ -318,7 +322,7 @@ class _Builder:
                 feature = self._sided(feature)
             part = part if part in ("vision", "audio", "projector") else "attention_scores"
             return Op(
-                kind, name, part, feature, times, heads=size("heads"), qk=size("qk"), v=size("v"), detached=detached,
+                kind, name, part, feature, times, heads=size("heads"), qk=size("qk"), v=size("v", 0), detached=detached,
             )  # fmt: skip
         if kind == "product":
             flops = size("flops", 0)
@@ -381,8 +385,9 @@ class _Builder:
 
     def _features(self, item: dict[str, Any]) -> Feature:
         feature = self._feature(item.get("rows", self.rows))
-        if "needed" in item:
-            feature = ("either", self._feature(item["needed"]), feature)
+        needed = item.get("needed", "" if "rows" in item else self.needed)
+        if needed:
+            feature = ("either", self._feature(needed), feature)
         return ("minus", feature, self._feature(item["less"])) if "less" in item else feature
 
     def _feature(self, rows: str) -> Feature:

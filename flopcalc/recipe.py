@@ -162,7 +162,9 @@ class Resolver:
     def _find_aliases(self, stages: tuple[Stage, ...]) -> None:
         groups = {f"{stage.path}.weight": stage.group for stage in stages}
         for stage in stages:
-            for layer, op in ((layer, op) for layer, chain in enumerate(stage.layers) for op in iterate(chain)):
+            for layer, op in (
+                (layer, op) for layer, chain in enumerate(stage.layers, stage.first) for op in iterate(chain)
+            ):
                 if op.tied:
                     path = f"{stage.path}.{layer}" if stage.repeated else stage.path
                     own = f"{join(path, op.name)}.{op.param}"

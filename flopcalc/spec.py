@@ -17,10 +17,11 @@ _SPEC_KEYS = {
     "checks", "stack", "vision", "audio", "positions", "variants", "rename",
 }  # fmt: skip
 _STACK_KEYS = {
-    "path", "repeat", "stream", "side", "rows", "part", "checkpoint", "ops", "when", "dead", "reads", "joins", "adds",
+    "path", "repeat", "first", "stream", "side", "rows", "needed", "part", "checkpoint", "ops", "when", "dead", "reads", "joins",
+    "adds",
     "use", "config", "flat", "rename", "set", "defaults", "only",
 }  # fmt: skip
-_AUDIO_KEYS = {"rate", "pad", "tokens", "input", "axis"}
+_AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
 _VISION_KEYS = {"kind", "patch", "merge", "side", "tokens", "videos", "pixels"}
 _POSITION_KEYS = {"kind", "limit"}
 _OP_COMMON = {"op", "name", "when", "rows", "needed", "less", "times", "part", "from", "detached", "again"}
@@ -47,11 +48,11 @@ MASKS = ("causal", "full")
 # What the values of these keys are; anything else in a stack or an op is a string, most of them expressions.
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool,), "flat": (bool,),
-    "input_embedding": (bool,), "detached": (bool, str), "rename": (dict,), "set": (dict,), "defaults": (dict,),
+    "input_embedding": (bool,), "detached": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
     "pixels": (dict,),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
     **dict.fromkeys(("flops", "backward"), (str, int)),
-    **dict.fromkeys(("length", "repeat"), (str, int)),
+    **dict.fromkeys(("length", "repeat", "first"), (str, int)),
 }  # fmt: skip
 _KINDS = {"vision": ("grid", "fixed", "tiles"), "positions": ("learned", "rotary")}
 WORDS = {
@@ -247,7 +248,7 @@ def _check_spec(spec: Spec, path: str) -> None:
         where = f"{path}: stack {stack.get('path') or stack.get('use')!r}"
         _check_keys(stack, _STACK_KEYS, where)
         _check_types(stack, where)
-        for key in stack.keys() & {"repeat", "when", "dead"}:
+        for key in stack.keys() & {"repeat", "first", "when", "dead"}:
             _check_expression(str(stack[key]), f"{where} {key}")
         if "use" in stack and "config" not in stack:
             raise SpecError(f'{where}: needs config = "…", the key that holds the inner config')

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from flopcalc.workload import Grid
 
-Rule = Callable[[int, int, dict[str, Any]], Grid]
+Rule: TypeAlias = "Callable[[int, int, dict[str, Any]], Grid | list[Grid]]"
 RULES: dict[str, Rule] = {}
 
 
@@ -90,3 +90,85 @@ def _cover(width: int, height: int, values: dict[str, Any]) -> Grid:
 
 
 RULES["cover"] = _cover
+
+
+def _split(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Idefics3, SmolVLM: the longer side to a set length, both up to whole tiles, and the whole image after them."""
+    side, tile = values["side"], values["max_image_size.longest_edge"]
+    if not values["do_image_splitting"]:
+        return (1, side, side)
+    height, width = _to_longest(height, width, values["size.longest_edge"])
+    aspect = width / height
+    if width >= height:
+        columns = math.ceil(width / tile)
+        rows = math.ceil(int(columns * tile / aspect) / tile)
+    else:
+        rows = math.ceil(height / tile)
+        columns = math.ceil(int(rows * tile * aspect) / tile)
+    return (rows * columns + 1 if rows * columns > 1 else 1, side, side)
+
+
+def _to_longest(height: int, width: int, longest: int) -> tuple[int, int]:
+    """Idefics3's first resize: the longer side exact, the other even, neither above 4096."""
+    aspect = width / height
+    if width >= height:
+        width, height = longest, int(longest / aspect)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * aspect)
+        width += width % 2
+    height, width = max(height, 1), max(width, 1)
+    if max(height, width) > _LONGEST:
+        aspect = width / height
+        if width >= height:
+            width, height = _LONGEST, int(_LONGEST / aspect)
+        else:
+            height, width = _LONGEST, int(_LONGEST * aspect)
+    return max(height, 1), max(width, 1)
+
+
+_LONGEST = 4096
+RULES["split"] = _split
+
+
+def _quarters(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
+    """Idefics2: the image, its sides kept within limits; with splitting its four quarters too, as images of their own."""
+    sizes = [(height, width)]
+    if values["do_image_splitting"]:
+        high, wide = height // 2, width // 2
+        sizes = [(high, wide), (high, width - wide), (height - high, wide), (height - high, width - wide), *sizes]
+    least, most, patch = values["size.shortest_edge"], values["size.longest_edge"], values["patch"]
+    grids = []
+    for high, wide in sizes:
+        aspect = wide / high
+        if wide >= high and wide > most:
+            wide, high = most, int(most / aspect)
+        elif high > wide and high > most:
+            high, wide = most, int(most * aspect)
+        grids.append((1, max(high, least) // patch, max(wide, least) // patch))
+    return grids
+
+
+RULES["quarters"] = _quarters
+
+
+def _padded_square(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
+    """Aria: the longer side to a set length, the rest of the square masked; with splitting, squares of the best canvas."""
+    most, least, patch = values["max_image_size"], values["min_image_size"], values["patch"]
+    sizes = [(height, width)]
+    if values["split_image"]:
+        rows, columns = _best_resolution(width, height, values["split_resolutions"])
+        sizes = [
+            (min(most, rows - top), min(most, columns - left))
+            for top in range(0, rows, most)
+            for left in range(0, columns, most)
+        ]
+    grids = []
+    for high, wide in sizes:
+        scale = most / max(high, wide)
+        new = (max(int(high * scale), least), most) if wide >= high else (most, max(int(wide * scale), least))
+        grids.append((1, math.ceil(new[0] / patch), math.ceil(new[1] / patch)))
+    return grids
+
+
+RULES["padded_square"] = _padded_square

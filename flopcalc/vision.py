@@ -79,7 +79,8 @@ class Vision(NamedTuple):
             note = f"this model crops every image to one square: {self.tokens} tokens each, whatever its size"
             return (1, self.side, self.side), [note]
         if self.dims is not None and "pixels" in self.dims.spec.vision:
-            return _apply_rule(self.dims, width, height, preprocessor, images)
+            grids, notes = _apply_rule(self.dims, width, height, preprocessor, images)
+            return grids[0], notes
         least, most, notes = _read_limits(preprocessor)
         patch = _limit(preprocessor or {}, "patch_size", self.patch)
         merge = _limit(preprocessor or {}, "merge_size", self.merge)
@@ -90,6 +91,18 @@ class Vision(NamedTuple):
             )
         new_height, new_width = smart_resize(height, width, patch * merge, least, most)
         return (1, new_height // patch, new_width // patch), notes
+
+
+    def grids_of_pixels(
+        self, width: int, height: int, preprocessor: dict[str, Any] | None, images: int = 1
+    ) -> tuple[list[Grid], list[str]]:
+        """All images that the processor makes of one; most make one."""
+        if self.dims is not None and "pixels" in self.dims.spec.vision and self.kind != "fixed":
+            check_size(width, "image width")
+            check_size(height, "image height")
+            return _apply_rule(self.dims, width, height, preprocessor, images)
+        grid, notes = self.grid_of_pixels(width, height, preprocessor, images)
+        return [grid], notes
 
 
 class _GridNames:
@@ -105,7 +118,7 @@ class _GridNames:
 
 def _apply_rule(
     dims: BoundDims, width: int, height: int, preprocessor: dict[str, Any] | None, images: int
-) -> tuple[Grid, list[str]]:
+) -> tuple[list[Grid], list[str]]:
     """The named rule of [vision.pixels]; its parameters are preprocessor_config.json's, else the spec's own."""
     table = dict(dims.spec.vision["pixels"])
     name = table.pop("rule")
@@ -114,7 +127,8 @@ def _apply_rule(
         is_given, value = find_key(preprocessor or {}, key)
         values[key] = value if is_given and value is not None else dims.evaluate(str(text))
     notes = [] if preprocessor else ["no preprocessor_config.json given: images cut as the processor class's defaults say"]
-    return RULES[name](width, height, values), notes
+    found = RULES[name](width, height, values)
+    return found if isinstance(found, list) else [found], notes
 
 
 def bind_vision(dims: BoundDims) -> Vision | None:

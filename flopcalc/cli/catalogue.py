@@ -7,31 +7,31 @@ import json
 import click
 
 from flopcalc.config import load_preset
+from flopcalc.coverage import describe_specs, load_coverage
 from flopcalc.data import list_data_files, load_toml
 from flopcalc.devices import load_devices
 from flopcalc.estimate import Estimator
 from flopcalc.report import format_grid
-from flopcalc.spec import load_spec
 from flopcalc.units import format_number, format_parameters
 
 
 @click.command()
+@click.option("--coverage", is_flag=True, help="Every type of transformers' auto mappings, with its spec or why none.")
 @click.option("--json", "as_json", is_flag=True, help="All of it, with sources.")
-def models(as_json: bool) -> None:
+def models(coverage: bool, as_json: bool) -> None:
     """What is supported: families and presets."""
-    families = []
-    for name, path in list_data_files("specs").items():
-        spec = load_spec(path)
-        if spec.is_tower:
-            continue
-        families.append(
-            {
-                "model_type": name,
-                "architecture": spec.architecture,
-                "input": "text and images" if spec.vision else "text",
-                "reference": spec.source,
-            }
-        )
+    if coverage:
+        _show_coverage(as_json)
+        return
+    families = [
+        {
+            "model_type": name,
+            "architecture": described.spec.architecture,
+            "input": described.inputs,
+            "reference": described.spec.source,
+        }
+        for name, described in describe_specs().items()
+    ]
     presets = []
     aliases: dict[str, list[str]] = {}
     for name, path in list_data_files("presets").items():
@@ -66,6 +66,32 @@ def models(as_json: bool) -> None:
             [preset["name"], preset["model_type"], format_parameters(int(str(preset["parameters"]))), ", ".join(also)]
         )
     click.echo(format_grid(["preset", "model_type", "parameters", "also called"], table))
+
+
+def _show_coverage(as_json: bool) -> None:
+    found = load_coverage()
+    if as_json:
+        mappings = [
+            {
+                "auto_class": mapping.auto_class,
+                "supported": mapping.supported,
+                "types": [entry._asdict() for entry in mapping.entries],
+            }
+            for mapping in found.mappings
+        ]
+        click.echo(json.dumps({"release": found.release, "mappings": mappings}, indent=2, ensure_ascii=False))
+        return
+    click.echo(f"{found.release}: model types with a spec, of those in its auto mappings (--json lists them)")
+    rows = [[mapping.auto_class, mapping.supported, len(mapping.entries)] for mapping in found.mappings]
+    click.echo(format_grid(["mapping", "with a spec", "types"], rows))
+    missing: dict[tuple[str, str], str] = {}
+    for mapping in found.mappings:
+        for entry in mapping.entries:
+            if entry.spec is None:
+                missing[(entry.model_type, entry.architecture)] = entry.reason or "not written yet"
+    if missing:
+        click.echo("\nWithout a spec (--trace counts many of them from HF's own code):")
+        click.echo(format_grid(["model_type", "class", "why"], [[*key, why] for key, why in sorted(missing.items())]))
 
 
 @click.command()

@@ -56,7 +56,7 @@ _WORKLOAD = (
 )
 _RECIPE = (
     click.option(
-        "--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths, or vision|projector|language."
+        "--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths, or vision|audio|projector|language."
     ),
     click.option("--train-only", multiple=True, metavar="PATTERN", help="Only what matches trains."),
     click.option(
@@ -217,9 +217,9 @@ def _read_images(estimator: Estimator, options: Mapping[str, Any], notes: list[s
     for text in options["image"]:
         assert vision is not None
         width, height = parse_sizes(text.lower(), "--image", 2, "x")
-        grid, found = vision.grid_of_pixels(width, height, estimator.source.preprocessor, len(options["image"]))
+        grids, found = vision.grids_of_pixels(width, height, estimator.source.preprocessor, len(options["image"]))
         notes += [note for note in found if note not in notes]
-        images.append(grid)
+        images += grids
     for key, found_grids in (("image_grid", images), ("video_grid", videos)):
         for text in options[key]:
             assert vision is not None

@@ -170,7 +170,7 @@ def make_inputs(
         (example.video_token, [estimator.vision.count_tokens(g, True) for g in videos] if estimator.vision else []),
         (example.audio_token, [estimator.audio.count_tokens(n) for n in clips] if estimator.audio else []),
     ):
-        for tokens in counts if key else []:
+        for tokens in [count for count in counts if count] if key else []:  # an encoder-decoder's audio has none
             token = scope.lookup(key)
             if at + tokens > seq:
                 raise ValueError(f"seq {seq} is too short for the {tokens} tokens of an image or clip")
@@ -178,7 +178,12 @@ def make_inputs(
             at += tokens + 1
     for name, entry in example.inputs.items():
         if "when" not in entry or evaluate(entry["when"], scope):
-            out[name] = _make_tensor(name, entry, scope, out, grids * batch, generator, device)
+            tensor = _make_tensor(name, entry, scope, out, grids * batch, generator, device)
+            *outer, last = [int(part) if part.isdigit() else part for part in name.split(".")]
+            table = out
+            for key in outer:  # a dotted name lies in an inner object
+                table = table.setdefault(key, {})  # type: ignore[call-overload]
+            table[last] = tensor  # type: ignore[index]
     return out
 
 

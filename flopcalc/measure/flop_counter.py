@@ -149,18 +149,18 @@ NOT_PRODUCTS: dict[str, str] = {
         "masked_scatter_backward masked_select nonzero index_select tril triu _unsafe_view _reshape_copy set_ "
         "resize_ fill_ zero_ fill masked_fill masked_fill_ lift_fresh unique_consecutive _unique2 one_hot "
         "view_copy new_empty_strided detach_ _reshape_alias unfold_backward slice_scatter select_scatter "
-        "expand_copy clone isin split_with_sizes_copy im2col col2im",
+        "expand_copy clone isin split_with_sizes_copy im2col col2im tril_ triu_",
         _MAKES: "arange empty empty_like empty_strided full full_like linspace new_empty new_full new_ones new_zeros "
         "ones ones_like scalar_tensor zeros zeros_like eye",
         _LOOKS_UP: "embedding embedding_dense_backward index_add index_add_ index_put index_put_ _index_put_impl_ "
-        "scatter_add scatter_add_ _unsafe_index_put _embedding_bag _embedding_bag_forward_only "
+        "scatter_add scatter_add_ scatter_reduce _unsafe_index_put _embedding_bag _embedding_bag_forward_only "
         "_embedding_bag_backward _embedding_bag_dense_backward _embedding_bag_per_sample_weights_backward",
         _NORMALIZES: "_softmax _safe_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data "
         "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward",
         _LOSS: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward",
         _RANDOM: "bernoulli bernoulli_ exponential_ normal_ rand randn randint uniform_ native_dropout native_dropout_backward "
         "rand_like randn_like",
-        _SCANS: "cumsum cumprod cummax sort topk histc bincount searchsorted",
+        _SCANS: "cumsum cumprod cummax sort topk histc bincount searchsorted bucketize",
         _READS: "_local_scalar_dense _is_all_true _is_any_true is_same_size equal",
         "pooling: means or maxima of neighbours, no product": "avg_pool2d avg_pool2d_backward max_pool2d_with_indices "
         "max_pool2d_with_indices_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -186,10 +187,11 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
             model,
             LoraConfig(
                 r=lora["r"],
-                target_modules=targets if isinstance(targets, str) else list(targets),
+                target_modules="all-linear" if "all-linear" in targets else list(targets),
                 modules_to_save=list(lora["save"]) if lora.get("save") else None,
                 lora_dropout=0.0,
-                task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
+                # PEFT's wrapper for text wants a model that generates, and hands it input_ids.
+                task_type="CAUSAL_LM" if _is_text(model) else None,
             ),
         )
         for name, parameter in model.named_parameters():
@@ -203,6 +205,11 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
             gradient_checkpointing_kwargs={"use_reentrant": recompute == "full-reentrant"}
         )
     return model
+
+
+def _is_text(model: Any) -> bool:
+    has_ids = "input_ids" in inspect.signature(model.forward).parameters
+    return has_ids and hasattr(model, "prepare_inputs_for_generation")
 
 
 # --- Batch --------------------------------------------------------------------------------------------------

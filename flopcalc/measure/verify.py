@@ -99,14 +99,15 @@ def _make_decode(
     inputs = make_inputs(example, model.config, load, estimator, device)
     with torch.no_grad():
         cached = model(**inputs, **extra)
-        if all(getattr(cached, key, None) is None for key in _CACHES):  # it returns none, but fills one
+        key = next((key for key in _CACHES if getattr(cached, key, None) is not None), "")
+        filled = getattr(cached, key, None)
+        if filled is None:  # it returns none, but fills the one it is given
             from transformers import DynamicCache
 
-            cached.past_key_values = DynamicCache(config=model.config)
-            model(**inputs, past_key_values=cached.past_key_values, **extra)
+            key, filled = "past_key_values", DynamicCache(config=model.config)
+            model(**inputs, past_key_values=filled, **extra)
     token = torch.full((batch, 1), 3)
     name = "decoder_input_ids" if estimator.has_decoder else "input_ids"
-    key = next(key for key in _CACHES if getattr(cached, key, None) is not None)
     again: Json = {}
     if estimator.has_decoder:
         encoder = model.get_encoder()
@@ -114,11 +115,11 @@ def _make_decode(
             again["encoder_outputs"] = encoder(**{key: inputs[key] for key in inputs if takes(encoder, key)})
 
     def generate() -> None:
-        past = getattr(cached, key)
+        past = filled
         with torch.no_grad():
             for _ in range(new):
                 out = model(**{name: token, key: past}, **again, **extra)
-                past = getattr(out, key)
+                past = getattr(out, key, past)
 
     return generate
 

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "truth"))
 
-import record_types  # noqa: E402
+import record_types
 
 # FLOPCALC_RETRACE=all runs every case (as `python tests/truth/record_types.py --check` does).
 CASES = None if os.environ.get("FLOPCALC_RETRACE") == "all" else 1

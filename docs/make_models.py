@@ -1,0 +1,141 @@
+"""Specs, examples and recorded truth go in; docs/models.md comes out.
+
+python docs/make_models.py              write the page
+python docs/make_models.py --check      exit 1 if the page is stale
+python docs/make_models.py --mappings   write model_specs/coverage.toml from the installed transformers
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from flopcalc.coverage import Mapping, describe_specs, load_coverage
+from flopcalc.data import list_data_files, load_toml
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE / "models.md"
+TRUTH = HERE.parent / "tests" / "truth"
+COVERAGE = HERE.parent / "model_specs" / "coverage.toml"
+AUTO = {
+    "causal": "AutoModelForCausalLM",
+    "image-text": "AutoModelForImageTextToText",
+    "masked": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "speech": "AutoModelForSpeechSeq2Seq",
+}
+_NAMES = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+}
+HEAD = """# Model types
+
+Every `model_type` of transformers' auto mappings, and the spec that counts it. Made by `python docs/make_models.py`
+from `model_specs/`; `flopcalc models --coverage` prints the same. "Traces" is the number of recorded runs of HF's own
+model (tests/truth) that the spec equals to the FLOP, row by row. "Not run" names the usual cases that HF's model cannot
+run.
+"""
+
+
+def read_mappings() -> dict[str, dict[str, str]]:
+    """Type -> class of the installed transformers, per mapping."""
+    from transformers.models.auto import modeling_auto
+
+    return {name: dict(sorted(getattr(modeling_auto, key).items())) for name, key in _NAMES.items()}
+
+
+def format_coverage(release: str, mappings: dict[str, dict[str, str]], reasons: dict[str, str]) -> str:
+    lines = ["# Made by `python docs/make_models.py --mappings`, except [reasons].", f'release = "{release}"', ""]
+    for name, types in mappings.items():
+        lines += [f"[mappings.{name}]", f'auto_class = "{AUTO[name]}"', f"[mappings.{name}.types]"]
+        lines += [f'"{model_type}" = "{architecture}"' for model_type, architecture in types.items()]
+        lines.append("")
+    lines += ["[reasons] # types that have no spec, and why", *(f'"{k}" = {json.dumps(v)}' for k, v in reasons.items())]
+    return "\n".join(lines) + "\n"
+
+
+def count_traces(spec: str) -> int:
+    many = 0
+    path = TRUTH / "types" / f"{spec}.json"
+    if path.exists():
+        many += sum(len(entry["cases"]) for entry in json.loads(path.read_text(encoding="utf-8"))["configs"])
+    path = TRUTH / f"{spec}.json"
+    if path.exists():
+        many += sum(len(model["cases"]) for model in json.loads(path.read_text(encoding="utf-8"))["models"])
+    return many
+
+
+def make_page() -> str:
+    coverage = load_coverage()
+    specs = describe_specs()
+    examples = {name: load_toml(path) for name, path in list_data_files("examples").items()}
+    lines = [HEAD, f"Release: {coverage.release}. {len(specs)} specs.", ""]
+    rows = [[f"[{m.auto_class}](#{m.auto_class.lower()})", m.supported, len(m.entries)] for m in coverage.mappings]
+    lines += [format_table(["mapping", "with a spec", "types"], rows), ""]
+    for mapping in coverage.mappings:
+        lines += [f"## {mapping.auto_class}", "", format_mapping(mapping, specs, examples), ""]
+    lines += ["## Family tree", "", "Which spec extends which; a line's own file holds only what differs.", ""]
+    lines += ["```text", *format_tree(specs), "```", ""]
+    return "\n".join(lines)
+
+
+def format_mapping(mapping: Mapping, specs: dict[str, Any], examples: dict[str, Any]) -> str:
+    rows: list[list[Any]] = []
+    for entry in mapping.entries:
+        if entry.spec is None:
+            rows.append([f"`{entry.model_type}`", entry.architecture, "", "", "", entry.reason or "no spec yet"])
+            continue
+        skipped = "; ".join(f"{case}: {why}" for case, why in examples.get(entry.spec, {}).get("skip", {}).items())
+        rows.append(
+            [f"`{entry.model_type}`", entry.architecture, f"`{entry.spec}`", specs[entry.spec].inputs,
+             count_traces(entry.spec), skipped]
+        )  # fmt: skip
+    return format_table(["model_type", "class", "spec", "input", "traces", "not run"], rows)
+
+
+def format_tree(specs: dict[str, Any]) -> list[str]:
+    children: dict[str, list[str]] = {}
+    for name, described in specs.items():
+        children.setdefault(described.parents[0] if described.parents else "", []).append(name)
+    lines: list[str] = []
+
+    def walk(name: str, depth: int) -> None:
+        lines.append("  " * depth + name)
+        for child in children.get(name, []):
+            walk(child, depth + 1)
+
+    known = set(specs)
+    for root in sorted({name for name in children if name and name not in known} | set(children.get("", []))):
+        walk(root, 0)
+    return lines
+
+
+def format_table(headers: list[str], rows: list[list[Any]]) -> str:
+    shown = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in shown)
+
+
+def main() -> int:
+    if "--mappings" in sys.argv:
+        from importlib.metadata import version
+
+        reasons = load_toml(str(COVERAGE)).get("reasons", {}) if COVERAGE.exists() else {}
+        text = format_coverage(f"transformers {version('transformers')}", read_mappings(), reasons)
+        COVERAGE.write_text(text, encoding="utf-8")
+        return 0
+    page = make_page()
+    if "--check" in sys.argv:
+        is_fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page
+        print("fresh" if is_fresh else "stale: run python docs/make_models.py")
+        return int(not is_fresh)
+    PAGE.write_text(page, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
