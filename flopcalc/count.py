@@ -168,8 +168,8 @@ class _Layer:
             self.steps.append(_Step(-1, 0, flow and op.saves))
             return flow
         state = ALL_TRAIN if self.states is None else next(self.states)
-        if op.detached:  # a bare parameter that never trains
-            state = state._replace(weight=False)
+        if op.frozen or op.detached:  # detached: a bare parameter that never trains
+            state = state._replace(weight=False, bias=False)
         weight, bias = weight_parameters(op), bias_parameters(op)
         trains = state.weight or (state.bias and op.bias)
         total = weight + bias

@@ -140,8 +140,8 @@ def _power(left: Any, right: Any) -> Any:
     return left**right
 
 
-def _count(values: Any, wanted: Any) -> int:
-    return sum(1 for value in _listed(values) if value == wanted)
+def _count(values: Any, wanted: Any, first: int | None = None) -> int:
+    return sum(1 for value in _listed(values)[:first] if value == wanted)
 
 
 def _at(value: Any, index: Any) -> Any:

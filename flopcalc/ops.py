@@ -39,6 +39,7 @@ class Op(NamedTuple):
     backward: int = 0  # and of its gradients
     source: str = ""  # the stream whose output it reads, if not its own chain
     detached: bool = False  # no gradient passes
+    frozen: bool = False  # HF itself never trains its weights
     again: bool = False  # its module has run before: its parameters are counted there
     nested: bool = False  # in a checkpointed block inside a checkpointed layer
     at: str = ""  # the module that multiplies by its weight, if not its own
@@ -168,7 +169,9 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
     first = _size(dims, str(stack.get("first", 0)), f"{path} first", minimum=0)
     for layer in range(first, first + count):
         dims.set_layer(layer if repeated else None)
-        layers.append(builder.build(stack.get("ops", [])))
+        chain = builder.build(stack.get("ops", []))
+        is_frozen = "frozen" in stack and evaluate_truth(stack["frozen"], dims)
+        layers.append(_map(chain, lambda op: op._replace(frozen=True)) if is_frozen else chain)
         dead.append(evaluate_truth(stack["dead"], dims) if "dead" in stack else False)
         if "reads" in stack:
             reads_layers.append(_size(dims, stack["reads"][1], f"{path} reads", minimum=0))

@@ -18,7 +18,7 @@ _SPEC_KEYS = {
 }  # fmt: skip
 _STACK_KEYS = {
     "path", "repeat", "first", "stream", "side", "rows", "needed", "part", "checkpoint", "ops", "when", "dead", "reads", "joins",
-    "adds",
+    "adds", "frozen",
     "use", "config", "flat", "rename", "set", "defaults", "only",
 }  # fmt: skip
 _AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
@@ -248,7 +248,7 @@ def _check_spec(spec: Spec, path: str) -> None:
         where = f"{path}: stack {stack.get('path') or stack.get('use')!r}"
         _check_keys(stack, _STACK_KEYS, where)
         _check_types(stack, where)
-        for key in stack.keys() & {"repeat", "first", "when", "dead"}:
+        for key in stack.keys() & {"repeat", "first", "when", "dead", "frozen"}:
             _check_expression(str(stack[key]), f"{where} {key}")
         if "use" in stack and "config" not in stack:
             raise SpecError(f'{where}: needs config = "…", the key that holds the inner config')

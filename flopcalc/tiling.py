@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -172,3 +173,58 @@ def _padded_square(width: int, height: int, values: dict[str, Any]) -> list[Grid
 
 
 RULES["padded_square"] = _padded_square
+
+
+def _covering(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Ovis2: the fewest tiles that keep more than 90 % of the image's area, and a thumbnail if they are several."""
+    side, tile, most = values["side"], values["size.height"], values["max_patches"]
+    if not values["use_covering_area_grid"] or not values["crop_to_patches"] or most <= 1:
+        return _canvas(width, height, values)
+    shapes = [(a, b) for a in range(1, most + 1) for b in range(1, most + 1) if a * b <= most]
+    shares = {shape: _covered(width, height, shape, tile) / (width * height) for shape in sorted(shapes, key=math.prod)}
+    enough = [shape for shape, share in shares.items() if share > 0.9]
+    if enough:
+        best = min(enough, key=lambda shape: (math.prod(shape), -shares[shape]))
+    else:
+        best = min(shares, key=lambda shape: (-shares[shape], math.prod(shape)))
+    tiles = math.prod(best)
+    return (tiles + 1 if tiles > 1 else 1, side, side)
+
+
+def _covered(width: int, height: int, shape: tuple[int, int], tile: int) -> float:
+    """Area of an image's parts, rows by columns, after each has shrunk to a tile; the last ones take the rest."""
+    rows, columns = shape
+    high, wide = height // rows, width // columns
+    area = 0.0
+    for row in range(rows):
+        for column in range(columns):
+            w = wide if column < columns - 1 else width - column * wide
+            h = high if row < rows - 1 else height - row * high
+            longer, shorter = max(w, h), min(w, h)
+            area += tile * (shorter / longer * tile) if longer > tile else longer * shorter
+    return area
+
+
+RULES["covering"] = _covering
+
+
+def _best_fit(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Llama 4: the canvas that enlarges least (or shrinks least), the smallest of equals; and the whole if several."""
+    side, tile, most = values["side"], values["size.height"], values["max_patches"]
+    shapes = [(a, count // a) for count in range(1, most + 1) for a in range(1, count + 1) if count % a == 0]
+    # The processor compares single-precision quotients.
+    scales = {shape: min(_single(shape[1] * tile / width), _single(shape[0] * tile / height)) for shape in shapes}
+    growing = [scale for scale in scales.values() if scale >= 1]
+    if growing:
+        chosen = max(growing) if values["resize_to_max_canvas"] else min(growing)
+    else:
+        chosen = max(scales.values())
+    tiles = min(math.prod(shape) for shape, scale in scales.items() if scale == chosen)
+    return (tiles + 1 if tiles > 1 else 1, side, side)
+
+
+def _single(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+RULES["best_fit"] = _best_fit

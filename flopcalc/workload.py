@@ -28,9 +28,10 @@ UNITS: dict[str, tuple[str, ...]] = {
     # Of an encoder-decoder's decoder; m: positions of its encoder's text, frames: of its encoder's audio.
     "decoder": ("n", "c", "decoding", "training", "m", "frames"),
     "image": ("t", "h", "w", "video"),  # or video (then 1); in patches
-    "clip": ("n",),  # of audio; in the feature extractor's frames
+    # Of audio; in the feature extractor's frames: as executed, its own, and those of the batch's longest.
+    "clip": ("n", "own", "longest"),
     # of the model, as a whole; images may be padded to the tallest and the widest of them
-    "call": ("b", "n", "c", "decoding", "training", "images", "patches", "tallest", "widest"),
+    "call": ("b", "n", "c", "decoding", "training", "images", "patches", "tallest", "widest", "clips"),
 }
 
 
@@ -534,10 +535,13 @@ def _list_units(unit: str, load: Workload, counting: str) -> list[tuple[tuple[tu
         ]
     if unit == "clip":
         # A batch is padded to its longest clip.
-        return [((("n", n if counting == "model" else max(load.clips)),), 1) for n in load.clips]
+        longest = max(load.clips, default=0)
+        return [
+            ((("n", n if counting == "model" else longest), ("own", n), ("longest", longest)), 1) for n in load.clips
+        ]
     if unit == "call":
         patches = sum(t * h * w for t, h, w in grids)
-        largest = (("tallest", max([0, *(h for _, h, _ in grids)])), ("widest", max([0, *(w for *_, w in grids)])))
+        largest = (("tallest", max([0, *(h for _, h, _ in grids)])), ("widest", max([0, *(w for *_, w in grids)])), ("clips", len(load.clips)))
         return [
             ((("b", load.rows), *names, ("images", len(grids)), ("patches", patches), *largest), 1)
             for names, _ in _list_calls(load, load.seq, 1)

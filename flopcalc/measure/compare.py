@@ -83,12 +83,13 @@ def compare(
     )
 
 
-def _fold(rows: Mapping[str, Any], names: list[str]) -> dict[str, tuple[int, ...]]:
+def _fold(rows: Mapping[str, Any], names: list[str]) -> dict[str, tuple[int, int, int]]:
     """Traced rows; those of modules that a spec names once, with * for their number (a list of experts), summed."""
     patterns = [(name, re.compile(re.escape(name).replace(r"\*", r"\d+"))) for name in names]
-    folded: dict[str, tuple[int, ...]] = {}
+    folded: dict[str, tuple[int, int, int]] = {}
     for path, row in rows.items():
         name = next((name for name, pattern in patterns if pattern.fullmatch(path)), path)
         if any(row):
-            folded[name] = tuple(a + b for a, b in zip(folded.get(name, (0, 0, 0)), row, strict=True))
+            ahead, behind, again = folded.get(name, (0, 0, 0))
+            folded[name] = (ahead + row[0], behind + row[1], again + row[2])
     return folded

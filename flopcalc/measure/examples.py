@@ -147,7 +147,7 @@ def make_inputs(
         "batch": batch, "seq": seq, "decoder_seq": workload.get("decoder_seq", 0), "images": batch * len(grids),
         "images_per_sample": len(grids), "patches": batch * sum(t * h * w for t, h, w in grids),
         "tiles": batch * sum(t for t, _, _ in grids), "clips": batch * len(clips), "frames": max(clips, default=0),
-        "height": grids[0][1] if grids else 0, "width": grids[0][2] if grids else 0,
+        "own": clips * batch, "height": grids[0][1] if grids else 0, "width": grids[0][2] if grids else 0,
         "videos": batch * len(videos), "video_frames": videos[0][0] if videos else 0,
         "tallest": max((h for _, h, _ in grids), default=0), "widest": max((w for *_, w in grids), default=0),
     }  # fmt: skip
@@ -212,12 +212,17 @@ def _make_tensor(
             for t, h, w in grids
         ]  # fmt: skip
         return torch.tensor(rows, dtype=_dtype(entry, torch.long))
+    if fill == "coordinates":  # x and y of every patch, one row of them per frame; images of one size
+        return torch.tensor([[[x, y] for y in range(h) for x in range(w)] for t, h, w in grids for _ in range(t)])
     if fill == "image_mask":  # 1 where a placeholder stands
         return (out["input_ids"] == scope.lookup(entry["token"])).to(_dtype(entry, torch.long))
+    if fill == "frame_mask":  # 1 where a clip has frames of its own
+        own = torch.tensor(scope.names["own"])[:, None]
+        return (torch.arange(scope.names["frames"]) < own).to(_dtype(entry, torch.long))
     if fill == "value":
         return torch.tensor(entry["value"], dtype=_dtype(entry, None))
     if fill not in _FILLS:
-        known = ", ".join([*_FILLS, "grids", "sizes", "images", "image_mask", "value"])
+        known = ", ".join([*_FILLS, "grids", "sizes", "images", "coordinates", "image_mask", "frame_mask", "value"])
         raise SpecError(f"inputs.{name}: fill {fill!r} unknown; known: {known}")
     try:
         shape = [int(evaluate(str(size), scope)) for size in entry["shape"]]

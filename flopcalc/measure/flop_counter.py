@@ -202,7 +202,7 @@ def _is_composite(func: torch._ops.OpOverload) -> bool:
 # --- Attribution --------------------------------------------------------------------------------------------
 
 # PEFT wraps a module X: X.base_layer, X.lora_A.default, ... are all work of X.
-_PEFT_PREFIX = re.compile(r"^base_model\.model\.")
+_PEFT_PREFIX = re.compile(r"^base_model\.model(\.|$)")
 _PEFT_PARTS = re.compile(
     r"\.(base_layer|original_module|modules_to_save\.[^.]+|lora_(A|B|embedding_A|embedding_B)(\.[^.]+)?)(?=\.|$)"
 )

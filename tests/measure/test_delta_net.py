@@ -1,7 +1,8 @@
-"""Linear attention by scalar arithmetic: loops over single numbers that count their own multiply-adds, forward and back.
+"""Linear attention by scalar arithmetic: loops over single numbers that count their own multiply-adds.
 
-The loops use none of flopcalc's formulas and none of the operator counter's. What they compute must equal HF's recurrence,
-token by token, so the products they form are enough; under `full` they form the padded squares of HF's chunked code.
+The loops use none of flopcalc's formulas and none of the operator counter's. What they compute must equal HF's
+recurrence, token by token, so the products they form are enough; under `full` they form the padded squares of HF's
+chunked code. Gradients are counted by walking the same numbers backwards.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class Number:
         self, value: float, pairs: Sequence[tuple[Number, Number]] = (), others: Sequence[Number] = (),
         needs: bool = False,
     ) -> None:  # fmt: skip
-        self.value = value + sum(a.value * b.value for a, b in pairs)
+        self.value: float = value + sum(a.value * b.value for a, b in pairs)
         self.pairs = pairs
         self.others = others
-        self.needs = needs or any(x.needs for pair in pairs for x in pair) or any(x.needs for x in others)
+        self.needs: bool = needs or any(x.needs for pair in pairs for x in pair) or any(x.needs for x in others)
         self.is_live = False
         TAPE.append(self)
 

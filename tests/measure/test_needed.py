@@ -1,0 +1,97 @@
+"""Convention model: the pairs that HF's own masks let through, read from the masks of a run, equal the spec's.
+
+HF hands every attention call to a registered function. Ours counts the mask's open places before it goes on as eager
+code does: it knows nothing of specs, windows or chunks. Modules that compute attention by themselves are not seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from flopcalc import bind
+from flopcalc.data import list_data_files
+from flopcalc.measure.compare import make_load
+from flopcalc.measure.examples import Example, find_example
+from flopcalc.measure.models import build_model
+from flopcalc.measure.verify import make_step
+from flopcalc.recipe import join
+
+pytest.importorskip("transformers")
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+NAME = "count_open_pairs"
+SEEN: list[tuple[Any, int, int]] = []  # module, FLOPs of its open pairs, and of all pairs
+
+
+def attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    *_: Any, **__: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Attention on (b, h, s, d); the FLOPs of the pairs that the mask leaves open are noted."""
+    heads = query.shape[1]
+    key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
+    scores = query @ key.transpose(-1, -2)
+    is_open = torch.ones_like(scores, dtype=torch.bool)
+    if attention_mask is not None:
+        mask = attention_mask[..., : key.shape[-2]]
+        is_open = (mask if mask.dtype == torch.bool else mask > -1e4).expand_as(scores)
+    width = 2 * (query.shape[-1] + value.shape[-1])
+    SEEN.append((module, int(is_open.sum()) * width, is_open.numel() * width))
+    weights = scores.masked_fill(~is_open, -1e9).softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, eager_mask)
+
+
+def list_workloads(example: Example) -> list[dict[str, Any]]:
+    base: dict[str, Any] = {"phase": "forward"}
+    base |= {"decoder_seq": example.decoder_seq} if example.decoder_seq else {}
+    base |= {"clips": example.clips} if example.clips else {}
+    images = [{**workload, "phase": "forward"} for workload in example.images[:1]]
+    return [{"batch": 2, "seq": 13, **base}, {"batch": 1, "seq": 19, **base}, *({**base, **image} for image in images)]
+
+
+@pytest.mark.filterwarnings("ignore")  # what HF advises is not about masks
+@pytest.mark.parametrize("name", list_data_files("examples"))
+def test_open_pairs(name: str) -> None:
+    example = find_example(name)
+    for config in example.configs:
+        named = {**({"architectures": [example.architecture]} if example.architecture else {}), **config}
+        estimator = bind(named)
+        try:
+            model = build_model(config, NAME, architecture=example.architecture or estimator.spec.architecture)
+        except (ValueError, ImportError, KeyError):
+            pytest.skip("its attention takes no registered function")
+        paths = {module: path for path, module in model.named_modules()}
+        for workload in list_workloads(example):
+            SEEN.clear()
+            make_step(model, example, workload, config)()
+            if not SEEN:
+                pytest.skip("its attention calls no registered function")
+            opened: Counter[str] = Counter()
+            executed: Counter[str] = Counter()
+            for module, needed, done in SEEN:
+                opened[paths[module]] += needed
+                executed[paths[module]] += done
+            load = make_load(workload)
+            for counting, found in (("full", executed), ("model", opened)):
+                ours = sum_attends(estimator, load, counting)
+                different = {path: (ours.get(path), value) for path, value in found.items() if ours.get(path) != value}
+                assert not different, f"{workload} {counting}: path: (ours, the mask's) = {different}"
+
+
+def sum_attends(estimator: Any, load: Any, convention: str) -> Counter[str]:
+    sums: Counter[str] = Counter()
+    for block, row, value in estimator.rows(load, convention):
+        if row.op.kind == "attend":
+            for layer in block.layers if block.layers is not None else (None,):
+                path = block.path if layer is None else f"{block.path}.{layer}"
+                sums[join(path, row.op.name)] += row.forward * value
+    return sums
