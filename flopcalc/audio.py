@@ -14,7 +14,7 @@ from flopcalc.spec import BoundDims
 class Audio(NamedTuple):
     """A model's audio input under one config."""
 
-    rate: int  # frames per second
+    rate: Fraction  # frames per second
     most: int  # frames that a clip may have; 0: any number
     tokens: str  # expression in n, a clip's frames: positions of the language model that it fills
     constants: tuple[tuple[str, int], ...]
@@ -27,7 +27,7 @@ class Audio(NamedTuple):
 
     def frames_of_seconds(self, seconds: float) -> int:
         """Frames of a clip, without padding."""
-        return math.ceil(Fraction(str(seconds)) * self.rate)
+        return math.ceil(Fraction(str(check_seconds(seconds))) * self.rate)
 
 
 def bind_audio(dims: BoundDims) -> Audio | None:
@@ -36,22 +36,28 @@ def bind_audio(dims: BoundDims) -> Audio | None:
     if not table:
         return None
 
-    def size(key: str, default: int) -> int:
+    def number(key: str, default: int) -> Fraction:
         if key not in table:
-            return default
+            return Fraction(default)
         try:
             value = dims.evaluate(table[key])
         except MissingNameError as error:
             raise ConfigError(f"{dims.where}: missing key {error.name!r}") from None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, (int, Fraction)) or value < 0:
+            raise ConfigError(f"{dims.where}: {table[key]} must be a number, not {format_value(value)}")
+        return Fraction(value)
+
+    def size(key: str, default: int) -> int:
+        value = number(key, default)
+        if value.denominator != 1:
             raise ConfigError(f"{dims.where}: {table[key]} must be a whole number, not {format_value(value)}")
-        return value
+        return int(value)
 
     tokens = table.get("tokens", "0")
     # "n" is what a clip has, and no dim of the spec.
     constants = tuple((name, dims.lookup(name)) for name in sorted(find_names(tokens) - {"n"}))
     return Audio(
-        size("rate", 100), size("most", 0), tokens, constants, table.get("input", "input_features"), size("axis", 2)
+        number("rate", 100), size("most", 0), tokens, constants, table.get("input", "input_features"), size("axis", 2)
     )
 
 

@@ -59,6 +59,7 @@ class Mode(NamedTuple):
     is_fused: bool = False  # attention in one kernel: its backward recomputes the scores
     recompute: str = "none"  # effective: 'none' outside convention hardware
     shapes: tuple[tuple[tuple[int, int], KernelShape], ...] = ()  # (qk, v) -> what was measured of the kernel
+    is_hardware: bool = False  # counts what is recomputed
 
 
 # --- FLOPs of one op, per unit of its feature ---------------------------------------------------------------------
@@ -212,7 +213,8 @@ class _Layer:
             total += size_a + size_b
             trainable += size_a * state.adapter_a + size_b * state.adapter_b
         if op.at:  # its work belongs there, its parameters to its own module
-            self.rows.append(Row(op._replace(name=op.at.removeprefix(".")), forward, backward, owes_weight=state.weight))
+            there = op._replace(name=op.at.removeprefix("."))
+            self.rows.append(Row(there, forward, backward, owes_weight=state.weight))
             op, forward, backward = op._replace(kind="param"), 0, 0
         if op.again:
             total = inactive = trainable = 0
@@ -369,8 +371,9 @@ def _count_layer(
     streams: dict[str, bool],
 ) -> tuple[tuple[Row, ...], bool]:
     layer = _Layer(None if states is None else iter(states), mode, streams)
-    checkpointed = stage.checkpoint and mode.recompute != "none"
-    reentrant = mode.recompute == "full-reentrant"
+    reversible = stage.reversible and mode.is_hardware
+    checkpointed = reversible or (stage.checkpoint and mode.recompute != "none")
+    reentrant = reversible or mode.recompute == "full-reentrant"
     out = any(layer.run(chain, (flow,)))
     if dead or not runs or (checkpointed and reentrant and not flow):
         # Nothing flows back: the output is unused, the stage does not run, or reentrant checkpointing saw no input

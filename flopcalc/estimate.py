@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flopcalc.audio import Audio, bind_audio, check_seconds
 from flopcalc.config import Source, load_config
 from flopcalc.count import (
     Block,
@@ -41,6 +40,7 @@ from flopcalc.workload import (
 )
 
 if TYPE_CHECKING:
+    from flopcalc.audio import Audio
     from flopcalc.kernels import KernelTable, TileTable
 
 CONVENTIONS = ("model", "full", "hardware")
@@ -100,7 +100,11 @@ class Estimator:
         dims = bind_spec(self.spec, source.config, source.where, dict(specs or {}))
         self.stages: tuple[Stage, ...] = expand(dims)
         self.vision: Vision | None = bind_vision(dims)
-        self.audio: Audio | None = bind_audio(dims)
+        self.audio: Audio | None = None
+        if self.spec.audio:
+            from flopcalc.audio import bind_audio  # few models hear, and start-up is counted
+
+            self.audio = bind_audio(dims)
         self.has_decoder = any(
             "decoder" in op.feature[:2] for stage in self.stages for chain in stage.layers[:1] for op in iterate(chain)
         )
@@ -191,7 +195,7 @@ class Estimator:
         """Frames of clips that are given in seconds, as the model's feature extractor makes them."""
         if self.audio is None:
             raise WorkloadError(f"{self.source.name} takes no audio")
-        return [self.audio.frames_of_seconds(check_seconds(length)) for length in seconds]
+        return [self.audio.frames_of_seconds(length) for length in seconds]
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
         """FLOPs of one step on a workload."""
@@ -335,6 +339,7 @@ class Estimator:
             is_hardware and self.attention_kernel != "eager",
             self.recipe.recompute if is_hardware else "none",
             self.kernel_table.shapes if is_hardware and self.kernel_table is not None else (),
+            is_hardware,
         )
         plan = self._plans.get(mode)
         if plan is None:
@@ -377,7 +382,7 @@ class Estimator:
         if self._has_text_encoder and not load.seq:
             raise WorkloadError(f"{name} is an encoder-decoder: give the encoder's length too (--seq N, seq_len=N)")
         if not self._has_text_encoder and load.seq:
-            raise WorkloadError(f"{name} has no encoder of text: leave --seq (seq_len) out, its length is --decoder-seq")
+            raise WorkloadError(f"{name} has no encoder of text: leave --seq out, its length is --decoder-seq")
         if not self._has_text_encoder and self.audio is not None and len(load.clips) != load.rows:
             raise WorkloadError(
                 f"{name} takes one clip of audio per sample, not {len(load.clips)} for {load.rows}: --audio SECONDS"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -179,6 +180,14 @@ def _sum_primes(start: Any, skip: Any, count: Any) -> int:
     return sum(found[skip:])
 
 
+def _number_in(text: Any, index: Any) -> int:
+    """The index-th whole number in a word: 4 of '1/4' is the one with index 1."""
+    found = re.findall("[0-9]+", str(text))
+    if type(index) is not int or not 0 <= index < len(found):
+        raise SpecError(f"no number {format_value(index)} in {format_value(text)}")
+    return int(found[index])
+
+
 def _items(table: Any) -> list[tuple[Any, Any]]:
     """The pairs of an object; keys that are numbers written as words, as JSON has them, are numbers."""
     if not isinstance(table, dict):
@@ -191,6 +200,11 @@ def _get(pairs: Any, key: Any) -> Any:
         if known == key:
             return value
     raise SpecError(f"no {format_value(key)} among {', '.join(str(known) for known, _ in pairs)}")
+
+
+def _is_in(part: Any, whole: Any) -> bool:
+    """An entry of a list, or a piece of a string, as in 'c2p|p2c'."""
+    return part in whole if isinstance(part, str) and isinstance(whole, str) else part in _listed(whole)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -214,6 +228,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "wrap": lambda indices, length: _wrap(indices, length),
     "below": lambda values, limit: sum(value < limit for value in set(_listed(values))),
     "sum_primes": _sum_primes,
+    "number": lambda text, index: _number_in(text, index),
     "items": lambda table: _items(table),
     "get": lambda pairs, key: _get(pairs, key),
     "has": None,  # has(key): the config gives it, and not as null
@@ -234,8 +249,8 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.LtE: lambda a, b: bool(a <= b),
     ast.Gt: lambda a, b: bool(a > b),
     ast.GtE: lambda a, b: bool(a >= b),
-    ast.In: lambda a, b: a in _listed(b),
-    ast.NotIn: lambda a, b: a not in _listed(b),
+    ast.In: lambda a, b: _is_in(a, b),
+    ast.NotIn: lambda a, b: not _is_in(a, b),
 }
 _ALLOWED = (
     ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp,

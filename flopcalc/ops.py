@@ -42,6 +42,7 @@ class Op(NamedTuple):
     frozen: bool = False  # HF itself never trains its weights
     again: bool = False  # its module has run before: its parameters are counted there
     nested: bool = False  # in a checkpointed block inside a checkpointed layer
+    adapts: bool = True  # LoRA's all-linear reaches it, as every linear module but the head
     at: str = ""  # the module that multiplies by its weight, if not its own
 
 
@@ -62,6 +63,7 @@ class Stage(NamedTuple):
     joins: tuple[str, ...]  # streams that enter this one here
     adds: str | None  # path of a repeated stage: its j-th output is added after this one's layer j
     first: int = 0  # number of the first layer, where another stage holds those before it
+    reversible: bool = False  # its backward runs every layer again, whatever the recipe says
 
 
 def expand(dims: BoundDims) -> tuple[Stage, ...]:
@@ -105,6 +107,8 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Sta
     """The stages of another spec, found by name or by the inner config's own model_type."""
     key: str = stack["config"]
     defaults: dict[str, Any] = stack.get("defaults", {})
+    names = (key, *dims.spec.renamed.get(key, ()))
+    key = next((name for name in names if dims.config.get(name) is not None), key)
     config = dims.config.get(key)
     where = f"{dims.where}: {key}"
     is_flat = config is None and bool(stack.get("flat"))
@@ -170,7 +174,7 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
     for layer in range(first, first + count):
         dims.set_layer(layer if repeated else None)
         chain = builder.build(stack.get("ops", []))
-        is_frozen = "frozen" in stack and evaluate_truth(stack["frozen"], dims)
+        is_frozen = "untrained" in stack and evaluate_truth(stack["untrained"], dims)
         layers.append(_map(chain, lambda op: op._replace(frozen=True)) if is_frozen else chain)
         dead.append(evaluate_truth(stack["dead"], dims) if "dead" in stack else False)
         if "reads" in stack:
@@ -188,6 +192,7 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
         joins=tuple(stack.get("joins", ())),
         adds=stack.get("adds"),
         first=first,
+        reversible=bool(stack.get("reversible", False)),
     )
 
 
@@ -318,6 +323,7 @@ class _Builder:
                 source=source,
                 detached=detached,
                 at=item.get("at", ""),
+                adapts=evaluate_truth(item["adapts"], dims) if "adapts" in item else part != "lm_head",
             )  # fmt: skip
         if kind == "attend":
             if "rows" not in item:

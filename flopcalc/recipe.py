@@ -240,7 +240,7 @@ class Resolver:
             if target.text == "all-linear":
                 # PEFT: every linear module but the head; convolutions and embeddings are not linear.
                 is_named = op.kind == "conv" and path.rpartition(".")[2] in self._last_names
-                hit = is_named or (op.kind == "linear" and op.part != "lm_head")
+                hit = is_named or (op.kind == "linear" and op.adapts)
                 target.is_used = target.is_used or hit
             else:
                 hit = target.matches(path)

@@ -17,8 +17,8 @@ _SPEC_KEYS = {
     "checks", "stack", "vision", "audio", "positions", "variants", "rename",
 }  # fmt: skip
 _STACK_KEYS = {
-    "path", "repeat", "first", "stream", "side", "rows", "needed", "part", "checkpoint", "ops", "when", "dead", "reads", "joins",
-    "adds", "frozen",
+    "path", "repeat", "first", "stream", "side", "rows", "needed", "part", "checkpoint", "ops", "when", "dead", "reads",
+    "joins", "adds", "untrained", "reversible",
     "use", "config", "flat", "rename", "set", "defaults", "only",
 }  # fmt: skip
 _AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
@@ -27,7 +27,7 @@ _POSITION_KEYS = {"kind", "limit"}
 _OP_COMMON = {"op", "name", "when", "rows", "needed", "less", "times", "part", "from", "detached", "again"}
 OP_KEYS: dict[str, set[str]] = {
     "linear": _OP_COMMON
-    | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding", "at", "flops"},
+    | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding", "at", "flops", "adapts"},
     "conv": _OP_COMMON | {"in", "out", "bias", "input_embedding", "at"},
     "attend": _OP_COMMON | {"heads", "qk", "v", "span", "mask", "window", "length"},
     "product": _OP_COMMON | {"flops", "backward"},
@@ -47,7 +47,7 @@ SPANS = ("seq", "frames", "windows", "images", "tiles")
 MASKS = ("causal", "full")
 # What the values of these keys are; anything else in a stack or an op is a string, most of them expressions.
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
-    "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool,), "flat": (bool,),
+    "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool,), "flat": (bool,), "reversible": (bool,),
     "input_embedding": (bool,), "detached": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
     "pixels": (dict,),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
@@ -248,7 +248,7 @@ def _check_spec(spec: Spec, path: str) -> None:
         where = f"{path}: stack {stack.get('path') or stack.get('use')!r}"
         _check_keys(stack, _STACK_KEYS, where)
         _check_types(stack, where)
-        for key in stack.keys() & {"repeat", "first", "when", "dead", "frozen"}:
+        for key in stack.keys() & {"repeat", "first", "when", "dead", "untrained"}:
             _check_expression(str(stack[key]), f"{where} {key}")
         if "use" in stack and "config" not in stack:
             raise SpecError(f'{where}: needs config = "…", the key that holds the inner config')

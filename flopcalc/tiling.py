@@ -60,17 +60,21 @@ def _square(width: int, height: int, values: dict[str, Any]) -> Grid:
 def _canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
     """InternVL, GOT-OCR2, Aya: the canvas of min to max tiles nearest in aspect, and a thumbnail if they are several."""
     side, tile = values["side"], values["size.height"]
-    least, most = values["min_patches"], values["max_patches"]
-    best, closest = (1, 1), math.inf
-    if values.get("crop_to_patches", True) and most > 1:
-        shapes = [(w, h) for w in range(1, most + 1) for h in range(1, most + 1) if least <= w * h <= most]
-        for columns, rows in sorted(shapes, key=math.prod):
-            distance = abs(width / height - columns / rows)
-            is_large = width * height > 0.5 * tile * tile * columns * rows
-            if distance < closest or (distance == closest and is_large):
-                best, closest = (columns, rows), distance
-    tiles = math.prod(best)
+    most = values["max_patches"] if values.get("crop_to_patches", True) else 1
+    tiles = _count_tiles(width, height, values["min_patches"], most, tile) if most > 1 else 1
     return (tiles + 1 if tiles > 1 else 1, side, side)
+
+
+def _count_tiles(width: int, height: int, least: int, most: int, tile: int) -> int:
+    """Tiles of the canvas nearest in aspect; of equals the largest that the image fills by half."""
+    best, closest = (1, 1), math.inf
+    shapes = [(w, h) for w in range(1, most + 1) for h in range(1, most + 1) if least <= w * h <= most]
+    for columns, rows in sorted(shapes, key=math.prod):
+        distance = abs(width / height - columns / rows)
+        is_large = width * height > 0.5 * tile * tile * columns * rows
+        if distance < closest or (distance == closest and is_large):
+            best, closest = (columns, rows), distance
+    return math.prod(best)
 
 
 RULES |= {"square": _square, "canvas": _canvas}
@@ -153,6 +157,30 @@ def _quarters(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
 RULES["quarters"] = _quarters
 
 
+def _tiles_or_whole(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
+    """LFM2-VL: an image within limits of tokens whole, a larger one as the tiles of a canvas; then the whole after them."""
+    patch, tile = values["encoder_patch_size"], values["tile_size"]
+    step = patch * values["downsample_factor"]
+    least, most = values["min_image_tokens"] * step**2, values["max_image_tokens"] * step**2
+    rounded = [round(side / step) * step for side in (height, width)]
+    is_large = max(patch, rounded[0]) * max(patch, rounded[1]) > most * values["max_pixels_tolerance"]
+    high, wide = (max(step, side) for side in rounded)
+    if high * wide > most:
+        beta = math.sqrt(height * width / most)
+        high, wide = (max(step, math.floor(side / beta / step) * step) for side in (height, width))
+    elif high * wide < least:
+        beta = math.sqrt(least / (height * width))
+        high, wide = (math.ceil(side * beta / step) * step for side in (height, width))
+    whole = (1, high // patch, wide // patch)
+    if not is_large or not values["do_image_splitting"] or values["min_tiles"] == values["max_tiles"] == 1:
+        return [whole]
+    tiles = _count_tiles(width, height, values["min_tiles"], values["max_tiles"], tile)
+    return [(1, tile // patch, tile // patch)] * tiles + ([whole] if values["use_thumbnail"] and tiles > 1 else [])
+
+
+RULES["tiles_or_whole"] = _tiles_or_whole
+
+
 def _padded_square(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
     """Aria: the longer side to a set length, the rest of the square masked; with splitting, squares of the best canvas."""
     most, least, patch = values["max_image_size"], values["min_image_size"], values["patch"]
@@ -228,3 +256,16 @@ def _single(value: float) -> float:
 
 
 RULES["best_fit"] = _best_fit
+
+
+def _aspect_ratios(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Llama 3.2: the canvas that enlarges least (or shrinks least), the smallest of equals; no small whole image."""
+    side, tile, most = values["side"], values["size.height"], values["max_image_tiles"]
+    shapes = [(a, b) for a in range(1, most + 1) for b in range(1, most + 1) if a * b <= most]
+    scales = {shape: min(shape[0] * tile / height, shape[1] * tile / width) for shape in shapes}
+    growing = [scale for scale in scales.values() if scale >= 1]
+    chosen = min(growing) if growing else max(scales.values())
+    return (min(math.prod(shape) for shape, scale in scales.items() if scale == chosen), side, side)
+
+
+RULES["aspect_ratios"] = _aspect_ratios

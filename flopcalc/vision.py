@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from flopcalc.errors import ConfigError, WorkloadError, format_value
 from flopcalc.expr import MissingNameError, evaluate
 from flopcalc.spec import BoundDims, find_key
-from flopcalc.tiling import RULES
 from flopcalc.units import check_size
 from flopcalc.workload import Grid
 
@@ -123,10 +122,13 @@ def _apply_rule(
     table = dict(dims.spec.vision["pixels"])
     name = table.pop("rule")
     values: dict[str, Any] = {"images": images}
-    for key, text in table.items():
-        is_given, value = find_key(preprocessor or {}, key)
-        values[key] = value if is_given and value is not None else dims.evaluate(str(text))
+    for keys, text in table.items():
+        names = keys.split(" or ")  # what releases call it; the first that is given counts
+        found_values = [value for _, value in (find_key(preprocessor or {}, key) for key in names) if value is not None]
+        values[names[0]] = found_values[0] if found_values else dims.evaluate(str(text))
     notes = [] if preprocessor else ["no preprocessor_config.json given: images cut as the processor class's defaults say"]
+    from flopcalc.resizing import RULES  # only where pixels are given: start-up is counted
+
     found = RULES[name](width, height, values)
     return found if isinstance(found, list) else [found], notes
 
@@ -159,19 +161,24 @@ def bind_vision(dims: BoundDims) -> Vision | None:
     )
 
 
-def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Qwen's rule: both sides a multiple of `factor`, the area within limits, the aspect kept as far as that allows."""
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: int = 1
+) -> tuple[int, int]:
+    """Qwen's rule: both sides a multiple of `factor`, the area within limits, the aspect kept as far as that allows.
+
+    Some processors count an image as a video of so many `frames` against the limits.
+    """
     if max(height, width) / min(height, width) > _MAX_ASPECT:
         raise WorkloadError(f"image {width}x{height}: the longer side is more than {_MAX_ASPECT} times the shorter")
     # Floats and Python's round-half-even on purpose: the processor computes it so, and ties differ otherwise.
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
-    if new_height * new_width > max_pixels:
-        beta = math.sqrt(height * width / max_pixels)
+    if frames * new_height * new_width > max_pixels:
+        beta = math.sqrt(frames * height * width / max_pixels)
         new_height = max(factor, math.floor(height / beta / factor) * factor)
         new_width = max(factor, math.floor(width / beta / factor) * factor)
-    elif new_height * new_width < min_pixels:
-        beta = math.sqrt(min_pixels / (height * width))
+    elif frames * new_height * new_width < min_pixels:
+        beta = math.sqrt(min_pixels / (frames * height * width))
         new_height = math.ceil(height * beta / factor) * factor
         new_width = math.ceil(width * beta / factor) * factor
     return new_height, new_width

@@ -31,7 +31,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     # Of audio; in the feature extractor's frames: as executed, its own, and those of the batch's longest.
     "clip": ("n", "own", "longest"),
     # of the model, as a whole; images may be padded to the tallest and the widest of them
-    "call": ("b", "n", "c", "decoding", "training", "images", "patches", "tallest", "widest", "clips"),
+    "call": ("b", "n", "c", "decoding", "training", "images", "tiles", "patches", "tallest", "widest", "clips"),
 }
 
 
@@ -540,10 +540,11 @@ def _list_units(unit: str, load: Workload, counting: str) -> list[tuple[tuple[tu
             ((("n", n if counting == "model" else longest), ("own", n), ("longest", longest)), 1) for n in load.clips
         ]
     if unit == "call":
-        patches = sum(t * h * w for t, h, w in grids)
-        largest = (("tallest", max([0, *(h for _, h, _ in grids)])), ("widest", max([0, *(w for *_, w in grids)])), ("clips", len(load.clips)))
+        sums = (("tiles", sum(t for t, _, _ in grids)), ("patches", sum(t * h * w for t, h, w in grids)))
+        largest = (("tallest", max([0, *(h for _, h, _ in grids)])), ("widest", max([0, *(w for *_, w in grids)])))
+        clips = ("clips", len(load.clips))
         return [
-            ((("b", load.rows), *names, ("images", len(grids)), ("patches", patches), *largest), 1)
+            ((("b", load.rows), *names, ("images", len(grids)), *sums, *largest, clips), 1)
             for names, _ in _list_calls(load, load.seq, 1)
         ]
     if unit == "document":

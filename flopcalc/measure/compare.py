@@ -57,6 +57,8 @@ def compare(
     """The analytic rows against traced ones: {rows: path -> (forward, backward, recompute), total, trainable}."""
     convention = "hardware" if recipe.get("recompute", "none") != "none" else "full"
     estimator = bind(config, recipe=dict(recipe), convention=convention, attention_kernel="eager")
+    if any(stage.reversible for stage in estimator.stages):  # recomputes whatever the recipe
+        estimator = bind(config, recipe=dict(recipe), convention="hardware", attention_kernel="eager")
     estimate = estimator.estimate(make_load(workload))
     ours = {
         row.path: (row.forward, row.backward, row.recompute)

@@ -13,6 +13,7 @@ from flopcalc.data import find_data_file, load_toml
 from flopcalc.errors import ConfigError, SpecError
 from flopcalc.estimate import Estimator
 from flopcalc.expr import MissingNameError, evaluate
+from flopcalc.measure.models import find_text_config
 from flopcalc.spec import find_key
 
 __all__ = ["Example", "find_example", "list_cases", "make_inputs"]
@@ -20,7 +21,7 @@ __all__ = ["Example", "find_example", "list_cases", "make_inputs"]
 Json = dict[str, Any]
 _KEYS = {
     "architecture", "attention", "configs", "workloads", "images", "inputs", "call", "loss", "skip", "image_token",
-    "audio_token", "vocab", "decoder_seq", "clips", "checkpoint", "video_token",
+    "audio_token", "vocab", "decoder_seq", "clips", "checkpoint", "video_token", "lengths",
 }  # fmt: skip
 
 
@@ -37,7 +38,7 @@ class Example:
     inputs: dict[str, Json] = field(default_factory=dict)  # tensors: shape, fill, dtype, when
     call: Json = field(default_factory=dict)  # constants handed to forward
     loss: str = "labels"  # or "logits", "output": where backward starts if the model takes no labels
-    skip: dict[str, str] = field(default_factory=dict)  # case -> why HF cannot run it
+    skip: dict[str, str] = field(default_factory=dict)  # case, or "text" for all without images -> why HF cannot run it
     image_token: str = "image_token_id"  # config key of the placeholder
     video_token: str = "video_token_id"
     audio_token: str = "audio_token_id"
@@ -45,6 +46,7 @@ class Example:
     decoder_seq: int = 0  # an encoder-decoder: length of its decoder in the usual workloads
     clips: list[int] = field(default_factory=list)  # audio per sample in the usual workloads
     checkpoint: bool = True  # HF can checkpoint it
+    lengths: list[int] = field(default_factory=lambda: [13, 19, 8, 14])  # of the usual workloads; the last is padded
 
 
 def find_example(model_type: str) -> Example:
@@ -70,8 +72,9 @@ def list_cases(example: Example, config: Json) -> Iterator[tuple[Json, Json]]:
     clips = {"clips": example.clips} if example.clips else {}
     base = {**decoder, **clips}
     # An encoder of audio has no tokens, and so no length of its own.
-    lengths = [{} if decoder and clips else {"seq": seq} for seq in (13, 19, 8)]
+    lengths = [{} if decoder and clips else {"seq": seq} for seq in example.lengths[:3]]
     first = next((f"{stage.path}.0" for stage in estimator.stages if stage.repeated), None)
+    decoded = lengths[0] if decoder else {"seq": 3}
     train = {"batch": 2, **lengths[0], **base, "phase": "train"}
     everywhere = {"lora": {"r": 3, "targets": "all-linear"}}
     for name, workload, recipe in (
@@ -79,14 +82,14 @@ def list_cases(example: Example, config: Json) -> Iterator[tuple[Json, Json]]:
         ("train", {"batch": 1, **lengths[1], **base, "phase": "train"}, {}),
         ("forward", {"batch": 3, **lengths[2], **base, "phase": "forward"}, {}),
         ("logits", {"batch": 2, **lengths[0], **base, "phase": "forward", "logits": "last"}, {}),
-        ("decode", {"batch": 2, **(lengths[0] if decoder else {"seq": 3}), **base, "phase": "decode", "context": 11}, {}),
-        ("padded", {"seq": 14, "phase": "forward", "mask": [6, 11]}, {}),
+        ("decode", {"batch": 2, **decoded, **base, "phase": "decode", "context": 11}, {}),
+        ("padded", {"seq": example.lengths[3], "phase": "forward", "mask": [6, 11]}, {}),
         ("lora", train, everywhere),
         ("freeze", train, {"freeze": [first]} if first else {}),
         ("recompute", train, {"recompute": "full"}),
         ("reentrant", train, {"recompute": "full-reentrant"}),
     ):
-        if name not in example.skip and not (name == "padded" and base):
+        if not {name, "text"} & set(example.skip) and not (name == "padded" and base):
             yield workload, recipe
     for workload in example.workloads:
         yield workload, {}
@@ -152,7 +155,7 @@ def make_inputs(
         "tallest": max((h for _, h, _ in grids), default=0), "widest": max((w for *_, w in grids), default=0),
     }  # fmt: skip
     scope = _Scope(keys, names)
-    vocabulary = int(evaluate(example.vocab, scope)) if example.vocab else int(config.get_text_config().vocab_size)
+    vocabulary = int(evaluate(example.vocab, scope)) if example.vocab else int(find_text_config(config).vocab_size)
     special = _find_special(config)
     words = torch.tensor([i for i in range(3, min(vocabulary, 4096)) if i not in special])
     ids = words[torch.randint(len(words), (batch, seq), generator=generator)]
@@ -189,7 +192,7 @@ def make_inputs(
 
 def _find_special(config: Any) -> set[int]:
     found: set[int] = set()
-    for part in (config, config.get_text_config()):
+    for part in (config, find_text_config(config)):
         for key, value in vars(part).items():
             if key.endswith(("token_id", "token_index")) and isinstance(value, int):
                 found.add(value)
@@ -219,10 +222,20 @@ def _make_tensor(
     if fill == "frame_mask":  # 1 where a clip has frames of its own
         own = torch.tensor(scope.names["own"])[:, None]
         return (torch.arange(scope.names["frames"]) < own).to(_dtype(entry, torch.long))
+    if fill == "patch_mask":  # 1 where an image has patches of its own, of `width` that it is padded to
+        width = int(evaluate(str(entry["width"]), scope))
+        return torch.tensor([[int(i < h * w) for i in range(width)] for _, h, w in grids])
+    if fill == "until":  # 1 for so many positions, then 0
+        size = [int(evaluate(str(size), scope)) for size in entry["shape"]]
+        return (torch.arange(size[-1]) < int(evaluate(str(entry["until"]), scope))).expand(size).to(torch.long)
+    if fill == "text_mask":  # 0 where a placeholder stands
+        return (out["input_ids"] != scope.lookup(entry["token"])).to(_dtype(entry, torch.long))
     if fill == "value":
         return torch.tensor(entry["value"], dtype=_dtype(entry, None))
     if fill not in _FILLS:
-        known = ", ".join([*_FILLS, "grids", "sizes", "images", "coordinates", "image_mask", "frame_mask", "value"])
+        special = ["grids", "sizes", "images", "coordinates", "image_mask", "text_mask"]
+        special += ["frame_mask", "patch_mask", "until", "value"]
+        known = ", ".join([*_FILLS, *special])
         raise SpecError(f"inputs.{name}: fill {fill!r} unknown; known: {known}")
     try:
         shape = [int(evaluate(str(size), scope)) for size in entry["shape"]]

@@ -148,7 +148,7 @@ NOT_PRODUCTS: dict[str, str] = {
         "repeat_interleave roll flip gather scatter scatter_ masked_scatter masked_scatter_ "
         "masked_scatter_backward masked_select nonzero index_select tril triu _unsafe_view _reshape_copy set_ "
         "resize_ fill_ zero_ fill masked_fill masked_fill_ lift_fresh unique_consecutive _unique2 one_hot "
-        "view_copy new_empty_strided detach_ _reshape_alias unfold_backward slice_scatter select_scatter "
+        "view_copy new_empty_strided detach_ unsqueeze_ _reshape_alias unfold_backward slice_scatter select_scatter "
         "expand_copy clone isin split_with_sizes_copy im2col col2im tril_ triu_",
         _MAKES: "arange empty empty_like empty_strided full full_like linspace new_empty new_full new_ones new_zeros "
         "ones ones_like scalar_tensor zeros zeros_like eye",
@@ -156,7 +156,9 @@ NOT_PRODUCTS: dict[str, str] = {
         "scatter_add scatter_add_ scatter_reduce _unsafe_index_put _embedding_bag _embedding_bag_forward_only "
         "_embedding_bag_backward _embedding_bag_dense_backward _embedding_bag_per_sample_weights_backward",
         _NORMALIZES: "_softmax _safe_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data "
-        "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward",
+        "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward "
+        "native_group_norm native_group_norm_backward native_batch_norm native_batch_norm_backward "
+        "_native_batch_norm_legit",
         _LOSS: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward",
         _RANDOM: "bernoulli bernoulli_ exponential_ normal_ rand randn randint uniform_ native_dropout native_dropout_backward "
         "rand_like randn_like",
@@ -164,8 +166,9 @@ NOT_PRODUCTS: dict[str, str] = {
         _READS: "_local_scalar_dense _is_all_true _is_any_true is_same_size equal",
         "pooling: means or maxima of neighbours, no product": "avg_pool2d avg_pool2d_backward max_pool2d_with_indices "
         "max_pool2d_with_indices_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward",
+        "fast Fourier transform: butterflies, no matrix product": "_fft_r2c _fft_c2c _fft_c2r",
         "elementwise; torch forgot the tag": "floor_divide softplus_backward polar log_sigmoid_forward "
-        "log_sigmoid_backward",
+        "glu glu_backward log_sigmoid_backward",
         "interpolation: a table of positions is read between its entries": "grid_sampler_2d grid_sampler_2d_backward "
         "upsample_linear1d upsample_linear1d_backward "
         "upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d upsample_bicubic2d_backward "

@@ -131,7 +131,7 @@ def build_model(
     build = auto.from_config
     if architecture is not None:
         chosen = getattr(transformers, architecture)
-        if isinstance(text := hf_config.get_text_config(), chosen.config_class):
+        if isinstance(text := find_text_config(hf_config), chosen.config_class):
             hf_config = text  # the language model of a larger config, as AutoModelForCausalLM takes it
         build = chosen._from_config
     if experts is None and device == "meta":
@@ -139,6 +139,14 @@ def build_model(
     torch.manual_seed(0)
     with floats_on_meta() if device == "meta" else nullcontext():
         return build(hf_config, attn_implementation=attention, experts_implementation=experts, dtype=dtype)
+
+
+def find_text_config(config: Any) -> Any:
+    """The language model's part of a config; of a text encoder and a decoder, the encoder's."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # several
+        return config.get_text_config(encoder=True)
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:

@@ -80,7 +80,7 @@ def _pick(out: Any, name: str) -> Any:
     return out
 
 
-_CACHES = ("past_key_values", "cache_params", "state")  # what outputs call them
+_CACHES = ("past_key_values", "cache_params", "state", "past_buckets_states")  # what outputs call them
 
 
 def _make_decode(
@@ -106,13 +106,14 @@ def _make_decode(
 
             key, filled = "past_key_values", DynamicCache(config=model.config)
             model(**inputs, past_key_values=filled, **extra)
-    token = torch.full((batch, 1), 3)
     name = "decoder_input_ids" if estimator.has_decoder else "input_ids"
+    token = torch.full((len(inputs.get(name, range(batch))), 1), 3)
     again: Json = {}
     if estimator.has_decoder:
         encoder = model.get_encoder()
+        given = {key: inputs[key] for key in inputs if takes(encoder, key)}
         with torch.no_grad():
-            again["encoder_outputs"] = encoder(**{key: inputs[key] for key in inputs if takes(encoder, key)})
+            again["encoder_outputs"] = encoder(**given) if given else (cached.encoder_last_hidden_state,)
 
     def generate() -> None:
         past = filled

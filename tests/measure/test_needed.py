@@ -30,7 +30,7 @@ SEEN: list[tuple[Any, int, int]] = []  # module, FLOPs of its open pairs, and of
 
 def attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
-    *_: Any, **__: Any,
+    *_: Any, **others: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attention on (b, h, s, d); the FLOPs of the pairs that the mask leaves open are noted."""
     heads = query.shape[1]
@@ -40,10 +40,26 @@ def attend(
     if attention_mask is not None:
         mask = attention_mask[..., : key.shape[-2]]
         is_open = (mask if mask.dtype == torch.bool else mask > -1e4).expand_as(scores)
+    is_open = is_open & find_picked(module, is_open, others)
     width = 2 * (query.shape[-1] + value.shape[-1])
     SEEN.append((module, int(is_open.sum()) * width, is_open.numel() * width))
     weights = scores.masked_fill(~is_open, -1e9).softmax(-1)
     return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+def find_picked(module: Any, like: torch.Tensor, others: dict[str, Any]) -> torch.Tensor:
+    """The places that an indexer picked: HF makes a mask of them for eager code alone, and hands them on to others."""
+    indices, blocks = others.get("indices"), others.get("block_indices")
+    if indices is not None:  # keys, one choice for all heads
+        return torch.zeros_like(like[:, :1]).scatter(-1, indices.long()[:, None], True)
+    if blocks is not None:  # blocks of keys, one choice per group of heads; -1: none
+        size = module.indexer.block_size
+        count = -(-like.shape[-1] // size)
+        chosen = torch.zeros((*blocks.shape[:3], count + 1), dtype=torch.bool)
+        chosen = chosen.scatter(-1, blocks.masked_fill(blocks < 0, count), True)[..., :count]
+        chosen = chosen.repeat_interleave(size, -1)[..., : like.shape[-1]]
+        return chosen.repeat_interleave(like.shape[1] // chosen.shape[1], 1)
+    return torch.ones_like(like)
 
 
 AttentionInterface.register(NAME, attend)
@@ -55,7 +71,9 @@ def list_workloads(example: Example) -> list[dict[str, Any]]:
     base |= {"decoder_seq": example.decoder_seq} if example.decoder_seq else {}
     base |= {"clips": example.clips} if example.clips else {}
     images = [{**workload, "phase": "forward"} for workload in example.images[:1]]
-    return [{"batch": 2, "seq": 13, **base}, {"batch": 1, "seq": 19, **base}, *({**base, **image} for image in images)]
+    # An encoder of audio has no tokens, and so no length of its own.
+    first, second = ({} if example.decoder_seq and example.clips else {"seq": seq} for seq in (13, 19))
+    return [{"batch": 2, **first, **base}, {"batch": 1, **second, **base}, *({**base, **image} for image in images)]
 
 
 @pytest.mark.filterwarnings("ignore")  # what HF advises is not about masks
