@@ -156,6 +156,8 @@ class _Layer:
     def _op(self, op: Op, flows: tuple[bool, ...]) -> bool:
         if op.source:
             flows = (self.streams.get(op.source, False),)
+        if op.unused:
+            return self._unused(op._replace(unused=False), flows)
         if op.detached and op.kind != "param":
             return self._detached(op)
         if op.kind == "product":
@@ -221,6 +223,14 @@ class _Layer:
         self.rows.append(Row(op, forward, backward, 0, total, inactive, trainable, state.weight))
         if op.input_embedding and self.mode.recompute != "none":
             flow = True
+        return flow
+
+    def _unused(self, op: Op, flows: tuple[bool, ...]) -> bool:
+        """Autograd saves its tensors, but no gradient comes; reentrant checkpointing hands a gradient of zeros in."""
+        start = len(self.rows)
+        flow = self._op(op, flows)
+        if self.mode.recompute != "full-reentrant":
+            self.rows[start:] = [row._replace(backward=0) for row in self.rows[start:]]
         return flow
 
     def _detached(self, op: Op) -> bool:

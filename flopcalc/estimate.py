@@ -491,7 +491,8 @@ def _parameter_sizes(chain: Chain, path: str) -> dict[str, int]:
         if "*" in op.name:  # a module per copy
             for name in [name for name in sizes if "*" in name]:
                 size = sizes.pop(name) // op.copies
-                sizes |= {name.replace("*", str(copy)): size for copy in range(op.copies)}
+                start, step = op.numbered
+                sizes |= {name.replace("*", str(start + step * copy)): size for copy in range(op.copies)}
     return sizes
 
 

@@ -202,6 +202,15 @@ def _get(pairs: Any, key: Any) -> Any:
     raise SpecError(f"no {format_value(key)} among {', '.join(str(known) for known, _ in pairs)}")
 
 
+def _run(sizes: Any, index: Any) -> int:
+    """Which of several runs, of these sizes, holds an item."""
+    runs = _listed(sizes)
+    for place in range(len(runs)):
+        if index < sum(runs[: place + 1]):
+            return place
+    raise SpecError(f"index {format_value(index)} outside runs of {format_value(runs)}")
+
+
 def _is_in(part: Any, whole: Any) -> bool:
     """An entry of a list, or a piece of a string, as in 'c2p|p2c'."""
     return part in whole if isinstance(part, str) and isinstance(whole, str) else part in _listed(whole)
@@ -228,6 +237,8 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "wrap": lambda indices, length: _wrap(indices, length),
     "below": lambda values, limit: sum(value < limit for value in set(_listed(values))),
     "sum_primes": _sum_primes,
+    "sum": lambda values, first=None: sum(_listed(values)[:first]),
+    "run": lambda sizes, index: _run(sizes, index),
     "number": lambda text, index: _number_in(text, index),
     "items": lambda table: _items(table),
     "get": lambda pairs, key: _get(pairs, key),

@@ -41,7 +41,9 @@ class Op(NamedTuple):
     detached: bool = False  # no gradient passes
     frozen: bool = False  # HF itself never trains its weights
     again: bool = False  # its module has run before: its parameters are counted there
+    unused: bool = False  # nothing reads what it computes, so it gets no gradient
     nested: bool = False  # in a checkpointed block inside a checkpointed layer
+    numbered: tuple[int, int] = (0, 1)  # first number and step of the copies that are modules (*)
     adapts: bool = True  # LoRA's all-linear reaches it, as every linear module but the head
     at: str = ""  # the module that multiplies by its weight, if not its own
 
@@ -235,6 +237,7 @@ class _Builder:
         tied = [item["tied"] for item in self._flatten(items) if "tied" in item]
         texts |= {condition for condition, _ in tied} | {name for _, target in tied for name in _BRACES.findall(target)}
         texts |= {name for item in self._flatten(items) for name in _BRACES.findall(item.get("name", ""))}
+        texts |= {name for item in self._flatten(items) for name in _BRACES.findall(item.get("under", ""))}
         names = {name for text in texts for name in find_names(text)}
         return sorted(name for name in names if self.dims.depends_on_layer(name))
 
@@ -275,12 +278,15 @@ class _Builder:
             elif "block" in item:
                 if evaluate_truth(item.get("when", "true"), self.dims):
                     chain = self._chain([item["block"]])
-                    chain = _put_under(chain, item["under"]) if "under" in item else chain
+                    if "under" in item:
+                        chain = _put_under(chain, _absolute(self._fill(item["under"]), self.rename))
                     built.extend(_map(chain, lambda op: op._replace(nested=True)) if item.get("checkpoint") else chain)
             else:
                 op = self._make(item)
                 if op is not None and "again" in item:
                     op = op._replace(again=evaluate_truth(item["again"], self.dims))
+                if op is not None and "unused" in item:
+                    op = op._replace(unused=evaluate_truth(item["unused"], self.dims))
                 if op is not None:
                     built.append(op)
         return tuple(built)
@@ -323,6 +329,7 @@ class _Builder:
                 source=source,
                 detached=detached,
                 at=item.get("at", ""),
+                numbered=self._numbered(item),
                 adapts=evaluate_truth(item["adapts"], dims) if "adapts" in item else part != "lm_head",
             )  # fmt: skip
         if kind == "attend":
@@ -355,8 +362,8 @@ class _Builder:
             saves = dims.evaluate(item["p"])
             if isinstance(saves, bool) or not isinstance(saves, (int, float)):
                 raise ConfigError(f"{dims.where}: {item['p']} must be a number, not {format_value(saves)}")
-            return Op(kind, name, part, feature, saves=saves > 0)
-        return Op(kind, name, part, feature)
+            return Op(kind, name, part, feature, saves=saves > 0, source=source)
+        return Op(kind, name, part, feature, source=source)
 
     def _tied(self, item: dict[str, Any]) -> str | None:
         if "tied" not in item:
@@ -368,6 +375,10 @@ class _Builder:
 
     def _fill(self, name: str) -> str:
         return _BRACES.sub(lambda found: str(self.dims.lookup(found[1])), name) if "{" in name else name
+
+    def _numbered(self, item: dict[str, Any]) -> tuple[int, int]:
+        start, step = self.dims.evaluate(item["numbered"]) if "numbered" in item else (0, 1)
+        return int(start), int(step)
 
     def _targets(self, item: dict[str, Any]) -> tuple[str, ...]:
         names = self.dims.evaluate(item["targets"]) if "targets" in item else []

@@ -49,7 +49,8 @@ def _longest_edge(width: int, height: int, values: dict[str, Any]) -> Grid:
     ratio = max(height / most, width / most)
     if ratio > 1:
         height, width = math.floor(height / ratio), math.floor(width / ratio)
-    return _grid(*(((side - 1) // factor + 1) * factor for side in (height, width)), values)
+    high, wide = (((side - 1) // factor + 1) * factor for side in (height, width))
+    return _grid(high, wide, values)
 
 
 def _navit(width: int, height: int, values: dict[str, Any]) -> Grid:
@@ -60,7 +61,8 @@ def _navit(width: int, height: int, values: dict[str, Any]) -> Grid:
     scale = min(1.0, math.sqrt(_whole(values, "max_patches") / count), most / height, most / width)
     factor = patch * values["merge"]
     sides = (min(max(1, int(side * scale)), most) for side in (height, width))
-    return _grid(*(math.ceil(side / factor) * factor for side in sides), values)
+    high, wide = (math.ceil(side / factor) * factor for side in sides)
+    return _grid(high, wide, values)
 
 
 def _nearest_aspect(width: int, height: int, values: dict[str, Any]) -> Grid:
@@ -167,7 +169,26 @@ def _cut(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (1, math.ceil(height / values["patch"]), math.ceil(width / values["patch"]))
 
 
+def _within(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Fuyu: shrunk until it fits, the last patches padded."""
+    most_high, most_wide = _whole(values, "size.height"), _whole(values, "size.width")
+    if width > most_wide or height > most_high:
+        scale = min(most_high / height, most_wide / width)
+        height, width = int(height * scale), int(width * scale)
+    return (1, math.ceil(height / values["patch"]), math.ceil(width / values["patch"]))
+
+
+def _most_patches(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Pix2Struct, Kosmos-2.5: scaled up or down to as many patches as are allowed, the aspect kept."""
+    most, patch = _whole(values, "max_patches"), values["patch"]
+    scale = math.sqrt(most * (patch / height) * (patch / width))
+    rows, columns = (max(min(math.floor(scale * side / patch), most), 1) for side in (height, width))
+    return (1, rows, columns)
+
+
 RULES |= {
+    "most_patches": _most_patches,
+    "within": _within,
     "smart": _smart,
     "longest_edge": _longest_edge,
     "navit": _navit,

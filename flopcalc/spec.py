@@ -24,10 +24,11 @@ _STACK_KEYS = {
 _AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
 _VISION_KEYS = {"kind", "patch", "merge", "side", "tokens", "videos", "pixels"}
 _POSITION_KEYS = {"kind", "limit"}
-_OP_COMMON = {"op", "name", "when", "rows", "needed", "less", "times", "part", "from", "detached", "again"}
+_OP_COMMON = {"op", "name", "when", "rows", "needed", "less", "times", "part", "from", "detached", "again", "unused"}
 OP_KEYS: dict[str, set[str]] = {
     "linear": _OP_COMMON
-    | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding", "at", "flops", "adapts"},
+    | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding", "at", "flops"}
+    | {"adapts", "numbered"},
     "conv": _OP_COMMON | {"in", "out", "bias", "input_embedding", "at"},
     "attend": _OP_COMMON | {"heads", "qk", "v", "span", "mask", "window", "length"},
     "product": _OP_COMMON | {"flops", "backward"},
@@ -237,7 +238,7 @@ def _check_spec(spec: Spec, path: str) -> None:
         _check_types(table, where)
         if table and label in _KINDS and table.get("kind") not in _KINDS[label]:
             raise SpecError(f"{where} needs kind = {' or '.join(map(repr, _KINDS[label]))}")
-        pixels: dict[str, Any] = table.get("pixels", {})
+        pixels: Any = table.get("pixels", {})
         texts = {key: table[key] for key in table.keys() - {"kind", "videos", "pixels", "input"}}
         texts |= {key: str(text) for key, text in pixels.items() if key != "rule"}
         for key, text in texts.items():

@@ -30,7 +30,7 @@ def _anyres(width: int, height: int, values: dict[str, Any]) -> Grid:
     else:
         columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
     if "vision_aspect_ratio" in values:
-        most = int(str(values["vision_aspect_ratio"]).strip("anyres_max_"))
+        most = int(str(values["vision_aspect_ratio"]).removeprefix("anyres_max_"))
         ratio = math.sqrt(rows * columns / (most * side**2))
         if ratio > 1.1:
             rows, columns = int(rows // ratio), int(columns // ratio)
@@ -52,13 +52,13 @@ def _best_resolution(width: int, height: int, resolutions: list[list[int]]) -> t
 RULES["anyres"] = _anyres
 
 
-def _square(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _square(_width: int, _height: int, values: dict[str, Any]) -> Grid:
     """One tile, whatever the size."""
     return (1, values["side"], values["side"])
 
 
 def _canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
-    """InternVL, GOT-OCR2, Aya: the canvas of min to max tiles nearest in aspect, and a thumbnail if they are several."""
+    """InternVL, GOT-OCR2, Aya: the canvas of min to max tiles nearest in aspect, and a thumbnail if it has several."""
     side, tile = values["side"], values["size.height"]
     most = values["max_patches"] if values.get("crop_to_patches", True) else 1
     tiles = _count_tiles(width, height, values["min_patches"], most, tile) if most > 1 else 1
@@ -137,7 +137,7 @@ RULES["split"] = _split
 
 
 def _quarters(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
-    """Idefics2: the image, its sides kept within limits; with splitting its four quarters too, as images of their own."""
+    """Idefics2: the image, its sides within limits; with splitting its four quarters too, as images of their own."""
     sizes = [(height, width)]
     if values["do_image_splitting"]:
         high, wide = height // 2, width // 2
@@ -158,7 +158,7 @@ RULES["quarters"] = _quarters
 
 
 def _tiles_or_whole(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
-    """LFM2-VL: an image within limits of tokens whole, a larger one as the tiles of a canvas; then the whole after them."""
+    """LFM2-VL: an image within limits of tokens whole, a larger one as tiles of a canvas and the whole after them."""
     patch, tile = values["encoder_patch_size"], values["tile_size"]
     step = patch * values["downsample_factor"]
     least, most = values["min_image_tokens"] * step**2, values["max_image_tokens"] * step**2
@@ -182,7 +182,7 @@ RULES["tiles_or_whole"] = _tiles_or_whole
 
 
 def _padded_square(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
-    """Aria: the longer side to a set length, the rest of the square masked; with splitting, squares of the best canvas."""
+    """Aria: the longer side to a set length, the rest of the square masked; if split, squares of the best canvas."""
     most, least, patch = values["max_image_size"], values["min_image_size"], values["patch"]
     sizes = [(height, width)]
     if values["split_image"]:
@@ -209,7 +209,8 @@ def _covering(width: int, height: int, values: dict[str, Any]) -> Grid:
     if not values["use_covering_area_grid"] or not values["crop_to_patches"] or most <= 1:
         return _canvas(width, height, values)
     shapes = [(a, b) for a in range(1, most + 1) for b in range(1, most + 1) if a * b <= most]
-    shares = {shape: _covered(width, height, shape, tile) / (width * height) for shape in sorted(shapes, key=math.prod)}
+    area = width * height
+    shares = {shape: _covered(width, height, shape, tile) / area for shape in sorted(shapes, key=math.prod)}
     enough = [shape for shape, share in shares.items() if share > 0.9]
     if enough:
         best = min(enough, key=lambda shape: (math.prod(shape), -shares[shape]))
@@ -269,3 +270,47 @@ def _aspect_ratios(width: int, height: int, values: dict[str, Any]) -> Grid:
 
 
 RULES["aspect_ratios"] = _aspect_ratios
+
+
+def _thumb_and_tiles(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Perception LM: the canvas that holds the image and lets it grow most, else the nearest aspect; and the whole."""
+    side, tile, most = values["side"], values["tile_size"], values["max_num_tiles"]
+    if values["vision_input_type"] != "thumb+tile":
+        return (1, side, side)
+    ratios: dict[float, list[tuple[int, int]]] = {}
+    for count in range(most, 0, -1):
+        for columns in range(1, count + 1):
+            if count % columns == 0:
+                ratios.setdefault(columns * columns / count, []).append((columns, count // columns))
+    return (1 + math.prod(_fit_canvas(width, height, tile, ratios) if most > 1 else (1, 1)), side, side)
+
+
+def _fit_canvas(
+    width: int, height: int, tile: int, ratios: dict[float, list[tuple[int, int]]]
+) -> tuple[int, int]:  # fmt: skip
+    aspect = width / height
+    best: tuple[int, int] | None = None
+    reached: float = 0
+    for columns, rows in [shape for shapes in ratios.values() for shape in shapes]:
+        if columns * tile < width or rows * tile < height:
+            continue
+        scale = min(columns * tile / width, rows * tile / height)
+        # The side that the processor compares: the height of a wide image, the width of a tall one.
+        if aspect > 1:
+            grown: float = math.floor(scale * width / aspect)
+        elif aspect < 1:
+            grown = math.floor(scale * height * aspect)
+        else:
+            grown = scale * height
+        if best is None or grown >= reached:
+            best, reached = (columns, rows), grown
+    if best is not None:
+        return best
+    if aspect >= 1:
+        nearest = min((ratio for ratio in ratios if ratio <= aspect), key=lambda ratio: abs(ratio - aspect))
+        return max(ratios[nearest], key=lambda shape: shape[0])
+    nearest = min((ratio for ratio in ratios if ratio > aspect), key=lambda ratio: abs(1 / ratio - 1 / aspect))
+    return max(ratios[nearest], key=lambda shape: shape[1])
+
+
+RULES["thumb_and_tiles"] = _thumb_and_tiles

@@ -91,7 +91,6 @@ class Vision(NamedTuple):
         new_height, new_width = smart_resize(height, width, patch * merge, least, most)
         return (1, new_height // patch, new_width // patch), notes
 
-
     def grids_of_pixels(
         self, width: int, height: int, preprocessor: dict[str, Any] | None, images: int = 1
     ) -> tuple[list[Grid], list[str]]:
@@ -126,11 +125,11 @@ def _apply_rule(
         names = keys.split(" or ")  # what releases call it; the first that is given counts
         found_values = [value for _, value in (find_key(preprocessor or {}, key) for key in names) if value is not None]
         values[names[0]] = found_values[0] if found_values else dims.evaluate(str(text))
-    notes = [] if preprocessor else ["no preprocessor_config.json given: images cut as the processor class's defaults say"]
+    note = "no preprocessor_config.json given: images cut as the processor class's defaults say"
     from flopcalc.resizing import RULES  # only where pixels are given: start-up is counted
 
     found = RULES[name](width, height, values)
-    return found if isinstance(found, list) else [found], notes
+    return found if isinstance(found, list) else [found], [] if preprocessor else [note]
 
 
 def bind_vision(dims: BoundDims) -> Vision | None:

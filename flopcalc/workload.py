@@ -22,7 +22,8 @@ BLOCK = 128
 # What a spec's `rows = "UNIT: EXPRESSION"` is summed over, and the names that have values there.
 UNITS: dict[str, tuple[str, ...]] = {
     # Of the language model, or of an encoder-decoder's encoder.
-    "sequence": ("n", "c", "decoding", "training", "images"),
+    # tiles: of its images; last: how many positions have logits, counted from the end, 0 for all.
+    "sequence": ("n", "c", "decoding", "training", "images", "tiles", "last"),
     # What a mask keeps apart: a packed document, or a row's real tokens and the padding behind them.
     "document": ("n", "c", "decoding", "training", "pad"),
     # Of an encoder-decoder's decoder; m: positions of its encoder's text, frames: of its encoder's audio.
@@ -560,8 +561,13 @@ def _list_units(unit: str, load: Workload, counting: str) -> list[tuple[tuple[tu
     lengths: list[tuple[int, int]] = [(load.seq, load.rows)]
     if counting == "model" and load.documents is not None:
         lengths = [(length, 1) for length in load.documents]
-    images = -(-len(grids) // load.rows)
-    return [((*names, ("images", images)), many) for n, rows in lengths for names, many in _list_calls(load, n, rows)]
+    images = ("images", -(-len(grids) // load.rows))
+    tiles = ("tiles", -(-sum(t for t, _, _ in grids) // load.rows))
+    keep = 0 if load.logits == "all" or load.phase == "decode" else 1 if load.logits == "last" else int(load.logits)
+    last = ("last", keep)
+    return [
+        ((*names, images, tiles, last), many) for n, rows in lengths for names, many in _list_calls(load, n, rows)
+    ]
 
 
 def _list_decoder(

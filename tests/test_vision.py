@@ -155,3 +155,27 @@ def test_mistyped_vision_config(value: Any) -> None:
     config = {"model_type": "qwen2_vl", "vision_config": {"patch_size": value}, "text_config": {"num_hidden_layers": 1}}
     with pytest.raises(ConfigError):
         bind(config)
+
+
+# What transformers 5.22's own methods of Lfm2VlImageProcessor give; the class itself wants torchvision.
+@pytest.mark.parametrize(
+    ("size", "tiles", "whole"),
+    [
+        ((640, 480), 0, (1, 26, 36)),
+        ((1024, 768), 6, (1, 26, 36)),
+        ((2000, 1000), 8, (1, 22, 44)),
+        ((300, 20), 0, (1, 6, 62)),
+        ((512, 512), 0, (1, 32, 32)),
+        ((4000, 900), 4, (1, 14, 66)),
+    ],
+)
+def test_lfm2_vl_cuts_large_images(size: tuple[int, int], tiles: int, whole: tuple[int, int, int]) -> None:
+    vision = bind({"model_type": "lfm2_vl", "vision_config": {}, "text_config": LFM2}).vision
+    assert vision is not None
+    assert vision.grids_of_pixels(*size, None)[0] == [(1, 32, 32)] * tiles + [whole]
+
+
+LFM2 = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 99,
+    "layer_types": ["conv"],
+}  # fmt: skip

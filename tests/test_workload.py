@@ -424,3 +424,27 @@ def test_positions_of_four_rows_and_masks_of_four_dims() -> None:
 def test_decode_takes_no_choice_of_logits(logits: Any) -> None:
     with pytest.raises(WorkloadError, match="logits for each new token"):
         make_workload(1, 4, phase="decode", context=3, logits=logits)
+
+
+def test_documents_are_apart_under_every_convention() -> None:
+    def total(load: Workload, text: str, counting: str) -> int:
+        return evaluate_feature(("sum", "document", text, ()), load, counting)
+
+    packed = make_workload(lengths=[3, 5, 3])
+    padded = Workload(2, 7, (4, 7), "padded")
+    plain = make_workload(2, 6)
+    decode = make_workload(2, 2, phase="decode", context=5)
+    for counting in ("model", "full"):
+        assert total(packed, "n * n", counting) == 9 + 25 + 9
+        assert total(padded, "n * n", counting) == 16 + 49
+        assert total(plain, "n * n", counting) == 72
+        assert total(decode, "(n + c) * decoding", counting) == 2 * (6 + 7)
+    assert total(padded, "pad", "full") == 3
+    assert total(padded, "pad", "model") == total(packed, "pad", "full") == 0
+
+
+def test_clips_know_their_own_frames() -> None:
+    load = make_workload(1, 9, clips=[4, 6])
+    for text, model, full in (("n", 10, 12), ("own", 10, 10), ("longest", 12, 12)):
+        assert evaluate_feature(("sum", "clip", text, ()), load, "model") == model
+        assert evaluate_feature(("sum", "clip", text, ()), load, "full") == full

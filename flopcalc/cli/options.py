@@ -217,9 +217,9 @@ def _read_images(estimator: Estimator, options: Mapping[str, Any], notes: list[s
     for text in options["image"]:
         assert vision is not None
         width, height = parse_sizes(text.lower(), "--image", 2, "x")
-        grids, found = vision.grids_of_pixels(width, height, estimator.source.preprocessor, len(options["image"]))
+        made, found = vision.grids_of_pixels(width, height, estimator.source.preprocessor, len(options["image"]))
         notes += [note for note in found if note not in notes]
-        images += grids
+        images += made
     for key, found_grids in (("image_grid", images), ("video_grid", videos)):
         for text in options[key]:
             assert vision is not None
@@ -239,7 +239,12 @@ def _read_seconds(text: str) -> float:
 
 
 def _read_length(
-    estimator: Estimator, options: Mapping[str, Any], images: list[Grid], videos: list[Grid], clips: list[int], phase: str
+    estimator: Estimator,
+    options: Mapping[str, Any],
+    images: list[Grid],
+    videos: list[Grid],
+    clips: list[int],
+    phase: str,
 ) -> int | None:
     seq, text, lengths = options["seq"], options["text"], options["lengths"]
     given = [flag for flag, value in (("--seq", seq), ("--text", text), ("--lengths", lengths)) if value is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -103,6 +104,9 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
         if name not in list_data_files("examples"):
             raise FlopcalcError(f"no example of {name!r} in model_specs/examples: give --config PATH")
         example = find_example(name)
+        if every and example.needs and find_spec(example.needs) is None:
+            click.echo(f"skipped {name}: needs {example.needs}", err=True)
+            continue
         for number, keys in enumerate(example.configs):
             label = f"{name}/{'abcdefgh'[number]}"
             cases = [(workload, asked)] if workload else list_cases(example, keys)

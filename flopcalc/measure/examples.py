@@ -21,7 +21,7 @@ __all__ = ["Example", "find_example", "list_cases", "make_inputs"]
 Json = dict[str, Any]
 _KEYS = {
     "architecture", "attention", "configs", "workloads", "images", "inputs", "call", "loss", "skip", "image_token",
-    "audio_token", "vocab", "decoder_seq", "clips", "checkpoint", "video_token", "lengths",
+    "audio_token", "vocab", "decoder_seq", "clips", "checkpoint", "video_token", "lengths", "needs",
 }  # fmt: skip
 
 
@@ -46,6 +46,7 @@ class Example:
     decoder_seq: int = 0  # an encoder-decoder: length of its decoder in the usual workloads
     clips: list[int] = field(default_factory=list)  # audio per sample in the usual workloads
     checkpoint: bool = True  # HF can checkpoint it
+    needs: str = ""  # a library beside transformers that HF builds the model with
     lengths: list[int] = field(default_factory=lambda: [13, 19, 8, 14])  # of the usual workloads; the last is padded
 
 
@@ -68,7 +69,7 @@ def find_example(model_type: str) -> Example:
 def list_cases(example: Example, config: Json) -> Iterator[tuple[Json, Json]]:
     """(workload, recipe) pairs: two batches, two lengths, every phase, what trains, with and without images."""
     estimator = make_estimator(example, config)
-    decoder = {"decoder_seq": example.decoder_seq} if example.decoder_seq else {}
+    decoder = {"decoder_seq": example.decoder_seq} if example.decoder_seq and estimator.has_decoder else {}
     clips = {"clips": example.clips} if example.clips else {}
     base = {**decoder, **clips}
     # An encoder of audio has no tokens, and so no length of its own.
@@ -183,10 +184,10 @@ def make_inputs(
         if "when" not in entry or evaluate(entry["when"], scope):
             tensor = _make_tensor(name, entry, scope, out, grids * batch, generator, device)
             *outer, last = [int(part) if part.isdigit() else part for part in name.split(".")]
-            table = out
-            for key in outer:  # a dotted name lies in an inner object
-                table = table.setdefault(key, {})  # type: ignore[call-overload]
-            table[last] = tensor  # type: ignore[index]
+            table: Any = out
+            for part in outer:  # a dotted name lies in an inner object
+                table = table.setdefault(part, {})
+            table[last] = tensor
     return out
 
 
@@ -217,14 +218,24 @@ def _make_tensor(
         return torch.tensor(rows, dtype=_dtype(entry, torch.long))
     if fill == "coordinates":  # x and y of every patch, one row of them per frame; images of one size
         return torch.tensor([[[x, y] for y in range(h) for x in range(w)] for t, h, w in grids for _ in range(t)])
+    if fill in ("areas", "tiles"):
+        sizes = [int(evaluate(str(size), scope)) for size in entry["shape"]]
+        return _make_mask(fill, sizes, grids, int(entry.get("scale", 1))).to(_dtype(entry, torch.long))
     if fill == "image_mask":  # 1 where a placeholder stands
-        return (out["input_ids"] == scope.lookup(entry["token"])).to(_dtype(entry, torch.long))
+        return (out["input_ids"] == evaluate(entry["token"], scope)).to(_dtype(entry, torch.long))
     if fill == "frame_mask":  # 1 where a clip has frames of its own
         own = torch.tensor(scope.names["own"])[:, None]
         return (torch.arange(scope.names["frames"]) < own).to(_dtype(entry, torch.long))
     if fill == "patch_mask":  # 1 where an image has patches of its own, of `width` that it is padded to
         width = int(evaluate(str(entry["width"]), scope))
         return torch.tensor([[int(i < h * w) for i in range(width)] for _, h, w in grids])
+    if fill == "flattened":  # patches after their row and column, from 1; then zeros up to `width` patches
+        width, size = (int(evaluate(str(entry[key]), scope)) for key in ("width", "size"))
+        flat = torch.zeros(len(grids), width, 2 + size)
+        for image, (_, h, w) in zip(flat, grids, strict=True):
+            places = torch.tensor([[y, x] for y in range(1, h + 1) for x in range(1, w + 1)])
+            image[: h * w] = torch.cat([places, torch.randn(h * w, size, generator=generator)], 1)
+        return flat
     if fill == "until":  # 1 for so many positions, then 0
         size = [int(evaluate(str(size), scope)) for size in entry["shape"]]
         return (torch.arange(size[-1]) < int(evaluate(str(entry["until"]), scope))).expand(size).to(torch.long)
@@ -233,8 +244,8 @@ def _make_tensor(
     if fill == "value":
         return torch.tensor(entry["value"], dtype=_dtype(entry, None))
     if fill not in _FILLS:
-        special = ["grids", "sizes", "images", "coordinates", "image_mask", "text_mask"]
-        special += ["frame_mask", "patch_mask", "until", "value"]
+        special = ["grids", "sizes", "images", "areas", "tiles", "coordinates", "image_mask", "text_mask"]
+        special += ["frame_mask", "patch_mask", "flattened", "until", "value"]
         known = ", ".join([*_FILLS, *special])
         raise SpecError(f"inputs.{name}: fill {fill!r} unknown; known: {known}")
     try:
@@ -244,6 +255,17 @@ def _make_tensor(
     if fill == "normal" and device == "meta":
         return torch.empty(shape, device="meta")
     return _FILLS[fill](shape, generator).to(_dtype(entry, torch.float32 if fill == "normal" else torch.long))
+
+
+def _make_mask(fill: str, shape: list[int], grids: list[Any], scale: int) -> torch.Tensor:
+    """areas: (… image, height, width), 1 inside an image; tiles: (…, image of a sample, tile), 1 for tiles it has."""
+    mask = torch.zeros(shape)
+    for i, (t, h, w) in enumerate(grids if fill == "areas" else grids[: shape[-2]]):
+        if fill == "areas":
+            mask.view(-1, *shape[-2:])[i, : h * scale, : w * scale] = 1
+        else:
+            mask[..., i, :t] = 1
+    return mask
 
 
 _FILLS: dict[str, Callable[[list[int], torch.Generator], torch.Tensor]] = {

@@ -160,8 +160,8 @@ NOT_PRODUCTS: dict[str, str] = {
         "native_group_norm native_group_norm_backward native_batch_norm native_batch_norm_backward "
         "_native_batch_norm_legit",
         _LOSS: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward",
-        _RANDOM: "bernoulli bernoulli_ exponential_ normal_ rand randn randint uniform_ native_dropout native_dropout_backward "
-        "rand_like randn_like",
+        _RANDOM: "bernoulli bernoulli_ exponential_ normal_ rand randn randint uniform_ native_dropout "
+        "native_dropout_backward rand_like randn_like",
         _SCANS: "cumsum cumprod cummax sort topk histc bincount searchsorted bucketize",
         _READS: "_local_scalar_dense _is_all_true _is_any_true is_same_size equal",
         "pooling: means or maxima of neighbours, no product": "avg_pool2d avg_pool2d_backward max_pool2d_with_indices "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -125,6 +126,8 @@ def build_model(
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    if attention == "eager":
+        os.environ.setdefault("TIMM_FUSED_ATTN", "0")  # timm, where HF builds a tower with it, reads this when imported
     keys = dict(config)
     hf_config = AutoConfig.for_model(keys.pop("model_type"), **keys)
     auto: Any = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
@@ -198,7 +201,7 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
                 target_modules="all-linear" if "all-linear" in targets else list(targets),
                 modules_to_save=list(lora["save"]) if lora.get("save") else None,
                 lora_dropout=0.0,
-                # PEFT's wrapper for text wants a model that generates, and hands it input_ids.
+                # PEFT's wrapper for text wants a model that generates, and hands it input_ids and inputs_embeds.
                 task_type="CAUSAL_LM" if _is_text(model) else None,
             ),
         )
@@ -216,8 +219,8 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
 
 
 def _is_text(model: Any) -> bool:
-    has_ids = "input_ids" in inspect.signature(model.forward).parameters
-    return has_ids and hasattr(model, "prepare_inputs_for_generation")
+    takes = set(inspect.signature(model.forward).parameters)
+    return {"input_ids", "inputs_embeds"} <= takes and hasattr(model, "prepare_inputs_for_generation")
 
 
 # --- Batch --------------------------------------------------------------------------------------------------

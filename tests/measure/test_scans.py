@@ -265,6 +265,51 @@ def test_xlstms_chunks_and_steps_are_these_loops(convention: str, length: int) -
     assert row({"model_type": "xlstm", **keys}, path, convention, length) == 2 * loops.multiply_adds
 
 
+# --- RecurrentGemma ----------------------------------------------------------------------------------------------
+
+
+def test_recurrent_gemmas_gates_are_a_matrix_per_head() -> None:
+    from transformers import RecurrentGemmaConfig
+    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
+
+    torch.manual_seed(0)
+    heads, width, length = 3, 4, 5
+    keys = {
+        "hidden_size": 6, "num_attention_heads": heads, "lru_width": heads * width, "num_hidden_layers": 1,
+        "intermediate_size": 8, "vocab_size": 9, "block_types": ["recurrent"],
+    }  # fmt: skip
+    module = RecurrentGemmaRglru(RecurrentGemmaConfig(**keys, pad_token_id=0))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(1, length, heads * width)
+    loops = Loops()
+    gates = []
+    for weight, bias in (
+        (module.input_gate_weight, module.input_gate_bias),
+        (module.recurrent_gate_weight, module.recurrent_gate_bias),
+    ):
+        gate = [
+            [
+                loops.dot(x[0, t, h * width : (h + 1) * width].tolist(), weight[h, :, j].tolist()) + float(bias[h, j])
+                for h in range(heads)
+                for j in range(width)
+            ]
+            for t in range(length)
+        ]
+        gates.append(torch.sigmoid(torch.tensor(gate)))
+    decay = torch.exp(-8 * gates[1] * torch.nn.functional.softplus(module.recurrent_param))
+    state, out = torch.zeros(heads * width), []
+    for t in range(length):  # elementwise
+        scale = torch.sqrt(1 - decay[t] ** 2) if t else 1.0
+        state = (decay[t] if t else 0.0) * state + x[0, t] * gates[0][t] * scale
+        out.append(state)
+    torch.testing.assert_close(module(x, torch.arange(length)[None])[0], torch.stack(out), rtol=1e-4, atol=1e-4)
+    config = {"model_type": "recurrent_gemma", **keys}
+    for convention in ("full", "model"):
+        found = row(config, "model.layers.0.temporal_block.rg_lru", convention, length)
+        assert found == 2 * loops.multiply_adds
+
+
 # --- Whole models ------------------------------------------------------------------------------------------------
 
 # fvcore lacks grouped products (experts) and baddbmm (recurrent_gemma's gates), and rounds einsum to four digits.

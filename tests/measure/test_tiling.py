@@ -27,7 +27,8 @@ TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num
 
 
 def tower(kind: str, image: int, patch: int, **keys: Any) -> dict[str, Any]:
-    return {"model_type": kind, "image_size": image, "patch_size": patch, "hidden_size": 64, "num_hidden_layers": 2} | keys
+    sizes = {"image_size": image, "patch_size": patch, "hidden_size": 64, "num_hidden_layers": 2}
+    return {"model_type": kind, **sizes, **keys}
 
 
 def bind_vision(model_type: str, vision: dict[str, Any], **keys: Any) -> Vision:
@@ -58,9 +59,10 @@ class Case(NamedTuple):
     preprocessor: dict[str, Any]
     processor: str
     attributes: dict[str, Any]
-    call: dict[str, Any] = {}  # noqa: RUF012: given to the image processor, as the processor's own defaults are
+    call: dict[str, Any] | None = None  # given to the image processor, as the processor's own defaults are
 
 
+SQUARE_PINPOINTS = [[384, 768], [768, 384], [768, 768]]
 PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 SPLIT = {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}}
 CROP = {"crop_to_patches": True}
@@ -72,16 +74,16 @@ CASES = [
         {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"},
     ),
     Case(
-        "llava_onevision", tower("siglip_vision_model", 384, 14), {}, "llava_onevision", "LlavaOnevisionImageProcessorPil",
-        {"size": {"height": 384, "width": 384}}, "LlavaOnevisionProcessor",
+        "llava_onevision", tower("siglip_vision_model", 384, 14), {}, "llava_onevision",
+        "LlavaOnevisionImageProcessorPil", {"size": {"height": 384, "width": 384}}, "LlavaOnevisionProcessor",
         {"num_image_tokens": 729, "vision_aspect_ratio": "anyres_max_9", "vision_feature_select_strategy": "full"},
     ),
     Case(
         "granite4_vision", tower("siglip_vision_model", 384, 16, hidden_size=64),
-        {"downsample_rate": "4/8", "deepstack_layer_map": [[-1, 0]], "image_grid_pinpoints": [[384, 768], [768, 384], [768, 768]]},
+        {"downsample_rate": "4/8", "deepstack_layer_map": [[-1, 0]], "image_grid_pinpoints": SQUARE_PINPOINTS},
         "llava_next", "LlavaNextImageProcessorPil",
         {
-            "image_grid_pinpoints": [[384, 768], [768, 384], [768, 768]], "size": {"height": 384, "width": 384},
+            "image_grid_pinpoints": SQUARE_PINPOINTS, "size": {"height": 384, "width": 384},
             "crop_size": {"height": 384, "width": 384},
         },
         "Granite4VisionProcessor",
@@ -110,18 +112,20 @@ CASES = [
         CROP,
     ),
     Case(
-        "ovis2", tower("ovis2_vision", 448, 14, hidden_stride=2), {"hidden_size": 64}, "ovis2", "Ovis2ImageProcessorPil",
-        {"size": {"height": 448, "width": 448}, "max_patches": 9, "crop_to_patches": True}, "Ovis2Processor",
-        {"image_seq_length": 256},
+        "ovis2", tower("ovis2_vision", 448, 14, hidden_stride=2), {"hidden_size": 64}, "ovis2",
+        "Ovis2ImageProcessorPil", {"size": {"height": 448, "width": 448}, "max_patches": 9, "crop_to_patches": True},
+        "Ovis2Processor", {"image_seq_length": 256},
     ),
     Case(
-        "ovis2", tower("ovis2_vision", 448, 14, hidden_stride=2), {"hidden_size": 64}, "ovis2", "Ovis2ImageProcessorPil",
-        {"size": {"height": 448, "width": 448}, "crop_to_patches": True, "use_covering_area_grid": False}, "Ovis2Processor",
-        {"image_seq_length": 256},
+        "ovis2", tower("ovis2_vision", 448, 14, hidden_stride=2), {"hidden_size": 64}, "ovis2",
+        "Ovis2ImageProcessorPil",
+        {"size": {"height": 448, "width": 448}, "crop_to_patches": True, "use_covering_area_grid": False},
+        "Ovis2Processor", {"image_seq_length": 256},
     ),
     Case(
-        "idefics3", tower("idefics3_vision", 364, 14), {}, "idefics3", "Idefics3ImageProcessorPil", SPLIT, "Idefics3Processor",
-        {"image_seq_len": 169, "fake_image_token": "", "global_image_tag": ""}, {"return_row_col_info": True},
+        "idefics3", tower("idefics3_vision", 364, 14), {}, "idefics3", "Idefics3ImageProcessorPil", SPLIT,
+        "Idefics3Processor", {"image_seq_len": 169, "fake_image_token": "", "global_image_tag": ""},
+        {"return_row_col_info": True},
     ),
     Case(
         "idefics3", tower("idefics3_vision", 364, 14), {}, "idefics3", "Idefics3ImageProcessorPil",
@@ -147,7 +151,7 @@ def bind_case(number: int) -> Vision:
 def test_tiles_and_tokens_equal_the_processor(number: int, size: tuple[int, int]) -> None:
     case = CASES[number]
     image_processor = load(case.family, case.image_processor, "image_processing_pil")(**case.preprocessor)
-    made = image_processor(Image.new("RGB", size, (200, 10, 90)), return_tensors="np", **case.call)
+    made = image_processor(Image.new("RGB", size, (200, 10, 90)), return_tensors="np", **(case.call or {}))
     bare = make_bare(load(case.model_type, case.processor), image_processor=image_processor, **case.attributes)
     tokens = bare.replace_image_token(made, 0).replace("<IMG_ATOM>", "#").count("#")
     pixels = made["pixel_values"]
@@ -216,7 +220,7 @@ def test_idefics2_images(size: tuple[int, int], split: bool) -> None:
     assert sum(map(vision.count_tokens, grids)) == 64 * len(mask)
 
 
-# --- Processors that exist for torchvision alone: their arithmetic is read from the source -----------------------------
+# --- Processors that exist for torchvision alone: their arithmetic is read from the source --------------------------
 
 
 def load_functions(model_type: str, *names: str) -> dict[str, Any]:
@@ -243,9 +247,8 @@ def test_cohere2_canvas(size: tuple[int, int], most: int) -> None:
     (grid,), _ = vision.grids_of_pixels(*size, {"size": {"height": 512, "width": 512}, "max_patches": most})
     tiles = columns * rows + (columns * rows > 1)
     assert grid[0] == tiles
-    bare = make_bare(
-        load("cohere2_vision", "Cohere2VisionProcessor"), patch_size=16, img_line_break_token="", boi_token="", eoi_token=""
-    )  # fmt: skip
+    words = dict.fromkeys(("img_line_break_token", "boi_token", "eoi_token"), "")
+    bare = make_bare(load("cohere2_vision", "Cohere2VisionProcessor"), patch_size=16, **words)
     assert vision.count_tokens(grid) == len(bare.replace_image_token({"num_patches": [tiles]}, 0))
 
 
