@@ -79,6 +79,10 @@ def make_page() -> str:
     lines += [format_table(["mapping", "with a spec", "types"], rows), ""]
     for mapping in coverage.mappings:
         lines += [f"## {mapping.auto_class}", "", format_mapping(mapping, specs, examples), ""]
+    listed = {entry.spec for mapping in coverage.mappings for entry in mapping.entries}
+    others = [f"`{name}` ({described.spec.architecture})" for name, described in specs.items() if name not in listed]
+    if others:
+        lines += ["## Beside the mappings", "", "Classes that no mapping names: " + ", ".join(others) + ".", ""]
     lines += ["## Family tree", "", "Which spec extends which; a line's own file holds only what differs.", ""]
     lines += ["```text", *format_tree(specs), "```", ""]
     return "\n".join(lines)

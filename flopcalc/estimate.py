@@ -189,7 +189,8 @@ class Estimator:
         load, notes = read_batch(
             batch, phase=phase, logits=logits, read_device=read_device, has_decoder=self.has_decoder, audio=audio
         )
-        return self.estimate(load, tuple(notes))
+        grids = self.vision.read_sizes(batch, read_device) if self.vision is not None else None
+        return self.estimate(load if grids is None else load.replace(grids=grids), tuple(notes))
 
     def count_frames(self, seconds: Iterable[float]) -> list[int]:
         """Frames of clips that are given in seconds, as the model's feature extractor makes them."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.errors import ConfigError, WorkloadError, format_value
 from flopcalc.expr import MissingNameError, evaluate
 from flopcalc.spec import BoundDims, find_key
 from flopcalc.units import check_size
-from flopcalc.workload import Grid
+from flopcalc.workload import Grid, read_grids
 
 # Limits of the image processor classes, used with a note where no preprocessor_config.json is given.
 # transformers 5.22: models/qwen2_vl/image_processing_qwen2_vl.py
@@ -61,6 +62,23 @@ class Vision(NamedTuple):
         if isinstance(value, bool) or getattr(value, "denominator", None) != 1:
             raise ConfigError(f"{self.dims.where}: tokens = {text} must be a whole number, not {format_value(value)}")
         return int(value)
+
+    def read_sizes(self, batch: Mapping[str, Any], read_device: bool) -> tuple[Grid, ...] | None:
+        """Grids of a batch that says them otherwise than as image_grid_thw: [vision] sizes and grid."""
+        key = self.dims.spec.vision.get("sizes", "") if self.dims is not None else ""
+        value = batch.get(key)
+        if self.dims is None or value is None:
+            return None
+        device = getattr(getattr(value, "device", None), "type", "cpu")
+        if device != "cpu" and not read_device:
+            raise WorkloadError(
+                f"{key} lies on {value.device}: reading it would stall the device; pass it from the host"
+            )
+        rows = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(rows, Sequence) or isinstance(rows, str):
+            raise WorkloadError(f"{key} must be a row per image, not {format_value(rows)}")
+        text = self.dims.spec.vision["grid"]
+        return read_grids([evaluate(text, _RowNames(self.dims, row)) for row in rows], key) if rows else ()
 
     def count_patches(self, grid: Grid) -> int:
         return grid[0] * (self.side**2 if self.kind == "tiles" else grid[1] * grid[2])
@@ -114,6 +132,18 @@ class _GridNames:
         return self.grid[name] if name in self.grid else self.dims.lookup(name)
 
 
+class _RowNames:
+    """A spec's names, and a, b before them: the entries of one image's row in a batch's sizes."""
+
+    def __init__(self, dims: BoundDims, row: Any) -> None:
+        self.dims = dims
+        entries = row.tolist() if hasattr(row, "tolist") else row
+        self.entries = dict(zip("ab", entries if isinstance(entries, Sequence) else [entries], strict=False))
+
+    def lookup(self, name: str) -> Any:
+        return self.entries[name] if name in self.entries else self.dims.lookup(name)
+
+
 def _apply_rule(
     dims: BoundDims, width: int, height: int, preprocessor: dict[str, Any] | None, images: int
 ) -> tuple[list[Grid], list[str]]:
@@ -156,7 +186,7 @@ def bind_vision(dims: BoundDims) -> Vision | None:
         side=size("side", 0),
         tokens=size("tokens", 0) if table["kind"] == "fixed" else 0,
         takes_videos=table.get("videos") == "true",
-        dims=dims if "pixels" in table or (table["kind"] != "fixed" and "tokens" in table) else None,
+        dims=dims if table.keys() & {"pixels", "sizes"} or (table["kind"] != "fixed" and "tokens" in table) else None,
     )
 
 

@@ -26,8 +26,8 @@ UNITS: dict[str, tuple[str, ...]] = {
     "sequence": ("n", "c", "decoding", "training", "images", "tiles", "last"),
     # What a mask keeps apart: a packed document, or a row's real tokens and the padding behind them.
     "document": ("n", "c", "decoding", "training", "pad"),
-    # Of an encoder-decoder's decoder; m: positions of its encoder's text, frames: of its encoder's audio.
-    "decoder": ("n", "c", "decoding", "training", "m", "frames"),
+    # Of an encoder-decoder's decoder; m: positions of its encoder's text, frames: of its audio, patches: of its images.
+    "decoder": ("n", "c", "decoding", "training", "m", "frames", "patches"),
     "image": ("t", "h", "w", "video"),  # or video (then 1); in patches
     # Of audio; in the feature extractor's frames: as executed, its own, and those of the batch's longest.
     "clip": ("n", "own", "longest"),
@@ -579,10 +579,15 @@ def _list_decoder(
         side.documents if counting == "model" and side.documents is not None else (side.seq,) * side.rows
         for side in (load, encoder)
     ]
-    rows = Counter(zip(*sides, frames or (0,) * load.rows, strict=True))
+    sizes = [t * h * w for t, h, w in encoder.all_grids]
+    each = len(sizes) // load.rows  # images of a row, if all have as many
+    patches = [sum(sizes[i * each : (i + 1) * each]) for i in range(load.rows)]
+    if sum(patches) != sum(sizes):
+        patches = [sum(sizes) // load.rows] * load.rows
+    rows = Counter(zip(*sides, frames or (0,) * load.rows, patches, strict=True))
     return [
-        ((*names, ("m", m), ("frames", audio)), many)
-        for (n, m, audio), count in rows.items()
+        ((*names, ("m", m), ("frames", audio), ("patches", visual)), many)
+        for (n, m, audio, visual), count in rows.items()
         for names, many in _list_calls(load, n, count)
     ]
 

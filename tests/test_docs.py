@@ -25,6 +25,7 @@ from flopcalc.cli import _COMMANDS, main
 from flopcalc.cli.estimate import estimate as estimate_command
 from flopcalc.data import list_data_files
 from flopcalc.devices import load_devices
+from flopcalc.workload import UNITS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -165,6 +166,8 @@ COMPLETE = [
     ("docs/specs.md", "keys of an op", set().union(*spec.OP_KEYS.values())),
     ("docs/specs.md", "kinds of op", set(spec.OP_KEYS)),
     ("docs/specs.md", "keys of [vision] and [positions]", spec._VISION_KEYS | spec._POSITION_KEYS),
+    ("docs/specs.md", "keys of [audio]", spec._AUDIO_KEYS),
+    ("docs/specs.md", "units and their names", {*UNITS, *(name for names in UNITS.values() for name in names)}),
     ("docs/specs.md", "parts, rows and spans", {*spec.PARTS, *spec.ROWS, *spec.SPANS}),
     ("docs/specs.md", "functions", set(expr._FUNCTIONS)),
     ("docs/conventions.md", "keys of the JSON object", set(_json_keys(_json_object()))),
@@ -172,7 +175,7 @@ COMPLETE = [
     ("README.md", "options", {o for p in estimate_command.params for o in p.opts if o.startswith("--")} - {"--help"}),
     ("README.md", "commands", {f"flopcalc {name}" for name in _COMMANDS}),
     (
-        "README.md",
+        "docs/models.md",
         "model types",
         {name for name, path in list_data_files("specs").items() if not spec.load_spec(path).is_tower},
     ),

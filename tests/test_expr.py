@@ -24,6 +24,7 @@ class Names:
 
 SCOPE = Names(
     d=24, h=4, ratio=2.5, kinds=["full", "sliding", "full"], flag=True, word="default", nothing=None, table={"a": 1},
+    patches={"1225": 128, "4900": 256},
     **{"text_config.hidden_size": 7},
 )  # fmt: skip
 
@@ -51,6 +52,11 @@ SCOPE = Names(
         ("count(kinds, 'full', 2)", 1),
         ("at(kinds, 1)", "sliding"),
         ("at(word, 1)", "default"),
+        ("wrap(-2, 25)", [23]),
+        ("max(wrap([-2, -5, 6], 25))", 23),
+        ("items(patches)", [(1225, 128), (4900, 256)]),
+        ("get(items(patches), 70 ** 2)", 256),
+        ("number('3/8', 1)", 8),
         ("'fault' in word", True),
         ("sum([3, 4, 5])", 12),
         ("sum([3, 4, 5], 2)", 7),
@@ -153,6 +159,10 @@ def test_grammar_is_closed(text: str) -> None:
         ("kinds[flag]", "index True"),
         ("word[0]", "is not a list"),
         ("at(kinds, 3)", "at cannot take"),
+        ("wrap(word, 3)", "wrap cannot take"),
+        ("items(kinds)", "items cannot take"),
+        ("get(items(patches), 9)", "get cannot take"),
+        ("number(word, 0)", "number cannot take"),
         ("run([3, 1], 4)", "run cannot take"),
         ("d in word", "is not a list"),
         ("len(word)", "len cannot take"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flopcalc import ConfigError, WorkloadError, bind
+from flopcalc.data import list_data_files, load_toml
 from flopcalc.vision import Vision, smart_resize
 
 GRID = Vision("grid", merge=2, patch=14, side=0, tokens=0, takes_videos=True)
@@ -179,3 +180,19 @@ LFM2 = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 99,
     "layer_types": ["conv"],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "batch", "grids"),
+    [
+        ("mistral3", {"image_sizes": [[20, 30], [30, 10]]}, ((1, 4, 6), (1, 6, 2))),
+        ("minicpmv4_6", {"target_sizes": [[4, 8], [8, 8]]}, ((1, 4, 8), (1, 8, 8))),
+        ("step3p7", {"num_local_patches": [2, 0]}, ((3, 1, 1), (1, 1, 1))),
+        ("mistral3", {}, None),
+    ],
+)
+def test_sizes_of_a_batch(model_type: str, batch: dict[str, Any], grids: Any) -> None:
+    config = load_toml(list_data_files("examples")[model_type])["configs"][0]
+    vision = bind({"model_type": model_type, **config}).vision
+    assert vision is not None
+    assert vision.read_sizes(batch, True) == grids

@@ -83,7 +83,7 @@ def explain_row(estimate: Estimate, path: str, copies: int, row: Row, value: int
     """One operation: its formula in words, then in numbers, per direction."""
     op = row.op
     is_train = estimate.terms[0][1].phase == "train"
-    unit = name_feature(op.feature)
+    unit = name_feature(op.feature, estimate.convention)
     many = value * copies
     forward, backward, again = (
         row.forward * many, row.backward * many * is_train, row.recompute * many * is_train
@@ -149,15 +149,18 @@ def _formula(row: Row) -> tuple[str, str]:
     return "(2 × in × out + 2 × r × (in + out))", f"(2 × {op.n_in} × {op.n_out} + {adapter})"
 
 
-def name_feature(feature: Feature) -> str:
-    if feature[0] in ("needed", "executed", "decoder"):
-        return name_feature(feature[1:])
-    if feature[0] == "either":
-        return name_feature(feature[1])
-    if feature[0] == "minus":
-        return f"{name_feature(feature[1])} less {name_feature(feature[2])}"
-    if feature[0] == "sum":
-        return f"rows (per {feature[1]}: {feature[2]})"
+def name_feature(feature: Feature, convention: str = "model") -> str:
+    kind, *rest = feature
+    if kind in ("needed", "executed", "decoder"):
+        return name_feature(feature[1:], convention)
+    if kind == "only":
+        return name_feature(feature[2:], convention)
+    if kind == "either":
+        return name_feature(rest[0 if convention == "model" else 1], convention)
+    if kind == "minus":
+        return " less ".join(name_feature(part, convention) for part in rest)
+    if kind == "sum":
+        return f"rows (per {rest[0]}: {rest[1]})"
     if feature[0] == "pairs":
         window = f", window {feature[2]}" if feature[2] else ""
         return f"query-key pairs ({feature[1]}{window})"

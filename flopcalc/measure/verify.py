@@ -107,7 +107,8 @@ def _make_decode(
             key, filled = "past_key_values", DynamicCache(config=model.config)
             model(**inputs, past_key_values=filled, **extra)
     name = "decoder_input_ids" if estimator.has_decoder else "input_ids"
-    token = torch.full((len(inputs.get(name, range(batch))), 1), 3)
+    before = inputs[name].shape if name in inputs else (batch, context)
+    token = torch.full((before[0], 1, *before[2:]), 3)  # several codes a position, where the model takes them
     again: Json = {}
     if estimator.has_decoder:
         encoder = model.get_encoder()

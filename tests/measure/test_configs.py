@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,10 @@ import pytest
 from flopcalc import bind
 from flopcalc.data import list_data_files
 from flopcalc.measure.compare import make_load
-from flopcalc.measure.examples import find_example, list_cases
+from flopcalc.measure.examples import _KEYS, find_example, list_cases
 
 transformers = pytest.importorskip("transformers")
+SPECS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "specs.md"
 
 
 def count(config: dict[str, Any], workload: dict[str, Any]) -> tuple[int, dict[str, int]]:
@@ -29,3 +32,8 @@ def test_raw_and_through_auto_config(name: str) -> None:
         filled = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys).to_dict()
         for workload, _ in list(list_cases(example, config))[:3]:
             assert count({**filled, **named}, workload) == count({**config, **named}, workload)
+
+
+def test_keys_of_an_example_are_documented() -> None:
+    words = set(re.findall(r"`\[*(\w+)\]*`", SPECS_PAGE.read_text(encoding="utf-8")))
+    assert not _KEYS - words

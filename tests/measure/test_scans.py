@@ -280,7 +280,7 @@ def test_recurrent_gemmas_gates_are_a_matrix_per_head() -> None:
     }  # fmt: skip
     module = RecurrentGemmaRglru(RecurrentGemmaConfig(**keys, pad_token_id=0))
     for parameter in module.parameters():
-        torch.nn.init.normal_(parameter)
+        torch.nn.init.normal_(parameter.requires_grad_(False))
     x = torch.randn(1, length, heads * width)
     loops = Loops()
     gates = []

@@ -224,13 +224,14 @@ def test_idefics2_images(size: tuple[int, int], split: bool) -> None:
 
 
 def load_functions(model_type: str, *names: str) -> dict[str, Any]:
+    """Functions and methods of these names, none of which needs torchvision."""
     folder = Path(inspect.getfile(transformers)).parent / "models" / model_type
     tree = ast.parse((folder / f"image_processing_{model_type}.py").read_text())
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
     assert len(found) == len(names)
     scope: dict[str, Any] = {
         "np": np, "torch": torch, "math": math, "lru_cache": functools.lru_cache, "defaultdict": defaultdict,
-        "SizeDict": SizeDict,
+        "SizeDict": SizeDict, "reduce": functools.reduce,
     }  # fmt: skip
     code = ast.parse("from __future__ import annotations")
     code.body += found
@@ -267,3 +268,24 @@ def test_llama4_canvas(size: tuple[int, int], largest: bool) -> None:
     bare = make_bare(load("llama4", "Llama4Processor"), patch_size=14, downsample_ratio=4)
     text = bare.replace_image_token({"pixel_values": [np.zeros((3, 336, 336))], "aspect_ratios": [ratio]}, 0)
     assert vision.count_tokens(grid) == text.count("<|patch|>")
+
+
+@pytest.mark.parametrize("most", [4, 36])
+@pytest.mark.parametrize("size", [*SIZES, (448, 448), (4000, 3000), (300, 20000), (9000, 90)], ids=str)
+def test_perception_lm_tiles(size: tuple[int, int], most: int) -> None:
+    names = (
+        "_factors", "_find_supported_aspect_ratios", "_get_image_height_width", "_fit_image_to_canvas",
+        "_find_closest_aspect_ratio",
+    )  # fmt: skip
+    scope = load_functions("perception_lm", *names)
+    stand_in = type("Processor", (), {name: scope[name] for name in names} | {"max_num_tiles": most})()
+    sizes = {"img_width": size[0], "img_height": size[1], "tile_size": 448}
+    canvas = stand_in._fit_image_to_canvas(**sizes) or stand_in._find_closest_aspect_ratio(**sizes)
+    arguments = {"embed_dim": 64, "depth": 1, "num_heads": 1, "img_size": [448, 448]}
+    tower = {"model_type": "timm_wrapper", "architecture": "vit_pe_lang_large_patch14_448", "model_args": arguments}
+    vision = bind_vision("perception_lm", tower, projector_pooling_ratio=2)
+    (grid,), _ = vision.grids_of_pixels(*size, {"tile_size": 448, "max_num_tiles": most})
+    assert grid[0] == math.prod(canvas) + 1
+    bare = make_bare(load("perception_lm", "PerceptionLMProcessor"), patch_size=14, pooling_ratio=2)
+    text = bare.replace_image_token({"pixel_values": [np.zeros((grid[0], 3, 448, 448), np.uint8)]}, 0)
+    assert vision.count_tokens(grid) == len(text)
