@@ -48,7 +48,8 @@ SPANS = ("seq", "frames", "windows", "images", "tiles")
 MASKS = ("causal", "full")
 # What the values of these keys are; anything else in a stack or an op is a string, most of them expressions.
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
-    "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool,), "flat": (bool,), "reversible": (bool,),
+    "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool,), "flat": (bool,),
+    "reversible": (bool,),
     "input_embedding": (bool,), "detached": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
     "pixels": (dict,),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),

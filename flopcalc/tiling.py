@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from flopcalc.errors import ConfigError
 from flopcalc.workload import Grid
 
 Rule: TypeAlias = "Callable[[int, int, dict[str, Any]], Grid | list[Grid]]"
@@ -66,7 +67,11 @@ def _canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
 
 
 def _count_tiles(width: int, height: int, least: int, most: int, tile: int) -> int:
-    """Tiles of the canvas nearest in aspect; of equals the largest that the image fills by half."""
+    return math.prod(_nearest_canvas(width, height, least, most, tile))
+
+
+def _nearest_canvas(width: int, height: int, least: int, most: int, tile: int) -> tuple[int, int]:
+    """Columns and rows of the canvas nearest in aspect; of equals the largest that the image fills by half."""
     best, closest = (1, 1), math.inf
     shapes = [(w, h) for w in range(1, most + 1) for h in range(1, most + 1) if least <= w * h <= most]
     for columns, rows in sorted(shapes, key=math.prod):
@@ -74,10 +79,27 @@ def _count_tiles(width: int, height: int, least: int, most: int, tile: int) -> i
         is_large = width * height > 0.5 * tile * tile * columns * rows
         if distance < closest or (distance == closest and is_large):
             best, closest = (columns, rows), distance
-    return math.prod(best)
+    return best
 
 
-RULES |= {"square": _square, "canvas": _canvas}
+def _whole_and_canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """DeepSeek-OCR 2, Unlimited-OCR: the whole image as a square, and tiles of a canvas if it is larger than one.
+
+    t is 1 and the tiles, h the patches per side of the whole, w the rows of tiles (1 without). The tiles' side is a
+    constant of the spec, for the grid has no place for it.
+    """
+    tile, patch = values["tile_size"], values["patch"]
+    if tile != values["tile"]:
+        raise ConfigError(f"preprocessor_config.json: tile_size {tile}: only tiles of {values['tile']} are described")
+    is_cut = values["crop_to_patches"]
+    whole = values["size.height"] if is_cut or not values["tile_if_whole"] else tile
+    if not is_cut or max(width, height) <= tile:
+        return (1, whole // patch, 1)
+    columns, rows = _nearest_canvas(width, height, values["min_patches"], values["max_patches"], tile)
+    return (1 + columns * rows, whole // patch, rows)
+
+
+RULES |= {"square": _square, "canvas": _canvas, "whole_and_canvas": _whole_and_canvas}
 
 
 def _cover(width: int, height: int, values: dict[str, Any]) -> Grid:

@@ -67,7 +67,7 @@ class TracedEstimator(Estimator):
         self.stages = ()
         self.has_decoder = False
         self._totals: dict[tuple[str, bool], tuple[tuple[Fraction, ...], ...]] = {}
-        empty: dict[str, Any] = dict.fromkeys(Spec._fields, {})
+        empty: dict[str, Any] = {name: {} for name in Spec._fields}
         self.spec = Spec(**{
             **empty, "name": traced.model_type, "file": "", "architecture": traced.name,
             "source": f"traced with {made_with}", "required": (), "stacks": [], "is_tower": False,

@@ -77,8 +77,13 @@ class Vision(NamedTuple):
         rows = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(rows, Sequence) or isinstance(rows, str):
             raise WorkloadError(f"{key} must be a row per image, not {format_value(rows)}")
+        while rows and isinstance(rows[0], list) and rows[0] and isinstance(rows[0][0], list):
+            rows = [row for inner in rows for row in inner]  # per sample and image
+        if "grid" not in self.dims.spec.vision:  # heights and widths in pixels, before the processor's resize
+            each = -(-len(rows) // max(1, len(batch["input_ids"]))) if "input_ids" in batch else 1
+            return tuple(g for h, w in rows for g in _apply_rule(self.dims, int(w), int(h), None, each)[0])
         text = self.dims.spec.vision["grid"]
-        return read_grids([evaluate(text, _RowNames(self.dims, row)) for row in rows], key) if rows else ()
+        return read_grids([evaluate(text, _RowNames(self.dims, row, batch)) for row in rows], key) if rows else ()
 
     def count_patches(self, grid: Grid) -> int:
         return grid[0] * (self.side**2 if self.kind == "tiles" else grid[1] * grid[2])
@@ -133,15 +138,20 @@ class _GridNames:
 
 
 class _RowNames:
-    """A spec's names, and a, b before them: the entries of one image's row in a batch's sizes."""
+    """A spec's names; before them a, b, row, the entries of one image's row in a batch's sizes, and its tensors."""
 
-    def __init__(self, dims: BoundDims, row: Any) -> None:
+    def __init__(self, dims: BoundDims, row: Any, batch: Mapping[str, Any]) -> None:
         self.dims = dims
+        self.batch = batch
         entries = row.tolist() if hasattr(row, "tolist") else row
-        self.entries = dict(zip("ab", entries if isinstance(entries, Sequence) else [entries], strict=False))
+        listed = list(entries) if isinstance(entries, Sequence) else [entries]
+        self.entries: dict[str, Any] = {**dict(zip("ab", listed, strict=False)), "row": listed}
 
     def lookup(self, name: str) -> Any:
-        return self.entries[name] if name in self.entries else self.dims.lookup(name)
+        if name in self.entries:
+            return self.entries[name]
+        shape = getattr(self.batch.get(name), "shape", ())
+        return int(shape[-1]) if shape else self.dims.lookup(name)
 
 
 def _apply_rule(

@@ -26,13 +26,15 @@ UNITS: dict[str, tuple[str, ...]] = {
     "sequence": ("n", "c", "decoding", "training", "images", "tiles", "last"),
     # What a mask keeps apart: a packed document, or a row's real tokens and the padding behind them.
     "document": ("n", "c", "decoding", "training", "pad"),
-    # Of an encoder-decoder's decoder; m: positions of its encoder's text, frames: of its audio, patches: of its images.
-    "decoder": ("n", "c", "decoding", "training", "m", "frames", "patches"),
+    # Of an encoder-decoder's decoder; m: positions of its encoder's text, frames: of its audio; images, and their patches.
+    "decoder": ("n", "c", "decoding", "training", "m", "frames", "images", "patches"),
     "image": ("t", "h", "w", "video"),  # or video (then 1); in patches
     # Of audio; in the feature extractor's frames: as executed, its own, and those of the batch's longest.
     "clip": ("n", "own", "longest"),
-    # of the model, as a whole; images may be padded to the tallest and the widest of them
-    "call": ("b", "n", "c", "decoding", "training", "images", "tiles", "patches", "tallest", "widest", "clips"),
+    # of the model, as a whole; images may be padded to the tallest and the widest of them, audio to the longest clip
+    "call": (
+        "b", "n", "c", "decoding", "training", "images", "tiles", "patches", "tallest", "widest", "clips", "longest",
+    ),
 }
 
 
@@ -381,8 +383,8 @@ def _count_images(pixels: Any) -> int:
     shape = _shape(pixels)
     if len(shape) == 4:
         return int(shape[0])
-    if len(shape) == 5:
-        return int(shape[0]) * int(shape[1])
+    if len(shape) in (5, 6):
+        return int(shape[0]) * int(shape[1])  # of six, the third counts an image's tiles
     raise WorkloadError(f"pixel_values of shape {tuple(shape)} need image_grid_thw beside them")
 
 
@@ -543,9 +545,9 @@ def _list_units(unit: str, load: Workload, counting: str) -> list[tuple[tuple[tu
     if unit == "call":
         sums = (("tiles", sum(t for t, _, _ in grids)), ("patches", sum(t * h * w for t, h, w in grids)))
         largest = (("tallest", max([0, *(h for _, h, _ in grids)])), ("widest", max([0, *(w for *_, w in grids)])))
-        clips = ("clips", len(load.clips))
+        clips = (("clips", len(load.clips)), ("longest", max(load.clips, default=0)))
         return [
-            ((("b", load.rows), *names, ("images", len(grids)), *sums, *largest, clips), 1)
+            ((("b", load.rows), *names, ("images", len(grids)), *sums, *largest, *clips), 1)
             for names, _ in _list_calls(load, load.seq, 1)
         ]
     if unit == "document":
@@ -565,9 +567,7 @@ def _list_units(unit: str, load: Workload, counting: str) -> list[tuple[tuple[tu
     tiles = ("tiles", -(-sum(t for t, _, _ in grids) // load.rows))
     keep = 0 if load.logits == "all" or load.phase == "decode" else 1 if load.logits == "last" else int(load.logits)
     last = ("last", keep)
-    return [
-        ((*names, images, tiles, last), many) for n, rows in lengths for names, many in _list_calls(load, n, rows)
-    ]
+    return [((*names, images, tiles, last), many) for n, rows in lengths for names, many in _list_calls(load, n, rows)]
 
 
 def _list_decoder(
@@ -584,9 +584,10 @@ def _list_decoder(
     patches = [sum(sizes[i * each : (i + 1) * each]) for i in range(load.rows)]
     if sum(patches) != sum(sizes):
         patches = [sum(sizes) // load.rows] * load.rows
+    images = ("images", -(-len(sizes) // load.rows))
     rows = Counter(zip(*sides, frames or (0,) * load.rows, patches, strict=True))
     return [
-        ((*names, ("m", m), ("frames", audio), ("patches", visual)), many)
+        ((*names, ("m", m), ("frames", audio), images, ("patches", visual)), many)
         for (n, m, audio, visual), count in rows.items()
         for names, many in _list_calls(load, n, count)
     ]

@@ -209,12 +209,14 @@ def _make_tensor(
     if fill == "sizes":  # height and width of each image; `scale`: pixels per patch
         scale = int(evaluate(str(entry.get("scale", 1)), scope))
         return torch.tensor([[h * scale, w * scale] for _, h, w in grids])
-    if fill == "images":  # a row per image: expressions over its t, h, w
+    if fill == "images":  # a row per image: expressions over its t, h, w; one alone: a plain list of numbers
         rows = [
             [int(evaluate(str(text), _Scope(scope.config, {**scope.names, "t": t, "h": h, "w": w})))
-             for text in entry["row"]]
+             for text in ([entry["row"]] if isinstance(entry["row"], str) else entry["row"])]
             for t, h, w in grids
         ]  # fmt: skip
+        if isinstance(entry["row"], str):
+            return [number for row in rows for number in row]
         return torch.tensor(rows, dtype=_dtype(entry, torch.long))
     if fill == "coordinates":  # x and y of every patch, one row of them per frame; images of one size
         return torch.tensor([[[x, y] for y in range(h) for x in range(w)] for t, h, w in grids for _ in range(t)])
@@ -230,15 +232,15 @@ def _make_tensor(
         width = int(evaluate(str(entry["width"]), scope))
         return torch.tensor([[int(i < h * w) for i in range(width)] for _, h, w in grids])
     if fill == "flattened":  # patches after their row and column, from 1; then zeros up to `width` patches
-        width, size = (int(evaluate(str(entry[key]), scope)) for key in ("width", "size"))
-        flat = torch.zeros(len(grids), width, 2 + size)
+        width, depth = (int(evaluate(str(entry[key]), scope)) for key in ("width", "size"))
+        flat = torch.zeros(len(grids), width, 2 + depth)
         for image, (_, h, w) in zip(flat, grids, strict=True):
             places = torch.tensor([[y, x] for y in range(1, h + 1) for x in range(1, w + 1)])
-            image[: h * w] = torch.cat([places, torch.randn(h * w, size, generator=generator)], 1)
+            image[: h * w] = torch.cat([places, torch.randn(h * w, depth, generator=generator)], 1)
         return flat
     if fill == "until":  # 1 for so many positions, then 0
-        size = [int(evaluate(str(size), scope)) for size in entry["shape"]]
-        return (torch.arange(size[-1]) < int(evaluate(str(entry["until"]), scope))).expand(size).to(torch.long)
+        sizes = [int(evaluate(str(size), scope)) for size in entry["shape"]]
+        return (torch.arange(sizes[-1]) < int(evaluate(str(entry["until"]), scope))).expand(sizes).to(torch.long)
     if fill == "text_mask":  # 0 where a placeholder stands
         return (out["input_ids"] != scope.lookup(entry["token"])).to(_dtype(entry, torch.long))
     if fill == "value":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase

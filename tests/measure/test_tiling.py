@@ -289,3 +289,26 @@ def test_perception_lm_tiles(size: tuple[int, int], most: int) -> None:
     bare = make_bare(load("perception_lm", "PerceptionLMProcessor"), patch_size=14, pooling_ratio=2)
     text = bare.replace_image_token({"pixel_values": [np.zeros((grid[0], 3, 448, 448), np.uint8)]}, 0)
     assert vision.count_tokens(grid) == len(text)
+
+
+def test_a_batch_says_its_tiles() -> None:
+    ids = torch.zeros(2, 3000, dtype=torch.long)
+    config = {"model_type": "llava_next", "vision_config": tower("clip_vision_model", 336, 14)}
+    bound = Estimator(load_config({**config, "text_config": {"model_type": "llama", **TEXT}}))
+    assert bound.vision is not None
+    pixels = torch.zeros(2, 5, 3, 336, 336, device="meta")  # padded to the most tiles; the model drops the padding
+    batch = {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor([[768, 1024], [300, 700]])}
+    grids = [bound.vision.grid_of_pixels(w, h, None)[0] for h, w in ((768, 1024), (300, 700))]
+    assert [grid[0] for grid in grids] == [5, 4]
+    assert bound(batch=batch).total == bound(2, 3000, image_grid_thw=grids).total
+
+
+def test_a_batch_of_padded_tiles() -> None:
+    vision = tower("mllama_vision_model", 28, 14, attention_heads=2, max_num_tiles=4)
+    bound = Estimator(load_config({"model_type": "mllama", "vision_config": vision, "text_config": TEXT}))
+    mask = torch.tensor([[[1, 1, 0, 0]], [[1, 1, 1, 0]]])
+    batch = {
+        "input_ids": torch.zeros(2, 9, dtype=torch.long), "aspect_ratio_mask": mask,
+        "pixel_values": torch.zeros(2, 1, 4, 3, 28, 28),
+    }  # fmt: skip
+    assert bound(batch=batch).total == bound(2, 9, image_grid_thw=[[2, 2, 2], [3, 2, 2]]).total
