@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from flopcalc.errors import ConfigError
+from flopcalc.errors import ConfigError, WorkloadError
 from flopcalc.workload import Grid
 
 Rule: TypeAlias = "Callable[[int, int, dict[str, Any]], Grid | list[Grid]]"
@@ -47,6 +47,8 @@ def _best_resolution(width: int, height: int, resolutions: list[list[int]]) -> t
         wasted = wide * high - kept
         if kept > most or (kept == most and wasted < least):
             best, most, least = (high, wide), kept, wasted
+    if not most:
+        raise WorkloadError(f"image {width}x{height}: nothing of it is left in any of the model's resolutions")
     return best
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.errors import ConfigError, WorkloadError, format_value
+from flopcalc.errors import ConfigError, FlopcalcError, SpecError, WorkloadError, format_nearest, format_value
 from flopcalc.expr import MissingNameError, evaluate
 from flopcalc.spec import BoundDims, find_key
 from flopcalc.units import check_size
@@ -159,7 +159,7 @@ def _apply_rule(
 ) -> tuple[list[Grid], list[str]]:
     """The named rule of [vision.pixels]; its parameters are preprocessor_config.json's, else the spec's own."""
     table = dict(dims.spec.vision["pixels"])
-    name = table.pop("rule")
+    name = str(table.pop("rule", ""))
     values: dict[str, Any] = {"images": images}
     for keys, text in table.items():
         names = keys.split(" or ")  # what releases call it; the first that is given counts
@@ -168,7 +168,15 @@ def _apply_rule(
     note = "no preprocessor_config.json given: images cut as the processor class's defaults say"
     from flopcalc.resizing import RULES  # only where pixels are given: start-up is counted
 
-    found = RULES[name](width, height, values)
+    if name not in RULES:
+        raise SpecError(f"{dims.spec.file}: [vision.pixels] rule {name!r} unknown.{format_nearest(name, RULES)}")
+    try:
+        found = RULES[name](width, height, values)
+    except FlopcalcError:
+        raise
+    except (TypeError, ValueError, KeyError, ZeroDivisionError):
+        shown = ", ".join(f"{key} {format_value(value)}" for key, value in values.items())
+        raise WorkloadError(f"image {width}x{height}: rule {name!r} cannot cut it with {shown}") from None
     return found if isinstance(found, list) else [found], [] if preprocessor else [note]
 
 

@@ -17,7 +17,11 @@ EXAMPLES = {name: load_toml(path) for name, path in list_data_files("examples").
 def load_configs(name: str) -> list[dict[str, Any]]:
     table = EXAMPLES[name]
     named = {"architectures": [table["architecture"]]} if "architecture" in table else {}
-    return [{"model_type": name, **named, **config} for config in table["configs"]]
+    configs = []
+    for config in table["configs"]:
+        given = {key: value for key, value in config.items() if key != "null_keys"}
+        configs.append({"model_type": name, **named, **given, **dict.fromkeys(config.get("null_keys", []))})
+    return configs
 
 
 def list_changes(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -94,6 +94,15 @@ def test_values(text: str, value: Any) -> None:
     assert type(result) in (type(value), Fraction)
 
 
+def test_override_reads_one_layer_of_an_object() -> None:
+    scope = Names(layers={"3": {"head_dim": 14}}, head_dim=10)
+    assert evaluate("override(layers, 3, 'head_dim', head_dim)", scope) == 14
+    assert evaluate("override(layers, 2, 'head_dim', head_dim)", scope) == 10
+    assert evaluate("override(layers, 3, 'heads', 4)", scope) == 4
+    with pytest.raises(SpecError, match="override"):
+        evaluate("override(head_dim, 3, 'heads', 4)", scope)
+
+
 def test_a_division_with_a_rest_stays_exact() -> None:
     assert evaluate("7 / 2", SCOPE) == Fraction(7, 2)
     assert evaluate("(7 / 2) * 2", SCOPE) == 7

@@ -89,12 +89,18 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
     recipe = make_recipe(freeze=options["freeze"], lora=options["lora"], recompute=options["recompute"])
     asked = {key: value for key, value in recipe.to_dict().items() if value and value != "none"}
     workload = _read_workload(options)
+    if workload is None and config is None:
+        given = [key for key in ("batch", "image_grid", "clip", "context", "freeze", "lora") if options[key]]
+        given += ["phase"] if options["phase"] != "train" else []
+        given += ["recompute"] if options["recompute"] != "none" else []
+        if given:
+            raise FlopcalcError(f"--{given[0].replace('_', '-')} belongs to one workload: give its --seq too")
     if config is not None:
         keys = load_config(config).config
         yield (
             config,
             keys,
-            workload or {"batch": 1, "seq": 67, "phase": options["phase"]},
+            workload or _read_workload({**options, "seq": "67"}),
             asked,
             None,
             options["device"] or "meta",

@@ -59,8 +59,14 @@ def find_example(model_type: str) -> Example:
     unknown = set(tables) - _KEYS
     if unknown:
         raise SpecError(f"{path}: unknown keys {', '.join(sorted(unknown))}; known: {', '.join(sorted(_KEYS))}")
-    tables["configs"] = [{"model_type": model_type, **config} for config in tables.get("configs", [])]
+    tables["configs"] = [read_config(model_type, config) for config in tables.get("configs", [])]
     return Example(model_type, **tables)
+
+
+def read_config(model_type: str, config: Json) -> Json:
+    """A tiny config as HF's would be: TOML has no null, so null_keys lists what is null."""
+    given = {key: value for key, value in config.items() if key != "null_keys"}
+    return {"model_type": model_type, **given, **dict.fromkeys(config.get("null_keys", []))}
 
 
 # --- Cases --------------------------------------------------------------------------------------------------

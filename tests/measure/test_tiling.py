@@ -19,6 +19,7 @@ from PIL import Image
 from transformers.image_utils import SizeDict
 
 from flopcalc.config import load_config
+from flopcalc.errors import WorkloadError
 from flopcalc.estimate import Estimator
 from flopcalc.vision import Vision
 
@@ -312,3 +313,11 @@ def test_a_batch_of_padded_tiles() -> None:
         "pixel_values": torch.zeros(2, 1, 4, 3, 28, 28),
     }  # fmt: skip
     assert bound(batch=batch).total == bound(2, 9, image_grid_thw=[[2, 2, 2], [3, 2, 2]]).total
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    vision = bind_case(0)
+    with pytest.raises(WorkloadError, match="nothing of it is left"):
+        vision.grids_of_pixels(1, 5000, None)
+    with pytest.raises(WorkloadError, match="'anyres' cannot cut it with"):
+        vision.grids_of_pixels(640, 480, {"image_grid_pinpoints": 5})

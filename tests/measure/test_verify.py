@@ -1,0 +1,149 @@
+"""flopcalc verify: equal where a spec is right, the row's name where it is not, HF's own words where it cannot run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopcalc.cli import main
+from flopcalc.data import find_data_file
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", *arguments])
+    shown = capsys.readouterr()
+    return int(stop.value.code or 0), shown.out, shown.err
+
+
+@pytest.fixture
+def own_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A user's own data folder: what lies there wins over the shipped files."""
+    (tmp_path / "specs").mkdir()
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    return tmp_path
+
+
+def change_spec(folder: Path, name: str, before: str, after: str) -> None:
+    path = find_data_file("specs", name)
+    assert path is not None
+    text = Path(path).read_text(encoding="utf-8")
+    assert before in text
+    (folder / "specs" / f"{name}.toml").write_text(text.replace(before, after), encoding="utf-8")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch and peft advise on training, which this is not
+def test_a_type_with_its_usual_cases(capsys: Capture) -> None:
+    code, out, _ = run(capsys, "--model-type", "olmo2")
+    lines = out.splitlines()
+    assert code == 0
+    assert len(lines) > 10
+    assert all(line.startswith("equal ") for line in lines)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--batch", "2", "--seq", "9"),
+        ("--seq", "9", "--phase", "forward"),
+        ("--seq", "2", "--phase", "decode", "--context", "5"),
+        ("--seq", "9", "--lora", "r=2,targets=q_proj"),
+        ("--seq", "9", "--freeze", "model.layers.0"),
+        ("--seq", "9", "--recompute", "full-reentrant"),
+        ("--seq", "9", "--device", "meta"),
+    ],
+)
+def test_one_workload(capsys: Capture, options: tuple[str, ...]) -> None:
+    code, out, _ = run(capsys, "--model-type", "llama", "--json", *options)
+    found = json.loads(out)
+    assert code == 0
+    assert found["equal"] is True
+    assert len(found["cases"]) == 2
+    for case in found["cases"]:
+        assert case["flops"]["analytic"] == case["flops"]["traced"]
+        assert case["different"] == case["not_counted"] == {}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_preset_at_its_own_size(capsys: Capture) -> None:
+    code, out, _ = run(capsys, "--config", "gpt2", "--seq", "33", "--batch", "2")
+    assert (code, out.split()[0]) == (0, "equal")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_config_file(capsys: Capture, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 20,
+              "num_attention_heads": 2, "vocab_size": 50}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, _ = run(capsys, "--config", str(tmp_path), "--seq", "7")
+    assert (code, out.split()[0]) == (0, "equal")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_spec_that_no_longer_matches_names_the_row(capsys: Capture, own_data: Path) -> None:
+    change_spec(own_data, "llama", '"mlp.up_proj", in = "d", out = "ff"', '"mlp.up_proj", in = "d", out = "ff + 1"')
+    code, out, _ = run(capsys, "--model-type", "llama", "--seq", "9")
+    assert code == 1
+    assert "DIFFERS" in out
+    assert "model.layers.0.mlp.up_proj" in out
+    assert "model.layers.0.mlp.down_proj" not in out
+    assert "parameters: analytic" in out
+    code, out, _ = run(capsys, "--model-type", "llama", "--seq", "9", "--json")
+    case = json.loads(out)["cases"][0]
+    assert code == 1
+    assert set(case["different"]) == {f"model.layers.{i}.mlp.up_proj" for i in range(3)}
+    assert case["different"]["model.layers.0.mlp.up_proj"]["traced"][0] == 2 * 9 * 24 * 41
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_that_the_spec_lacks_is_named(capsys: Capture, own_data: Path) -> None:
+    change_spec(own_data, "llama", 'name = "self_attn.o_proj"', 'name = "self_attn.out_proj"')
+    code, out, _ = run(capsys, "--model-type", "llama", "--seq", "9")
+    assert code == 1
+    assert "self_attn.o_proj" in out
+    assert "self_attn.out_proj" in out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_hf_cannot_run_is_a_case_not_the_end(capsys: Capture) -> None:
+    code, out, _ = run(capsys, "--model-type", "llama", "--model-type", "gpt2", "--seq", "400", "--phase", "forward")
+    assert code == 1  # gpt2's tiny example learned fewer positions than that
+    assert out.count("equal ") == 2
+    assert out.count("FAILED ") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "say what to verify"),
+        (("--all", "--model-type", "llama"), "say what to verify"),
+        (("--model-type", "lama"), "no example of 'lama'"),
+        (("--config", "no-such-model"), "no preset, file or folder"),
+        (("--model-type", "llama", "--seq", "0"), "--seq"),
+        (("--model-type", "llama", "--batch", "3"), "--batch belongs to one workload"),
+        (("--model-type", "llama", "--phase", "decode"), "--phase belongs to one workload"),
+        (("--model-type", "llama", "--seq", "9", "--image-grid", "3"), "--image-grid"),
+    ],
+)
+def test_bad_input(capsys: Capture, arguments: tuple[str, ...], message: str) -> None:
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_without_torch(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("flopcalc.measure")]:
+        monkeypatch.delitem(sys.modules, name)
+    absent: Any = None
+    monkeypatch.setitem(sys.modules, "torch", absent)
+    code, _, err = run(capsys, "--model-type", "llama")
+    assert code == 2
+    assert "pip install 'flopcalc[measure]'" in err
