@@ -297,11 +297,8 @@ class _Layer:
         scores, values = score_flops(op), value_flops(op)
         forward = (scores + values) * shape.pad_forward[0] // shape.pad_forward[1]
         backward = (3 * scores + 2 * values) * shape.pad_backward[0] // shape.pad_backward[1] if flow else 0
-        ahead = behind = op
-        if "pairs" in op.feature[:2]:  # a decoder's stand behind the word
-            end = op.feature.index("pairs") + 3
-            ahead = op._replace(feature=(*op.feature[:end], shape.block_forward))
-            behind = op._replace(feature=(*op.feature[:end], shape.block_backward))
+        ahead = op._replace(feature=_in_blocks(op.feature, shape.block_forward))
+        behind = op._replace(feature=_in_blocks(op.feature, shape.block_backward))
         self.steps.append(_Step(len(self.rows), forward, flow, saves_output=True))
         if ahead == behind:
             self.rows.append(Row(ahead, forward, backward))
@@ -316,6 +313,15 @@ class _Layer:
                 row = self.rows[step.row]
                 runs = 2 if reentrant and row.op.nested else 1
                 self.rows[step.row] = row._replace(recompute=row.recompute + step.flops * runs)
+
+
+def _in_blocks(feature: Feature, block: int) -> Feature:
+    """Pairs as a kernel computes them, in whole blocks; any other sum as it is."""
+    if feature[0] == "minus":
+        return ("minus", _in_blocks(feature[1], block), feature[2])
+    if "pairs" in feature[:2]:  # a decoder's stand behind the word
+        return (*feature[: feature.index("pairs") + 3], block)
+    return feature
 
 
 def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode) -> tuple[Block, ...]:

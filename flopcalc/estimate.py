@@ -186,10 +186,11 @@ class Estimator:
     ) -> Estimate:
         """FLOPs of one step on a real batch, as given to the model."""
         audio = (self.audio.key, self.audio.axis) if self.audio is not None else None
-        load, notes = read_batch(
-            batch, phase=phase, logits=logits, read_device=read_device, has_decoder=self.has_decoder, audio=audio
-        )
         grids = self.vision.read_sizes(batch, read_device) if self.vision is not None else None
+        load, notes = read_batch(
+            batch, phase=phase, logits=logits, read_device=read_device, has_decoder=self.has_decoder, audio=audio,
+            images=grids or (),
+        )  # fmt: skip
         return self.estimate(load if grids is None else load.replace(grids=grids), tuple(notes))
 
     def count_frames(self, seconds: Iterable[float]) -> list[int]:

@@ -211,6 +211,12 @@ def _run(sizes: Any, index: Any) -> int:
     raise SpecError(f"index {format_value(index)} outside runs of {format_value(runs)}")
 
 
+def _field(kernels: Any, strides: Any, first: Any) -> int:
+    """How many inputs one output of a chain of convolutions sees."""
+    steps = _listed(strides)
+    return 1 + sum((kernel - 1) * math.prod(steps[:i]) for i, kernel in enumerate(_listed(kernels)[:first]))
+
+
 def _is_in(part: Any, whole: Any) -> bool:
     """An entry of a list, or a piece of a string, as in 'c2p|p2c'."""
     return part in whole if isinstance(part, str) and isinstance(whole, str) else part in _listed(whole)
@@ -238,6 +244,8 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "below": lambda values, limit: sum(value < limit for value in set(_listed(values))),
     "sum_primes": _sum_primes,
     "sum": lambda values, first=None: sum(_listed(values)[:first]),
+    "prod": lambda values, first=None: math.prod(_listed(values)[:first]),
+    "field": lambda kernels, strides, first=None: _field(kernels, strides, first),
     "run": lambda sizes, index: _run(sizes, index),
     "number": lambda text, index: _number_in(text, index),
     "items": lambda table: _items(table),

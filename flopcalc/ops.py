@@ -336,6 +336,8 @@ class _Builder:
             if "rows" not in item:
                 feature, times = self._attend(item, size)
                 feature = self._sided(feature)
+                if "less" in item:
+                    feature = ("minus", feature, self._feature(item["less"]))
             part = part if part in ("vision", "audio", "projector") else "attention_scores"
             return Op(
                 kind, name, part, feature, times, heads=size("heads"), qk=size("qk"), v=size("v", 0), detached=detached,

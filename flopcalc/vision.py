@@ -65,15 +65,15 @@ class Vision(NamedTuple):
 
     def read_sizes(self, batch: Mapping[str, Any], read_device: bool) -> tuple[Grid, ...] | None:
         """Grids of a batch that says them otherwise than as image_grid_thw: [vision] sizes and grid."""
+        places = self.dims.spec.vision.get("places", "") if self.dims is not None else ""
+        if batch.get(places) is not None and batch.get("image_grid_thw") is None:
+            _check_readable(places, batch[places], read_device)
+            return tuple((1, int(image[:, 0].max()), int(image[:, 1].max())) for image in batch[places])
         key = self.dims.spec.vision.get("sizes", "") if self.dims is not None else ""
         value = batch.get(key)
         if self.dims is None or value is None:
             return None
-        device = getattr(getattr(value, "device", None), "type", "cpu")
-        if device != "cpu" and not read_device:
-            raise WorkloadError(
-                f"{key} lies on {value.device}: reading it would stall the device; pass it from the host"
-            )
+        _check_readable(key, value, read_device)
         rows = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(rows, Sequence) or isinstance(rows, str):
             raise WorkloadError(f"{key} must be a row per image, not {format_value(rows)}")
@@ -124,6 +124,11 @@ class Vision(NamedTuple):
             return _apply_rule(self.dims, width, height, preprocessor, images)
         grid, notes = self.grid_of_pixels(width, height, preprocessor, images)
         return [grid], notes
+
+
+def _check_readable(key: str, value: Any, read_device: bool) -> None:
+    if getattr(getattr(value, "device", None), "type", "cpu") != "cpu" and not read_device:
+        raise WorkloadError(f"{key} lies on {value.device}: reading it would stall the device; pass it from the host")
 
 
 class _GridNames:

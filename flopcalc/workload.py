@@ -22,8 +22,9 @@ BLOCK = 128
 # What a spec's `rows = "UNIT: EXPRESSION"` is summed over, and the names that have values there.
 UNITS: dict[str, tuple[str, ...]] = {
     # Of the language model, or of an encoder-decoder's encoder.
-    # tiles: of its images; last: how many positions have logits, counted from the end, 0 for all.
-    "sequence": ("n", "c", "decoding", "training", "images", "tiles", "last"),
+    # tiles: of its images; last: how many positions have logits, counted from the end, 0 for all; began: the context
+    # that decoding started from.
+    "sequence": ("n", "c", "decoding", "training", "images", "tiles", "last", "began"),
     # What a mask keeps apart: a packed document, or a row's real tokens and the padding behind them.
     "document": ("n", "c", "decoding", "training", "pad"),
     # Of an encoder-decoder's decoder; m: positions of its encoder's text, frames: of its audio; images, and their patches.
@@ -191,11 +192,12 @@ def read_batch(
     read_device: bool = True,
     has_decoder: bool = False,
     audio: tuple[str, int] | None = None,
+    images: tuple[Grid, ...] = (),
 ) -> tuple[Workload, list[str]]:
     """A workload from what is given to the model, and notes on what could not be read from it.
 
     With read_device=False, values that lie on a device are not read: that would make the host wait for it.
-    `audio` is the key of a model's audio and the axis of its frames.
+    `audio` is the key of a model's audio and the axis of its frames; `images` what an encoder without text reads.
     """
     if not isinstance(batch, Mapping):
         raise WorkloadError(f"batch must be a mapping as given to the model, not {format_value(batch)}")
@@ -218,6 +220,9 @@ def read_batch(
     if ids is None and clips and has_decoder:
         decoder = _read_decoder(batch, len(clips), phase, logits, is_readable, notes)
         return Workload(len(clips), 0, None, "unpadded", phase, 0, "all", clips=clips, decoder=decoder), notes
+    if ids is None and images and has_decoder:
+        decoder = _read_decoder(batch, len(images), phase, logits, is_readable, notes)
+        return Workload(len(images), 0, None, "unpadded", phase, 0, "all", images, decoder=decoder), notes
     if ids is None:
         raise WorkloadError("batch needs input_ids or inputs_embeds")
     shape = _shape(ids)
@@ -566,8 +571,8 @@ def _list_units(unit: str, load: Workload, counting: str) -> list[tuple[tuple[tu
     images = ("images", -(-len(grids) // load.rows))
     tiles = ("tiles", -(-sum(t for t, _, _ in grids) // load.rows))
     keep = 0 if load.logits == "all" or load.phase == "decode" else 1 if load.logits == "last" else int(load.logits)
-    last = ("last", keep)
-    return [((*names, images, tiles, last), many) for n, rows in lengths for names, many in _list_calls(load, n, rows)]
+    others = (images, tiles, ("last", keep), ("began", load.context))
+    return [((*names, *others), many) for n, rows in lengths for names, many in _list_calls(load, n, rows)]
 
 
 def _list_decoder(

@@ -95,8 +95,9 @@ def list_cases(example: Example, config: Json) -> Iterator[tuple[Json, Json]]:
         ("freeze", train, {"freeze": [first]} if first else {}),
         ("recompute", train, {"recompute": "full"}),
         ("reentrant", train, {"recompute": "full-reentrant"}),
+        ("lora recompute", train, {**everywhere, "recompute": "full"}),
     ):
-        if not {name, "text"} & set(example.skip) and not (name == "padded" and base):
+        if not {*name.split(), name.replace(" ", "-"), "text"} & set(example.skip) and not (name == "padded" and base):
             yield workload, recipe
     for workload in example.workloads:
         yield workload, {}

@@ -109,7 +109,7 @@ def _make_decode(
     name = "decoder_input_ids" if estimator.has_decoder else "input_ids"
     before = inputs[name].shape if name in inputs else (batch, context)
     token = torch.full((before[0], 1, *before[2:]), 3)  # several codes a position, where the model takes them
-    again: Json = {}
+    again: Json = {key: inputs[key] for key, entry in example.inputs.items() if entry.get("always") and key in inputs}
     if estimator.has_decoder:
         encoder = model.get_encoder()
         given = {key: inputs[key] for key in inputs if takes(encoder, key)}

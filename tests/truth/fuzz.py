@@ -1,0 +1,94 @@
+"""Model types go in; configs that HF runs and the spec miscounts come out: every flag of the examples turned.
+
+python tests/truth/fuzz.py [TYPE …] [--jobs N]
+
+A spec may refuse a config in words; it must not count it wrongly. Cases that HF itself cannot run prove nothing and are
+left out. Exit code 1 when a count differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+
+from flopcalc.data import list_data_files  # noqa: E402
+from flopcalc.errors import FlopcalcError  # noqa: E402
+
+# Flags that say what a call returns or caches, not what the model is.
+IGNORED = {"use_cache", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "is_encoder_decoder"}
+
+
+def list_flips(config: dict[str, Any], filled: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The config with one flag turned, one more layer, or one kind of layer exchanged; inner configs too."""
+    for where in ((), *((key,) for key, value in filled.items() if isinstance(value, dict))):
+        table = filled[where[0]] if where else filled
+        for key, value in table.items():
+            changed: Any = None
+            if isinstance(value, bool) and key not in IGNORED:
+                changed = not value
+            elif key in ("num_hidden_layers", "n_layer", "num_layers", "depth") and isinstance(value, int):
+                changed = value + 1
+            elif key == "layer_types" and isinstance(value, list) and len(set(value)) > 1:
+                changed = value[1:] + value[:1]
+            if changed is None:
+                continue
+            new = copy.deepcopy(config)
+            inner = new.setdefault(where[0], {}) if where else new
+            inner[key] = changed
+            yield ".".join((*where, f"{key} = {changed}")), new
+
+
+def fuzz(name: str) -> list[str]:
+    """What differs silently for one type."""
+    from transformers import AutoConfig
+
+    from flopcalc.measure.examples import find_example, list_cases
+    from flopcalc.measure.verify import prepare, verify
+
+    prepare()
+    example = find_example(name)
+    lines = []
+    for number, config in enumerate(example.configs):
+        keys = dict(config)
+        filled = AutoConfig.for_model(keys.pop("model_type"), **keys).to_dict()
+        cases = list(list_cases(example, config))
+        picked = [cases[0][0], *[w for w, _ in cases if w.get("images") or w.get("clips")][:1]]
+        for what, changed in list_flips(config, filled):
+            for workload in picked:
+                try:
+                    verdict = verify(changed, workload, {}, example=example)
+                except FlopcalcError:
+                    continue  # refused in words
+                except Exception:  # HF cannot run it
+                    continue
+                if not verdict.is_equal:
+                    shown = dict(list(verdict.different.items())[:2]) or verdict.parameters
+                    lines.append(f"{name}/{'abcdefgh'[number]} {what} {workload}: {shown}")
+                    break
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*", help="all without")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    failed = False
+    names = options.types or list(list_data_files("examples"))
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for name, lines in zip(names, pool.map(fuzz, names), strict=True):
+            failed |= bool(lines)
+            print(f"{name}: {len(lines)} differ", *lines, sep="\n  ", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
