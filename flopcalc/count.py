@@ -333,7 +333,7 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode) -> tuple[Bl
     for stage in stages:
         runs = _runs(stage.stream, mode)
         streams = dict(stream) if any(op.source for chain in stage.layers for op in iterate(chain)) else {}
-        flow = stream.get(stage.stream, False)
+        flow = stage.input_gradient or stream.get(stage.stream, False)
         flow = flow or any(stream.get(name, False) for name in stage.joins)
         outputs: list[bool] = []
         folded: dict[tuple[Row, ...], list[int]] = {}
@@ -363,7 +363,7 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode) -> tuple[Bl
 
 def _runs(stream: str, mode: Mode) -> bool:
     """Whether a stream has work: audio needs clips, every other that is not text needs images."""
-    if stream in ("language", "encoder"):
+    if stream == "language" or stream.startswith("encoder"):
         return True
     return mode.has_audio if stream.startswith("audio") else mode.has_images
 
@@ -391,12 +391,14 @@ def _count_layer(
     checkpointed = reversible or (stage.checkpoint and mode.recompute != "none")
     reentrant = reversible or mode.recompute == "full-reentrant"
     out = any(layer.run(chain, (flow,)))
-    if dead or not runs or (checkpointed and reentrant and not flow):
+    # HF hands a layer the other streams that it reads as inputs too.
+    enters = flow or (reentrant and any(streams.get(op.source, False) for op in iterate(chain) if op.source))
+    if dead or not runs or (checkpointed and reentrant and not enters):
         # Nothing flows back: the output is unused, the stage does not run, or reentrant checkpointing saw no input
         # that needs a gradient and so built no graph.
         layer.rows = [row._replace(backward=0) for row in layer.rows]
         return tuple(layer.rows), flow if dead else False
-    if checkpointed and (not reentrant or flow):
+    if checkpointed and (not reentrant or enters):
         layer.count_recompute(reentrant)
     return tuple(layer.rows), out
 

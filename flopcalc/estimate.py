@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -121,8 +122,8 @@ class Estimator:
                 raise RecipeError(
                     "a live model itself says what trains (requires_grad and PEFT): change it there, or pass its config"
                 )
-            live, sizes = read_recipe(source.module, None if recipe is None else recipe.recompute)
-            self._check_live(sizes)
+            live, sizes, names = read_recipe(source.module, None if recipe is None else recipe.recompute)
+            self._check_live(sizes, names)
             recipe = live
         self.recipe = recipe if recipe is not None else make_recipe()
         recipe = self.recipe
@@ -460,15 +461,19 @@ class Estimator:
             for row in block.rows
         }
 
-    def _check_live(self, sizes: dict[str, int]) -> None:
-        """The live model's parameters must be the spec's, by name and size: else its FLOPs would not be."""
+    def _check_live(self, sizes: dict[str, int], names: dict[str, str]) -> None:
+        """The live model's parameters must be the spec's, by name and size: else its FLOPs would not be.
+
+        The spec may know a shared tensor by any of its names, but by one alone.
+        """
         expected: dict[str, int] = {}
         for stage in self.stages:
             for layer, chain in enumerate(stage.layers, stage.first):
                 path = f"{stage.path}.{layer}" if stage.repeated else stage.path
                 expected |= _parameter_sizes(chain, path)
-        extra = sorted(set(sizes) - set(expected))
-        missing = sorted(set(expected) - set(sizes))
+        tensors = Counter(names.get(name, name) for name in expected)
+        extra = sorted(name for name in sizes if names[name] not in tensors)
+        missing = sorted(name for name in expected if name not in sizes or tensors[names[name]] > 1)
         resized = sorted(name for name, size in sizes.items() if expected.get(name, size) != size)
         if extra or missing or resized:
             shown = ", ".join((extra or missing or resized)[:3])

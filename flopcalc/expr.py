@@ -158,8 +158,10 @@ def _override(table: Any, index: Any, key: Any, otherwise: Any) -> Any:
     """What an object keyed by layer says of one layer's key, as HF's per_layer_config does, else `otherwise`."""
     if not isinstance(table, dict):
         raise SpecError(f"{format_value(table)} is not an object")
-    layer = table.get(str(index), table.get(index))
-    return layer.get(key, otherwise) if isinstance(layer, dict) else otherwise
+    for name, layer in table.items():  # HF pads the numbers: "05"
+        if str(name).isdigit() and int(name) == index and isinstance(layer, dict):
+            return layer.get(key, otherwise)
+    return otherwise
 
 
 def _wrap(indices: Any, length: Any) -> list[Any]:
@@ -214,7 +216,7 @@ def _run(sizes: Any, index: Any) -> int:
 def _field(kernels: Any, strides: Any, first: Any) -> int:
     """How many inputs one output of a chain of convolutions sees."""
     steps = _listed(strides)
-    return 1 + sum((kernel - 1) * math.prod(steps[:i]) for i, kernel in enumerate(_listed(kernels)[:first]))
+    return 1 + sum(int((kernel - 1) * math.prod(steps[:i])) for i, kernel in enumerate(_listed(kernels)[:first]))
 
 
 def _is_in(part: Any, whole: Any) -> bool:

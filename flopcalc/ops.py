@@ -66,6 +66,7 @@ class Stage(NamedTuple):
     adds: str | None  # path of a repeated stage: its j-th output is added after this one's layer j
     first: int = 0  # number of the first layer, where another stage holds those before it
     reversible: bool = False  # its backward runs every layer again, whatever the recipe says
+    input_gradient: bool = False  # HF makes its input require a gradient, whatever trains
 
 
 def expand(dims: BoundDims) -> tuple[Stage, ...]:
@@ -79,6 +80,8 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
         raise ConfigError(f"{dims.where}: {error}") from None
     except RecursionError:
         raise SpecError(f"{dims.spec.file}: uses itself, through its stacks or its dims") from None
+    if dims.spec.main_input != "input_ids":
+        stages = tuple(stage._replace(layers=tuple(map(_remove_hooks, stage.layers))) for stage in stages)
     lengths = {stage.path: stage.first + len(stage.layers) for stage in stages}
     for stage in stages:
         if stage.reads is not None and max(stage.reads[1], default=-1) >= lengths.get(stage.reads[0], 0):
@@ -93,6 +96,7 @@ def _expand(dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
     for words, text in dims.spec.checks.items():
         if not evaluate_truth(text, dims):
             raise ConfigError(f"{dims.where}: {words}")
+    _check_layers(dims)
     stages: list[Stage] = []
     rename = {old: rename_path(new, rename) for old, new in dims.spec.rename.items()} | rename
     for stack in dims.spec.stacks:
@@ -103,6 +107,17 @@ def _expand(dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
         else:
             stages.append(_expand_stack(stack, dims, rename, side))
     return stages
+
+
+def _check_layers(dims: BoundDims) -> None:
+    """What a config gives per layer (HF's per_layer_config) must be something that the spec reads so."""
+    layers = dims.config.get("per_layer_config")
+    if not isinstance(layers, dict):
+        return
+    texts = [text for texts in dims.spec.dims.values() for text in texts]
+    for key in dict.fromkeys(key for layer in layers.values() if isinstance(layer, dict) for key in layer):
+        if not any(f"override(per_layer_config, i, '{key}'" in text for text in texts):
+            raise ConfigError(f"{dims.where}: per_layer_config gives {key!r}, which this spec does not read per layer")
 
 
 def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Stage]:
@@ -195,6 +210,7 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
         adds=stack.get("adds"),
         first=first,
         reversible=bool(stack.get("reversible", False)),
+        input_gradient=bool(stack.get("input_gradient", False)),
     )
 
 
@@ -434,6 +450,10 @@ class _Builder:
 
 _BRACES = re.compile(r"\{(\w+)\}")  # a dim's value inside the name of a module or of a tied parameter
 _SIDED = ("tokens", "logits", "cached", "pairs", "calls")  # features that a decoder has of its own
+
+
+def _remove_hooks(chain: Chain) -> Chain:
+    return _map(chain, lambda op: op._replace(input_embedding=False) if op.input_embedding else op)
 
 
 def _put_under(chain: Chain, path: str) -> Chain:

@@ -340,14 +340,19 @@ def join(path: str, name: str) -> str:
 _WRAPPERS = ("_orig_mod.", "module.", "base_model.model.")
 
 
-def read_recipe(model: Any, recompute: str | None = None) -> tuple[Recipe, dict[str, int]]:
-    """The recipe of a live model from requires_grad and PEFT adapters, and its parameters' sizes by plain name."""
+def read_recipe(model: Any, recompute: str | None = None) -> tuple[Recipe, dict[str, int], dict[str, str]]:
+    """The recipe of a live model from requires_grad and PEFT adapters, and its parameters' sizes by plain name.
+
+    A tensor with several names has all of them, and the last value maps each to the first.
+    """
     trained: set[str] = set()
     ranks: dict[str, int] = {}
     sizes: dict[str, int] = {}
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
     fused = _find_fused(model)
     _check_adapters(model)
-    for full_name, parameter in model.named_parameters():
+    for full_name, parameter in model.named_parameters(remove_duplicate=False):
         path, dot, rest = full_name.partition(".lora_")
         if dot:
             # lora_A is (r, in) for a linear, (r, in, …) for a convolution, (r, vocab) for an embedding, and
@@ -366,11 +371,13 @@ def read_recipe(model: Any, recompute: str | None = None) -> tuple[Recipe, dict[
                 trained.add(f"{path}.{rest.partition('.')[2]} saved")
             continue
         sizes[name] = int(parameter.numel())
+        names[name] = first.setdefault(id(parameter), name)
         if parameter.requires_grad:
             trained.add(name)
     if recompute is None:
         recompute = _read_recompute(model)
-    return Recipe(recompute=recompute, trained=frozenset(trained), adapters=tuple(sorted(ranks.items()))), sizes
+    recipe = Recipe(recompute=recompute, trained=frozenset(trained), adapters=tuple(sorted(ranks.items())))
+    return recipe, sizes, names
 
 
 def _check_adapters(model: Any) -> None:

@@ -14,15 +14,15 @@ from flopcalc.workload import UNITS
 # Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
 _SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
-    "checks", "stack", "vision", "audio", "positions", "variants", "rename",
+    "checks", "stack", "vision", "audio", "positions", "variants", "rename", "main_input",
 }  # fmt: skip
 _STACK_KEYS = {
     "path", "repeat", "first", "stream", "side", "rows", "needed", "part", "checkpoint", "ops", "when", "dead", "reads",
-    "joins", "adds", "untrained", "reversible",
+    "joins", "adds", "untrained", "reversible", "input_gradient",
     "use", "config", "flat", "rename", "set", "defaults", "only",
 }  # fmt: skip
 _AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
-_VISION_KEYS = {"kind", "patch", "merge", "side", "tokens", "videos", "pixels", "sizes", "grid", "places"}
+_VISION_KEYS = {"kind", "patch", "merge", "side", "tokens", "videos", "pixels", "sizes", "grid", "flattened"}
 _POSITION_KEYS = {"kind", "limit"}
 _OP_COMMON = {"op", "name", "when", "rows", "needed", "less", "times", "part", "from", "detached", "again", "unused"}
 OP_KEYS: dict[str, set[str]] = {
@@ -49,7 +49,7 @@ MASKS = ("causal", "full")
 # What the values of these keys are; anything else in a stack or an op is a string, most of them expressions.
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool,), "flat": (bool,),
-    "reversible": (bool,),
+    "reversible": (bool,), "input_gradient": (bool,),
     "input_embedding": (bool,), "detached": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
     "pixels": (dict,),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
@@ -95,6 +95,7 @@ class Spec(NamedTuple):
     variants: dict[str, str]  # HF class -> spec to take instead of this one
     rename: dict[str, str]  # path prefix -> new prefix, in stacks taken from a spec that it extends
     is_tower: bool  # part of a model, not one by itself
+    main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
 
 def find_spec(model_type: str) -> Spec | None:
@@ -126,6 +127,7 @@ def load_spec(path: str) -> Spec:
         variants=tables.get("variants", {}),
         rename=tables.get("rename", {}),
         is_tower=bool(tables.get("tower", False)),
+        main_input=str(tables.get("main_input", "input_ids")),
     )
     _check_spec(spec, path)
     return spec
@@ -240,7 +242,7 @@ def _check_spec(spec: Spec, path: str) -> None:
         if table and label in _KINDS and table.get("kind") not in _KINDS[label]:
             raise SpecError(f"{where} needs kind = {' or '.join(map(repr, _KINDS[label]))}")
         pixels: Any = table.get("pixels", {})
-        texts = {key: table[key] for key in table.keys() - {"kind", "videos", "pixels", "input", "sizes", "places"}}
+        texts = {key: table[key] for key in table.keys() - {"kind", "videos", "pixels", "input", "sizes", "flattened"}}
         texts |= {key: str(text) for key, text in pixels.items() if key != "rule"}
         for key, text in texts.items():
             _check_expression(text, f"{where} {key}")

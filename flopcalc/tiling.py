@@ -60,6 +60,12 @@ def _square(_width: int, _height: int, values: dict[str, Any]) -> Grid:
     return (1, values["side"], values["side"])
 
 
+def _exact(_width: int, _height: int, values: dict[str, Any]) -> Grid:
+    """One size, not always a square, whatever the image's."""
+    patch = values["patch"]
+    return (1, math.ceil(values["size.height"] / patch), math.ceil(values["size.width"] / patch))
+
+
 def _canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
     """InternVL, GOT-OCR2, Aya: the canvas of min to max tiles nearest in aspect, and a thumbnail if it has several."""
     side, tile = values["side"], values["size.height"]
@@ -101,7 +107,26 @@ def _whole_and_canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (1 + columns * rows, whole // patch, rows)
 
 
-RULES |= {"square": _square, "canvas": _canvas, "whole_and_canvas": _whole_and_canvas}
+RULES |= {"square": _square, "exact": _exact, "canvas": _canvas, "whole_and_canvas": _whole_and_canvas}
+
+
+def _whole_and_crops_padded(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Phi-4-multimodal: the whole image, and as many tiles as its pixels fill, their padding masked.
+
+    h, w are the patches of the canvas of tiles that the image itself fills.
+    """
+    tile, patch, most = values["size.height"], values["patch_size"], values["dynamic_hd"]
+    columns, rows = math.ceil(width / tile), math.ceil(height / tile)
+    if columns * rows > most:
+        columns, rows = _nearest_canvas(width, height, 1, most, tile)
+    # The processor's own floats and roundings.
+    across, down = columns * tile / width, rows * tile / height
+    free = (0, rows * tile - int(height * across)) if across < down else (columns * tile - int(width * down), 0)
+    side = tile // patch
+    return (1 + columns * rows, rows * side - free[1] // patch, columns * side - free[0] // patch)
+
+
+RULES["whole_and_crops_padded"] = _whole_and_crops_padded
 
 
 def _cover(width: int, height: int, values: dict[str, Any]) -> Grid:
@@ -281,6 +306,26 @@ def _single(value: float) -> float:
 
 
 RULES["best_fit"] = _best_fit
+
+
+def _overlapping(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Molmo 2: the whole, and crops that overlap by margins: t is 1 and the crops, h, w the patches they cover."""
+    side, margin, most = values["side"], sum(values["overlap_margins"]), values["max_crops"]
+    patch, step = values["patch_size"], side - margin
+    shapes = [(a, b) for a in range(1, most + 1) for b in range(1, most + 1) if a * b <= most]
+    shapes.sort(key=lambda shape: (math.prod(shape), shape[0]))
+    # The processor divides in single precision.
+    sizes = [length - margin * patch for length in (height, width)]
+    scales = [
+        min(_single(count * step * patch / size) if size else math.inf for count, size in zip(shape, sizes, strict=True))
+        for shape in shapes
+    ]
+    growing = [scale for scale in scales if scale >= 1]
+    rows, columns = shapes[scales.index(min(growing) if growing else max(scales))]
+    return (1 + rows * columns, rows * step + margin, columns * step + margin)
+
+
+RULES["overlapping"] = _overlapping
 
 
 def _aspect_ratios(width: int, height: int, values: dict[str, Any]) -> Grid:

@@ -65,12 +65,18 @@ class Vision(NamedTuple):
 
     def read_sizes(self, batch: Mapping[str, Any], read_device: bool) -> tuple[Grid, ...] | None:
         """Grids of a batch that says them otherwise than as image_grid_thw: [vision] sizes and grid."""
-        places = self.dims.spec.vision.get("places", "") if self.dims is not None else ""
+        places = self.dims.spec.vision.get("flattened", "") if self.dims is not None else ""
         if batch.get(places) is not None and batch.get("image_grid_thw") is None:
             _check_readable(places, batch[places], read_device)
             return tuple((1, int(image[:, 0].max()), int(image[:, 1].max())) for image in batch[places])
         key = self.dims.spec.vision.get("sizes", "") if self.dims is not None else ""
         value = batch.get(key)
+        shape = getattr(batch.get("pixel_values"), "shape", ())
+        if self.dims is not None and not key and "grid" in self.dims.spec.vision and len(shape) > 3:
+            # Images of one size: their pixels say it.
+            text = self.dims.spec.vision["grid"]
+            row = [int(side) for side in shape[-2:]]
+            return read_grids([evaluate(text, _RowNames(self.dims, row, batch))], "pixel_values") * math.prod(shape[:-3])
         if self.dims is None or value is None:
             return None
         _check_readable(key, value, read_device)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any, TypeAlias
 
 from flopcalc.errors import SpecError, WorkloadError, format_value
@@ -27,14 +27,17 @@ UNITS: dict[str, tuple[str, ...]] = {
     "sequence": ("n", "c", "decoding", "training", "images", "tiles", "last", "began"),
     # What a mask keeps apart: a packed document, or a row's real tokens and the padding behind them.
     "document": ("n", "c", "decoding", "training", "pad"),
-    # Of an encoder-decoder's decoder; m: positions of its encoder's text, frames: of its audio; images, and their patches.
-    "decoder": ("n", "c", "decoding", "training", "m", "frames", "images", "patches"),
+    # Of an encoder-decoder's decoder; m: positions of its encoder's text, frames: of its audio; images, their patches,
+    # and the sides of the call's largest.
+    "decoder": ("n", "c", "decoding", "training", "m", "frames", "images", "patches", "tallest", "widest"),
     "image": ("t", "h", "w", "video"),  # or video (then 1); in patches
-    # Of audio; in the feature extractor's frames: as executed, its own, and those of the batch's longest.
-    "clip": ("n", "own", "longest"),
-    # of the model, as a whole; images may be padded to the tallest and the widest of them, audio to the longest clip
+    "pair": ("t", "h", "w", "t2", "h2", "w2"),  # of different images of one sample, each pair once
+    # Of audio; in the feature extractor's frames: as executed, its own, and those of the batch's longest; images of the call.
+    "clip": ("n", "own", "longest", "images"),
+    # of the model, as a whole; images may be padded to the tallest and the widest of them, or to the most tiles of one,
+    # audio to the longest clip
     "call": (
-        "b", "n", "c", "decoding", "training", "images", "tiles", "patches", "tallest", "widest", "clips", "longest",
+        "b", "n", "c", "decoding", "training", "images", "tiles", "patches", "tallest", "widest", "most", "clips", "longest",
     ),
 }
 
@@ -541,15 +544,23 @@ def _list_units(unit: str, load: Workload, counting: str) -> list[tuple[tuple[tu
             for video, listed in enumerate((load.grids, load.videos))
             for t, h, w in listed
         ]
+    if unit == "pair":
+        each = -(-len(grids) // load.rows)
+        samples = [grids[i : i + each] for i in range(0, len(grids), each)] if each else []
+        names = ("t", "h", "w", "t2", "h2", "w2")
+        return [
+            (tuple(zip(names, (*first, *second), strict=True)), 1)
+            for sample in samples
+            for first, second in combinations(sample, 2)
+        ]
     if unit == "clip":
         # A batch is padded to its longest clip.
         longest = max(load.clips, default=0)
-        return [
-            ((("n", n if counting == "model" else longest), ("own", n), ("longest", longest)), 1) for n in load.clips
-        ]
+        others = (("longest", longest), ("images", len(grids)))
+        return [((("n", n if counting == "model" else longest), ("own", n), *others), 1) for n in load.clips]
     if unit == "call":
         sums = (("tiles", sum(t for t, _, _ in grids)), ("patches", sum(t * h * w for t, h, w in grids)))
-        largest = (("tallest", max([0, *(h for _, h, _ in grids)])), ("widest", max([0, *(w for *_, w in grids)])))
+        largest = (*_find_largest(grids), ("most", max((t for t, _, _ in grids), default=0)))
         clips = (("clips", len(load.clips)), ("longest", max(load.clips, default=0)))
         return [
             ((("b", load.rows), *names, ("images", len(grids)), *sums, *largest, *clips), 1)
@@ -592,10 +603,15 @@ def _list_decoder(
     images = ("images", -(-len(sizes) // load.rows))
     rows = Counter(zip(*sides, frames or (0,) * load.rows, patches, strict=True))
     return [
-        ((*names, ("m", m), ("frames", audio), images, ("patches", visual)), many)
+        ((*names, ("m", m), ("frames", audio), images, ("patches", visual), *_find_largest(encoder.all_grids)), many)
         for (n, m, audio, visual), count in rows.items()
         for names, many in _list_calls(load, n, count)
     ]
+
+
+def _find_largest(grids: Iterable[Grid]) -> tuple[tuple[str, int], tuple[str, int]]:
+    sides = [(h, w) for _, h, w in grids] or [(0, 0)]
+    return ("tallest", max(h for h, _ in sides)), ("widest", max(w for _, w in sides))
 
 
 def _list_calls(load: Workload, length: int, rows: int) -> list[tuple[tuple[tuple[str, int], ...], int]]:

@@ -32,9 +32,12 @@ def test_at_least_forty_presets() -> None:
 def test_every_preset_binds_and_names_its_source(name: str) -> None:
     source = load_config(name)
     assert source.reference
-    estimate = bind(source)(1, 8)
+    estimator = bind(source)
+    estimate = estimator(1, 8, decoder_seq_len=8 if estimator.has_decoder else None)
     assert estimate.total > 0
-    assert estimate.parameters["active"] <= estimate.parameters["total"] == estimate.parameters["trainable"]
+    assert estimate.parameters["active"] <= estimate.parameters["total"]
+    # HF itself freezes a few weights (sinusoids, codebooks): nearly all of a model trains, not always all.
+    assert 0.9 * estimate.parameters["total"] < estimate.parameters["trainable"] <= estimate.parameters["total"]
 
 
 # Published totals (model cards): nothing rounds here, so a wrong dim shows.

@@ -22,6 +22,7 @@ Json = dict[str, Any]
 _KEYS = {
     "architecture", "attention", "configs", "workloads", "images", "inputs", "call", "loss", "skip", "image_token",
     "audio_token", "vocab", "decoder_seq", "clips", "checkpoint", "video_token", "lengths", "needs",
+    "kernels",
 }  # fmt: skip
 
 
@@ -46,6 +47,7 @@ class Example:
     decoder_seq: int = 0  # an encoder-decoder: length of its decoder in the usual workloads
     clips: list[int] = field(default_factory=list)  # audio per sample in the usual workloads
     checkpoint: bool = True  # HF can checkpoint it
+    kernels: dict[str, str] = field(default_factory=dict)  # HF's place of a GPU kernel -> its stand-in in kernels.py
     needs: str = ""  # a library beside transformers that HF builds the model with
     lengths: list[int] = field(default_factory=lambda: [13, 19, 8, 14])  # of the usual workloads; the last is padded
 
@@ -160,6 +162,7 @@ def make_inputs(
         "tiles": batch * sum(t for t, _, _ in grids), "clips": batch * len(clips), "frames": max(clips, default=0),
         "own": clips * batch, "height": grids[0][1] if grids else 0, "width": grids[0][2] if grids else 0,
         "videos": batch * len(videos), "video_frames": videos[0][0] if videos else 0,
+        "most": max((t for t, _, _ in grids), default=0),
         "tallest": max((h for _, h, _ in grids), default=0), "widest": max((w for *_, w in grids), default=0),
     }  # fmt: skip
     scope = _Scope(keys, names)
@@ -235,6 +238,21 @@ def _make_tensor(
     if fill == "frame_mask":  # 1 where a clip has frames of its own
         own = torch.tensor(scope.names["own"])[:, None]
         return (torch.arange(scope.names["frames"]) < own).to(_dtype(entry, torch.long))
+    if fill == "clips":  # a number per clip: an expression over its frames n
+        rows = [evaluate(str(entry["row"]), _Scope(scope.config, {**scope.names, "n": n})) for n in scope.names["own"]]
+        return torch.tensor([int(row) for row in rows])
+    if fill == "clip_tokens":  # 1 where a clip has tokens of its own: `row`, an expression over its frames n
+        counts = _make_tensor(name, {**entry, "fill": "clips"}, scope, out, grids, generator, device)
+        return torch.arange(int(counts.max())) < counts[:, None]
+    if fill == "canvas_mask":  # (image, tile, side, side): the whole, then tiles of a canvas, 1 on its h by w patches
+        sizes = [int(evaluate(str(size), scope)) for size in entry["shape"]]
+        canvas = torch.ones(sizes, dtype=torch.long)
+        for image, (_, h, w) in zip(canvas, grids, strict=True):
+            side, across = sizes[-1], -(-w // sizes[-1])
+            for y in range(-(-h // side) * side):
+                for x in range(across * side):
+                    image[1 + y // side * across + x // side, y % side, x % side] = int(y < h and x < w)
+        return canvas
     if fill == "patch_mask":  # 1 where an image has patches of its own, of `width` that it is padded to
         width = int(evaluate(str(entry["width"]), scope))
         return torch.tensor([[int(i < h * w) for i in range(width)] for _, h, w in grids])
@@ -245,6 +263,15 @@ def _make_tensor(
             places = torch.tensor([[y, x] for y in range(1, h + 1) for x in range(1, w + 1)])
             image[: h * w] = torch.cat([places, torch.randn(h * w, depth, generator=generator)], 1)
         return flat
+    if fill == "pooled":  # per image: windows of `pool` patches a side over a square of `side`, then over its h and w
+        side, pool = (int(evaluate(str(entry[key]), scope)) for key in ("side", "pool"))
+        return torch.tensor([
+            [0 if y < high and x < wide else -1 for y in range(top, top + pool) for x in range(left, left + pool)]
+            for _, h, w in grids
+            for high, wide in ((side, side), (h, w))
+            for top in range(0, high, pool)
+            for left in range(0, wide, pool)
+        ])  # fmt: skip
     if fill == "until":  # 1 for so many positions, then 0
         sizes = [int(evaluate(str(size), scope)) for size in entry["shape"]]
         return (torch.arange(sizes[-1]) < int(evaluate(str(entry["until"]), scope))).expand(sizes).to(torch.long)
@@ -254,7 +281,7 @@ def _make_tensor(
         return torch.tensor(entry["value"], dtype=_dtype(entry, None))
     if fill not in _FILLS:
         special = ["grids", "sizes", "images", "areas", "tiles", "coordinates", "image_mask", "text_mask"]
-        special += ["frame_mask", "patch_mask", "flattened", "until", "value"]
+        special += ["frame_mask", "clips", "clip_tokens", "canvas_mask", "patch_mask", "flattened", "pooled", "until", "value"]
         known = ", ".join([*_FILLS, *special])
         raise SpecError(f"inputs.{name}: fill {fill!r} unknown; known: {known}")
     try:

@@ -15,6 +15,7 @@ from flopcalc.estimate import bind
 from flopcalc.measure.compare import Verdict, compare
 from flopcalc.measure.examples import Example, Json, find_example, make_inputs, takes
 from flopcalc.measure.flop_counter import Counted, count_flops
+from flopcalc.measure.kernels import install
 from flopcalc.measure.models import apply_recipe, build_model, count_parameters, floats_on_meta
 
 __all__ = ["Trace", "prepare", "make_step", "trace", "verify"]
@@ -44,6 +45,7 @@ def make_step(
     """One step of the workload's phase; for decode the cache is filled here, so that it is not counted."""
     phase = workload.get("phase", "train")
     model.train(phase == "train")
+    install(example.kernels)
     estimator = bind(_named(example, config))
     if phase == "decode":
         return _make_decode(model, example, workload, estimator, device)
@@ -81,6 +83,7 @@ def _pick(out: Any, name: str) -> Any:
 
 
 _CACHES = ("past_key_values", "cache_params", "state", "past_buckets_states")  # what outputs call them
+_STATES = ("encoder_past_key_values", "padding_cache")  # and those that a streaming encoder keeps beside
 
 
 def _make_decode(
@@ -109,19 +112,24 @@ def _make_decode(
     name = "decoder_input_ids" if estimator.has_decoder else "input_ids"
     before = inputs[name].shape if name in inputs else (batch, context)
     token = torch.full((before[0], 1, *before[2:]), 3)  # several codes a position, where the model takes them
-    again: Json = {key: inputs[key] for key, entry in example.inputs.items() if entry.get("always") and key in inputs}
+    single = make_inputs(example, model.config, {"batch": batch, "seq": 1}, estimator, device)
+    given = {key: single if entry.get("always") == "token" else inputs for key, entry in example.inputs.items()}
+    again: Json = {
+        key: given[key][key] for key, entry in example.inputs.items() if entry.get("always") and key in given[key]
+    }
+    states = [name for name in _STATES if getattr(cached, name, None) is not None]
     if estimator.has_decoder:
         encoder = model.get_encoder()
-        given = {key: inputs[key] for key in inputs if takes(encoder, key)}
+        own = {key: inputs[key] for key in inputs if takes(encoder, key)}
         with torch.no_grad():
-            again["encoder_outputs"] = encoder(**given) if given else (cached.encoder_last_hidden_state,)
+            again["encoder_outputs"] = encoder(**own) if own else (cached.encoder_last_hidden_state,)
 
     def generate() -> None:
-        past = filled
+        past, others = filled, {state: getattr(cached, state) for state in states}
         with torch.no_grad():
             for _ in range(new):
-                out = model(**{name: token, key: past}, **again, **extra)
-                past = getattr(out, key, past)
+                out = model(**{name: token, key: past}, **others, **again, **extra)
+                past, others = getattr(out, key, past), {state: getattr(out, state) for state in states}
 
     return generate
 

@@ -24,6 +24,7 @@ from flopcalc.errors import FlopcalcError  # noqa: E402
 
 # Flags that say what a call returns or caches, not what the model is.
 IGNORED = {"use_cache", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "is_encoder_decoder"}
+LARGEST = 50_000_000  # parameters; an inner config that the example leaves to its defaults may be a whole model
 
 
 def list_flips(config: dict[str, Any], filled: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -50,7 +51,7 @@ def fuzz(name: str) -> list[str]:
     """What differs silently for one type."""
     from transformers import AutoConfig
 
-    from flopcalc.measure.examples import find_example, list_cases
+    from flopcalc.measure.examples import find_example, list_cases, make_estimator
     from flopcalc.measure.verify import prepare, verify
 
     prepare()
@@ -62,6 +63,11 @@ def fuzz(name: str) -> list[str]:
         cases = list(list_cases(example, config))
         picked = [cases[0][0], *[w for w, _ in cases if w.get("images") or w.get("clips")][:1]]
         for what, changed in list_flips(config, filled):
+            try:
+                if make_estimator(example, changed).parameters()["total"] > LARGEST:
+                    continue
+            except FlopcalcError:
+                continue  # refused in words
             for workload in picked:
                 try:
                     verdict = verify(changed, workload, {}, example=example)

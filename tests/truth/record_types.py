@@ -1,6 +1,8 @@
 """Model types go in; tests/truth/types/<type>.json, what HF's tiny example models execute, comes out (or is compared).
 
-`python tests/truth/record_types.py [TYPE …] [--check]`; all of model_specs/examples without names, in parallel.
+python tests/truth/record_types.py [TYPE …] [--check | --missing]
+
+All of model_specs/examples without names, in parallel; --missing leaves out those whose every case is recorded already.
 """
 
 from __future__ import annotations
@@ -114,6 +116,22 @@ def _describe(told: dict[str, Any] | None, case: dict[str, Any]) -> str:
     return f"parameters: recorded {told['total']}, {told['trainable']}, now {case['total']}, {case['trainable']}"
 
 
+def is_recorded(name: str) -> bool:
+    """Whether exactly the cases of a type's example are recorded, with the installed libraries."""
+    from flopcalc.measure.examples import find_example, list_cases
+
+    path = TYPES / f"{name}.json"
+    if not path.exists():
+        return False
+    example, truth = find_example(name), load(path)
+    told = [
+        (entry["config"], [(case["workload"], case["recipe"]) for case in entry["cases"]]) for entry in truth["configs"]
+    ]
+    wanted = [(config, list(list_cases(example, config))) for config in example.configs]
+    same = json.dumps(told) == json.dumps(wanted) and truth["architecture"] == example.architecture
+    return same and truth["made_with"] == {library: version(library) for library in WITH}
+
+
 def run(name: str, check: bool) -> tuple[str, bool]:
     """Record or check one type; the line to print, and whether it failed."""
     start, path = time.perf_counter(), TYPES / f"{name}.json"
@@ -137,6 +155,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", help="all without")
     parser.add_argument("--check", action="store_true", help="re-make and compare; exit 1 when a number differs")
+    parser.add_argument("--missing", action="store_true", help="only what is not recorded, or otherwise")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
     known = list_data_files("examples")
@@ -148,7 +167,8 @@ def main() -> int:
     from flopcalc.measure.verify import prepare
 
     with ProcessPoolExecutor(options.jobs, initializer=prepare) as pool:
-        for line, has_failed in pool.map(partial(run, check=options.check), options.types or known):
+        names = [name for name in options.types or known if not (options.missing and is_recorded(name))]
+        for line, has_failed in pool.map(partial(run, check=options.check), names):
             failed |= has_failed
             print(line, flush=True)
     return int(failed)

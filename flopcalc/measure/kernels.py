@@ -1,0 +1,65 @@
+"""Stand-ins for kernels from the hub that need a GPU: the same products, written with torch operators.
+
+They let HF's own code run on a CPU, so that the counter sees the products that the kernel would execute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+
+__all__ = ["install"]
+
+
+class BlockSparse:
+    """kernels-community/mra: products of chosen blocks. `indices` of a block: row of blocks · row's length + column."""
+
+    @staticmethod
+    def mm_to_sparse(query: torch.Tensor, key: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Queries (b, blocks, width, size) with keys: (b, chosen, key in its block, query in its block)."""
+        rows, columns = _split(indices, key.shape[1])
+        return _pick(key, columns).transpose(-1, -2) @ _pick(query, rows)
+
+    @staticmethod
+    def sparse_dense_mm(sparse: torch.Tensor, indices: torch.Tensor, dense: torch.Tensor, count: int) -> torch.Tensor:
+        """Chosen blocks with values (b, blocks, width, size), added up per row of blocks."""
+        rows, columns = _split(indices, dense.shape[1])
+        products = _pick(dense, columns) @ sparse
+        out = products.new_zeros(products.shape[0], count, *products.shape[2:])
+        return out.index_put((_batch(rows), rows), products, accumulate=True)
+
+    @staticmethod
+    @torch.no_grad()
+    def index_max(
+        values: torch.Tensor, indices: torch.Tensor, count: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The largest of (b, size, chosen) per row of blocks: for every position, and for every chosen block."""
+        size = values.shape[1]
+        rows = _split(indices, width)[0][:, None].expand_as(values)
+        largest = values.new_full((values.shape[0], size, count), -1e30).scatter_reduce(2, rows, values, "amax")
+        return largest.transpose(1, 2).reshape(values.shape[0], count * size), largest.gather(2, rows)
+
+
+def _split(indices: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return (indices // width).long(), (indices % width).long()
+
+
+def _batch(places: torch.Tensor) -> torch.Tensor:
+    return torch.arange(places.shape[0])[:, None].expand_as(places)
+
+
+def _pick(blocks: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return blocks[_batch(places), places]
+
+
+_STAND_INS: dict[str, Any] = {"block_sparse": BlockSparse}
+
+
+def install(kernels: Mapping[str, str]) -> None:
+    """Put stand-ins where HF's code looks for its kernels (module.name -> stand-in)."""
+    for place, name in kernels.items():
+        module, _, attribute = place.rpartition(".")
+        setattr(import_module(module), attribute, _STAND_INS[name])
