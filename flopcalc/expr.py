@@ -182,6 +182,30 @@ def _sum_primes(start: Any, skip: Any, count: Any) -> int:
     return sum(found[skip:])
 
 
+def _chunks(count: Any, length: Any, before: Any, after: Any) -> list[int]:
+    """Sizes of the chunks that a sequence is cut into, each with up to so many places before and after it."""
+    _check_chunks(count, length)
+    starts = range(0, count, length)
+    return [min(start + length + after, count) - max(start - before, 0) for start in starts]
+
+
+def _queued(count: Any, length: Any, queue: Any, period: Any, kept: Any) -> list[int]:
+    """Places carried along with each chunk: a queue of the newest, and a store of `kept` that it overflows into."""
+    _check_chunks(count, length)
+    carried, stored, waiting = [], 0, 0
+    for start in range(0, count, length):
+        carried.append(stored + waiting)
+        waiting += min(length, count - start)
+        moved = min(max(period, waiting - queue), waiting) if waiting > queue else 0
+        stored, waiting = min(stored + moved, kept), waiting - moved
+    return carried
+
+
+def _check_chunks(count: Any, length: Any) -> None:
+    if not (0 <= count <= 10**9 and length > 0 and count <= 10**6 * length):
+        raise ValueError
+
+
 def _number_in(text: Any, index: Any) -> int:
     """The index-th whole number in a word: 4 of '1/4' is the one with index 1."""
     found = re.findall("[0-9]+", str(text))
@@ -246,6 +270,9 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "below": lambda values, limit: sum(value < limit for value in set(_listed(values))),
     "sum_primes": _sum_primes,
     "sum": lambda values, first=None: sum(_listed(values)[:first]),
+    "dot": lambda a, b: sum(x * y for x, y in zip(_listed(a), _listed(b), strict=True)),
+    "chunks": _chunks,
+    "queued": _queued,
     "prod": lambda values, first=None: math.prod(_listed(values)[:first]),
     "field": lambda kernels, strides, first=None: _field(kernels, strides, first),
     "run": lambda sizes, index: _run(sizes, index),

@@ -289,7 +289,7 @@ def test_mistyped_flag(key: str, value: Any) -> None:
         ({"model_type": "qwen2_vl", "vision_config": 5}, "'vision_config' must be an object, not 5"),
         ({"model_type": "qwen2_vl", "vision_config": {}, "text_config": []}, "'text_config' must be an object"),
         ({"model_type": "llava", "vision_config": {}, "text_config": {"model_type": 5}}, "model_type must be a string"),
-        ({"model_type": "llava", "vision_config": {}, "text_config": {"model_type": "bert"}}, "'bert' has no spec"),
+        ({"model_type": "llava", "vision_config": {}, "text_config": {"model_type": "bertha"}}, "'bertha' has no spec"),
         ({"model_type": "qwen3_vl", "vision_config": {"depth": 2}, "text_config": {}}, "reads layer 24"),
         ({"model_type": "gpt2", "n_embd": 25, "n_layer": 1, "n_head": 4, "vocab_size": 9}, "whole number, not 25/4"),
     ],

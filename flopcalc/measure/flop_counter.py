@@ -150,7 +150,7 @@ NOT_PRODUCTS: dict[str, str] = {
         "resize_ fill_ zero_ fill masked_fill masked_fill_ lift_fresh unique_consecutive _unique2 one_hot "
         "view_copy new_empty_strided detach_ unsqueeze_ _reshape_alias unfold_backward slice_scatter select_scatter "
         "expand_copy clone isin split_with_sizes_copy im2col col2im tril_ triu_ as_strided_ "
-        "reflection_pad2d reflection_pad2d_backward",
+        "reflection_pad2d reflection_pad2d_backward index_copy_ index_copy",
         _MAKES: "arange empty empty_like empty_strided full full_like linspace new_empty new_full new_ones new_zeros "
         "ones ones_like scalar_tensor zeros zeros_like eye",
         _LOOKS_UP: "embedding embedding_dense_backward index_add index_add_ index_put index_put_ _index_put_impl_ "
@@ -160,7 +160,7 @@ NOT_PRODUCTS: dict[str, str] = {
         "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward "
         "native_group_norm native_group_norm_backward native_batch_norm native_batch_norm_backward "
         "_native_batch_norm_legit _weight_norm_interface _weight_norm_interface_backward",
-        _LOSS: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward",
+        _LOSS: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward",
         _RANDOM: "bernoulli bernoulli_ exponential_ normal_ rand randn randint uniform_ native_dropout "
         "native_dropout_backward rand_like randn_like",
         _SCANS: "cumsum cumprod cummax sort topk histc bincount searchsorted bucketize",
