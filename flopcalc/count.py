@@ -154,6 +154,8 @@ class _Layer:
         return flows
 
     def _op(self, op: Op, flows: tuple[bool, ...]) -> bool:
+        if op.beside and not _runs(op.beside, self.mode):
+            return self._absent(op._replace(beside=""), flows)
         if op.source:
             flows = (self.streams.get(op.source, False),)
         if op.unused:
@@ -224,6 +226,14 @@ class _Layer:
         if op.input_embedding and self.mode.recompute != "none":
             flow = True
         return flow
+
+    def _absent(self, op: Op, flows: tuple[bool, ...]) -> bool:
+        """Held, but not run: its parameters count, no tensor is saved, and the gradient passes by."""
+        rows, steps = len(self.rows), len(self.steps)
+        self._op(op, flows)
+        self.rows[rows:] = [row._replace(forward=0, backward=0) for row in self.rows[rows:]]
+        del self.steps[steps:]
+        return any(flows)
 
     def _unused(self, op: Op, flows: tuple[bool, ...]) -> bool:
         """Autograd saves its tensors, but no gradient comes; reentrant checkpointing hands a gradient of zeros in."""

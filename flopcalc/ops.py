@@ -43,6 +43,7 @@ class Op(NamedTuple):
     again: bool = False  # its module has run before: its parameters are counted there
     unused: bool = False  # nothing reads what it computes, so it gets no gradient
     nested: bool = False  # in a checkpointed block inside a checkpointed layer
+    beside: str = ""  # the stream without which it does not run
     numbered: tuple[int, int] = (0, 1)  # first number and step of the copies that are modules (*)
     adapts: bool = True  # LoRA's all-linear reaches it, as every linear module but the head
     at: str = ""  # the module that multiplies by its weight, if not its own
@@ -296,6 +297,9 @@ class _Builder:
                     chain = self._chain([item["block"]])
                     if "under" in item:
                         chain = _put_under(chain, _absolute(self._fill(item["under"]), self.rename))
+                    if "with" in item:
+                        beside = str(item["with"])
+                        chain = _map(chain, lambda op, beside=beside: op._replace(beside=beside))  # type: ignore[misc]
                     built.extend(_map(chain, lambda op: op._replace(nested=True)) if item.get("checkpoint") else chain)
             else:
                 op = self._make(item)

@@ -71,6 +71,7 @@ WORDS = {
     "from",
     "at",
     "under",
+    "with",
 }  # keys of an op that hold no expression
 MAX_LAYERS = 10_000
 
@@ -280,7 +281,7 @@ def _check_ops(items: Any, spec: Spec, where: str) -> None:
                 raise SpecError(f"{where}: no block {item!r}.{format_nearest(item, spec.blocks)}")
             _check_ops(spec.blocks[item], spec, f"{where}, block {item!r}")
         elif isinstance(item, dict) and "block" in item:
-            _check_keys(item, {"block", "when", "under", "checkpoint"}, f"{where}, block {item['block']!r}")
+            _check_keys(item, {"block", "when", "under", "checkpoint", "with"}, f"{where}, block {item['block']!r}")
             _check_expression(str(item.get("when", "true")), f"{where}, block {item['block']!r}, when")
             _check_ops([item["block"]], spec, where)
         elif isinstance(item, dict):
