@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from flopcalc.errors import ConfigError, SpecError, format_value
@@ -298,8 +299,7 @@ class _Builder:
                     if "under" in item:
                         chain = _put_under(chain, _absolute(self._fill(item["under"]), self.rename))
                     if "with" in item:
-                        beside = str(item["with"])
-                        chain = _map(chain, lambda op, beside=beside: op._replace(beside=beside))  # type: ignore[misc]
+                        chain = _map(chain, partial(Op._replace, beside=item["with"]))
                     built.extend(_map(chain, lambda op: op._replace(nested=True)) if item.get("checkpoint") else chain)
             else:
                 op = self._make(item)

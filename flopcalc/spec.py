@@ -22,7 +22,7 @@ _STACK_KEYS = {
     "use", "config", "flat", "rename", "set", "defaults", "only",
 }  # fmt: skip
 _AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
-_VISION_KEYS = {"kind", "patch", "merge", "side", "tokens", "videos", "pixels", "sizes", "grid", "flattened"}
+_VISION_KEYS = {"kind", "patch", "merge", "side", "tokens", "videos", "pixels", "sizes", "grid", "flattened", "canvas"}
 _POSITION_KEYS = {"kind", "limit"}
 _OP_COMMON = {"op", "name", "when", "rows", "needed", "less", "times", "part", "from", "detached", "again", "unused"}
 OP_KEYS: dict[str, set[str]] = {
@@ -243,7 +243,7 @@ def _check_spec(spec: Spec, path: str) -> None:
         if table and label in _KINDS and table.get("kind") not in _KINDS[label]:
             raise SpecError(f"{where} needs kind = {' or '.join(map(repr, _KINDS[label]))}")
         pixels: Any = table.get("pixels", {})
-        texts = {key: table[key] for key in table.keys() - {"kind", "videos", "pixels", "input", "sizes", "flattened"}}
+        texts = {key: table[key] for key in table.keys() - {"kind", "videos", "pixels", "input", "sizes", "flattened", "canvas"}}
         texts |= {key: str(text) for key, text in pixels.items() if key != "rule"}
         for key, text in texts.items():
             _check_expression(text, f"{where} {key}")

@@ -317,7 +317,7 @@ def _overlapping(width: int, height: int, values: dict[str, Any]) -> Grid:
     # The processor divides in single precision.
     sizes = [length - margin * patch for length in (height, width)]
     scales = [
-        min(_single(count * step * patch / size) if size else math.inf for count, size in zip(shape, sizes, strict=True))
+        min(_single(a * step * patch / size) if size else math.inf for a, size in zip(shape, sizes, strict=True))
         for shape in shapes
     ]
     growing = [scale for scale in scales if scale >= 1]

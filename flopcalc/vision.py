@@ -76,7 +76,8 @@ class Vision(NamedTuple):
             # Images of one size: their pixels say it.
             text = self.dims.spec.vision["grid"]
             row = [int(side) for side in shape[-2:]]
-            return read_grids([evaluate(text, _RowNames(self.dims, row, batch))], "pixel_values") * math.prod(shape[:-3])
+            grids = read_grids([evaluate(text, _RowNames(self.dims, row, batch))], "pixel_values")
+            return grids * int(math.prod(shape[:-3]))
         if self.dims is None or value is None:
             return None
         _check_readable(key, value, read_device)
@@ -89,7 +90,19 @@ class Vision(NamedTuple):
             each = -(-len(rows) // max(1, len(batch["input_ids"]))) if "input_ids" in batch else 1
             return tuple(g for h, w in rows for g in _apply_rule(self.dims, int(w), int(h), None, each)[0])
         text = self.dims.spec.vision["grid"]
-        return read_grids([evaluate(text, _RowNames(self.dims, row, batch)) for row in rows], key) if rows else ()
+        grids = read_grids([evaluate(text, _RowNames(self.dims, row, batch)) for row in rows], key) if rows else ()
+        mask = batch.get(self.dims.spec.vision.get("canvas", ""))
+        if mask is None:
+            return grids
+        _check_readable(self.dims.spec.vision["canvas"], mask, read_device)
+        return tuple(self._trim(grid, tiles) for grid, tiles in zip(grids, mask, strict=True))
+
+    def _trim(self, grid: Grid, mask: Any) -> Grid:
+        """The patches of a canvas that an image fills, from a mask (tile, side, side) whose first tile is the whole."""
+        t, h, w = grid
+        across = w // self.side
+        left, top = mask[1:t:across, :, 0], mask[1 : 1 + across, 0, :]  # its first column and first row
+        return (t, int(left.sum()), int(top.sum())) if h else grid
 
     def count_patches(self, grid: Grid) -> int:
         return grid[0] * (self.side**2 if self.kind == "tiles" else grid[1] * grid[2])

@@ -32,12 +32,14 @@ UNITS: dict[str, tuple[str, ...]] = {
     "decoder": ("n", "c", "decoding", "training", "m", "frames", "images", "patches", "tallest", "widest"),
     "image": ("t", "h", "w", "video"),  # or video (then 1); in patches
     "pair": ("t", "h", "w", "t2", "h2", "w2"),  # of different images of one sample, each pair once
-    # Of audio; in the feature extractor's frames: as executed, its own, and those of the batch's longest; images of the call.
+    # Of audio; in the feature extractor's frames: as executed, its own, and those of the batch's longest; and how many
+    # images the call has.
     "clip": ("n", "own", "longest", "images"),
     # of the model, as a whole; images may be padded to the tallest and the widest of them, or to the most tiles of one,
     # audio to the longest clip
     "call": (
-        "b", "n", "c", "decoding", "training", "images", "tiles", "patches", "tallest", "widest", "most", "clips", "longest",
+        "b", "n", "c", "decoding", "training", "images", "tiles", "patches", "tallest", "widest", "most",
+        "clips", "longest",
     ),
 }
 
@@ -556,8 +558,8 @@ def _list_units(unit: str, load: Workload, counting: str) -> list[tuple[tuple[tu
     if unit == "clip":
         # A batch is padded to its longest clip.
         longest = max(load.clips, default=0)
-        others = (("longest", longest), ("images", len(grids)))
-        return [((("n", n if counting == "model" else longest), ("own", n), *others), 1) for n in load.clips]
+        shared = (("longest", longest), ("images", len(grids)))
+        return [((("n", n if counting == "model" else longest), ("own", n), *shared), 1) for n in load.clips]
     if unit == "call":
         sums = (("tiles", sum(t for t, _, _ in grids)), ("patches", sum(t * h * w for t, h, w in grids)))
         largest = (*_find_largest(grids), ("most", max((t for t, _, _ in grids), default=0)))
@@ -582,8 +584,8 @@ def _list_units(unit: str, load: Workload, counting: str) -> list[tuple[tuple[tu
     images = ("images", -(-len(grids) // load.rows))
     tiles = ("tiles", -(-sum(t for t, _, _ in grids) // load.rows))
     keep = 0 if load.logits == "all" or load.phase == "decode" else 1 if load.logits == "last" else int(load.logits)
-    others = (images, tiles, ("last", keep), ("began", load.context))
-    return [((*names, *others), many) for n, rows in lengths for names, many in _list_calls(load, n, rows)]
+    rest = (images, tiles, ("last", keep), ("began", load.context))
+    return [((*names, *rest), many) for n, rows in lengths for names, many in _list_calls(load, n, rows)]
 
 
 def _list_decoder(

@@ -85,6 +85,11 @@ SCOPE = Names(
         ("sum_primes(9, 0, 3)", 11 + 13 + 17),
         ("sum_primes(9, 2, 2)", 17 + 19),
         ("sum_primes(0, 0, 1)", 2),
+        ("dot([1, 2, 3], [4, 5, 6])", 32),
+        ("chunks(10, 4, 1, 2)", [6, 7, 3]),
+        ("chunks(0, 4, 1, 2)", []),
+        # chunks of 4, 4, 2; after the first 4 wait, of 8 then 5 move to the store, which keeps 3
+        ("queued(10, 4, 6, 5, 3)", [0, 4, 6]),
         ("has(d)", True),
         ("has(nothing)", False),
         ("has(absent)", False),
@@ -100,7 +105,8 @@ def test_values(text: str, value: Any) -> None:
 
 
 def test_override_reads_one_layer_of_an_object() -> None:
-    scope = Names(layers={"3": {"head_dim": 14}}, head_dim=10)
+    scope = Names(layers={"3": {"head_dim": 14}, "05": {"head_dim": 16}}, head_dim=10)
+    assert evaluate("override(layers, 5, 'head_dim', head_dim)", scope) == 16  # HF pads the numbers
     assert evaluate("override(layers, 3, 'head_dim', head_dim)", scope) == 14
     assert evaluate("override(layers, 2, 'head_dim', head_dim)", scope) == 10
     assert evaluate("override(layers, 3, 'heads', 4)", scope) == 4

@@ -26,7 +26,7 @@ _EXTRA = ("torch", "transformers", "peft", "fvcore")
 # What make_estimate also wants, and a cross-check leaves alone.
 _FIXED = {
     "spec": None, "lengths": None, "grad_accum": None, "context": None, "logits": None, "convention": "full",
-    "attention_kernel": "eager", "device": None,
+    "attention_kernel": "eager", "device": None, "decoder_seq": None, "audio": (),
 }  # fmt: skip
 _PRODUCT = re.compile(r"attention|grouped|conv|mm\b|matmul|dot\b|einsum|mv\b")
 
@@ -69,6 +69,7 @@ def crosscheck(
     try:
         from flopcalc.measure import witness
 
+        witness.check_kind(source)
         source = witness.cut_layers(source, depth)
         asked = make_estimate(source, {**_FIXED, **options})
         estimator, load, _ = asked.estimate.terms[0]

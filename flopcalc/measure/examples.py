@@ -239,8 +239,8 @@ def _make_tensor(
         own = torch.tensor(scope.names["own"])[:, None]
         return (torch.arange(scope.names["frames"]) < own).to(_dtype(entry, torch.long))
     if fill == "clips":  # a number per clip: an expression over its frames n
-        rows = [evaluate(str(entry["row"]), _Scope(scope.config, {**scope.names, "n": n})) for n in scope.names["own"]]
-        return torch.tensor([int(row) for row in rows])
+        names = [{**scope.names, "n": n} for n in scope.names["own"]]
+        return torch.tensor([int(evaluate(str(entry["row"]), _Scope(scope.config, each))) for each in names])
     if fill == "clip_tokens":  # 1 where a clip has tokens of its own: `row`, an expression over its frames n
         counts = _make_tensor(name, {**entry, "fill": "clips"}, scope, out, grids, generator, device)
         return torch.arange(int(counts.max())) < counts[:, None]
@@ -281,7 +281,8 @@ def _make_tensor(
         return torch.tensor(entry["value"], dtype=_dtype(entry, None))
     if fill not in _FILLS:
         special = ["grids", "sizes", "images", "areas", "tiles", "coordinates", "image_mask", "text_mask"]
-        special += ["frame_mask", "clips", "clip_tokens", "canvas_mask", "patch_mask", "flattened", "pooled", "until", "value"]
+        special += ["frame_mask", "clips", "clip_tokens", "canvas_mask"]
+        special += ["patch_mask", "flattened", "pooled", "until", "value"]
         known = ", ".join([*_FILLS, *special])
         raise SpecError(f"inputs.{name}: fill {fill!r} unknown; known: {known}")
     try:

@@ -258,9 +258,11 @@ def crosscheck(
     """Build the model with random weights, run one batch under every witness, and set the analytic count beside."""
     import torch
 
+    from flopcalc.measure.examples import find_example, make_inputs
     from flopcalc.measure.models import apply_recipe, build_model, make_batch
 
     recipe = recipe or make_recipe()
+    check_kind(load_config(model))
     if load.phase not in PHASES:
         raise WorkloadError(f"witnesses count phase {' or '.join(PHASES)}, not {load.phase!r}")
     if load.layout != "unpadded" or load.logits not in (None, "all"):
@@ -274,12 +276,15 @@ def crosscheck(
     expected = _Expected(source, load, recipe, kernel, known.id if known else None)
     _check_memory(expected.parameters * torch_dtype.itemsize * (2 if load.phase == "train" else 1), place)
     with torch.device(place) if place != "cpu" else nullcontext():
-        built = build_model(source.config, attention, dtype=torch_dtype)
+        built = build_model(source.config, attention, dtype=torch_dtype, architecture=expected.spec.architecture)
     built = apply_recipe(built.to(place), _plain_recipe(recipe, expected, built))
-    batch = {
-        key: value.to(place, torch_dtype if value.is_floating_point() else None)
-        for key, value in make_batch(built.config, _plain_workload(load)).items()
-    }
+    workload = _plain_workload(load)
+    example = find_example(expected.spec.name)
+    if load.grids and example.inputs:
+        made = make_inputs(example, built.config, workload, bind(source))
+    else:
+        made = make_batch(built.config, workload)
+    batch = {key: value.to(place, torch_dtype if value.is_floating_point() else None) for key, value in made.items()}
     rows = []
     for name in witnesses:
         product = _choose_product(expected, torch_dtype, place) if name == "ncu" else None
@@ -318,6 +323,15 @@ def _count_product(shape: tuple[int, int, int], dtype: str) -> Witnessed:
     return found
 
 
+def check_kind(source: Source) -> None:
+    """A cross-check runs text and images; other inputs are refused in words."""
+    estimator = bind(source)
+    if estimator.has_decoder or estimator.audio is not None:
+        raise WorkloadError(
+            f"a cross-check runs text and images; `flopcalc verify --model-type {estimator.spec.name}` checks this model"
+        )
+
+
 class _Expected:
     """The analytic counts that witnesses should equal."""
 
@@ -325,6 +339,7 @@ class _Expected:
         # Hardware with the eager kernel is `full` plus what is recomputed: what an operator counter sees.
         eager = bind(source, recipe=recipe, convention="hardware", attention_kernel="eager")
         self.stages = eager.stages
+        self.spec = eager.spec
         estimate = eager.estimate(load)
         self.parameters = estimate.parameters["total"]
         # The largest linear product as rows × out × in; experts share theirs out, so they have no one size.
