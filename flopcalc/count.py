@@ -111,11 +111,11 @@ def weight_parameters(op: Op) -> int:
         return op.n_in * op.n_out * op.copies
     if op.kind == "embed":
         return op.n_in * op.size
-    return op.size
+    return op.size * op.copies
 
 
 def bias_parameters(op: Op) -> int:
-    return (op.size if op.kind == "norm" else op.n_out * op.copies) if op.bias else 0
+    return (op.size if op.kind == "norm" else op.n_out) * op.copies if op.bias else 0
 
 
 def adapter_parameters(op: Op, rank: int) -> tuple[int, int]:

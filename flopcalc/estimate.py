@@ -488,18 +488,17 @@ def _parameter_sizes(chain: Chain, path: str) -> dict[str, int]:
     """Every parameter of a chain by its full name, with its number of elements."""
     sizes = {}
     for op in iterate(chain):
-        if op.kind in STATELESS:
+        if op.kind in STATELESS or op.again:
             continue
         module = join(path, op.name)
         if not op.tied:
             sizes[module if op.kind == "param" else f"{module}.{op.param}"] = weight_parameters(op)
         if op.bias:
-            sizes[f"{module}.bias"] = bias_parameters(op)
+            sizes[f"{module}.{op.bias_name}"] = bias_parameters(op)
         if "*" in op.name:  # a module per copy
             for name in [name for name in sizes if "*" in name]:
                 size = sizes.pop(name) // op.copies
-                start, step = op.numbered
-                sizes |= {name.replace("*", str(start + step * copy)): size for copy in range(op.copies)}
+                sizes |= {name.replace("*", copy): size for copy in op.copy_names}
     return sizes
 
 

@@ -45,9 +45,22 @@ class Op(NamedTuple):
     unused: bool = False  # nothing reads what it computes, so it gets no gradient
     nested: bool = False  # in a checkpointed block inside a checkpointed layer
     beside: str = ""  # the stream without which it does not run
-    numbered: tuple[int, int] = (0, 1)  # first number and step of the copies that are modules (*)
+    numbered: tuple[int | str, ...] = (0, 1)  # the copies that are modules (*): first number and step, or their names
     adapts: bool = True  # LoRA's all-linear reaches it, as every linear module but the head
     at: str = ""  # the module that multiplies by its weight, if not its own
+
+    @property
+    def bias_name(self) -> str:
+        """The bias's name in its module; a bare parameter has it beside itself (down_proj_bias)."""
+        return f"{self.param}_bias" if self.is_bare and self.param != "weight" else "bias"
+
+    @property
+    def copy_names(self) -> list[str]:
+        """What stands for * in the name of a module per copy."""
+        first, step = self.numbered[0], self.numbered[-1]
+        if isinstance(first, int) and isinstance(step, int):
+            return [str(first + step * copy) for copy in range(self.copies)]
+        return [str(name) for name in self.numbered]
 
 
 Chain: TypeAlias = "tuple[Op | tuple[Chain, ...], ...]"
@@ -344,7 +357,7 @@ class _Builder:
                 is_bare="targets" in item,
                 copies=size("copies", default="1"),
                 active=size("active", default="1"),
-                input_embedding=bool(item.get("input_embedding", False)),
+                input_embedding=self._is_input(item),
                 flops=size("flops") if "flops" in item else 0,
                 source=source,
                 detached=detached,
@@ -367,19 +380,19 @@ class _Builder:
             back = size("backward", 0) if "backward" in item else 2 * flops
             return Op(kind, name, part, feature, times, flops=flops, backward=back, source=source, detached=detached)
         if kind == "embed":
-            embedding = bool(item.get("input_embedding", False))
             return Op(
                 kind, name, part, feature, times, n_in=size("count"), size=size("dim"), tied=self._tied(item),
                 source=source,
-                input_embedding=embedding,
+                input_embedding=self._is_input(item),
             )  # fmt: skip
         if kind == "norm":
+            copies = size("copies", default="1")
             return Op(
                 kind, name, part, feature, times, bias=flag, tied=self._tied(item), size=size("dim"), source=source,
-                detached=detached,
+                detached=detached, copies=copies, active=copies,
             )  # fmt: skip
         if kind == "param":
-            return Op(kind, name, part, feature, size=size("size"), detached=detached)
+            return Op(kind, name, part, feature, size=size("size"), tied=self._tied(item), detached=detached)
         if kind == "dropout":
             saves = dims.evaluate(item["p"])
             if isinstance(saves, bool) or not isinstance(saves, (int, float)):
@@ -398,9 +411,12 @@ class _Builder:
     def _fill(self, name: str) -> str:
         return _BRACES.sub(lambda found: str(self.dims.lookup(found[1])), name) if "{" in name else name
 
-    def _numbered(self, item: dict[str, Any]) -> tuple[int, int]:
-        start, step = self.dims.evaluate(item["numbered"]) if "numbered" in item else (0, 1)
-        return int(start), int(step)
+    def _numbered(self, item: dict[str, Any]) -> tuple[int | str, ...]:
+        return tuple(self.dims.evaluate(item["numbered"])) if "numbered" in item else (0, 1)
+
+    def _is_input(self, item: dict[str, Any]) -> bool:
+        value = item.get("input_embedding", False)
+        return value if isinstance(value, bool) else evaluate_truth(value, self.dims)
 
     def _targets(self, item: dict[str, Any]) -> tuple[str, ...]:
         names = self.dims.evaluate(item["targets"]) if "targets" in item else []

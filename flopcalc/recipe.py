@@ -167,7 +167,7 @@ class Resolver:
             ):
                 if op.tied:
                     path = f"{stage.path}.{layer}" if stage.repeated else stage.path
-                    own = f"{join(path, op.name)}.{op.param}"
+                    own = _weight_name(op, join(path, op.name))
                     names = self._aliases.setdefault(op.tied, [(op.tied, groups.get(op.tied, stage.group))])
                     names.append((own, stage.group))
                     self._aliases[own] = names
@@ -194,14 +194,15 @@ class Resolver:
             return ALL_TRAIN
         if self.recipe.trained is not None:
             return self._resolve_live(op, path)
-        weight_name = f"{path}.{op.param}" if op.kind != "param" else path
+        weight_name = _weight_name(op, path)
+        bias_name = f"{path}.{op.bias_name}"
         if self.recipe.lora is None:
-            return State(self._trains(weight_name, group), self._trains(f"{path}.bias", group) if op.bias else False)
+            return State(self._trains(weight_name, group), self._trains(bias_name, group) if op.bias else False)
         rank = self._rank(op, path)
         saved = any(suffix.matches(path) for suffix in self._save) and not rank
         return State(
             weight=saved and not self._frozen(weight_name, group),
-            bias=saved and op.bias and not self._frozen(f"{path}.bias", group),
+            bias=saved and op.bias and not self._frozen(bias_name, group),
             rank=rank,
             adapter_a=not self._frozen(f"{path}.lora_A.default.weight", group),
             adapter_b=not self._frozen(f"{path}.lora_B.default.weight", group),
@@ -211,14 +212,15 @@ class Resolver:
     def _resolve_live(self, op: Op, path: str) -> State:
         assert self.recipe.trained is not None
         trained = self.recipe.trained
-        path = path.replace("*", "0")  # a module per copy: the first speaks for all
-        weight_name = f"{path}.{op.param}" if op.kind != "param" else path
+        path = path.replace("*", str(op.numbered[0]))  # a module per copy: the first speaks for all
+        weight_name = _weight_name(op, path)
         names = [name for name, _ in self._aliases.get(weight_name, [(weight_name, "")])]
+        bias_name = f"{path}.{op.bias_name}"
         adapted = weight_name if op.targets else path
         saved = f"{weight_name} saved" in trained
         return State(
             weight=saved or any(name in trained for name in names),
-            bias=f"{path}.bias" in trained or f"{path}.bias saved" in trained,
+            bias=not trained.isdisjoint((bias_name, f"{bias_name} saved")),
             rank=self._ranks.get(adapted, 0),
             adapter_a=f"{adapted}.lora_A" in trained,
             adapter_b=f"{adapted}.lora_B" in trained,
@@ -329,6 +331,10 @@ def _iterate_kinds(stage: Stage) -> Iterable[Op]:
     """Every op of a stage, layers that are alike taken once."""
     for chain in dict.fromkeys(stage.layers):
         yield from iterate(chain)
+
+
+def _weight_name(op: Op, path: str) -> str:
+    return path if op.kind == "param" else f"{path}.{op.param}"
 
 
 def join(path: str, name: str) -> str:

@@ -29,12 +29,12 @@ OP_KEYS: dict[str, set[str]] = {
     "linear": _OP_COMMON
     | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding", "at", "flops"}
     | {"adapts", "numbered"},
-    "conv": _OP_COMMON | {"in", "out", "bias", "input_embedding", "at"},
+    "conv": _OP_COMMON | {"in", "out", "bias", "param", "input_embedding", "at"},
     "attend": _OP_COMMON | {"heads", "qk", "v", "span", "mask", "window", "length"},
     "product": _OP_COMMON | {"flops", "backward"},
-    "norm": _OP_COMMON | {"dim", "bias", "tied"},
+    "norm": _OP_COMMON | {"dim", "bias", "tied", "copies"},
     "embed": _OP_COMMON | {"count", "dim", "tied", "input_embedding"},
-    "param": _OP_COMMON | {"size"},
+    "param": _OP_COMMON | {"size", "tied"},
     "pointwise": _OP_COMMON,
     "dropout": _OP_COMMON | {"p"},
 }
@@ -50,7 +50,7 @@ MASKS = ("causal", "full")
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool,), "flat": (bool,),
     "reversible": (bool,), "input_gradient": (bool,),
-    "input_embedding": (bool,), "detached": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
+    "input_embedding": (bool, str), "detached": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
     "pixels": (dict,),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
     **dict.fromkeys(("flops", "backward"), (str, int)),
@@ -163,11 +163,9 @@ def _load_tables(path: str, above: tuple[str, ...]) -> dict[str, Any]:
 
 
 def rename_path(path: str, rename: dict[str, str]) -> str:
-    """A module path with the first matching prefix replaced."""
-    for old, new in rename.items():
-        if path == old or path.startswith(f"{old}."):
-            return new + path[len(old) :]
-    return path
+    """A module path with the longest matching prefix replaced."""
+    found = max((old for old in rename if path == old or path.startswith(f"{old}.")), key=len, default=None)
+    return path if found is None else rename[found] + path[len(found) :]
 
 
 def _check_tables(tables: dict[str, Any], path: str) -> None:
@@ -243,7 +241,8 @@ def _check_spec(spec: Spec, path: str) -> None:
         if table and label in _KINDS and table.get("kind") not in _KINDS[label]:
             raise SpecError(f"{where} needs kind = {' or '.join(map(repr, _KINDS[label]))}")
         pixels: Any = table.get("pixels", {})
-        texts = {key: table[key] for key in table.keys() - {"kind", "videos", "pixels", "input", "sizes", "flattened", "canvas"}}
+        plain = {"kind", "videos", "pixels", "input", "sizes", "flattened", "canvas"}
+        texts = {key: table[key] for key in table.keys() - plain}
         texts |= {key: str(text) for key, text in pixels.items() if key != "rule"}
         for key, text in texts.items():
             _check_expression(text, f"{where} {key}")

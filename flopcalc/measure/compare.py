@@ -86,8 +86,8 @@ def compare(
 
 
 def _fold(rows: Mapping[str, Any], names: list[str]) -> dict[str, tuple[int, int, int]]:
-    """Traced rows; those of modules that a spec names once, with * for their number (a list of experts), summed."""
-    patterns = [(name, re.compile(re.escape(name).replace(r"\*", r"\d+"))) for name in names]
+    """Traced rows; those of modules that a spec names once, with * for each (a list of experts), summed."""
+    patterns = [(name, re.compile(re.escape(name).replace(r"\*", r"[^.]+"))) for name in names]
     folded: dict[str, tuple[int, int, int]] = {}
     for path, row in rows.items():
         name = next((name for name, pattern in patterns if pattern.fullmatch(path)), path)

@@ -292,6 +292,37 @@ def test_perception_lm_tiles(size: tuple[int, int], most: int) -> None:
     assert vision.count_tokens(grid) == len(text)
 
 
+class BareImage:
+    """Sides alone, as torchvision's resize and pad would leave them."""
+
+    device = "cpu"
+
+    def __init__(self, height: int, width: int) -> None:
+        self.shape = (3, height, width)
+
+
+@pytest.mark.parametrize("most", [4, 36])
+@pytest.mark.parametrize("size", [*SIZES[:5], *SIZES[6:8], (448, 448), (449, 896), (4000, 3000), (9000, 500)], ids=str)
+def test_phi4_multimodal_crops(size: tuple[int, int], most: int) -> None:
+    scope = load_functions("phi4_multimodal", "find_closest_aspect_ratio", "dynamic_preprocess")
+    resize = staticmethod(lambda _, sides: BareImage(*sides))
+    pad = staticmethod(lambda image, by, **_: BareImage(image.shape[1] + by[3], image.shape[2] + by[2]))
+    scope["tvF"] = type("tvF", (), {"resize": resize, "pad": pad})
+    stand_in = type("Processor", (), {"find_closest_aspect_ratio": scope["find_closest_aspect_ratio"]})()
+    image, mask = scope["dynamic_preprocess"](stand_in, BareImage(*size[::-1]), 448, 14, 32, max_num=most)
+    keys = {"model_type": "phi4_multimodal", **TEXT, "vision_config": {}, "audio_config": {}, "num_key_value_heads": 1}
+    vision = Estimator(load_config(keys)).vision
+    assert vision is not None
+    (grid,), _ = vision.grids_of_pixels(*size, {"dynamic_hd": most})
+    tiles = mask.reshape(len(mask) // 32, 32, -1, 32).transpose(1, 2).reshape(-1, 32, 32)
+    assert grid == (1 + len(tiles), int(mask[:, 0].sum()), int(mask[0].sum()))
+    assert vision.count_tokens(grid) == 256 + 1 + 16 + int(mask[::2, ::2].sum()) + int(mask[::2, 0].sum())
+    # A batch says the same: the image's pixels, and the mask of all tiles, padded to the most that an image has.
+    masks = torch.cat([torch.ones(1, 32, 32), tiles, torch.ones(2, 32, 32)])[None]
+    batch = {"image_sizes": torch.tensor([image.shape[1:]]), "image_attention_mask": masks}
+    assert vision.read_sizes(batch, True) == (grid,)
+
+
 def test_a_batch_says_its_tiles() -> None:
     ids = torch.zeros(2, 3000, dtype=torch.long)
     config = {"model_type": "llava_next", "vision_config": tower("clip_vision_model", 336, 14)}

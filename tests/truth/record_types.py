@@ -16,13 +16,14 @@ import traceback
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1])]
 
-from flopcalc.data import list_data_files  # noqa: E402
+from flopcalc.data import list_data_files, load_toml  # noqa: E402
 
 TYPES = HERE / "types"
 SCHEMA = 1
@@ -135,6 +136,9 @@ def is_recorded(name: str) -> bool:
 def run(name: str, check: bool) -> tuple[str, bool]:
     """Record or check one type; the line to print, and whether it failed."""
     start, path = time.perf_counter(), TYPES / f"{name}.json"
+    needed = load_toml(list_data_files("examples")[name]).get("needs")
+    if needed and find_spec(needed) is None:
+        return f"{name}: left alone, for it needs {needed}", False
     try:
         truth = json.loads(json.dumps(record(name)))
         if check:

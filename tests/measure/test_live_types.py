@@ -1,0 +1,46 @@
+"""A live HF model of every type binds, and counts as its config does: all of it trained, and with a frozen layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from flopcalc import bind
+from flopcalc.data import list_data_files
+from flopcalc.estimate import Estimator
+from flopcalc.measure.compare import make_load
+from flopcalc.measure.examples import find_example, list_cases
+from flopcalc.measure.models import build_model
+
+NAMES = sorted(name for name in list_data_files("examples") if find_example(name).configs)
+
+
+def count(estimator: Estimator, workload: Mapping[str, Any]) -> Any:
+    found = estimator.estimate(make_load(workload))
+    return found.by_module(per_layer=True), found.parameters
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_live_model_counts_as_its_config(name: str) -> None:
+    example = find_example(name)
+    if example.needs:
+        pytest.importorskip(example.needs)
+    plain = example.configs[0]
+    config = {**({"architectures": [example.architecture]} if example.architecture else {}), **plain}
+    workload = next(load for load, _ in list_cases(example, plain) if load.get("phase") == "train")
+    told = bind(config, convention="full")
+    model = build_model(plain, example.attention, architecture=example.architecture or told.spec.architecture)
+    assert count(bind(model, convention="full"), workload) == count(told, workload)
+
+    stage = next((stage for stage in told.stages if stage.repeated), None)
+    if stage is None:
+        return
+    layer = f"{stage.path}.{stage.first}"
+    model.get_submodule(layer).requires_grad_(False)
+    frozen = bind(config, recipe={"freeze": layer}, convention="full")
+    live = bind(model, convention="full")
+    assert count(live, workload) == count(frozen, workload)
+    trainable = {id(each): each.numel() for each in model.parameters() if each.requires_grad}
+    assert live.parameters()["trainable"] == sum(trainable.values())
