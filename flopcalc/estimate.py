@@ -25,7 +25,7 @@ from flopcalc.devices import find_device
 from flopcalc.errors import ConfigError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.expr import MissingNameError
 from flopcalc.ops import Chain, Op, Stage, expand
-from flopcalc.recipe import STATELESS, Recipe, Resolver, iterate, join, make_recipe, read_recipe
+from flopcalc.recipe import STATELESS, Recipe, Resolver, iterate, join, make_recipe, read_recipe, unwrap
 from flopcalc.spec import PARTS, Spec, find_spec, load_spec
 from flopcalc.spec import bind as bind_spec
 from flopcalc.units import check_size, format_flops
@@ -109,7 +109,7 @@ class Estimator:
         self.has_decoder = any(
             "decoder" in op.feature[:2] for stage in self.stages for chain in stage.layers[:1] for op in iterate(chain)
         )
-        self._has_text_encoder = any(
+        self.has_text_encoder = any(
             op.feature[0] in ("tokens", "pairs") or op.feature[:2] == ("sum", "sequence")
             for stage in self.stages
             for chain in stage.layers[:1]
@@ -162,20 +162,22 @@ class Estimator:
         if batch is not None:
             _check_alone(batch_size, seq_len, lengths, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips)
             return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
-        return self.estimate(
-            make_workload(
-                batch_size,
-                seq_len,
-                lengths=lengths,
-                image_grid_thw=image_grid_thw,
-                video_grid_thw=video_grid_thw,
-                phase=phase,
-                context=context,
-                logits=logits,
-                decoder_seq_len=decoder_seq_len,
-                clips=clips,
-            )
+        load = make_workload(
+            batch_size,
+            seq_len,
+            lengths=lengths,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            phase=phase,
+            context=context,
+            logits=logits,
+            decoder_seq_len=decoder_seq_len,
+            clips=clips,
         )
+        if load.grids and self.vision is not None and self.vision.kind == "tiles":
+            for grid in load.grids:
+                self.vision.check_tiles(grid, "image_grid_thw")
+        return self.estimate(load)
 
     def estimate_batch(
         self,
@@ -202,6 +204,8 @@ class Estimator:
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
         """FLOPs of one step on a workload."""
+        if load.phase in ("prefill", "decode"):
+            self._check_decodes(load.phase)
         if load.grids or load.videos:
             load = self._check_images(load)
         if self.has_decoder or load.decoder is not None:
@@ -358,7 +362,8 @@ class Estimator:
     def _check_images(self, load: Workload) -> Workload:
         vision = self.vision
         if vision is None:
-            raise WorkloadError(f"{self.source.name} is a text model: it takes no images")
+            what = "takes no images" if self.audio is not None else "is a text model: it takes no images"
+            raise WorkloadError(f"{self.source.name} {what}")
         if load.videos and not vision.takes_videos:
             raise WorkloadError(f"{self.source.name} takes no videos")
         if vision.kind != "grid":
@@ -376,17 +381,34 @@ class Estimator:
             )
         return load
 
+    def _check_decodes(self, phase: str) -> None:
+        """An encoder reads the whole text at once: it has no cache to fill or to read."""
+        if self.has_decoder:
+            return
+        masks = {
+            op.feature[:2]
+            for stage in self.stages
+            for chain in stage.layers
+            for op in iterate(chain)
+            if op.kind == "attend" and stage.stream == "language"
+        }
+        if self.spec.architecture.endswith("ForMaskedLM") or masks == {("pairs", "full")}:
+            raise WorkloadError(
+                f"{self.source.name} is an encoder: it does not decode, so there is no phase {phase}; "
+                "forward is one pass over the text, train a whole step"
+            )
+
     def _check_decoder(self, load: Workload) -> None:
         name = self.source.name
         if not self.has_decoder:
             raise WorkloadError(f"{name} is no encoder-decoder: it takes no --decoder-seq (decoder_seq_len)")
         if load.decoder is None:
             raise WorkloadError(f"{name} has a decoder: give its length too (--decoder-seq N, decoder_seq_len=N)")
-        if self._has_text_encoder and not load.seq:
+        if self.has_text_encoder and not load.seq:
             raise WorkloadError(f"{name} is an encoder-decoder: give the encoder's length too (--seq N, seq_len=N)")
-        if not self._has_text_encoder and load.seq:
+        if not self.has_text_encoder and load.seq:
             raise WorkloadError(f"{name} has no encoder of text: leave --seq out, its length is --decoder-seq")
-        if not self._has_text_encoder and self.audio is not None and len(load.clips) != load.rows:
+        if not self.has_text_encoder and self.audio is not None and len(load.clips) != load.rows:
             raise WorkloadError(
                 f"{name} takes one clip of audio per sample, not {len(load.clips)} for {load.rows}: --audio SECONDS"
             )
@@ -396,7 +418,11 @@ class Estimator:
             raise WorkloadError(f"{self.source.name} takes no audio")
         most = self.audio.most
         if most and max(load.clips) > most:
-            raise WorkloadError(f"{self.source.name} takes clips of at most {most} frames, not {max(load.clips)}")
+            longest, rate = max(load.clips), self.audio.rate
+            raise WorkloadError(
+                f"{self.source.name} takes clips of at most {float(most / rate):g} s ({most} frames), "
+                f"not {float(longest / rate):g} s ({longest} frames)"
+            )
         tokens = sum(map(self.audio.count_tokens, load.clips))
         if load.decoder is None and tokens > load.tokens:
             raise WorkloadError(
@@ -412,6 +438,9 @@ class Estimator:
     def notes(self, load: Workload) -> list[str]:
         """What a reader of the numbers should know."""
         notes = []
+        named = "" if self.source.module is not None else _find_architecture(self.source)
+        if named and not _is_same_class(named, self.spec.architecture):
+            notes.append(f"the config names {format_value(named)[1:-1]}; counted as {self.spec.architecture}")
         if self.vision is not None and not load.all_grids and load.phase != "decode":
             example = "--image 1024x768" if self.vision.kind == "grid" else "--image 336x336"
             notes.append(f"no image given, so the vision tower is not counted; add one with {example}")
@@ -425,8 +454,9 @@ class Estimator:
             notes.append(f"recomputation would add {format_flops(again)} ({again}) under convention hardware")
         if load.phase == "train" and not self.parameters()["trainable"]:
             notes.append("nothing trains under this recipe, so there is no backward pass")
-        if isinstance(load.logits, int) and load.logits > load.seq:
-            notes.append(f"logits asked for {load.logits} positions, a sequence has {load.seq}: all of them counted")
+        side = load.decoder or load
+        if isinstance(side.logits, int) and side.logits > side.seq:
+            notes.append(f"logits asked for {side.logits} positions, a sequence has {side.seq}: all of them counted")
         if self.recipe.recompute != "none" and load.phase != "train":
             notes.append(f"phase {load.phase} has no backward pass, so nothing is recomputed")
         if self.convention == "hardware" and self.attention_kernel != "eager":
@@ -464,8 +494,16 @@ class Estimator:
     def _check_live(self, sizes: dict[str, int], names: dict[str, str]) -> None:
         """The live model's parameters must be the spec's, by name and size: else its FLOPs would not be.
 
-        The spec may know a shared tensor by any of its names, but by one alone.
+        The spec may know a shared tensor by any of its names, but by one alone. A model without a head whose weight is
+        the embedding's has the same parameters, so its class is asked too; own and remote classes may have any name.
         """
+        classes = type(unwrap(self.source.module)).__mro__
+        is_known = any(_is_same_class(each.__name__, self.spec.architecture) for each in classes)
+        if not is_known and any(each.__module__.startswith("transformers.models.") for each in classes):
+            raise ConfigError(
+                f"{classes[0].__name__} is another class than {self.spec.architecture}, which spec {self.spec.name!r} "
+                "describes: give that model, or its config; bind(model, example_batch) counts any module by a trace"
+            )
         expected: dict[str, int] = {}
         for stage in self.stages:
             for layer, chain in enumerate(stage.layers, stage.first):
@@ -522,7 +560,8 @@ def _with_grids(load: Workload, grids: tuple[Grid, ...], videos: tuple[Grid, ...
 def _find_spec(source: Source, specs: dict[str, Spec]) -> Spec:
     model_type: str = source.config["model_type"]
     spec = specs.get(model_type) or find_spec(model_type)
-    variant = spec.variants.get(_find_architecture(source)) if spec is not None else None
+    named = _find_architecture(source, spec)
+    variant = spec.variants.get(named) if spec is not None else None
     if variant is not None:
         spec = specs.get(variant) or find_spec(variant)
     if spec is None:
@@ -533,10 +572,17 @@ def _find_spec(source: Source, specs: dict[str, Spec]) -> Spec:
     return spec
 
 
-def _find_architecture(source: Source) -> str:
-    """The HF class: a live model's own, else the first that the config names."""
+def _is_same_class(named: str, architecture: str) -> bool:
+    """Whether two names mean one class: remote code and releases differ in underscores and case alone."""
+    return named == architecture or named.replace("_", "").lower() == architecture.replace("_", "").lower()
+
+
+def _find_architecture(source: Source, spec: Spec | None = None) -> str:
+    """The HF class: a live model's own, or the one that it extends and a spec knows; else the first in the config."""
     if source.module is not None:
-        return type(source.module).__name__
+        names = [each.__name__ for each in type(unwrap(source.module)).__mro__]
+        known = (spec.architecture, *spec.variants) if spec is not None else ()
+        return next((name for name in names if name in known), names[0])
     named = source.config.get("architectures")
     return str(named[0]) if isinstance(named, (list, tuple)) and named else ""
 
@@ -833,7 +879,7 @@ def bind(
     example_batch: Mapping[str, Any] | None = None,
     *,
     recipe: Recipe | Mapping[str, Any] | None = None,
-    convention: str = "model",
+    convention: str | None = None,
     attention_kernel: str = "auto",
     device: str | None = None,
     dtype: str = "bf16",
@@ -847,11 +893,12 @@ def bind(
     With `example_batch` (keyword arguments of its forward) any torch.nn.Module is traced instead of read from a spec:
     for `phases`, under convention full; `dims` says which axes are batch ('b') and length ('n') where it is not plain.
 
-    `device` says which kernel "auto" stands for (without one it is SDPA's flash kernel), and whose measured
-    constants convention hardware uses; they were measured in bf16, so another `dtype` takes none.
+    The convention is model unless said otherwise. `device` says which kernel "auto" stands for (without one it is
+    SDPA's flash kernel), and whose measured constants convention hardware uses; they were measured in bf16, so another
+    `dtype` takes none.
     """
     if example_batch is not None:
-        if recipe is not None or spec is not None or convention not in ("model", "full"):
+        if recipe is not None or spec is not None or convention not in (None, "full"):
             raise FlopcalcError(
                 "a module that is traced says itself what trains, under convention full: give neither recipe, spec nor "
                 "another convention with example_batch"
@@ -859,6 +906,7 @@ def bind(
         from flopcalc.measure.tracing import trace_module  # torch: only where a module is traced
 
         return trace_module(model, example_batch, phases=tuple(phases), dims=dims)
+    convention = "model" if convention is None else convention
     table, tiles = None, None
     if device is not None:
         found = find_device(device)

@@ -346,6 +346,14 @@ def join(path: str, name: str) -> str:
 _WRAPPERS = ("_orig_mod.", "module.", "base_model.model.")
 
 
+def unwrap(model: Any) -> Any:
+    """The HF model inside what torch.compile, DDP and PEFT put around it."""
+    for name in ("_orig_mod", "module"):
+        if hasattr(model, name):
+            return unwrap(getattr(model, name))
+    return unwrap(model.get_base_model()) if hasattr(model, "get_base_model") else model
+
+
 def read_recipe(model: Any, recompute: str | None = None) -> tuple[Recipe, dict[str, int], dict[str, str]]:
     """The recipe of a live model from requires_grad and PEFT adapters, and its parameters' sizes by plain name.
 

@@ -22,7 +22,9 @@ _STACK_KEYS = {
     "use", "config", "flat", "rename", "set", "defaults", "only",
 }  # fmt: skip
 _AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
-_VISION_KEYS = {"kind", "patch", "merge", "side", "tokens", "videos", "pixels", "sizes", "grid", "flattened", "canvas"}
+_VISION_KEYS = {
+    "kind", "patch", "merge", "side", "most", "tokens", "videos", "pixels", "sizes", "grid", "flattened", "canvas",
+}  # fmt: skip
 _POSITION_KEYS = {"kind", "limit"}
 _OP_COMMON = {"op", "name", "when", "rows", "needed", "less", "times", "part", "from", "detached", "again", "unused"}
 OP_KEYS: dict[str, set[str]] = {

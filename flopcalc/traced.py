@@ -12,6 +12,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
+from flopcalc._version import __version__
 from flopcalc.config import Source
 from flopcalc.count import Block, Row
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
@@ -20,9 +21,9 @@ from flopcalc.expr import Names, evaluate
 from flopcalc.ops import Op
 from flopcalc.recipe import Recipe
 from flopcalc.spec import Spec
-from flopcalc.workload import Workload
+from flopcalc.workload import Workload, make_workload
 
-SCHEMA = 1
+SCHEMA = 2
 _LIBRARIES = ("torch", "transformers", "peft")
 WHY_FULL = (
     "traced: what HF's code executes (convention full); what the model needs (model) and what fused kernels "
@@ -37,6 +38,8 @@ class Polynomials(NamedTuple):
     has_images: bool
     monomials: tuple[str, ...]  # expressions in b, n, c, images, patches, pairs
     rows: dict[str, tuple[tuple[Fraction, ...], ...]]  # module path -> forward, backward, recompute coefficients
+    reached: int = 0  # the largest length (or number of cached keys) at which it was checked
+    limit: int = 0  # a window or chunk of the config that is too large to trace beyond; 0: none
 
 
 class Traced(NamedTuple):
@@ -48,6 +51,7 @@ class Traced(NamedTuple):
     made_with: dict[str, str]
     visual: dict[str, Any]  # how images fill the sequence: {} for a text model
     polynomials: tuple[Polynomials, ...]
+    axes: dict[str, list[str | None]]  # of the example batch: 'b', 'n' or None per axis
 
 
 class TracedEstimator(Estimator):
@@ -75,8 +79,31 @@ class TracedEstimator(Estimator):
         self.identity = ("trace", traced.name, id(traced), recipe, "full", "eager")  # type: ignore[assignment]
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
+        if load.decoder is not None or load.clips:
+            raise WorkloadError("traced: one length alone was solved for, without a decoder's length or audio")
+        self._check_grids(load)
         forward, backward, recompute = self.count(load, "full")
         return Estimate(((self, load, 1),), forward, backward, recompute, notes)
+
+    def estimate_batch(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        phase: str = "train",
+        logits: int | str | None = None,
+        read_device: bool = True,
+    ) -> Estimate:
+        """FLOPs of one step on a real batch; without input_ids its sizes are read as the example's were."""
+        if "input_ids" in batch or "inputs_embeds" in batch:
+            return super().estimate_batch(batch, phase=phase, logits=logits, read_device=read_device)
+        sizes: dict[str, int] = {}
+        for name, axes in self.traced.axes.items():
+            for kind, size in zip(axes, getattr(batch.get(name), "shape", ()), strict=False):
+                if kind is not None and sizes.setdefault(kind, int(size)) != size:
+                    raise WorkloadError(f"{name}: axis {kind!r} is {size}, elsewhere in the batch {sizes[kind]}")
+        if set(sizes) != {"b", "n"}:
+            raise WorkloadError(f"the batch needs what the model was traced with: {', '.join(self.traced.axes)}")
+        return self.estimate(make_workload(sizes["b"], sizes["n"], phase=phase, logits=logits))
 
     def count(self, load: Workload, convention: str) -> tuple[int, int, int]:
         found = self._find(load, convention)
@@ -99,8 +126,22 @@ class TracedEstimator(Estimator):
         return dict(self.traced.parameters)
 
     def notes(self, load: Workload) -> list[str]:
-        rows = ["traced: the batch counts as full rows, padding and packed documents included"]
-        return [WHY_FULL, *(rows if load.documents is not None else ())]
+        notes = [WHY_FULL]
+        if load.documents is not None:
+            notes.append("traced: the batch counts as full rows, padding and packed documents included")
+        reached = self._find(load, "full").reached
+        if load.seq + load.context > reached:
+            notes.append(f"traced: the polynomial was checked up to length {reached}")
+        return notes
+
+    def _check_grids(self, load: Workload) -> None:
+        merge = int(self.traced.visual.get("merge", 1))
+        for t, h, w in load.all_grids:
+            if not self.traced.visual.get("tokens") and (t != 1 or h % merge or w % merge):
+                raise WorkloadError(f"traced: grid {t},{h},{w} must be 1,H,W with H and W multiples of {merge}")
+        visual = self.count_visual_tokens(load)
+        if visual > load.tokens:
+            raise WorkloadError(f"{visual} visual tokens do not fit in {load.tokens} tokens")
 
     def count_visual_tokens(self, load: Workload) -> int:
         visual = self.traced.visual
@@ -117,6 +158,11 @@ class TracedEstimator(Estimator):
             raise WorkloadError(f"traced: logits {load.logits} were not traced; all of them for {load.phase}")
         for found in self.traced.polynomials:
             if found.phase == load.phase and found.has_images == has_images:
+                if found.limit and load.seq + load.context > found.limit:
+                    raise WorkloadError(
+                        f"traced: length {load.seq + load.context} is beyond a window or chunk of {found.limit}, where "
+                        "the count changes its form and nothing was traced"
+                    )
                 return found
         known = ", ".join(f"{p.phase}{' with images' if p.has_images else ''}" for p in self.traced.polynomials)
         raise WorkloadError(
@@ -188,7 +234,7 @@ def make_key(identity: Mapping[str, Any]) -> str:
 
 def read_versions() -> dict[str, str]:
     """Versions of the libraries that a trace depends on, without importing them."""
-    found = {}
+    found = {"flopcalc": __version__}
     for name in _LIBRARIES:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
@@ -226,11 +272,19 @@ def load_trace(key: str) -> Traced | None:
                     name: tuple(tuple(Fraction(value) for value in each) for each in coefficients)
                     for name, coefficients in entry["rows"].items()
                 },
+                entry["reached"],
+                entry["limit"],
             )
             for entry in data["polynomials"]
         )
         return Traced(
-            data["name"], data["model_type"], data["parameters"], data["made_with"], data["visual"], polynomials
+            data["name"],
+            data["model_type"],
+            data["parameters"],
+            data["made_with"],
+            data["visual"],
+            polynomials,
+            data["axes"],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -241,12 +295,17 @@ def save_trace(key: str, traced: Traced) -> str | None:
     folder = os.path.join(find_cache_dir(), "traces")
     data = {
         "schema": SCHEMA,
-        **{field: getattr(traced, field) for field in ("name", "model_type", "parameters", "made_with", "visual")},
+        **{
+            field: getattr(traced, field)
+            for field in ("name", "model_type", "parameters", "made_with", "visual", "axes")
+        },
         "polynomials": [
             {
                 "phase": entry.phase,
                 "has_images": entry.has_images,
                 "monomials": entry.monomials,
+                "reached": entry.reached,
+                "limit": entry.limit,
                 "rows": {name: [[str(v) for v in each] for each in rows] for name, rows in entry.rows.items()},
             }
             for entry in traced.polynomials

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.errors import ConfigError, FlopcalcError, SpecError, WorkloadError, format_nearest, format_value
-from flopcalc.expr import MissingNameError, evaluate
+from flopcalc.expr import MissingNameError, evaluate, find_names
 from flopcalc.spec import BoundDims, find_key
 from flopcalc.units import check_size
 from flopcalc.workload import Grid, read_grids
@@ -28,6 +28,7 @@ class Vision(NamedTuple):
     tokens: int  # fixed: tokens per image
     takes_videos: bool
     dims: BoundDims | None = None  # where `tokens` and the parameters of the pixel rule have values
+    most: int = 0  # tiles: that one image may have; 0: any number
 
     def check_grid(self, grid: Grid, what: str) -> Grid:
         t, h, w = grid
@@ -46,6 +47,34 @@ class Vision(NamedTuple):
         if h % self.merge or w % self.merge:
             raise WorkloadError(f"{what} {t},{h},{w}: height and width must be multiples of {self.merge} (merge size)")
         return grid
+
+    def check_tiles(self, grid: Grid, what: str) -> None:
+        """A grid given by hand for a model that cuts images into tiles must be one that its processor can make."""
+        t, h, w = grid
+        table = self.dims.spec.vision if self.dims is not None else {}
+        if self.kind != "tiles" or self.dims is None or "pixels" not in table:
+            return
+        given = f"{what} {t},{h},{w}"
+        if self.most and t > self.most:
+            raise WorkloadError(f"{given}: T counts an image's tiles, and this model takes at most {self.most}")
+        if find_names(table.get("tokens", "0")).isdisjoint("hw"):
+            if "side" in table["pixels"] and (h, w) != (self.side, self.side):
+                raise WorkloadError(
+                    f"{given}: T counts an image's tiles, H and W the patches of one: give {t},{self.side},{self.side}"
+                )
+            return
+        side = int(self.dims.evaluate(str(table["pixels"].get("side", self.side))))
+        if t == 1 and "only_single" in table["pixels"]:
+            fits = (h, w) == (side, side)  # one of several images of a sample is not cut
+        else:
+            sides = [n for n in range(1, math.isqrt(t - 1) + 1) if (t - 1) % n == 0]
+            shapes = [shape for n in sides for shape in ((n, (t - 1) // n), ((t - 1) // n, n))]
+            fits = any(h <= rows * side and w <= columns * side for rows, columns in shapes)
+        if not fits:
+            raise WorkloadError(
+                f"{given}: T counts the whole image and its tiles, H and W the features that the image fills on the "
+                f"rectangle of tiles, {side} a side: {t - 1} tiles cannot hold {h} by {w}; --image WxH works it out"
+            )
 
     def count_tokens(self, grid: Grid, video: bool = False) -> int:
         """Positions of the language model that one image or video fills."""
@@ -229,6 +258,7 @@ def bind_vision(dims: BoundDims) -> Vision | None:
         tokens=size("tokens", 0) if table["kind"] == "fixed" else 0,
         takes_videos=table.get("videos") == "true",
         dims=dims if table.keys() & {"pixels", "sizes"} or (table["kind"] != "fixed" and "tokens" in table) else None,
+        most=size("most", 0),
     )
 
 

@@ -23,14 +23,22 @@ def models(coverage: bool, as_json: bool) -> None:
     if coverage:
         _show_coverage(as_json)
         return
+    described_specs = describe_specs()
+    # A spec that another takes instead of itself for some class (llama4-causal) is no model type of its own.
+    bases = {
+        variant: name
+        for name, described in described_specs.items()
+        for variant in described.spec.variants.values()
+        if variant.startswith(f"{name}-")
+    }
     families = [
         {
-            "model_type": name,
+            "model_type": bases.get(name, name),
             "architecture": described.spec.architecture,
             "input": described.inputs,
             "reference": described.spec.source,
         }
-        for name, described in describe_specs().items()
+        for name, described in described_specs.items()
     ]
     presets = []
     aliases: dict[str, list[str]] = {}
@@ -54,7 +62,8 @@ def models(coverage: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"families": families, "presets": presets}, indent=2, ensure_ascii=False))
         return
-    click.echo(f"{len(families)} model types")
+    count = len({entry["model_type"] for entry in families})
+    click.echo(f"{count} model types in {len(families)} classes")
     rows = [[entry["model_type"], entry["architecture"], entry["input"]] for entry in families]
     click.echo(format_grid(["model_type", "architecture", "input"], rows))
     click.echo(f"\n{len(presets)} presets (--json shows where each was read)")

@@ -72,7 +72,7 @@ def find_rows(estimate: Estimate, pattern: str) -> list[tuple[str, int, Row, int
     copies: dict[tuple[str, Row, int], int] = {}
     for block, row, value in estimator.rows(load, estimate.convention):
         path = join(f"{block.path}.*" if block.layers is not None else block.path, row.op.name)
-        has_work = value and (row.forward or row.backward)
+        has_work = value and (row.forward or (row.backward and load.phase == "train"))
         if has_work and (regex.match(path) or pattern in path):
             key = (path, row, value * times)  # over all micro-batches
             copies[key] = copies.get(key, 0) + block.copies
@@ -121,7 +121,8 @@ def explain_row(estimate: Estimate, path: str, copies: int, row: Row, value: int
 
 
 def _name_backward(op: Op) -> str:
-    return "in blocks of its own = " if op.kind == "attend" else "gradient of the folded weight = "
+    names = {"attend": "in blocks of its own = ", "product": "FLOPs of its gradients × rows = "}
+    return names.get(op.kind, "gradient of the folded weight = ")
 
 
 def _formula(row: Row) -> tuple[str, str]:
@@ -136,6 +137,13 @@ def _formula(row: Row) -> tuple[str, str]:
     if op.kind == "embed":
         rank = row.forward // (2 * op.size * op.times)
         return "2 × r × width", f"2 × {rank} × {op.size}"
+    if op.flops and op.feature[0] not in ("needed", "executed"):  # its spec says its FLOPs, as a number per row
+        rest = row.forward // op.times - op.flops
+        if not rest or op.kind == "product":
+            return "FLOPs per row", f"{op.flops:,}"
+        rank = rest // (2 * (op.n_in + op.n_out))
+        words, numbers = "(FLOPs per row + 2 × r × (in + out))", f"2 × {rank} × ({op.n_in} + {op.n_out})"
+        return words, f"({op.flops:,} + {numbers})"
     if op.feature[0] == "executed":
         rank = row.forward // (2 * op.copies * op.n_in * op.n_out)
         return "2 × copies × r × in × out", f"2 × {op.copies} × {rank} × {op.n_in} × {op.n_out}"

@@ -211,7 +211,8 @@ def _read_images(estimator: Estimator, options: Mapping[str, Any], notes: list[s
         grids = [parse_sizes(text, "--image-grid", 3) for text in options["image_grid"]]
         return [(t, h, w) for t, h, w in grids], []
     if given and vision is None:
-        raise WorkloadError(f"{estimator.source.name} is a text model: it takes no images")
+        what = "takes no images" if estimator.audio is not None else "is a text model: it takes no images"
+        raise WorkloadError(f"{estimator.source.name} {what}")
     images: list[Grid] = []
     videos: list[Grid] = []
     for text in options["image"]:
@@ -227,6 +228,8 @@ def _read_images(estimator: Estimator, options: Mapping[str, Any], notes: list[s
             if key == "video_grid" and not vision.takes_videos:
                 raise WorkloadError(f"{flag}: {estimator.source.name} takes no videos")
             t, h, w = parse_sizes(text, flag, 3)
+            if key == "image_grid":
+                vision.check_tiles((t, h, w), flag)
             found_grids.append(vision.check_grid((t, h, w), flag))
     return images, videos
 
@@ -250,6 +253,10 @@ def _read_length(
     given = [flag for flag, value in (("--seq", seq), ("--text", text), ("--lengths", lengths)) if value is not None]
     if len(given) > 1:
         raise WorkloadError(f"{' and '.join(given)} contradict each other: give one")
+    if lengths is not None and estimator.has_decoder:
+        raise WorkloadError(
+            f"{estimator.source.name} is an encoder-decoder: it takes no packed --lengths; {_ask_sizes(estimator)}"
+        )
     if lengths is not None:
         if options["batch"] is not None:
             raise WorkloadError("--lengths describes one packed row: --batch contradicts it")
@@ -270,14 +277,28 @@ def _read_length(
     if seq is not None:
         length = parse_size(seq, "--seq")
         if visual > length:
+            sources = " and ".join(
+                word for word, given in (("images", images), ("videos", videos), ("audio", clips)) if given
+            )
+            verb = "fills" if sources == "audio" else "fill"
             raise WorkloadError(
-                f"the images fill {visual} tokens, more than --seq {length}, which counts them in; "
+                f"the {sources} {verb} {visual} tokens, more than --seq {length}, which counts them in; "
                 "raise --seq, or give --text to have them added"
             )
         return length
     if phase == "decode" and not estimator.has_decoder:
         return 1
+    if estimator.has_decoder:
+        raise WorkloadError(f"{estimator.source.name} is an encoder-decoder: {_ask_sizes(estimator)}")
     raise WorkloadError("how long are the sequences? Give --seq N, --text N or --lengths N,N,…")
+
+
+def _ask_sizes(estimator: Estimator) -> str:
+    """What an encoder-decoder is to be told, in options."""
+    if estimator.has_text_encoder:
+        return "give --seq N for its encoder and --decoder-seq N for its decoder"
+    what = "--audio SECONDS" if estimator.audio is not None else "--image WxH"
+    return f"give {what} for its encoder and --decoder-seq N for its decoder"
 
 
 def make_shares(

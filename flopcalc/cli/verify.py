@@ -10,7 +10,7 @@ import click
 
 from flopcalc.config import load_config
 from flopcalc.data import list_data_files
-from flopcalc.errors import FlopcalcError
+from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.recipe import RECOMPUTE, make_recipe
 from flopcalc.report import format_grid
 from flopcalc.units import parse_size, parse_sizes
@@ -18,6 +18,7 @@ from flopcalc.workload import PHASES
 
 if TYPE_CHECKING:
     from flopcalc.measure.compare import Verdict
+    from flopcalc.measure.examples import Example
 
 _SHOWN = 12  # rows that differ, per case
 
@@ -32,7 +33,7 @@ _SHOWN = 12  # rows that differ, per case
 @click.option("--image-grid", multiple=True, metavar="T,H,W", help="An image per sample, in patches.")
 @click.option("--clip", multiple=True, metavar="FRAMES", help="Audio per sample, in the extractor's frames.")
 @click.option("--phase", type=click.Choice(PHASES), default="train", show_default=True)
-@click.option("--context", metavar="C", help="decode: keys already cached.")
+@click.option("--context", metavar="C", help="decode: keys already cached (default 0).")
 @click.option("--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths.")
 @click.option("--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it.")
 @click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True)
@@ -97,14 +98,10 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
             raise FlopcalcError(f"--{given[0].replace('_', '-')} belongs to one workload: give its --seq too")
     if config is not None:
         keys = load_config(config).config
-        yield (
-            config,
-            keys,
-            workload or _read_workload({**options, "seq": "67"}),
-            asked,
-            None,
-            options["device"] or "meta",
-        )
+        workload = workload or _read_workload({**options, "seq": "67"})
+        assert workload is not None
+        _check_fits(keys["model_type"], [keys], workload, find_example(keys["model_type"]))
+        yield config, keys, workload, asked, None, options["device"]
         return
     for name in types or list_data_files("examples"):
         if name not in list_data_files("examples"):
@@ -113,11 +110,34 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
         if every and example.needs and find_spec(example.needs) is None:
             click.echo(f"skipped {name}: needs {example.needs}", err=True)
             continue
+        if workload is not None:
+            _check_fits(name, example.configs, workload, example)
         for number, keys in enumerate(example.configs):
             label = f"{name}/{'abcdefgh'[number]}"
             cases = [(workload, asked)] if workload else list_cases(example, keys)
             for case, case_recipe in cases:
                 yield label, keys, case, case_recipe, example, options["device"] or "cpu"
+
+
+def _check_fits(model_type: str, configs: list[dict[str, Any]], workload: dict[str, Any], example: Example) -> None:
+    """Sizes that no config of a model type can take are the asker's mistake, not a difference."""
+    from flopcalc.measure.compare import make_load
+    from flopcalc.measure.examples import make_estimator
+
+    refused: FlopcalcError | None = None
+    for keys in configs:
+        estimator = make_estimator(example, keys)
+        given = dict(workload)
+        if estimator.has_decoder and given["phase"] == "decode":
+            given.setdefault("decoder_seq", 1)
+        try:
+            estimator.estimate(make_load(given))
+            return
+        except FlopcalcError as error:
+            refused = refused or error
+    if refused is not None:
+        words = str(refused).removeprefix("config ").replace("--audio SECONDS", "--clip FRAMES")
+        raise WorkloadError(f"{model_type}: {words}")
 
 
 def _read_workload(options: dict[str, Any]) -> dict[str, Any] | None:

@@ -20,10 +20,11 @@ import torch
 from flopcalc.config import Source
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.expr import Names, evaluate
-from flopcalc.measure.flop_counter import count_flops
+from flopcalc.measure.flop_counter import Counted, count_flops
 from flopcalc.measure.models import apply_recipe, build_model, count_parameters, floats_on_meta
 from flopcalc.recipe import Recipe, make_recipe
 from flopcalc.traced import Polynomials, Traced, TracedEstimator, load_trace, make_key, read_versions, save_trace
+from flopcalc.workload import PHASES
 
 __all__ = ["trace_config", "trace_module"]
 
@@ -31,7 +32,9 @@ Point = dict[str, Any]  # b, n, c and grids
 _LENGTHS = (6, 9, 14, 23, 31)
 _FRESH = 4  # points that the solution must predict
 _DEFAULT_CHUNK = 64  # gated delta nets fix it in their code
-_LARGEST = 8192  # a chunk or window beyond this is not traced
+_LARGEST = 4096  # a chunk or window beyond this is not traced, and lengths beyond it are refused
+_FAR = 1003  # every solution must hold at this length, too
+_HF = ("transformers.", "peft.")  # modules of these have a version: their traces can be kept
 
 
 class NoPolynomialError(FlopcalcError):
@@ -101,6 +104,8 @@ class _Sizes:
 
     chunks: tuple[int, ...]
     windows: tuple[int, ...]
+    chunk_limit: int  # the least that is too large to trace beyond; 0: none
+    window_limit: int
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ class _Form:
 
     monomials: tuple[str, ...]
     candidates: tuple[Point, ...]
+    far: int = 0  # so many of the last candidates lie beyond chunks and windows: all of them are checked
 
 
 def _list_forms(
@@ -116,33 +122,35 @@ def _list_forms(
 ) -> list[_Form]:
     """Polynomials to try: plain ones first, then with ceil terms of each chunk size (or a cache's window)."""
     if phase == "decode":
-        return _list_cached(chunks.windows)
+        return _list_cached(chunks)
     if grids:
         return [_list_visual(grids, tokens)]
     plain = ("b", "b * n", "b * n * n", "1", "n", "n * n")
     points = [{"b": b, "n": n} for n in _LENGTHS for b in (1, 2, 3)]
     points.sort(key=lambda point: (point["b"] * point["n"], point["b"]))
     # Beyond every chunk last: what holds below one alone is refused there.
-    far = [{"b": 2, "n": n} for n in sorted({2 * size + 1 for size in chunks.chunks})]
-    forms = [_Form(plain, (*points, *far))]
+    far = [{"b": 2, "n": n} for n in sorted({2 * size + 1 for size in chunks.chunks if size > 16} | {_FAR})]
+    forms = [_Form(plain, (*points, *far), len(far))]
     for chunk in chunks.chunks:
         k = f"ceil(n / {chunk})"
         extra = (f"b * {k}", f"b * n * {k}", f"b * {k} * {k}")
         lengths = {chunk // 2 + 1, chunk - 1, chunk, chunk + 1, 2 * chunk - 1, 3 * chunk, 3 * chunk + 2, 4 * chunk + 1}
         near = [{"b": b, "n": n} for n in sorted(lengths) for b in (1, 2) if n > 0]
-        forms.append(_Form((*plain[:3], *extra, *plain[3:]), (*points, *near, *far)))
+        forms.append(_Form((*plain[:3], *extra, *plain[3:]), (*points, *near, *far), len(far)))
     return forms
 
 
-def _list_cached(windows: Sequence[int]) -> list[_Form]:
+def _list_cached(sizes: _Sizes) -> list[_Form]:
     """Decoding: linear in the cached keys, of which a window keeps so many."""
+    windows = sizes.windows
     points = [{"b": b, "n": 1, "c": c} for c in (5, 11, 7, 17, 23, 9) for b in (1, 2, 3)]
-    far = [{"b": 1, "n": 1, "c": c} for c in (1, *(size + 3 for size in windows))]
+    beyond = sorted({1, _FAR, *(size + 3 for size in windows), *(size + 3 for size in sizes.chunks)})
+    far = [{"b": 1, "n": 1, "c": c} for c in beyond]
     plain = ("1", "b", "c", "b * c")
-    forms = [_Form(plain, (*points, *far))]
+    forms = [_Form(plain, (*points, *far), len(far))]
     for size in windows:
         near = [{"b": b, "n": 1, "c": c} for c in (size - 2, size, size + 2, size + 5) for b in (1, 2) if c > 0]
-        forms.append(_Form((*plain, f"b * min(c + 1, {size})"), (*points, *near, *far)))
+        forms.append(_Form((*plain, f"b * min(c + 1, {size})"), (*points, *near, *far), len(far)))
     return forms
 
 
@@ -156,14 +164,15 @@ def _list_visual(grids: Sequence[tuple[Any, ...]], tokens: Callable[[Any], int])
         points += [
             {"b": b, "n": least + extra, "grids": each} for extra in (3, 8, 17, 30)[number % 2 :] for b in (1, 2)
         ]
-    return _Form(tuple(monomials), tuple(points))
+    points.append({"b": 1, "n": _FAR, "grids": grids[0]})
+    return _Form(tuple(monomials), tuple(points), 1)
 
 
 def _fit(form: _Form, trace: Callable[[Point], dict[str, tuple[int, int, int]]]) -> dict[str, Any] | None:
     """Solve for every module's coefficients; None if the solution fails at fresh points."""
     chosen, inverse = _choose_points(form.monomials, form.candidates)
-    fresh = [point for point in reversed(form.candidates) if point not in chosen][:_FRESH]
-    assert len(fresh) == _FRESH
+    fresh = [point for point in reversed(form.candidates) if point not in chosen][: max(_FRESH, form.far)]
+    assert len(fresh) >= _FRESH
     traces = [trace(point) for point in chosen]
     paths = list(dict.fromkeys(path for each in traces for path in each))
     rows = {}
@@ -196,16 +205,19 @@ def _on_meta(module: torch.nn.Module) -> Iterator[None]:
     """Inside, a live module's weights are meta tensors of the same shapes; its own are put back unchanged."""
     swapped: list[tuple[dict[str, Any], str, Any]] = []
     made: dict[int, torch.Tensor] = {}
+    attributes = [(each, dict(each.__dict__)) for each in module.modules()]
     config: Any = getattr(module, "config", None)
     experts = getattr(config, "_experts_implementation", None)
     for each in module.modules():
         stores: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
         for store in stores:
             for name, tensor in store.items():
-                if tensor is None or not tensor.is_floating_point() or tensor.is_meta:
+                if tensor is None or tensor.is_meta:
                     continue
                 if id(tensor) not in made:
-                    copy: torch.Tensor = torch.empty_like(tensor, device="meta")
+                    copy: torch.Tensor = tensor.detach().clone()  # integers keep their values
+                    if tensor.is_floating_point():
+                        copy = torch.empty_like(tensor, device="meta")
                     if isinstance(tensor, torch.nn.Parameter):
                         copy = torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
                     made[id(tensor)] = copy
@@ -221,6 +233,9 @@ def _on_meta(module: torch.nn.Module) -> Iterator[None]:
             config._experts_implementation = experts
         for store, name, tensor in swapped:
             store[name] = tensor
+        for each, before in attributes:  # what forward assigned, training flags
+            each.__dict__.clear()
+            each.__dict__.update(before)
 
 
 def _to_meta(value: Any) -> Any:
@@ -250,8 +265,9 @@ class _Resizer:
         if dims is None and self.batch == self.length:
             raise WorkloadError(
                 f"batch and length of the example are both {self.batch}: give one of other sizes, or dims={{name: "
-                "('b', 'n', None)}} to say which is which"
+                "('b', 'n', None)} to say which is which"
             )
+        _check_dims(dims, tensors)
         self.dims = {
             name: tuple(dims[name]) if dims and name in dims else self._guess(name, t) for name, t in tensors.items()
         }
@@ -266,11 +282,19 @@ class _Resizer:
     def _guess(self, name: str, tensor: torch.Tensor) -> tuple[str | None, ...]:
         if name in (self.pixels, "image_grid_thw"):
             return ()
-        sizes = list(tensor.shape)
-        return tuple(
+        found = tuple(
             "b" if i == 0 and size == self.batch else "n" if i and size == self.length else None
-            for i, size in enumerate(sizes)
+            for i, size in enumerate(tensor.shape)
         )
+        # What is neither would stay at the example's size: right for a width, wrong for a second length.
+        is_unclear = tensor.dim() and (found[0] != "b" or "n" not in found[1:] or found.count("n") > 1)
+        if is_unclear and not (name == "attention_mask" and found.count("n") == 2):
+            raise WorkloadError(
+                f"{name} of shape {tuple(tensor.shape)}: which axis is the batch ({self.batch}) and which the length "
+                f"({self.length})? Give dims={{{name!r}: ('b', 'n', None, …)}}; a second length, as a decoder's, "
+                "cannot be solved for"
+            )
+        return found
 
     def _token(self) -> int:
         for key in ("image_token_id", "image_token_index"):
@@ -336,6 +360,14 @@ class _Resizer:
             out["image_grid_thw"] = torch.tensor(list(grids) * point["b"])
 
 
+def _check_dims(dims: Mapping[str, Sequence[str | None]] | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, axes in (dims or {}).items():
+        if name not in tensors:
+            raise WorkloadError(f"dims names {name!r}, which is no tensor of the example batch ({', '.join(tensors)})")
+        if len(axes) > tensors[name].dim() or any(axis not in ("b", "n", None) for axis in axes):
+            raise WorkloadError(f"dims of {name!r} must be 'b', 'n' or None for each of its axes, not {tuple(axes)!r}")
+
+
 def _find_word(config: Any, fallback: int) -> int:
     special = {value for key, value in vars(config).items() if key.endswith(("token_id", "token_index"))}
     return next((i for i in range(3, 64) if i not in special), fallback)
@@ -384,7 +416,7 @@ def _find_loss(out: Any) -> torch.Tensor:
     for leaf in torch.utils._pytree.tree_leaves(out):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             return leaf.sum()
-    raise WorkloadError("nothing in the module's output has a gradient: trace it with phase='forward'")
+    raise WorkloadError("nothing in the module's output has a gradient: trace it with phases=('forward',)")
 
 
 def _make_decode(module: Any, point: Point) -> Callable[[], Any]:
@@ -408,8 +440,6 @@ def _make_decode(module: Any, point: Point) -> Callable[[], Any]:
 
 def _trace(module: Any, phase: str, resizer: _Resizer | None, say: Callable[[str], None], sizes: _Sizes) -> Polynomials:
     """Polynomials of one phase; NoPolynomialError when no form holds."""
-    was_training = module.training
-    module.train(phase == "train")
     grids = resizer.list_grids() if resizer is not None and phase != "decode" else []
     forms = _list_forms(phase, grids, resizer.count_tokens if resizer is not None else lambda _: 0, sizes)
     kept: dict[str, dict[str, tuple[int, int, int]]] = {}
@@ -418,43 +448,70 @@ def _trace(module: Any, phase: str, resizer: _Resizer | None, say: Callable[[str
         key = repr(sorted(point.items()))
         if key not in kept:
             say(f"tracing {phase} at {', '.join(f'{name}={value}' for name, value in point.items())}")
-            with _on_meta(module):
-                if phase == "decode":
-                    step = _make_decode(module, point)
-                else:
-                    assert resizer is not None
-                    step = _make_step(module, resizer.make(point), phase)
-                counted = count_flops(module, step)
+            counted = _count_point(module, phase, resizer, point)
             for parameter in module.parameters():
                 parameter.grad = parameter.grad if not getattr(parameter.grad, "is_meta", False) else None
             if counted.not_counted:
                 names = ", ".join(counted.not_counted)
-                raise NoPolynomialError(f"operators that are not known to be products or not: {names}")
+                raise NoPolynomialError(
+                    f"the counter has no formula for {names}, and does not know it as no product: only a spec can "
+                    "describe this"
+                )
             kept[key] = counted.rows
         return kept[key]
 
-    try:
-        for form in forms:
-            rows = _fit(form, trace)
-            if rows is not None:
-                return Polynomials(phase, bool(grids), form.monomials, rows)
-    finally:
-        module.train(was_training)
+    for form in forms:
+        rows = _fit(form, trace)
+        if rows is not None:
+            reached = max(point.get("c", 0) if phase == "decode" else point["n"] for point in form.candidates)
+            # Eager attention forms every pair, so a window shows in a cache alone.
+            limits = [sizes.chunk_limit, sizes.window_limit if phase == "decode" else 0]
+            limit = min((each for each in limits if each), default=0)
+            return Polynomials(phase, bool(grids), form.monomials, rows, reached, limit)
     tried = "; ".join(", ".join(form.monomials) for form in forms)
     raise NoPolynomialError(
         f"the traced FLOPs of {type(module).__name__} are no polynomial in {tried}: only a spec can describe it"
     )
 
 
+def _count_point(module: Any, phase: str, resizer: _Resizer | None, point: Point) -> Counted:
+    """One counted step at a point; the module is as before when it ends, however it ends."""
+    is_training = module.training
+    try:
+        with _on_meta(module):
+            for each in module.modules():  # a part that is kept in eval mode stays so
+                each.training = phase == "train" and (each.training or not is_training)
+            if phase == "decode":
+                step = _make_decode(module, point)
+            else:
+                assert resizer is not None
+                step = _make_step(module, resizer.make(point), phase)
+            return count_flops(module, step)
+    except FlopcalcError:
+        raise
+    except Exception as error:  # the module's own code: whatever it raises is why it cannot be traced
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise FlopcalcError(
+            f"{type(module).__name__} could not be traced at {point}: {type(error).__name__}: {reason}; work that "
+            "depends on values cannot be traced, and an axis taken wrongly for batch or length is told by dims={…}"
+        ) from None
+
+
 def _find_sizes(config: Any) -> _Sizes:
     """Sizes that a config calls a chunk or a window, smallest first, and the chunk that delta nets fix."""
-    found: dict[str, set[int]] = {"chunk": {_DEFAULT_CHUNK}, "window": set()}
+    found: dict[str, set[int]] = {"chunk": {_DEFAULT_CHUNK}, "block_size": set(), "window": set()}
+    limits: dict[str, int] = {}
     for part in (config, getattr(config, "text_config", None)):
         for key, value in (vars(part) if part is not None and hasattr(part, "__dict__") else {}).items():
             for word, sizes in found.items():
-                if word in key and type(value) is int and 1 < value <= _LARGEST:
-                    sizes.add(value)
-    return _Sizes(tuple(sorted(found["chunk"])), tuple(sorted(found["window"])))
+                if word in key and type(value) is int and value > 1:
+                    if value <= _LARGEST:
+                        sizes.add(value)
+                    else:
+                        limits[word] = min(limits.get(word, value), value)
+    chunks = found["chunk"] | found["block_size"]
+    limit = min((limits[word] for word in ("chunk", "block_size") if word in limits), default=0)
+    return _Sizes(tuple(sorted(chunks)), tuple(sorted(found["window"])), limit, limits.get("window", 0))
 
 
 def _say(text: str) -> None:
@@ -464,27 +521,28 @@ def _say(text: str) -> None:
 
 
 def _describe_module(module: torch.nn.Module) -> dict[str, Any]:
-    """What decides a module's FLOPs, as far as it can be read: its tree, its shapes, the source of its classes."""
-    import hashlib
-
-    sources = hashlib.sha256()
-    for kind in sorted(
-        {type(each) for each in module.modules()}, key=lambda kind: (kind.__module__, kind.__qualname__)
-    ):
-        sources.update(f"{kind.__module__}.{kind.__qualname__}".encode())
-        if not kind.__module__.startswith(("torch.", "transformers.")):  # those have a version
-            try:
-                sources.update(inspect.getsource(kind).encode())
-            except (OSError, TypeError):
-                continue
+    """What decides a HF module's FLOPs: its config, its tree, its shapes, what trains, what is checkpointed."""
     config: Any = getattr(module, "config", None)
     return {
         "class": type(module).__qualname__,
-        "sources": sources.hexdigest(),
+        "tree": repr(module),
         "parameters": [(n, tuple(p.shape), p.requires_grad) for n, p in module.named_parameters()],
         "config": config.to_dict() if hasattr(config, "to_dict") else repr(config),
-        "checkpointing": [n for n, m in module.named_modules() if getattr(m, "gradient_checkpointing", False)],
+        "attention": getattr(config, "_attn_implementation", None),
+        "modes": [(m.training, getattr(m, "gradient_checkpointing", False)) for m in module.modules()],
     }
+
+
+def _describe_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Shapes, and the values of integers: placeholders and masks decide what runs."""
+    out: dict[str, Any] = {}
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            out[name] = repr(value)
+        else:
+            values = None if value.is_floating_point() or value.is_meta else value.tolist()
+            out[name] = (list(value.shape), str(value.dtype), values)
+    return out
 
 
 def trace_module(
@@ -493,22 +551,25 @@ def trace_module(
     *,
     phases: Sequence[str] = ("train", "forward"),
     dims: Mapping[str, Sequence[str | None]] | None = None,
-    cache: bool = True,
 ) -> TracedEstimator:
     """The estimator of any torch module: `example_batch` holds its keyword arguments, at any small size."""
     if not isinstance(module, torch.nn.Module):
         raise WorkloadError(f"an example batch goes with a torch.nn.Module, not with {type(module).__name__}")
     if not isinstance(example_batch, Mapping):
         raise WorkloadError(f"example_batch is a mapping of the module's arguments, not {type(example_batch).__name__}")
+    phases = tuple(phases)
+    if not phases or any(phase not in PHASES for phase in phases):
+        raise WorkloadError(f"phases must be some of {', '.join(PHASES)}, not {phases!r}")
     config = getattr(module, "config", None)
-    shapes = {name: list(getattr(value, "shape", ())) or repr(value) for name, value in example_batch.items()}
-    key = make_key(
-        {"module": _describe_module(module), "batch": shapes, "dims": dims, "phases": list(phases), **read_versions()}
-    )
+    # Other code can change without its source showing it (a function, a closure): then nothing is kept.
+    is_kept = all(type(each).__module__.startswith(("torch.", *_HF)) for each in module.modules())
+    is_kept = is_kept and type(module).__module__.startswith(_HF)
+    key = make_key({"module": _describe_module(module), "batch": _describe_batch(example_batch), "dims": dims,
+                    "phases": phases, **read_versions()}) if is_kept else None  # fmt: skip
     name = type(module).__name__
     model_type = str(getattr(config, "model_type", name))
     source = Source(name, {"model_type": model_type}, name, reference="traced", module=module)
-    traced = load_trace(key) if cache else None
+    traced = load_trace(key) if key is not None else None
     if traced is None:
         resizer = _Resizer(example_batch, dims, config)
         found = [_trace(module, phase, resizer, _say, _find_sizes(config)) for phase in phases]
@@ -516,7 +577,7 @@ def trace_module(
             text = {n: v for n, v in example_batch.items() if n not in (resizer.pixels, "image_grid_thw")}
             plain = _Resizer({**text, "input_ids": _remove_images(text["input_ids"], resizer)}, dims, config)
             found += [_trace(module, phase, plain, _say, _find_sizes(config)) for phase in phases]
-        traced = _keep(module, name, model_type, found, resizer, key if cache else None)
+        traced = _keep(module, name, model_type, found, resizer, key)
     return TracedEstimator(traced, source, make_recipe())
 
 
@@ -534,7 +595,8 @@ def _keep(
     if resizer is not None and resizer.pixels is not None:
         visual = {"tokens": resizer.tokens, "merge": resizer.merge}
     parameters = {"total": total, "trainable": trainable}
-    traced = Traced(name, model_type, parameters, read_versions(), visual, tuple(found))
+    axes = {key: list(each) for key, each in resizer.dims.items()} if resizer is not None else {}
+    traced = Traced(name, model_type, parameters, read_versions(), visual, tuple(found), axes)
     _say("")
     if key is not None:
         problem = save_trace(key, traced)
@@ -548,12 +610,13 @@ def trace_config(source: Source, recipe: Recipe, phase: str, has_images: bool, k
     adapted = {name: value for name, value in recipe.to_dict().items() if value and value != "none"}
     try:
         with floats_on_meta():
-            module = apply_recipe(build_model(source.config, device="meta"), adapted)
+            model = build_model(source.config, device="meta", architecture=_choose_class(source))
+            module = apply_recipe(model, adapted)
     except FlopcalcError:
         raise
     except Exception as error:  # HF's own code: whatever it raises is why there is no model
         raise FlopcalcError(
-            f"{source.where}: transformers cannot build this model: {type(error).__name__}: {str(error)[:200]}"
+            f"{source.where}: transformers cannot build this model: {type(error).__name__}: {str(error)[:160]}"
         ) from None
     module.train(phase == "train")
     batch: dict[str, Any] = {"input_ids": torch.full((2, 9), 3)}
@@ -563,6 +626,30 @@ def trace_config(source: Source, recipe: Recipe, phase: str, has_images: bool, k
     found = _trace(module, phase, None if phase == "decode" else resizer, _say, _find_sizes(module.config))
     model_type = str(source.config["model_type"])
     return _keep(module, source.name, model_type, [found], resizer if has_images else None, key)
+
+
+def _choose_class(source: Source) -> str:
+    """The HF class of a config: the one that it names, else its type's in the mappings that are tried in turn."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    named = source.config.get("architectures")
+    if isinstance(named, (list, tuple)) and named and hasattr(transformers, str(named[0])):
+        return str(named[0])
+    model_type = source.config["model_type"]
+    for mapping in (
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    ):
+        if model_type in mapping:
+            return str(mapping[model_type])
+    if model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        raise FlopcalcError(f"{source.where}: {model_type!r} is an encoder-decoder: two lengths cannot be traced")
+    raise FlopcalcError(
+        f"{source.where}: transformers {transformers.__version__} knows no language model of type {model_type!r}; give "
+        'its class in "architectures", or trace the module itself: bind(module, example_batch)'
+    )
 
 
 def _make_pixels(module: Any) -> dict[str, Any]:

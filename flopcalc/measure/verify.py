@@ -89,7 +89,7 @@ _STATES = ("encoder_past_key_values", "padding_cache")  # and those that a strea
 def _make_decode(
     model: Any, example: Example, workload: Mapping[str, Any], estimator: Any, device: str
 ) -> Callable[[], Any]:
-    context, new, batch = int(workload["context"]), int(workload.get("seq", 1)), int(workload.get("batch", 1))
+    context, new, batch = int(workload.get("context", 0)), int(workload.get("seq", 1)), int(workload.get("batch", 1))
     visual = {key: workload[key] for key in ("images", "clips") if key in workload}
     extra = dict(example.call)
     if takes(model, "use_cache") or not estimator.has_decoder:  # else the config says so, as it does by default
@@ -99,6 +99,8 @@ def _make_decode(
         load = {"batch": batch, "seq": workload.get("seq", 0), "decoder_seq": context, **visual}
     else:
         load = {"batch": batch, "seq": context, **visual}
+    if not context:  # nothing to fill a cache with: the first new token starts one
+        return _make_first(model, example, load, new, estimator, extra, device)
     inputs = make_inputs(example, model.config, load, estimator, device)
     with torch.no_grad():
         cached = model(**inputs, **extra)
@@ -130,6 +132,29 @@ def _make_decode(
             for _ in range(new):
                 out = model(**{name: token, key: past}, **others, **again, **extra)
                 past, others = getattr(out, key, past), {state: getattr(out, state) for state in states}
+
+    return generate
+
+
+def _make_first(
+    model: Any, example: Example, load: Mapping[str, Any], new: int, estimator: Any, extra: Json, device: str
+) -> Callable[[], Any]:
+    """Decoding from no context; an encoder-decoder's encoder has run before."""
+    name = "decoder_seq" if estimator.has_decoder else "seq"
+    inputs = make_inputs(example, model.config, {**load, name: 1}, estimator, device)
+    if estimator.has_decoder:
+        encoder = model.get_encoder()
+        own = {key: inputs[key] for key in inputs if takes(encoder, key)}
+        with torch.no_grad():
+            outputs = encoder(**own)
+        inputs = {key: value for key, value in inputs.items() if key not in own} | {"encoder_outputs": outputs}
+
+    def generate() -> None:
+        past: Json = {}
+        with torch.no_grad():
+            for _ in range(new):
+                out = model(**inputs, **past, **extra)
+                past = {key: getattr(out, key) for key in _CACHES if getattr(out, key, None) is not None}
 
     return generate
 

@@ -230,6 +230,155 @@ def test_what_a_trace_does_not_take() -> None:
         bind("llama-3.1-8b", {"x": torch.randn(2, 5, 12)})
 
 
+class Repeats(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.up = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = self.up(x)
+        return x
+
+
+class Pads(Repeats):
+    """To whole blocks of 256, as some kernels want it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 256)))
+
+
+class Cuts(Repeats):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x[:, :200])
+
+
+class Keeps(nn.Module):
+    """Assigns in forward, counts batches, and has a part in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.part = nn.Dropout(0.5).eval()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.up(self.part(self.norm(x.transpose(1, 2)).transpose(1, 2)))
+        return self.last
+
+
+def test_modules_of_one_class_are_told_apart() -> None:
+    for times in (1, 5):
+        estimator = bind(Repeats(times), {"x": torch.randn(2, 9, 8)}, phases=("forward",))
+        assert estimator(1, 10, phase="forward").total == times * 2 * 10 * 8 * 8
+
+
+@pytest.mark.parametrize("kind", [Pads, Cuts])
+def test_what_holds_for_short_lengths_alone_is_refused(kind: type[Repeats]) -> None:
+    with pytest.raises(NoPolynomialError):
+        bind(kind(1), {"x": torch.randn(2, 9, 8)}, phases=("forward",))
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    module = Keeps()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    bind(module, {"x": torch.randn(2, 9, 8)})
+    assert [each.training for each in module.modules()] == [True, True, False, True]
+    assert not hasattr(module, "last")
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert module(torch.randn(2, 9, 8)).device.type == "cpu"
+
+
+def test_a_batch_of_its_own_names() -> None:
+    estimator = bind(Repeats(1), {"x": torch.randn(2, 9, 8)}, phases=("forward",))
+    assert estimator(batch={"x": torch.randn(3, 7, 8)}, phase="forward").total == 2 * 3 * 7 * 8 * 8
+    with pytest.raises(WorkloadError, match="traced with: x"):
+        estimator(batch={"y": torch.randn(3, 7, 8)}, phase="forward")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dims": {"nope": ("b", "n")}}, "no tensor of the example batch"),
+        ({"dims": {"x": ("b", "q", None)}}, "'b', 'n' or None"),
+        ({"phases": ("bogus",)}, "phases must be some of"),
+        ({"convention": "model"}, "neither recipe"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlopcalcError, match=message):
+        bind(Repeats(1), {"x": torch.randn(2, 9, 8)}, **options)
+
+
+def test_a_second_length_is_asked_about() -> None:
+    class Two(Repeats):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.up(x).sum() + self.up(y).sum()
+
+    with pytest.raises(WorkloadError, match="which axis is the batch"):
+        bind(Two(1), {"x": torch.randn(2, 9, 8), "y": torch.randn(2, 5, 8)})
+
+
+@pytest.mark.parametrize("workload", [{"clips": [100]}, {"decoder_seq_len": 5}])
+def test_a_trace_takes_no_second_input(workload: dict[str, Any]) -> None:
+    estimator = find_traced(load_config(DENSE), make_recipe(), "forward", False)
+    with pytest.raises(WorkloadError, match="one length alone"):
+        estimator(2, 20, phase="forward", **workload)
+
+
+def test_values_that_decide_are_an_error_in_words() -> None:
+    class Decides(Repeats):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x) if x.sum() > 0 else x
+
+    with pytest.raises(FlopcalcError, match=r"could not be traced at .* depends on values"):
+        bind(Decides(1), {"x": torch.randn(2, 9, 8)}, phases=("forward",))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "t5"}, "two lengths cannot be traced"),
+        ({"model_type": "qwen9"}, "knows no language model of type 'qwen9'"),
+    ],
+)
+def test_configs_that_cannot_be_traced(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlopcalcError, match=message):
+        find_traced(load_config(config), make_recipe(), "forward", False)
+
+
+def test_an_encoder_is_traced_as_its_own_class() -> None:
+    config = {"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 41,
+              "num_attention_heads": 4, "vocab_size": 101, "max_position_embeddings": 2048}  # fmt: skip
+    compare(config, batch_size=2, seq_len=33)
+
+
+def test_grids_are_checked() -> None:
+    estimator = find_traced(load_config(GRID), make_recipe(), "forward", True)
+    for grid, seq, message in (
+        ((1, 3, 3), 40, "multiples of 2"),
+        ((2, 4, 4), 40, "1,H,W"),
+        ((1, 4, 4), 2, "do not fit"),
+    ):
+        with pytest.raises(WorkloadError, match=message):
+            estimator(1, seq, image_grid_thw=[grid], phase="forward")
+
+
+def test_beyond_a_window_that_is_too_large_to_trace() -> None:
+    estimator = find_traced(load_config({**WINDOW, "sliding_window": 9000}), make_recipe(), "decode", False)
+    assert estimator(1, 1, phase="decode", context=8000).total > 0
+    with pytest.raises(WorkloadError, match="beyond a window or chunk of 9000"):
+        estimator(1, 1, phase="decode", context=20000)
+
+
+def test_lengths_that_were_not_reached_are_noted() -> None:
+    estimator = find_traced(load_config(DENSE), make_recipe(), "forward", False)
+    assert not [note for note in estimator(1, 64, phase="forward").notes if "checked up to" in note]
+    assert [note for note in estimator(1, 5000, phase="forward").notes if "checked up to length 1003" in note]
+
+
 # --- the solver ---------------------------------------------------------------------------------------------
 
 
