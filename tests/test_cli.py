@@ -82,6 +82,13 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "llava-1.5-7b", "--seq", "999", "--video-grid", "1,24,24"], "takes no videos"),
     (["--model", "llava-1.5-7b", "--seq", "999", "--video-grid", "2,24,24"], "takes no videos"),
     (["--model", "llava-1.5-7b", "--seq", "999", "--image-grid", "1,12,12"], "1,24,24"),
+    (["--model", "llama-3.2-11b-vision", "--seq", "100", "--image-grid", "1,2,3"], "give 1,40,40"),
+    (["--model", "llama-3.2-11b-vision", "--seq", "100", "--image-grid", "9,40,40"], "takes at most 4"),
+    (["--model", "llama-4-scout", "--seq", "99999", "--image-grid", "99,1,1"], "T counts an image's tiles, H and W"),
+    (["--model", "llava-v1.6-mistral-7b", "--seq", "999", "--image-grid", "1,2,3"], "0 tiles cannot hold 2 by 3"),
+    (["--model", "llava-v1.6-mistral-7b", "--seq", "9999", "--image-grid", "4,50,30"], "3 tiles cannot hold 50 by 30"),
+    (["--model", "modernbert-base", "--phase", "decode"], "is an encoder: it does not decode"),
+    (["--model", "modernbert-base", "--seq", "5", "--phase", "prefill"], "is an encoder: it does not decode"),
     (["--model", "qwen2-vl", "--seq", "99", "--image-grid", "1,3,4"], "--image-grid 1,3,4: height and width must be"),
     (["--model", "qwen2-vl", "--seq", "99", "--image-grid", "1,4"], "must hold 3 numbers"),
     (["--model", "qwen2-vl", "--seq", "99", "--image-grid", "0,4,4"], "at least 1"),
@@ -678,3 +685,27 @@ def test_compare_json_keeps_every_note(capsys: pytest.CaptureFixture[str]) -> No
     notes = " ".join(json.loads(capsys.readouterr().out)[0]["notes"])
     assert "includes what is recomputed" in notes
     assert "blocks of 128" in notes
+
+
+@pytest.mark.parametrize(("model", "pattern"), [("qwen3-next-80b-a3b", "*linear_attn*"), ("deepseek-v3.2", "*indexer*")])
+@pytest.mark.parametrize("phase", ["forward", "train"])
+def test_explain_products_of_activations(capsys: Capture, model: str, pattern: str, phase: str) -> None:
+    shown = run_json(capsys, "explain", "--model", model, "--seq", "100", "--op", pattern, "--phase", phase)
+    products = [entry for entry in shown["operations"] if entry["kind"] == "product"]
+    assert any("FLOPs per row × rows" in line for entry in products for line in entry["lines"])
+    for entry in products:
+        assert entry["forward"] or (phase == "train" and entry["backward"])
+        for line in entry["lines"]:
+            if line.startswith("         = "):
+                numbers = line.removeprefix("         = ").partition(" = ")[0].replace(",", "")
+                assert eval(numbers.replace("×", "*")) == entry["forward"]
+
+
+def test_models_lists_the_classes_of_a_type_under_it(capsys: Capture) -> None:
+    families = run_json(capsys, "models")["families"]
+    types = {entry["model_type"] for entry in families}
+    assert {"llama4", "bart", "musicgen_decoder"} <= types
+    assert not any(name.endswith(("-causal", "-masked", "-speech", "-classifier")) for name in types)
+    classes = {entry["architecture"] for entry in families if entry["model_type"] == "llama4"}
+    assert classes == {"Llama4ForConditionalGeneration", "Llama4ForCausalLM"}
+    assert run(capsys, "models").startswith(f"{len(types)} model types in {len(families)} classes")

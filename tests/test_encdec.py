@@ -209,7 +209,7 @@ def test_text_alone_notes_the_missing_audio() -> None:
         (LLAMA, {"seq_len": 13, "clips": [40]}, "takes no audio"),
         (WHISPER, {"decoder_seq_len": 7}, "one clip of audio per sample"),
         (WHISPER, {"decoder_seq_len": 7, "batch_size": 2, "audio": [1.0]}, "one clip of audio per sample"),
-        (WHISPER, {"decoder_seq_len": 7, "audio": [3.5]}, "at most 300 frames, not 350"),
+        (WHISPER, {"decoder_seq_len": 7, "audio": [3.5]}, r"at most 3 s \(300 frames\), not 3\.5 s \(350 frames\)"),
         (WHISPER, {"decoder_seq_len": 7, "seq_len": 9, "audio": [1.0]}, "no encoder of text"),
         (WHISPER, {"decoder_seq_len": 41, "audio": [1.0]}, "beyond the 40 positions"),
         (WHISPER, {"audio": [1.0], "seq_len": 7}, "has a decoder"),
@@ -284,3 +284,32 @@ def test_option_errors(
     code, _, err = run(["estimate", "--model", write(config, tmp_path), *options], capsys)
     assert code == 2
     assert message in err
+
+
+def test_more_logits_than_the_decoder_has_positions_are_noted() -> None:
+    notes = estimate_flops(T5, seq_len=30, decoder_seq_len=7, logits=9).notes
+    assert "logits asked for 9 positions, a sequence has 7: all of them counted" in notes
+    assert not any("logits" in note for note in estimate_flops(T5, seq_len=5, decoder_seq_len=7, logits=7).notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (WHISPER, [], "give --audio SECONDS for its encoder and --decoder-seq N"),
+        (WHISPER, ["--audio", "3"], "give --audio SECONDS for its encoder and --decoder-seq N"),
+        (WHISPER, ["--audio", "3", "--decoder-seq", "4", "--image", "10x10"], "takes no images"),
+        (WHISPER, ["--audio", "3000", "--decoder-seq", "4"], "at most 3 s (300 frames), not 3000 s"),
+        (QWEN_AUDIO, ["--seq", "20", "--audio", "1"], "the audio fills 25 tokens, more than --seq 20"),
+        (QWEN_AUDIO, ["--seq", "20", "--image-grid", "1,2,2"], "takes no images"),
+        (T5, [], "give --seq N for its encoder and --decoder-seq N for its decoder"),
+        (T5, ["--lengths", "3,4"], "takes no packed --lengths; give --seq N"),
+        (T5, ["--lengths", "3,4", "--decoder-seq", "5"], "takes no packed --lengths; give --seq N"),
+    ],
+)
+def test_options_are_asked_for_by_name(
+    config: dict[str, Any], options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, error = run(["estimate", "--model", write(config, tmp_path), *options], capsys)
+    assert code == 2
+    assert message in error
+    assert "is a text model" not in error

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flopcalc import ConfigError, Estimate, FlopcalcError, WorkloadError, bind, estimate_flops
+from flopcalc.data import list_data_files
 from flopcalc.estimate import CONVENTIONS
 from flopcalc.workload import Workload
 
@@ -311,3 +312,69 @@ def test_feature_layer_outside_the_tower_is_refused() -> None:
     for layer in (-50, 26):
         with pytest.raises(ConfigError, match="vision_feature_layer"):
             bind({**config, "vision_feature_layer": layer})
+
+
+# --- what is counted as what -----------------------------------------------------------------------------------------
+BERT: dict[str, Any] = {
+    "hidden_size": D, "intermediate_size": FF, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+    "vocab_size": VOCAB, "max_position_embeddings": 40,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bert", **BERT},
+        {"model_type": "roberta", **BERT},
+        {"model_type": "fnet", **BERT},
+        {"model_type": "mra", **BERT},
+        {"model_type": "xlm", "emb_dim": D, "n_layers": 2, "n_heads": HEADS, "n_words": VOCAB},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_encoders_do_not_decode(config: dict[str, Any], phase: str) -> None:
+    assert estimate_flops(config, seq_len=8, phase="forward").total
+    with pytest.raises(WorkloadError, match="is an encoder: it does not decode"):
+        estimate_flops(config, seq_len=8, phase=phase)
+
+
+def test_decoders_of_the_same_type_decode() -> None:
+    named = {"model_type": "bert", **BERT, "architectures": ["BertLMHeadModel"], "is_decoder": True}
+    assert estimate_flops(named, seq_len=1, phase="decode", context=5).total
+    causal = {"model_type": "xlm", "emb_dim": D, "n_layers": 2, "n_heads": HEADS, "n_words": VOCAB, "causal": True}
+    assert estimate_flops(causal, seq_len=8, phase="prefill").total
+
+
+@pytest.mark.parametrize(
+    ("config", "named", "counted"),
+    [
+        (LLAMA, "LlamaForSequenceClassification", "LlamaForCausalLM"),
+        (LLAMA, "LlamaForCausalLM", None),
+        (LLAMA, "LLaMAForCausalLM", None),  # as early checkpoints wrote it
+        ({"model_type": "bert", **BERT}, "BertForSequenceClassification", "BertForMaskedLM"),
+        ({"model_type": "bert", **BERT}, "BertLMHeadModel", None),
+        ({"model_type": "bert", **BERT}, None, None),
+    ],
+)
+def test_a_config_of_another_class_is_noted(config: dict[str, Any], named: str | None, counted: str | None) -> None:
+    given = config if named is None else {**config, "architectures": [named]}
+    notes = [note for note in estimate_flops(given, seq_len=8).notes if "the config names" in note]
+    assert notes == ([] if counted is None else [f"the config names {named}; counted as {counted}"])
+
+
+def test_presets_name_the_class_that_is_counted() -> None:
+    for name in list_data_files("presets"):
+        estimator = bind(name)
+        assert not [note for note in estimator.notes(Workload(1, 2)) if "the config names" in note], name
+
+
+def test_grids_of_tiles_are_what_a_processor_can_make() -> None:
+    for name in ("llama-4-scout", "llama-3.2-11b-vision", "llava-v1.6-mistral-7b"):
+        vision = bind(name).vision
+        assert vision is not None
+        for width, height in itertools.product((30, 400, 1000, 1777), repeat=2):
+            for grid in vision.grids_of_pixels(width, height, None)[0]:
+                vision.check_tiles(grid, "grid")
+    with pytest.raises(WorkloadError, match="image_grid_thw 2,9,9: T counts an image's tiles"):
+        bind("llama-4-scout")(1, 5000, image_grid_thw=[[2, 9, 9]])

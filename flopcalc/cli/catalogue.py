@@ -34,6 +34,7 @@ def models(coverage: bool, as_json: bool) -> None:
     families = [
         {
             "model_type": bases.get(name, name),
+            "spec": name,
             "architecture": described.spec.architecture,
             "input": described.inputs,
             "reference": described.spec.source,

@@ -11,7 +11,8 @@ import click
 from flopcalc.config import load_config
 from flopcalc.data import list_data_files
 from flopcalc.errors import FlopcalcError, WorkloadError
-from flopcalc.recipe import RECOMPUTE, make_recipe
+from flopcalc.estimate import Estimator
+from flopcalc.recipe import RECOMPUTE, iterate, make_recipe
 from flopcalc.report import format_grid
 from flopcalc.units import parse_size, parse_sizes
 from flopcalc.workload import PHASES
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from flopcalc.measure.examples import Example
 
 _SHOWN = 12  # rows that differ, per case
+_SMALL = 2 * 10**9  # parameters that any machine has memory for
 
 
 @click.command()
@@ -54,7 +56,6 @@ def verify(types: tuple[str, ...], config: str | None, every: bool, as_json: boo
         raise FlopcalcError("say what to verify: one of --model-type T, --config PATH, --all")
     try:
         from flopcalc.measure.verify import prepare
-        from flopcalc.measure.verify import verify as run
     except ImportError as error:
         raise FlopcalcError(f"verify needs {error.name}: pip install 'flopcalc[measure]'") from None
     prepare()
@@ -63,7 +64,7 @@ def verify(types: tuple[str, ...], config: str | None, every: bool, as_json: boo
     for name, keys, workload, recipe, example, device in _list_jobs(types, config, every, options):
         label = f"{name} {_format(workload)}{' ' + _format(recipe) if recipe else ''}"
         try:
-            verdict: Verdict | None = run(keys, workload, recipe, example=example, device=device)
+            verdict: Verdict | None = _run(keys, workload, recipe, example, device)
             problem = None
         except FlopcalcError as error:
             verdict, problem = None, str(error)
@@ -132,12 +133,38 @@ def _check_fits(model_type: str, configs: list[dict[str, Any]], workload: dict[s
             given.setdefault("decoder_seq", 1)
         try:
             estimator.estimate(make_load(given))
+            if given["phase"] == "decode" and not given.get("context") and _starts_apart(estimator):
+                raise WorkloadError("its first token fills what later ones read: give --context C, at least 1")
             return
         except FlopcalcError as error:
             refused = refused or error
     if refused is not None:
         words = str(refused).removeprefix("config ").replace("--audio SECONDS", "--clip FRAMES")
         raise WorkloadError(f"{model_type}: {words}")
+
+
+def _starts_apart(estimator: Estimator) -> bool:
+    """Whether decoding from no context executes more than the decoding that is counted: cross keys, states."""
+    return estimator.has_decoder or any(
+        op.part == "ssm" for stage in estimator.stages for chain in stage.layers for op in iterate(chain)
+    )
+
+
+def _run(
+    keys: dict[str, Any], workload: dict[str, Any], recipe: dict[str, Any], example: Example | None, device: str | None
+) -> Verdict:
+    """One case; where no device was asked for, on meta, or in memory if HF's code reads values and the model is small."""
+    from flopcalc.measure.verify import verify as run
+
+    try:
+        return run(keys, workload, recipe, example=example, device=device or "meta")
+    except RuntimeError as error:
+        if device is not None:
+            raise
+        if Estimator(load_config(keys)).parameters()["total"] > _SMALL:
+            words = str(error).partition("\n")[0][:200]
+            raise FlopcalcError(f"HF's code cannot run it on meta ({words}): --device cpu builds it in memory") from None
+    return run(keys, workload, recipe, example=example, device="cpu")
 
 
 def _read_workload(options: dict[str, Any]) -> dict[str, Any] | None:

@@ -100,7 +100,8 @@ def _make_decode(
     else:
         load = {"batch": batch, "seq": context, **visual}
     if not context:  # nothing to fill a cache with: the first new token starts one
-        return _make_first(model, example, load, new, estimator, extra, device)
+        token_inputs = make_inputs(example, model.config, {**load, "seq": 1}, estimator, device)
+        return lambda: _decode_from_nothing(model, token_inputs, new, extra)
     inputs = make_inputs(example, model.config, load, estimator, device)
     with torch.no_grad():
         cached = model(**inputs, **extra)
@@ -136,27 +137,12 @@ def _make_decode(
     return generate
 
 
-def _make_first(
-    model: Any, example: Example, load: Mapping[str, Any], new: int, estimator: Any, extra: Json, device: str
-) -> Callable[[], Any]:
-    """Decoding from no context; an encoder-decoder's encoder has run before."""
-    name = "decoder_seq" if estimator.has_decoder else "seq"
-    inputs = make_inputs(example, model.config, {**load, name: 1}, estimator, device)
-    if estimator.has_decoder:
-        encoder = model.get_encoder()
-        own = {key: inputs[key] for key in inputs if takes(encoder, key)}
-        with torch.no_grad():
-            outputs = encoder(**own)
-        inputs = {key: value for key, value in inputs.items() if key not in own} | {"encoder_outputs": outputs}
-
-    def generate() -> None:
-        past: Json = {}
-        with torch.no_grad():
-            for _ in range(new):
-                out = model(**inputs, **past, **extra)
-                past = {key: getattr(out, key) for key in _CACHES if getattr(out, key, None) is not None}
-
-    return generate
+def _decode_from_nothing(model: Any, inputs: Json, new: int, extra: Json) -> None:
+    past: Json = {}
+    with torch.no_grad():
+        for _ in range(new):
+            out = model(**inputs, **past, **extra)
+            past = {key: getattr(out, key) for key in _CACHES if getattr(out, key, None) is not None}
 
 
 def _named(example: Example, config: Json) -> Json:

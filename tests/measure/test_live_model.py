@@ -116,3 +116,30 @@ def test_adapters_that_the_count_does_not_describe(options: dict[str, Any], chan
     change(model)
     with pytest.raises(RecipeError, match=words):
         estimate_flops(model, seq_len=16)
+
+
+T5 = {
+    "model_type": "t5", "d_model": 24, "d_kv": 10, "d_ff": 41, "num_layers": 2, "num_heads": 4, "vocab_size": 101,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+def test_model_of_another_class_with_the_same_parameters_is_refused() -> None:
+    """A T5Model lacks only the head, whose weight is the embedding's."""
+    headless = build_model(T5, architecture="T5Model")
+    with pytest.raises(ConfigError, match="T5Model is another class than T5ForConditionalGeneration"):
+        estimate_flops(headless, seq_len=9, decoder_seq_len=5)
+    own = type("MyModel", (type(headless),), {})
+    headless.__class__ = own
+    with pytest.raises(ConfigError, match="MyModel is another class"):
+        bind(headless)
+
+
+def test_subclass_and_adapted_model_are_taken() -> None:
+    model = build_model(T5, architecture="T5ForConditionalGeneration")
+    told = estimate_flops(T5, seq_len=9, decoder_seq_len=5)
+    model.__class__ = type("MyModel", (type(model),), {})
+    live = estimate_flops(model, seq_len=9, decoder_seq_len=5)
+    assert (live.forward, live.backward) == (told.forward, told.backward)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q"]))
+    assert estimate_flops(adapted, seq_len=9, decoder_seq_len=5).forward > told.forward

@@ -147,3 +147,48 @@ def test_without_torch(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None
     code, _, err = run(capsys, "--model-type", "llama")
     assert code == 2
     assert "pip install 'flopcalc[measure]'" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model-type", "t5", "--seq", "9"), "t5: has a decoder: give its length too (--decoder-seq N"),
+        (("--model-type", "t5", "--seq", "9", "--decoder-seq", "3", "--phase", "decode"), "t5: its first token fills"),
+        (("--model-type", "mamba", "--seq", "3", "--phase", "decode"), "mamba: its first token fills"),
+        (("--model-type", "llama", "--seq", "9", "--decoder-seq", "3"), "llama: is no encoder-decoder"),
+        (("--model-type", "llama", "--seq", "9", "--clip", "4"), "llama: takes no audio"),
+        (("--model-type", "llama", "--seq", "9", "--image-grid", "1,2,2"), "llama: is a text model"),
+        (("--model-type", "llama", "--seq", "9", "--context", "3"), "llama: context belongs to phase decode"),
+        (("--model-type", "bert", "--seq", "9", "--phase", "decode"), "bert: is an encoder: it does not decode"),
+        (("--model-type", "whisper", "--decoder-seq", "4"), "whisper: takes one clip of audio per sample"),
+        (("--config", "gpt2", "--seq", "9", "--clip", "4"), "gpt2: takes no audio"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_model_are_a_mistake(capsys: Capture, arguments: tuple[str, ...], message: str) -> None:
+    code, out, error = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in error
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_decode_starts_from_nothing_unless_told(capsys: Capture) -> None:
+    code, out, _ = run(capsys, "--model-type", "llama", "--seq", "3", "--phase", "decode")
+    assert (code, out.count("equal ")) == (0, 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_small_model_that_reads_values_is_built_in_memory(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model_type": "whisper", "d_model": 24, "num_mel_bins": 7, "encoder_layers": 1, "encoder_ffn_dim": 41,
+              "encoder_attention_heads": 4, "decoder_layers": 1, "decoder_ffn_dim": 53, "decoder_attention_heads": 6,
+              "vocab_size": 101, "max_source_positions": 150, "max_target_positions": 40, "pad_token_id": 0,
+              "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ("--config", str(tmp_path), "--decoder-seq", "5", "--clip", "300")
+    code, out, _ = run(capsys, *arguments)
+    assert (code, out.split()[0]) == (0, "equal")
+    monkeypatch.setattr("flopcalc.cli.verify._SMALL", 10)
+    code, out, _ = run(capsys, *arguments)
+    assert code == 1
+    assert "--device cpu" in out
