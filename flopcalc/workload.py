@@ -38,8 +38,19 @@ UNITS: dict[str, tuple[str, ...]] = {
     # of the model, as a whole; images may be padded to the tallest and the widest of them, or to the most tiles of one,
     # audio to the longest clip
     "call": (
-        "b", "n", "c", "decoding", "training", "images", "tiles", "patches", "tallest", "widest", "most",
-        "clips", "longest",
+        "b",
+        "n",
+        "c",
+        "decoding",
+        "training",
+        "images",
+        "tiles",
+        "patches",
+        "tallest",
+        "widest",
+        "most",
+        "clips",
+        "longest",
     ),
 }
 

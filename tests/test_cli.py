@@ -687,8 +687,10 @@ def test_compare_json_keeps_every_note(capsys: pytest.CaptureFixture[str]) -> No
     assert "blocks of 128" in notes
 
 
-@pytest.mark.parametrize(("model", "pattern"), [("qwen3-next-80b-a3b", "*linear_attn*"), ("deepseek-v3.2", "*indexer*")])
 @pytest.mark.parametrize("phase", ["forward", "train"])
+@pytest.mark.parametrize(
+    ("model", "pattern"), [("qwen3-next-80b-a3b", "*linear_attn*"), ("deepseek-v3.2", "*indexer*")]
+)
 def test_explain_products_of_activations(capsys: Capture, model: str, pattern: str, phase: str) -> None:
     shown = run_json(capsys, "explain", "--model", model, "--seq", "100", "--op", pattern, "--phase", phase)
     products = [entry for entry in shown["operations"] if entry["kind"] == "product"]

@@ -328,7 +328,8 @@ def check_kind(source: Source) -> None:
     estimator = bind(source)
     if estimator.has_decoder or estimator.audio is not None:
         raise WorkloadError(
-            f"a cross-check runs text and images; `flopcalc verify --model-type {estimator.spec.name}` checks this model"
+            "a cross-check runs text and images; this model is checked by "
+            f"`flopcalc verify --model-type {estimator.spec.name}`"
         )
 
 

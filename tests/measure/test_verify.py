@@ -164,7 +164,7 @@ def test_without_torch(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None
         (("--config", "gpt2", "--seq", "9", "--clip", "4"), "gpt2: takes no audio"),
     ],
 )
-def test_sizes_that_do_not_fit_the_model_are_a_mistake(capsys: Capture, arguments: tuple[str, ...], message: str) -> None:
+def test_sizes_that_do_not_fit_are_a_mistake(capsys: Capture, arguments: tuple[str, ...], message: str) -> None:
     code, out, error = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert message in error
