@@ -6,12 +6,36 @@ import math
 from itertools import product
 from typing import Any
 
-from flopcalc.errors import ConfigError, format_value
+from flopcalc.errors import ConfigError, WorkloadError, format_value
 from flopcalc.tiling import RULES
-from flopcalc.vision import smart_resize
 from flopcalc.workload import Grid
 
 __all__ = ["RULES"]
+
+_MAX_ASPECT = 200
+
+
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: int = 1
+) -> tuple[int, int]:
+    """Qwen's rule: both sides a multiple of `factor`, the area within limits, the aspect kept as far as that allows.
+
+    Some processors count an image as a video of so many `frames` against the limits.
+    """
+    if max(height, width) / min(height, width) > _MAX_ASPECT:
+        raise WorkloadError(f"image {width}x{height}: the longer side is more than {_MAX_ASPECT} times the shorter")
+    # Floats and Python's round-half-even on purpose: the processor computes it so, and ties differ otherwise.
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    if frames * new_height * new_width > max_pixels:
+        beta = math.sqrt(frames * height * width / max_pixels)
+        new_height = max(factor, math.floor(height / beta / factor) * factor)
+        new_width = max(factor, math.floor(width / beta / factor) * factor)
+    elif frames * new_height * new_width < min_pixels:
+        beta = math.sqrt(min_pixels / (frames * height * width))
+        new_height = math.ceil(height * beta / factor) * factor
+        new_width = math.ceil(width * beta / factor) * factor
+    return new_height, new_width
 
 
 def _whole(values: dict[str, Any], key: str) -> int:

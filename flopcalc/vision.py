@@ -15,7 +15,6 @@ from flopcalc.workload import Grid, read_grids
 # Limits of the image processor classes, used with a note where no preprocessor_config.json is given.
 # transformers 5.22: models/qwen2_vl/image_processing_qwen2_vl.py
 _SMART_DEFAULTS = (56 * 56, 28 * 28 * 1280)
-_MAX_ASPECT = 200
 
 
 class Vision(NamedTuple):
@@ -159,6 +158,8 @@ class Vision(NamedTuple):
                 f"preprocessor_config.json: patch_size {patch} and merge_size {merge} do not fit the model's "
                 f"{self.patch} and {self.merge}"
             )
+        from flopcalc.resizing import smart_resize  # only where pixels are given: start-up is counted
+
         new_height, new_width = smart_resize(height, width, patch * merge, least, most)
         return (1, new_height // patch, new_width // patch), notes
 
@@ -260,29 +261,6 @@ def bind_vision(dims: BoundDims) -> Vision | None:
         dims=dims if table.keys() & {"pixels", "sizes"} or (table["kind"] != "fixed" and "tokens" in table) else None,
         most=size("most", 0),
     )
-
-
-def smart_resize(
-    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: int = 1
-) -> tuple[int, int]:
-    """Qwen's rule: both sides a multiple of `factor`, the area within limits, the aspect kept as far as that allows.
-
-    Some processors count an image as a video of so many `frames` against the limits.
-    """
-    if max(height, width) / min(height, width) > _MAX_ASPECT:
-        raise WorkloadError(f"image {width}x{height}: the longer side is more than {_MAX_ASPECT} times the shorter")
-    # Floats and Python's round-half-even on purpose: the processor computes it so, and ties differ otherwise.
-    new_height = round(height / factor) * factor
-    new_width = round(width / factor) * factor
-    if frames * new_height * new_width > max_pixels:
-        beta = math.sqrt(frames * height * width / max_pixels)
-        new_height = max(factor, math.floor(height / beta / factor) * factor)
-        new_width = max(factor, math.floor(width / beta / factor) * factor)
-    elif frames * new_height * new_width < min_pixels:
-        beta = math.sqrt(min_pixels / (frames * height * width))
-        new_height = math.ceil(height * beta / factor) * factor
-        new_width = math.ceil(width * beta / factor) * factor
-    return new_height, new_width
 
 
 def _read_limits(preprocessor: dict[str, Any] | None) -> tuple[int, int, list[str]]:

@@ -8,7 +8,8 @@ import pytest
 
 from flopcalc import ConfigError, WorkloadError, bind
 from flopcalc.data import list_data_files, load_toml
-from flopcalc.vision import Vision, smart_resize
+from flopcalc.resizing import smart_resize
+from flopcalc.vision import Vision
 
 GRID = Vision("grid", merge=2, patch=14, side=0, tokens=0, takes_videos=True)
 FIXED = Vision("fixed", merge=1, patch=1, side=24, tokens=576, takes_videos=False)
