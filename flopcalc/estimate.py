@@ -457,6 +457,8 @@ class Estimator:
         side = load.decoder or load
         if isinstance(side.logits, int) and side.logits > side.seq:
             notes.append(f"logits asked for {side.logits} positions, a sequence has {side.seq}: all of them counted")
+        if self.spec.reentrant and self.recipe.recompute == "full-reentrant" and load.phase == "train":
+            notes.append(self.spec.reentrant)
         if self.recipe.recompute != "none" and load.phase != "train":
             notes.append(f"phase {load.phase} has no backward pass, so nothing is recomputed")
         if self.convention == "hardware" and self.attention_kernel != "eager":

@@ -15,6 +15,7 @@ from flopcalc.workload import UNITS
 _SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
     "checks", "stack", "vision", "audio", "positions", "variants", "rename", "main_input",
+    "reentrant",
 }  # fmt: skip
 _STACK_KEYS = {
     "path", "repeat", "first", "stream", "side", "rows", "needed", "part", "checkpoint", "ops", "when", "dead", "reads",
@@ -98,6 +99,7 @@ class Spec(NamedTuple):
     variants: dict[str, str]  # HF class -> spec to take instead of this one
     rename: dict[str, str]  # path prefix -> new prefix, in stacks taken from a spec that it extends
     is_tower: bool  # part of a model, not one by itself
+    reentrant: str = ""  # what a reader should know of reentrant checkpointing here
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
 
@@ -107,7 +109,7 @@ def find_spec(model_type: str) -> Spec | None:
     return load_spec(path) if path else None
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def load_spec(path: str) -> Spec:
     """Read, merge with what it extends, and check one spec file."""
     tables = _load_tables(path, ())
@@ -130,6 +132,7 @@ def load_spec(path: str) -> Spec:
         variants=tables.get("variants", {}),
         rename=tables.get("rename", {}),
         is_tower=bool(tables.get("tower", False)),
+        reentrant=str(tables.get("reentrant", "")),
         main_input=str(tables.get("main_input", "input_ids")),
     )
     _check_spec(spec, path)

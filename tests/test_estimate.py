@@ -378,3 +378,10 @@ def test_grids_of_tiles_are_what_a_processor_can_make() -> None:
                 vision.check_tiles(grid, "grid")
     with pytest.raises(WorkloadError, match="image_grid_thw 2,9,9: T counts an image's tiles"):
         bind("llama-4-scout")(1, 5000, image_grid_thw=[[2, 9, 9]])
+
+
+@pytest.mark.parametrize(("name", "is_noted"), [("gemma-4-e2b", True), ("llama-3.1-8b", False)])
+def test_reentrant_checkpointing_is_noted_where_hf_drops_gradients(name: str, is_noted: bool) -> None:
+    found = bind(name, recipe={"recompute": "full-reentrant"}, convention="hardware")(1, 64).notes
+    assert any("drops their gradients" in note for note in found) is is_noted
+    assert not any("drops their gradients" in note for note in bind(name, recipe={"recompute": "full"})(1, 64).notes)
