@@ -21,7 +21,7 @@ __all__ = ["Example", "find_example", "list_cases", "make_inputs"]
 Json = dict[str, Any]
 _KEYS = {
     "architecture", "attention", "configs", "workloads", "images", "inputs", "call", "loss", "skip", "image_token",
-    "audio_token", "vocab", "decoder_seq", "clips", "checkpoint", "video_token", "lengths", "needs",
+    "audio_token", "vocab", "decoder_seq", "clips", "video_token", "lengths", "needs",
     "kernels",
 }  # fmt: skip
 
@@ -46,7 +46,6 @@ class Example:
     vocab: str = ""  # config key or expression: how many ids; the text config's vocab_size without
     decoder_seq: int = 0  # an encoder-decoder: length of its decoder in the usual workloads
     clips: list[int] = field(default_factory=list)  # audio per sample in the usual workloads
-    checkpoint: bool = True  # HF can checkpoint it
     kernels: dict[str, str] = field(default_factory=dict)  # HF's place of a GPU kernel -> its stand-in in kernels.py
     needs: str = ""  # a library beside transformers that HF builds the model with
     lengths: list[int] = field(default_factory=lambda: [13, 19, 8, 14])  # of the usual workloads; the last is padded
