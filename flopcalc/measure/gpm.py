@@ -33,7 +33,7 @@ class Activity:
 
 
 class Gauge:
-    """Samples one GPU. `with Gauge() as gauge: with gauge.measure() as activity: …`"""
+    """Samples one GPU. `with Gauge() as gauge: with gauge.measure() as activity: …`, or read() now and then."""
 
     def __init__(self, index: int = 0, uuid: str | None = None) -> None:
         try:
@@ -41,6 +41,8 @@ class Gauge:
         except ImportError:
             raise GaugeUnavailable("pynvml is not installed: pip install nvidia-ml-py") from None
         self._nvml: Any = pynvml
+        self._last: Any = None  # read()'s last sample, and when it was taken
+        self._last_s = 0.0
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
@@ -84,6 +86,25 @@ class Gauge:
             for sample in samples:
                 nvml.nvmlGpmSampleFree(sample)
 
+    def read(self) -> Activity | None:
+        """Activity since the last read; None at the first one, and while the window is too short: it goes on then."""
+        now_s = time.perf_counter()
+        if self._last is not None and now_s - self._last_s < MIN_WINDOW_S:
+            return None
+        samples: list[Any] = [] if self._last is None else [self._last]
+        problem = self._sample(samples)
+        activity = None
+        if problem is not None:
+            activity = Activity(reason=problem)
+        elif len(samples) == 2:
+            activity = Activity(seconds=now_s - self._last_s)
+            activity.reason = self._read(samples, activity)
+        self._last = samples.pop() if problem is None else None
+        self._last_s = now_s
+        for sample in samples:
+            self._nvml.nvmlGpmSampleFree(sample)
+        return activity
+
     def _sample(self, samples: list[Any]) -> str | None:
         nvml = self._nvml
         try:
@@ -118,6 +139,9 @@ class Gauge:
         """Give NVML back; the gauge cannot be used after it."""
         if self._nvml is not None:
             nvml, self._nvml = self._nvml, None
+            if self._last is not None:
+                nvml.nvmlGpmSampleFree(self._last)
+                self._last = None
             nvml.nvmlShutdown()
 
     def __enter__(self) -> Gauge:

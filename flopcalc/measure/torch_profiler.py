@@ -7,11 +7,12 @@ the shapes that it records. And it counts a product that never ran: the one at w
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from typing import Any
 
@@ -26,6 +27,7 @@ Values = Sequence[Any]
 
 _EXCLUDED = "flopcalc: rotary embedding"
 _STOPPED = "flopcalc: recomputation stopped"
+_OPTIMIZER = "Optimizer.step#"  # torch's own mark; an optimizer's products (Muon's) are no work of the model
 _ELEMENTWISE = ("aten::mul", "aten::add")  # counted by the profiler, not matrix products
 
 # --- What it skips, from shapes; `values` holds the arguments that are no tensors ---------------------------------
@@ -134,6 +136,8 @@ _UNKNOWN = (
     "aten::_scaled_grouped_mm", "aten::_weight_int4pack_mm", "aten::_weight_int8pack_mm", "aten::_addmm_activation",
     "aten::mkldnn_linear", "aten::addbmm", "aten::addr", "aten::cdist",
 )  # fmt: skip
+# Other packages' attention, and inductor's own products and attention, likewise.
+_FOREIGN = re.compile(r"flash_?attn|xformers|flex_attention|triton_tem", re.IGNORECASE)
 
 
 # --- Counting ------------------------------------------------------------------------------------------------
@@ -198,6 +202,43 @@ def count(model: Any, batch: Mapping[str, Any], phase: str) -> Witnessed:
     )  # fmt: skip
 
 
+class Live:
+    """A step that runs anyway, profiled from start() to stop(); outside of the two the model has no hooks of ours.
+
+    Without CUDA activities: FLOPs hang on CPU events, so that nothing waits for the device.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._profiler: Any = None
+        self._open: ExitStack | None = None
+
+    def start(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(_marked(self._model))
+            self._profiler = stack.enter_context(
+                profile(activities=[ProfilerActivity.CPU], with_flops=True, record_shapes=True)
+            )
+            self._open = stack.pop_all()
+
+    def stop(self) -> tuple[int, tuple[str, ...]]:
+        """FLOPs as eager code would run them, and the operators whose shapes do not tell."""
+        if self._open is None:
+            raise RuntimeError("no step is being profiled: call start() first")
+        stack, self._open = self._open, None
+        profiler, self._profiler = self._profiler, None
+        stack.close()
+        tally = _Tally(profiler.events() or ())
+        return tally.corrected - tally.formed_again, tuple(sorted(tally.unknown))
+
+    def cancel(self) -> None:
+        """Leave the profiler, keep nothing; never raises."""
+        if self._open is not None:
+            stack, self._open, self._profiler = self._open, None, None
+            with suppress(Exception):
+                stack.close()
+
+
 class _Tally:
     """Sums over events: the profiler's figures, and the corrected one from the outermost products only."""
 
@@ -206,6 +247,7 @@ class _Tally:
         self.not_counted: Counter[str] = Counter()
         self.unknown: set[str] = set()
         self.corrected = 0
+        self.formed_again = 0  # scores that a fused attention's backward forms once more, where eager kept them
         on_host = [event for event in events if event.device_type == DeviceType.CPU]
         stopped = _find_stopped(on_host)
         for event in on_host:
@@ -216,12 +258,12 @@ class _Tally:
         if flops:
             self.by[name] += flops
         formula = _SKIPPED.get(name) or _COUNTED.get(name)
-        if is_stopped or (formula is None and name not in _UNKNOWN):
+        if is_stopped or (formula is None and name not in _UNKNOWN and not _FOREIGN.search(name)):
             return
         # A product inside another one (mm inside a grouped product's fallback) is the same work.
         if any(parent.name in _SKIPPED or parent.name in _COUNTED for parent in _ancestors(event)):
             return
-        if any(parent.name == _EXCLUDED for parent in _ancestors(event)):
+        if any(parent.name == _EXCLUDED or parent.name.startswith(_OPTIMIZER) for parent in _ancestors(event)):
             return
         if formula is None:
             self.not_counted[name] += 1
@@ -239,6 +281,9 @@ class _Tally:
         if found and not _has_flops(event):  # a fallback's inner products are in the profiler's total
             self.not_counted[name] += 1
         self.corrected += found
+        if formula is _attention_backward:
+            q, k, v = event.input_shapes[1:4]
+            self.formed_again += _attention(q, k, v, 1, 0)
 
 
 def _find_stopped(events: Sequence[Any]) -> set[int]:

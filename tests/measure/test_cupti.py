@@ -81,6 +81,22 @@ def test_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
 
 
+def test_between_samples_a_counter_may_stay_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch)
+    with cupti.HardwareCounter(stays_enabled=True) as counter:
+        for _ in range(2):
+            with counter.measure():
+                pass
+        with pytest.raises(KeyError), counter.measure():  # what is half done is not kept
+            raise KeyError
+        assert fake.short()[-1] == "Disable"
+        with counter.measure():
+            pass
+    assert [name for name in fake.short() if name in ("Enable", "Start", "Stop", "Disable")] == [
+        "Enable", "Start", "Stop", "Start", "Stop", "Start", "Stop", "Disable", "Enable", "Start", "Stop", "Disable",
+    ]  # fmt: skip
+
+
 def test_a_step_that_raises_leaves_nothing_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(monkeypatch)
     with pytest.raises(KeyError), cupti.HardwareCounter() as counter, counter.measure():
