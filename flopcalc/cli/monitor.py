@@ -1,0 +1,139 @@
+"""`flopcalc monitor show | plot`: a training monitor's log, summed up or drawn."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from flopcalc.monitor.log import METRICS, find_series, load_log, sparkline, summarize
+from flopcalc.monitor.log import plot as plot_log
+from flopcalc.report import format_grid
+from flopcalc.units import format_parameters, format_rate
+
+_MOST_EVENTS = 20
+_LABELS = {
+    "mfu": "MFU (wall)", "device_mfu": "MFU (device)", "hfu": "HFU", "tflops_per_gpu": "TFLOP/s per GPU",
+    "tokens_per_second": "tokens/s", "padded_tokens_per_second": "padded tokens/s", "samples_per_second": "samples/s",
+    "images_per_second": "images/s", "step_time_s": "step time", "device_step_time_s": "device step time",
+    "data_time_s": "data time", "tensor_active": "tensor cores active", "loss": "loss",
+}  # fmt: skip
+_SHARES = ("mfu", "device_mfu", "hfu", "tensor_active")
+_ALWAYS = ("mfu", "tokens_per_second", "step_time_s")
+
+
+@click.group()
+def monitor() -> None:
+    """Read the log of a training monitor."""
+
+
+@monitor.command()
+@click.argument("log")
+@click.option("--run", type=click.IntRange(min=1), help="Which run of the file, 1 is the first; default the last.")
+@click.option("--last", type=click.IntRange(min=1), help="Only the last N records of the run.")
+@click.option("--json", "as_json", is_flag=True, help="The summary as one JSON object.")
+def show(log: str, run: int | None, last: int | None, as_json: bool) -> None:
+    """Sum up LOG: a JSONL file, or the folder that a monitor wrote flopcalc.jsonl into."""
+    found = load_log(log)
+    summary = summarize(found, run, last)
+    if as_json:
+        click.echo(json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    series = find_series(found.runs[summary["run"] - 1], METRICS["mfu"])
+    click.echo("\n".join(_format(summary, series if last is None else series[-last:])))
+
+
+@monitor.command()
+@click.argument("log")
+@click.option("-o", "--output", required=True, help="The image to write: .png, .svg or .pdf.")
+def plot(log: str, output: str) -> None:
+    """Draw MFU, step time and loss over the steps of LOG."""
+    plot_log(load_log(log), output)
+    click.echo(f"written: {output}")
+
+
+def _format(summary: dict[str, Any], shares: list[float | None]) -> list[str]:
+    state = "ended" if summary["is_ended"] else "no end yet: still running, or killed"
+    lines = [f"{summary['file']}: run {summary['run']} of {summary['runs']}, {state}", ""]
+    parameters, peak = summary["parameters"], summary["peak_flops_per_s"]
+    facts = {
+        "model": [("", summary["model"]), ("parameters ", format_parameters(parameters) if parameters else None)],
+        "device": [
+            ("", summary["device"]),
+            ("", summary["dtype"]),
+            ("peak ", format_rate(peak) if peak else "not known"),
+        ],
+        "mode": [("", summary["mode"]), ("source ", summary["source"]), ("convention ", summary["convention"])],
+        "ranks": [("", summary["world"]), ("figures of ", summary["scope"])],
+        "steps": [("", _format_steps(summary))],
+    }
+    for name, values in facts.items():
+        known = [f"{word}{value}" for word, value in values if value is not None]
+        lines.append(f"{name:<8}{', '.join(known) or 'not known'}")
+    rows = []
+    for name, label in _LABELS.items():
+        values = summary["metrics"][name]
+        if values is not None or name in _ALWAYS:
+            shown = [_format_value(name, values[key]) if values else "-" for key in ("mean", "median", "last")]
+            rows.append([label, *shown])
+    lines += ["", format_grid(["", "mean", "median", "last"], rows)]
+    levels = [share for share in shares if share is not None]
+    if levels:
+        lines += ["", f"MFU  {sparkline(shares)}  {_format_share(min(levels))} to {_format_share(max(levels))}"]
+    if summary["datasets"]:
+        names = sorted({name for values in summary["datasets"].values() for name in values})
+        rows = [
+            [dataset, *(f"{values[name]:,.4g}" if name in values else "-" for name in names)]
+            for dataset, values in summary["datasets"].items()
+        ]
+        lines += ["", format_grid(["dataset", *names], rows)]
+    lines += ["", *_format_goodput(summary["goodput"])]
+    if summary["stragglers"]:
+        lines.append(f"slow ranks: {', '.join(map(str, summary['stragglers']))}")
+    if summary["unreadable_lines"]:
+        lines.append(f"unreadable lines left out: {summary['unreadable_lines']} (a process was killed while it wrote)")
+    events = summary["events"]
+    if events:
+        lines += ["", f"warnings ({len(events)})"]
+        for event in events[:_MOST_EVENTS]:
+            where = "" if event["step"] is None else f"step {event['step']}: "
+            lines.append(f"  {where}{' '.join(event['message'].split())}")
+        if len(events) > _MOST_EVENTS:
+            lines.append(f"  … and {len(events) - _MOST_EVENTS} more: --json lists all")
+    return lines
+
+
+def _format_steps(summary: dict[str, Any]) -> str:
+    if summary["last_step"] is None:
+        return f"none, {summary['records']} records"
+    return f"{summary['first_step']:,} to {summary['last_step']:,}, {summary['records']:,} records"
+
+
+def _format_goodput(goodput: dict[str, Any] | None) -> list[str]:
+    if goodput is None or goodput["share"] is None:
+        return ["goodput not known yet"]
+    elapsed_s = goodput["elapsed_s"]
+    lost = [(cause, seconds) for cause, seconds in goodput["lost_s"].items() if seconds]
+    lost.sort(key=lambda entry: -entry[1])
+    causes = ", ".join(f"{cause} {_format_time(seconds)}" for cause, seconds in lost) or "nothing"
+    of = "" if elapsed_s is None else f" of {_format_time(elapsed_s)}"
+    return [f"goodput {_format_share(goodput['share'])}{of}; lost: {causes}"]
+
+
+def _format_value(name: str, value: float) -> str:
+    if name in _SHARES:
+        return _format_share(value)
+    if name.endswith("_s"):
+        return _format_time(value)
+    if name == "loss":
+        return f"{value:.4f}"
+    return f"{value:,.1f}"
+
+
+def _format_share(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
+def _format_time(seconds: float) -> str:
+    return f"{1000 * seconds:,.2f} ms" if abs(seconds) < 1 else f"{seconds:,.2f} s"

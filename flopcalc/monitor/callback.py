@@ -1,0 +1,122 @@
+"""A config goes in; what callbacks of all frameworks share comes out: a monitor per training, guarded events."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from flopcalc.errors import ConfigError
+from flopcalc.monitor.keys import CORE
+from flopcalc.monitor.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from flopcalc.monitor.training import TrainingMonitor
+
+_RATES = tuple(key for key in CORE if key.startswith("perf/"))
+
+
+def guarded(event: Callable[..., None]) -> Callable[..., None]:
+    """The event of a callback; an error inside it becomes one warning, and training goes on."""
+
+    @functools.wraps(event)
+    def run(self: MonitorCallback, *args: Any, **kwargs: Any) -> None:
+        try:
+            event(self, *args, **kwargs)
+        except Exception as error:
+            self._complain(event.__name__, error)
+
+    return run
+
+
+class MonitorCallback:
+    """Holds the monitor of the training that runs, or of the last one that ran."""
+
+    monitor: TrainingMonitor | None
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | str | os.PathLike[str] | Settings | None = None,
+        *,
+        output_dir: str | os.PathLike[str] | None = None,
+        log_file: str | os.PathLike[str] | None = None,
+        monitor: TrainingMonitor | None = None,
+    ) -> None:
+        super().__init__()
+        if monitor is not None and (config is not None or output_dir is not None or log_file is not None):
+            raise ConfigError("a monitor has its own config, output_dir and log_file: give these, or the monitor")
+        self.monitor = monitor
+        self._settings, self._notes = load_settings(config)  # a bad config ends here, not in training
+        self._output_dir = output_dir
+        self._log_file = log_file
+        self._is_own = monitor is None
+        self._is_live = False
+        self._is_reported = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, in this process or another, opens a monitor of its own: threads and hooks do not travel."""
+        return {**self.__dict__, "monitor": None, "_is_own": True, "_is_live": False, "_is_reported": True}
+
+    def _open(self, model: Any, output_dir: str | os.PathLike[str], found: Mapping[str, Any]) -> None:
+        """A training begins. `found` is what its framework says of settings; the config's word stands above it."""
+        from flopcalc.monitor.training import TrainingMonitor
+
+        self._close()  # of a training that raised and begins anew
+        if self._is_own or self.monitor is None:
+            missing = {name: value for name, value in found.items() if getattr(self._settings, name) is None}
+            settings = replace(self._settings, **missing)
+            self.monitor = TrainingMonitor(self._output_dir or output_dir, settings, self._log_file, model=model)
+            for note in self._notes:
+                self.monitor.say(note)
+        else:
+            self.monitor.attach(model)
+        self._is_live = self._is_reported = True
+
+    def _end_step(self, step: int) -> None:
+        if self._is_live and self.monitor is not None:
+            self.monitor.end_step(step)
+            self._is_reported = False
+
+    def _report(self, step: int, **values: Any) -> None:
+        if self._is_live and self.monitor is not None:
+            self.monitor.report(step, **values)
+            self._is_reported = True
+
+    def _lose(self, cause: str) -> None:
+        if self._is_live and self.monitor is not None:
+            self.monitor.mark_lost(cause)
+
+    def _close(self) -> None:
+        """The training is over; a monitor that was given stays open for whoever made it."""
+        if self._is_live and self._is_own and self.monitor is not None:
+            self.monitor.close()
+        self._is_live = False
+
+    def _complain(self, event: str, error: Exception) -> None:
+        message = f"the callback failed in {event} and goes on without it: {type(error).__name__}: {error}"
+        try:
+            if self.monitor is not None:
+                self.monitor.say(message, f"fail {event}")
+            else:
+                warnings.warn(f"flopcalc: {message}", RuntimeWarning, stacklevel=3)
+        except Exception:  # warnings are made errors; even this one must not end a training
+            print(f"flopcalc: {message}", file=sys.stderr)
+
+
+def pick_rates(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The core rates that are known: finite numbers, for loggers that take nothing else."""
+    return {key: float(metrics[key]) for key in _RATES if key in metrics and math.isfinite(metrics[key])}
+
+
+def find_unseen_dtype(model: Any, autocast: str | None) -> str | None:
+    """The dtype of a compiled model's products: the monitor cannot look inside, and takes bf16 if nothing is said."""
+    from flopcalc.monitor.place import find_dtype
+
+    owner = next((each for each in model.modules() if next(each.parameters(recurse=False), None) is not None), None)
+    found = autocast or (find_dtype(owner) if owner is not None else None)
+    return None if found in ("bf16", "bfloat16") else found  # None: layers in fp8 beside bf16 are still noticed

@@ -1,0 +1,141 @@
+"""Events of a Hugging Face Trainer go in; a TrainingMonitor is driven, and its rates stand in the Trainer's logs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+from flopcalc.monitor.callback import MonitorCallback, find_unseen_dtype, guarded, pick_rates
+
+
+class FlopcalcCallback(MonitorCallback, TrainerCallback):
+    """`Trainer(callbacks=[FlopcalcCallback()])`: MFU in the progress bar, in `log_history` and in `flopcalc.jsonl`.
+
+    Its monitor is `callback.monitor`, from the start of a training on, also after its end.
+    """
+
+    @guarded
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, _control: Any, model: Any = None, **_: Any
+    ) -> None:
+        called = _find_called(model, args)
+        found = {
+            "sinks": _find_sinks(args),
+            "dtype": find_unseen_dtype(called, _name_autocast(args)) if hasattr(called, "_orig_mod") else None,
+            "tensorboard_dir": os.environ.get("TENSORBOARD_LOGGING_DIR"),  # where the Trainer's own values go
+            **_find_shares(args),
+        }
+        self._open(called, args.output_dir or ".", found)
+        if args.n_gpu > 1 and self.monitor is not None:
+            self.monitor.say(
+                f"DataParallel over {args.n_gpu} devices in one process: MFU is a share of one device's peak; start "
+                "the training with torchrun, one process for each device"
+            )
+        self._set_phase(args, state, is_first=True)
+
+    @guarded
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if self._is_live and self.monitor is not None:
+            self.monitor.begin_step()
+
+    @guarded
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, _control: Any, **_: Any) -> None:
+        self._end_step(state.global_step)
+        self._set_phase(args, state)
+
+    @guarded
+    def on_log(
+        self,
+        _args: TrainingArguments,
+        state: TrainerState,
+        _control: Any,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if self.monitor is None or not self._is_live:
+            return
+        if logs is None or "loss" not in logs:  # of an evaluation, or the summary at the end
+            return
+        self._report(
+            state.global_step,
+            epoch=logs.get("epoch"),
+            loss=logs["loss"],
+            grad_norm=logs.get("grad_norm"),
+            learning_rate=logs.get("learning_rate"),
+        )
+        if not state.is_world_process_zero:
+            return
+        rates = pick_rates(self.monitor.metrics())
+        logs.update(rates)  # for the progress bar, and callbacks whose turn comes later
+        if state.log_history and "loss" in state.log_history[-1]:  # the Trainer put a copy of `logs` there before
+            state.log_history[-1].update(rates)
+
+    @guarded
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self._lose("eval")
+
+    @guarded
+    def on_predict(self, *_: Any, **__: Any) -> None:
+        self._lose("eval")
+
+    @guarded
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self._lose("checkpoint")
+
+    @guarded
+    def on_train_end(self, _args: TrainingArguments, state: TrainerState, _control: Any, **_: Any) -> None:
+        try:
+            if not self._is_reported:  # steps after the last multiple of logging_steps
+                self._report(state.global_step, epoch=state.epoch)
+        finally:
+            self._close()
+
+    def _set_phase(self, args: TrainingArguments, state: TrainerState, is_first: bool = False) -> None:
+        """Only at the start and where the warm-up ends: what a user sets in between stays."""
+        if not self._is_live or self.monitor is None or not self.monitor.settings.phase_frequencies:
+            return
+        warmup_steps = args.get_warmup_steps(state.max_steps)
+        if is_first and state.global_step < warmup_steps:
+            self.monitor.set_phase("warmup")
+        elif is_first or state.global_step == warmup_steps:
+            self.monitor.set_phase("main")
+
+
+def _find_sinks(args: TrainingArguments) -> tuple[str, ...] | None:
+    """Where the Trainer reports to, as far as there are sinks for it; None leaves it to the monitor."""
+    wanted = args.report_to or ()
+    found = [name for name in ("tensorboard", "mlflow") if name in wanted]
+    # The Trainer opens its run before this callback's turn; without a run, W&B was switched off.
+    if "wandb" in wanted and getattr(sys.modules.get("wandb"), "run", None) is not None:
+        found.append("wandb")
+    return ("jsonl", *found) if found else None
+
+
+def _name_autocast(args: TrainingArguments) -> str | None:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else None
+
+
+def _find_shares(args: TrainingArguments) -> dict[str, int]:
+    """How many ranks work on one sequence; under context parallelism a mesh of the weights does not tell."""
+    layout = getattr(args, "parallelism_config", None)
+    if layout is None:
+        return {}
+    return {
+        "tensor_parallel": layout.tp_size or 1,
+        "context_parallel": (layout.cp_size or 1) * (getattr(layout, "sp_size", None) or 1),
+    }
+
+
+def _find_called(model: Any, args: TrainingArguments) -> Any:
+    """The module whose inputs can be seen: the Trainer compiles a wrapper, and shows callbacks what is inside it."""
+    if not args.torch_compile and os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() == "no":
+        return model
+    import gc
+
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    wrappers = [each for each in gc.get_objects() if type(each) is OptimizedModule]
+    return next((each for each in wrappers if any(inner is model for inner in each.modules())), model)

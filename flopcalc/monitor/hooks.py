@@ -1,0 +1,144 @@
+"""What is hung on a model or around a loader: each tells a monitor what it sees, and copies of it are idle."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flopcalc.monitor.training import TrainingMonitor
+
+
+class Hook:
+    """Sees what the model is given. A copy of the model, or its pickle, carries an idle one."""
+
+    def __init__(self, monitor: TrainingMonitor, names: tuple[str, ...]) -> None:
+        import torch
+
+        self._monitor = weakref.ref(monitor)
+        self._names = names
+        self._is_compiling = torch.compiler.is_compiling
+        self._is_grad_enabled = torch.is_grad_enabled
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_compiling():  # inside a compiled graph there is nothing to see
+            return
+        monitor = self._monitor()
+        if monitor is None or not module.training or not self._is_grad_enabled():
+            return
+        if args or not monitor._repeats(kwargs):
+            monitor._see(args, kwargs, self._names)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Idle:
+        return Idle()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Idle, ()
+
+
+class DoneHook:
+    """Sees that a forward pass came to its end: one that raised does not."""
+
+    def __init__(self, monitor: TrainingMonitor) -> None:
+        import torch
+
+        self._monitor = weakref.ref(monitor)
+        self._is_compiling = torch.compiler.is_compiling
+
+    def __call__(self, _module: Any, _args: Any, _output: Any) -> None:
+        if self._is_compiling():
+            return
+        monitor = self._monitor()
+        if monitor is not None:
+            monitor._is_running = False
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Idle:
+        return Idle()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Idle, ()
+
+
+class Idle:
+    """A hook that does nothing."""
+
+    def __call__(self, _module: Any, _args: Any, _kwargs: Any = None) -> None:
+        return None
+
+
+class DtypeHook:
+    """Looks once, from inside the model, what its products are computed in; autocast is on there if anywhere."""
+
+    def __init__(self, monitor: TrainingMonitor) -> None:
+        self._monitor = weakref.ref(monitor)
+        self.handle: Any = None
+
+    def __call__(self, module: Any, _args: Any) -> None:
+        import torch
+
+        if torch.compiler.is_compiling():
+            return
+        monitor = self._monitor()
+        if monitor is not None and monitor._dtype is None:
+            monitor._see_dtype(module)
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Idle:
+        return Idle()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Idle, ()
+
+
+class StepContext:
+    """`with monitor.step(batch) as step:` — one optimizer step; `step.log(loss=…)` adds values to its record."""
+
+    def __init__(self, monitor: TrainingMonitor, batch: Any, dataset: Any) -> None:
+        self._monitor = monitor
+        self._batch = batch
+        self._dataset = dataset
+
+    def log(
+        self,
+        *,
+        loss: Any = None,
+        grad_norm: Any = None,
+        learning_rate: Any = None,
+        epoch: Any = None,
+        step: int | None = None,
+        skip_wandb: bool = False,
+    ) -> None:
+        """Values for this step's record; tensors may be on the device."""
+        self._monitor._hold(step, skip_wandb, epoch, loss, grad_norm, learning_rate)
+
+    def __enter__(self) -> StepContext:
+        batch, self._batch = self._batch, None
+        self._monitor._enter(batch, self._dataset)
+        return self
+
+    def __exit__(self, kind: Any, _error: Any, _trace: Any) -> None:
+        self._monitor._leave(kind is not None)
+
+
+class Watched:
+    """A loader whose batches are seen while they are on the host."""
+
+    def __init__(self, loader: Iterable[Any], see: Callable[[Any], None]) -> None:
+        self._loader = loader
+        self._see_batch = see
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self._see_batch(batch)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_loader"], name)

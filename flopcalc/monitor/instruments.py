@@ -1,0 +1,317 @@
+"""A live step, or the model and its batches, in; the FLOPs that one instrument saw out, or NotMeasured with the reason.
+
+Each is opened by start() and closed by stop() or cancel(), on the training thread; none counts between two steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+from flopcalc.errors import FlopcalcError
+from flopcalc.monitor.intake import strip
+
+_KEPT = 256  # counts of copies that are kept
+# Floats by name, where only a shape is known.
+_FLOATS = ("pixel_values", "inputs_embeds", "input_features", "input_values")
+_WORD = 3  # any token that is no image
+_ONES = ("attention_mask", "decoder_attention_mask")
+
+
+class NotMeasured(Exception):
+    """An instrument has no figure; the message says why. `is_final`: it will never have one here."""
+
+    def __init__(self, reason: str, is_final: bool = False) -> None:
+        super().__init__(" ".join(reason.split())[:300])
+        self.is_final = is_final
+
+
+class Counters:
+    """The GPU's tensor counters around a live step."""
+
+    name = "cupti"
+
+    def __init__(self, model: Any, dtype: str | None = None) -> None:
+        self._model = model
+        self._wanted = dtype
+        self._candidates: list[str] | None = None  # dtypes whose tensor cores may be at work, likeliest first
+        self._counter: Any = None
+        self._range: Any = None
+        self._sample: Any = None
+
+    def is_on_gpu(self) -> bool:
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_available():
+            return False
+        device = find_torch_device(self._model)
+        return device is None or device.type == "cuda"
+
+    def start(self) -> None:
+        """NotMeasured where no counter can be read."""
+        from flopcalc.measure import cupti
+
+        if not self.is_on_gpu():
+            raise NotMeasured("the model is not on a CUDA device", is_final=True)
+        try:
+            with self._on_device():
+                if self._counter is None:
+                    names = [cupti.TENSOR_COUNTERS[dtype] for dtype in _counted_with(self._choose_dtype())]
+                    self._counter = cupti.HardwareCounter(names, stays_enabled=True)
+                held = self._counter.measure()
+                self._sample = held.__enter__()
+                self._range = held
+        except NotMeasured:
+            raise
+        except Exception as error:  # CountersUnavailable, or whatever a driver does
+            self.close()
+            raise NotMeasured(_describe(error), is_final=True) from None
+
+    def stop(self) -> int:
+        """FLOPs that ran on tensor cores since start()."""
+        held, self._range = self._range, None
+        sample, self._sample = self._sample, None
+        try:
+            with self._on_device():
+                held.__exit__(None, None, None)
+        except Exception as error:
+            raise NotMeasured(_describe(error)) from None
+        return int(sample.total_flops)
+
+    def cancel(self) -> None:
+        held, self._range, self._sample = self._range, None, None
+        if held is not None:
+            with suppress(Exception), self._on_device():
+                error = RuntimeError("the step was given up")
+                held.__exit__(RuntimeError, error, None)
+
+    def try_next(self) -> bool:
+        """Another dtype's tensor cores at the next step; False when all were tried."""
+        self.close()
+        del self._list_dtypes()[0]
+        return bool(self._candidates)
+
+    def _choose_dtype(self) -> str:
+        dtypes = self._list_dtypes()
+        if not dtypes:
+            raise NotMeasured(
+                "no tensor core of a known dtype is at work (fp32 without TF32 uses none); monitoring.dtype names it",
+                is_final=True,
+            )
+        return dtypes[0]
+
+    def _list_dtypes(self) -> list[str]:
+        if self._candidates is None:
+            self._candidates = list_tensor_dtypes(self._model, self._wanted)
+        return self._candidates
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        torch = sys.modules["torch"]
+        device = find_torch_device(self._model)
+        return torch.cuda.device(device) if device is not None else nullcontext()
+
+    def close(self) -> None:
+        """Never raises; the counters can be started again after it."""
+        self.cancel()
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            with suppress(Exception):
+                counter.close()
+
+
+class Profiler:
+    """torch.profiler around a live step."""
+
+    name = "profiler"
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._live: Any = None
+
+    def start(self) -> None:
+        try:
+            import torch
+
+            from flopcalc.measure.torch_profiler import Live
+
+            # Without a live model there is nothing to mark, and the operators are seen all the same.
+            live = Live(strip(self._model) if isinstance(self._model, torch.nn.Module) else torch.nn.Module())
+            live.start()
+        except Exception as error:
+            raise NotMeasured(_describe(error), is_final=isinstance(error, ImportError)) from None
+        self._live = live
+
+    def stop(self) -> int:
+        """FLOPs as eager code would run them."""
+        live, self._live = self._live, None
+        try:
+            flops, unknown = live.stop()
+        except Exception as error:
+            live.cancel()
+            raise NotMeasured(_describe(error)) from None
+        if unknown:
+            raise NotMeasured(
+                f"torch.profiler records no sizes that tell the FLOPs of {', '.join(unknown)}", is_final=True
+            )
+        return int(flops)
+
+    def cancel(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.cancel()
+
+
+class Copy:
+    """The operator counter on a copy of the model that takes no memory; nothing of the live model runs or changes."""
+
+    name = "operator counter"
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._state: Hashable = None
+        self._kept: dict[Hashable, int] = {}
+        self._has_counted = False
+
+    def count(self, batches: Sequence[Mapping[str, Any]]) -> int:
+        """FLOPs of a step on these micro-batches, as eager code runs them; equal shapes are counted once."""
+        import torch
+
+        if not isinstance(self._model, torch.nn.Module):
+            raise NotMeasured("there is no live model to copy", is_final=True)
+        module = strip(self._model)
+        if not batches:
+            raise NotMeasured("the step's batches are not known")
+        try:
+            state = _describe_state(module)
+            if state != self._state or len(self._kept) > _KEPT:
+                self._state = state
+                self._kept.clear()
+            signatures = [_sign(batch) for batch in batches]
+            missing = {key: batch for key, batch in zip(signatures, batches, strict=True) if key not in self._kept}
+            if missing:
+                self._count_missing(module, missing)
+        except NotMeasured:
+            raise
+        except Exception as error:  # the model's own code: whatever it raises is why it cannot be counted
+            is_final = not self._has_counted  # else it was this batch
+            raise NotMeasured(
+                f"{type(module).__name__} cannot be copied and counted: {_describe(error)}", is_final
+            ) from None
+        return sum(self._kept[key] * times for key, times in Counter(signatures).items())
+
+    def _count_missing(self, module: Any, missing: Mapping[Hashable, Mapping[str, Any]]) -> None:
+        from flopcalc.measure.tracing import copy_to_meta, count_copy
+
+        made = copy_to_meta(module)
+        for key, batch in missing.items():
+            counted = count_copy(made, _move_batch(batch))
+            if counted.not_counted:
+                raise NotMeasured(f"the counter has no formula for {', '.join(counted.not_counted)}", is_final=True)
+            self._kept[key] = counted.total
+            self._has_counted = True
+
+
+def _describe_state(module: Any) -> Hashable:
+    """What may change between two steps and changes what runs."""
+    modes = [(each.training, getattr(each, "gradient_checkpointing", False)) for each in module.modules()]
+    return tuple(modes), tuple(parameter.requires_grad for parameter in module.parameters())
+
+
+def _sign(batch: Mapping[str, Any]) -> Hashable:
+    """What decides a batch's FLOPs when every pair counts: shapes, the sizes of images, and options."""
+    parts: list[Hashable] = []
+    for name, value in batch.items():
+        shape = getattr(value, "shape", None)
+        if shape is None:
+            parts.append((name, repr(value)))
+        elif name.endswith(("_thw", "_sizes")) and hasattr(value, "tolist"):
+            parts.append((name, repr(value.tolist())))
+        else:
+            parts.append((name, tuple(shape)))
+    return tuple(parts)
+
+
+def _move_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Floats on meta, integers on the host; what is known by its shape alone gets values where any will do."""
+    import torch
+
+    found: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point():
+                found[name] = torch.empty(value.shape, dtype=torch.float32, device="meta")
+            else:
+                found[name] = value.detach().cpu()
+        elif not hasattr(value, "shape"):
+            found[name] = value
+        elif name.startswith(_FLOATS):
+            found[name] = torch.empty(tuple(value.shape), dtype=torch.float32, device="meta")
+        elif any(other.startswith("pixel_values") for other in batch):
+            raise NotMeasured(f"only the shape of {name} is known, not where its images stand")
+        else:
+            found[name] = torch.full(tuple(value.shape), 1 if name in _ONES else _WORD)
+    return found
+
+
+def find_torch_device(model: Any) -> Any:
+    """Where a module's parameters are; None without any."""
+    parameters = getattr(model, "parameters", None)
+    first = next(iter(parameters()), None) if parameters is not None else None
+    return getattr(first, "device", None)
+
+
+def list_tensor_dtypes(model: Any, wanted: str | None = None) -> list[str]:
+    """Dtypes whose tensor cores may be at work, likeliest first; behind fp32 weights may be an autocast."""
+    import torch
+
+    from flopcalc.measure.cupti import TENSOR_COUNTERS
+
+    tf32 = ["tf32"] if _allows_tf32() else []
+    if wanted is not None:
+        return [wanted] if wanted in TENSOR_COUNTERS else tf32
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in getattr(model, "parameters", tuple)():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] += parameter.numel()
+    main = sizes.most_common(1)[0][0] if sizes else torch.float32
+    own = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(main)
+    cast = None
+    if torch.is_autocast_enabled("cuda"):
+        cast = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype("cuda"))
+    likely = [cast, own] if cast or own else ["bf16", *tf32, "fp16"]
+    return list(dict.fromkeys(dtype for dtype in likely if dtype))
+
+
+def _allows_tf32() -> bool:
+    import warnings
+
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return bool(torch.backends.cuda.matmul.allow_tf32)
+        except RuntimeError:  # set through torch's newer switch
+            return str(getattr(torch.backends.cuda.matmul, "fp32_precision", "")) == "tf32"
+
+
+def _counted_with(dtype: str) -> tuple[str, ...]:
+    """fp8 training keeps some products in bf16; both fit one pass."""
+    return ("fp8", "bf16") if dtype == "fp8" else (dtype,)
+
+
+def is_profiled() -> bool:
+    """Whether somebody's own torch.profiler is on: its trace, and our figures, would both be spoilt."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.autograd._profiler_enabled())
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return (
+        text
+        if isinstance(error, FlopcalcError) or type(error).__name__ == "CountersUnavailable"
+        else (f"{type(error).__name__}: {text}")
+    )

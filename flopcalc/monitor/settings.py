@@ -1,0 +1,347 @@
+"""A YAML, TOML or JSON file, or a mapping, in; checked Settings and a list of warnings out."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from flopcalc.devices import parse_dtype
+from flopcalc.errors import ConfigError, FlopcalcError, format_nearest, format_value
+from flopcalc.monitor.keys import STYLES
+
+MODES = ("smart", "profiler", "estimate", "hybrid")
+SINKS = ("jsonl", "wandb", "tensorboard", "mlflow")
+WANDB_MODES = ("online", "offline", "disabled", "shared")
+PHASES = ("warmup", "main", "finetune")
+# Steps between two measurements; main follows flops_profile_freq.
+_PHASE_DEFAULTS = {"warmup": 1000, "finetune": 200}
+
+
+class _DefaultFreq(int):
+    """An int of its own type: a frequency that nobody gave."""
+
+
+DEFAULT_FREQ: int = _DefaultFreq(500)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a monitor was told; every field is checked, whoever builds it."""
+
+    mode: str = "smart"
+    flops_profile_freq: int = DEFAULT_FREQ
+    phase_frequencies: dict[str, int] | None = field(default=None, hash=False)  # only those that were given
+    initial_profiling: bool = True
+    calibration_enabled: bool = True
+    recalibration_frequency: int | None = None  # None: flops_profile_freq, or the phase's
+    hardware_counters_enabled: bool = True
+    fallback_to_profiler: bool = True
+    detail_every: int = 50
+    save_every: int = 200
+    dataset_metrics_every: int = 10
+    sinks: tuple[str, ...] | None = None  # None: jsonl, and wandb while a run is active
+    key_style: str = "flopcalc"
+    device: str | None = None
+    dtype: str | None = None
+    peak_flops_per_s: float | None = None  # of one device
+    skip_first: int = 2  # steps that no average holds
+    stall_factor: float = 3.0  # a step of this many medians is a stall
+    straggler_factor: float = 1.1  # a rank of this many medians is a straggler
+    wandb_log_dataset_metrics: bool = True
+    wandb_reduced_logging: bool = False  # core keys only
+    wandb_project: str | None = None
+    wandb_entity: str | None = None
+    wandb_name: str | None = None
+    wandb_mode: str | None = None
+    tensorboard_dir: str | None = None
+    mlflow_tracking_uri: str | None = None
+    mlflow_experiment: str | None = None
+    distributed_enabled: bool = True
+    tensor_parallel: int | None = None  # None: read from the model's device mesh, as the next two
+    context_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    side_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            object.__setattr__(self, entry.name, _check(entry.name, getattr(self, entry.name), entry.name))
+
+    def frequency(self, phase: str | None = None) -> int:
+        """Steps between two measurements in a phase of training."""
+        if phase is None:
+            return self.flops_profile_freq
+        if phase not in PHASES:
+            raise ConfigError(f"no phase {format_value(phase)}. Known: {', '.join(PHASES)}")
+        given = (self.phase_frequencies or {}).get(phase)
+        return given if given is not None else _PHASE_DEFAULTS.get(phase, self.flops_profile_freq)
+
+
+def load_settings(
+    config: Mapping[str, Any] | str | os.PathLike[str] | Settings | None = None, flops_profile_freq: int = DEFAULT_FREQ
+) -> tuple[Settings, list[str]]:
+    """Settings, and what a user should hear: frequencies that disagree. Raises ConfigError for what cannot be right."""
+    argument = _check("flops_profile_freq", flops_profile_freq, "flops_profile_freq")
+    frequencies = [] if isinstance(argument, _DefaultFreq) else [("the constructor's flops_profile_freq", argument)]
+    if isinstance(config, Settings):
+        if not isinstance(config.flops_profile_freq, _DefaultFreq):
+            frequencies.append(("the settings' flops_profile_freq", config.flops_profile_freq))
+        settings = config
+    else:
+        where, content = _read(config)
+        known = {key: _check(_FIELDS[key], value, f"{where}: {key}") for key, value in _flatten(content, where)}
+        frequencies += [(key, known.pop(key)) for key in _FREQUENCIES if key in known]
+        phases = {name: known.pop(_PHASE_KEYS[name]) for name in PHASES if _PHASE_KEYS[name] in known}
+        values = {_FIELDS[key]: value for key, value in known.items()}
+        settings = Settings(**values, phase_frequencies=phases or None)
+    if frequencies:
+        settings = replace(settings, flops_profile_freq=frequencies[0][1])
+    warnings = []
+    if len({value for _, value in frequencies}) > 1:
+        said = ", ".join(f"{name} = {value}" for name, value in frequencies)
+        warnings.append(f"frequencies disagree: {said}; taking {frequencies[0][0]} = {frequencies[0][1]}")
+    return settings, warnings
+
+
+# Three names of one frequency, the first that is given wins.
+_FREQUENCIES = (
+    "monitoring.flops_profile_freq",
+    "performance_monitoring.measure_flops_frequency",
+    "monitor.freq.flops_profile_freq",
+)
+_PHASE_KEYS = {name: f"monitoring.phase_frequencies.{name}" for name in PHASES}
+_FIELDS: dict[str, str] = {
+    **dict.fromkeys(_FREQUENCIES, "flops_profile_freq"),
+    **dict.fromkeys(_PHASE_KEYS.values(), "flops_profile_freq"),
+    "monitoring.mfu_calculation_mode": "mode",
+    **{
+        f"monitoring.{name}": name
+        for name in (
+            "detail_every", "save_every", "dataset_metrics_every", "sinks", "key_style", "device", "dtype",
+            "peak_flops_per_s", "skip_first", "stall_factor", "straggler_factor",
+        )
+    },
+    **{f"smart_mode.{name}": name for name in ("initial_profiling", "calibration_enabled", "recalibration_frequency")},
+    **{f"hybrid_mode.{name}": name for name in ("hardware_counters_enabled", "fallback_to_profiler")},
+    **{
+        f"wandb.{name}": f"wandb_{name}"
+        for name in ("log_dataset_metrics", "reduced_logging", "project", "entity", "name", "mode")
+    },
+    "tensorboard.log_dir": "tensorboard_dir",
+    "mlflow.tracking_uri": "mlflow_tracking_uri",
+    "mlflow.experiment": "mlflow_experiment",
+    "distributed.enabled": "distributed_enabled",
+    **{f"distributed.{name}": name for name in ("tensor_parallel", "context_parallel", "pipeline_parallel")},
+    "distributed.timeout_s": "side_timeout_s",
+}  # fmt: skip
+_SECTIONS = {key.rsplit(".", count)[0] for key in _FIELDS for count in range(1, key.count(".") + 1)}
+
+
+def _flatten(content: Mapping[Any, Any], where: str, section: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a key that is not known ends it. An empty section is a section left out."""
+    for name, value in content.items():
+        key = f"{section}{name}"
+        if "." in str(name):
+            raise ConfigError(f"{where}: key {key!r}: write sections as nested mappings, not with a point")
+        if key in _SECTIONS:
+            if isinstance(value, Mapping):
+                yield from _flatten(value, where, f"{key}.")
+            elif value is not None:
+                raise ConfigError(f"{where}: {key} is a section of keys, not {format_value(value)}")
+        elif key in _FIELDS and isinstance(name, str):
+            yield key, value
+        else:
+            raise ConfigError(f"{where}: unknown key {key!r}.{_suggest(key)}")
+
+
+def _suggest(key: str) -> str:
+    """Keys that end in the same word, this section's first; else keys that look alike."""
+    section, _, word = key.rpartition(".")
+    same = [known for known in _FIELDS if known.endswith((f".{word}", f"_{word}"))]
+    if same:
+        same.sort(key=lambda known: not known.startswith(f"{section}."))
+        return f" Did you mean {', '.join(same[:3])}?"
+    return format_nearest(key, [*_FIELDS, *_SECTIONS]) or f" Known sections: {', '.join(sorted(_SECTIONS))}"
+
+
+def _whole(minimum: int) -> Callable[[Any], Any]:
+    def check(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ConfigError(f"must be a whole number of at least {minimum}")
+        return value
+
+    return check
+
+
+def _above(bound: float) -> Callable[[Any], Any]:
+    def check(value: Any) -> float:
+        number = math.nan
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            with suppress(ValueError, OverflowError):
+                number = float(value)  # text too: YAML 1.1 reads 989e12, without a point, as one
+        if not bound < number < math.inf:
+            raise ConfigError(f"must be a number above {bound:g}")
+        return number
+
+    return check
+
+
+def _one_of(known: Sequence[str]) -> Callable[[Any], Any]:
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in known:
+            raise ConfigError(f"must be one of {', '.join(known)}")
+        return value
+
+    return check
+
+
+def _switch(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError("must be true or false")
+    return value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError("must be a text")
+    return value
+
+
+def _sinks(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(set(map(repr, value))) < len(value):
+        raise ConfigError(f"must be a list of {', '.join(SINKS)}, each once")
+    return tuple(_one_of(SINKS)(name) for name in value)
+
+
+def _phases(value: Any) -> dict[str, int]:
+    if not isinstance(value, Mapping) or not set(value) <= set(PHASES):
+        raise ConfigError(f"must be a mapping of {', '.join(PHASES)}")
+    return {name: _whole(1)(count) for name, count in value.items()}
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "mode": _one_of(MODES),
+    "key_style": _one_of(tuple(STYLES)),
+    "wandb_mode": _one_of(WANDB_MODES),
+    "phase_frequencies": _phases,
+    "sinks": _sinks,
+    "dtype": parse_dtype,
+    "skip_first": _whole(0),
+    "peak_flops_per_s": _above(0),
+    "side_timeout_s": _above(0),
+    "stall_factor": _above(1),
+    "straggler_factor": _above(1),
+    **dict.fromkeys(
+        (
+            "flops_profile_freq", "recalibration_frequency", "detail_every", "save_every", "dataset_metrics_every",
+            "tensor_parallel", "context_parallel", "pipeline_parallel",
+        ),
+        _whole(1),
+    ),
+    **dict.fromkeys(
+        (
+            "initial_profiling", "calibration_enabled", "hardware_counters_enabled", "fallback_to_profiler",
+            "wandb_log_dataset_metrics", "wandb_reduced_logging", "distributed_enabled",
+        ),
+        _switch,
+    ),
+    **dict.fromkeys(
+        (
+            "device", "wandb_project", "wandb_entity", "wandb_name", "tensorboard_dir", "mlflow_tracking_uri",
+            "mlflow_experiment",
+        ),
+        _text,
+    ),
+}  # fmt: skip
+_OPTIONAL = {entry.name for entry in fields(Settings) if entry.default is None}
+
+
+def _check(name: str, value: Any, where: str) -> Any:
+    if value is None:
+        if name in _OPTIONAL:
+            return None
+        raise ConfigError(f"{where} is empty: give a value or leave the key out")
+    try:
+        return _CHECKS[name](value)
+    except FlopcalcError as error:
+        raise ConfigError(f"{where}: {error}; read {format_value(value)}") from None
+
+
+def _read(config: Any) -> tuple[str, Mapping[Any, Any]]:
+    """The content, and the words that name where it came from."""
+    if config is None:
+        return "config", {}
+    if isinstance(config, Mapping):
+        return "config", config
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(f"config must be a mapping or the path of a .yaml, .json or .toml file, not {config!r:.60}")
+    path = os.fspath(config)
+    parse = _PARSERS.get(os.path.splitext(path)[1].lower())
+    if parse is None:
+        raise ConfigError(f"{path}: a monitor's config is a {', '.join(_PARSERS)} file, or a mapping")
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            content = parse(file.read())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:  # also a date that is none, or bytes that are no UTF-8
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if content is None:
+        content = {}
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path}: must hold sections of keys at the top, not {format_value(content)}")
+    return path, content
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "PyYAML is missing: pip install 'flopcalc[monitor]', or write the file as .toml or .json"
+        ) from None
+
+    class Loader(yaml.SafeLoader):  # PyYAML keeps the last of two equal keys and says nothing
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+            seen = set()
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    if key.value in seen:
+                        raise ConfigError(f"line {key.start_mark.line + 1}: key {key.value!r} stands twice")
+                    seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)  # a SafeLoader: plain values only
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not YAML: {error}") from None
+
+
+def _parse_json(text: str) -> Any:
+    import json
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"key {twice!r} stands twice")
+        return content
+
+    return json.loads(text, object_pairs_hook=build) if text.strip() else None
+
+
+def _parse_toml(text: str) -> Any:
+    import tomllib
+
+    return tomllib.loads(text)
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": _parse_yaml, ".yml": _parse_yaml, ".json": _parse_json, ".toml": _parse_toml,
+}  # fmt: skip

@@ -1,0 +1,556 @@
+"""TrainingMonitor in real gloo processes: each rank counts its own batch, and rank 0 reports what all did."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from ranks import DEADLINE_S, Rank, Talk, run_ranks
+
+import flopcalc
+
+PEAK = 1e12  # of one rank
+ROWS = 4
+STEPS = 6
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False, "use_cache": False,
+}  # fmt: skip
+MOE = {
+    **CONFIG, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False,
+}  # fmt: skip
+
+
+def settings(**distributed: Any) -> dict[str, Any]:
+    return {
+        "monitoring": {
+            "mfu_calculation_mode": "estimate", "detail_every": 2, "skip_first": 1, "peak_flops_per_s": PEAK,
+        },
+        "distributed": {"timeout_s": DEADLINE_S, **distributed},
+    }  # fmt: skip
+
+
+def build(config: Mapping[str, Any] = CONFIG) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+
+
+def make_batch(length: int, seed: int) -> dict[str, Any]:
+    import torch
+
+    ids = torch.randint(0, 64, (ROWS, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def count(*lengths: int, config: Mapping[str, Any] = CONFIG) -> int:
+    """FLOPs of one step of the whole machine: a batch of each length."""
+    return sum(flopcalc.estimate_flops(config, batch_size=ROWS, seq_len=length).total for length in lengths)
+
+
+class Outcome(NamedTuple):
+    """What a rank saw."""
+
+    plain: list[str]  # losses without a monitor
+    losses: list[str]
+    metrics: dict[str, Any]
+    said: list[str]
+
+
+@contextmanager
+def monitored(folder: str, config: Mapping[str, Any], model: Any, said: list[str]) -> Iterator[Any]:
+    from flopcalc.monitor import TrainingMonitor
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = TrainingMonitor(folder, config, model=model)
+        yield monitor
+        monitor.close()
+    said += [str(each.message) for each in caught if "flopcalc" in str(each.message)]
+
+
+def train_twice(
+    folder: str,
+    config: Mapping[str, Any],
+    make: Callable[[], tuple[Any, Callable[[], Any]]],
+    *,
+    is_live: bool = False,
+    given: Any = None,
+) -> Outcome:
+    """Without and with a monitor; `make` gives what is seen, and a step that returns its loss; `given` is counted."""
+    import torch
+
+    runs: list[list[str]] = []
+    said: list[str] = []
+    metrics: dict[str, Any] = {}
+    for is_monitored in (False, True):
+        model, forward_backward = make()
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+        def step() -> float:
+            loss = forward_backward()  # noqa: B023
+            optimizer.step()  # noqa: B023
+            optimizer.zero_grad()  # noqa: B023
+            return float(loss)
+
+        if not is_monitored:
+            runs.append([step().hex() for _ in range(STEPS)])
+            continue
+        with monitored(folder, config, given, said) as monitor:
+            monitor.attach(model)
+            losses = []
+            for number in range(1, STEPS + 1):
+                losses.append(step())
+                monitor.log_step(number, 0, losses[-1], None, 0.1)
+            runs.append([loss.hex() for loss in losses])
+            while is_live and not agree("perf/stragglers" in monitor.metrics()):
+                number += 1
+                monitor.log_step(number, 0, step(), None, 0.1)
+        metrics = monitor.metrics()
+    return Outcome(*runs, metrics, said)
+
+
+def agree(is_so: bool) -> bool:
+    """What rank 0 says, so that all go on or none."""
+    import torch
+    import torch.distributed as dist
+
+    flag = torch.tensor([is_so])
+    dist.broadcast(flag, 0)
+    return bool(flag.item())
+
+
+def run_model(model: Any, batch: Mapping[str, Any]) -> Any:
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach()
+
+
+def hear_all(ranks: list[Rank]) -> list[Outcome]:
+    """All that the ranks returned; none has warned, and no loss is another one."""
+    found: list[Outcome] = [rank.hear() for rank in ranks]
+    assert [each.said for each in found] == [[]] * len(ranks)
+    for each in found:
+        assert each.losses == each.plain  # bit for bit
+        assert len(set(each.losses)) > 1
+    return found
+
+
+def check_machine(metrics: Mapping[str, Any], flops: float, tokens: float, world: int) -> None:
+    """FLOPs of all ranks over the slowest one's time and all peaks, whatever that time was."""
+    assert metrics["perf/scope"] == f"all {world} ranks"
+    machine = metrics["perf/step_time"] * PEAK * world
+    assert metrics["perf/mfu"] * machine == pytest.approx(flops, rel=1e-9)
+    assert metrics["perf/tokens_per_second"] * metrics["perf/step_time"] == pytest.approx(tokens, rel=1e-9)
+
+
+# --- Ranks with batches of their own ----------------------------------------------------------------------------------
+
+
+def train_ddp(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    batch = make_batch(8 * (dist.get_rank() + 1), dist.get_rank())
+
+    def make() -> tuple[Any, Callable[[], Any]]:
+        model = DistributedDataParallel(build())
+        return model, lambda: run_model(model, batch)
+
+    return train_twice(folder, settings(), make, is_live=True)
+
+
+def test_ddp(tmp_path: Path) -> None:
+    with run_ranks(3, train_ddp, str(tmp_path)) as ranks:
+        found = hear_all(ranks)
+    check_machine(found[0].metrics, count(8, 16, 24), ROWS * (8 + 16 + 24), 3)
+    log = [json.loads(line) for line in (tmp_path / "flopcalc.jsonl").read_text().splitlines()]
+    assert (log[0]["type"], log[0]["world"], log[-1]["type"]) == ("start", 3, "end")
+    steps = [line for line in log if line["type"] == "step"]
+    assert (steps[0]["perf/scope"], steps[-1]["perf/scope"]) == ("rank 0 of 3", "all 3 ranks")
+    detail = next(line for line in steps if "perf/stragglers" in line)
+    check_machine(detail, count(8, 16, 24), ROWS * (8 + 16 + 24), 3)
+    assert detail["perf/slowest_rank_step_time"] == detail["perf/step_time"]
+    assert set(detail["perf/stragglers"]) <= {0, 1, 2}
+
+
+def train_fsdp(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    batch = make_batch(8 * (dist.get_rank() + 1), dist.get_rank())
+
+    def make() -> tuple[Any, Callable[[], Any]]:
+        model = build()
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model, lambda: run_model(model, batch)
+
+    return train_twice(folder, settings(), make)
+
+
+def test_fsdp2(tmp_path: Path) -> None:
+    with run_ranks(2, train_fsdp, str(tmp_path)) as ranks:
+        found = hear_all(ranks)
+    check_machine(found[0].metrics, count(8, 16), ROWS * (8 + 16), 2)
+
+
+def train_hf(talk: Talk, store: Any, folder: str, sizes: dict[str, Any], lengths: tuple[int, ...]) -> Outcome:  # noqa: ARG001
+    """The parallelism of transformers' own loader; a rank's length is its place in `lengths`."""
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world}"}
+    batch = make_batch(lengths[rank], lengths[rank])
+
+    def make() -> tuple[Any, Callable[[], Any]]:
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes)).train()
+        return model, lambda: run_model(model, batch)
+
+    return train_twice(folder, settings(), make)
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "lengths", "batches"),
+    [
+        pytest.param(CONFIG, {"tp_size": 2}, (16, 16), (16,), id="tensor"),
+        pytest.param(CONFIG, {"fsdp_size": 2}, (8, 16), (8, 16), id="fsdp"),
+        pytest.param(CONFIG, {"fsdp_size": 2, "tp_size": 2}, (8, 8, 16, 16), (8, 16), id="fsdp and tensor"),
+        pytest.param(MOE, {"fsdp_size": 2, "ep_size": 2}, (8, 16), (8, 16), id="expert, batches of their own"),
+        pytest.param(MOE, {"tp_size": 2, "ep_size": 2, "tp_plan": {}}, (16, 16), (16,), id="expert, one batch"),
+    ],
+)
+def test_transformers_own(
+    tmp_path: Path, config: dict[str, Any], sizes: dict[str, int], lengths: tuple[int, ...], batches: tuple[int, ...]
+) -> None:
+    build(config).save_pretrained(tmp_path)
+    with run_ranks(len(lengths), train_hf, str(tmp_path), sizes, lengths) as ranks:
+        found = hear_all(ranks)
+    check_machine(found[0].metrics, count(*batches, config=config), ROWS * sum(batches), len(lengths))
+
+
+# --- Ranks that share a batch -----------------------------------------------------------------------------------------
+
+
+def train_tp(talk: Talk, store: Any, folder: str, is_named: bool) -> Outcome:  # noqa: ARG001
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",) if is_named else None)
+    batch = make_batch(16, 0)
+
+    def make() -> tuple[Any, Callable[[], Any]]:
+        model = build()
+        for layer in model.model.layers:
+            plan = {
+                "mlp.gate_proj": ColwiseParallel(),
+                "mlp.up_proj": ColwiseParallel(),
+                "mlp.down_proj": RowwiseParallel(),
+            }
+            parallelize_module(layer, mesh, plan)
+        return model, lambda: run_model(model, batch)
+
+    return train_twice(folder, settings(**{} if is_named else {"tensor_parallel": world}), make)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_tensor_parallel(tmp_path: Path, is_named: bool) -> None:
+    """The mesh says it by its axis' name, or the settings do."""
+    with run_ranks(2, train_tp, str(tmp_path), is_named) as ranks:
+        found = hear_all(ranks)
+    check_machine(found[0].metrics, count(16), ROWS * 16, 2)
+
+
+def train_context_parallel(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001
+    """Each rank holds half of every sequence; torch's ring attention does not run on the CPU, so each attends alone."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    chunk = slice(16 * dist.get_rank(), 16 * (dist.get_rank() + 1))
+    ids = make_batch(32, 0)["input_ids"][:, chunk]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(32)[None, chunk]}
+
+    def make() -> tuple[Any, Callable[[], Any]]:
+        model = DistributedDataParallel(build())
+        return model, lambda: run_model(model, batch)
+
+    return train_twice(folder, settings(context_parallel=2), make)
+
+
+def test_context_parallel(tmp_path: Path) -> None:
+    with run_ranks(2, train_context_parallel, str(tmp_path)) as ranks:
+        found = hear_all(ranks)
+    check_machine(found[0].metrics, count(32), ROWS * 32, 2)
+
+
+def train_pipeline(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001
+    """Two stages of two layers, two micro-batches; the first stage alone sees the text, and counts it for both."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    rank = dist.get_rank()
+    ids = make_batch(16, 0)["input_ids"]
+
+    class Stage(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build()
+            inner = self.model.model
+            inner.layers = inner.layers[:2] if rank == 0 else inner.layers[2:]
+            if rank == 0:
+                inner.norm = self.model.lm_head = torch.nn.Identity()
+            else:
+                inner.embed_tokens = torch.nn.Identity()
+
+        def forward(self, input_ids: Any) -> Any:
+            return self.model(**{"input_ids" if rank == 0 else "inputs_embeds": input_ids}).logits
+
+    def find_loss(logits: Any, target: Any) -> Any:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    def make() -> tuple[Any, Callable[[], Any]]:
+        module = Stage()
+        stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=find_loss)
+        losses: list[Any] = []
+
+        def run() -> Any:
+            if rank == 0:
+                schedule.step(ids)
+                return module.model.model.embed_tokens.weight.detach().abs().sum()
+            losses.clear()
+            schedule.step(target=ids, losses=losses)
+            return torch.stack(losses).mean().detach()
+
+        return module, run
+
+    return train_twice(folder, settings(pipeline_parallel=2), make, given=flopcalc.bind(CONFIG))
+
+
+def test_pipeline_parallel(tmp_path: Path) -> None:
+    with run_ranks(2, train_pipeline, str(tmp_path)) as ranks:
+        found = hear_all(ranks)
+    check_machine(found[0].metrics, count(16), ROWS * 16, 2)
+
+
+# --- What goes wrong --------------------------------------------------------------------------------------------------
+
+
+def obey(talk: Talk, store: Any, folder: str, config: dict[str, Any], broken: Mapping[int, str]) -> None:  # noqa: ARG001
+    """A rank that trains by itself, as the test says, beside a twin without a monitor."""
+    import torch
+    import torch.distributed as dist
+
+    from flopcalc.monitor import TrainingMonitor, training
+
+    rank = dist.get_rank()
+    trouble = broken.get(rank)
+    if trouble == "slow":  # all that it does takes a hundred times as long, by its own clock
+        training._clock = lambda: 100 * time.perf_counter_ns()
+    batch = make_batch(8 * (rank + 1), rank)
+    models = [build(), build()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = TrainingMonitor(folder, config, model=None if trouble == "no model" else models[0])
+        step = 0
+        while True:
+            order, *values = talk.hear()
+            match order:
+                case "train":
+                    for _ in range(values[0]):
+                        step += 1
+                        losses = []
+                        for model, optimizer in zip(models, optimizers, strict=True):
+                            loss = run_model(model, batch)
+                            optimizer.step()
+                            optimizer.zero_grad()
+                            losses.append(loss.item().hex())
+                            if model is models[0]:
+                                monitor.log_step(step, 0, loss, None, 0.1)
+                        assert losses[0] == losses[1]
+                    talk.say(monitor.metrics())
+                case "said":
+                    talk.say([str(each.message).removeprefix("flopcalc: ") for each in caught])
+                case "leave the group":
+                    dist.destroy_process_group()
+                    talk.say(None)
+                case "close":
+                    monitor.close()
+                    talk.say(monitor.metrics())
+                case "die":
+                    os._exit(3)
+
+
+class Crew:
+    """Ranks that train in step, as far as they can."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
+        self.done = [0] * len(ranks)
+
+    def train(self, members: set[int], until: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Interval after interval, until rank 0's metrics are so; who was away before catches up."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            goal = max(self.done) + 2
+            for member in members:
+                self.ranks[member].tell("train", goal - self.done[member])
+                self.done[member] = goal
+            found = {member: self.ranks[member].hear() for member in members}
+            if until(found.get(0, {})):
+                metrics: dict[str, Any] = found.get(0, {})
+                return metrics
+            assert time.monotonic() < deadline, found
+
+    def say_all(self, *order: Any, members: set[int] | None = None) -> list[Any]:
+        chosen = [self.ranks[member] for member in sorted(members or range(len(self.ranks)))]
+        for rank in chosen:
+            rank.tell(*order)
+        return [rank.hear() for rank in chosen]
+
+
+@contextmanager
+def run_crew(
+    world: int, folder: Path, *, broken: Mapping[int, str] | None = None, detail_every: int = 2, **distributed: Any
+) -> Iterator[Crew]:
+    config = settings(**distributed)
+    config["monitoring"]["detail_every"] = detail_every
+    with run_ranks(world, obey, str(folder), config, broken or {}) as ranks:
+        yield Crew(ranks)
+
+
+def is_scope(scope: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda metrics: bool(metrics["perf/scope"] == scope)
+
+
+def test_a_rank_hangs_and_comes_back_another_dies(tmp_path: Path) -> None:
+    with run_crew(3, tmp_path, timeout_s=2.0) as crew:
+        found = crew.train({0, 1, 2}, is_scope("all 3 ranks"))
+        check_machine(found, count(8, 16, 24), ROWS * (8 + 16 + 24), 3)
+
+        crew.ranks[2].stop()
+        found = crew.train({0, 1}, is_scope("2 of 3 ranks"))
+        machine = found["perf/step_time"] * PEAK * 2
+        assert found["perf/mfu"] * machine == pytest.approx(count(8, 16), rel=1e-9)
+        crew.ranks[2].go_on()
+        crew.train({0, 1, 2}, is_scope("all 3 ranks"))
+
+        crew.ranks[1].tell("die")
+        crew.ranks[1].process.join(DEADLINE_S)
+        found = crew.train({0, 2}, is_scope("2 of 3 ranks"))
+        machine = found["perf/step_time"] * PEAK * 2
+        assert found["perf/mfu"] * machine == pytest.approx(count(8, 24), rel=1e-9)
+        said = crew.ranks[0].ask("said")
+        assert all(" of 3 sent no sums in time" in text for text in said), said
+        named = " ".join(text.split(" of 3 ")[0] for text in said)
+        assert "1" in named, said
+        assert "2" in named, said
+        crew.say_all("close", members={0, 2})
+
+
+def test_rank_0_hangs(tmp_path: Path) -> None:
+    with run_crew(3, tmp_path, timeout_s=0.5) as crew:
+        crew.train({0, 1, 2}, is_scope("all 3 ranks"))
+        crew.ranks[0].stop()
+        crew.train({1, 2}, lambda _: all(crew.say_all("said", members={1, 2})))
+        for said in crew.say_all("said", members={1, 2}):
+            assert [text.split(" (")[0] for text in said] == [said[0].split(" (")[0]]
+            assert "has not reached rank 0 for 0.5 s" in said[0]
+        crew.ranks[0].go_on()
+        crew.train({0, 1, 2}, is_scope("all 3 ranks"))
+        crew.ranks[0].stop()
+        crew.say_all("close", members={1, 2})
+
+
+def test_the_group_is_left_before_the_end(tmp_path: Path) -> None:
+    """Nothing travels before the end: the run is shorter than an interval."""
+    with run_crew(2, tmp_path, detail_every=50) as crew:
+        found = crew.train({0, 1}, is_scope("rank 0 of 2"))
+        assert found["perf/tokens_per_second"] * found["perf/step_time"] == pytest.approx(ROWS * 8, rel=1e-9)
+        crew.say_all("leave the group")
+        check_machine(crew.say_all("close")[0], count(8, 16), ROWS * (8 + 16), 2)
+        assert crew.say_all("said") == [[], []]
+
+
+def test_a_rank_does_not_know_its_flops(tmp_path: Path) -> None:
+    with run_crew(2, tmp_path, broken={1: "no model"}) as crew:
+        found = crew.train({0, 1}, is_scope("all 2 ranks"))
+        assert math.isnan(found["perf/mfu"])
+        assert found["perf/step_time"] > 0
+        said = crew.say_all("said")
+        assert said[0] == ["MFU of all ranks is not known: model FLOPs of rank 1 not known"]
+        assert len(said[1]) == 1
+        assert said[1][0].startswith("FLOPs cannot be counted, so MFU is not known: no model was given")
+
+
+def test_a_straggler_is_named_and_its_time_counts(tmp_path: Path) -> None:
+    with run_crew(3, tmp_path, broken={1: "slow"}) as crew:
+        found = crew.train({0, 1, 2}, lambda metrics: "perf/stragglers" in metrics)
+        check_machine(found, count(8, 16, 24), ROWS * (8 + 16 + 24), 3)
+        assert found["perf/stragglers"] == [1]
+
+
+def test_without_the_channel_each_rank_speaks_for_itself(tmp_path: Path) -> None:
+    with run_crew(2, tmp_path, enabled=False) as crew:
+        found = crew.train({0, 1}, lambda metrics: metrics["perf/mfu"] > 0)
+        assert found["perf/scope"] == "rank 0 of 2"
+        machine = found["perf/step_time"] * PEAK
+        assert found["perf/mfu"] * machine == pytest.approx(count(8), rel=1e-9)
+        crew.say_all("close")
+        assert crew.say_all("said") == [[], []]
+
+
+def train_on_rank_0_only(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    batch = make_batch(8, dist.get_rank())
+
+    def make() -> tuple[Any, Callable[[], Any]]:
+        model = DistributedDataParallel(build())
+        return model, lambda: run_model(model, batch)
+
+    if dist.get_rank() == 0:
+        return train_twice(folder, settings(timeout_s=0.1), make)
+    losses: list[list[str]] = []
+    for _ in range(2):
+        model, step = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([])
+        for _ in range(STEPS):
+            losses[-1].append(float(step()).hex())
+            optimizer.step()
+            optimizer.zero_grad()
+    return Outcome(*losses, {}, [])
+
+
+def test_a_monitor_on_rank_0_only(tmp_path: Path) -> None:
+    with run_ranks(2, train_on_rank_0_only, str(tmp_path)) as ranks:
+        first, other = [rank.hear() for rank in ranks]
+    assert (first.losses, other.losses) == (first.plain, other.plain)
+    assert first.metrics["perf/scope"] == "1 of 2 ranks"
+    assert first.metrics["perf/mfu"] * first.metrics["perf/step_time"] * PEAK == pytest.approx(count(8), rel=1e-9)
+    assert [text.split(" sent ")[0] for text in first.said] == ["flopcalc: rank 1 of 2"]
