@@ -32,6 +32,10 @@ _USER_RANGE = 2
 _USER_REPLAY = 3
 _RANGE_NAME = b"step"
 _open: set[int] = set()  # ids of the HardwareCounters that hold the profiler; the last one gives it back
+# CUDA context -> its profiler while that is enabled, and which counters can be read in it.
+_enabled: dict[int, Any] = {}
+_availability: dict[int, Any] = {}
+_staying: set[int] = set()  # open counters that keep it enabled between samples
 
 
 class CountersUnavailable(RuntimeError):
@@ -213,7 +217,7 @@ class HardwareCounter:
 
     def __init__(self, counters: Sequence[str] | None = None, *, stays_enabled: bool = False) -> None:
         """`stays_enabled`: between samples the profiler is stopped, not disabled: the next start takes a hundredth of
-        the time, and kernels are launched as fast as ever. One counter per device may do so.
+        the time, and kernels are launched as fast as ever.
         """
         import torch
 
@@ -225,8 +229,8 @@ class HardwareCounter:
         self._lib = _Library(find_library())
         self._context = _get_context()
         self._host: int | None = None
-        self._stays_enabled = stays_enabled
-        self._profiler: Any = None
+        if stays_enabled:
+            _staying.add(id(self))
         self._lib.call("cuptiProfilerInitialize", _Plain)
         _open.add(id(self))
         try:
@@ -245,13 +249,15 @@ class HardwareCounter:
             raise
 
     def _read_availability(self) -> Any:
-        size = self._lib.call("cuptiProfilerGetCounterAvailability", _Availability, ctx=self._context).size
-        image = _bytes(size)
-        self._lib.call(
-            "cuptiProfilerGetCounterAvailability", _Availability, ctx=self._context, size=size,
-            image=ctypes.cast(image, _BYTES),
-        )  # fmt: skip
-        return image
+        if self._context not in _availability:  # it cannot be asked for while a profiler is enabled
+            size = self._lib.call("cuptiProfilerGetCounterAvailability", _Availability, ctx=self._context).size
+            image = _bytes(size)
+            self._lib.call(
+                "cuptiProfilerGetCounterAvailability", _Availability, ctx=self._context, size=size,
+                image=ctypes.cast(image, _BYTES),
+            )  # fmt: skip
+            _availability[self._context] = image
+        return _availability[self._context]
 
     def list_counters(self) -> list[str]:
         """Every base counter of this chip."""
@@ -294,9 +300,9 @@ class HardwareCounter:
         names = _names(self.counters)
         count = len(self.counters)
         self._synchronize()
-        if self._profiler is None:
-            self._profiler = self._lib.call("cuptiRangeProfilerEnable", _Enable, ctx=self._context).object
-        profiler = self._profiler
+        if self._context not in _enabled:
+            _enabled[self._context] = self._lib.call("cuptiRangeProfilerEnable", _Enable, ctx=self._context).object
+        profiler = _enabled[self._context]
         stopped: list[Any] = []
 
         def pop() -> None:
@@ -337,18 +343,20 @@ class HardwareCounter:
             sample.values.update(zip(self.counters, values, strict=True))
 
     def _release(self) -> None:
-        if not self._stays_enabled or sys.exc_info()[0] is not None:
+        if not _staying or sys.exc_info()[0] is not None:
             self._disable()
 
     def _disable(self) -> None:
-        profiler, self._profiler = self._profiler, None
+        profiler = _enabled.pop(self._context, None)
         if profiler is not None:
             self._lib.call("cuptiRangeProfilerDisable", _Object, object=profiler)
 
     def close(self) -> None:
         """Free the host object, and the profiler with the last counter; it cannot be used after it. Never raises."""
-        with suppress(Exception):
-            self._disable()
+        _staying.discard(id(self))
+        if not _staying:
+            with suppress(Exception):
+                self._disable()
         if self._host is not None:
             host, self._host = self._host, None
             with suppress(Exception):

@@ -189,7 +189,7 @@ def count(model: Any, batch: Mapping[str, Any], phase: str) -> Witnessed:
         activities.append(ProfilerActivity.CUDA)
     start = time.perf_counter()
     with ready_step(model, batch, phase) as step, _marked(model):
-        with profile(activities=activities, with_flops=True, record_shapes=True) as profiler:
+        with profile(activities=activities, with_flops=True, record_shapes=True, acc_events=True) as profiler:
             step()
             synchronize(model)
         tally = _Tally(profiler.events() or ())
@@ -217,7 +217,7 @@ class Live:
         with ExitStack() as stack:
             stack.enter_context(_marked(self._model))
             self._profiler = stack.enter_context(
-                profile(activities=[ProfilerActivity.CPU], with_flops=True, record_shapes=True)
+                profile(activities=[ProfilerActivity.CPU], with_flops=True, record_shapes=True, acc_events=True)
             )
             self._open = stack.pop_all()
 

@@ -710,6 +710,8 @@ class TrainingMonitor:
 
     @_guarded
     def _lose_since(self, cause: str, before: int) -> None:
+        if self._lane is not None:
+            self._leave_lane()  # what is lost comes after those steps
         now = _clock()
         self._boundary += now - before
         self._digester.entries.append(NoteEntry(lambda: self._digester.meter.lose(cause, (now - before) / 1e9)))

@@ -59,7 +59,8 @@ def install(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> FakeLibrary:
     monkeypatch.setattr(cupti, "find_library", lambda: "libcupti.so")
     monkeypatch.setattr(cupti, "_Library", lambda _path: fake)
     monkeypatch.setattr(cupti, "_get_context", lambda: 1)
-    monkeypatch.setattr(cupti, "_open", set())
+    for name, empty in (("_open", set()), ("_staying", set()), ("_enabled", {}), ("_availability", {})):
+        monkeypatch.setattr(cupti, name, empty)
     return fake
 
 
