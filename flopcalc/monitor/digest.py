@@ -39,8 +39,8 @@ class StepEntry:
     """One optimizer step; ready when the device has passed `end`."""
 
     __slots__ = (
-        "data_ns", "dataset", "device_s", "end", "intake", "is_lost", "is_measured", "is_ready", "number", "snapshots",
-        "start", "waiting", "wall_ns",
+        "data_ns", "dataset", "device_s", "end", "intake", "is_lost", "is_measured", "is_ready", "number", "sizes",
+        "snapshots", "start", "waiting", "wall_ns",
     )  # fmt: skip
 
     def __init__(self, number: int, wall_ns: int, data_ns: int, start: Any, end: Any) -> None:
@@ -49,6 +49,7 @@ class StepEntry:
         self.data_ns = data_ns
         self.start, self.end = start, end
         self.snapshots: Sequence[Snapshot | None] = ()  # None: a pipeline stage that saw no text
+        self.sizes: Hashable = ()  # of a model without a formula: what a measurement holds for
         self.waiting: Sequence[Any] = ()  # copies that arrive before `end`
         self.dataset: str | Sequence[str] | None = None
         self.intake: Intake | None = None  # of the model that was trained
@@ -115,6 +116,7 @@ class Digester:
         self._clock = clock
         self._created = clock()
         self._lock = threading.Lock()
+        self._absolute: dict[Hashable, int] = {}
         self._goodput_at_s = -math.inf
 
     # --- Opening and closing ----------------------------------------------------------------------------------------
@@ -133,6 +135,7 @@ class Digester:
             self.meter.scope = f"rank {self.rank} of {self.world}"
         if self.side is None and self.settings.distributed_enabled and "torch" in sys.modules:
             self.side = open_side(self._say, self.settings.side_timeout_s)
+        self.meter.has_others = self.side is not None
 
     def write_start(self) -> None:
         """The log's first line: what the run is."""
@@ -167,9 +170,17 @@ class Digester:
         self.outbox.put({"type": "end", "time": time.time(), "steps": self.meter.steps, "goodput": goodput})
         self.outbox.close(timeout_s)
 
+    def keep_absolute(self, sizes: Hashable) -> None:
+        """Without a formula, what was measured holds for steps of the same sizes, and for no others."""
+        found = self.source.absolute(()) if self.source is not None and self.intake is None else None
+        # A measurement that failed leaves the one before.
+        if found is not None and sizes and (not self._absolute or found != next(reversed(self._absolute.values()))):
+            self._absolute[sizes] = found
+
     def forget_model(self) -> None:
         self.close_source()
         self.source = self.intake = None
+        self._absolute.clear()
 
     def close_source(self) -> None:
         if self.source is not None:
@@ -240,10 +251,12 @@ class Digester:
             factor = self.source.factor(entry.kind)
             step = step._replace(factor=factor.value, source=factor.source)
         if works is None:
-            absolute = self.source.absolute(entry.kind) if self.source is not None else None
+            absolute = self._absolute.get(entry.sizes) if entry.intake is None else None
             if absolute is None:
                 return step._replace(factor=1.0, source="none")
-            return step._replace(model_flops=absolute, hardware_flops=absolute, factor=1.0)
+            self.meter.convention = "full"  # what runs, as counters see it
+            source = f"{self.settings.mode}: measured"
+            return step._replace(model_flops=absolute, hardware_flops=absolute, factor=1.0, source=source)
         return step._replace(
             model_flops=self._share(work.model_flops for work in works),
             hardware_flops=self._share(

@@ -10,25 +10,43 @@ if TYPE_CHECKING:
     from flopcalc.monitor.training import TrainingMonitor
 
 
+class Running:
+    """Whether a forward pass is under way."""
+
+    __slots__ = ("is_on",)
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+
 class Hook:
     """Sees what the model is given. A copy of the model, or its pickle, carries an idle one."""
 
-    def __init__(self, monitor: TrainingMonitor, names: tuple[str, ...]) -> None:
+    def __init__(self, monitor: TrainingMonitor, names: tuple[str, ...], running: Running) -> None:
         import torch
 
         self._monitor = weakref.ref(monitor)
         self._names = names
-        self._is_compiling = torch.compiler.is_compiling
+        self._running = running
+        self._is_compiling = torch.compiler.is_dynamo_compiling
         self._is_grad_enabled = torch.is_grad_enabled
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_compiling():  # inside a compiled graph there is nothing to see
             return
-        monitor = self._monitor()
-        if monitor is None or not module.training or not self._is_grad_enabled():
+        if not module.training or not self._is_grad_enabled():
             return
-        if args or not monitor._repeats(kwargs):
-            monitor._see(args, kwargs, self._names)
+        monitor = self._monitor()
+        if monitor is None:
+            return
+        lane = monitor._lane
+        if lane is not None and not args:
+            try:
+                if lane.sees(kwargs, self._running):
+                    return
+            except Exception:  # whatever it is given, the long way looks at it
+                monitor._leave_lane()
+        monitor._see(args, kwargs, self._names)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Idle:
         return Idle()
@@ -40,18 +58,15 @@ class Hook:
 class DoneHook:
     """Sees that a forward pass came to its end: one that raised does not."""
 
-    def __init__(self, monitor: TrainingMonitor) -> None:
+    def __init__(self, running: Running) -> None:
         import torch
 
-        self._monitor = weakref.ref(monitor)
-        self._is_compiling = torch.compiler.is_compiling
+        self._running = running
+        self._is_compiling = torch.compiler.is_dynamo_compiling
 
     def __call__(self, _module: Any, _args: Any, _output: Any) -> None:
-        if self._is_compiling():
-            return
-        monitor = self._monitor()
-        if monitor is not None:
-            monitor._is_running = False
+        if not self._is_compiling():
+            self._running.is_on = False
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Idle:
         return Idle()

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.monitor.digest import ReportEntry, StepEntry
+from flopcalc.monitor.hooks import Running
 from flopcalc.monitor.intake import Copies, Intake, Snapshot, is_tensor
 
 STEPS = 64  # the long way is taken at least so often
 PERIOD_NS = 4_000_000_000  # and when so much time has passed
+_PLAIN = frozenset((float, int, type(None)))
 VALUES = ("training/epoch", "training/loss", "training/grad_norm", "training/lr")
 
 
@@ -42,33 +44,69 @@ class Row(NamedTuple):
 class Lane:
     """What the steps repeat, and the steps."""
 
-    __slots__ = ("begun", "calls", "intake", "key", "names", "nones", "rows", "snapshot", "until", "until_ns")
+    __slots__ = (
+        "begun", "boundary", "calls", "clock", "intake", "key", "names", "nones", "rows", "snapshot", "until",
+        "until_ns",
+    )  # fmt: skip
 
-    def __init__(self, kwargs: Mapping[str, Any], snapshot: Snapshot, intake: Intake, until: int, now_ns: int) -> None:
+    def __init__(
+        self,
+        kwargs: Mapping[str, Any],
+        snapshot: Snapshot,
+        intake: Intake,
+        until: int,
+        boundary: int,
+        clock: Callable[[], int],
+    ) -> None:
         self.names = tuple(kwargs)
         self.nones = tuple(name for name, value in kwargs.items() if value is None)
         self.key = snapshot.key
         self.snapshot = snapshot
         self.intake = intake
         self.until = until  # the last step that may be noted so
-        self.until_ns = now_ns + PERIOD_NS
+        self.until_ns = boundary + PERIOD_NS
+        self.boundary = boundary  # where the time of the next step begins
+        self.clock = clock
         self.rows: list[tuple[Any, ...]] = []
         self.calls = 0
         self.begun = 0
 
-    def fits(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a forward pass is given what the last one was: the same names and shapes, and no new values."""
+    def sees(self, kwargs: Mapping[str, Any], running: Running) -> bool:
+        """Whether a forward pass repeats the last one: the same names and shapes, no new values. Then it is noted."""
         if tuple(kwargs) != self.names:
             return False
         for name, shape in self.key:
             if kwargs[name].shape != shape:
                 return False
-        return all(kwargs[name] is None for name in self.nones) if self.nones else True
+        for name in self.nones:
+            if kwargs[name] is not None:
+                return False
+        if not self.calls:
+            self.begun = self.clock()
+            self.calls = 1
+        elif not running.is_on:  # else the one before raised, and this is in its place
+            self.calls += 1
+        running.is_on = True
+        return True
+
+    def add(self, step: int, epoch: Any, loss: Any, grad_norm: Any, rate: Any, skip_wandb: bool) -> bool:
+        """A step is over; whether it was the last that may be noted so."""
+        now = self.clock()
+        values = (
+            epoch if type(epoch) in _PLAIN else keep(epoch), loss if type(loss) in _PLAIN else keep(loss),
+            grad_norm if type(grad_norm) in _PLAIN else keep(grad_norm), rate if type(rate) in _PLAIN else keep(rate),
+        )  # fmt: skip
+        self.rows.append((step, self.begun, self.boundary, now, self.calls, skip_wandb, values))
+        self.calls = 0
+        self.boundary = now
+        return step >= self.until or now > self.until_ns
 
 
 def keep(value: Any) -> Any:
-    """A value to be read later."""
-    return Kept(value.detach(), value._version) if is_tensor(value) else value
+    """A value to be read later; of a tensor without the graph behind it."""
+    if not is_tensor(value):
+        return value
+    return Kept(value.detach() if value.requires_grad else value, value._version)
 
 
 class RunEntry:

@@ -139,6 +139,7 @@ class Meter:
         self.steps = 0
         self._first_left = settings.skip_first
         self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._usual_s = math.inf  # of the recent ones the median
         self._window = Window()
         self._detail = Window()
         self._interval = Window()
@@ -149,6 +150,7 @@ class Meter:
         self._dataset_values: dict[str, dict[str, float]] = {}
         self._last_datasets = 0
         self.scope = "this process"
+        self.has_others = False  # ranks to send sums to
         self.combined: Combined | None = None  # of all ranks, once they have answered
         self.is_untold = False  # no record has said so yet
         self.problems: dict[str, str] = {}  # for the monitor to say; key: what it is said once for
@@ -157,7 +159,9 @@ class Meter:
         """One more step. The first ones, measured ones and those without a time are in no rate."""
         self._add(step)
         self.steps += 1
-        if self.steps % self.settings.detail_every == 0:  # by steps seen, so that all ranks cut at the same one
+        if (
+            self.has_others and self.steps % self.settings.detail_every == 0
+        ):  # by steps seen, so that all ranks cut at the same one
             self._close_interval()
 
     def _close_interval(self) -> None:
@@ -188,7 +192,8 @@ class Meter:
         self._settle(step)
         self._window.add(step)
         self._detail.add(step)
-        self._interval.add(step._replace(factor=1.0))  # rank 0's factor scales the sum of all ranks
+        if self.has_others:
+            self._interval.add(step._replace(factor=1.0))  # rank 0's factor scales the sum of all ranks
 
     def _settle(self, step: Step) -> None:
         """Goodput: data and stalls are lost time, and so is work that an earlier run had done."""
@@ -197,8 +202,10 @@ class Meter:
             self.goodput.lose("redone", work)
             self.goodput.lose("data", step.data_s)
             return
-        usual = median(self._recent) if len(self._recent) >= 8 else math.inf
+        usual = self._usual_s
         self._recent.append(work)
+        if len(self._recent) < _RECENT or self.steps % 8 == 0:  # a median costs as much as all the rest
+            self._usual_s = median(self._recent) if len(self._recent) >= 8 else math.inf
         stalled = work - usual if work > self.settings.stall_factor * usual else 0.0
         self.goodput.lose("stall", stalled)
         self.goodput.lose("data", step.data_s)

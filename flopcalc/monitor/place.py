@@ -92,6 +92,21 @@ def find_dtype(module: Any) -> str:
     return str(weight.dtype).removeprefix("torch.")
 
 
+def guess_dtype(settings: Settings, model: Any, say: Say) -> str | None:
+    """Where nobody saw inside the model: its weights' dtype, unless autocast may hide behind it."""
+    if model is None or settings.peak_flops_per_s is not None:
+        return "bf16"
+    found = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point()}
+    if found and "float32" not in found:
+        return sorted(found)[0]
+    say(
+        "MFU is not known: the dtype of the products cannot be seen from outside (a compiled model, or one without "
+        "linear layers); name it by monitoring.dtype",
+        "dtype",
+    )
+    return None
+
+
 def find_layout(settings: Settings, model: Any, say: Say) -> tuple[int, int, int]:
     """Tensor, context and pipeline parallel sizes: given, or read from the meshes that the parameters lie on."""
     found = {"tp": 1, "cp": 1}

@@ -565,7 +565,10 @@ def _is_at(fd: int, path: str) -> bool:
 
 def _plain(value: Any) -> Any:
     """The value as JSON knows it: null where a number is not finite, a text where it is no number."""
-    if value is None or isinstance(value, str | bool):
+    kind = type(value)
+    if kind is float:  # most of them
+        return value if math.isfinite(value) else None
+    if kind is int or value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, Integral):
         return int(value)

@@ -19,11 +19,19 @@ from typing import Any, TypeVar
 
 from flopcalc.errors import FlopcalcError
 from flopcalc.monitor.digest import Digester, NoteEntry, ReportEntry, StepEntry, find_kind, make_plain_report
-from flopcalc.monitor.hooks import DoneHook, DtypeHook, Hook, StepContext, Watched
+from flopcalc.monitor.hooks import DoneHook, DtypeHook, Hook, Running, StepContext, Watched
 from flopcalc.monitor.intake import Copies, Intake, Shape, Snapshot, bind_live, is_tensor, name_arguments, strip
 from flopcalc.monitor.keys import CORE
-from flopcalc.monitor.lane import STEPS, Lane, RunEntry, keep
-from flopcalc.monitor.place import find_dtype, find_known_device, find_layout, find_peak, find_rank, is_capturing
+from flopcalc.monitor.lane import STEPS, Lane, RunEntry
+from flopcalc.monitor.place import (
+    find_dtype,
+    find_known_device,
+    find_layout,
+    find_peak,
+    find_rank,
+    guess_dtype,
+    is_capturing,
+)
 from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, load_settings
 from flopcalc.monitor.sources import make_source
 from flopcalc.monitor.timing import Flight, Marks
@@ -33,7 +41,6 @@ _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink
 _clock: Callable[[], int] = time.perf_counter_ns
 # Before all atexit hooks, where Python has that: a tracker's own hook would have ended its connection by then.
 _at_exit: Callable[..., Any] = getattr(threading, "_register_atexit", atexit.register)
-_PLAIN = frozenset((float, int, type(None)))
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -57,7 +64,7 @@ class _Open:
     """The step that is under way."""
 
     __slots__ = (
-        "batches", "data_ns", "dataset", "is_given", "is_measured", "seen", "snapshots", "start",
+        "batches", "data_ns", "dataset", "is_given", "is_measured", "kwargs", "seen", "sizes", "snapshots", "start",
         "waiting",
     )  # fmt: skip
 
@@ -66,11 +73,17 @@ class _Open:
         self.start = start
         self.seen = 0  # micro-batches, those that could not be read among them
         self.snapshots: list[Snapshot | None] = []
+        self.sizes: list[Hashable] = []  # of its micro-batches, where the model has no formula
         self.waiting: list[Any] = []
         self.batches: list[Mapping[str, Any]] = []  # only of a step that is measured
         self.dataset: str | Sequence[str] | None = None
+        self.kwargs: Mapping[str, Any] | None = None  # of its last forward pass, while the step is looked at
         self.is_given = False  # the loop gave the batch: forward passes are not read
         self.is_measured = False
+
+    def get_sizes(self) -> Hashable:
+        """All sizes of the step; empty where some are not known."""
+        return tuple(self.sizes) if len(self.sizes) == self.seen and all(self.sizes) else ()
 
 
 class TrainingMonitor:
@@ -83,7 +96,6 @@ class TrainingMonitor:
     _is_off = True  # of a copy, until __init__ has run
     _pid = -1
     _lane: Lane | None = None  # of steps that repeat the last one
-    _is_running = False  # a forward pass is under way
 
     def __init__(
         self,
@@ -120,6 +132,7 @@ class TrainingMonitor:
         self._digester.copies = self._copies
         self._boundary = _clock()  # where the time of the next step begins
         self._open: _Open | None = None
+        self._running = Running()
         self._lane_kwargs: Mapping[str, Any] | None = None  # what the last forward pass was given, by name alone
         self._keeps_tensors = True  # until a loop writes into one that it had given
         self._is_inside = False  # of a `with step()`
@@ -214,28 +227,14 @@ class TrainingMonitor:
     ) -> None:
         """An optimizer step is over, and this is its record. Inside or after `with monitor.step()` only the record."""
         lane = self._lane
-        if lane is not None and lane.calls and not self._is_running and type(step) is int:
+        if lane is not None and lane.calls and not self._running.is_on and type(step) is int:
             try:
-                self._log_repeated(lane, step, skip_wandb, epoch, loss, grad_norm, learning_rate)
+                if lane.add(step, epoch, loss, grad_norm, learning_rate, skip_wandb):
+                    self._leave_lane()
             except Exception as error:
                 self._fail("log_step", error)
             return
         self._log_step(step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb)
-
-    def _log_repeated(self, lane: Lane, step: int, skip_wandb: bool, *values: Any) -> None:
-        """The short way."""
-        now = _clock()
-        kept = values
-        for value in values:
-            if type(value) not in _PLAIN:
-                kept = tuple([each if type(each) in _PLAIN else keep(each) for each in values])
-                break
-        lane.rows.append((step, lane.begun, self._boundary, now, lane.calls, skip_wandb, kept))
-        lane.calls = 0
-        self._boundary = now
-        self._number = step
-        if step >= lane.until or now > lane.until_ns:
-            self._leave_lane()
 
     @_guarded
     def _log_step(
@@ -260,6 +259,7 @@ class TrainingMonitor:
     @_guarded
     def mark_lost(self, cause: str) -> None:
         """The time since the last step or mark went into `cause` (eval, checkpoint, …): it is in no step's time."""
+        self._leave_lane()
         self._lose_since(cause, self._boundary)
 
     @contextmanager
@@ -342,7 +342,7 @@ class TrainingMonitor:
         """Where the next step may be like this one, and there is nothing to read or to measure in it."""
         digester = self._digester
         first = opened.snapshots[0] if opened.snapshots else None
-        kwargs, self._lane_kwargs = self._lane_kwargs, None
+        kwargs, opened.kwargs = opened.kwargs, None
         if first is None or first.values or kwargs is None or opened.is_given or opened.is_measured or opened.dataset:
             return
         if digester.intake is None or digester.source is None or any(each != first for each in opened.snapshots):
@@ -354,7 +354,7 @@ class TrainingMonitor:
         if every:
             until = min(until, (self._number // every + 1) * every - 1)
         if until > self._number and all(hasattr(kwargs.get(name), "shape") for name, _ in first.key):
-            self._lane = Lane(kwargs, first, digester.intake, until, self._boundary)
+            self._lane = Lane(kwargs, first, digester.intake, until, self._boundary, _clock)
 
     @_guarded
     def _leave_lane(self) -> None:
@@ -362,7 +362,9 @@ class TrainingMonitor:
         lane, self._lane = self._lane, None
         if lane is None:
             return
+        self._boundary = lane.boundary
         if lane.rows:
+            self._number = lane.rows[-1][0]
             entry = RunEntry(lane, self._copies, _clock())
             if entry.is_overwritten:
                 self._keeps_tensors = False
@@ -378,22 +380,6 @@ class TrainingMonitor:
             self._open = _Open(lane.begun - self._boundary, None)
             self._open.seen = lane.calls
             self._open.snapshots = [lane.snapshot] * lane.calls
-
-    def _repeats(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether this forward pass repeats the last one; then it is only noted."""
-        lane = self._lane
-        try:
-            if lane is None or not lane.fits(kwargs):
-                return False
-            if not lane.calls:
-                lane.begun = _clock()
-                lane.calls = 1
-            elif not self._is_running:  # else the one before raised, and this is in its place
-                lane.calls += 1
-            self._is_running = True
-        except Exception:  # whatever it is given, the long way looks at it
-            return False
-        return True
 
     def _begin(self) -> _Open:
         if self._lane is not None:
@@ -425,9 +411,10 @@ class TrainingMonitor:
             opened.snapshots.append(snapshot)
             opened.waiting += waiting
             kind = snapshot.kind
-        is_first = not opened.batches and len(opened.snapshots) <= 1
+        else:
+            opened.sizes.append(tuple((name, each.shape) for name, each in batch.items() if hasattr(each, "shape")))
         source = digester.source
-        if is_first and source is not None and source.wants(self._number + 1, kind, self._frequency):
+        if opened.seen == 1 and source is not None and source.wants(self._number + 1, kind, self._frequency):
             opened.is_measured = True
             source.start()
         if opened.is_measured:
@@ -448,16 +435,16 @@ class TrainingMonitor:
         watched, self._latest = self._latest, None
         if watched is not None and _are_alike(watched, batch):
             batch = watched
-        if self._is_running:
+        if self._running.is_on:
             self._forget_failed(opened)
-        self._is_running = True
+        self._running.is_on = True
         self._note(opened, batch)
 
     def _forget_failed(self, opened: _Open) -> None:
         """The last forward pass raised, and the loop went on: it is no part of the step."""
         opened.seen -= 1
-        self._is_running = False
-        del opened.snapshots[opened.seen :], opened.batches[:]
+        self._running.is_on = False
+        del opened.snapshots[opened.seen :], opened.sizes[opened.seen :], opened.batches[:]
         if opened.is_measured and self._digester.source is not None:
             opened.is_measured = False
             self._digester.source.cancel()
@@ -481,7 +468,8 @@ class TrainingMonitor:
     def _end(self, step: int | None) -> None:
         opened = self._begin()
         self._open = None
-        if self._is_running:
+        opened.kwargs, self._lane_kwargs = self._lane_kwargs, None
+        if self._running.is_on:
             self._forget_failed(opened)
         number = self._number = int(step) if step is not None else self._number + 1
         end = self._marks.mark()
@@ -490,6 +478,7 @@ class TrainingMonitor:
         self._boundary = now
         self._is_ended = True
         entry.waiting, entry.dataset, entry.intake = opened.waiting, opened.dataset, self._digester.intake
+        entry.sizes = opened.get_sizes()
         if len(opened.snapshots) == opened.seen:  # else a part of the step is not known, and so the step is not
             entry.snapshots = opened.snapshots
         if opened.is_measured:
@@ -515,6 +504,7 @@ class TrainingMonitor:
                 torch.cuda.synchronize()
             counts = self._digester.count_measured(opened.snapshots)
             source.stop(number, find_kind(opened.snapshots), counts, opened.batches)
+            self._digester.keep_absolute(opened.get_sizes())
         except Exception as error:
             self._fail("measuring", error)
         finally:
@@ -602,8 +592,8 @@ class TrainingMonitor:
     def _hang_hooks(self, model: Any) -> None:
         inner = strip(model)
         names = name_arguments(inner.forward)
-        self._hooks.append(model.register_forward_pre_hook(Hook(self, names), with_kwargs=True))
-        self._hooks.append(model.register_forward_hook(DoneHook(self)))
+        self._hooks.append(model.register_forward_pre_hook(Hook(self, names, self._running), with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(DoneHook(self._running)))
         linear = next((each for each in inner.modules() if type(each).__name__.endswith("Linear")), None)
         if self._dtype is None and linear is not None and next(linear.parameters(recurse=False), None) is not None:
             hook = DtypeHook(self)
@@ -644,8 +634,10 @@ class TrainingMonitor:
         digester.meter.convention = estimator.convention
 
     def _explain(self, reason: str) -> None:
-        if self.settings.mode != "profiler" or self._model is None:
+        if self.settings.mode == "estimate" or self._model is None:
             self.say(f"FLOPs cannot be counted, so MFU is not known: {reason}", "no count")
+        else:
+            self.say(f"MFU is known only of steps as large as one that was measured: {reason}", "no count")
 
     def _is_later_stage(self, batch: Mapping[str, Any]) -> bool:
         """A pipeline's later stages are given activations: the first one counts for all."""
@@ -672,7 +664,9 @@ class TrainingMonitor:
         self._has_begun_log = True
         digester = self._digester
         if math.isnan(digester.meter.peak.flops_per_s) and self._dtype is None:
-            digester.meter.peak = find_peak(self.settings, self._model, None, self.say)
+            dtype = guess_dtype(self.settings, self._model, self.say)
+            if dtype is not None:
+                digester.meter.peak = find_peak(self.settings, self._model, dtype, self.say)
         if 1 < number <= self._logged_before:  # resumed before the last logged step: those are done again
             digester.meter.redone_until = self._logged_before
         digester.write_start()
