@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from flopcalc.devices import peak_flops_per_s
     from flopcalc.errors import ConfigError, DeviceError, FlopcalcError, RecipeError, SpecError, WorkloadError
     from flopcalc.estimate import Estimate, Estimator, bind, estimate_flops
+    from flopcalc.monitor.precise import calculate_mfu_with_profiler, calculate_precise_mfu
+    from flopcalc.monitor.training import TrainingMonitor
     from flopcalc.recipe import Lora, Recipe, make_recipe
     from flopcalc.utilization import (
         Utilization,
@@ -29,8 +31,11 @@ __all__ = [
     "Workload", "make_workload", "Recipe", "make_recipe", "Lora",
     # share of the hardware
     "mfu", "hfu", "Utilization", "peak_flops_per_s",
+    # in the training loop
+    "TrainingMonitor",
     # the founding documents' names
     "profile_model_flops", "calculate_mfu", "get_gpu_peak_flops",
+    "calculate_mfu_with_profiler", "calculate_precise_mfu",
     # errors
     "FlopcalcError", "ConfigError", "SpecError", "WorkloadError", "RecipeError", "DeviceError",
 ]  # fmt: skip
@@ -42,6 +47,8 @@ _HOMES = {
     "recipe": ("Recipe", "make_recipe", "Lora"),
     "utilization": ("mfu", "hfu", "Utilization", "profile_model_flops", "calculate_mfu", "get_gpu_peak_flops"),
     "devices": ("peak_flops_per_s",),
+    "monitor.training": ("TrainingMonitor",),
+    "monitor.precise": ("calculate_mfu_with_profiler", "calculate_precise_mfu"),
     "errors": ("FlopcalcError", "ConfigError", "SpecError", "WorkloadError", "RecipeError", "DeviceError"),
 }
 

@@ -249,14 +249,17 @@ class Digester:
         )  # fmt: skip
         if self.source is not None:
             factor = self.source.factor(entry.kind)
-            step = step._replace(factor=factor.value, source=factor.source)
+            model_factor = factor.value if factor.is_of_model else 1.0
+            step = step._replace(factor=factor.value, model_factor=model_factor, source=factor.source)
         if works is None:
             absolute = self._absolute.get(entry.sizes) if entry.intake is None else None
             if absolute is None:
-                return step._replace(factor=1.0, source="none")
+                return step._replace(factor=1.0, model_factor=1.0, source="none")
             self.meter.convention = "full"  # what runs, as counters see it
             source = f"{self.settings.mode}: measured"
-            return step._replace(model_flops=absolute, hardware_flops=absolute, factor=1.0, source=source)
+            return step._replace(
+                model_flops=absolute, hardware_flops=absolute, factor=1.0, model_factor=1.0, source=source
+            )
         return step._replace(
             model_flops=self._share(work.model_flops for work in works),
             hardware_flops=self._share(

@@ -40,10 +40,20 @@ class Hook:
         if monitor is None:
             return
         lane = monitor._lane
-        if lane is not None and not args:
+        if lane is not None and not args and tuple(kwargs) == lane.names:
             try:
-                if lane.sees(kwargs, self._running):
-                    return
+                for name, shape in lane.key:
+                    if kwargs[name].shape != shape:
+                        break
+                else:
+                    if not lane.nones or all(kwargs[name] is None for name in lane.nones):
+                        if not lane.calls:
+                            lane.begun = lane.clock()
+                            lane.calls = 1
+                        elif not self._running.is_on:  # else the one before raised, and this is in its place
+                            lane.calls += 1
+                        self._running.is_on = True
+                        return
             except Exception:  # whatever it is given, the long way looks at it
                 monitor._leave_lane()
         monitor._see(args, kwargs, self._names)

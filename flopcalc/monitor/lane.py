@@ -13,20 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.monitor.digest import ReportEntry, StepEntry
-from flopcalc.monitor.hooks import Running
 from flopcalc.monitor.intake import Copies, Intake, Snapshot, is_tensor
 
 STEPS = 64  # the long way is taken at least so often
 PERIOD_NS = 4_000_000_000  # and when so much time has passed
-_PLAIN = frozenset((float, int, type(None)))
 VALUES = ("training/epoch", "training/loss", "training/grad_norm", "training/lr")
-
-
-class Kept(NamedTuple):
-    """A tensor whose value is read later, if nobody has written into it by then."""
-
-    tensor: Any
-    version: int
 
 
 class Row(NamedTuple):
@@ -38,7 +29,7 @@ class Row(NamedTuple):
     now_ns: int
     calls: int  # micro-batches, all alike
     skip_wandb: bool
-    values: tuple[Any, ...]  # as VALUES names them: numbers, Kept, or what a loop may give
+    values: tuple[Any, ...]  # as VALUES names them, as the loop gave them
 
 
 class Lane:
@@ -71,43 +62,6 @@ class Lane:
         self.calls = 0
         self.begun = 0
 
-    def sees(self, kwargs: Mapping[str, Any], running: Running) -> bool:
-        """Whether a forward pass repeats the last one: the same names and shapes, no new values. Then it is noted."""
-        if tuple(kwargs) != self.names:
-            return False
-        for name, shape in self.key:
-            if kwargs[name].shape != shape:
-                return False
-        for name in self.nones:
-            if kwargs[name] is not None:
-                return False
-        if not self.calls:
-            self.begun = self.clock()
-            self.calls = 1
-        elif not running.is_on:  # else the one before raised, and this is in its place
-            self.calls += 1
-        running.is_on = True
-        return True
-
-    def add(self, step: int, epoch: Any, loss: Any, grad_norm: Any, rate: Any, skip_wandb: bool) -> bool:
-        """A step is over; whether it was the last that may be noted so."""
-        now = self.clock()
-        values = (
-            epoch if type(epoch) in _PLAIN else keep(epoch), loss if type(loss) in _PLAIN else keep(loss),
-            grad_norm if type(grad_norm) in _PLAIN else keep(grad_norm), rate if type(rate) in _PLAIN else keep(rate),
-        )  # fmt: skip
-        self.rows.append((step, self.begun, self.boundary, now, self.calls, skip_wandb, values))
-        self.calls = 0
-        self.boundary = now
-        return step >= self.until or now > self.until_ns
-
-
-def keep(value: Any) -> Any:
-    """A value to be read later; of a tensor without the graph behind it."""
-    if not is_tensor(value):
-        return value
-    return Kept(value.detach() if value.requires_grad else value, value._version)
-
 
 class RunEntry:
     """Steps of a lane with their values, those of a device on their way; ready when it has passed `end`."""
@@ -129,23 +83,24 @@ class RunEntry:
         self._gather(copies)
 
     def _gather(self, copies: Copies | None) -> None:
-        """One copy for all values of a dtype that lie on the device; what was written into since is not known."""
+        """One copy for all values of a dtype that lie on the device.
+
+        A tensor that was ever written into in place may have been so since it was given: its value is not known.
+        """
         groups: dict[Any, list[tuple[int, int, Any]]] = {}
         for at, row in enumerate(self.rows):
             values = list(row.values)
             for place, value in enumerate(values):
-                if not isinstance(value, Kept):
+                if not is_tensor(value):
                     continue
-                values[place] = math.nan
-                tensor = value.tensor
-                if tensor._version != value.version:
+                if value._version:
+                    values[place] = math.nan
                     self.is_overwritten = True
-                elif tensor.numel() != 1:
-                    values[place] = tensor  # refused in words, where values are read
-                elif tensor.is_cuda and copies is not None:
-                    groups.setdefault((tensor.dtype, tensor.device), []).append((at, place, tensor))
-                elif tensor.device.type == "cpu":
-                    values[place] = float(tensor)
+                elif value.is_cuda and copies is not None and value.numel() == 1:
+                    values[place] = math.nan
+                    groups.setdefault((value.dtype, value.device), []).append((at, place, value.detach()))
+                else:
+                    values[place] = value.detach()  # read, or refused in words, with the others
             self.rows[at] = row._replace(values=tuple(values))
         for found in groups.values():
             import torch

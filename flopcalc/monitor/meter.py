@@ -37,7 +37,8 @@ class Step(NamedTuple):
     samples: float = math.nan
     images: float = math.nan
     measured: bool = False  # under a profiler or counters: its time is not a step's
-    factor: float = 1.0
+    factor: float = 1.0  # measured ÷ analytic, of what is executed
+    model_factor: float = 1.0  # the same of what the model needs: 1 where kernels' own blocks and padding were measured
     source: str = "estimate"
     datasets: tuple[tuple[str, int, float], ...] = ()  # name, samples, tokens
 
@@ -64,8 +65,8 @@ class Window:
         if math.isfinite(step.device_s):
             self.device_steps += 1
             self.device_s += step.device_s
-            self.device_flops += _scale(step.model_flops, step.factor)
-        self.model_flops += _scale(step.model_flops, step.factor)
+            self.device_flops += _scale(step.model_flops, step.model_factor)
+        self.model_flops += _scale(step.model_flops, step.model_factor)
         self.hardware_flops += _scale(step.hardware_flops, step.factor)
         self.tokens += step.tokens
         self.padded_tokens += step.padded_tokens
@@ -193,7 +194,9 @@ class Meter:
         self._window.add(step)
         self._detail.add(step)
         if self.has_others:
-            self._interval.add(step._replace(factor=1.0))  # rank 0's factor scales the sum of all ranks
+            self._interval.add(
+                step._replace(factor=1.0, model_factor=1.0)
+            )  # rank 0's factor scales the sum of all ranks
 
     def _settle(self, step: Step) -> None:
         """Goodput: data and stalls are lost time, and so is work that an earlier run had done."""
@@ -229,10 +232,13 @@ class Meter:
     def take_combined(self, found: Combined) -> None:
         """What all ranks did in one interval, scaled by this rank's measured factor."""
         self.is_untold = True
-        factor = self._last.factor if self._last is not None else 1.0
-        self.combined = found._replace(
-            model_flops=_scale(found.model_flops, factor), hardware_flops=_scale(found.hardware_flops, factor)
-        )
+        last = self._last
+        if last is not None:
+            found = found._replace(
+                model_flops=_scale(found.model_flops, last.model_factor),
+                hardware_flops=_scale(found.hardware_flops, last.factor),
+            )
+        self.combined = found
 
     def report(
         self, values: Mapping[str, Any], elapsed_s: float, gauge: Mapping[str, float] | None = None

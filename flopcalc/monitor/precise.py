@@ -27,7 +27,7 @@ from flopcalc.units import check_size
 from flopcalc.utilization import check_positive, find_peak
 
 # Smart's factors: a model -> what trains and is recomputed -> the factor and where it comes from.
-_smart: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[float, str]]] = weakref.WeakKeyDictionary()
+_smart: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[float, str, str | None]]] = weakref.WeakKeyDictionary()
 
 
 class MeasuredMfu(float):
@@ -198,7 +198,10 @@ def _count(model: Any, batch: int, seq: int, device: str | None, dtype: str) -> 
 
 
 def _scale(measured: int, counts: Counts | None, convention: str, source: str, note: str | None = None) -> _Measured:
-    """The model's FLOPs times measured ÷ analytic; without an analytic count, what was measured."""
+    """The model's FLOPs times measured ÷ analytic; without an analytic count, what was measured.
+
+    What the GPU's counters see beyond the analytic count are blocks and padding, which the model does not need: noted.
+    """
     expected = getattr(counts, convention) if counts is not None else None
     if counts is None or counts.model is None or not expected:
         if measured <= 0:
@@ -210,6 +213,9 @@ def _scale(measured: int, counts: Counts | None, convention: str, source: str, n
             f"{source} counted {measured} FLOPs where {expected} are expected ({convention}): outside {LOWEST} to "
             f"{HIGHEST} times that it is not believed"
         )
+    if convention == "hardware":
+        seen = f"the counters saw {value:.4f} times the analytic hardware FLOPs"
+        return _Measured(counts.model, source, "model", f"{note}; {seen}" if note else seen)
     return _Measured(round(counts.model * value), source, "model", note)
 
 
@@ -242,9 +248,9 @@ def _measure_smart(model: Any, batch: int, seq: int, counts: Counts | None, dtyp
             found = _scale(*_measure_once(model, batch, seq, counts, dtype))
         except (NotMeasured, FlopcalcError) as error:
             return _Measured(counts.model, "smart: estimate", note=str(error))
-        kept[state] = (found.flops / counts.model, found.source)
-    value, source = kept[state]
-    return _Measured(round(counts.model * value), source)
+        kept[state] = (found.flops / counts.model, found.source, found.note)
+    value, source, note = kept[state]
+    return _Measured(round(counts.model * value), source, note=note)
 
 
 def _measure_once(

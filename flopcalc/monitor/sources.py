@@ -33,10 +33,11 @@ class Counts(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """What the analytic count is multiplied by, and where that comes from."""
+    """Measured ÷ analytic, and by what."""
 
     value: float
     source: str
+    is_of_model: bool = True  # False: of what kernels execute, blocks and padding included; not of what the model needs
 
 
 class Say(Protocol):
@@ -131,7 +132,9 @@ class _Measuring(Source):
         self._why = reason
         self._say(f"{self.name}: on the estimate from here on: {reason}", f"{self.name} off")
 
-    def _keep(self, step: int, kind: Hashable, measured: int, expected: int | None, by: str) -> bool:
+    def _keep(
+        self, step: int, kind: Hashable, measured: int, expected: int | None, by: str, is_of_model: bool = True
+    ) -> bool:
         """Take a measurement in, or say why it is not believed."""
         if measured <= 0:
             self._refuse(f"{by} counted nothing at step {step}", f"{self.name} {by} zero")
@@ -150,7 +153,7 @@ class _Measuring(Source):
             return False
         old = self._factors.get(kind)
         prefix = "" if by == self.name else f"{self.name}: "
-        self._factors[kind] = self._latest = Factor(value, f"{prefix}{by} at step {step}")
+        self._factors[kind] = self._latest = Factor(value, f"{prefix}{by} at step {step}", is_of_model)
         self._absolute[kind] = measured
         if old is not None and abs(value / old.value - 1) > MOVED:
             self._say(
@@ -272,7 +275,7 @@ class _WithCounters(_Measuring):
                 )
             return False
         self._are_proven = True
-        self._keep(step, kind, flops, expected, counters.name)
+        self._keep(step, kind, flops, expected, counters.name, is_of_model=False)
         return True
 
     def cancel(self) -> None:

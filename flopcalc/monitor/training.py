@@ -41,6 +41,7 @@ _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink
 _clock: Callable[[], int] = time.perf_counter_ns
 # Before all atexit hooks, where Python has that: a tracker's own hook would have ended its connection by then.
 _at_exit: Callable[..., Any] = getattr(threading, "_register_atexit", atexit.register)
+_PLAIN = frozenset((float, int, type(None)))
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -229,7 +230,15 @@ class TrainingMonitor:
         lane = self._lane
         if lane is not None and lane.calls and not self._running.is_on and type(step) is int:
             try:
-                if lane.add(step, epoch, loss, grad_norm, learning_rate, skip_wandb):
+                # Here and in Hook.__call__ everything is written out: a call costs more than what it would do.
+                now = lane.clock()
+                if type(loss) not in _PLAIN and loss.requires_grad:
+                    loss = loss.detach()  # without the graph behind it
+                values = (epoch, loss, grad_norm, learning_rate)
+                lane.rows.append((step, lane.begun, lane.boundary, now, lane.calls, skip_wandb, values))
+                lane.calls = 0
+                lane.boundary = now
+                if step >= lane.until or now > lane.until_ns:
                     self._leave_lane()
             except Exception as error:
                 self._fail("log_step", error)

@@ -693,9 +693,9 @@ def test_counters(mode: str, gpu: type[FakeCounter]) -> None:
     assert not sample(source, 0)  # warms up
     assert gpu.made == []
     assert sample(source, 1)
-    assert source.factor(TEXT) == Factor(1133 / 1100, f"{mode}: cupti at step 1")
+    assert source.factor(TEXT) == Factor(1133 / 1100, f"{mode}: cupti at step 1", False)
     assert [sample(source, step) for step in (2, 499, 500)] == [False, False, True]
-    assert source.factor(TEXT) == Factor(1134 / 1100, f"{mode}: cupti at step 500")
+    assert source.factor(TEXT) == Factor(1134 / 1100, f"{mode}: cupti at step 500", False)
     assert source.absolute(TEXT) == 1134
     (counter,) = gpu.made  # made once
     assert counter.counters == [cupti.TENSOR_COUNTERS["bf16"]]
@@ -711,8 +711,8 @@ def test_smart_measures_each_class_with_the_counters(gpu: type[FakeCounter]) -> 
     assert [sample(source, step, kind) for step, kind in enumerate([TEXT, TEXT, IMAGES, TEXT, IMAGES])] == [
         False, True, False, False, True,
     ]  # fmt: skip
-    assert source.factor(TEXT) == Factor(1133 / 1100, "smart: cupti at step 1")
-    assert source.factor(IMAGES) == Factor(1200 / 1100, "smart: cupti at step 4")
+    assert source.factor(TEXT) == Factor(1133 / 1100, "smart: cupti at step 1", False)
+    assert source.factor(IMAGES) == Factor(1200 / 1100, "smart: cupti at step 4", False)
     assert source.factor("other") == Factor(1.0, "smart: estimate (not measured yet)")
 
 
@@ -721,7 +721,7 @@ def test_hybrid_gives_an_unmeasured_class_the_last_factor(gpu: type[FakeCounter]
     source = make_source(Settings(mode="hybrid"), OnGpu(), Said())
     sample(source, 0)
     sample(source, 1)
-    assert source.factor(IMAGES) == Factor(1133 / 1100, "hybrid: cupti at step 1")
+    assert source.factor(IMAGES) == Factor(1133 / 1100, "hybrid: cupti at step 1", False)
 
 
 @pytest.mark.parametrize("mode", ["smart", "hybrid"])
@@ -736,7 +736,7 @@ def test_a_step_that_raises_leaves_no_counter_open(mode: str, gpu: type[FakeCoun
     source.cancel()
     assert (gpu.made[0].ended, gpu.made[0].is_open) == (["given up"], False)
     assert sample(source, 2)
-    assert source.factor(TEXT) == Factor(1133 / 1100, f"{mode}: cupti at step 2")
+    assert source.factor(TEXT) == Factor(1133 / 1100, f"{mode}: cupti at step 2", False)
 
 
 @pytest.mark.parametrize("mode", ["smart", "hybrid"])
@@ -751,7 +751,7 @@ def test_another_dtype_s_tensor_cores(mode: str, gpu: type[FakeCounter], monkeyp
         [cupti.TENSOR_COUNTERS["bf16"]], [cupti.TENSOR_COUNTERS["tf32"]],
     ]  # fmt: skip
     assert gpu.made[0].is_closed
-    assert source.factor(TEXT) == Factor(1133 / 1100, f"{mode}: cupti at step 2")
+    assert source.factor(TEXT) == Factor(1133 / 1100, f"{mode}: cupti at step 2", False)
     assert said == []
 
 
@@ -772,7 +772,7 @@ def test_a_proven_counter_that_sees_nothing_once(gpu: type[FakeCounter]) -> None
     said = Said()
     source = make_source(Settings(), OnGpu(), said)
     assert [step for step in range(1001) if sample(source, step)] == [1, 500, 1000]
-    assert source.factor(TEXT) == Factor(1133 / 1100, "smart: cupti at step 1000")
+    assert source.factor(TEXT) == Factor(1133 / 1100, "smart: cupti at step 1000", False)
     assert said == ["smart: cupti counted nothing at step 500; the factor of before stands (smart: cupti at step 1)"]
 
 
@@ -862,7 +862,7 @@ def test_hybrid_says_what_it_is_on(
         if source.wants(step, TEXT, 500):
             source.start()
             source.stop(1, TEXT, COUNTS, [{}])
-    assert source.factor(TEXT) == Factor(1.0, source_text)
+    assert source.factor(TEXT) == Factor(1.0, source_text, "cupti" not in source_text)
     assert said == said_text
     assert source.wants(500, TEXT, 500) == ("estimate" not in source_text)
 
