@@ -16,14 +16,13 @@ from typing import Any
 from flopcalc._version import __version__
 from flopcalc.errors import FlopcalcError
 from flopcalc.monitor.intake import Copies, Intake, Snapshot, Work, is_tensor
-from flopcalc.monitor.keys import CORE
+from flopcalc.monitor.keys import CORE, SCHEMA
 from flopcalc.monitor.meter import Meter, Step, split_by_dataset
 from flopcalc.monitor.settings import Settings
 from flopcalc.monitor.side import Gathered, Say, Side, combine, open_side
 from flopcalc.monitor.sinks import LOG_NAME, Outbox, make_sinks
 from flopcalc.monitor.sources import Counts, Source
 
-SCHEMA = 1
 GOODPUT_NAME = "goodput.json"
 _GOODPUT_S = 5.0  # the file is written no more often
 _LOCK_S = 1.0  # a caller waits no longer for the worker
@@ -146,7 +145,7 @@ class Digester:
         self.outbox.put({
             "type": "start", "schema": SCHEMA, "version": __version__, "time": time.time(),
             "model": estimator.source.name if estimator is not None else None,
-            "parameters": estimator.parameters() if estimator is not None else None,
+            "parameters": estimator.parameters()["total"] if estimator is not None else None,
             "device": peak.device, "peak_flops_per_s": peak.flops_per_s, "dtype": peak.dtype,
             "mode": self.settings.mode, "world": self.world, "settings": asdict(self.settings),
         })  # fmt: skip

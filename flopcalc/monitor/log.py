@@ -224,7 +224,7 @@ def plot(log: Log, path: str | os.PathLike[str]) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise FlopcalcError("a plot needs matplotlib: pip install matplotlib") from None
+        raise FlopcalcError("a plot needs matplotlib: pip install 'flopcalc[plot]'") from None
 
     figure = Figure(figsize=(9, 9), layout="constrained")
     shares, times, losses = figure.subplots(3, 1, sharex=True)

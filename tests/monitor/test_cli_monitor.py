@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flopcalc.cli import main
+from flopcalc.monitor import TrainingMonitor
 
 Capture = pytest.CaptureFixture[str]
 START: dict[str, Any] = {
@@ -152,3 +153,15 @@ def test_show_needs_nothing_heavy(log: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_show_reads_what_a_monitor_writes(capsys: Capture, tmp_path: Path) -> None:
+    config = {"monitoring": {"mfu_calculation_mode": "estimate", "peak_flops_per_s": 1e15}}
+    monitor = TrainingMonitor(tmp_path, config, model="llama-3.1-8b")
+    for number in range(1, 6):
+        with monitor.step({"input_ids": [[1] * 16]}) as step:
+            step.log(loss=1.0, step=number)
+    monitor.close()
+    shown = run(capsys, "show", str(tmp_path))
+    assert "llama-3.1-8b, parameters 8.03B" in shown
+    assert "estimate" in shown

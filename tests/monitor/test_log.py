@@ -171,5 +171,5 @@ def test_plot(tmp_path: Path) -> None:
 def test_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = load_log(write(tmp_path / "a.jsonl", START))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(FlopcalcError, match=r"^a plot needs matplotlib: pip install matplotlib$"):
+    with pytest.raises(FlopcalcError, match=r"^a plot needs matplotlib: pip install 'flopcalc\[plot\]'$"):
         plot(log, tmp_path / "mfu.png")

@@ -157,3 +157,9 @@ def test_files_are_joined_by_model(script: Any, tmp_path: Path) -> None:
     assert script.main(["--out", str(tmp_path), "--join", *paths]) == 0
     found = json.loads((tmp_path / script.NAME).read_text())
     assert [(row["model"], row["reason"]) for row in found["problems"]] == [("0.5b", "2.0"), ("1b", "3.0")]
+
+
+def test_the_page_shows_the_committed_results(script: Any) -> None:
+    root = Path(__file__).parents[2]
+    table = script.format_table(script.read_results(str(root / "benchmarks/results" / script.NAME)))
+    assert table.strip() in (root / "docs/monitor.md").read_text()
