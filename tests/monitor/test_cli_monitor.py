@@ -156,7 +156,7 @@ def test_show_needs_nothing_heavy(log: Path) -> None:
 
 
 def test_show_reads_what_a_monitor_writes(capsys: Capture, tmp_path: Path) -> None:
-    config = {"monitoring": {"mfu_calculation_mode": "estimate", "peak_flops_per_s": 1e15}}
+    config = {"monitoring": {"mfu_calculation_mode": "estimate", "peak_flops_per_s": 1e30}}
     monitor = TrainingMonitor(tmp_path, config, model="llama-3.1-8b")
     for number in range(1, 6):
         with monitor.step({"input_ids": [[1] * 16]}) as step:
