@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -17,11 +18,11 @@ from flopcalc._version import __version__
 from flopcalc.errors import FlopcalcError
 from flopcalc.monitor.intake import Copies, Intake, Snapshot, Work, is_tensor
 from flopcalc.monitor.keys import CORE, SCHEMA
-from flopcalc.monitor.meter import Meter, Step, split_by_dataset
+from flopcalc.monitor.meter import Meter, Peak, Step, split_by_dataset
 from flopcalc.monitor.settings import Settings
 from flopcalc.monitor.side import Gathered, Say, Side, combine, open_side
 from flopcalc.monitor.sinks import LOG_NAME, Outbox, make_sinks
-from flopcalc.monitor.sources import Counts, Source
+from flopcalc.monitor.sources import Counts, Factor, Source
 
 GOODPUT_NAME = "goodput.json"
 _GOODPUT_S = 5.0  # the file is written no more often
@@ -30,7 +31,7 @@ _MOST_ENTRIES = 100_000  # kept for a worker that does not come: then the oldest
 _NO_BATCH = (
     "a step was seen without its batch, so its FLOPs are not known: give the live model (model=, attach), or the batch "
     "(with monitor.step(batch), log_step(attention_mask=…)); a model that was compiled in place hides its inputs, give "
-    "what torch.compile returned"
+    "what torch.compile returned; a model in eval() mode does not train: call model.train()"
 )
 
 
@@ -38,8 +39,8 @@ class StepEntry:
     """One optimizer step; ready when the device has passed `end`."""
 
     __slots__ = (
-        "data_ns", "dataset", "device_s", "end", "intake", "is_lost", "is_measured", "is_ready", "number", "sizes",
-        "snapshots", "start", "waiting", "wall_ns",
+        "data_ns", "dataset", "device_s", "end", "factor", "intake", "is_lost", "is_measured", "is_ready", "number",
+        "sizes", "snapshots", "start", "waiting", "wall_ns",
     )  # fmt: skip
 
     def __init__(self, number: int, wall_ns: int, data_ns: int, start: Any, end: Any) -> None:
@@ -51,6 +52,7 @@ class StepEntry:
         self.sizes: Hashable = ()  # of a model without a formula: what a measurement holds for
         self.waiting: Sequence[Any] = ()  # copies that arrive before `end`
         self.dataset: str | Sequence[str] | None = None
+        self.factor: Factor | None = None  # measured ÷ analytic, as it was known when the step ended
         self.intake: Intake | None = None  # of the model that was trained
         self.is_measured = False
         self.device_s = math.nan
@@ -117,6 +119,7 @@ class Digester:
         self._lock = threading.Lock()
         self._absolute: dict[Hashable, int] = {}
         self._goodput_at_s = -math.inf
+        self.lane: Any = None  # steps that were only noted; handed over here if their monitor is dropped
 
     # --- Opening and closing ----------------------------------------------------------------------------------------
 
@@ -179,6 +182,7 @@ class Digester:
     def forget_model(self) -> None:
         self.close_source()
         self.source = self.intake = None
+        self.meter.peak = Peak()
         self._absolute.clear()
 
     def close_source(self) -> None:
@@ -193,17 +197,20 @@ class Digester:
             return  # the worker is at it, and slow
         try:
             while self.entries and self.entries[0].is_ready:
-                entry = self.entries.popleft()
-                try:
-                    self._digest_one(entry)
-                except Exception as error:
-                    self._say(f"a step could not be digested: {type(error).__name__}: {error}", "fail digest")
+                self._try(self.entries.popleft())
             self._exchange()
             problems, self.meter.problems = self.meter.problems, {}
         finally:
             self._lock.release()
         for once, problem in problems.items():
             self._say(problem, once)
+
+    def _try(self, entry: Any) -> None:
+        """One entry that cannot be digested is said once, and takes no other with it."""
+        try:
+            self._digest_one(entry)
+        except Exception as error:
+            self._say(f"a step could not be digested: {type(error).__name__}: {error}", "fail digest")
 
     def _digest_one(self, entry: Any) -> None:
         if isinstance(entry, NoteEntry):
@@ -214,7 +221,7 @@ class Digester:
             self._write_record(entry)
         else:
             for each in entry.expand(self.copies):
-                self._digest_one(each)
+                self._try(each)
 
     def _write_record(self, entry: ReportEntry) -> None:
         values = {key: self._arrive(value, entry.is_lost) for key, value in entry.values.items()}
@@ -226,14 +233,18 @@ class Digester:
         if "goodput/share" in record and self._elapsed_s() - self._goodput_at_s >= _GOODPUT_S:
             self._write_goodput()
 
-    def _arrive(self, value: Any, is_lost: bool) -> Any:
-        """A value, or the copy that has arrived from the device."""
-        if not is_tensor(value):
-            return value
-        if is_lost:
+    def _arrive(self, value: Any, is_lost: bool) -> float:
+        """A value that the loop gave, or the copy of it that has arrived from the device; NaN where it is no number."""
+        if value is None or (is_lost and is_tensor(value)):
             return math.nan
-        found = float(value)
-        if self.copies is not None:
+        if type(value) is float or type(value) is int:
+            return value
+        try:
+            found = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._say(f"a value given for the record is no number, and left out: {value!r:.60}: {error}", "value type")
+            return math.nan
+        if is_tensor(value) and self.copies is not None and value.is_pinned():
             self.copies.give_back(value)
         return found
 
@@ -246,8 +257,8 @@ class Digester:
             entry.number, entry.wall_ns / 1e9, min(max(0, entry.data_ns), max(0, entry.wall_ns)) / 1e9, entry.device_s,
             measured=entry.is_measured,
         )  # fmt: skip
-        if self.source is not None:
-            factor = self.source.factor(entry.kind)
+        factor = entry.factor
+        if factor is not None:
             model_factor = factor.value if factor.is_of_model else 1.0
             step = step._replace(factor=factor.value, model_factor=model_factor, source=factor.source)
         if works is None:
@@ -268,8 +279,22 @@ class Digester:
             padded_tokens=self._share(work.padded_tokens for work in works),
             samples=self._share(work.samples for work in works),
             images=self._share(work.images for work in works),
-            datasets=_split(entry.dataset, works),
+            datasets=self._split(entry.dataset, works),
         )
+
+    def _split(self, dataset: str | Sequence[str] | None, works: Sequence[Work]) -> tuple[tuple[str, int, float], ...]:
+        if dataset is None:
+            return ()
+        loads = [work.load for work in works]
+        lengths = [n for load in loads for n in (load.documents or (load.seq,) * load.rows)]
+        if not isinstance(dataset, str) and len(dataset) != len(lengths):
+            self._say(
+                f"dataset names {len(dataset)} sequences of a step that has {len(lengths)}: such steps are in no "
+                "dataset's metrics",
+                "dataset length",
+            )
+            return ()
+        return split_by_dataset(dataset, lengths)
 
     def _share(self, values: Iterable[float]) -> float:
         """This rank's part of what several ranks work on together; exact while nobody shares it."""
@@ -286,11 +311,12 @@ class Digester:
         try:
             works = _count(entry.intake, entry.snapshots)
         except FlopcalcError as error:
-            self._say(f"step {entry.number}: its batch cannot be counted, so its MFU is not known: {error}", "no work")
+            reason = f"its batch cannot be counted, so its MFU is not known: {error}"
+            self._say(f"step {entry.number}: {reason}", _without_digits(reason))
             return None
         for work in works:
             for note in work.notes:
-                self._say(note)
+                self._say(note, _without_digits(note))
         return works
 
     def count_measured(self, snapshots: Sequence[Snapshot | None]) -> Counts | None:
@@ -370,12 +396,9 @@ def _sum_known(values: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def _split(dataset: str | Sequence[str] | None, works: Sequence[Work]) -> tuple[tuple[str, int, float], ...]:
-    if dataset is None:
-        return ()
-    loads = [work.load for work in works]
-    lengths = [n for load in loads for n in (load.documents or (load.seq,) * load.rows)]
-    return split_by_dataset(dataset, lengths)
+def _without_digits(text: str) -> str:
+    """What a warning is said once for: the same with other sizes is the same."""
+    return re.sub(r"\d+", "#", text)
 
 
 def _read_last_step(path: str) -> int:

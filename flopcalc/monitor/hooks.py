@@ -73,9 +73,10 @@ class DoneHook:
 
         self._running = running
         self._is_compiling = torch.compiler.is_dynamo_compiling
+        self._is_grad_enabled = torch.is_grad_enabled
 
-    def __call__(self, _module: Any, _args: Any, _output: Any) -> None:
-        if not self._is_compiling():
+    def __call__(self, module: Any, _args: Any, _output: Any) -> None:
+        if not self._is_compiling() and module.training and self._is_grad_enabled():
             self._running.is_on = False
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Idle:

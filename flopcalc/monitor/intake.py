@@ -85,6 +85,19 @@ def is_tensor(value: Any) -> bool:
     return hasattr(value, "is_cuda") and hasattr(value, "detach")
 
 
+def find_whole(tensor: Any) -> Any:
+    """The tensor without its graph; of a distributed one what is here, if that is all of it; None if it is not.
+
+    To read the others ranks would have to talk, and one that has no monitor would never answer.
+    """
+    placements = getattr(tensor, "placements", None)
+    if placements is not None:
+        if not all(each.is_replicate() for each in placements):
+            return None
+        tensor = tensor.to_local()
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 class Intake:
     """Reads batches for one bound model."""
 
@@ -128,6 +141,8 @@ class Intake:
                     waiting.append(value)
                 elif value.device.type == "cpu":
                     value = value.detach().clone()  # the loop may fill the same tensor anew
+            elif hasattr(value, "copy"):  # or the same array, or list
+                value = value.copy()
             values[name] = value
         key = tuple(parts)
         kind = self._kinds.get(key)
@@ -201,15 +216,6 @@ def _find_kind(key: Iterable[tuple[str, Any]], batch: Mapping[str, Any]) -> Hash
     if any(name in shapes for name in _BOUNDS):
         marks.append("packed")
     return (length, *marks)
-
-
-def describe_kind(kind: Any) -> str:
-    """A workload class in words."""
-    if not isinstance(kind, tuple) or not kind:
-        return "any batch"
-    length, *marks = kind
-    text = f"length under {1 << length}" if length else "no text"
-    return ", ".join([text, *marks])
 
 
 def bind_live(model: Any, device: str | None, dtype: str | None) -> Estimator:

@@ -13,11 +13,35 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.monitor.digest import ReportEntry, StepEntry
-from flopcalc.monitor.intake import Copies, Intake, Snapshot, is_tensor
+from flopcalc.monitor.intake import Copies, Intake, Snapshot, find_whole, is_tensor
+from flopcalc.monitor.sources import Factor
 
 STEPS = 64  # the long way is taken at least so often
 PERIOD_NS = 4_000_000_000  # and when so much time has passed
 VALUES = ("training/epoch", "training/loss", "training/grad_norm", "training/lr")
+
+
+class Kept(NamedTuple):
+    """A tensor whose value is read later, if nobody has written into it by then."""
+
+    tensor: Any
+    version: int  # -1: torch does not count
+
+
+def keep(value: Any) -> Any:
+    """A value to be read later; of a tensor without the graph behind it."""
+    if value.__class__.__name__ != "Tensor":
+        whole = find_whole(value) if is_tensor(value) else None
+        if whole is None:
+            return value  # a number, or refused in words where values are read
+        value = whole
+    elif value.requires_grad:
+        value = value.detach()
+    try:
+        version = value._version
+    except RuntimeError:  # made in inference mode
+        version = -1
+    return tuple.__new__(Kept, (value, version))
 
 
 class Row(NamedTuple):
@@ -29,14 +53,14 @@ class Row(NamedTuple):
     now_ns: int
     calls: int  # micro-batches, all alike
     skip_wandb: bool
-    values: tuple[Any, ...]  # as VALUES names them, as the loop gave them
+    values: tuple[Any, ...]  # as VALUES names them: what the loop gave, tensors as Kept
 
 
 class Lane:
     """What the steps repeat, and the steps."""
 
     __slots__ = (
-        "begun", "boundary", "calls", "clock", "intake", "key", "names", "nones", "rows", "snapshot", "until",
+        "begun", "boundary", "calls", "clock", "factor", "intake", "key", "names", "nones", "rows", "snapshot", "until",
         "until_ns",
     )  # fmt: skip
 
@@ -58,6 +82,7 @@ class Lane:
         self.until_ns = boundary + PERIOD_NS
         self.boundary = boundary  # where the time of the next step begins
         self.clock = clock
+        self.factor: Factor | None = None  # that holds for these steps
         self.rows: list[tuple[Any, ...]] = []
         self.calls = 0
         self.begun = 0
@@ -67,13 +92,14 @@ class RunEntry:
     """Steps of a lane with their values, those of a device on their way; ready when it has passed `end`."""
 
     __slots__ = (
-        "device_s", "end", "intake", "is_lost", "is_overwritten", "is_ready", "rows", "snapshot", "start", "time",
-        "waiting",
+        "device_s", "end", "factor", "intake", "is_lost", "is_overwritten", "is_ready", "rows", "snapshot", "start",
+        "time", "waiting",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, copies: Copies | None, now_ns: int) -> None:
         self.snapshot = lane.snapshot
         self.intake = lane.intake
+        self.factor = lane.factor
         self.rows = [Row(*row) for row in lane.rows]
         self.time = time.time() - now_ns / 1e9
         self.start = self.end = None
@@ -83,24 +109,23 @@ class RunEntry:
         self._gather(copies)
 
     def _gather(self, copies: Copies | None) -> None:
-        """One copy for all values of a dtype that lie on the device.
-
-        A tensor that was ever written into in place may have been so since it was given: its value is not known.
-        """
+        """One copy for all values of a dtype that lie on the device; what was written into since is not known."""
         groups: dict[Any, list[tuple[int, int, Any]]] = {}
         for at, row in enumerate(self.rows):
             values = list(row.values)
             for place, value in enumerate(values):
-                if not is_tensor(value):
+                if not isinstance(value, Kept):
                     continue
-                if value._version:
-                    values[place] = math.nan
+                tensor = value.tensor
+                values[place] = math.nan
+                if value.version >= 0 and tensor._version != value.version:
                     self.is_overwritten = True
-                elif value.is_cuda and copies is not None and value.numel() == 1:
-                    values[place] = math.nan
-                    groups.setdefault((value.dtype, value.device), []).append((at, place, value.detach()))
+                elif tensor.is_cuda and copies is not None and tensor.numel() == 1:
+                    groups.setdefault((tensor.dtype, tensor.device), []).append((at, place, tensor))
+                elif tensor.device.type == "cpu" and tensor.numel() == 1 and not tensor.is_complex():
+                    values[place] = float(tensor)  # at once: it may be written into again
                 else:
-                    values[place] = value.detach()  # read, or refused in words, with the others
+                    values[place] = tensor  # read, or refused in words, with the others
             self.rows[at] = row._replace(values=tuple(values))
         for found in groups.values():
             import torch
@@ -121,6 +146,7 @@ class RunEntry:
             step = StepEntry(row.number, row.now_ns - row.boundary_ns, row.begun_ns - row.boundary_ns, None, None)
             step.snapshots = (self.snapshot,) * row.calls
             step.intake = self.intake
+            step.factor = self.factor
             yield step
             values = {
                 name: arrived.get((at, place), value)

@@ -74,7 +74,7 @@ class FlopcalcMonitor(MonitorCallback, Callback):
 
     @guarded
     def on_train_batch_end(
-        self, trainer: Trainer, _module: LightningModule, outputs: Any, _batch: Any, _index: int
+        self, trainer: Trainer, module: LightningModule, outputs: Any, _batch: Any, _index: int
     ) -> None:
         if isinstance(outputs, Mapping) and outputs.get("loss") is not None:
             self._losses = (*self._losses, outputs["loss"])
@@ -87,8 +87,10 @@ class FlopcalcMonitor(MonitorCallback, Callback):
         self._end_step(self._step)
         every = getattr(trainer, "log_every_n_steps", 0)
         if every and self._steps % every == 0:
-            # Lightning has divided each loss by their number; a sum of tensors does not wait for the device.
-            self._send(trainer, loss=sum(losses) if losses else None)
+            # Where Lightning adds gradients up it has divided each loss by their usual number; the last step of an
+            # epoch may have fewer. A sum of tensors does not wait for the device.
+            usual = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+            self._send(trainer, loss=sum(losses) * usual / len(losses) if losses else None)
 
     @guarded
     def on_validation_start(self, trainer: Trainer, _module: LightningModule) -> None:

@@ -140,6 +140,7 @@ class Meter:
         self.steps = 0
         self._first_left = settings.skip_first
         self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._measured_in_a_row = 0
         self._usual_s = math.inf  # of the recent ones the median
         self._window = Window()
         self._detail = Window()
@@ -185,6 +186,12 @@ class Meter:
             self._first_left -= 1
             self.goodput.lose("start", step.wall_s)
             return
+        self._measured_in_a_row = self._measured_in_a_row + 1 if step.measured else 0
+        if self._measured_in_a_row == _RECENT:
+            self.problems["measured"] = (
+                f"{_RECENT} steps in a row were measured, and a measured step has no time of its own, so MFU is not "
+                "known: measure less often (monitoring.flops_profile_freq, smart_mode.recalibration_frequency)"
+            )
         if step.measured:
             usual = min(median(self._recent), step.wall_s) if self._recent else step.wall_s
             self.goodput.lose("measure", step.wall_s - usual)
@@ -337,12 +344,11 @@ def _list_rates(found: Combined) -> dict[str, Any]:
 
 
 def split_by_dataset(dataset: str | Sequence[str], lengths: Sequence[int]) -> tuple[tuple[str, int, float], ...]:
-    """(name, samples, tokens) of sequences: of one name, or of a name for each; tokens unknown if they do not match."""
+    """(name, samples, tokens) of sequences: of one name, or of a name for each."""
     if isinstance(dataset, str):
         return ((dataset, len(lengths), sum(lengths)),)
     found: dict[str, tuple[int, float]] = {}
-    known: Sequence[float] = lengths if len(lengths) == len(dataset) else [math.nan] * len(dataset)
-    for name, length in zip(dataset, known, strict=True):
+    for name, length in zip(dataset, lengths, strict=True):
         samples, tokens = found.get(str(name), (0, 0))
         found[str(name)] = (samples + 1, tokens + length)
     return tuple((name, samples, tokens) for name, (samples, tokens) in found.items())

@@ -20,9 +20,19 @@ from typing import Any, TypeVar
 from flopcalc.errors import FlopcalcError
 from flopcalc.monitor.digest import Digester, NoteEntry, ReportEntry, StepEntry, find_kind, make_plain_report
 from flopcalc.monitor.hooks import DoneHook, DtypeHook, Hook, Running, StepContext, Watched
-from flopcalc.monitor.intake import Copies, Intake, Shape, Snapshot, bind_live, is_tensor, name_arguments, strip
+from flopcalc.monitor.intake import (
+    Copies,
+    Intake,
+    Shape,
+    Snapshot,
+    bind_live,
+    find_whole,
+    is_tensor,
+    name_arguments,
+    strip,
+)
 from flopcalc.monitor.keys import CORE
-from flopcalc.monitor.lane import STEPS, Lane, RunEntry
+from flopcalc.monitor.lane import STEPS, Lane, RunEntry, keep
 from flopcalc.monitor.place import (
     find_dtype,
     find_known_device,
@@ -141,6 +151,7 @@ class TrainingMonitor:
         self._is_ended = False  # a step is over and not reported yet
         self._owes_report = False  # and nobody else will
         self._latest: Any = None  # a watched loader's last batch
+        self._runs_ahead = False  # that loader reads ahead of the model
         self._number = 0
         self._frequency = self.settings.frequency(None)
         self._is_started = self._has_begun_log = False
@@ -155,7 +166,7 @@ class TrainingMonitor:
         if model is not None:
             self.attach(model)
         _at_exit(_close_at_exit, weakref.ref(self))
-        weakref.finalize(self, _finish_dropped, self._digester, self._pid).atexit = False
+        weakref.finalize(self, _finish_dropped, self._digester, self._hooks, self._pid).atexit = False
 
     # --- What a loop calls ------------------------------------------------------------------------------------------
 
@@ -168,9 +179,10 @@ class TrainingMonitor:
             self._given = model
         elif model is not self._model:
             self._drop_hooks()
-            if self._model is not None:  # what was measured of another model says nothing of this one
+            if self._model is not None:  # what was measured or seen of another model says nothing of this one
                 self._catch_up()
                 self._digester.forget_model()
+                self._dtype = self.settings.dtype
             self._model = model
             self._hang_hooks(model)
 
@@ -182,6 +194,8 @@ class TrainingMonitor:
         """
         self._leave_lane()
         self._settle_report()
+        if self._open is not None and self._open.is_given:  # begun, and never ended: the loop gave it up
+            self._abandon()
         opened = self._begin()
         opened.dataset = dataset
         if batch is None:
@@ -210,6 +224,7 @@ class TrainingMonitor:
         skip_wandb: bool = False,
     ) -> None:
         """Send a record: rates over the steps since the last one, and these values; tensors may be on the device."""
+        self._leave_lane()
         self._send(self._make_record(step, epoch, loss, grad_norm, learning_rate), skip_wandb, is_late=True)
 
     def step(self, batch: Any = None, *, dataset: str | Sequence[str] | None = None) -> StepContext:
@@ -232,17 +247,21 @@ class TrainingMonitor:
             try:
                 # Here and in Hook.__call__ everything is written out: a call costs more than what it would do.
                 now = lane.clock()
-                if type(loss) not in _PLAIN and loss.requires_grad:
-                    loss = loss.detach()  # without the graph behind it
-                values = (epoch, loss, grad_norm, learning_rate)
+                values = (
+                    epoch if type(epoch) in _PLAIN else keep(epoch), loss if type(loss) in _PLAIN else keep(loss),
+                    grad_norm if type(grad_norm) in _PLAIN else keep(grad_norm),
+                    learning_rate if type(learning_rate) in _PLAIN else keep(learning_rate),
+                )  # fmt: skip
                 lane.rows.append((step, lane.begun, lane.boundary, now, lane.calls, skip_wandb, values))
                 lane.calls = 0
                 lane.boundary = now
                 if step >= lane.until or now > lane.until_ns:
                     self._leave_lane()
+                    self._lane = None  # also where the child of a fork trains
+                return
             except Exception as error:
                 self._fail("log_step", error)
-            return
+                self._leave_lane()
         self._log_step(step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb)
 
     @_guarded
@@ -262,7 +281,9 @@ class TrainingMonitor:
             self._see_mask(opened, mask)
             self._end(step)
         self._send(record, skip_wandb, is_late)
-        if opened is not None and (self._keeps_tensors or not any(map(is_tensor, (epoch, loss, grad_norm)))):
+        if opened is not None and (
+            self._keeps_tensors or not any(map(is_tensor, (epoch, loss, grad_norm, learning_rate)))
+        ):
             self._enter_lane(opened)
 
     @_guarded
@@ -283,7 +304,10 @@ class TrainingMonitor:
     @_guarded
     def log_datasets(self, values: Mapping[str, Mapping[str, float]]) -> None:
         """Metrics per dataset, as {"coco": {"loss": 1.2}}; sent every dataset_metrics_every steps."""
-        found = {str(name): {str(key): float(value) for key, value in each.items()} for name, each in values.items()}
+        self._leave_lane()
+        found = {
+            str(name): {str(key): self._read_now(value) for key, value in each.items()} for name, each in values.items()
+        }
         self._digester.entries.append(NoteEntry(lambda: self._digester.meter.add_datasets(found)))
 
     @_guarded
@@ -311,7 +335,9 @@ class TrainingMonitor:
                 return
             self._said.add(key)
             self._to_warn.append(message)
-            event = {"type": "event", "message": message, "global_step": self._number, "time": time.time()}
+            lane = self._lane
+            number = lane.rows[-1][0] if lane is not None and lane.rows else self._number
+            event = {"type": "event", "message": message, "global_step": number, "time": time.time()}
             if self._digester.outbox is not None:
                 self._digester.outbox.put(event)
             self._warn_pending()
@@ -363,12 +389,15 @@ class TrainingMonitor:
         if every:
             until = min(until, (self._number // every + 1) * every - 1)
         if until > self._number and all(hasattr(kwargs.get(name), "shape") for name, _ in first.key):
-            self._lane = Lane(kwargs, first, digester.intake, until, self._boundary, _clock)
+            lane = self._lane = Lane(kwargs, first, digester.intake, until, self._boundary, _clock)
+            lane.factor = digester.source.factor(first.kind)
+            digester.lane = lane
 
     @_guarded
     def _leave_lane(self) -> None:
         """Hand over the steps that were only noted; a step that is under way goes on the long way."""
         lane, self._lane = self._lane, None
+        self._digester.lane = None
         if lane is None:
             return
         self._boundary = lane.boundary
@@ -451,6 +480,9 @@ class TrainingMonitor:
 
     def _forget_failed(self, opened: _Open) -> None:
         """The last forward pass raised, and the loop went on: it is no part of the step."""
+        if not opened.seen:
+            self._running.is_on = False
+            return
         opened.seen -= 1
         self._running.is_on = False
         del opened.snapshots[opened.seen :], opened.sizes[opened.seen :], opened.batches[:]
@@ -461,7 +493,13 @@ class TrainingMonitor:
     @_guarded
     def _see_batch(self, batch: Any) -> None:
         self._leave_lane()
-        self._latest = batch if isinstance(batch, Mapping) else None
+        if self._latest is not None and not self._runs_ahead:
+            self._runs_ahead = True
+            self.say(
+                "a watched loader gave a second batch before the model ran on the first: which one it runs on cannot "
+                "be told, so batches are read where the model gets them"
+            )
+        self._latest = batch if isinstance(batch, Mapping) and not self._runs_ahead else None
 
     @_guarded
     def _see_dtype(self, module: Any) -> None:
@@ -493,6 +531,8 @@ class TrainingMonitor:
         if opened.is_measured:
             entry.is_measured = True
             self._stop_measuring(number, opened)
+        if self._digester.source is not None:
+            entry.factor = self._digester.source.factor(entry.kind)
         if not self._has_begun_log:
             self._begin_log(number)
         self._digester.entries.append(entry)
@@ -539,20 +579,31 @@ class TrainingMonitor:
         self._digester.entries.append(entry)
         self._flight.add(entry)
 
+    def _read_now(self, value: Any) -> float:
+        """A number that is on the host."""
+        if is_tensor(value) and value.device.type != "cpu":
+            self.say(f"a dataset's value on {value.device} is not read: give a number", "dataset value")
+            return math.nan
+        found = self._read_later(value)
+        return float(found)
+
     def _read_later(self, value: Any) -> Any:
         """A number; of a tensor on the device a copy that will arrive."""
         if type(value) is float:
             return value
         if value is None:
             return math.nan
-        if is_tensor(value):
-            if value.is_cuda and self._copies is not None and not is_capturing():
-                return self._copies.take(value)
-            if value.device.type != "cpu":
-                self.say(f"a value on {value.device} is not read: that would stall the device", "value device")
-                return math.nan
-            value = value.detach()
         try:
+            if is_tensor(value):
+                whole = find_whole(value)
+                if whole is None:
+                    raise ValueError("ranks would have to talk to know it; give .full_tensor()")
+                if whole.is_cuda and self._copies is not None and not is_capturing():
+                    return self._copies.take(whole)
+                if whole.device.type != "cpu":
+                    self.say(f"a value on {whole.device} is not read: that would stall the device", "value device")
+                    return math.nan
+                value = whole
             return float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             self.say(f"a value given for the record is no number, and left out: {value!r:.60}: {error}", "value type")
@@ -580,11 +631,21 @@ class TrainingMonitor:
 
     @_guarded
     def _hold(self, step: int | None, skip_wandb: bool, *values: Any) -> None:
-        self._held = (step, self._make_record(step, *values), skip_wandb)
+        record = self._make_record(step, *values)
+        if self._held is not None:  # what is given later adds to it
+            before = self._held
+            given = dict(
+                zip(("training/epoch", "training/loss", "training/grad_norm", "training/lr"), values, strict=True)
+            )
+            record = before[1] | {key: record[key] for key, value in given.items() if value is not None}
+            step, skip_wandb = before[0] if step is None else step, before[2] or skip_wandb
+            record["global_step"] = step
+        self._held = (step, record, skip_wandb)
 
     def _abandon(self) -> None:
         """The step raised: it is no step."""
         opened, self._open = self._open, None
+        self._running.is_on = False
         if opened is not None and opened.is_measured and self._digester.source is not None:
             self._digester.source.cancel()
 
@@ -785,10 +846,18 @@ class _WeakSay:
             monitor.say(message, once)
 
 
-def _finish_dropped(digester: Digester, pid: int) -> None:
-    """A monitor that nobody holds any more, and nobody closed: its log is finished, its sinks end."""
+def _finish_dropped(digester: Digester, hooks: list[Any], pid: int) -> None:
+    """A monitor that nobody holds any more, and nobody closed: its log is finished, its hooks and sinks go."""
     if pid != os.getpid():
         return
+    for handle in hooks:
+        handle.remove()
+    lane = digester.lane
+    if lane is not None and lane.rows:
+        with suppress(Exception):
+            entry = RunEntry(lane, None, _clock())
+            entry.is_ready = True
+            digester.entries.append(entry)
     for part in (digester.digest, digester.finish_side, lambda: digester.finish_log(_CLOSE_S), digester.close_source):
         with suppress(Exception):
             part()
