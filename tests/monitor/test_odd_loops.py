@@ -93,10 +93,10 @@ def test_every_step_has_its_record(make: Callable[[float], Any], is_number: bool
 def test_one_odd_value_takes_no_other_with_it(tmp_path: Path) -> None:
     model = make_model()
     monitor = make_monitor(tmp_path, model)
-    for number in range(1, STEPS + 1):
-        work(model, BATCH)
-        monitor.log_step(number, 0, torch.ones(2) if number == 10 else torch.tensor(float(number)), 1.0, 0.1)
-    with pytest.warns(RuntimeWarning, match="is no number, and left out"):
+    with pytest.warns(RuntimeWarning, match="is no number, and left out"):  # noqa: PT031 - whoever digests says it
+        for number in range(1, STEPS + 1):
+            work(model, BATCH)
+            monitor.log_step(number, 0, torch.ones(2) if number == 10 else torch.tensor(float(number)), 1.0, 0.1)
         monitor.close()
     expected = [None if number == 10 else number for number in range(1, STEPS + 1)]
     assert [record["training/loss"] for record in read_steps(tmp_path)] == expected
@@ -122,7 +122,7 @@ def test_no_graph_is_kept_alive(tmp_path: Path) -> None:
     model = make_model()
     monitor = make_monitor(tmp_path, model)
     weight = torch.ones((), requires_grad=True)
-    for number in range(1, STEPS + 1):
+    for number in range(1, 6):
         work(model, BATCH)
         monitor.log_step(number, weight * 0, weight * 1, weight * 2, weight * 3)
     lane = monitor._lane
@@ -258,10 +258,10 @@ def test_measuring_every_step_is_said(tmp_path: Path) -> None:
 
 def test_names_that_do_not_match_the_samples_are_in_no_dataset(tmp_path: Path) -> None:
     monitor = make_monitor(tmp_path, "llama-3.1-8b", peak_flops_per_s=1e30, dataset_metrics_every=1)
-    for names in (["a", "b"], ["a"], ["b", "b"]):
-        with monitor.step({"input_ids": [[1] * 8] * 2}, dataset=names) as step:
-            step.log(loss=0.5)
-    with pytest.warns(RuntimeWarning, match="dataset names 1 sequences of a step that has 2"):
+    with pytest.warns(RuntimeWarning, match="dataset names 1 sequences of a step that has 2"):  # noqa: PT031 - as above
+        for names in (["a", "b"], ["a"], ["b", "b"]):
+            with monitor.step({"input_ids": [[1] * 8] * 2}, dataset=names) as step:
+                step.log(loss=0.5)
         monitor.close()
     last = read_steps(tmp_path)[-1]
     assert [last[f"dataset/{name}/samples"] for name in "ab"] == [1, 3]
