@@ -216,9 +216,7 @@ class HardwareCounter:
     """Reads a fixed set of counters around a step, in one pass, on torch's current CUDA device."""
 
     def __init__(self, counters: Sequence[str] | None = None, *, stays_enabled: bool = False) -> None:
-        """`stays_enabled`: between samples the profiler is stopped, not disabled: the next start takes a hundredth of
-        the time, and kernels are launched as fast as ever.
-        """
+        """`stays_enabled`: between samples it is stopped, not disabled: to enable it anew is what takes the time."""
         import torch
 
         if not torch.cuda.is_available():

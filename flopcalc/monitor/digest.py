@@ -24,6 +24,7 @@ from flopcalc.monitor.side import Gathered, Say, Side, combine, open_side
 from flopcalc.monitor.sinks import LOG_NAME, Outbox, make_sinks
 from flopcalc.monitor.sources import Counts, Factor, Source
 
+VALUES = ("training/epoch", "training/loss", "training/grad_norm", "training/lr")  # that a loop gives
 GOODPUT_NAME = "goodput.json"
 _GOODPUT_S = 5.0  # the file is written no more often
 _LOCK_S = 1.0  # a caller waits no longer for the worker
@@ -383,8 +384,7 @@ class Digester:
 
 def make_plain_report(step: int, at_ns: int) -> ReportEntry:
     """A record without a loop's own values."""
-    nothing = dict.fromkeys(("training/loss", "training/lr", "training/grad_norm", "training/epoch"), math.nan)
-    return ReportEntry({"global_step": step, **nothing}, (), None, at_ns)
+    return ReportEntry({"global_step": step, **dict.fromkeys(VALUES, math.nan)}, (), None, at_ns)
 
 
 def _count(intake: Intake, snapshots: Sequence[Snapshot | None]) -> list[Work]:

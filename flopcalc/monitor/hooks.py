@@ -19,8 +19,25 @@ class Running:
         self.is_on = False
 
 
-class Hook:
-    """Sees what the model is given. A copy of the model, or its pickle, carries an idle one."""
+class Idle:
+    """A hook that does nothing."""
+
+    def __call__(self, _module: Any, _args: Any, _kwargs: Any = None) -> None:
+        return None
+
+
+class _Hung:
+    """A copy of the model, or its pickle, carries an idle one."""
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Idle:
+        return Idle()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Idle, ()
+
+
+class Hook(_Hung):
+    """Sees what the model is given."""
 
     def __init__(self, monitor: TrainingMonitor, names: tuple[str, ...], running: Running) -> None:
         import torch
@@ -58,14 +75,8 @@ class Hook:
                 monitor._leave_lane()
         monitor._see(args, kwargs, self._names)
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Idle:
-        return Idle()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Idle, ()
-
-
-class DoneHook:
+class DoneHook(_Hung):
     """Sees that a forward pass came to its end: one that raised does not."""
 
     def __init__(self, running: Running) -> None:
@@ -79,21 +90,8 @@ class DoneHook:
         if not self._is_compiling() and module.training and self._is_grad_enabled():
             self._running.is_on = False
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Idle:
-        return Idle()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Idle, ()
-
-
-class Idle:
-    """A hook that does nothing."""
-
-    def __call__(self, _module: Any, _args: Any, _kwargs: Any = None) -> None:
-        return None
-
-
-class DtypeHook:
+class DtypeHook(_Hung):
     """Looks once, from inside the model, what its products are computed in; autocast is on there if anywhere."""
 
     def __init__(self, monitor: TrainingMonitor) -> None:
@@ -111,12 +109,6 @@ class DtypeHook:
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Idle:
-        return Idle()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Idle, ()
 
 
 class StepContext:

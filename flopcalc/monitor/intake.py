@@ -168,9 +168,7 @@ class Intake:
         if self.estimator.origin == "trace":
             return sum(self.estimator.count(work.load, "full"))
         if self._eager is None:
-            source, recipe = self.estimator.source, self.estimator.recipe
-            plain = source._replace(module=None)  # what trains is in the recipe already read
-            self._eager = Estimator(plain, recipe, "hardware", "eager", {self.estimator.spec.name: self.estimator.spec})
+            self._eager = bind_eager(self.estimator)
         return sum(self._eager.count(work.load, "hardware"))
 
     def _count(self, snapshot: Snapshot) -> Work:
@@ -236,6 +234,12 @@ def bind_live(model: Any, device: str | None, dtype: str | None) -> Estimator:
     if getattr(live, "config", None) is None:
         live = inner
     return bind(live, device=device, dtype=dtype or "bf16", attention_kernel=kernel)
+
+
+def bind_eager(estimator: Estimator) -> Estimator:
+    """The same model as an operator counter sees it: hardware with the eager kernel."""
+    plain = estimator.source._replace(module=None)  # what trains is in the recipe already read
+    return Estimator(plain, estimator.recipe, "hardware", "eager", {estimator.spec.name: estimator.spec})
 
 
 def strip(model: Any) -> Any:

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from flopcalc.monitor.digest import ReportEntry, StepEntry
+from flopcalc.monitor.digest import VALUES, ReportEntry, StepEntry
 from flopcalc.monitor.intake import Copies, Intake, Snapshot, find_whole, is_tensor
 from flopcalc.monitor.sources import Factor
 
 STEPS = 64  # the long way is taken at least so often
 PERIOD_NS = 4_000_000_000  # and when so much time has passed
-VALUES = ("training/epoch", "training/loss", "training/grad_norm", "training/lr")
 
 
 class Kept(NamedTuple):

@@ -161,9 +161,8 @@ class Meter:
         """One more step. The first ones, measured ones and those without a time are in no rate."""
         self._add(step)
         self.steps += 1
-        if (
-            self.has_others and self.steps % self.settings.detail_every == 0
-        ):  # by steps seen, so that all ranks cut at the same one
+        # By steps seen, so that all ranks cut at the same one.
+        if self.has_others and self.steps % self.settings.detail_every == 0:
             self._close_interval()
 
     def _close_interval(self) -> None:
@@ -201,9 +200,8 @@ class Meter:
         self._window.add(step)
         self._detail.add(step)
         if self.has_others:
-            self._interval.add(
-                step._replace(factor=1.0, model_factor=1.0)
-            )  # rank 0's factor scales the sum of all ranks
+            # Rank 0's factor scales the sum of all ranks.
+            self._interval.add(step._replace(factor=1.0, model_factor=1.0))
 
     def _settle(self, step: Step) -> None:
         """Goodput: data and stalls are lost time, and so is work that an earlier run had done."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from flopcalc.devices import find_device, parse_dtype
 from flopcalc.errors import DeviceError, FlopcalcError, format_nearest, format_value
-from flopcalc.estimate import Estimator
 from flopcalc.monitor.instruments import (
     Copy,
     Counters,
@@ -20,7 +19,7 @@ from flopcalc.monitor.instruments import (
     is_profiled,
     list_tensor_dtypes,
 )
-from flopcalc.monitor.intake import bind_live, strip
+from flopcalc.monitor.intake import bind_eager, bind_live, strip
 from flopcalc.monitor.settings import MODES
 from flopcalc.monitor.sources import HIGHEST, LOWEST, Counts
 from flopcalc.units import check_size
@@ -191,10 +190,8 @@ def _count(model: Any, batch: int, seq: int, device: str | None, dtype: str) -> 
     load = estimate.terms[0][1]
     if estimator.origin == "trace":
         return Counts(estimate.total, sum(estimator.count(load, "full")), None)
-    plain = estimator.source._replace(module=None)  # what trains is in the recipe already read
-    spec = estimator.spec
-    eager = Estimator(plain, estimator.recipe, "hardware", "eager", {spec.name: spec})
-    return Counts(estimate.total, sum(eager.count(load, "hardware")), sum(estimator.count(load, "hardware")))
+    eager = sum(bind_eager(estimator).count(load, "hardware"))
+    return Counts(estimate.total, eager, sum(estimator.count(load, "hardware")))
 
 
 def _scale(measured: int, counts: Counts | None, convention: str, source: str, note: str | None = None) -> _Measured:

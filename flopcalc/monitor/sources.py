@@ -11,12 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc.monitor.instruments import Copy, Counters, NotMeasured, Profiler, find_torch_device, is_profiled
 
 if TYPE_CHECKING:
     from flopcalc.monitor.settings import Settings
+    from flopcalc.monitor.side import Say
 
 # Measured ÷ analytic outside of these is a flaw of the measurement; tiny shapes do execute 1.4 times what they need.
 LOWEST, HIGHEST = 0.5, 2.5
@@ -38,12 +39,6 @@ class Factor(NamedTuple):
     value: float
     source: str
     is_of_model: bool = True  # False: of what kernels execute, blocks and padding included; not of what the model needs
-
-
-class Say(Protocol):
-    """The monitor's one warning per `once`."""
-
-    def __call__(self, message: str, once: str | None = None) -> None: ...
 
 
 # --- Sources ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from flopcalc.errors import FlopcalcError
-from flopcalc.monitor.digest import Digester, NoteEntry, ReportEntry, StepEntry, find_kind, make_plain_report
+from flopcalc.monitor.digest import VALUES, Digester, NoteEntry, ReportEntry, StepEntry, find_kind, make_plain_report
 from flopcalc.monitor.hooks import DoneHook, DtypeHook, Hook, Running, StepContext, Watched
 from flopcalc.monitor.intake import (
     Copies,
@@ -634,10 +634,8 @@ class TrainingMonitor:
         record = self._make_record(step, *values)
         if self._held is not None:  # what is given later adds to it
             before = self._held
-            given = dict(
-                zip(("training/epoch", "training/loss", "training/grad_norm", "training/lr"), values, strict=True)
-            )
-            record = before[1] | {key: record[key] for key, value in given.items() if value is not None}
+            given = [key for key, value in zip(VALUES, values, strict=True) if value is not None]
+            record = before[1] | {key: record[key] for key in given}
             step, skip_wandb = before[0] if step is None else step, before[2] or skip_wandb
             record["global_step"] = step
         self._held = (step, record, skip_wandb)
