@@ -39,11 +39,22 @@ Results = dict[str, Any]
 
 SCHEMA = 1
 NAME = "monitor_overhead.json"
-PARTS = ("provenance", "arms", "host", "measured", "agreement", "waiting", "problems")  # lists of rows, by model
+PARTS = (
+    "provenance",
+    "arms",
+    "runs",
+    "host",
+    "measured",
+    "agreement",
+    "waiting",
+    "problems",
+)  # lists of rows, by model
 MEASURED_PARTS = PARTS[1:-1]
 FOUNDING_PERCENT = {"estimate": 0.1, "smart": 0.5, "profiler": 5.0}  # as the founding document promised
 MODES = ("estimate", "smart", "hybrid")
 ARMS = ("none", "none2", *MODES, "sync")
+RUN_ARMS = ("none", "smart", "hybrid")
+RUN_BLOCK = 125  # steps: long enough that a monitor's threads do their work inside the block
 SYNC_EVERY = 3  # rounds: the plain monitor's cost is large, and known from fewer blocks
 DROPPED_ROUNDS = 2
 RUN_STEPS = 2000  # what an overhead is stated over
@@ -68,13 +79,14 @@ class Scale(NamedTuple):
     measured: int  # steps under the counters
     profiled: int
     agreement_steps: int
+    run_rows: int  # of a batch in the long runs
 
 
 SCALES = {
-    "1b": Scale(2048, 16, 32, 8, 8192, 32000, 4, 2048, 20, 40, 6, 3, 46),
-    "0.5b": Scale(896, 24, 14, 2, 4864, 32000, 1, 1024, 20, 100, 10, 3, 106),
+    "1b": Scale(2048, 16, 32, 8, 8192, 32000, 4, 2048, 20, 40, 6, 3, 46, 2),
+    "0.5b": Scale(896, 24, 14, 2, 4864, 32000, 1, 1024, 20, 100, 10, 3, 106, 1),
 }
-TINY = Scale(32, 2, 4, 2, 48, 101, 2, 16, 1, 2, 1, 1, 8)
+TINY = Scale(32, 2, 4, 2, 48, 101, 2, 16, 1, 2, 1, 1, 8, 2)
 
 
 # --- The loop ---------------------------------------------------------------------------------------------------------
@@ -163,6 +175,11 @@ class Loop:
         end = self.place.mark()
         self.place.synchronize()
         return self.place.elapsed_s(start, end)
+
+    def narrow(self, rows: int) -> None:
+        """From here on only so many rows of each batch."""
+        for batches in (self.batches, self.ragged):
+            batches[:] = [{name: value[:rows] for name, value in each.items()} for each in batches]
 
     def time_plain_step(self) -> float:
         return self.time_steps(self.scale.block, self.train_step) / self.scale.block
@@ -306,10 +323,13 @@ class TimedHook:
         self.taken_ns: list[int] = []
 
     def __call__(self, *given: Any) -> None:
+        hook, clock = self._hook, time.perf_counter_ns
         self._wait()
-        before = time.perf_counter_ns()
-        self._hook(*given)
-        self.taken_ns.append(time.perf_counter_ns() - before)
+        clock()  # its own first call, with cold caches, is not the hook's
+        before = clock()
+        hook(*given)
+        after = clock()
+        self.taken_ns.append(after - before)
 
 
 def measure_host(loop: Loop, watching: Watching, what: str, steps: int) -> Row:
@@ -335,15 +355,19 @@ def measure_host(loop: Loop, watching: Watching, what: str, steps: int) -> Row:
         loop.train_step(batches)
     watching.show(wrap)
     logged_ns = []
+    clock, log_step = time.perf_counter_ns, watching.monitor.log_step
     workers, sinks = watching.list_threads()
     cpu_before = (read_cpu_s(workers), read_cpu_s(sinks))
     try:
         for _ in range(warm + steps):
             loss = loop.train_step(batches)
+            watching.number += 1
             wait()
-            before = time.perf_counter_ns()
-            watching.log(loss)
-            logged_ns.append(time.perf_counter_ns() - before)
+            clock()
+            before = clock()
+            log_step(watching.number, 0.0, loss, None, 1e-5)
+            after = clock()
+            logged_ns.append(after - before)
         loop.place.synchronize()
     finally:
         watching.hide()
@@ -515,39 +539,48 @@ def steps_time(found: Mapping[str, Any]) -> float:
 class Arms:
     """All arms in turn; one that raises is left out from there on, with its reason."""
 
-    def __init__(self, loop: Loop, tell: Callable[[str], None], add_problem: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        tell: Callable[[str], None],
+        add_problem: Callable[[str, str], None],
+        arms: Sequence[str],
+        block: int,
+        dropped: int,
+    ) -> None:
         self._loop = loop
         self._tell = tell
         self._add_problem = add_problem
-        self._block = loop.scale.block
+        self._block = block
+        self._dropped = dropped  # rounds
         self._watchings: dict[str, Watching] = {}
-        self._arms = list(ARMS)
+        self._all, self._arms = arms, list(arms)
         self._rounds = 0
-        self._times: dict[str, dict[int, float]] = {arm: {} for arm in ARMS}
-        self._bare_times: dict[str, dict[int, float]] = {arm: {} for arm in ARMS}  # without what is charged
-        self._threads_s: dict[str, list[float]] = {mode: [0.0, 0.0] for mode in MODES}
+        self._times: dict[str, dict[int, float]] = {arm: {} for arm in arms}
+        self._bare_times: dict[str, dict[int, float]] = {arm: {} for arm in arms}  # without what is charged
+        self._threads_s: dict[str, list[float]] = {arm: [0.0, 0.0] for arm in arms if arm in MODES}
 
     def run(self, most_steps: int, reserve_s: float, deadline: Deadline, keep: Callable[[list[Row]], None]) -> None:
         """Until every arm has its steps, or the time is over."""
-        needed = DROPPED_ROUNDS + math.ceil(most_steps / self._block)
+        needed = self._dropped + math.ceil(most_steps / self._block)
         order, longest_s = random.Random(SEED), 0.0
         try:
-            for mode in MODES:
+            for mode in self._threads_s:
                 self._try(mode, self._start)
             gc.collect()
             gc.freeze()  # a collector's pass over the libraries' own objects would hit one arm or another
             while self._rounds < needed:
-                if self._rounds > DROPPED_ROUNDS + 1 and deadline.left_s() < reserve_s + 1.1 * longest_s:
+                if self._rounds > self._dropped + 1 and deadline.left_s() < reserve_s + 1.1 * longest_s:
                     break
                 began = time.monotonic()
-                is_sync_due = self._rounds % SYNC_EVERY == DROPPED_ROUNDS % SYNC_EVERY
+                is_sync_due = self._rounds % SYNC_EVERY == self._dropped % SYNC_EVERY
                 arms = [arm for arm in self._arms if arm != "sync" or is_sync_due]
                 order.shuffle(arms)
                 for arm in arms:
                     self._try(arm, self._run_block)
                 self._rounds += 1
                 longest_s = max(longest_s, time.monotonic() - began)
-                if self._rounds % 10 == 0:
+                if self._rounds * self._block % 200 < self._block:
                     self._tell(f"round {self._rounds} of at most {needed}, {self._rounds * self._block} steps an arm")
                     keep(self.describe())
             keep(self.describe())
@@ -602,10 +635,10 @@ class Arms:
 
     def describe(self) -> list[Row]:
         rows = []
-        for arm in ARMS:
-            if not any(each >= DROPPED_ROUNDS for each in self._times[arm]):
+        for arm in self._all:
+            if not any(each >= self._dropped for each in self._times[arm]):
                 continue
-            row = describe_arm(arm, self._block, self._times, self._bare_times)
+            row = describe_arm(arm, self._block, self._dropped, self._times, self._bare_times)
             if arm in self._watchings:
                 watching = self._watchings[arm]
                 worker_s, sink_s = self._threads_s[arm]
@@ -620,10 +653,14 @@ class Arms:
 
 
 def describe_arm(
-    arm: str, block: int, times: Mapping[str, Mapping[int, float]], bare_times: Mapping[str, Mapping[int, float]]
+    arm: str,
+    block: int,
+    dropped: int,
+    times: Mapping[str, Mapping[int, float]],
+    bare_times: Mapping[str, Mapping[int, float]],
 ) -> Row:
     """Step time of an arm, and its difference to `none`, round by round."""
-    kept = [each for each in times[arm] if each >= DROPPED_ROUNDS and each in times["none"]]
+    kept = [each for each in times[arm] if each >= dropped and each in times["none"]]
     own = [1e6 * times[arm][each] for each in kept]
     differences = [1e6 * (times[arm][each] - times["none"][each]) for each in kept]
     uncharged = [1e6 * (bare_times[arm][each] - times["none"][each]) for each in kept]
@@ -658,6 +695,8 @@ def judge(results: Results) -> list[Row]:
     for about in results["provenance"]:
         model = about["model"]
         arms = {row["arm"]: row for row in _rows_of(results, "arms", model)}
+        runs = {row["arm"]: row for row in _rows_of(results, "runs", model)}
+        base_us = runs.get("none", {}).get("step_us_mean", math.nan)
         host = {(row["mode"], row["what"]): row for row in _rows_of(results, "host", model)}
         measured = {row["mode"]: row for row in _rows_of(results, "measured", model)}
 
@@ -685,13 +724,22 @@ def judge(results: Results) -> list[Row]:
             f"standard error here {format_number(estimate.get('difference_se_us'))}",
         )  # fmt: skip
         for mode in ("smart", "hybrid"):
-            direct = arms.get(mode, {})
+            direct = runs.get(mode) or arms.get(mode, {})
+            share = find_share_percent(results, model, mode)
             add(
-                f"{mode}: over {RUN_STEPS:,} steps", find_share_percent(results, model, mode), SHARE_LIMIT_PERCENT, "%",
+                f"{mode}: over {RUN_STEPS:,} steps", share, SHARE_LIMIT_PERCENT, "%",
                 f"from host time and {RUN_STEPS // FREQUENCY} measured steps ({measured.get(mode, {}).get('source')}); "
                 f"paired difference {format_number(direct.get('difference_percent'))} ± "
                 f"{format_number(direct.get('difference_se_percent'))} % over {direct.get('steps')} steps",
             )  # fmt: skip
+            if mode in runs:
+                add(
+                    f"{mode}: run of {direct['steps']:,} steps beyond none", direct["difference_percent"],
+                    SHARE_LIMIT_PERCENT, "%",
+                    f"{direct['rows']} × {direct['length']} tokens a step; standard error "
+                    f"{format_number(direct['difference_se_percent'])} %; what its threads had not done is charged; "
+                    f"without that {format_number(100 * direct['difference_without_threads_us'] / base_us)} %",
+                )  # fmt: skip
         found = next(iter(_rows_of(results, "agreement", model)), {})
         ratio = found.get("ratio")
         note = str(found.get("reason"))
@@ -777,6 +825,18 @@ def format_table(results: Results) -> str:
             "CPU us a step of its threads", f"% over {RUN_STEPS:,} steps", "founding document, %",
         )  # fmt: skip
         texts.append(format_rows(header, rows))
+        runs = _rows_of(results, "runs", model)
+        if runs:
+            header = ("long run", "tokens a step", "steps", "step ms", "beyond none, us", "beyond none, %")
+            texts.append(format_rows(header, [
+                (
+                    row["arm"], f"{row['rows']} × {row['length']}", str(row["steps"]),
+                    format_number(row["step_us_mean"] / 1e3, 5),
+                    f"{format_number(row['difference_us'])} ± {format_number(row['difference_se_us'])}",
+                    f"{format_number(row['difference_percent'])} ± {format_number(row['difference_se_percent'])}",
+                )
+                for row in runs
+            ]))  # fmt: skip
         rows = [
             (
                 row["mode"], row["source"], ", ".join(format_number(each) for each in row["first_steps_extra_ms"]),
@@ -820,6 +880,8 @@ def read_results(path: str) -> Results:
         results: Results = json.load(file)
     if results.get("schema") != SCHEMA:
         raise SystemExit(f"{path} has schema {results.get('schema')!r}, this script reads {SCHEMA}: run it again")
+    for part in PARTS:
+        results.setdefault(part, [])
     return results
 
 
@@ -899,11 +961,28 @@ def run_model(name: str, options: argparse.Namespace, path: str, deadline: Deadl
     def add_waiting(what: str, make: Callable[[], tuple[Loop, Any]]) -> None:
         attempt(f"waiting, {what}", lambda: add("waiting", check_waiting(what, *make())), "waiting")
 
-    def keep_arms(rows: list[Row]) -> None:
-        results["arms"] = [row for row in results["arms"] if row["model"] != name]
+    def keep_rows(part: str, rows: list[Row]) -> None:
+        results[part] = [row for row in results[part] if row["model"] != name]
         for row in rows:
-            add("arms", row)
+            add(part, row)
         write_results(results, path)
+
+    def make_arms(arms: Sequence[str], block: int, dropped: int) -> Arms:
+        def add_problem(arm: str, reason: str) -> None:
+            add("problems", {"part": f"arm {arm}", "reason": reason})
+
+        return Arms(loop, tell, add_problem, arms, block, dropped)
+
+    def run_long() -> None:
+        loop.narrow(scale.run_rows)
+        for _ in range(3):
+            loop.train_step()
+        block = 2 if options.tiny else RUN_BLOCK
+
+        def keep(rows: list[Row]) -> None:
+            keep_rows("runs", [{**row, "rows": scale.run_rows, "length": scale.length} for row in rows])
+
+        make_arms(RUN_ARMS, block, 0).run(options.steps, 5.0, deadline, keep)
 
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop(scale, place, folder)
@@ -930,13 +1009,15 @@ def run_model(name: str, options: argparse.Namespace, path: str, deadline: Deadl
         add_waiting("image_grid_thw on the device", lambda: (PictureLoop(place, folder), None))
         # A profiled step takes some ten to twenty plain ones and its trace is read; it comes last, for what it leaves.
         reserve_s = 5 + (25 * step_s * (scale.profiled + 3) + 60 * step_s if "measured" in parts else 0)
-        arms = Arms(loop, tell, lambda arm, reason: add("problems", {"part": f"arm {arm}", "reason": reason}))
-        attempt("arms", lambda: arms.run(options.steps, reserve_s, deadline, keep_arms))
+        attempt("arms", lambda: make_arms(ARMS, scale.block, DROPPED_ROUNDS).run(
+            options.steps, reserve_s, deadline, lambda rows: keep_rows("arms", rows)
+        ))  # fmt: skip
         attempt(
             "measured steps, profiler",
             lambda: add("measured", measure_extra(loop, "profiler", scale.profiled)),
             "measured",
         )
+        attempt("runs", lambda: run_long(), "runs")
         tell("done")
 
 

@@ -26,6 +26,7 @@ class Row(NamedTuple):
     inactive: int = 0  # parameters of experts that one token does not reach
     trainable: int = 0
     owes_weight: bool = False  # backward holds the gradient of its weight, not only of its input
+    clipping: int = 0  # of per-sample clipping, beyond what plain training needs
 
 
 class Block(NamedTuple):
@@ -60,6 +61,8 @@ class Mode(NamedTuple):
     recompute: str = "none"  # effective: 'none' outside convention hardware
     shapes: tuple[tuple[tuple[int, int], KernelShape], ...] = ()  # (qk, v) -> what was measured of the kernel
     is_hardware: bool = False  # counts what is recomputed
+    clipping: str = "none"  # effective likewise
+    is_functorch: bool = False  # its linear layers but the head are no torch.nn.Linear, which Opacus knows
 
 
 # --- FLOPs of one op, per unit of its feature ---------------------------------------------------------------------
@@ -101,6 +104,24 @@ def adapter_flops(op: Op, rank: int) -> tuple[int, int]:
     if op.kind == "embed":
         return 0, 2 * rank * op.size * op.times
     return 2 * op.n_in * rank * op.times, 2 * rank * op.n_out * op.times
+
+
+def sample_flops(n_in: int, n_out: int) -> int:
+    """Every sample's own weight gradient: (out, rows) · (rows, in) per sample, 2 · in · out per row."""
+    return 2 * n_in * n_out
+
+
+def gram_flops(size: int) -> int:
+    """The rows of one sample by each other: (rows, size) · (size, rows), 2 · size per pair of rows.
+
+    torch.einsum multiplies elements instead where it sums over one entry alone: no product then.
+    """
+    return 2 * size if size > 1 else 0
+
+
+def clip_flops(parameters: int) -> int:
+    """Factors by per-sample gradients: (1, samples) · (samples, parameters), 2 per parameter and sample."""
+    return 2 * parameters
 
 
 # --- parameters -----------------------------------------------------------------------------------------------------
@@ -223,9 +244,36 @@ class _Layer:
         if op.again:
             total = inactive = trainable = 0
         self.rows.append(Row(op, forward, backward, 0, total, inactive, trainable, state.weight))
+        if self.mode.clipping != "none" and (trains or trainable):
+            self._clip(op, state, trainable)
         if op.input_embedding and self.mode.recompute != "none":
             flow = True
         return flow
+
+    def _clip(self, op: Op, state: State, trainable: int) -> None:
+        """What Opacus computes per sample for one module, as rows of their own."""
+        is_ghost = self.mode.clipping == "ghost"
+        found: dict[Feature, int] = {}
+        if self.mode.clipping == "hooks":
+            found["samples",] = clip_flops(trainable)
+        each, squares, products = (("each", *op.feature), ("squares", *op.feature), ("products", *op.feature))
+        bias = state.bias and op.bias
+        linears = [(op.n_in, op.n_out, state.weight, bias)] if op.kind == "linear" else []  # others have no products
+        if linears and self.mode.is_functorch and op.part != "lm_head" and (state.weight or bias):
+            # No torch.nn.Linear: functorch runs the module once more, then takes its gradients.
+            found[op.feature] = 2 * product_flops(op)
+            linears = []
+        if state.rank:
+            linears += [(op.n_in, state.rank, state.adapter_a, False), (state.rank, op.n_out, state.adapter_b, False)]
+        for n_in, n_out, has_weight, has_bias in linears:
+            if has_weight and not is_ghost:
+                found[each] = found.get(each, 0) + sample_flops(n_in, n_out)
+            elif is_ghost:
+                # Both Gram matrices of a weight, then the sum of their elementwise product; a bias needs the one.
+                pairs = gram_flops(n_in) * has_weight + gram_flops(n_out) * (has_weight + has_bias)
+                found[squares] = found.get(squares, 0) + pairs
+                found[products] = found.get(products, 0) + 2 * has_weight
+        self.rows += [Row(op._replace(feature=feature), clipping=flops) for feature, flops in found.items() if flops]
 
     def _absent(self, op: Op, flows: tuple[bool, ...]) -> bool:
         """Held, but not run: its parameters count, no tensor is saved, and the gradient passes by."""
@@ -410,6 +458,9 @@ def _count_layer(
         return tuple(layer.rows), flow if dead else False
     if checkpointed and (not reentrant or enters):
         layer.count_recompute(reentrant)
+    if mode.clipping in ("ghost", "fast"):
+        # Norms first, clipped gradients then: two passes back through one graph, both with every weight gradient.
+        layer.rows = [row._replace(clipping=row.clipping + row.backward) for row in layer.rows]
     return tuple(layer.rows), out
 
 

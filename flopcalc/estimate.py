@@ -20,12 +20,23 @@ from flopcalc.count import (
     sum_coefficients,
     weight_parameters,
 )
-from flopcalc.data import list_data_files
+from flopcalc.data import find_data_dir, list_data_files, load_toml
 from flopcalc.devices import find_device
 from flopcalc.errors import ConfigError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.expr import MissingNameError
 from flopcalc.ops import Chain, Op, Stage, expand
-from flopcalc.recipe import STATELESS, Recipe, Resolver, iterate, join, make_recipe, read_recipe, unwrap
+from flopcalc.recipe import (
+    STATELESS,
+    Recipe,
+    Resolver,
+    check_clipped,
+    check_clipping,
+    iterate,
+    join,
+    make_recipe,
+    read_recipe,
+    unwrap,
+)
 from flopcalc.spec import PARTS, Spec, find_spec, load_spec
 from flopcalc.spec import bind as bind_spec
 from flopcalc.units import check_size, format_flops
@@ -56,6 +67,7 @@ class Plan(NamedTuple):
 
     blocks: tuple[Block, ...]
     terms: tuple[tuple[Feature, int, int, int], ...]  # feature, forward, backward, recompute
+    clips: tuple[tuple[Feature, int], ...] = ()  # feature, clipping
 
 
 class ModuleRow(NamedTuple):
@@ -67,6 +79,7 @@ class ModuleRow(NamedTuple):
     forward: int
     backward: int
     recompute: int
+    clipping: int
     parameters: int
 
 
@@ -84,6 +97,7 @@ class Estimator:
         specs: Mapping[str, Spec] | None = None,
         kernel_table: KernelTable | None = None,
         tile_table: TileTable | None = None,
+        clipping: str | None = None,
     ) -> None:
         if convention not in CONVENTIONS:
             raise FlopcalcError(f"convention {format_value(convention)} unknown; known: {', '.join(CONVENTIONS)}")
@@ -124,11 +138,17 @@ class Estimator:
                 )
             live, sizes, names = read_recipe(source.module, None if recipe is None else recipe.recompute)
             self._check_live(sizes, names)
-            recipe = live
-        self.recipe = recipe if recipe is not None else make_recipe()
-        recipe = self.recipe
+            recipe = live if recipe is None else live._replace(clipping=recipe.clipping)
+        recipe = recipe if recipe is not None else make_recipe()
+        if clipping is not None and recipe.clipping not in ("none", clipping):
+            raise RecipeError(f"clipping {format_value(clipping)} contradicts the recipe's, {recipe.clipping}")
+        if clipping is not None:
+            recipe = recipe._replace(clipping=clipping)
+        self.recipe = recipe
         # Two estimators of one identity count alike: the model under one recipe, however often it was bound.
         self.identity = (source.name, self.stages, recipe, convention, self.attention_kernel)
+        self._clips = recipe.clipping != "none"
+        self._is_functorch = self._clips and _find_clipping(self.spec.name) == "functorch"
         self._resolver = Resolver(recipe, self.stages)
         self._plans: dict[Mode, Plan] = {}
         self._chosen: dict[tuple[bool, bool, str], tuple[Plan, str]] = {}
@@ -136,6 +156,8 @@ class Estimator:
             self._plan(True, True, convention)
             if recipe.trained is None:
                 self._resolver.check_used(self._paths)
+        if self._clips:
+            self._check_clipping()
 
     def __call__(
         self,
@@ -217,26 +239,31 @@ class Estimator:
             for side in (load, load.decoder):
                 if side is not None and side.seq + side.context > limit:
                     self._check_positions(side, limit)
-        forward, backward, recompute = self.count(load, self.convention)
-        return Estimate(((self, load, 1),), forward, backward, recompute, notes)
+        if self._clips and load.phase != "train":
+            raise RecipeError(f"clipping {self.recipe.clipping} belongs to phase train, not {load.phase}")
+        forward, backward, recompute, clipping = self.count(load, self.convention)
+        return Estimate(((self, load, 1),), forward, backward, recompute, notes, clipping)
 
-    def count(self, load: Workload, convention: str) -> tuple[int, int, int]:
-        """Forward, backward and recomputed FLOPs under a convention."""
+    def count(self, load: Workload, convention: str) -> tuple[int, int, int, int]:
+        """Forward, backward, recomputed and clipping FLOPs under a convention."""
         plan, counting = self._choose(load, convention)
-        forward = backward = recompute = 0
+        forward = backward = recompute = clipping = 0
         for feature, ahead, back, again in plan.terms:
             value = evaluate_feature(feature, load, counting)
             forward += ahead * value
             backward += back * value
             recompute += again * value
+        for feature, clip in plan.clips:
+            clipping += clip * evaluate_feature(feature, load, counting)
         if convention == "hardware" and (self.tile_table is not None or self.kernel_table is not None):
             for block, row, value in self._padding_rows(plan, load, counting):
                 forward += row.forward * value * block.copies
                 backward += row.backward * value * block.copies
                 recompute += row.recompute * value * block.copies
+                clipping += row.clipping * value * block.copies
         if load.phase != "train":
-            return forward, 0, 0
-        return forward, backward, recompute
+            return forward, 0, 0, 0
+        return forward, backward, recompute, clipping
 
     def rows(self, load: Workload, convention: str) -> list[tuple[Block, Row, int]]:
         """Every row of the model with the value of its feature under a convention."""
@@ -273,9 +300,14 @@ class Estimator:
                 back = sum(excess.get(direction, 0) for direction in owed) if row.backward else 0
                 ahead = excess.get("forward", 0)
                 padding = Row(op._replace(feature=("padding",)), ahead, back, ahead if row.recompute else 0)
+                padding = self._clip_padding(padding)
                 if padding.forward or padding.backward:
                     found.append((block, padding, 1))
         return found
+
+    def _clip_padding(self, padding: Row) -> Row:
+        """The second pass back is padded as the first; what is computed per sample has no measured padding."""
+        return padding._replace(clipping=padding.backward) if self.recipe.clipping in ("ghost", "fast") else padding
 
     def _ragged_rows(self, table: KernelTable, plan: Plan, load: Workload) -> list[tuple[Block, Row, int]]:
         """Attention over lengths that fill no whole block: what was measured of exactly that call, less the formula."""
@@ -302,6 +334,7 @@ class Estimator:
                         behind if row.backward else 0,
                         ahead if row.recompute else 0,
                     )
+                    padding = self._clip_padding(padding)
                     if padding.forward or padding.backward:
                         found.append((block, padding, many))
         return found
@@ -347,6 +380,8 @@ class Estimator:
             self.recipe.recompute if is_hardware else "none",
             self.kernel_table.shapes if is_hardware and self.kernel_table is not None else (),
             is_hardware,
+            self.recipe.clipping if is_hardware else "none",
+            is_hardware and self._is_functorch,
         )
         plan = self._plans.get(mode)
         if plan is None:
@@ -356,8 +391,23 @@ class Estimator:
             )
             names = dict.fromkeys((*forward, *backward, *again))
             terms = tuple((name, forward.get(name, 0), backward.get(name, 0), again.get(name, 0)) for name in names)
-            plan = self._plans[mode] = Plan(blocks, terms)
+            clips = tuple(sum_coefficients(blocks, "clipping").items()) if mode.clipping != "none" else ()
+            plan = self._plans[mode] = Plan(blocks, terms, clips)
         return plan
+
+    def _check_clipping(self) -> None:
+        """What Opacus cannot clip, and what no count has proven, is refused."""
+        clipping, name = self.recipe.clipping, self.source.name
+        check_clipping(clipping, self.recipe.recompute)
+        if self.vision is not None or self.audio is not None or self.has_decoder:
+            what = "an encoder and a decoder" if self.has_decoder else "a tower, whose rows are not samples"
+            raise RecipeError(f"clipping {clipping}: {name} has {what}; clipping is counted for plain text models")
+        check_clipped(self.stages, self._resolver, clipping)
+        if not _find_clipping(self.spec.name):
+            raise RecipeError(
+                f"clipping {clipping}: no count of an Opacus step has proven it for model_type {self.spec.name!r}; "
+                "it is for llama, qwen2, gpt_neox and what else model_specs/clipping.toml lists"
+            )
 
     def _check_images(self, load: Workload) -> Workload:
         vision = self.vision
@@ -450,8 +500,11 @@ class Estimator:
         if self._position_limit and self._position_kind == "rotary" and longest > self._position_limit:
             notes.append(f"length {longest} is beyond max_position_embeddings = {self._position_limit}")
         if self.recipe.recompute != "none" and self.convention != "hardware" and load.phase == "train":
-            _, _, again = self.count(load, "hardware")
+            again = self.count(load, "hardware")[2]
             notes.append(f"recomputation would add {format_flops(again)} ({again}) under convention hardware")
+        if self._clips and self.convention != "hardware":
+            extra = self.count(load, "hardware")[3]
+            notes.append(f"clipping would add {format_flops(extra)} ({extra}) under convention hardware")
         if load.phase == "train" and not self.parameters()["trainable"]:
             notes.append("nothing trains under this recipe, so there is no backward pass")
         side = load.decoder or load
@@ -574,6 +627,12 @@ def _find_spec(source: Source, specs: dict[str, Spec]) -> Spec:
     return spec
 
 
+def _find_clipping(spec_name: str) -> str:
+    """How a model type's per-sample work was proven by a count, 'linear' or 'functorch'; empty if it was not."""
+    tables = load_toml(os.path.join(find_data_dir(), "clipping.toml"))
+    return next((how for how in ("linear", "functorch") if spec_name in tables[how]), "")
+
+
 def _is_same_class(named: str, architecture: str) -> bool:
     """Whether two names mean one class: remote code and releases differ in underscores and case alone."""
     return named == architecture or named.replace("_", "").lower() == architecture.replace("_", "").lower()
@@ -614,12 +673,13 @@ class Estimate:
         backward: int,
         recompute: int,
         notes: tuple[str, ...] = (),
+        clipping: int = 0,
     ) -> None:
         self.terms = terms
         self.forward = forward
         self.backward = backward
         self.recompute = recompute
-        self.clipping = 0
+        self.clipping = clipping
         self._notes = notes
 
     @property
@@ -652,6 +712,7 @@ class Estimate:
             self.backward + other.backward,
             self.recompute + other.recompute,
             self._notes + other._notes,
+            self.clipping + other.clipping,
         )
 
     def __radd__(self, other: object) -> Estimate:
@@ -663,7 +724,10 @@ class Estimate:
         if times < 1:
             raise FlopcalcError(f"an estimate can be multiplied by a whole number of at least 1, not {times}")
         terms = tuple((estimator, load, many * times) for estimator, load, many in self.terms)
-        return Estimate(terms, self.forward * times, self.backward * times, self.recompute * times, self._notes)
+        return Estimate(
+            terms, self.forward * times, self.backward * times, self.recompute * times, self._notes,
+            self.clipping * times,
+        )  # fmt: skip
 
     __rmul__ = __mul__
 
@@ -671,7 +735,7 @@ class Estimate:
         return isinstance(other, Estimate) and self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
-        return hash((self.forward, self.backward, self.recompute, self.convention))
+        return hash((self.forward, self.backward, self.recompute, self.clipping, self.convention))
 
     def total_under(self, convention: str) -> int:
         """The total FLOPs of the same work under another convention."""
@@ -683,21 +747,24 @@ class Estimate:
         known = ("full",) if any(estimator.origin == "trace" for estimator, _, _ in self.terms) else CONVENTIONS
         return {convention: self.total_under(convention) if convention in known else None for convention in CONVENTIONS}
 
-    def by_component(self) -> dict[str, tuple[int, int, int]]:
-        """Component -> forward, backward, recomputed FLOPs; all components, in a fixed order."""
-        return {**dict.fromkeys(PARTS, (0, 0, 0)), **self._sum_by(lambda op: op.part)}
+    def by_component(self) -> dict[str, tuple[int, int, int, int]]:
+        """Component -> forward, backward, recomputed, clipping FLOPs; all components, in a fixed order."""
+        return {**dict.fromkeys(PARTS, (0, 0, 0, 0)), **self._sum_by(lambda op: op.part)}
 
-    def by_kind(self) -> dict[str, tuple[int, int, int]]:
-        """Kind of operation (linear, conv, attend, …) -> forward, backward, recomputed FLOPs."""
+    def by_kind(self) -> dict[str, tuple[int, int, int, int]]:
+        """Kind of operation (linear, conv, attend, …) -> forward, backward, recomputed, clipping FLOPs."""
         return self._sum_by(lambda op: op.kind)
 
-    def _sum_by(self, key: Callable[[Op], str]) -> dict[str, tuple[int, int, int]]:
-        sums: dict[str, tuple[int, int, int]] = {}
+    def _sum_by(self, key: Callable[[Op], str]) -> dict[str, tuple[int, int, int, int]]:
+        sums: dict[str, tuple[int, int, int, int]] = {}
         for block, row, value, is_train, times, _ in self._rows():
             many = value * block.copies * times
             back = many if is_train else 0
-            ahead, behind, again = sums.get(key(row.op), (0, 0, 0))
-            sums[key(row.op)] = (ahead + row.forward * many, behind + row.backward * back, again + row.recompute * back)
+            ahead, behind, again, clip = sums.get(key(row.op), (0, 0, 0, 0))
+            sums[key(row.op)] = (
+                ahead + row.forward * many, behind + row.backward * back, again + row.recompute * back,
+                clip + row.clipping * back,
+            )  # fmt: skip
         return sums
 
     def by_module(self, depth: int | None = None, *, per_layer: bool = False) -> list[ModuleRow]:
@@ -726,13 +793,14 @@ class Estimate:
                 if is_train:
                     entry.backward += row.backward * many
                     entry.recompute += row.recompute * many
+                    entry.clipping += row.clipping * many
                 if is_first:
                     entry.parameters += row.parameters * len(group)
         ordered = sorted(found.items(), key=lambda item: item[1].place) if per_layer else found.items()
         return [
             ModuleRow(
                 path, next(iter(entry.kinds)) if len(entry.kinds) == 1 else "module", len(entry.layers),
-                entry.forward, entry.backward, entry.recompute, entry.parameters,
+                entry.forward, entry.backward, entry.recompute, entry.clipping, entry.parameters,
             )
             for path, entry in ordered
         ]  # fmt: skip
@@ -768,6 +836,8 @@ class Estimate:
         notes = self.notes
         if self.recompute:
             notes.append("the backward of components and modules includes what is recomputed in the backward pass")
+        if self.clipping:
+            notes.append("the backward of components and modules includes what clipping adds")
         return {
             "schema": 1,
             "version": __version__,
@@ -791,10 +861,11 @@ class Estimate:
             },
             "totals": self.totals,
             "components": [
-                # What is recomputed runs in the backward pass: counted there, so that components sum to the total.
-                {"name": name, "forward": forward, "backward": backward + again}
-                for name, (forward, backward, again) in self.by_component().items()
-                if forward or backward or again
+                # What is recomputed and what clips runs in the backward pass, or right after it: counted there, so
+                # that components sum to the total.
+                {"name": name, "forward": forward, "backward": sum(rest)}
+                for name, (forward, *rest) in self.by_component().items()
+                if forward or any(rest)
             ],
             "modules": [
                 {
@@ -802,7 +873,7 @@ class Estimate:
                     "kind": row.kind,
                     "count": row.copies,
                     "forward": row.forward,
-                    "backward": row.backward + row.recompute,
+                    "backward": row.backward + row.recompute + row.clipping,
                     "parameters": row.parameters,
                 }
                 for row in self.by_module(depth)
@@ -840,13 +911,13 @@ def _merge_terms(terms: tuple[tuple[Estimator, Workload, int], ...]) -> tuple[tu
 
 
 class _ModuleSum:
-    __slots__ = ("backward", "forward", "kinds", "layers", "parameters", "place", "recompute")
+    __slots__ = ("backward", "clipping", "forward", "kinds", "layers", "parameters", "place", "recompute")
 
     def __init__(self, place: tuple[int, int, int]) -> None:
         self.place = place
         self.kinds: set[str] = set()
         self.layers: set[int | None] = set()
-        self.forward = self.backward = self.recompute = self.parameters = 0
+        self.forward = self.backward = self.recompute = self.clipping = self.parameters = 0
 
 
 def _describe(estimate: Estimate) -> dict[str, Any]:
@@ -889,6 +960,7 @@ def bind(
     download: bool = False,
     phases: Iterable[str] = ("train", "forward"),
     dims: Mapping[str, Any] | None = None,
+    clipping: str | None = None,
 ) -> Estimator:
     """The fast estimator of a model for a loop: a callable with estimate_flops' workload arguments.
 
@@ -897,13 +969,13 @@ def bind(
 
     The convention is model unless said otherwise. `device` says which kernel "auto" stands for (without one it is
     SDPA's flash kernel), and whose measured constants convention hardware uses; they were measured in bf16, so another
-    `dtype` takes none.
+    `dtype` takes none. `clipping` is the recipe's, for a live model too, which cannot say it itself.
     """
     if example_batch is not None:
-        if recipe is not None or spec is not None or convention not in (None, "full"):
+        if recipe is not None or spec is not None or convention not in (None, "full") or clipping is not None:
             raise FlopcalcError(
-                "a module that is traced says itself what trains, under convention full: give neither recipe, spec nor "
-                "another convention with example_batch"
+                "a module that is traced says itself what trains, under convention full: give neither recipe, spec, "
+                "clipping nor another convention with example_batch"
             )
         from flopcalc.measure.tracing import trace_module  # torch: only where a module is traced
 
@@ -926,7 +998,7 @@ def bind(
         recipe = _read_recipe(recipe)
     elif recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(f"a recipe is a mapping or what make_recipe() gives, not {format_value(recipe)}")
-    estimator = Estimator(source, recipe, convention, attention_kernel, specs, table, tiles)
+    estimator = Estimator(source, recipe, convention, attention_kernel, specs, table, tiles, clipping)
     if specs and estimator.spec.name not in specs and not _uses_inner(source.config, specs):
         raise ConfigError(
             f"{spec} describes model_type {next(iter(specs))!r}, but {source.where} is {source.config['model_type']!r}"
@@ -935,7 +1007,7 @@ def bind(
 
 
 def _read_recipe(given: Mapping[str, Any]) -> Recipe:
-    known = ("freeze", "train_only", "lora", "recompute")
+    known = ("freeze", "train_only", "lora", "recompute", "clipping")
     for key in given:
         if key not in known:
             raise RecipeError(f"recipe: unknown key {format_value(key)}; known: {', '.join(known)}")
@@ -966,11 +1038,13 @@ def estimate_flops(
     attention_kernel: str = "auto",
     device: str | None = None,
     spec: str | os.PathLike[str] | None = None,
+    clipping: str | None = None,
 ) -> Estimate:
     """FLOPs of one step, exactly: `model` is a preset's name, a path, a mapping, a HF config or a HF model."""
     estimator = bind(
-        model, recipe=recipe, convention=convention, attention_kernel=attention_kernel, device=device, spec=spec
-    )
+        model, recipe=recipe, convention=convention, attention_kernel=attention_kernel, device=device, spec=spec,
+        clipping=clipping,
+    )  # fmt: skip
     if batch is not None:
         _check_alone(
             batch_size, seq_len, lengths, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips, audio

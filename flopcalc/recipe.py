@@ -1,4 +1,4 @@
-"""Recipe: what trains (freeze, train only, LoRA), what is recomputed; asked per parameter of a model."""
+"""Recipe: what trains (freeze, train only, LoRA), what is recomputed, how samples are clipped; asked per parameter."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flopcalc.ops import Op, Stage
 from flopcalc.units import check_size, parse_size
 
 RECOMPUTE = ("none", "full", "full-reentrant")
+CLIPPING = ("none", "hooks", "ghost", "fast")  # DP-SGD as Opacus does it
 WORDS = ("vision", "audio", "projector", "language")
 
 
@@ -24,7 +25,7 @@ class Lora(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What trains and what is recomputed; everything trains by default."""
+    """What trains, what is recomputed, how samples are clipped; everything trains by default."""
 
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
@@ -33,6 +34,7 @@ class Recipe(NamedTuple):
     # Read from a live model instead: names of the parameters that train, and LoRA's rank per module.
     trained: frozenset[str] | None = None
     adapters: tuple[tuple[str, int], ...] = ()
+    clipping: str = "none"
 
     def to_dict(self) -> dict[str, Any]:
         shown: dict[str, Any] = {
@@ -40,6 +42,7 @@ class Recipe(NamedTuple):
             "train_only": list(self.train_only),
             "lora": None,
             "recompute": self.recompute,
+            "clipping": self.clipping,
         }
         if self.lora is not None:
             shown["lora"] = {"r": self.lora.r, "targets": list(self.lora.targets), "save": list(self.lora.save)}
@@ -54,6 +57,7 @@ def make_recipe(
     train_only: str | Iterable[str] = (),
     lora: Lora | Mapping[str, Any] | str | None = None,
     recompute: str = "none",
+    clipping: str = "none",
 ) -> Recipe:
     """A checked Recipe; `lora` may be 'r=16,targets=q_proj+v_proj' or a mapping with the same keys."""
     if recompute not in RECOMPUTE:
@@ -65,7 +69,24 @@ def make_recipe(
             "train-only contradicts lora, which trains its adapters alone: name modules to train beside them in "
             "lora's save=, or freeze some adapters with freeze"
         )
-    return Recipe(_patterns(freeze, "freeze"), only, chosen, recompute)
+    check_clipping(clipping, recompute)
+    return Recipe(_patterns(freeze, "freeze"), only, chosen, recompute, clipping=clipping)
+
+
+def check_clipping(clipping: str, recompute: str) -> None:
+    """Opacus works in module hooks, which checkpointing runs twice or not at all: what goes wrong there is refused."""
+    if clipping not in CLIPPING:
+        raise RecipeError(f"clipping {format_value(clipping)} unknown; known: {', '.join(CLIPPING)}")
+    if clipping in ("ghost", "fast") and recompute != "none":
+        raise RecipeError(
+            f"clipping {clipping} is not counted with recompute {recompute}: it goes back through the graph twice, and "
+            "HF's checkpointing is not made for that; leave recompute out, or take clipping hooks with full-reentrant"
+        )
+    if clipping == "hooks" and recompute == "full":
+        raise RecipeError(
+            "clipping hooks with recompute full leaves parameters without per-sample gradients, silently: "
+            "take recompute full-reentrant (use_reentrant=True)"
+        )
 
 
 def _patterns(value: str | Iterable[str], what: str) -> tuple[str, ...]:
@@ -283,6 +304,47 @@ class Resolver:
                     )
 
 
+def check_clipped(stages: tuple[Stage, ...], resolver: Resolver, clipping: str) -> None:
+    """Every module that trains must be one whose clipping was proven by a count; an error names the first other."""
+    trains_any = False
+    for stage in stages:
+        for layer, chain in enumerate(stage.layers):
+            path = f"{stage.path}.{stage.first + layer}" if stage.repeated else stage.path
+            for op in iterate(chain):
+                if op.kind in STATELESS or op.frozen or (op.detached and op.kind == "param"):
+                    continue
+                where = join(path, op.name)
+                state = resolver.resolve(op, where, stage.group)
+                adapts = state.rank > 0 and (state.adapter_a or state.adapter_b)
+                trains = state.weight or (state.bias and op.bias) or adapts
+                trains_any = trains_any or trains
+                problem = _find_obstacle(op, state, stage.dead[layer], clipping) if trains else ""
+                if problem:
+                    raise RecipeError(f"clipping {clipping}: {where} {problem}")
+    if not trains_any:
+        raise RecipeError(f"clipping {clipping}: nothing trains under this recipe, so there is nothing to clip")
+
+
+def _find_obstacle(op: Op, state: State, is_dead: bool, clipping: str) -> str:
+    """Why Opacus cannot clip a module that trains, or why its count is not proven; empty if neither."""
+    advice = "; freeze it, or leave clipping out"
+    if clipping == "ghost" and op.tied and state.weight and not state.saved_copy:
+        return (
+            f"is tied to {op.tied}, which ghost clipping refuses: untie them (tie_word_embeddings = false), "
+            "freeze them, or take clipping hooks or fast"
+        )
+    if op.copies > 1 or op.times > 1:
+        return f"is a stack of experts, whose rows are not samples{advice}"
+    if is_dead or op.unused or op.detached:
+        return f"gets no gradient, so Opacus finds no per-sample gradient{advice}"
+    if op.kind == "embed" and state.rank:
+        return "has LoRA's matrices as bare parameters, which Opacus gives no per-sample gradient: leave it out of lora"
+    is_plain = op.kind in ("linear", "embed", "norm") and not (op.is_bare or op.at or op.again or op.source)
+    if not is_plain or (op.kind == "linear" and op.feature not in (("tokens",), ("logits",))):
+        return f"is no plain linear layer, embedding or norm: not proven by a count{advice}"
+    return ""
+
+
 class _Pattern:
     """A glob over dotted names, or one of the words; matches a name or any of its parents."""
 
@@ -343,12 +405,12 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if name else path
 
 
-_WRAPPERS = ("_orig_mod.", "module.", "base_model.model.")
+_WRAPPERS = ("_orig_mod.", "module.", "_module.", "base_model.model.")
 
 
 def unwrap(model: Any) -> Any:
-    """The HF model inside what torch.compile, DDP and PEFT put around it."""
-    for name in ("_orig_mod", "module"):
+    """The HF model inside what torch.compile, DDP, Opacus and PEFT put around it."""
+    for name in ("_orig_mod", "module", "_module"):
         if hasattr(model, name):
             return unwrap(getattr(model, name))
     return unwrap(model.get_base_model()) if hasattr(model, "get_base_model") else model

@@ -23,10 +23,11 @@ Cells = Sequence[Sequence[Any]]
 def breakdown(estimate: Estimate, by: str, depth: int | None = None) -> tuple[list[str], list[list[Any]]]:
     """Headers and exact rows of one breakdown; rows without work are left out, their parameters kept."""
     if by == "module":
-        headers = ["path", "kind", "count", "forward", "backward", "recompute", "parameters"]
+        headers = ["path", "kind", "count", "forward", "backward", "recompute", "clipping", "parameters"]
         return headers, [list(row) for row in estimate.by_module(depth)]
     sums = estimate.by_component() if by == "component" else estimate.by_kind()
-    return [by, "forward", "backward", "recompute"], [[name, *row] for name, row in sums.items() if any(row)]
+    headers = [by, "forward", "backward", "recompute", "clipping"]
+    return headers, [[name, *row] for name, row in sums.items() if any(row)]
 
 
 def format_csv(estimate: Estimate, by: str, depth: int | None) -> str:
@@ -104,27 +105,29 @@ def _style(is_markdown: bool) -> str:
 
 def _shown_breakdown(estimate: Estimate, by: str, depth: int | None) -> tuple[list[str], list[list[Any]]]:
     _, rows = breakdown(estimate, by, depth)
-    has_recompute = bool(estimate.recompute)
     total = estimate.total
+    # What few steps have is a column only where there is some.
+    extras = {"recompute": estimate.recompute, "clipping": estimate.clipping}
+    has = [bool(value) for value in extras.values()]
     shown = []
     for row in rows:
         if by == "module":
-            path, _, count, forward, backward, recompute, parameters = row
-            head: list[Any] = [_shorten(path, 20 if has_recompute else 32), count]
+            path, _, count, forward, backward, *more, parameters = row
+            head: list[Any] = [_shorten(path, 32 - 12 * sum(has)), count]
             tail = [format_parameters(parameters) if parameters else "-"]
         else:
-            (name, forward, backward, recompute), tail = row, []
+            (name, forward, backward, *more), tail = row, []
             head = [name]
-        again = [_cell(recompute)] if has_recompute else []
-        share = format_share(forward + backward + recompute, total)
-        shown.append([*head, _cell(forward), _cell(backward), *again, share, *tail])
+        share = format_share(forward + backward + sum(more), total)
+        cells = [_cell(value) for value, is_shown in zip(more, has, strict=True) if is_shown]
+        shown.append([*head, _cell(forward), _cell(backward), *cells, share, *tail])
     names = ["module", "×"] if by == "module" else [by]
-    again_name = ["recompute"] if has_recompute else []
-    return [*names, "forward", "backward", *again_name, "share", *(["params"] if by == "module" else [])], [
+    extra_names = [name for name, value in extras.items() if value]
+    return [*names, "forward", "backward", *extra_names, "share", *(["params"] if by == "module" else [])], [
         *shown,
         [
             "total", *([""] if by == "module" else []), _cell(estimate.forward), _cell(estimate.backward),
-            *([_cell(estimate.recompute)] if has_recompute else []), format_share(total, total),
+            *(_cell(value) for value in extras.values() if value), format_share(total, total),
             *([format_parameters(estimate.parameters["total"])] if by == "module" else []),
         ],
     ]  # fmt: skip
@@ -166,6 +169,8 @@ def _describe_work(estimate: Estimate) -> str:
         pieces.append(f"{', '.join(recipe.freeze)} frozen")
     if recipe.recompute != "none":
         pieces.append(f"recompute {recipe.recompute}")
+    if recipe.clipping != "none":
+        pieces.append(f"clipping {recipe.clipping}")
     return ", ".join(pieces)
 
 

@@ -82,7 +82,7 @@ class TracedEstimator(Estimator):
         if load.decoder is not None or load.clips:
             raise WorkloadError("traced: one length alone was solved for, without a decoder's length or audio")
         self._check_grids(load)
-        forward, backward, recompute = self.count(load, "full")
+        forward, backward, recompute, _ = self.count(load, "full")
         return Estimate(((self, load, 1),), forward, backward, recompute, notes)
 
     def estimate_batch(
@@ -105,14 +105,14 @@ class TracedEstimator(Estimator):
             raise WorkloadError(f"the batch needs what the model was traced with: {', '.join(self.traced.axes)}")
         return self.estimate(make_workload(sizes["b"], sizes["n"], phase=phase, logits=logits))
 
-    def count(self, load: Workload, convention: str) -> tuple[int, int, int]:
+    def count(self, load: Workload, convention: str) -> tuple[int, int, int, int]:
         found = self._find(load, convention)
         values = [_sum_monomial(text, load) for text in found.monomials]
         key = (found.phase, found.has_images)
         if key not in self._totals:
             self._totals[key] = _add_rows(found)
         total = _make_row("the model", self._totals[key], values)
-        return total.forward, total.backward, total.recompute
+        return total.forward, total.backward, total.recompute, 0  # a trace clips nothing
 
     def rows(self, load: Workload, convention: str) -> list[tuple[Block, Row, int]]:
         found = self._find(load, convention)

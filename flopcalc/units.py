@@ -37,6 +37,19 @@ def format_rate(flops_per_s: float) -> str:
     return f"{flops_per_s / 1e12:,.1f} TFLOP/s"
 
 
+def format_bytes(value: int) -> str:
+    """3221225472 -> '3.00 GiB'."""
+    for size, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value} B"
+
+
+def format_seconds(value: float) -> str:
+    """0.0123 -> '12.30 ms'; from one second on, seconds."""
+    return f"{value:,.2f} s" if value >= 1 else f"{1000 * value:.2f} ms"
+
+
 def format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 

@@ -505,6 +505,8 @@ def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
         # What the model needs and what HF executes are different products here: each counts under its convention.
         is_counted = (counting == "model") == (kind == "needed")
         return evaluate_feature(feature[1:], load, counting) if is_counted else 0
+    if kind in ("samples", "each", "squares", "products"):
+        return _count_samples(kind, feature[1:], load, counting)
     grids = load.grids + load.videos if load.videos else load.grids
     if kind == "images":
         return len(grids)
@@ -521,6 +523,22 @@ def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
     if kind == "windows":
         return sum([window_pairs(grid, int(feature[1]), int(feature[2])) for grid in grids])
     raise AssertionError(f"feature {feature!r}")
+
+
+def _count_samples(kind: str, feature: Feature, load: Workload, counting: str) -> int:
+    """What clipping works on, a sample being a row of the batch: samples, their rows, the pairs of their rows.
+
+    torch.einsum makes no product of a sum over one entry: a batch of one sample has no sum over samples, and a
+    sample of one row none over rows.
+    """
+    if kind == "samples":
+        return load.rows if load.rows > 1 else 0
+    each = evaluate_feature(feature, load, counting) // load.rows
+    if kind == "squares":
+        return load.rows * each * each
+    if each == 1:
+        return 0
+    return load.rows * each * (each if kind == "products" else 1)
 
 
 def _get_decoder(load: Workload) -> Workload:

@@ -318,7 +318,7 @@ def test_json_contract(capsys: Capture, arguments: list[str], convention: str) -
     assert all(isinstance(value, str) and value for value in shown["model"].values())
     assert set(shown["workload"]) >= WORKLOAD
     assert set(shown["workload"]) - WORKLOAD <= {"grad_accum"}
-    assert set(shown["recipe"]) == {"freeze", "train_only", "lora", "recompute"}
+    assert set(shown["recipe"]) == {"freeze", "train_only", "lora", "recompute", "clipping"}
     assert shown["convention"] == convention
     flops = shown["flops"]
     assert set(flops) == {"forward", "backward", "recompute", "clipping", "total"}
@@ -467,7 +467,7 @@ def test_recipe_is_shown(capsys: Capture) -> None:
         "--recompute", "full",
     )  # fmt: skip
     assert shown["recipe"] == {
-        "freeze": ["model.layers.0"], "train_only": [], "recompute": "full",
+        "freeze": ["model.layers.0"], "train_only": [], "recompute": "full", "clipping": "none",
         "lora": {"r": 4, "targets": ["q_proj", "v_proj"], "save": []},
     }  # fmt: skip
 

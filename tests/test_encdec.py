@@ -191,7 +191,7 @@ def test_audio_is_frozen_by_its_word() -> None:
 
 def test_text_alone_notes_the_missing_audio() -> None:
     estimate = estimate_flops(QWEN_AUDIO, seq_len=60)
-    assert estimate.by_component()["audio"] == (0, 0, 0)
+    assert estimate.by_component()["audio"] == (0, 0, 0, 0)
     assert any("--audio" in note for note in estimate.notes)
 
 

@@ -153,6 +153,7 @@ def test_recipe_to_dict() -> None:
         "train_only": [],
         "lora": {"r": 4, "targets": ["q_proj"], "save": []},
         "recompute": "full",
+        "clipping": "none",
     }
     assert Recipe().to_dict()["lora"] is None
 

@@ -35,7 +35,7 @@ def test_csv_holds_exact_rows(by: str) -> None:
 
 def test_breakdown_by_module_is_cut_to_depth() -> None:
     headers, rows = breakdown(make(), "module", 2)
-    assert headers == ["path", "kind", "count", "forward", "backward", "recompute", "parameters"]
+    assert headers == ["path", "kind", "count", "forward", "backward", "recompute", "clipping", "parameters"]
     assert [row[0] for row in rows] == ["model.embed_tokens", "model.layers", "model.norm", "lm_head"]
 
 
@@ -48,6 +48,8 @@ CASES: list[tuple[str, int, dict[str, Any], str]] = [
     ("qwen3-vl-8b", 4096, {"recipe": {"lora": "r=16,targets=q_proj+v_proj", "recompute": "full"}}, "component"),
     ("qwen3-vl-8b", 4096, {"recipe": {"freeze": ["vision", "model.language_model.layers.1*"]}}, "component"),
     ("gpt2", 1024, {"phase": "prefill"}, "component"),
+    (TEXT, 4096, {"clipping": "ghost", "convention": "hardware", "batch_size": 4}, "module"),
+    (TEXT, 4096, {"recipe": {"clipping": "hooks", "recompute": "full-reentrant"}, "convention": "hardware"}, "module"),
     ("mixtral-8x7b", 8192, {"lengths": [512] * 16}, "module"),
 ]
 

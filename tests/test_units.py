@@ -11,11 +11,13 @@ from flopcalc.errors import find_nearest, format_nearest, format_value
 from flopcalc.units import (
     MAX_SIZE,
     check_size,
+    format_bytes,
     format_count,
     format_flops,
     format_number,
     format_parameters,
     format_rate,
+    format_seconds,
     format_share,
     parse_size,
     parse_sizes,
@@ -41,6 +43,24 @@ from flopcalc.units import (
 )
 def test_format_flops(value: int, text: str) -> None:
     assert format_flops(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (3 << 19, "1.50 MiB"), (3 << 30, "3.00 GiB"),
+        (5 << 40, "5.00 TiB"), (5 << 50, "5120.00 TiB"),
+    ],
+)  # fmt: skip
+def test_format_bytes(value: int, text: str) -> None:
+    assert format_bytes(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0.00 ms"), (0.0123, "12.30 ms"), (1.0, "1.00 s"), (1234.5, "1,234.50 s")]
+)
+def test_format_seconds(value: float, text: str) -> None:
+    assert format_seconds(value) == text
 
 
 def test_format_count_without_unit() -> None:

@@ -22,6 +22,7 @@ _COMMANDS = {
     "verify": ("flopcalc.cli.verify", "Build HF's model and compare every row with the analytic count."),
     "calibrate": ("flopcalc.cli.calibrate", "Measure this machine's GPU into tables."),
     "calibration": ("flopcalc.cli.calibration", "Show, list and compare measured tables."),
+    "sweep": ("flopcalc.cli.sweep", "Train many configurations for a few steps, one process each, and compare."),
     "monitor": ("flopcalc.cli.monitor", "Sum up or draw the log of a training monitor."),
 }
 

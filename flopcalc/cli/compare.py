@@ -10,16 +10,20 @@ import click
 from flopcalc.cli.options import complete_model, make_estimate, trace_option, workload_options
 from flopcalc.errors import WorkloadError, format_nearest
 from flopcalc.estimate import CONVENTIONS, KERNELS
-from flopcalc.recipe import RECOMPUTE
+from flopcalc.recipe import CLIPPING, RECOMPUTE
 from flopcalc.report import format_grid
 from flopcalc.units import format_flops, format_parameters
 from flopcalc.workload import PHASES
 
 _SETTABLE = (
     "batch", "seq", "decoder_seq", "text", "lengths", "grad_accum", "image", "image_grid", "video_grid", "audio",
-    "phase", "context", "logits", "freeze", "train_only", "lora", "recompute", "convention", "attention_kernel",
+    "phase", "context", "logits", "freeze", "train_only", "lora", "recompute", "clipping", "convention",
+    "attention_kernel",
 )  # fmt: skip
-_CHOICES = {"phase": PHASES, "convention": CONVENTIONS, "attention_kernel": KERNELS, "recompute": RECOMPUTE}
+_CHOICES = {
+    "phase": PHASES, "convention": CONVENTIONS, "attention_kernel": KERNELS, "recompute": RECOMPUTE,
+    "clipping": CLIPPING,
+}  # fmt: skip
 _LENGTHS = ("seq", "text", "lengths")
 _REPEATABLE = ("image", "image_grid", "video_grid", "audio", "freeze", "train_only")
 

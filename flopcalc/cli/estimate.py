@@ -47,8 +47,8 @@ def estimate(model: str, depth: str | None, by: str | None, style: str | None, a
         shown["notes"] += notes
         if by == "kind":
             shown["kinds"] = [
-                {"name": name, "forward": forward, "backward": backward + again}
-                for name, (forward, backward, again) in asked.estimate.by_kind().items()
+                {"name": name, "forward": forward, "backward": sum(rest)}
+                for name, (forward, *rest) in asked.estimate.by_kind().items()
             ]
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return

@@ -31,7 +31,10 @@ _FEATURES = {
     "calls": "calls",
     "folds": "folds",
     "padding": "tile padding",
+    "samples": "samples",
 }
+# What clipping multiplies by: rows of one kind, taken sample by sample.
+_SAMPLE_FEATURES = {"each": "{}", "squares": "{}² of each sample", "products": "{}² of each sample"}
 
 
 @click.command()
@@ -72,7 +75,7 @@ def find_rows(estimate: Estimate, pattern: str) -> list[tuple[str, int, Row, int
     copies: dict[tuple[str, Row, int], int] = {}
     for block, row, value in estimator.rows(load, estimate.convention):
         path = join(f"{block.path}.*" if block.layers is not None else block.path, row.op.name)
-        has_work = value and (row.forward or (row.backward and load.phase == "train"))
+        has_work = value and (row.forward or ((row.backward or row.clipping) and load.phase == "train"))
         if has_work and (regex.match(path) or pattern in path):
             key = (path, row, value * times)  # over all micro-batches
             copies[key] = copies.get(key, 0) + block.copies
@@ -85,9 +88,8 @@ def explain_row(estimate: Estimate, path: str, copies: int, row: Row, value: int
     is_train = estimate.terms[0][1].phase == "train"
     unit = name_feature(op.feature, estimate.convention)
     many = value * copies
-    forward, backward, again = (
-        row.forward * many, row.backward * many * is_train, row.recompute * many * is_train
-    )  # fmt: skip
+    forward = row.forward * many
+    backward, again, clipping = (each * many * is_train for each in (row.backward, row.recompute, row.clipping))
     lines = [f"{unit}: {value:,}"]
     if op.feature[0] == "padding":
         lines = [f"forward  = {forward:,} ({format_flops(forward)}), measured beyond need on the device"]
@@ -101,11 +103,17 @@ def explain_row(estimate: Estimate, path: str, copies: int, row: Row, value: int
         lines.append(f"         = {layers}{numbers}{times} × {value:,} = {forward:,} ({format_flops(forward)})")
     if is_train and op.feature[0] == "padding":
         lines.append(f"backward = {backward:,} ({format_flops(backward)}), likewise")
-    elif is_train:
+    elif is_train and (row.forward or row.backward):
         ratio = f"{row.backward / row.forward:g} × forward = " if row.forward else _name_backward(op)
         lines.append(f"backward = {ratio}{backward:,} ({format_flops(backward)})")
     if again:
         lines.append(f"recomputed = {again:,} ({format_flops(again)})")
+    if clipping and row.backward:
+        lines.append(f"clipping = backward once more = {clipping:,} ({format_flops(clipping)})")
+    elif clipping:
+        layers = f"{copies} × " if copies > 1 else ""
+        lines.append(f"clipping = layers × {_name_clipping(row)} × {unit}")
+        lines.append(f"         = {layers}{row.clipping:,} × {value:,} = {clipping:,} ({format_flops(clipping)})")
     return {
         "path": path,
         "parameter": op.param if op.kind in ("linear", "conv", "embed") else None,
@@ -116,8 +124,19 @@ def explain_row(estimate: Estimate, path: str, copies: int, row: Row, value: int
         "forward": forward,
         "backward": backward,
         "recompute": again,
+        "clipping": clipping,
         "lines": lines,
     }
+
+
+def _name_clipping(row: Row) -> str:
+    names = {
+        "samples": "2 × trainable parameters (factors by per-sample gradients)",
+        "each": "2 × in × out (per-sample gradients)",
+        "squares": "2 × (in + out, out again for a bias) (rows by rows)",
+        "products": "2 (sum of both Gram matrices' product)",
+    }
+    return names.get(str(row.op.feature[0]), "2 × 2 × in × out (run once more, then its gradients)")
 
 
 def _name_backward(op: Op) -> str:
@@ -161,6 +180,8 @@ def name_feature(feature: Feature, convention: str = "model") -> str:
     kind, *rest = feature
     if kind in ("needed", "executed", "decoder"):
         return name_feature(feature[1:], convention)
+    if kind in _SAMPLE_FEATURES:
+        return _SAMPLE_FEATURES[kind].format(name_feature(feature[1:], convention))
     if kind == "only":
         return name_feature(feature[2:], convention)
     if kind == "either":

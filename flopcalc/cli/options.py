@@ -12,7 +12,7 @@ from flopcalc.data import list_data_files
 from flopcalc.devices import DTYPES, detect_device, find_device, load_devices, parse_dtype
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.estimate import CONVENTIONS, KERNELS, Estimate, Estimator, bind
-from flopcalc.recipe import RECOMPUTE, Recipe, make_recipe
+from flopcalc.recipe import CLIPPING, RECOMPUTE, Recipe, make_recipe
 from flopcalc.units import format_rate, parse_size, parse_sizes
 from flopcalc.utilization import Utilization, check_positive, describe_measured_mfu, find_peak, hfu, mfu
 from flopcalc.workload import PHASES, Grid, make_workload
@@ -63,6 +63,13 @@ _RECIPE = (
         "--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it; save=… trains modules beside it."
     ),
     click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True),
+    click.option(
+        "--clipping",
+        type=click.Choice(CLIPPING),
+        default="none",
+        show_default=True,
+        help="DP-SGD as Opacus runs it; counted under convention hardware.",
+    ),
 )
 _COUNTING = (
     click.option("--convention", type=click.Choice(CONVENTIONS), default="model", show_default=True),
@@ -115,7 +122,7 @@ def make_estimate(model: Any, options: Mapping[str, Any]) -> Asked:
     device = _choose_device(options, notes)
     recipe = make_recipe(
         freeze=options["freeze"], train_only=options["train_only"], lora=options["lora"],
-        recompute=options["recompute"],
+        recompute=options["recompute"], clipping=options["clipping"],
     )  # fmt: skip
     source = load_config(model, download=options["download"])
     if options.get("trace"):
@@ -131,7 +138,9 @@ def make_estimate(model: Any, options: Mapping[str, Any]) -> Asked:
 def _find_traced(source: Source, recipe: Recipe, options: Mapping[str, Any]) -> Estimator:
     """The traced estimator that --trace asks for; options that a trace cannot answer are refused."""
     context = click.get_current_context()
-    for name in ("convention", "attention_kernel", "spec", "image", "video_grid", "lengths", "decoder_seq", "audio"):
+    for name in (
+        "convention", "attention_kernel", "spec", "image", "video_grid", "lengths", "decoder_seq", "audio", "clipping",
+    ):  # fmt: skip
         is_given = name in options and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if is_given and not (name == "convention" and options[name] == "full"):
             raise WorkloadError(f"--trace counts what HF's code executes: it takes no --{name.replace('_', '-')}")

@@ -150,7 +150,7 @@ NOT_PRODUCTS: dict[str, str] = {
         "resize_ fill_ zero_ fill masked_fill masked_fill_ lift_fresh unique_consecutive _unique2 one_hot "
         "view_copy new_empty_strided detach_ unsqueeze_ _reshape_alias unfold_backward slice_scatter select_scatter "
         "expand_copy clone isin split_with_sizes_copy unsafe_split transpose_ im2col col2im tril_ triu_ as_strided_ "
-        "reflection_pad2d reflection_pad2d_backward index_copy_ index_copy",
+        "reflection_pad2d reflection_pad2d_backward index_copy_ index_copy unique_dim",
         _MAKES: "arange empty empty_like empty_strided full full_like linspace new_empty new_full new_ones new_zeros "
         "ones ones_like scalar_tensor zeros zeros_like eye",
         _LOOKS_UP: "embedding embedding_dense_backward index_add index_add_ index_put index_put_ _index_put_impl_ "
@@ -162,11 +162,13 @@ NOT_PRODUCTS: dict[str, str] = {
         "_native_batch_norm_legit _weight_norm_interface _weight_norm_interface_backward",
         _LOSS: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward",
         _RANDOM: "bernoulli bernoulli_ exponential_ normal_ rand randn randint uniform_ native_dropout "
-        "native_dropout_backward rand_like randn_like",
+        "native_dropout_backward rand_like randn_like normal",
         _SCANS: "cumsum cumprod cummax sort topk histc bincount searchsorted bucketize",
         _READS: "_local_scalar_dense _is_all_true _is_any_true is_same_size equal",
         "pooling: means or maxima of neighbours, no product": "avg_pool2d avg_pool2d_backward max_pool2d_with_indices "
         "max_pool2d_with_indices_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward",
+        "optimizer: excluded by convention, elementwise work on lists of tensors": "_foreach_add_ _foreach_zero_ "
+        "_fused_adamw_",
         "fast Fourier transform: butterflies, no matrix product": "_fft_r2c _fft_c2c _fft_c2r",
         "elementwise; torch forgot the tag": "floor_divide softplus_backward polar log_sigmoid_forward "
         "glu glu_backward log_sigmoid_backward",
@@ -195,7 +197,11 @@ def _is_known(func: torch._ops.OpOverload) -> bool:
     """Whether this operator is known not to be a product: by torch's own tags, or by the table above."""
     tags = func.tags
     return (
-        torch.Tag.pointwise in tags or torch.Tag.reduction in tags or func.is_view or func._schema.name in NOT_PRODUCTS
+        torch.Tag.pointwise in tags
+        or torch.Tag.reduction in tags
+        or func.is_view
+        or func._schema.name in NOT_PRODUCTS
+        or func.namespace == "profiler"  # marks in a trace
     )
 
 

@@ -47,7 +47,7 @@ def describe_machine(device: str) -> Json:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "torch": torch.__version__,
-        "transformers": _find_version("transformers"),
+        "transformers": find_version("transformers"),
         "python": platform.python_version(),
         "flopcalc": __version__,
         "commit": find_commit(),
@@ -96,7 +96,7 @@ def find_commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _find_version(package: str) -> str | None:
+def find_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flopcalc._version import __version__
 from flopcalc.errors import FlopcalcError
@@ -23,6 +23,9 @@ from flopcalc.monitor.settings import Settings
 from flopcalc.monitor.side import Gathered, Say, Side, combine, open_side
 from flopcalc.monitor.sinks import LOG_NAME, Outbox, make_sinks
 from flopcalc.monitor.sources import Counts, Factor, Source
+
+if TYPE_CHECKING:
+    from flopcalc.monitor.lane import Row, RunEntry
 
 VALUES = ("training/epoch", "training/loss", "training/grad_norm", "training/lr")  # that a loop gives
 GOODPUT_NAME = "goodput.json"
@@ -198,7 +201,7 @@ class Digester:
             return  # the worker is at it, and slow
         try:
             while self.entries and self.entries[0].is_ready:
-                self._try(self.entries.popleft())
+                self._try(self._digest_one, self.entries.popleft())
             self._exchange()
             problems, self.meter.problems = self.meter.problems, {}
         finally:
@@ -206,10 +209,10 @@ class Digester:
         for once, problem in problems.items():
             self._say(problem, once)
 
-    def _try(self, entry: Any) -> None:
+    def _try(self, digest: Callable[..., None], *given: Any) -> None:
         """One entry that cannot be digested is said once, and takes no other with it."""
         try:
-            self._digest_one(entry)
+            digest(*given)
         except Exception as error:
             self._say(f"a step could not be digested: {type(error).__name__}: {error}", "fail digest")
 
@@ -221,8 +224,21 @@ class Digester:
         elif isinstance(entry, ReportEntry):
             self._write_record(entry)
         else:
-            for each in entry.expand(self.copies):
-                self._try(each)
+            self._digest_run(entry)
+
+    def _digest_run(self, entry: RunEntry) -> None:
+        """Steps that are alike are counted once."""
+        alike: dict[int, Step] = {}
+        for row, report in entry.list_reports(self.copies):
+            self._try(self._add_alike, entry, row, alike)
+            self._try(self._write_record, report)
+
+    def _add_alike(self, entry: RunEntry, row: Row, alike: dict[int, Step]) -> None:
+        step = alike.get(row.calls)
+        if step is None:
+            step = alike[row.calls] = self._make_step(entry.make_step(row.calls))
+        wall_s, data_s = _find_times(row.now_ns - row.boundary_ns, row.begun_ns - row.boundary_ns)
+        self.meter.add(step._replace(number=row.number, wall_s=wall_s, data_s=data_s))
 
     def _write_record(self, entry: ReportEntry) -> None:
         values = {key: self._arrive(value, entry.is_lost) for key, value in entry.values.items()}
@@ -254,10 +270,8 @@ class Digester:
         if self.copies is not None and not entry.is_lost:
             for held in entry.waiting:
                 self.copies.give_back(held)
-        step = Step(
-            entry.number, entry.wall_ns / 1e9, min(max(0, entry.data_ns), max(0, entry.wall_ns)) / 1e9, entry.device_s,
-            measured=entry.is_measured,
-        )  # fmt: skip
+        wall_s, data_s = _find_times(entry.wall_ns, entry.data_ns)
+        step = Step(entry.number, wall_s, data_s, entry.device_s, measured=entry.is_measured)
         factor = entry.factor
         if factor is not None:
             model_factor = factor.value if factor.is_of_model else 1.0
@@ -385,6 +399,11 @@ class Digester:
 def make_plain_report(step: int, at_ns: int) -> ReportEntry:
     """A record without a loop's own values."""
     return ReportEntry({"global_step": step, **dict.fromkeys(VALUES, math.nan)}, (), None, at_ns)
+
+
+def _find_times(wall_ns: int, data_ns: int) -> tuple[float, float]:
+    """Seconds of a step, and of its wait for data, which is a part of them."""
+    return wall_ns / 1e9, min(max(0, data_ns), max(0, wall_ns)) / 1e9
 
 
 def _count(intake: Intake, snapshots: Sequence[Snapshot | None]) -> list[Work]:

@@ -7,16 +7,24 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flopcalc.monitor.lane import Lane
     from flopcalc.monitor.training import TrainingMonitor
 
 
-class Running:
-    """Whether a forward pass is under way."""
+# Of forward passes:
+IDLE = 0  # each one that trains came to its end
+TRAINS = 1  # one that trains is under way
+BROKEN = 2  # it never came to its end, and one that does not train began since
 
-    __slots__ = ("is_on",)
+
+class Running:
+    """What hooks and monitor share: the forward pass that is under way, and the lane of steps that repeat."""
+
+    __slots__ = ("lane", "state")
 
     def __init__(self) -> None:
-        self.is_on = False
+        self.state = IDLE
+        self.lane: Lane | None = None
 
 
 class Idle:
@@ -51,12 +59,12 @@ class Hook(_Hung):
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_compiling():  # inside a compiled graph there is nothing to see
             return
+        running = self._running
         if not module.training or not self._is_grad_enabled():
+            if running.state == TRAINS:
+                running.state = BROKEN
             return
-        monitor = self._monitor()
-        if monitor is None:
-            return
-        lane = monitor._lane
+        lane = running.lane
         if lane is not None and not args and tuple(kwargs) == lane.names:
             try:
                 for name, shape in lane.key:
@@ -67,13 +75,15 @@ class Hook(_Hung):
                         if not lane.calls:
                             lane.begun = lane.clock()
                             lane.calls = 1
-                        elif not self._running.is_on:  # else the one before raised, and this is in its place
+                        elif running.state == IDLE:  # else the one before raised, and this is in its place
                             lane.calls += 1
-                        self._running.is_on = True
+                        running.state = TRAINS
                         return
             except Exception:  # whatever it is given, the long way looks at it
-                monitor._leave_lane()
-        monitor._see(args, kwargs, self._names)
+                pass
+        monitor = self._monitor()
+        if monitor is not None:
+            monitor._see(args, kwargs, self._names)
 
 
 class DoneHook(_Hung):
@@ -84,11 +94,13 @@ class DoneHook(_Hung):
 
         self._running = running
         self._is_compiling = torch.compiler.is_dynamo_compiling
-        self._is_grad_enabled = torch.is_grad_enabled
 
-    def __call__(self, module: Any, _args: Any, _output: Any) -> None:
-        if not self._is_compiling() and module.training and self._is_grad_enabled():
-            self._running.is_on = False
+    def __call__(self, _module: Any, _args: Any, _output: Any) -> None:
+        if self._is_compiling():
+            return
+        running = self._running
+        if running.state == TRAINS:
+            running.state = IDLE
 
 
 class DtypeHook(_Hung):

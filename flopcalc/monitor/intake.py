@@ -243,9 +243,10 @@ def bind_eager(estimator: Estimator) -> Estimator:
 
 
 def strip(model: Any) -> Any:
-    """The model inside torch.compile, DDP and their like."""
+    """The model inside torch.compile, DDP, Opacus and their like."""
     while True:
-        inner = next((m for m in (model._modules.get(name) for name in ("_orig_mod", "module")) if m is not None), None)
+        found = (model._modules.get(name) for name in ("_orig_mod", "module", "_module"))
+        inner = next((each for each in found if each is not None), None)
         if inner is None:
             return model
         model = inner

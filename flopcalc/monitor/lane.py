@@ -20,11 +20,25 @@ STEPS = 64  # the long way is taken at least so often
 PERIOD_NS = 4_000_000_000  # and when so much time has passed
 
 
+_make = tuple.__new__  # without the arguments' names, which cost more than the tuple
+
+
 class Kept(NamedTuple):
     """A tensor whose value is read later, if nobody has written into it by then."""
 
     tensor: Any
     version: int  # -1: torch does not count
+
+
+def _find_kept_type(value: Any) -> tuple[type, int]:
+    """The type of a value that goes into a row as it is, and how often a tensor was written into by then."""
+    if type(value) in (float, int, type(None)):
+        return type(value), -1
+    if value.__class__.__name__ == "Tensor" and not value.requires_grad:
+        kept = keep(value)
+        if kept.version >= 0:
+            return type(value), kept.version
+    return Kept, -1  # which no loop gives: each value is looked at
 
 
 def keep(value: Any) -> Any:
@@ -37,10 +51,9 @@ def keep(value: Any) -> Any:
     elif value.requires_grad:
         value = value.detach()
     try:
-        version = value._version
+        return _make(Kept, (value, value._version))
     except RuntimeError:  # made in inference mode
-        version = -1
-    return tuple.__new__(Kept, (value, version))
+        return Kept(value, -1)
 
 
 class Row(NamedTuple):
@@ -52,15 +65,25 @@ class Row(NamedTuple):
     now_ns: int
     calls: int  # micro-batches, all alike
     skip_wandb: bool
-    values: tuple[Any, ...]  # as VALUES names them: what the loop gave, tensors as Kept
+    epoch: Any  # from here on as VALUES names them: what the loop gave, or Kept
+    loss: Any
+    grad_norm: Any
+    learning_rate: Any
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return self[-len(VALUES) :]
+
+
+_PLACES = Row._fields[-len(VALUES) :]
 
 
 class Lane:
     """What the steps repeat, and the steps."""
 
     __slots__ = (
-        "begun", "boundary", "calls", "clock", "factor", "intake", "key", "names", "nones", "rows", "snapshot", "until",
-        "until_ns",
+        "begun", "boundary", "calls", "clock", "factor", "intake", "key", "loss_type", "names", "nones", "norm_type",
+        "rows", "snapshot", "until", "until_ns", "versions",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +108,19 @@ class Lane:
         self.rows: list[tuple[Any, ...]] = []
         self.calls = 0
         self.begun = 0
+        self.loss_type: type = Kept
+        self.norm_type: type = Kept
+        self.versions = (-1,) * len(VALUES)
+
+    def expect(self, loss: Any, grad_norm: Any) -> None:
+        """What the step before gave: where the next ones give the same, nothing is asked of it before its turn.
+
+        A loop that gave a tensor without a graph, and as often written into, is taken to do so again; whether it did
+        is seen when the steps are handed over.
+        """
+        self.loss_type, loss_version = _find_kept_type(loss)
+        self.norm_type, norm_version = _find_kept_type(grad_norm)
+        self.versions = (-1, loss_version, norm_version, -1)
 
 
 class RunEntry:
@@ -105,19 +141,22 @@ class RunEntry:
         self.device_s = math.nan
         self.is_ready = self.is_lost = self.is_overwritten = False
         self.waiting: list[tuple[Any, list[tuple[int, int]]]] = []  # copies, and whose values they hold
-        self._gather(copies)
+        self._gather(copies, lane.versions)
 
-    def _gather(self, copies: Copies | None) -> None:
+    def _gather(self, copies: Copies | None, versions: tuple[int, ...]) -> None:
         """One copy for all values of a dtype that lie on the device; what was written into since is not known."""
         groups: dict[Any, list[tuple[int, int, Any]]] = {}
         for at, row in enumerate(self.rows):
             values = list(row.values)
             for place, value in enumerate(values):
-                if not isinstance(value, Kept):
+                if type(value) in (float, int) or value is None:
                     continue
-                tensor = value.tensor
+                tensor, version = value if isinstance(value, Kept) else (value, versions[place])
+                if not is_tensor(tensor):
+                    continue
                 values[place] = math.nan
-                if value.version >= 0 and tensor._version != value.version:
+                tensor = tensor.detach()
+                if version >= 0 and tensor._version != version:
                     self.is_overwritten = True
                 elif tensor.is_cuda and copies is not None and tensor.numel() == 1:
                     groups.setdefault((tensor.dtype, tensor.device), []).append((at, place, tensor))
@@ -125,7 +164,7 @@ class RunEntry:
                     values[place] = float(tensor)  # at once: it may be written into again
                 else:
                     values[place] = tensor  # read, or refused in words, with the others
-            self.rows[at] = row._replace(values=tuple(values))
+            self.rows[at] = row._replace(**dict(zip(_PLACES, values, strict=True)))
         for found in groups.values():
             import torch
 
@@ -133,8 +172,16 @@ class RunEntry:
             assert copies is not None
             self.waiting.append((copies.take(stacked), [(at, place) for at, place, _ in found]))
 
-    def expand(self, copies: Copies | None) -> Iterator[StepEntry | ReportEntry]:
-        """The steps and their reports one by one, once the copies have arrived."""
+    def make_step(self, calls: int) -> StepEntry:
+        """What all steps of so many micro-batches have in common."""
+        step = StepEntry(0, 0, 0, None, None)
+        step.snapshots = (self.snapshot,) * calls
+        step.intake = self.intake
+        step.factor = self.factor
+        return step
+
+    def list_reports(self, copies: Copies | None) -> Iterator[tuple[Row, ReportEntry]]:
+        """The steps with their reports, once the copies have arrived."""
         arrived: dict[tuple[int, int], float] = {}
         for held, places in self.waiting:
             if not self.is_lost:
@@ -142,17 +189,10 @@ class RunEntry:
                 if copies is not None:
                     copies.give_back(held)
         for at, row in enumerate(self.rows):
-            step = StepEntry(row.number, row.now_ns - row.boundary_ns, row.begun_ns - row.boundary_ns, None, None)
-            step.snapshots = (self.snapshot,) * row.calls
-            step.intake = self.intake
-            step.factor = self.factor
-            yield step
-            values = {
-                name: arrived.get((at, place), value)
-                for place, (name, value) in enumerate(zip(VALUES, row.values, strict=True))
-            }
-            report = ReportEntry(
-                {"global_step": row.number, **values}, ("wandb",) if row.skip_wandb else (), None, row.now_ns
-            )
+            values = dict(zip(("global_step", *VALUES), (row.number, *row.values), strict=True))
+            for place, name in enumerate(VALUES):
+                if (at, place) in arrived:
+                    values[name] = arrived[at, place]
+            report = ReportEntry(values, ("wandb",) if row.skip_wandb else (), None, row.now_ns)
             report.time = self.time + row.now_ns / 1e9
-            yield report
+            yield row, report

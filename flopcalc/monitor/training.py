@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from flopcalc.errors import FlopcalcError
 from flopcalc.monitor.digest import VALUES, Digester, NoteEntry, ReportEntry, StepEntry, find_kind, make_plain_report
-from flopcalc.monitor.hooks import DoneHook, DtypeHook, Hook, Running, StepContext, Watched
+from flopcalc.monitor.hooks import IDLE, TRAINS, DoneHook, DtypeHook, Hook, Running, StepContext, Watched
 from flopcalc.monitor.intake import (
     Copies,
     Intake,
@@ -106,7 +106,7 @@ class TrainingMonitor:
 
     _is_off = True  # of a copy, until __init__ has run
     _pid = -1
-    _lane: Lane | None = None  # of steps that repeat the last one
+    _running = Running()  # and no lane
 
     def __init__(
         self,
@@ -242,22 +242,29 @@ class TrainingMonitor:
         skip_wandb: bool = False,
     ) -> None:
         """An optimizer step is over, and this is its record. Inside or after `with monitor.step()` only the record."""
-        lane = self._lane
-        if lane is not None and lane.calls and not self._running.is_on and type(step) is int:
+        running = self._running
+        lane = running.lane
+        if lane is not None and lane.calls and running.state == IDLE and type(step) is int:
             try:
                 # Here and in Hook.__call__ everything is written out: a call costs more than what it would do.
                 now = lane.clock()
-                values = (
-                    epoch if type(epoch) in _PLAIN else keep(epoch), loss if type(loss) in _PLAIN else keep(loss),
-                    grad_norm if type(grad_norm) in _PLAIN else keep(grad_norm),
-                    learning_rate if type(learning_rate) in _PLAIN else keep(learning_rate),
-                )  # fmt: skip
-                lane.rows.append((step, lane.begun, lane.boundary, now, lane.calls, skip_wandb, values))
+                if type(epoch) not in _PLAIN:
+                    epoch = keep(epoch)
+                if type(loss) is not lane.loss_type:
+                    loss = keep(loss)
+                if type(grad_norm) is not lane.norm_type:
+                    grad_norm = keep(grad_norm)
+                if type(learning_rate) not in _PLAIN:
+                    learning_rate = keep(learning_rate)
+                lane.rows.append((
+                    step, lane.begun, lane.boundary, now, lane.calls, skip_wandb,
+                    epoch, loss, grad_norm, learning_rate,
+                ))  # fmt: skip
                 lane.calls = 0
                 lane.boundary = now
                 if step >= lane.until or now > lane.until_ns:
                     self._leave_lane()
-                    self._lane = None  # also where the child of a fork trains
+                    running.lane = None  # also where the child of a fork trains
                 return
             except Exception as error:
                 self._fail("log_step", error)
@@ -284,7 +291,7 @@ class TrainingMonitor:
         if opened is not None and (
             self._keeps_tensors or not any(map(is_tensor, (epoch, loss, grad_norm, learning_rate)))
         ):
-            self._enter_lane(opened)
+            self._enter_lane(opened, loss, grad_norm)
 
     @_guarded
     def mark_lost(self, cause: str) -> None:
@@ -373,7 +380,12 @@ class TrainingMonitor:
 
     # --- The hot path -----------------------------------------------------------------------------------------------
 
-    def _enter_lane(self, opened: _Open) -> None:
+    @property
+    def _lane(self) -> Lane | None:
+        """Of steps that repeat the last one."""
+        return self._running.lane
+
+    def _enter_lane(self, opened: _Open, loss: Any, grad_norm: Any) -> None:
         """Where the next step may be like this one, and there is nothing to read or to measure in it."""
         digester = self._digester
         first = opened.snapshots[0] if opened.snapshots else None
@@ -389,14 +401,15 @@ class TrainingMonitor:
         if every:
             until = min(until, (self._number // every + 1) * every - 1)
         if until > self._number and all(hasattr(kwargs.get(name), "shape") for name, _ in first.key):
-            lane = self._lane = Lane(kwargs, first, digester.intake, until, self._boundary, _clock)
+            lane = self._running.lane = Lane(kwargs, first, digester.intake, until, self._boundary, _clock)
             lane.factor = digester.source.factor(first.kind)
+            lane.expect(loss, grad_norm)
             digester.lane = lane
 
     @_guarded
     def _leave_lane(self) -> None:
         """Hand over the steps that were only noted; a step that is under way goes on the long way."""
-        lane, self._lane = self._lane, None
+        lane, self._running.lane = self._running.lane, None
         self._digester.lane = None
         if lane is None:
             return
@@ -473,18 +486,17 @@ class TrainingMonitor:
         watched, self._latest = self._latest, None
         if watched is not None and _are_alike(watched, batch):
             batch = watched
-        if self._running.is_on:
+        if self._running.state != IDLE:
             self._forget_failed(opened)
-        self._running.is_on = True
+        self._running.state = TRAINS
         self._note(opened, batch)
 
     def _forget_failed(self, opened: _Open) -> None:
         """The last forward pass raised, and the loop went on: it is no part of the step."""
+        self._running.state = IDLE
         if not opened.seen:
-            self._running.is_on = False
             return
         opened.seen -= 1
-        self._running.is_on = False
         del opened.snapshots[opened.seen :], opened.sizes[opened.seen :], opened.batches[:]
         if opened.is_measured and self._digester.source is not None:
             opened.is_measured = False
@@ -516,7 +528,7 @@ class TrainingMonitor:
         opened = self._begin()
         self._open = None
         opened.kwargs, self._lane_kwargs = self._lane_kwargs, None
-        if self._running.is_on:
+        if self._running.state != IDLE:
             self._forget_failed(opened)
         number = self._number = int(step) if step is not None else self._number + 1
         end = self._marks.mark()
@@ -643,7 +655,7 @@ class TrainingMonitor:
     def _abandon(self) -> None:
         """The step raised: it is no step."""
         opened, self._open = self._open, None
-        self._running.is_on = False
+        self._running.state = IDLE
         if opened is not None and opened.is_measured and self._digester.source is not None:
             self._digester.source.cancel()
 

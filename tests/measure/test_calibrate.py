@@ -48,7 +48,7 @@ def measure(args: Json, row: Json) -> Json:
         os.kill(os.getpid(), signal.SIGKILL)
     if (folder / f"stop-{mark}").exists():
         (folder / f"stop-{mark}").unlink()
-        os.kill(os.getppid(), signal.SIGINT)
+        os.kill(int(os.environ["FAKE_RUNNER"]), signal.SIGINT)
     slower = 1.3 if (folder / "slower").exists() else 1.1
     count = row["n"] * 7 + (folder / "more").exists()
     return {"name": args["name"], "n": row["n"], "seconds": (row["n"] + 1) * slower, "count": count}
@@ -59,6 +59,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Only the fake table, no GPU and no torch process."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setenv("FAKE_TABLE", str(tmp_path))
+    monkeypatch.setenv("FAKE_RUNNER", str(os.getpid()))
     monkeypatch.setattr(module, "_probe", lambda *_: dict(MACHINE))
     for registry in (tables.TABLES, module.TABLES):
         monkeypatch.setitem(registry, "fake", (HERE, "plan", ""))

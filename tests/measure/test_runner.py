@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runner_jobs
 
-from flopcalc.measure import runner
+from flopcalc.measure import journal, runner
+from flopcalc.measure.jobs import Lost, Running, Task
+from flopcalc.measure.launchers import Local, Place
 from flopcalc.measure.runner import Job, Result, RunnerError, make_command_job, run_jobs
 
 HERE = "test_runner"
@@ -66,13 +68,8 @@ def act(args: Json, row: Json) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "exit":
         os._exit(3)
-    if kind == "hang":
-        child = subprocess.Popen(["sleep", "600"])
-        Path(args["child"]).write_text(str(child.pid))
-        time.sleep(600)
-    if kind == "slow":
-        time.sleep(row["seconds"])
-        return {"value": "slow"}
+    if kind == "print":
+        print("into the log", flush=True)
     raise AssertionError(kind)
 
 
@@ -83,20 +80,6 @@ def value(number: int) -> Json:
 def job(rows: dict[str, Json], name: str = "a", **kwargs: Any) -> Job:
     args = kwargs.pop("args", {})
     return Job(name, f"{HERE}:start", args, rows, **kwargs)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_alive(pid)
 
 
 @pytest.fixture(autouse=True)
@@ -121,14 +104,6 @@ def test_every_failure_is_a_row_and_the_others_survive(tmp_path: Path) -> None:
     process = {row: r.data["process"] for row, r in results.items() if r.is_ok}
     assert process["1"] == process["3"]
     assert len(set(process.values())) == 3
-
-
-def test_a_hang_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    args = {"child": str(tmp_path / "child")}
-    rows = {"1": {"do": "hang"}, "2": value(2)}
-    results = run_jobs([job(rows, args=args, timeout_s=1.5)], str(tmp_path / "run")).results
-    assert [r.reason for r in results] == ["timeout", None]
-    assert wait_gone(int((tmp_path / "child").read_text()))
 
 
 def test_a_worker_that_cannot_start_fails_its_rows_only(tmp_path: Path) -> None:
@@ -247,97 +222,155 @@ def test_a_full_disk_keeps_the_rows_before_it(tmp_path: Path, monkeypatch: pytes
 
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:
     with (
-        runner._lock(str(tmp_path)),
+        journal.lock_folder(str(tmp_path)),
         pytest.raises(RunnerError, match=rf"in use by another run \(process {os.getpid()}\)"),
     ):
         run_jobs([job({"1": value(1)})], str(tmp_path))
     assert run_jobs([job({"1": value(1)})], str(tmp_path)).ran == 1
 
 
-# --- the parent's own end ------------------------------------------------------------------------------------------
-_PARENT = """
-import sys
-sys.path.insert(0, {here!r})
-from flopcalc.measure.runner import Job, run_jobs
-rows = {{str(i): {{"do": "slow", "seconds": {seconds}, "value": i}} for i in range(6)}}
-out = run_jobs([Job("a", "test_runner:start", {{"counter": {counter!r}}}, rows)], {folder!r})
-print(out.ran, out.stopped)
-"""
+def test_a_log_that_cannot_be_opened_stops_the_run_in_words(tmp_path: Path) -> None:
+    (tmp_path / "logs" / "b.log").mkdir(parents=True)
+    jobs = [job({"1": value(1)}), job({"1": value(2)}, "b")]
+    with pytest.raises(RunnerError, match=r"b cannot be started, its log is .*b.log: Is a directory; what was done is"):
+        run_jobs(jobs, str(tmp_path))
+    (tmp_path / "logs" / "b.log").rmdir()
+    assert run_jobs(jobs, str(tmp_path)).ran_jobs == {"b"}
 
 
-def spawn_parent(tmp_path: Path, seconds: float) -> subprocess.Popen[str]:
-    code = _PARENT.format(
-        here=str(Path(__file__).parent), counter=str(tmp_path / "runs"), folder=str(tmp_path / "run"), seconds=seconds
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "runs").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return parent
+def test_a_log_on_a_full_disk_fails_its_own_job_alone(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "a.log").symlink_to("/dev/full")
+    code = "print('{}', flush=True)"
+    jobs = [job({"1": {"do": "print"}}), make_command_job("b", [sys.executable, "-c", code], 60)]
+    full, good = run_jobs(jobs, str(tmp_path)).results
+    assert (full.reason, full.detail) == ("exception", "OSError: [Errno 28] No space left on device")
+    assert good.data == {}
 
 
-def find_workers(parent: int) -> list[int]:
-    listed = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-    return [int(pid) for pid in listed.split()]
-
-
-def test_interrupt_stops_after_the_current_row(tmp_path: Path) -> None:
-    parent = spawn_parent(tmp_path, 0.5)
-    workers = find_workers(parent.pid)
-    parent.send_signal(signal.SIGINT)
-    out, err = parent.communicate(timeout=20)
-    ran, stopped = out.split()
-    assert stopped == "True"
-    assert 1 <= int(ran) <= 2
-    assert "stopping after the current row" in err
-    assert all(wait_gone(worker) for worker in workers)
+def test_an_interrupt_stops_after_the_current_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = {"counter": str(tmp_path / "runs")}
+    jobs = [job({str(i): value(i) for i in range(6)}, args=args), job({"1": value(6)}, "b", args=args)]
+    folder = str(tmp_path / "run")
+    # When the first result is told, the second row has begun already.
+    first = run_jobs(jobs, folder, on_result=lambda r: signal.raise_signal(signal.SIGINT) if r.row == "0" else None)
+    assert (first.ran, first.stopped) == (2, True)
+    assert capsys.readouterr().err.startswith("stopping after what runs now; Ctrl-C again stops at once.")
     # The row that ran was finished and is kept: the second run does the others alone.
-    rows = {str(i): {"do": "slow", "seconds": 0.5, "value": i} for i in range(6)}
-    again = run_jobs([Job("a", f"{HERE}:start", {"counter": str(tmp_path / "runs")}, rows)], str(tmp_path / "run"))
-    assert again.ran == 6 - int(ran)
-    assert not again.stopped
-    assert sorted((tmp_path / "runs").read_text().split()) == [str(i) for i in range(6)]
+    again = run_jobs(jobs, folder)
+    assert (again.ran, again.stopped) == (5, False)
+    assert (tmp_path / "runs").read_text().split() == [str(i) for i in range(7)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_parent_leaves_no_orphan(tmp_path: Path, number: int) -> None:
-    parent = spawn_parent(tmp_path, 60)
-    workers = find_workers(parent.pid)
-    assert workers
-    parent.send_signal(number)
-    parent.communicate(timeout=20)
-    assert all(wait_gone(worker) for worker in workers)
+def test_an_interrupt_while_a_worker_is_ended_begins_no_other(tmp_path: Path) -> None:
+    rows = {"0": {"do": "hang"}, "1": {"do": "tell"}, "2": {"do": "tell"}}
+    jobs = [Job("a", runner_jobs.CALL, {}, rows, timeout_s=0.2)]
+    out = run_jobs(jobs, str(tmp_path), on_result=lambda _: signal.raise_signal(signal.SIGINT))
+    assert [(r.row, r.reason) for r in out.results] == [("0", "timeout")]
+    assert out.stopped
 
 
-def test_progress_says_rows_failures_and_time_left(tmp_path: Path) -> None:
+# --- launchers -------------------------------------------------------------------------------------------------------
+def make_light_job(name: str, folder: Path, do: str, **row: Any) -> Job:
+    return Job(name, runner_jobs.CALL, {"name": name, "folder": str(folder)}, {"run": {"do": do, **row}})
+
+
+def test_slots_run_jobs_at_once_and_results_keep_their_order(tmp_path: Path) -> None:
+    # Each comes to its end only when the others have begun; "d" comes first and waits for the last.
+    jobs = [make_light_job(name, tmp_path, "meet", others=list("abcd")) for name in "dabc"]
+    told: list[str] = []
+    places = [Place(str(i)) for i in range(4)]
+    out = run_jobs(jobs, str(tmp_path / "run"), launcher=Local(lambda: places), on_result=lambda r: told.append(r.job))
+    assert [(r.job, r.data) for r in out.results] == [(name, "met") for name in "dabc"]
+    assert sorted(told) == list("abcd")
+
+
+def test_logs_have_a_folder_of_their_own_where_one_is_given(tmp_path: Path) -> None:
+    run_jobs([make_light_job("a/b", tmp_path, "tell")], str(tmp_path / "run"), logs=str(tmp_path / "x"))
+    assert (tmp_path / "x" / "a_b.log").read_text() == "told\n"
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["journal.jsonl", "lock"]
+
+
+class Engine:
+    """A launcher that runs nothing: it answers what it was told to, or loses the task."""
+
+    slots = 1
+
+    def __init__(self, losses: dict[str, int]) -> None:
+        self.losses = losses
+        self.started: list[str] = []
+        self.calls: list[str] = []
+        self.task: Task | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self.task is not None
+
+    def open(self, folder: str) -> None:
+        self.calls.append(f"open {Path(folder).name}")
+
+    def has_room(self) -> bool:
+        return self.task is None
+
+    def start(self, task: Task) -> None:
+        self.task = task
+        self.started.append(task.job.id)
+
+    def wait(self, _timeout_s: float) -> list[Result | Lost]:
+        assert self.task is not None
+        job, self.task = self.task.job, None
+        if self.losses.get(job.id, 0) > 0:
+            self.losses[job.id] -= 1
+            return [Lost(job.id, "node 3 died")]
+        return [Result(job.id, row, job.key(row), "ok", None, None, 7, 0.5) for row in job.rows]
+
+    def look(self) -> list[Running]:
+        return []
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_a_lost_job_is_run_again_and_given_up_after_three_times(tmp_path: Path) -> None:
     from io import StringIO
 
+    jobs = [job({"1": value(1)}, name) for name in "abc"]
     stream = StringIO()
-    progress = runner.Progress(stream, every_s=0.0)
-    run_jobs([job({"1": value(1), "2": {"do": "raise"}})], str(tmp_path), progress=progress)
-    lines = stream.getvalue().splitlines()
-    assert "a: 2/2 rows, 1 failed" in lines[-1]
-    assert lines[-1].endswith("0:00 left")
+    engine = Engine({"a": 2, "b": 9})
+    results = run_jobs(jobs, str(tmp_path / "run"), launcher=engine, progress=runner.LiveTable(stream)).results
+    assert [(r.job, r.status, r.reason, r.detail) for r in results] == [
+        ("a", "ok", None, None),
+        ("b", "failed", "worker lost", "lost 3 times, last: node 3 died"),
+        ("c", "ok", None, None),
+    ]
+    assert engine.started == ["a", "b", "c", "a", "b", "a", "b"]
+    assert engine.calls == ["open run", "close"]
+    assert "a: its worker was lost (node 3 died), it is run again\n" in stream.getvalue()
+    # A finished run opens no engine.
+    assert run_jobs(jobs, str(tmp_path / "run"), launcher=Engine({})).ran == 0
+    idle = Engine({})
+    assert run_jobs(jobs, str(tmp_path / "run"), launcher=idle).ran == 0
+    assert idle.calls == ["close"]
+    assert run_jobs(jobs, str(tmp_path / "run"), launcher=Engine({}), retry_failed=True).ran_jobs == {"b"}
 
 
-def test_the_time_left_is_that_of_rows_so_far_else_what_was_expected() -> None:
-    rows = {str(i): value(i) for i in range(4)}
-    jobs = [job(rows, "a", expected_s=40.0), job(rows, "b", expected_s=8.0), job(rows, "c")]
+def test_a_job_lost_while_the_run_stops_is_left_for_the_next_time(tmp_path: Path) -> None:
+    class Interrupted(Engine):
+        def wait(self, timeout_s: float) -> list[Result | Lost]:
+            if "stop" not in self.calls:
+                signal.raise_signal(signal.SIGINT)
+                return []
+            return super().wait(timeout_s)
 
-    def make_result(name: str, row: str, seconds: float) -> Result:
-        return Result(name, row, "", "ok", None, None, None, seconds)
+    jobs = [job({"1": value(1)}, name) for name in "ab"]
+    out = run_jobs(jobs, str(tmp_path), launcher=Interrupted({"a": 1}))
+    assert (out.ran, out.stopped) == (0, True)
+    assert run_jobs(jobs, str(tmp_path), launcher=Engine({})).ran == 2
 
-    progress = runner.Progress(None)
-    progress.begin(jobs, {("b", "0"): make_result("b", "0", 100.0)})
-    # Nothing ran yet: four rows of 10 s and three of 2 s; nothing is known of c.
-    assert progress.estimate_left_s() == pytest.approx(46.0)
-    progress.note(make_result("a", "0", 3.0))
-    # Three rows of a like its first, three of b as expected, four of c like all rows so far.
-    assert progress.estimate_left_s() == pytest.approx(3 * 3 + 3 * 2 + 4 * 3)
-    progress.note(make_result("a", "1", 5.0))
-    assert progress.estimate_left_s() == pytest.approx(2 * 4 + 3 * 2 + 4 * 4)
-    for row in "23":
-        progress.note(make_result("a", row, 4.0))
-    assert progress.estimate_left_s() == pytest.approx(3 * 2 + 4 * 4)
+
+def test_ids_are_used_once(tmp_path: Path) -> None:
+    with pytest.raises(RunnerError, match="two jobs share an id: a"):
+        run_jobs([job({"1": value(1)}), job({"1": value(2)})], str(tmp_path))

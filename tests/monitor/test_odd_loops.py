@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,9 +129,48 @@ def test_no_graph_is_kept_alive(tmp_path: Path) -> None:
         monitor.log_step(number, weight * 0, weight * 1, weight * 2, weight * 3)
     lane = monitor._lane
     assert lane is not None
-    assert all(not kept.tensor.requires_grad for row in lane.rows for kept in row[-1])
+    assert all(not kept.tensor.requires_grad for row in lane.rows for kept in row[-4:])
     monitor.close()
     assert [read_steps(tmp_path)[-1][f"training/{key}"] for key in ("epoch", "loss", "grad_norm", "lr")] == [0, 1, 2, 3]
+
+
+def test_a_loop_that_gives_a_graph_only_later_is_read_right(tmp_path: Path) -> None:
+    model = make_model()
+    monitor = make_monitor(tmp_path, model)
+    weight = torch.ones((), requires_grad=True)
+    for number in range(1, 9):
+        work(model, BATCH)
+        loss = weight * number
+        monitor.log_step(number, 0, loss if number > 4 else loss.detach(), None, 1e-3)
+        watched = weakref.ref(loss)
+    del loss
+    monitor.metrics()
+    assert watched() is None
+    monitor.close()
+    assert [record["training/loss"] for record in read_steps(tmp_path)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_loss_that_is_scaled_in_place_is_told_by_its_version(tmp_path: Path, is_late: bool) -> None:
+    model = make_model()
+    monitor = make_monitor(tmp_path, model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(1, 101):
+            work(model, BATCH)
+            loss = torch.tensor(float(number))
+            if not is_late:
+                loss /= 2
+            monitor.log_step(number, 0, loss, None, 1e-3)
+            if is_late:
+                loss /= 2
+        monitor.close()
+    assert any("written into afterwards" in str(each.message) for each in caught) == is_late
+    found = [record["training/loss"] for record in read_steps(tmp_path)]
+    truth = [number if is_late else number / 2 for number in range(1, 101)]
+    assert all(value in (None, right) for value, right in zip(found, truth, strict=True))
+    assert found[-20:] == truth[-20:]
+    assert (None in found) == is_late
 
 
 def test_a_distributed_value_is_read_only_where_it_is_whole() -> None:

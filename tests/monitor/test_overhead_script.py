@@ -73,7 +73,10 @@ def test_toy_run_writes_every_part(script: Any, tmp_path: Path, capsys: pytest.C
     assert [row["part"] for row in found["problems"]] == [
         "waiting, ids alone", "waiting, mask on the device", "waiting, image_grid_thw on the device",
     ]  # fmt: skip
-    assert [row["met"] for row in found["goals"]] == [None] * 6
+    assert {row["arm"]: (row["steps"], row["rows"]) for row in found["runs"]} == {
+        "none": (2, 2), "smart": (2, 2), "hybrid": (2, 2),
+    }  # fmt: skip
+    assert [row["met"] for row in found["goals"]] == [None] * 8
     assert capsys.readouterr().out.endswith(show_without_torch(path))
 
 
@@ -127,6 +130,20 @@ def test_goals(script: Any, changes: dict[str, Any], met: list[bool | None]) -> 
     assert [row["met"] for row in script.judge(make_results(script, **changes))] == met
 
 
+def test_a_long_run_is_judged_by_itself(script: Any) -> None:
+    results = make_results(script)
+    row = {"model": "1b", "steps": 2000, "rows": 2, "length": 8, "step_us_mean": 1e5, "difference_se_percent": 0.01,
+           "difference_without_threads_us": 20.0}  # fmt: skip
+    results["runs"] = [
+        {"arm": arm, "difference_percent": percent, **row}
+        for arm, percent in (("none", 0.0), ("smart", 0.05), ("hybrid", 0.11))
+    ]
+    found = {row["goal"]: row for row in script.judge(results)}
+    assert found["smart: run of 2,000 steps beyond none"]["met"] is True
+    assert found["hybrid: run of 2,000 steps beyond none"]["met"] is False
+    assert "without that 0.02 %" in found["smart: run of 2,000 steps beyond none"]["note"]
+
+
 def test_share_is_host_time_and_four_measured_steps(script: Any) -> None:
     results = make_results(script)
     assert script.find_share_percent(results, "1b", "estimate") == pytest.approx(100 * 15 / 1e5)
@@ -136,7 +153,7 @@ def test_share_is_host_time_and_four_measured_steps(script: Any) -> None:
 def test_difference_is_taken_round_by_round(script: Any) -> None:
     times = {"none": {0: 9.0, 1: 9.0, 2: 1.0, 3: 2.0}, "smart": {0: 1.0, 1: 1.0, 2: 1.5, 3: 2.25}}
     bare = {"none": times["none"], "smart": {0: 1.0, 1: 1.0, 2: 1.25, 3: 2.0}}
-    row = script.describe_arm("smart", 25, times, bare)
+    row = script.describe_arm("smart", 25, 2, times, bare)
     assert (row["blocks"], row["steps"], row["step_us_mean"]) == (2, 50, 1_875_000.0)
     assert (row["difference_us"], row["difference_percent"]) == (375_000.0, 25.0)
     assert row["difference_se_us"] == pytest.approx(125_000.0, rel=1e-12)

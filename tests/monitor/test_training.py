@@ -942,8 +942,8 @@ def test_the_shorter_way_gives_what_the_longer_one_gives(mode: str, seed: int, t
     monitors = [make_monitor(tmp_path / str(at), model, **changes) for at in range(2)]
     taken = []
     enter = monitors[0]._enter_lane
-    monitors[0]._enter_lane = lambda opened: (enter(opened), taken.append(monitors[0]._lane is not None))  # type: ignore
-    monitors[1]._enter_lane = lambda _: None  # type: ignore[method-assign]
+    monitors[0]._enter_lane = lambda *given: (enter(*given), taken.append(monitors[0]._lane is not None))  # type: ignore
+    monitors[1]._enter_lane = lambda *_: None  # type: ignore[method-assign]
     random = Random(seed)
     weights, actions = zip(*make_actions(random, model, clock, monitors), strict=True)
     for action in random.choices(actions, weights, k=120):

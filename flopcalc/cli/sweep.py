@@ -1,0 +1,272 @@
+"""`flopcalc sweep run | single | test | summarize`: many training configurations, one process each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from flopcalc.cli.options import complete_model
+
+if TYPE_CHECKING:
+    from flopcalc.measure.sweep.matrix import Configuration
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+# Spelled out here and not read from flopcalc.measure: --help must stay quick.
+_TRAINERS = "StandardTrainer, DPSGDTrainer, DPGhostClippingTrainer, DPFastGradientClippingTrainer"
+_SIZES = "tiny|small|medium|1b"
+# What `sweep test` measures: every trainer, small enough for any CPU.
+_TEST: dict[str, Any] = {
+    "batch_sizes": (2,), "seq_lens": (32,), "models": ("tiny",), "device": "cpu", "steps": 2, "warmup": 1,
+    "timeout_s": 110.0,
+}  # fmt: skip
+
+_SETTINGS = (
+    click.option("--dtype", metavar="auto|bf16|fp32|fp64", help="Of weights; auto: bf16 on a GPU, fp32 on the CPU."),
+    click.option("--device", metavar="auto|cpu|cuda", help="auto: a GPU where there is one."),
+    click.option("--attention", metavar="sdpa|eager", help="HF's attention code (default sdpa)."),
+    click.option("--steps", type=int, metavar="N", help="Timed steps (default 10)."),
+    click.option("--warmup", type=int, metavar="N", help="Steps before them (default 3)."),
+    click.option("--learning-rate", type=float, metavar="X", help="Default 0.001."),
+    click.option("--max-grad-norm", type=float, metavar="X", help="DP: per-sample norm to clip to (default 1)."),
+    click.option("--noise-multiplier", type=float, metavar="X", help="DP: noise over that norm (default 1)."),
+    click.option("--seed", type=int, metavar="N", help="Of weights, data and noise (default 0)."),
+    click.option("--timeout", "timeout_s", type=float, metavar="S", help="Seconds to build, and to measure (1800)."),
+)
+_PLACES = (
+    click.option("--logs-dir", default="logs", show_default=True, metavar="DIR", help="Logs, journal, results.jsonl."),
+    click.option("--runs-dir", default="runs", show_default=True, metavar="DIR", help="TensorBoard runs."),
+    click.option("--retry", type=click.Choice(["failed"]), help="Run those again that failed before."),
+    click.option("--fresh", is_flag=True, help="Forget what was measured into --logs-dir."),
+    click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object."),
+)
+_LAUNCHER = (
+    click.option("--launcher", default="local", show_default=True, metavar="local|ray|slurm", help="What runs them."),
+    click.option("--slots", type=int, metavar="N", help="Processes at a time (default: free GPUs, else 1)."),
+    click.option("--cpus", type=int, metavar="N", help="ray, slurm: cores of one configuration."),
+    click.option("--gpus", type=int, metavar="N", help="ray, slurm: GPUs of one configuration."),
+    click.option("--ray-address", metavar="A", help="auto (a running cluster), local (starts one), or host:port."),
+    click.option("--slurm-folder", metavar="DIR", help="Where submitit keeps its files (default: LOGS/slurm)."),
+    click.option("--slurm-partition", metavar="P"),
+    click.option("--slurm-minutes", type=int, metavar="N", help="Time limit of one configuration's job."),
+    click.option("--slurm-cluster", metavar="slurm|local", help="local: try it without Slurm."),
+)
+_MODELS = (
+    click.option("--model-size", metavar=_SIZES, help="Sizes of the sweep's own models; several with commas."),
+    click.option(
+        "--model",
+        multiple=True,
+        shell_complete=complete_model,
+        metavar="M",
+        help="A preset or a config.json; repeatable.",
+    ),
+)
+
+
+def _with(*groups: Sequence[Callable[[Function], Function]]) -> Callable[[Function], Function]:
+    def add(function: Function) -> Function:
+        for option in reversed([option for group in groups for option in group]):
+            function = option(function)
+        return function
+
+    return add
+
+
+@click.group()
+def sweep() -> None:
+    """Many training configurations, one process each.
+
+    Every configuration is trained for a few steps in a fresh process. Its time, memory, FLOPs, MFU and loss are one
+    row, and a failure is a row too. The same command again runs only what is missing.
+    """
+
+
+@sweep.command()
+@click.argument("config", required=False)
+@click.option("--trainers", metavar="A,B", help=f"Some of {_TRAINERS} (default: all).")
+@click.option("--batch-sizes", metavar="N,N", help="Samples per step.")
+@click.option("--seq-lens", metavar="N,N", help="Tokens per sample.")
+@_with(_MODELS, _SETTINGS, _PLACES, _LAUNCHER)
+@click.pass_context
+def run(
+    ctx: click.Context,
+    /,
+    config: str | None,
+    trainers: str | None,
+    batch_sizes: str | None,
+    seq_lens: str | None,
+    model_size: str | None,
+    model: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Run a matrix of trainers, batch sizes, lengths and models.
+
+    CONFIG is a .json or .toml file with the lists trainers, batch_sizes, seq_lens and models, and settings like steps
+    and dtype; an option given here wins over it.
+    """
+    from flopcalc.measure.sweep.matrix import load_matrix
+    from flopcalc.units import parse_sizes
+
+    lists: dict[str, Any] = {"models": _read_models(model_size, model)}
+    lists["trainers"] = _split(trainers)
+    lists["batch_sizes"] = parse_sizes(batch_sizes, "--batch-sizes") if batch_sizes is not None else None
+    lists["seq_lens"] = parse_sizes(seq_lens, "--seq-lens") if seq_lens is not None else None
+    given = {name: value for name, value in (lists | _take_settings(options)).items() if value is not None}
+    ctx.exit(_run(load_matrix({} if config is None else config, **given), options))
+
+
+@sweep.command()
+@click.option("--trainer", required=True, metavar="NAME", help=f"One of {_TRAINERS}.")
+@click.option("--batch-size", required=True, type=int, metavar="N", help="Samples per step.")
+@click.option("--seq-len", required=True, type=int, metavar="N", help="Tokens per sample.")
+@_with(_MODELS, _SETTINGS, _PLACES, _LAUNCHER)
+@click.pass_context
+def single(
+    ctx: click.Context,
+    /,
+    trainer: str,
+    batch_size: int,
+    seq_len: int,
+    model_size: str | None,
+    model: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Run one configuration; its row joins those in --logs-dir."""
+    from flopcalc.measure.sweep.matrix import SweepError, make_matrix
+
+    models = _read_models(model_size, model) or ()
+    if len(models) != 1:
+        raise SweepError("single takes one model: --model-size 1b, or --model with a preset or a config.json")
+    settings = {name: value for name, value in _take_settings(options).items() if value is not None}
+    lists: Mapping[str, Any] = {"trainers": (trainer,), "batch_sizes": (batch_size,), "seq_lens": (seq_len,)}
+    ctx.exit(_run(make_matrix(**lists, models=models, **settings), options))
+
+
+@sweep.command()
+@click.option(
+    "--logs-dir", metavar="DIR", help="Keep logs and runs here (default: a folder that goes when all is well)."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
+@click.pass_context
+def test(ctx: click.Context, logs_dir: str | None, as_json: bool) -> None:
+    """Try all trainers on a tiny model on the CPU, in under two minutes."""
+    import os
+    import shutil
+    import tempfile
+
+    from flopcalc.measure.sweep.matrix import make_matrix
+
+    folder = logs_dir or tempfile.mkdtemp(prefix="flopcalc-sweep-")
+    options = {
+        "logs_dir": folder, "runs_dir": os.path.join(folder, "runs"), "fresh": True, "as_json": as_json,
+        "slots": 2,  # it tries, it does not time
+    }  # fmt: skip
+    code = _run(make_matrix(**_TEST), options)
+    if logs_dir is None and code == 0:
+        shutil.rmtree(folder)
+    else:
+        click.echo(f"logs: {folder}", err=True)
+    ctx.exit(code)
+
+
+@sweep.command()
+@click.option("--logs-dir", default="logs", show_default=True, metavar="DIR", help="What a sweep wrote.")
+@click.option("--output", metavar="FILE", help="Write the summary there as JSON, too.")
+@click.option("--markdown", is_flag=True, help="Print Markdown.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--plot", "plot_file", metavar="FILE", help="Draw time, memory and FLOPs: .png, .svg or .pdf.")
+def summarize(logs_dir: str, output: str | None, markdown: bool, as_json: bool, plot_file: str | None) -> None:
+    """Sum up what a sweep measured: totals, cost of each trainer, failures."""
+    from flopcalc.measure.sweep import summary
+    from flopcalc.measure.sweep.run import load_results
+
+    found = summary.summarize(load_results(logs_dir))
+    if as_json:
+        click.echo(_to_json(found))
+    else:
+        click.echo(summary.format_summary(found, "github" if markdown else "simple"))
+    if output is not None:
+        _write(output, _to_json(found) + "\n")
+    if plot_file is not None:
+        summary.plot(found, plot_file)
+
+
+# --- what the commands share ------------------------------------------------------------------------------------------
+def _split(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(piece.strip() for piece in text.split(",") if piece.strip())
+
+
+def _read_models(sizes: str | None, models: tuple[str, ...]) -> tuple[str, ...] | None:
+    from flopcalc.errors import format_nearest
+    from flopcalc.measure.sweep.matrix import MODEL_SIZES, SweepError
+
+    named = _split(sizes) or ()
+    for name in named:
+        if name not in MODEL_SIZES:
+            near = format_nearest(name, MODEL_SIZES)
+            known = ", ".join(MODEL_SIZES)
+            raise SweepError(f"--model-size {name!r} unknown.{near} Known: {known}; --model takes presets and paths")
+    return (*named, *models) or None
+
+
+def _take_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("dtype", "device", "attention", "steps", "warmup", "learning_rate", "max_grad_norm", "noise_multiplier",
+             "seed", "timeout_s")  # fmt: skip
+    return {name: options[name] for name in names}
+
+
+def _run(configurations: Sequence[Configuration], options: Mapping[str, Any]) -> int:
+    """Exit code: 0 all ok, 1 some failed, 130 stopped before the last one."""
+    from flopcalc.estimate import bind
+    from flopcalc.measure.launchers import make_launcher
+    from flopcalc.measure.runner import LiveTable
+    from flopcalc.measure.sweep.matrix import find_model
+    from flopcalc.measure.sweep.run import check_libraries, run_sweep
+    from flopcalc.measure.sweep.summary import format_summary
+    from flopcalc.measure.sweep.summary import summarize as summarize_rows
+
+    launcher_name = options.get("launcher", "local")
+    if launcher_name == "local":
+        check_libraries(configurations)
+    names = (
+        "slots",
+        "cpus",
+        "gpus",
+        "ray_address",
+        "slurm_folder",
+        "slurm_partition",
+        "slurm_minutes",
+        "slurm_cluster",
+    )
+    launcher = make_launcher(
+        launcher_name, device=configurations[0].device, **{name: options.get(name) for name in names}
+    )
+    for model in dict.fromkeys(configuration.model for configuration in configurations):
+        click.echo(f"{model}: {bind(find_model(model)).parameters()['total']:,} parameters", err=True)
+    swept = run_sweep(
+        configurations, options["logs_dir"], runs_dir=options["runs_dir"], launcher=launcher, fresh=options["fresh"],
+        retry_failed=options.get("retry") == "failed", progress=LiveTable(sys.stderr),
+    )  # fmt: skip
+    found = summarize_rows(swept.rows)
+    click.echo(_to_json(found) if options["as_json"] else format_summary(found))
+    if swept.stopped:
+        click.echo("stopped: the same command goes on", err=True)
+        return 130
+    return 1 if swept.failed else 0
+
+
+def _to_json(summary: Mapping[str, Any]) -> str:
+    return json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def _write(path: str, text: str) -> None:
+    from flopcalc.measure.sweep.matrix import SweepError
+
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise SweepError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,259 @@
+"""Lists of trainers, sizes and models (arguments, JSON or TOML) in; checked configurations and their jobs out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flopcalc.config import MAX_JSON_CHARACTERS, load_config
+from flopcalc.data import find_data_file, load_toml
+from flopcalc.errors import DeviceError, FlopcalcError, find_nearest, format_nearest, format_value
+from flopcalc.measure.jobs import Job
+from flopcalc.units import check_size
+
+Json = dict[str, Any]
+# Trainer -> how it clips, in the words of the analytic core (`--clipping`).
+TRAINERS = {
+    "StandardTrainer": "none",
+    "DPSGDTrainer": "hooks",
+    "DPGhostClippingTrainer": "ghost",
+    "DPFastGradientClippingTrainer": "fast",
+}
+BASELINE = "StandardTrainer"  # what slowdown and extra FLOPs are told against
+MODEL_SIZES = {"tiny": "sweep-tiny", "small": "sweep-small", "medium": "sweep-medium", "1b": "sweep-1b"}
+DTYPES = ("auto", "bf16", "fp32", "fp64")  # auto: bf16 on a GPU, fp32 on the CPU
+DEVICES = ("auto", "cpu", "cuda")
+ATTENTION = ("sdpa", "eager")
+CHILD = "flopcalc.measure.sweep.child:start"
+ROW = "run"  # a configuration's job has this one row
+TIMEOUT_S = 1800.0
+
+
+class SweepError(FlopcalcError):
+    """A matrix, a folder of results or a setting of a sweep that cannot be used."""
+
+
+class Configuration(NamedTuple):
+    """One cell of the matrix: what one process trains, and how it is measured."""
+
+    id: str  # names the log, the TensorBoard run and the row
+    trainer: str
+    batch_size: int
+    seq_len: int
+    model: str  # a size of MODEL_SIZES, a preset, or the path of a config.json
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "sdpa"
+    steps: int = 10
+    warmup: int = 3
+    learning_rate: float = 1e-3
+    max_grad_norm: float = 1.0
+    noise_multiplier: float = 1.0
+    seed: int = 0
+    timeout_s: float = TIMEOUT_S
+
+    def to_row(self) -> Json:
+        """What a row says of its configuration, also where nothing was measured."""
+        row = self._asdict()
+        del row["timeout_s"]
+        return row
+
+    def to_args(self, runs_dir: str | None = None) -> Json:
+        """The arguments of the child's `start`; `run_dir` is this configuration's TensorBoard run, or null."""
+        args = self.to_row()
+        del args["id"]
+        # Absolute: a launcher may start the process in another folder.
+        args["model"] = os.path.abspath(self.model) if _is_path(self.model) else self.model
+        args["run_dir"] = None if runs_dir is None else os.path.abspath(os.path.join(runs_dir, self.id))
+        return args
+
+    def to_job(self, runs_dir: str | None = None, call: str = CHILD) -> Job:
+        """The runner's job of this configuration: one process, one row."""
+        # The config itself is a part of the question: an edited config.json is measured again.
+        text = json.dumps(load_config(find_model(self.model)).config, sort_keys=True, default=str)
+        row = {"config": hashlib.sha256(text.encode()).hexdigest()[:16]}
+        return Job(
+            self.id, call, self.to_args(runs_dir), {ROW: row}, timeout_s=self.timeout_s, start_timeout_s=self.timeout_s
+        )
+
+
+def find_model(model: str) -> str:
+    """A size's preset; every other name (preset, path) as it is. What comes out is for `load_config` and `bind`."""
+    return MODEL_SIZES.get(model, model)
+
+
+def _is_path(model: str) -> bool:
+    return model not in MODEL_SIZES and find_data_file("presets", model) is None and os.path.exists(model)
+
+
+def make_matrix(
+    *,
+    trainers: Sequence[str] = tuple(TRAINERS),
+    batch_sizes: Sequence[int] = (),
+    seq_lens: Sequence[int] = (),
+    models: Sequence[str] = (),
+    **settings: Any,
+) -> tuple[Configuration, ...]:
+    """Every trainer at every batch size and length of every model; settings are fields of Configuration."""
+    for name in settings:
+        if name not in _SETTINGS:
+            known = (*_LISTS, *_SETTINGS)
+            raise SweepError(f"no setting {name!r}.{format_nearest(name, known)} Known: {', '.join(known)}")
+    checked = {name: _SETTINGS[name](name, value) for name, value in settings.items()}
+    lists = {"trainers": trainers, "batch_sizes": batch_sizes, "seq_lens": seq_lens, "models": models}
+    given = {name: _check_list(name, values) for name, values in lists.items()}
+    labels = _label_models(given["models"])
+    return tuple(
+        Configuration(
+            f"{trainer}_bs{batch_size}_seq{seq_len}" + (f"_{labels[model]}" if len(labels) > 1 else ""),
+            trainer, batch_size, seq_len, model, **checked,
+        )
+        for model in given["models"]
+        for seq_len in given["seq_lens"]
+        for batch_size in given["batch_sizes"]
+        for trainer in given["trainers"]
+    )  # fmt: skip
+
+
+def load_matrix(source: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> tuple[Configuration, ...]:
+    """The matrix of a JSON or TOML file, or of a mapping; what is given beside it wins."""
+    if isinstance(source, Mapping):
+        found, where = dict(source), ""
+    else:
+        found = _read_file(os.fspath(source))
+        where = f"{os.fspath(source)}{' and the options given' if overrides else ''}: "
+    try:
+        return make_matrix(**{**found, **overrides})
+    except FlopcalcError as error:
+        raise SweepError(f"{where}{error}") from None
+
+
+def _read_file(path: str) -> Json:
+    if path.endswith(".toml"):
+        return load_toml(path)
+    if not path.endswith(".json"):
+        raise SweepError(f"{path}: a matrix is a .json or a .toml file")
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = json.loads(file.read(MAX_JSON_CHARACTERS))
+    except OSError as error:
+        raise SweepError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise SweepError(f"{path}: not valid JSON: {str(error)[:200]}") from None
+    if not isinstance(data, dict):
+        raise SweepError(f"{path}: holds a {type(data).__name__}, not an object of lists and settings")
+    return data
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+def _check_list(name: str, values: Any) -> tuple[Any, ...]:
+    option = _LISTS[name][1]
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise SweepError(f"{name} must be a list, not {format_value(values)}")
+    if not values:
+        raise SweepError(f"{name} is empty: give {option}, or {name} in the matrix file")
+    checked = tuple(_LISTS[name][0](name, value) for value in values)
+    for value in checked:
+        if checked.count(value) > 1:
+            raise SweepError(f"{name} holds {value} twice")
+    return checked
+
+
+def _check_size(name: str, value: Any) -> int:
+    return check_size(value, name)
+
+
+def _check_count(name: str, value: Any) -> int:
+    return check_size(value, name, 0)
+
+
+def _check_trainer(name: str, value: Any) -> str:
+    if value not in TRAINERS:
+        spelled = {trainer.lower(): trainer for trainer in TRAINERS}
+        near = [spelled[word] for word in find_nearest(str(value), spelled)]
+        hint = f" Did you mean {', '.join(near)}?" if near else ""
+        raise SweepError(f"{name}: no trainer {format_value(value)}.{hint} Known: {', '.join(TRAINERS)}")
+    return str(value)
+
+
+def _check_model(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise SweepError(f"{name}: a model is a size, a preset or a path, not {format_value(value)}")
+    if value not in MODEL_SIZES:
+        try:
+            load_config(value)
+        except FlopcalcError as error:
+            raise SweepError(f"{error}; sizes of the sweep: {', '.join(MODEL_SIZES)}") from None
+    return value
+
+
+def _make_choice(known: Sequence[str]) -> Callable[[str, Any], str]:
+    def check(name: str, value: Any) -> str:
+        if value not in known:
+            near = format_nearest(str(value), known)
+            raise SweepError(f"{name} {format_value(value)} unknown.{near} Known: {', '.join(known)}")
+        return str(value)
+
+    return check
+
+
+def _make_number(is_zero_allowed: bool) -> Callable[[str, Any], float]:
+    def check(name: str, value: Any) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (value == 0 and not is_zero_allowed):
+            raise SweepError(
+                f"{name} must be a number {'of at least' if is_zero_allowed else 'above'} 0, not {format_value(value)}"
+            )
+        return float(value)
+
+    return check
+
+
+def _check_dtype(name: str, value: Any) -> str:
+    from flopcalc.devices import parse_dtype
+
+    try:
+        return _make_choice(DTYPES)(name, value if value == "auto" else parse_dtype(value))
+    except DeviceError:
+        raise SweepError(f"{name} {format_value(value)} unknown. Known: {', '.join(DTYPES)}") from None
+
+
+_LISTS: dict[str, tuple[Callable[[str, Any], Any], str]] = {
+    "trainers": (_check_trainer, "--trainers"),
+    "batch_sizes": (_check_size, "--batch-sizes"),
+    "seq_lens": (_check_size, "--seq-lens"),
+    "models": (_check_model, "--model-size or --model"),
+}
+_SETTINGS: dict[str, Callable[[str, Any], Any]] = {
+    "dtype": _check_dtype,
+    "device": _make_choice(DEVICES),
+    "attention": _make_choice(ATTENTION),
+    "steps": _check_size,
+    "warmup": _check_count,
+    "learning_rate": _make_number(False),
+    "max_grad_norm": _make_number(False),
+    "noise_multiplier": _make_number(True),
+    "seed": _check_count,
+    "timeout_s": _make_number(False),
+}
+
+
+def _label_models(models: Sequence[str]) -> dict[str, str]:
+    """Model -> its word in ids: a size or preset as it is, of a path the folder or file that names it."""
+    labels: dict[str, str] = {}
+    for model in models:
+        name = model
+        if _is_path(model):
+            folder, file = os.path.split(os.path.abspath(model))
+            name = os.path.basename(folder) if file == "config.json" else os.path.splitext(file)[0]
+        label = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+        for other, taken in labels.items():
+            if taken == label:
+                raise SweepError(f"models {other} and {model} would both be called {label}: rename a folder or a file")
+        labels[model] = label
+    return labels

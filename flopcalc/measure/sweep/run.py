@@ -1,0 +1,151 @@
+"""Configurations in; each measured in a process of its own, rows in LOGS/results.jsonl; what there is so far out."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flopcalc._version import __version__
+from flopcalc.measure.provenance import find_version
+from flopcalc.measure.runner import Progress, Result, run_jobs
+from flopcalc.measure.sweep.matrix import BASELINE, CHILD, Configuration, SweepError
+
+if TYPE_CHECKING:
+    from flopcalc.measure.launchers import Launcher
+
+Json = dict[str, Any]
+RESULTS = "results.jsonl"
+
+
+class Swept(NamedTuple):
+    """The rows that the matrix has so far, in its order; `stopped` if some are missing, `ran` were run now."""
+
+    rows: tuple[Json, ...]
+    stopped: bool
+    ran: int
+
+    @property
+    def failed(self) -> int:
+        return sum(row["status"] != "ok" for row in self.rows)
+
+
+def run_sweep(
+    configurations: Sequence[Configuration],
+    logs_dir: str = "logs",
+    *,
+    runs_dir: str | None = "runs",
+    launcher: Launcher | None = None,
+    fresh: bool = False,
+    retry_failed: bool = False,
+    progress: Progress | None = None,
+    on_rows: Callable[[Sequence[Json]], None] | None = None,
+    call: str = CHILD,
+) -> Swept:
+    """Run what the folder lacks; rows of other matrices that were measured into it stay, unless `fresh`.
+
+    `on_rows` is given the matrix's rows so far after each result.
+    """
+    path = os.path.join(logs_dir, RESULTS)
+    owners = {configuration.id: configuration for configuration in configurations}
+    stored = {} if fresh else {row["id"]: row for row in load_results(path, must_exist=False)}
+    for name in stored.keys() & owners.keys():
+        was, now = stored[name]["model"], owners[name].model
+        if was != now:
+            raise SweepError(
+                f"{path} holds {name} of model {was}, now it is {now}: choose another --logs-dir, measure both models "
+                "in one matrix, or run with --fresh to forget what is there"
+            )
+    others = [row for name, row in stored.items() if name not in owners]
+    found = {name: row for name, row in stored.items() if name in owners}
+
+    def keep(result: Result) -> None:
+        found[result.job] = make_row(owners[result.job], result)
+        rows = [found[name] for name in owners if name in found]
+        save_results(path, [*others, *rows])
+        if on_rows is not None:
+            on_rows(rows)
+
+    jobs = [configuration.to_job(runs_dir, call) for configuration in configurations]
+    outcome = run_jobs(
+        jobs, logs_dir, identity=describe_versions(), fresh=fresh, retry_failed=retry_failed, progress=progress,
+        launcher=launcher, logs=logs_dir, on_result=keep,
+    )  # fmt: skip
+    rows = tuple(make_row(owners[result.job], result) for result in outcome.results)
+    save_results(path, [*others, *rows])
+    return Swept(rows, outcome.stopped, outcome.ran)
+
+
+def make_row(configuration: Configuration, result: Result) -> Json:
+    """One line of results.jsonl: the configuration, then what its process measured, or why it did not."""
+    asked = configuration.to_row()
+    row: Json = {"id": asked.pop("id"), "status": result.status, **asked, "seconds": result.seconds}
+    if not result.is_ok:
+        return row | {"reason": result.reason, "detail": result.detail}
+    # The model as it was asked for; dtype and device as they turned out; a loss that is no number is null.
+    data = json.loads(json.dumps(result.data), parse_constant=lambda _: None)
+    return {**row, **data, "model": configuration.model}
+
+
+def describe_versions() -> Json:
+    """What must not change between the parts of a sweep: its rows are compared with each other."""
+    libraries = {name: find_version(name) for name in ("torch", "transformers", "opacus")}
+    return {"command": "sweep", "flopcalc": __version__, "python": platform.python_version(), **libraries}
+
+
+def check_libraries(configurations: Sequence[Configuration]) -> None:
+    """An error in words before the first process starts, not the same failure in every row."""
+    needed = ["torch", "transformers"]
+    if any(configuration.trainer != BASELINE for configuration in configurations):
+        needed.append("opacus")
+    missing = [name for name in needed if find_version(name) is None]
+    if missing:
+        raise SweepError(f"the sweep needs {', '.join(missing)}: pip install 'flopcalc[sweep]'")
+
+
+# --- results.jsonl ----------------------------------------------------------------------------------------------------
+def load_results(path: str, *, must_exist: bool = True) -> list[Json]:
+    """The rows of a results.jsonl, or of the folder that holds it."""
+    name = os.path.join(path, RESULTS) if os.path.isdir(path) else path
+    try:
+        with open(name, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        if not must_exist:
+            return []
+        raise SweepError(f"{name}: not there. Give the --logs-dir of a `flopcalc sweep run`") from None
+    except (OSError, ValueError) as error:
+        raise SweepError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return [_parse(line, f"{name}: line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _parse(line: str, where: str) -> Json:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, Mapping) or not all(key in row for key in ("id", "status", "trainer", "model")):
+        raise SweepError(f"{where} is no row of a sweep: remove the file, and `flopcalc sweep run` writes it anew")
+    return dict(row)
+
+
+def save_results(path: str, rows: Sequence[Json]) -> None:
+    """Whole or not at all; a file that says the same already is left alone."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    beside = f"{path}.new"
+    try:
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                if file.read() == text:
+                    return
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        what = "disk full" if error.errno == errno.ENOSPC else error.strerror
+        raise SweepError(f"{path}: {what}; what was measured is in the journal beside it, run again to go on") from None

@@ -1,0 +1,79 @@
+"""The recorded Opacus steps still hold: a part is run and counted anew; what the core refuses does go wrong in Opacus.
+
+`python tests/truth/record_clipping.py --check` takes all.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopcalc import bind
+from flopcalc.errors import RecipeError
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "truth"))
+
+import record_clipping
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # opacus and torch advise on training, which this is not
+LLAMA = record_clipping.DEEP["llama"][0][0]
+FULL_REENTRANT = {"recompute": "full-reentrant"}
+
+
+# Pairs of each type: evenly chosen, so that every mode meets LoRA, frozen parts, one sample and one position.
+@pytest.mark.parametrize(("name", "many"), [("llama", 4), ("qwen2", 2), ("gpt_neox", 2), ("gpt2", 2), ("phi", 1)])
+def test_count_still_holds(name: str, many: int) -> None:
+    recorded = json.loads((record_clipping.FOLDER / f"{name}.json").read_text())
+    again = record_clipping.record(name, many)
+    assert len(again["configs"][0]["cases"]) >= 3
+    assert record_clipping.find_differences(recorded, again, is_part=True) == []
+
+
+def test_a_changed_number_is_found() -> None:
+    truth = json.loads((record_clipping.FOLDER / "llama.json").read_text())
+    changed = json.loads(json.dumps(truth))
+    changed["configs"][0]["cases"][0]["total"] += 1
+    del changed["configs"][0]["cases"][1]
+    assert len(record_clipping.find_differences(truth, changed)) == 2
+    assert len(record_clipping.find_differences(truth, changed, is_part=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe", "clipping", "words"),
+    [
+        ({**LLAMA, "tie_word_embeddings": True}, {}, "ghost", "Parameter tying is not supported with Ghost Clipping"),
+        (LLAMA, {"recompute": "full"}, "ghost", "Parameter tying is not supported with Ghost Clipping"),
+        (LLAMA, {"recompute": "full"}, "fast", "_norm_sample"),
+        (LLAMA, {"recompute": "full"}, "hooks", "grad_sample of None"),
+    ],
+)
+def test_what_is_refused_goes_wrong(config: Any, recipe: dict[str, Any], clipping: str, words: str) -> None:
+    with pytest.raises(RecipeError):
+        bind(config, recipe={**recipe, "clipping": clipping})
+    with pytest.raises((NotImplementedError, RuntimeError, AttributeError), match=words):
+        record_clipping.count_step(config, {"batch": 2, "seq": 5}, recipe, clipping)
+
+
+def test_live_models() -> None:
+    """A live model says what trains and is recomputed, `clipping` the rest; Opacus' hooks on it change nothing."""
+    from flopcalc.measure.models import apply_recipe, build_model
+
+    def check(recipe: dict[str, Any], change: Callable[[Any], Any] = lambda model: model) -> None:
+        model = change(apply_recipe(build_model(LLAMA), recipe))
+        settings: dict[str, Any] = {"convention": "hardware", "attention_kernel": "eager", "clipping": "hooks"}
+        live, told = bind(model, **settings)(3, 7), bind(LLAMA, recipe=recipe, **settings)(3, 7)
+        assert live.by_module(per_layer=True) == told.by_module(per_layer=True)
+
+    check({})
+    check({"lora": {"r": 2, "targets": ["q_proj", "down_proj"]}})
+    check({"freeze": ["model.layers.0"], **FULL_REENTRANT})
+    from opacus.grad_sample import GradSampleModule
+
+    check({}, lambda model: GradSampleModule(model, strict=False)._module)
+    with pytest.raises(RecipeError, match="take recompute full-reentrant"):
+        bind(apply_recipe(build_model(LLAMA), {"recompute": "full"}), clipping="hooks")
