@@ -519,4 +519,4 @@ def _import(module: str, extra: str) -> Any:
 def _shorten(error: BaseException) -> str:
     """The last line that says something, of an engine's long message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[-1][:300]
+    return lines[-1][:300].rstrip(".")

@@ -67,18 +67,14 @@ class Hook(_Hung):
         lane = running.lane
         if lane is not None and not args and tuple(kwargs) == lane.names:
             try:
-                for name, shape in lane.key:
-                    if kwargs[name].shape != shape:
-                        break
-                else:
-                    if not lane.nones or all(kwargs[name] is None for name in lane.nones):
-                        if not lane.calls:
-                            lane.begun = lane.clock()
-                            lane.calls = 1
-                        elif running.state == IDLE:  # else the one before raised, and this is in its place
-                            lane.calls += 1
-                        running.state = TRAINS
-                        return
+                if kwargs[lane.name].shape == lane.shape and (lane.is_simple or lane.fits(kwargs)):
+                    if not lane.calls:
+                        lane.begun = lane.clock()
+                        lane.calls = 1
+                    elif running.state == IDLE:  # else the one before raised, and this is in its place
+                        lane.calls += 1
+                    running.state = TRAINS
+                    return
             except Exception:  # whatever it is given, the long way looks at it
                 pass
         monitor = self._monitor()

@@ -82,8 +82,8 @@ class Lane:
     """What the steps repeat, and the steps."""
 
     __slots__ = (
-        "begun", "boundary", "calls", "clock", "factor", "intake", "key", "loss_type", "names", "nones", "norm_type",
-        "rows", "snapshot", "until", "until_ns", "versions",
+        "_nones", "_others", "begun", "boundary", "calls", "clock", "factor", "intake", "is_simple", "loss_type",
+        "name", "names", "norm_type", "rows", "shape", "snapshot", "until", "until_ns", "versions",
     )  # fmt: skip
 
     def __init__(
@@ -96,8 +96,9 @@ class Lane:
         clock: Callable[[], int],
     ) -> None:
         self.names = tuple(kwargs)
-        self.nones = tuple(name for name, value in kwargs.items() if value is None)
-        self.key = snapshot.key
+        (self.name, self.shape), *self._others = snapshot.key  # what counts; most models are given text alone
+        self._nones = tuple(name for name, value in kwargs.items() if value is None)
+        self.is_simple = not self._others and not self._nones
         self.snapshot = snapshot
         self.intake = intake
         self.until = until  # the last step that may be noted so
@@ -111,6 +112,12 @@ class Lane:
         self.loss_type: type = Kept
         self.norm_type: type = Kept
         self.versions = (-1,) * len(VALUES)
+
+    def fits(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether all but the first of what counts is as it was."""
+        return all(kwargs[name].shape == shape for name, shape in self._others) and all(
+            kwargs[name] is None for name in self._nones
+        )
 
     def expect(self, loss: Any, grad_norm: Any) -> None:
         """What the step before gave: where the next ones give the same, nothing is asked of it before its turn.

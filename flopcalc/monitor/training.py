@@ -390,7 +390,15 @@ class TrainingMonitor:
         digester = self._digester
         first = opened.snapshots[0] if opened.snapshots else None
         kwargs, opened.kwargs = opened.kwargs, None
-        if first is None or first.values or kwargs is None or opened.is_given or opened.is_measured or opened.dataset:
+        if (
+            first is None
+            or not first.key
+            or first.values
+            or kwargs is None
+            or opened.is_given
+            or opened.is_measured
+            or opened.dataset
+        ):
             return
         if digester.intake is None or digester.source is None or any(each != first for each in opened.snapshots):
             return
