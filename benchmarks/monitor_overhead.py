@@ -733,12 +733,18 @@ def judge(results: Results) -> list[Row]:
                 f"{format_number(direct.get('difference_se_percent'))} % over {direct.get('steps')} steps",
             )  # fmt: skip
             if mode in runs:
+                value, error = direct["difference_percent"], direct["difference_se_percent"]
+                # Twice the error above the limit: the run says nothing, unless it is further beyond it than that.
+                is_told = error is not None and (
+                    2 * error <= SHARE_LIMIT_PERCENT or value - 2 * error > SHARE_LIMIT_PERCENT
+                )
                 add(
-                    f"{mode}: run of {direct['steps']:,} steps beyond none", direct["difference_percent"],
-                    SHARE_LIMIT_PERCENT, "%",
-                    f"{direct['rows']} × {direct['length']} tokens a step; standard error "
-                    f"{format_number(direct['difference_se_percent'])} %; what its threads had not done is charged; "
-                    f"without that {format_number(100 * direct['difference_without_threads_us'] / base_us)} %",
+                    f"{mode}: run of {direct['steps']:,} steps beyond none", value,
+                    SHARE_LIMIT_PERCENT if is_told else None, "%",
+                    f"{direct['rows']} × {direct['length']} tokens a step; standard error {format_number(error)} %"
+                    + ("" if is_told else f", too much to judge {SHARE_LIMIT_PERCENT} % by")
+                    + "; what its threads had not done is charged; without that "
+                    f"{format_number(100 * direct['difference_without_threads_us'] / base_us)} %",
                 )  # fmt: skip
         found = next(iter(_rows_of(results, "agreement", model)), {})
         ratio = found.get("ratio")

@@ -35,6 +35,7 @@ from flopcalc.recipe import (
     join,
     make_recipe,
     read_recipe,
+    strip,
     unwrap,
 )
 from flopcalc.spec import PARTS, Spec, find_spec, load_spec
@@ -990,7 +991,8 @@ def bind(
 
             table, tiles = find_kernel_table(found.id, attention_kernel), find_tile_table(found.id)
     specs = {}
-    source = load_config(model, download=download)
+    # DDP and Opacus hide the config of what they wrap.
+    source = load_config(model if hasattr(model, "config") else strip(model), download=download)
     if spec is not None:
         added = load_spec(os.fspath(spec))
         specs[added.name] = added

@@ -162,7 +162,8 @@ class Resolver:
         self._only = [_Pattern(pattern) for pattern in recipe.train_only]
         self._freeze = [_Pattern(pattern) for pattern in recipe.freeze]
         self._targets = [_Suffix(target) for target in recipe.lora.targets] if recipe.lora else []
-        self._save = [_Suffix(name) for name in recipe.lora.save] if recipe.lora else []
+        self._save = [_Ending(name) for name in recipe.lora.save] if recipe.lora else []
+        self._adapts_any = False
         self._ranks = dict(recipe.adapters)
         # Target names that PEFT maps to bare parameters (fused experts, routers), for modules no longer of that name.
         self._mapped = {name for stage in stages for op in _iterate_kinds(stage) for name in op.targets}
@@ -219,8 +220,15 @@ class Resolver:
         bias_name = f"{path}.{op.bias_name}"
         if self.recipe.lora is None:
             return State(self._trains(weight_name, group), self._trains(bias_name, group) if op.bias else False)
-        rank = self._rank(op, path)
-        saved = any(suffix.matches(path) for suffix in self._save) and not rank
+        rank, saved = self._rank(op, path), self._saves(op, path)
+        if saved and rank:
+            if not any(ending.names(path) for ending in self._save):
+                raise RecipeError(
+                    f"lora save {', '.join(self.recipe.lora.save)} is the end of {path} too, which lora adapts: PEFT "
+                    "would copy the adapter; give the whole last name of what is to be saved"
+                )
+            rank = 0  # PEFT adapts nothing that it saves
+        self._adapts_any = self._adapts_any or rank > 0
         return State(
             weight=saved and not self._frozen(weight_name, group),
             bias=saved and op.bias and not self._frozen(bias_name, group),
@@ -270,6 +278,12 @@ class Resolver:
             matched = matched or hit
         return rank if matched and not is_mapped else 0
 
+    def _saves(self, op: Op, path: str) -> bool:
+        if op.is_bare or op.kind == "param":
+            return False  # no module
+        hits = [ending.matches(path) for ending in self._save]  # a list: every one must be seen
+        return any(hits)
+
     def _trains(self, name: str, group: str) -> bool:
         aliases = self._aliases.get(name) or [(name, group)]
         # No short cut: every pattern must see every name, so that one which matches nothing is found.
@@ -302,6 +316,15 @@ class Resolver:
                         f"{what} {format_value(pattern.text)} matches no module of this model; "
                         f"module names end in: {shown}"
                     )
+        if self._save:
+            inner = {
+                ".".join(names[:many]) for names in (path.split(".") for path in paths()) for many in range(len(names))
+            }
+            whole = sorted(path for path in inner if path and any(ending.matches(path) for ending in self._save))
+            if whole:
+                raise RecipeError(f"lora save: {whole[0]} holds other modules; name those that are to be saved")
+        if self._targets and not self._adapts_any:
+            raise RecipeError("lora: every target is in save too, and PEFT adapts nothing that it saves")
 
 
 def check_clipped(stages: tuple[Stage, ...], resolver: Resolver, clipping: str) -> None:
@@ -380,6 +403,23 @@ class _Suffix:
         return hit
 
 
+class _Ending:
+    """PEFT's rule for modules to save: a module's name ends in the text, be there a dot before it or not."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.is_used = False
+
+    def matches(self, path: str) -> bool:
+        hit = path.endswith(self.text)
+        self.is_used = self.is_used or hit
+        return hit
+
+    def names(self, path: str) -> bool:
+        """Whether the text is a whole last name, or several."""
+        return path == self.text or path.endswith("." + self.text)
+
+
 def iterate(chain: Any) -> Iterable[Op]:
     """Every op of a chain in order of execution."""
     for item in chain:
@@ -408,11 +448,16 @@ def join(path: str, name: str) -> str:
 _WRAPPERS = ("_orig_mod.", "module.", "_module.", "base_model.model.")
 
 
+def strip(model: Any) -> Any:
+    """The model inside torch.compile, DDP, Opacus and their like; PEFT's wrapper stays, for its adapters are read."""
+    inside = getattr(model, "_modules", {})
+    inner = next((inside[name] for name in ("_orig_mod", "module", "_module") if inside.get(name) is not None), None)
+    return model if inner is None else strip(inner)
+
+
 def unwrap(model: Any) -> Any:
-    """The HF model inside what torch.compile, DDP, Opacus and PEFT put around it."""
-    for name in ("_orig_mod", "module", "_module"):
-        if hasattr(model, name):
-            return unwrap(getattr(model, name))
+    """The HF model inside those and PEFT."""
+    model = strip(model)
     return unwrap(model.get_base_model()) if hasattr(model, "get_base_model") else model
 
 

@@ -50,6 +50,8 @@ def trainable(recipe: dict[str, Any], config: dict[str, Any] = LLAMA) -> int:
         ({"lora": {"targets": ["q_proj"]}}, 3 * 8 * 48),
         ({"lora": "r=2,targets=layers.1.self_attn.q_proj"}, 2 * 48),
         ({"lora": "r=2,targets=q_proj,save=lm_head"}, 3 * 2 * 48 + EMBED),
+        ({"lora": "r=2,targets=q_proj,save=norm"}, 3 * 2 * 48 + 7 * NORM),  # PEFT: whatever ends in it
+        ({"lora": "r=2,targets=q_proj+o_proj,save=o_proj"}, 3 * 2 * 48 + 3 * OUT),  # and adapts nothing that it saves
         ({"lora": "r=2,targets=q_proj", "freeze": "*.lora_A.*"}, 3 * 2 * 24),
         ({"lora": "r=2,targets=q_proj", "freeze": "model.layers.0"}, 2 * 2 * 48),
         ({"lora": "r=1,targets=all-linear"}, 3 * (48 + 36 + 36 + 48 + 64 + 64 + 64)),
@@ -98,7 +100,11 @@ def test_a_tied_weight_trains_by_either_name() -> None:
         ({"lora": "r=2,targets=query"}, "lora target 'query' matches no module"),
         ({"lora": "r=2,targets=q_proj+query"}, "lora target 'query' matches no module"),
         ({"lora": "r=2,targets=_proj"}, "lora target '_proj' matches no module"),
-        ({"lora": "r=2,targets=q_proj,save=head"}, "lora save 'head' matches no module"),
+        ({"lora": "r=2,targets=q_proj,save=heads"}, "lora save 'heads' matches no module"),
+        ({"lora": "r=2,targets=q_proj,save=mlp"}, "lora save 'mlp' matches no module"),
+        ({"lora": "r=2,targets=q_proj,save=norm+s"}, "lora save: model.layers holds other modules"),
+        ({"lora": "r=2,targets=q_proj,save=proj"}, "save proj is the end of model.layers.0.self_attn.q_proj too"),
+        ({"lora": "r=2,targets=q_proj,save=q_proj"}, "every target is in save too"),
         ({"lora": "r=2,targets=q_proj", "train_only": "lm_head"}, "train-only contradicts lora"),
         ({"lora": "r=2"}, "lora needs targets"),
         ({"lora": "r=2,targets="}, "lora targets: '' is not a pattern"),

@@ -241,7 +241,10 @@ class Digester:
         self.meter.add(step._replace(number=row.number, wall_s=wall_s, data_s=data_s))
 
     def _write_record(self, entry: ReportEntry) -> None:
-        values = {key: self._arrive(value, entry.is_lost) for key, value in entry.values.items()}
+        values = {
+            key: value if type(value) is float else self._arrive(value, entry.is_lost)
+            for key, value in entry.values.items()
+        }
         gauge = self.source.gauge() if self.source is not None and self.meter.is_detail_due() else {}
         record = self.meter.report(values, (entry.at_ns - self._created) / 1e9, gauge)
         self.metrics.update(record)

@@ -82,8 +82,9 @@ class Lane:
     """What the steps repeat, and the steps."""
 
     __slots__ = (
-        "_nones", "_others", "begun", "boundary", "calls", "clock", "factor", "intake", "is_simple", "loss_type",
-        "name", "names", "norm_type", "rows", "shape", "snapshot", "until", "until_ns", "versions",
+        "_nones", "_others", "add", "begun", "boundary", "calls", "clock", "epoch_type", "factor", "intake",
+        "is_simple", "loss_type", "name", "names", "norm_type", "rate_type", "rows", "shape", "snapshot", "until",
+        "until_ns", "versions",
     )  # fmt: skip
 
     def __init__(
@@ -109,9 +110,9 @@ class Lane:
         self.rows: list[tuple[Any, ...]] = []
         self.calls = 0
         self.begun = 0
-        self.loss_type: type = Kept
-        self.norm_type: type = Kept
-        self.versions = (-1,) * len(VALUES)
+        self.add = self.rows.append
+        self.epoch_type = self.loss_type = self.norm_type = self.rate_type = type(None)
+        self.versions: tuple[int, ...] = (-1,) * len(VALUES)
 
     def fits(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether all but the first of what counts is as it was."""
@@ -119,15 +120,14 @@ class Lane:
             kwargs[name] is None for name in self._nones
         )
 
-    def expect(self, loss: Any, grad_norm: Any) -> None:
+    def expect(self, *values: Any) -> None:
         """What the step before gave: where the next ones give the same, nothing is asked of it before its turn.
 
         A loop that gave a tensor without a graph, and as often written into, is taken to do so again; whether it did
         is seen when the steps are handed over.
         """
-        self.loss_type, loss_version = _find_kept_type(loss)
-        self.norm_type, norm_version = _find_kept_type(grad_norm)
-        self.versions = (-1, loss_version, norm_version, -1)
+        types, self.versions = zip(*map(_find_kept_type, values), strict=True)
+        self.epoch_type, self.loss_type, self.norm_type, self.rate_type = types
 
 
 class RunEntry:

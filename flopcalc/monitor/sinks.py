@@ -85,7 +85,7 @@ class JsonlSink(Sink):
 
     def write(self, record: Record) -> None:
         if record is not self._taken:  # else only the saving failed
-            line = json.dumps(_plain(record), separators=(",", ":")).encode() + b"\n"
+            line = _encode(_plain(record)).encode() + b"\n"
             if record.get("type") == "start":
                 self._start = line
             self._lines.append(line)
@@ -563,11 +563,17 @@ def _is_at(fd: int, path: str) -> bool:
     return os.path.samestat(os.fstat(fd), found)
 
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: making one takes as long as a record
+_AS_IT_IS = (str, int, bool, type(None))
+
+
 def _plain(value: Any) -> Any:
     """The value as JSON knows it: null where a number is not finite, a text where it is no number."""
     kind = type(value)
     if kind is float:  # most of them
         return value if math.isfinite(value) else None
+    if kind is dict:
+        return {str(key): each if type(each) in _AS_IT_IS else _plain(each) for key, each in value.items()}
     if kind is int or value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, Integral):

@@ -51,7 +51,6 @@ _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink
 _clock: Callable[[], int] = time.perf_counter_ns
 # Before all atexit hooks, where Python has that: a tracker's own hook would have ended its connection by then.
 _at_exit: Callable[..., Any] = getattr(threading, "_register_atexit", atexit.register)
-_PLAIN = frozenset((float, int, type(None)))
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -248,15 +247,15 @@ class TrainingMonitor:
             try:
                 # Here and in Hook.__call__ everything is written out: a call costs more than what it would do.
                 now = lane.clock()
-                if type(epoch) not in _PLAIN:
+                if type(epoch) is not lane.epoch_type:
                     epoch = keep(epoch)
                 if type(loss) is not lane.loss_type:
                     loss = keep(loss)
                 if type(grad_norm) is not lane.norm_type:
                     grad_norm = keep(grad_norm)
-                if type(learning_rate) not in _PLAIN:
+                if type(learning_rate) is not lane.rate_type:
                     learning_rate = keep(learning_rate)
-                lane.rows.append((
+                lane.add((
                     step, lane.begun, lane.boundary, now, lane.calls, skip_wandb,
                     epoch, loss, grad_norm, learning_rate,
                 ))  # fmt: skip
@@ -291,7 +290,7 @@ class TrainingMonitor:
         if opened is not None and (
             self._keeps_tensors or not any(map(is_tensor, (epoch, loss, grad_norm, learning_rate)))
         ):
-            self._enter_lane(opened, loss, grad_norm)
+            self._enter_lane(opened, epoch, loss, grad_norm, learning_rate)
 
     @_guarded
     def mark_lost(self, cause: str) -> None:
@@ -385,7 +384,7 @@ class TrainingMonitor:
         """Of steps that repeat the last one."""
         return self._running.lane
 
-    def _enter_lane(self, opened: _Open, loss: Any, grad_norm: Any) -> None:
+    def _enter_lane(self, opened: _Open, *values: Any) -> None:
         """Where the next step may be like this one, and there is nothing to read or to measure in it."""
         digester = self._digester
         first = opened.snapshots[0] if opened.snapshots else None
@@ -411,7 +410,7 @@ class TrainingMonitor:
         if until > self._number and all(hasattr(kwargs.get(name), "shape") for name, _ in first.key):
             lane = self._running.lane = Lane(kwargs, first, digester.intake, until, self._boundary, _clock)
             lane.factor = digester.source.factor(first.kind)
-            lane.expect(loss, grad_norm)
+            lane.expect(*values)
             digester.lane = lane
 
     @_guarded

@@ -139,8 +139,12 @@ def test_a_long_run_is_judged_by_itself(script: Any) -> None:
         for arm, percent in (("none", 0.0), ("smart", 0.05), ("hybrid", 0.11))
     ]
     found = {row["goal"]: row for row in script.judge(results)}
+    runs = [goal for goal in found if "run of" in goal]
     assert found["smart: run of 2,000 steps beyond none"]["met"] is True
     assert found["hybrid: run of 2,000 steps beyond none"]["met"] is False
+    for value, error, met in ((-0.3, 0.06, None), (0.2, 0.06, None), (0.3, 0.06, False), (0.1, 0.05, True)):
+        results["runs"][1] |= {"difference_percent": value, "difference_se_percent": error}
+        assert {row["goal"]: row for row in script.judge(results)}[runs[0]]["met"] is met
     assert "without that 0.02 %" in found["smart: run of 2,000 steps beyond none"]["note"]
 
 
