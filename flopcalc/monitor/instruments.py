@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from flopcalc.errors import FlopcalcError
-from flopcalc.monitor.intake import strip
+from flopcalc.recipe import strip
 
 _KEPT = 256  # counts of copies that are kept
 # Floats by name, where only a shape is known.

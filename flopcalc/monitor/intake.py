@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.errors import WorkloadError
 from flopcalc.estimate import Estimator, bind
-from flopcalc.recipe import unwrap
+from flopcalc.recipe import strip, unwrap
 from flopcalc.workload import Workload
 
 # Of these, shapes alone count.
@@ -240,16 +240,6 @@ def bind_eager(estimator: Estimator) -> Estimator:
     """The same model as an operator counter sees it: hardware with the eager kernel."""
     plain = estimator.source._replace(module=None)  # what trains is in the recipe already read
     return Estimator(plain, estimator.recipe, "hardware", "eager", {estimator.spec.name: estimator.spec})
-
-
-def strip(model: Any) -> Any:
-    """The model inside torch.compile, DDP, Opacus and their like."""
-    while True:
-        found = (model._modules.get(name) for name in ("_orig_mod", "module", "_module"))
-        inner = next((each for each in found if each is not None), None)
-        if inner is None:
-            return model
-        model = inner
 
 
 def name_arguments(forward: Callable[..., Any]) -> tuple[str, ...]:

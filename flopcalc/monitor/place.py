@@ -10,10 +10,10 @@ from typing import Any
 from flopcalc import utilization
 from flopcalc.devices import detect_device, find_device, parse_dtype
 from flopcalc.errors import FlopcalcError
-from flopcalc.monitor.intake import strip
 from flopcalc.monitor.meter import Peak
 from flopcalc.monitor.settings import Settings
 from flopcalc.monitor.side import Say
+from flopcalc.recipe import strip
 
 # What the command line calls so is a key here.
 _OPTIONS = {

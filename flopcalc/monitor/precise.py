@@ -19,9 +19,10 @@ from flopcalc.monitor.instruments import (
     is_profiled,
     list_tensor_dtypes,
 )
-from flopcalc.monitor.intake import bind_eager, bind_live, strip
+from flopcalc.monitor.intake import bind_eager, bind_live
 from flopcalc.monitor.settings import MODES
 from flopcalc.monitor.sources import HIGHEST, LOWEST, Counts
+from flopcalc.recipe import strip, unwrap
 from flopcalc.units import check_size
 from flopcalc.utilization import check_positive, find_peak
 
@@ -315,7 +316,6 @@ def _count_step(instrument: Counters | Profiler, step: Callable[[], None]) -> in
 
 def _make_batch(model: Any, batch: int, seq: int, device: Any) -> dict[str, Any]:
     from flopcalc.measure.models import make_batch
-    from flopcalc.recipe import unwrap
 
     config = getattr(unwrap(model), "config", None)
     if config is None or not hasattr(config, "get_text_config"):

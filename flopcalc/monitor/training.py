@@ -29,7 +29,6 @@ from flopcalc.monitor.intake import (
     find_whole,
     is_tensor,
     name_arguments,
-    strip,
 )
 from flopcalc.monitor.keys import CORE
 from flopcalc.monitor.lane import STEPS, Lane, RunEntry, keep
@@ -45,6 +44,7 @@ from flopcalc.monitor.place import (
 from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, load_settings
 from flopcalc.monitor.sources import make_source
 from flopcalc.monitor.timing import Flight, Marks
+from flopcalc.recipe import strip
 
 _POLL_S = 1.0  # the worker looks this often
 _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink

@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ class _Run(NamedTuple):
     parameters: int
     hardware: Estimate  # the step with the kernel that runs
     expected: int  # what the operator counter must see of it
+    notes: list[str]
 
 
 def start(args: Json) -> Callable[[Any], Json]:
@@ -66,10 +67,8 @@ def _prepare(args: Json) -> _Run:
         dtype = "bf16" if device == "cuda" else "fp32"
     source = load_config(find_model(args["model"]))
     _check_kind(source)
-    hardware, expected = _count_analytic(
-        source, args, device, dtype
-    )  # refused models are refused before they are built
-    model = _build_model(source, device, _DTYPES[dtype], args["attention"], args["seed"])
+    hardware, expected = _count_analytic(source, args, device, dtype)  # what is refused is refused before it is built
+    model, notes = _build_model(source, device, _DTYPES[dtype], args["attention"], args["seed"])
     trainer = make_trainer(
         args["trainer"],
         model,
@@ -81,7 +80,7 @@ def _prepare(args: Json) -> _Run:
     batch = make_batch(model.config, {"batch": args["batch_size"], "seq": args["seq_len"]})
     moved = {key: value.to(device) for key, value in batch.items()}
     parameters = sum(each.numel() for each in model.parameters())
-    return _Run(args, source, device, dtype, trainer, moved, parameters, hardware, expected)
+    return _Run(args, source, device, dtype, trainer, moved, parameters, hardware, expected, notes)
 
 
 def _choose_device(device: str) -> str:
@@ -111,17 +110,31 @@ def _check_kind(source: Source) -> None:
         )
 
 
-def _build_model(source: Source, device: str, dtype: torch.dtype, attention: str, seed: int) -> Any:
-    """HF's model of this config with random weights, made on the device itself: a copy on the host takes minutes."""
+def _build_model(source: Source, device: str, dtype: torch.dtype, attention: str, seed: int) -> tuple[Any, list[str]]:
+    """HF's model of this config with random weights, made on the device itself: a copy on the host takes minutes.
+
+    Dropout is off, and a note says so: with it SDPA may leave its fused kernel, which is the one that is counted.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
     keys = dict(source.config)
     config = AutoConfig.for_model(keys.pop("model_type"), **keys)
+    dropped = sorted(set(_switch_off_dropout(config)))
     torch.manual_seed(seed)
     with torch.device(device):
         model = auto.from_config(config, attn_implementation=attention, dtype=dtype)
-    return model.to(device)
+    return model.to(device), [f"dropout is off: {', '.join(dropped)} of the config set to 0"] if dropped else []
+
+
+def _switch_off_dropout(config: Any) -> Iterator[str]:
+    """Set every rate of dropout in a HF config, and in the configs inside it, to 0; the names of those that were not."""
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict"):
+            yield from _switch_off_dropout(value)
+        elif "drop" in name and isinstance(value, float) and value:
+            setattr(config, name, 0.0)
+            yield name
 
 
 # --- Measuring --------------------------------------------------------------------------------------------------------
@@ -146,7 +159,7 @@ def _measure(run: _Run) -> Json:
     tokens = args["batch_size"] * args["seq_len"]
     peak, peak_note = _find_peak(run)
     model_total = hardware.total_under("model")
-    notes = [f"analytic: {note}" for note in hardware.notes]
+    notes = [*run.notes, *(f"analytic: {note}" for note in hardware.notes)]
     counted = _count_operators(run, notes)
     measured, measured_note = _measure_flops(run)
     row: Json = {

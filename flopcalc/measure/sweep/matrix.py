@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from flopcalc.config import MAX_JSON_CHARACTERS, load_config
 from flopcalc.data import find_data_file, load_toml
 from flopcalc.errors import DeviceError, FlopcalcError, find_nearest, format_nearest, format_value
 from flopcalc.measure.jobs import Job
-from flopcalc.units import check_size
+from flopcalc.units import MAX_SIZE, check_size
 
 Json = dict[str, Any]
 # Trainer -> how it clips, in the words of the analytic core (`--clipping`).
@@ -173,12 +172,12 @@ def _check_count(name: str, value: Any) -> int:
 
 
 def _check_trainer(name: str, value: Any) -> str:
-    if value not in TRAINERS:
+    if not isinstance(value, str) or value not in TRAINERS:
         spelled = {trainer.lower(): trainer for trainer in TRAINERS}
         near = [spelled[word] for word in find_nearest(str(value), spelled)]
         hint = f" Did you mean {', '.join(near)}?" if near else ""
         raise SweepError(f"{name}: no trainer {format_value(value)}.{hint} Known: {', '.join(TRAINERS)}")
-    return str(value)
+    return value
 
 
 def _check_model(name: str, value: Any) -> str:
@@ -204,11 +203,12 @@ def _make_choice(known: Sequence[str]) -> Callable[[str, Any], str]:
 
 def _make_number(is_zero_allowed: bool) -> Callable[[str, Any], float]:
     def check(name: str, value: Any) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or value < 0 or (value == 0 and not is_zero_allowed):
-            raise SweepError(
-                f"{name} must be a number {'of at least' if is_zero_allowed else 'above'} 0, not {format_value(value)}"
-            )
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= MAX_SIZE or (value == 0 and not is_zero_allowed):  # a NaN is in no range
+            bound = "of at least 0" if is_zero_allowed else "above 0"
+            if is_number and value > MAX_SIZE:
+                bound = f"of at most {MAX_SIZE}"
+            raise SweepError(f"{name} must be a number {bound}, not {format_value(value)}")
         return float(value)
 
     return check
@@ -251,7 +251,7 @@ def _label_models(models: Sequence[str]) -> dict[str, str]:
         if _is_path(model):
             folder, file = os.path.split(os.path.abspath(model))
             name = os.path.basename(folder) if file == "config.json" else os.path.splitext(file)[0]
-        label = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+        label = re.sub(r"[^\w.-]+", "-", name)
         for other, taken in labels.items():
             if taken == label:
                 raise SweepError(f"models {other} and {model} would both be called {label}: rename a folder or a file")

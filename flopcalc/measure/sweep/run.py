@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc._version import __version__
+from flopcalc.errors import format_value
 from flopcalc.measure.provenance import find_version
 from flopcalc.measure.runner import Progress, Result, run_jobs
 from flopcalc.measure.sweep.matrix import BASELINE, CHILD, Configuration, SweepError
@@ -49,6 +50,7 @@ def run_sweep(
 
     `on_rows` is given the matrix's rows so far after each result.
     """
+    _check_folder(logs_dir)
     path = os.path.join(logs_dir, RESULTS)
     owners = {configuration.id: configuration for configuration in configurations}
     stored = {} if fresh else {row["id"]: row for row in load_results(path, must_exist=False)}
@@ -77,6 +79,15 @@ def run_sweep(
     rows = tuple(make_row(owners[result.job], result) for result in outcome.results)
     save_results(path, [*others, *rows])
     return Swept(rows, outcome.stopped, outcome.ran)
+
+
+def _check_folder(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise SweepError(f"--logs-dir {folder}: cannot be made: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise SweepError(f"--logs-dir {folder}: cannot be written to; choose another folder")
 
 
 def make_row(configuration: Configuration, result: Result) -> Json:
@@ -112,29 +123,61 @@ def load_results(path: str, *, must_exist: bool = True) -> list[Json]:
     name = os.path.join(path, RESULTS) if os.path.isdir(path) else path
     try:
         with open(name, encoding="utf-8") as file:
-            lines = file.read().splitlines()
+            lines = file.read().removesuffix("\n").split("\n")  # splitlines() would also cut at U+2028 inside a text
     except FileNotFoundError:
         if not must_exist:
             return []
         raise SweepError(f"{name}: not there. Give the --logs-dir of a `flopcalc sweep run`") from None
     except (OSError, ValueError) as error:
         raise SweepError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return [_parse(line, f"{name}: line {number}") for number, line in enumerate(lines, start=1)]
+    return [_parse(line, f"{name}: line {number}") for number, line in enumerate(lines, start=1) if line]
 
 
 def _parse(line: str, where: str) -> Json:
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
         row = None
-    if not isinstance(row, Mapping) or not all(key in row for key in ("id", "status", "trainer", "model")):
-        raise SweepError(f"{where} is no row of a sweep: remove the file, and `flopcalc sweep run` writes it anew")
+    wrong = "no JSON object" if not isinstance(row, dict) else _find_wrong(row)
+    if wrong is not None:
+        raise SweepError(
+            f"{where} is no row of a sweep ({wrong}): remove the file, and `flopcalc sweep run` writes it anew"
+        )
     return dict(row)
+
+
+# What the summary reads of a row; a newer or an older flopcalc may write more or less, but not something else there.
+_TEXTS = ("id", "status", "trainer", "model")
+_NUMBERS = (
+    ("batch_size",), ("seq_len",), ("parameters",), ("step_time_s", "median"), ("step_time_s", "p10"),
+    ("step_time_s", "p90"), ("tokens_per_s",), ("peak_memory_bytes",), ("flops", "total"), ("counted_over_analytic",),
+    ("measured_over_analytic",), ("mfu",), ("hfu",),
+)  # fmt: skip
+
+
+def _find_wrong(row: Json) -> str | None:
+    """What keeps a JSON object from being a row, or None."""
+    for key in _TEXTS:
+        if not isinstance(row.get(key), str):
+            return f"{key} is {format_value(row.get(key))}"
+    for keys in _NUMBERS:
+        value = get_value(row, *keys)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            return f"{'.'.join(keys)} is {format_value(value)}"
+    return None
+
+
+def get_value(row: Mapping[str, Any], *keys: str) -> Any:
+    """A value inside a row's objects; None where it, or what holds it, is missing."""
+    value: Any = row
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def save_results(path: str, rows: Sequence[Json]) -> None:
     """Whole or not at all; a file that says the same already is left alone."""
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = "".join(json.dumps(row) + "\n" for row in rows)  # ASCII: a path may hold bytes that are no UTF-8
     beside = f"{path}.new"
     try:
         if os.path.exists(path):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flopcalc.measure.sweep.matrix import BASELINE, TRAINERS, SweepError
+from flopcalc.measure.sweep.run import get_value
 from flopcalc.report import format_grid
 from flopcalc.units import format_bytes, format_flops, format_seconds
 
@@ -37,21 +39,9 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> Json:
 
 def _find_cell(row: Mapping[str, Any]) -> tuple[Any, ...]:
     # A cluster may have GPUs of several kinds.
-    return (_get(row, "environment", "device"), *(row.get(key) for key in _SAME))
+    return (get_value(row, "environment", "device"), *(row.get(key) for key in _SAME))
 
 
-def _get(row: Mapping[str, Any], *keys: str) -> Any:
-    """A value inside the row's objects; None where it, or what holds it, is missing."""
-    value: Any = row
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
-_LEGEND = (
-    f"time ×, memory ×, FLOPs ×: over {BASELINE} at the same sizes, by geometric mean; spread: (p90 - p10) / median;\n"
-    "counted ÷: operators over analytic FLOPs; measured ÷: the GPU's own counters over analytic FLOPs"
-)
 _STEP = ("step_time_s", "median")
 _MEMORY = ("peak_memory_bytes",)
 _FLOPS = ("flops", "total")
@@ -61,7 +51,7 @@ def _compare(row: Mapping[str, Any], standard: Mapping[str, Any] | None) -> Json
     pairs = {"slowdown": _STEP, "memory_over_standard": _MEMORY, "flops_over_standard": _FLOPS}
     values = {}
     for name, keys in pairs.items():
-        own, base = _get(row, *keys), _get(standard or {}, *keys)
+        own, base = get_value(row, *keys), get_value(standard or {}, *keys)
         values[name] = own / base if own is not None and base else None
     return values
 
@@ -72,7 +62,7 @@ def _count(rows: Sequence[Mapping[str, Any]]) -> Json:
 
 
 def _describe_memory(rows: Sequence[Mapping[str, Any]]) -> Json:
-    known = [value for row in rows if (value := _get(row, *_MEMORY)) is not None]
+    known = [value for row in rows if (value := get_value(row, *_MEMORY)) is not None]
     return {"mean_bytes": round(sum(known) / len(known)) if known else None, "peak_bytes": max(known, default=None)}
 
 
@@ -101,22 +91,58 @@ def _describe_ratio(values: Iterable[float | None]) -> Json | None:
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
-def format_summary(summary: Mapping[str, Any], style: str = "simple") -> str:
-    """Both tables and the failures; style `github` is Markdown."""
+def format_summary(summary: Mapping[str, Any], style: str = "simple", width: int | None = None) -> str:
+    """Both tables and the failures; style `github` is Markdown. Tables are folded where `width` is less than theirs."""
     is_markdown = style != "simple"
     rows = summary["configurations"]
     rate = "" if summary["success_rate"] is None else f" ({100 * summary['success_rate']:.1f} %)"
     many = "" if summary["total"] == 1 else "s"
     blocks = [f"{summary['total']} configuration{many}: {summary['ok']} ok, {summary['failed']} failed{rate}"]
-    blocks += ["\n".join(describe_setting(rows))] if rows else []
-    blocks.append(format_grid(*_list_trainers(summary), style=style))
-    blocks.append(format_grid(*_list_configurations(rows), style=style))
-    blocks.append(_LEGEND)
+    if rows:
+        blocks += ["\n".join(describe_setting(rows))] if summary["ok"] else []
+        blocks += _fold(*_list_trainers(summary), keys=("trainer",), style=style, width=width)
+        blocks += _fold(
+            *_list_configurations(rows), keys=("trainer", "model", "batch", "seq"), style=style, width=width
+        )
+        blocks.append(_explain_columns(rows, width))
     if summary["failures"]:
-        lines = [f"{failure['id']}: {failure['reason']}: {failure['detail']}" for failure in summary["failures"]]
         mark = "- " if is_markdown else "  "
-        blocks.append("\n".join(["failures" + (":\n" if is_markdown else ""), *(f"{mark}{line}" for line in lines)]))
+        lines = [
+            f"{mark}{failure['id']}: {failure['reason']}: {failure['detail']}".replace("\n", "\n    ")
+            for failure in summary["failures"]
+        ]
+        blocks.append("\n".join(["failures" + (":\n" if is_markdown else ""), *lines]))
     return "\n\n".join(blocks)
+
+
+def _fold(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], *, keys: Sequence[str], style: str, width: int | None
+) -> list[str]:
+    """One table, or where it is wider than that, several below each other, each with the columns that name a row."""
+
+    def show(columns: Sequence[int]) -> str:
+        return format_grid([headers[at] for at in columns], [[row[at] for at in columns] for row in rows], style)
+
+    names = [at for at, header in enumerate(headers) if header in keys]
+    tables, columns = [], list(names)
+    for at in (at for at in range(len(headers)) if at not in names):
+        is_first = columns == names  # a table has at least one column of its own, however narrow the terminal
+        if not is_first and width is not None and len(show([*columns, at]).partition("\n")[0]) > width:
+            tables.append(show(columns))
+            columns = list(names)
+        columns.append(at)
+    return [*tables, show(columns)]
+
+
+def _explain_columns(rows: Sequence[Mapping[str, Any]], width: int | None) -> str:
+    lines = [
+        f"time ×, memory ×, FLOPs ×: over {BASELINE} at the same sizes, by geometric mean; "
+        "spread: (p90 - p10) / median;",
+        "counted ÷: operators over analytic FLOPs",
+    ]
+    if any(row.get("measured_over_analytic") is not None for row in rows):
+        lines[1] += "; measured ÷: the GPU's own counters over analytic FLOPs"
+    return "\n".join(line if width is None else textwrap.fill(line, width) for line in lines)
 
 
 def describe_setting(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -126,8 +152,8 @@ def describe_setting(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["status"] != "ok":
             continue
         size = f", {row['parameters']:,} parameters" if row.get("parameters") is not None else ""
-        machine = _get(row, "environment", "device") or row.get("device")
-        torch = _get(row, "environment", "torch")
+        machine = get_value(row, "environment", "device") or row.get("device")
+        torch = get_value(row, "environment", "torch")
         with_torch = f", torch {torch}" if torch else ""
         line = f"{row['model']}{size}; {row.get('dtype')} on {machine}, attention {row.get('attention')}{with_torch}"
         if line not in lines:
@@ -144,11 +170,11 @@ def _list_trainers(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str
         ("success", lambda row: row["success_rate"], lambda value: f"{100 * value:.0f} %"),
         ("mean memory", lambda row: row["memory"]["mean_bytes"], format_bytes),
         ("peak memory", lambda row: row["memory"]["peak_bytes"], format_bytes),
-        ("time ×", lambda row: _get(row, "slowdown", "mean"), _format_ratio),
-        ("memory ×", lambda row: _get(row, "memory_over_standard", "mean"), _format_ratio),
-        ("FLOPs ×", lambda row: _get(row, "flops_over_standard", "mean"), _format_ratio),
-        ("counted ÷", lambda row: _get(row, "counted_over_analytic", "mean"), _format_exact),
-        ("measured ÷", lambda row: _get(row, "measured_over_analytic", "mean"), _format_exact),
+        ("time ×", lambda row: get_value(row, "slowdown", "mean"), _format_ratio),
+        ("memory ×", lambda row: get_value(row, "memory_over_standard", "mean"), _format_ratio),
+        ("FLOPs ×", lambda row: get_value(row, "flops_over_standard", "mean"), _format_ratio),
+        ("counted ÷", lambda row: get_value(row, "counted_over_analytic", "mean"), _format_exact),
+        ("measured ÷", lambda row: get_value(row, "measured_over_analytic", "mean"), _format_exact),
     ]
     return _make_grid("trainer", list(summary["trainers"].items()), columns)
 
@@ -158,12 +184,12 @@ def _list_configurations(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], 
         ("model", lambda row: row["model"] if len({each["model"] for each in rows}) > 1 else None, str),
         ("batch", lambda row: row.get("batch_size"), str),
         ("seq", lambda row: row.get("seq_len"), str),
-        ("step", lambda row: _get(row, *_STEP), format_seconds),
+        ("step", lambda row: get_value(row, *_STEP), format_seconds),
         ("spread", _find_spread, _format_share),
         ("time ×", lambda row: row["slowdown"], _format_ratio),
         ("tokens/s", lambda row: row.get("tokens_per_s"), lambda value: f"{value:,.0f}"),
-        ("memory", lambda row: _get(row, *_MEMORY), format_bytes),
-        ("FLOPs", lambda row: _get(row, *_FLOPS), format_flops),
+        ("memory", lambda row: get_value(row, *_MEMORY), format_bytes),
+        ("FLOPs", lambda row: get_value(row, *_FLOPS), format_flops),
         ("FLOPs ×", lambda row: row["flops_over_standard"], _format_ratio),
         ("counted ÷", lambda row: row.get("counted_over_analytic"), _format_exact),
         ("measured ÷", lambda row: row.get("measured_over_analytic"), _format_exact),
@@ -188,7 +214,7 @@ def _make_grid(
 
 def _find_spread(row: Mapping[str, Any]) -> float | None:
     """(p90 - p10) / median of the step times."""
-    low, middle, high = (_get(row, "step_time_s", name) for name in ("p10", "median", "p90"))
+    low, middle, high = (get_value(row, "step_time_s", name) for name in ("p10", "median", "p90"))
     return (high - low) / middle if low is not None and high is not None and middle else None
 
 
@@ -239,7 +265,7 @@ def draw(figure: Any, summary: Mapping[str, Any]) -> None:
             known = {
                 (row["model"], row["batch_size"], row["seq_len"]): value / unit
                 for row in rows
-                if row["trainer"] == trainer and (value := _get(row, *keys)) is not None
+                if row["trainer"] == trainer and (value := get_value(row, *keys)) is not None
             }
             places = [cells.index(cell) + (at - (len(trainers) - 1) / 2) * width for cell in known]
             axes.bar(places, list(known.values()), width, label=trainer)
