@@ -73,11 +73,15 @@ def write_results(rows: Sequence[Row], path: str, command: str) -> None:
 
 
 def read_results(path: str) -> dict[str, Any]:
-    with open(path, encoding="utf-8") as file:
-        found: dict[str, Any] = json.load(file)
-    if found.get("schema") != SCHEMA:
-        raise FlopcalcError(f"{path}: schema {found.get('schema')} is not known, this script reads {SCHEMA}")
-    return found
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError) as error:
+        raise FlopcalcError(f"{path}: cannot be read: {error}") from None
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema != SCHEMA:
+        raise FlopcalcError(f"{path}: schema {schema} is not known, this script reads {SCHEMA}")
+    return dict(found)
 
 
 def format_tables(results: dict[str, Any]) -> str:
@@ -123,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 print(tables)
             return 0
+        if options.page:
+            parser.error("--page needs --show FILE: the results that go into it")
         if not options.out:
             parser.error("--out DIR says where the results go")
         swept = measure(options)

@@ -465,7 +465,7 @@ def _count_layer(
 
 
 def sum_coefficients(blocks: tuple[Block, ...], direction: str) -> dict[Feature, int]:
-    """Coefficient per feature of one direction ('forward', 'backward', 'recompute') over the whole model."""
+    """Coefficient per feature of one direction (a Row's 'forward', 'clipping', …) over the whole model."""
     totals: dict[Feature, int] = {}
     for block in blocks:
         for row in block.rows:

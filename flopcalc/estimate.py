@@ -35,6 +35,7 @@ from flopcalc.recipe import (
     join,
     make_recipe,
     read_recipe,
+    read_recompute,
     strip,
     unwrap,
 )
@@ -212,7 +213,9 @@ class Estimator:
     ) -> Estimate:
         """FLOPs of one step on a real batch, as given to the model."""
         audio = (self.audio.key, self.audio.axis) if self.audio is not None else None
-        grids = self.vision.read_sizes(batch, read_device) if self.vision is not None else None
+        grids = None
+        if self.vision is not None and isinstance(batch, Mapping):  # read_batch says what is wrong with another
+            grids = self.vision.read_sizes(batch, read_device)
         load, notes = read_batch(
             batch, phase=phase, logits=logits, read_device=read_device, has_decoder=self.has_decoder, audio=audio,
             images=grids or (),
@@ -997,7 +1000,9 @@ def bind(
         added = load_spec(os.fspath(spec))
         specs[added.name] = added
     if isinstance(recipe, Mapping):
+        is_said = "recompute" in recipe or source.module is None
         recipe = _read_recipe(recipe)
+        recipe = recipe if is_said else recipe._replace(recompute=read_recompute(source.module))
     elif recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(f"a recipe is a mapping or what make_recipe() gives, not {format_value(recipe)}")
     estimator = Estimator(source, recipe, convention, attention_kernel, specs, table, tiles, clipping)

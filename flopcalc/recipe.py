@@ -357,7 +357,8 @@ def _find_obstacle(op: Op, state: State, is_dead: bool, clipping: str) -> str:
             "freeze them, or take clipping hooks or fast"
         )
     if op.copies > 1 or op.times > 1:
-        return f"is a stack of experts, whose rows are not samples{advice}"
+        what = "modules: not proven by a count" if op.kind == "norm" else "experts, whose rows are not samples"
+        return f"is a stack of {what}{advice}"
     if is_dead or op.unused or op.detached:
         return f"gets no gradient, so Opacus finds no per-sample gradient{advice}"
     if op.kind == "embed" and state.rank:
@@ -496,7 +497,7 @@ def read_recipe(model: Any, recompute: str | None = None) -> tuple[Recipe, dict[
         if parameter.requires_grad:
             trained.add(name)
     if recompute is None:
-        recompute = _read_recompute(model)
+        recompute = read_recompute(model)
     recipe = Recipe(recompute=recompute, trained=frozenset(trained), adapters=tuple(sorted(ranks.items())))
     return recipe, sizes, names
 
@@ -541,7 +542,8 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _read_recompute(model: Any) -> str:
+def read_recompute(model: Any) -> str:
+    """Which gradient checkpointing a live model is set to."""
     if not getattr(model, "is_gradient_checkpointing", False):
         return "none"
     for module in model.modules():

@@ -112,6 +112,10 @@ def test_a_stop_is_exit_code_130(capsys: Capture, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sweep_run, "run_sweep", stop)
     _, err = call(capsys, 130, "run", *SMALL, *TWO)
     assert err.endswith("stopped: the same command goes on\n")
+    _, err = call(capsys, 130, "run", *SMALL, *TWO, "--fresh")
+    assert err.endswith("stopped: the same command without --fresh goes on\n")
+    _, err = call(capsys, 130, "test")
+    assert err.endswith("stopped\n")
 
 
 def test_two_sweeps_in_one_folder(capsys: Capture) -> None:
@@ -141,9 +145,38 @@ def test_test_measures_every_trainer_and_cleans_up(
     out, err = call(capsys, 0, "test", "--json")
     assert (json.loads(out)["ok"], "logs: " in err) == (4, False)
     assert not list(tmp_path.iterdir())
-    _, err = call(capsys, 0, "test", "--logs-dir", "kept")
-    assert err.endswith("logs: kept\n")
-    assert len(list(Path("kept").glob("*.log"))) == 4
+    for _ in range(2):
+        _, err = call(capsys, 0, "test", "--logs-dir", "kept")
+        assert err.endswith("logs: kept\n")
+        assert len(list(Path("kept").glob("*.log"))) == 4
+
+
+def test_a_test_that_cannot_run_leaves_nothing(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(_: Any) -> None:
+        raise matrix.SweepError("the sweep needs torch")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(sweep_run, "check_libraries", refuse)
+    assert call(capsys, 2, "test") == ("", "flopcalc: the sweep needs torch\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_test_forgets_no_sweep(capsys: Capture) -> None:
+    call(capsys, 0, "run", *SMALL, *TWO)
+    before = Path("logs/results.jsonl").read_bytes()
+    _, err = call(capsys, 2, "test", "--logs-dir", "logs")
+    assert "logs holds a sweep, which a test would forget: choose another --logs-dir" in err
+    assert Path("logs/results.jsonl").read_bytes() == before
+
+
+def test_a_table_fits_the_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_find_width", lambda: 80)
+    shown, _ = call(capsys, 0, "run", *SMALL)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert call(capsys, 0, "summarize")[0] == shown
+    assert max(map(len, call(capsys, 0, "summarize", "--markdown")[0].splitlines())) > 80  # for a page, not for here
 
 
 def test_summarize(capsys: Capture) -> None:
@@ -179,6 +212,8 @@ def test_plot(capsys: Capture) -> None:
         (["run", *SMALL, "--launcher", "rai"], "launcher 'rai' is not one of local, ray, slurm"),
         (["run", *SMALL, "--ray-address", "auto"], "is an option of launcher ray, not of local"),
         (["run", *SMALL, "--retry", "all"], "'all' is not 'failed'"),
+        (["run", *SMALL, "--retry", "failed", "--fresh"], "--fresh runs everything again, --retry failed only what"),
+        (["summarize", "--json", "--markdown"], "--json and --markdown are two forms: choose one"),
         (["run", "no.json"], "no.json: cannot be read: No such file"),
         (["single", "--trainer", "DPSGDTrainer"], "Missing option '--batch-size'"),
         ([*SINGLE], "single takes one model: --model-size 1b, or --model"),
@@ -196,8 +231,8 @@ def test_errors_are_one_line(capsys: Capture, arguments: list[str], message: str
 
 def test_an_output_that_cannot_be_written(capsys: Capture) -> None:
     call(capsys, 0, "run", *SMALL, *TWO)
-    _, err = call(capsys, 2, "summarize", "--output", "no/results.json")
-    assert "no/results.json: cannot be written: No such file or directory" in err
+    out, err = call(capsys, 2, "summarize", "--output", "no/results.json")
+    assert (out, err) == ("", "flopcalc: no/results.json: cannot be written: No such file or directory\n")
 
 
 def test_help_says_what_there_is() -> None:

@@ -219,13 +219,15 @@ def test_cli(capsys: pytest.CaptureFixture[str]) -> None:
         main(["explain", "--op", "*q_proj", *arguments, "--clipping", "hooks"])
     text = capsys.readouterr().out
     assert "samples: 2" in text
-    assert "clipping = layers × 2 × in × out (per-sample gradients) × tokens" in text
+    assert "clipping = layers × 2 × weights that train (per-sample gradients) × tokens" in text
     with pytest.raises(SystemExit):
         main(["explain", "--op", "*c_attn", *arguments, "--clipping", "fast", "--model", "gpt2"])
     assert "clipping = layers × 2 × 2 × in × out (run once more" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["compare", "sweep-tiny@clipping=hooks", "sweep-tiny", *arguments[2:]])
-    assert "sweep-tiny@clipping=hooks" in capsys.readouterr().out
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["clipping", "6.39", "MFLOPs", "-"] in rows
+    assert "recompute" not in [row[0] for row in rows if row]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -241,6 +243,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (MIXTRAL, {"clipping": "fast", "train_only": "*experts*"}, "is a stack of experts, whose rows are not samples"),
     (MIXTRAL, {"clipping": "fast", "lora": "r=2,targets=q_proj"}, "no count of an Opacus step has proven it"),
     ("deepseek-v3", {"clipping": "hooks"}, "not proven by a count"),
+    ({**LLAMA, "model_type": "stablelm", "qk_layernorm": True}, {"clipping": "hooks"}, "stack of modules: not proven"),
     ("gemma-2-2b", {"clipping": "hooks"}, "no count of an Opacus step has proven it for model_type 'gemma2'"),
     (QWEN_VL, {"clipping": "hooks"}, "has a tower, whose rows are not samples"),
     ({"model_type": "t5", "vocab_size": 50, "d_model": 12, "d_kv": 4, "d_ff": 20, "num_layers": 1, "num_heads": 3},

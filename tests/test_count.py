@@ -147,6 +147,16 @@ def test_siblings_owe_one_input_gradient_each() -> None:
     }
 
 
+@pytest.mark.parametrize(("norm", "products"), [("q_layernorm", 2), ("k_layernorm", 2), ("*_layernorm", 3)])
+def test_norms_of_queries_and_keys_owe_no_gradient_of_the_values(norm: str, products: int) -> None:
+    config = {
+        "model_type": "persimmon", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "vocab_size": 10,
+    }  # fmt: skip
+    estimate = bind(config, recipe={"train_only": f"*.self_attn.{norm}"}, convention="full")(1, S)
+    assert backward(estimate)["model.layers.0.self_attn"] == products * 2 * 8 * S * S  # of the probabilities, q, k
+
+
 def test_unused_tower_layers_owe_nothing() -> None:
     config = {
         "model_type": "llava", "vision_feature_layer": -2,

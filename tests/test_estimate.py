@@ -385,3 +385,9 @@ def test_reentrant_checkpointing_is_noted_where_hf_drops_gradients(name: str, is
     found = bind(name, recipe={"recompute": "full-reentrant"}, convention="hardware")(1, 64).notes
     assert any("drops their gradients" in note for note in found) is is_noted
     assert not any("drops their gradients" in note for note in bind(name, recipe={"recompute": "full"})(1, 64).notes)
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", QWEN])
+def test_a_batch_that_is_no_mapping(model: Any) -> None:
+    with pytest.raises(WorkloadError, match="batch must be a mapping as given to the model"):
+        estimate_flops(model, batch=[])  # type: ignore[arg-type]

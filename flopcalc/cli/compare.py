@@ -53,6 +53,7 @@ def compare(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
     rows = [[name, *(read(estimate) for _, estimate in columns)] for name, read in _ROWS]
+    rows = [row for row in rows if row[0] not in _RARE or set(row[1:]) != {"-"}]
     parts = [estimate.by_component() for _, estimate in columns]
     for part in parts[0]:
         if any(sum(part_sums[part]) for part_sums in parts):
@@ -75,9 +76,12 @@ _ROWS: list[tuple[str, Any]] = [
     ("convention", lambda e: e.convention),
     ("forward", lambda e: format_flops(e.forward)),
     ("backward", lambda e: format_flops(e.backward) if e.backward else "-"),
+    ("recompute", lambda e: format_flops(e.recompute) if e.recompute else "-"),
+    ("clipping", lambda e: format_flops(e.clipping) if e.clipping else "-"),
     ("step", lambda e: format_flops(e.total)),
     ("per token", lambda e: format_flops(e.total // max(e.tokens, 1))),
 ]
+_RARE = ("recompute", "clipping")  # rows only where some column has them
 
 
 def _read_column(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -52,7 +52,7 @@ def explain(model: str, pattern: str, as_json: bool, **options: Any) -> None:
     asked = make_estimate(model, options)
     found = find_rows(asked.estimate, pattern)
     if not found:
-        paths = [row.path for row in asked.estimate.by_module() if row.forward]
+        paths = [row.path for row in asked.estimate.by_module() if row.forward or row.clipping]
         raise WorkloadError(f"--op {pattern!r} matches no operation; there are {', '.join(paths)}")
     shown = [explain_row(asked.estimate, *entry) for entry in found]
     if as_json:
@@ -132,9 +132,10 @@ def explain_row(estimate: Estimate, path: str, copies: int, row: Row, value: int
 def _name_clipping(row: Row) -> str:
     names = {
         "samples": "2 × trainable parameters (factors by per-sample gradients)",
-        "each": "2 × in × out (per-sample gradients)",
-        "squares": "2 × (in + out, out again for a bias) (rows by rows)",
-        "products": "2 (sum of both Gram matrices' product)",
+        # LoRA has two matrices, and either may be frozen.
+        "each": "2 × weights that train (per-sample gradients)",
+        "squares": "2 × (in + out) of each matrix that trains, out once more for a bias (rows by rows)",
+        "products": "2 × matrices that train (sum of both Gram matrices' product)",
     }
     return names.get(str(row.op.feature[0]), "2 × 2 × in × out (run once more, then its gradients)")
 

@@ -114,7 +114,7 @@ def run(
     lists["trainers"] = _split(trainers)
     lists["batch_sizes"] = parse_sizes(batch_sizes, "--batch-sizes") if batch_sizes is not None else None
     lists["seq_lens"] = parse_sizes(seq_lens, "--seq-lens") if seq_lens is not None else None
-    given = {name: value for name, value in (lists | _take_settings(options)).items() if value is not None}
+    given = {name: value for name, value in lists.items() if value is not None} | _take_settings(options)
     ctx.exit(_run(load_matrix({} if config is None else config, **given), options))
 
 
@@ -140,14 +140,13 @@ def single(
     models = _read_models(model_size, model) or ()
     if len(models) != 1:
         raise SweepError("single takes one model: --model-size 1b, or --model with a preset or a config.json")
-    settings = {name: value for name, value in _take_settings(options).items() if value is not None}
     lists: Mapping[str, Any] = {"trainers": (trainer,), "batch_sizes": (batch_size,), "seq_lens": (seq_len,)}
-    ctx.exit(_run(make_matrix(**lists, models=models, **settings), options))
+    ctx.exit(_run(make_matrix(**lists, models=models, **_take_settings(options)), options))
 
 
 @sweep.command()
 @click.option(
-    "--logs-dir", metavar="DIR", help="Keep logs and runs here (default: a folder that goes when all is well)."
+    "--logs-dir", metavar="DIR", help="Keep logs and runs here (default: a folder that stays only if one fails)."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
 @click.pass_context
@@ -157,17 +156,25 @@ def test(ctx: click.Context, logs_dir: str | None, as_json: bool) -> None:
     import shutil
     import tempfile
 
-    from flopcalc.measure.sweep.matrix import make_matrix
+    from flopcalc.measure.sweep.matrix import SweepError, make_matrix
+    from flopcalc.measure.sweep.run import load_results
 
+    configurations = make_matrix(**_TEST)
+    kept = load_results(logs_dir, must_exist=False) if logs_dir else []
+    if {row["id"] for row in kept} - {configuration.id for configuration in configurations}:
+        raise SweepError(f"{logs_dir} holds a sweep, which a test would forget: choose another --logs-dir")
     folder = logs_dir or tempfile.mkdtemp(prefix="flopcalc-sweep-")
     options = {
         "logs_dir": folder, "runs_dir": os.path.join(folder, "runs"), "fresh": True, "as_json": as_json,
-        "slots": 2,  # it tries, it does not time
+        "slots": min(len(configurations), os.cpu_count() or 1),  # it tries, it does not time
     }  # fmt: skip
-    code = _run(make_matrix(**_TEST), options)
-    if logs_dir is None and code == 0:
-        shutil.rmtree(folder)
-    else:
+    code = 2
+    try:
+        code = _run(configurations, options, can_go_on=False)
+    finally:
+        if logs_dir is None and code != 1:  # a failure is kept, to be looked at
+            shutil.rmtree(folder)
+    if logs_dir is not None or code == 1:
         click.echo(f"logs: {folder}", err=True)
     ctx.exit(code)
 
@@ -183,15 +190,19 @@ def summarize(logs_dir: str, output: str | None, markdown: bool, as_json: bool, 
     from flopcalc.measure.sweep import summary
     from flopcalc.measure.sweep.run import load_results
 
+    if as_json and markdown:
+        raise click.UsageError("--json and --markdown are two forms: choose one")
     found = summary.summarize(load_results(logs_dir))
-    if as_json:
-        click.echo(_to_json(found))
-    else:
-        click.echo(summary.format_summary(found, "github" if markdown else "simple"))
     if output is not None:
         _write(output, _to_json(found) + "\n")
     if plot_file is not None:
         summary.plot(found, plot_file)
+    if as_json:
+        click.echo(_to_json(found))
+    elif markdown:
+        click.echo(summary.format_summary(found, "github"))
+    else:
+        click.echo(summary.format_summary(found, width=_find_width()))
 
 
 # --- what the commands share ------------------------------------------------------------------------------------------
@@ -213,12 +224,12 @@ def _read_models(sizes: str | None, models: tuple[str, ...]) -> tuple[str, ...] 
 
 
 def _take_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("dtype", "device", "attention", "steps", "warmup", "learning_rate", "max_grad_norm", "noise_multiplier",
-             "seed", "timeout_s")  # fmt: skip
-    return {name: options[name] for name in names}
+    from flopcalc.measure.sweep.matrix import SETTINGS
+
+    return {name: value for name in SETTINGS if (value := options[name]) is not None}
 
 
-def _run(configurations: Sequence[Configuration], options: Mapping[str, Any]) -> int:
+def _run(configurations: Sequence[Configuration], options: Mapping[str, Any], can_go_on: bool = True) -> int:
     """Exit code: 0 all ok, 1 some failed, 130 stopped before the last one."""
     from flopcalc.estimate import bind
     from flopcalc.measure.launchers import make_launcher
@@ -228,19 +239,13 @@ def _run(configurations: Sequence[Configuration], options: Mapping[str, Any]) ->
     from flopcalc.measure.sweep.summary import format_summary
     from flopcalc.measure.sweep.summary import summarize as summarize_rows
 
+    if options["fresh"] and options.get("retry"):
+        raise click.UsageError("--fresh runs everything again, --retry failed only what failed: choose one")
     launcher_name = options.get("launcher", "local")
     if launcher_name == "local":
         check_libraries(configurations)
-    names = (
-        "slots",
-        "cpus",
-        "gpus",
-        "ray_address",
-        "slurm_folder",
-        "slurm_partition",
-        "slurm_minutes",
-        "slurm_cluster",
-    )
+    names = ("slots", "cpus", "gpus", "ray_address", "slurm_folder", "slurm_partition", "slurm_minutes",
+             "slurm_cluster")  # fmt: skip
     launcher = make_launcher(
         launcher_name, device=configurations[0].device, **{name: options.get(name) for name in names}
     )
@@ -251,11 +256,19 @@ def _run(configurations: Sequence[Configuration], options: Mapping[str, Any]) ->
         retry_failed=options.get("retry") == "failed", progress=LiveTable(sys.stderr),
     )  # fmt: skip
     found = summarize_rows(swept.rows)
-    click.echo(_to_json(found) if options["as_json"] else format_summary(found))
+    click.echo(_to_json(found) if options["as_json"] else format_summary(found, width=_find_width()))
     if swept.stopped:
-        click.echo("stopped: the same command goes on", err=True)
+        same = "the same command without --fresh" if options["fresh"] else "the same command"
+        click.echo(f"stopped: {same} goes on" if can_go_on else "stopped", err=True)
         return 130
     return 1 if swept.failed else 0
+
+
+def _find_width() -> int | None:
+    """Columns of the terminal; None where the output goes elsewhere, for a file has no width."""
+    import shutil
+
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _to_json(summary: Mapping[str, Any]) -> str:

@@ -105,8 +105,11 @@ def _probe(suite: str, work: str) -> Json:
         "probe", "flopcalc.measure.provenance:start_probe", {"device": get_device(suite)}, {"machine": None}
     )  # fmt: skip
     # A folder of its own: the lock that keeps two runs apart is that of the measuring itself.
-    outcome = run_jobs([job], os.path.join(work, f"probe-{os.getpid()}"), fresh=True)
-    _remove_probe(os.path.join(work, f"probe-{os.getpid()}"))
+    folder = os.path.join(work, f"probe-{os.getpid()}")
+    try:
+        outcome = run_jobs([job], folder, fresh=True)
+    finally:
+        _remove(folder)
     if outcome.stopped:
         raise KeyboardInterrupt
     result = outcome.results[0]
@@ -116,7 +119,7 @@ def _probe(suite: str, work: str) -> Json:
     return machine
 
 
-def _remove_probe(folder: str) -> None:
+def _remove(folder: str) -> None:
     import shutil
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -187,7 +190,7 @@ def check(
     try:
         outcome = run_jobs(jobs, folder, fresh=True, progress=progress)
     finally:
-        _remove_probe(folder)
+        _remove(folder)
     differences: list[Difference] = []
     rows: dict[str, int] = dict.fromkeys(stored, 0)
     for result in outcome.results:

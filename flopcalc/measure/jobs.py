@@ -31,6 +31,8 @@ class Job(NamedTuple):
     start_timeout_s: float = 300.0  # of the call itself: imports, building a model
     expected_s: float = 0.0  # of the whole job, for the time left; 0: not known
     env: Mapping[str, str] = {}
+    # Given to the call with `args`, but no part of the question: files that it reads or writes.
+    where: Mapping[str, Any] = {}
 
     def key(self, row: str) -> str:
         """Changes when a row's meaning does, so that a journal's result is not taken for another question's."""

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
 from flopcalc.errors import format_value
@@ -20,18 +20,22 @@ class Journal:
     def __init__(self, folder: str, identity: Json, fresh: bool = False) -> None:
         self.path = os.path.join(folder, "journal.jsonl")
         self.results: list[Result] = []
-        if fresh:
-            with suppress(FileNotFoundError):
-                os.unlink(self.path)
-        self._file: IO[bytes] = open(self.path, "ab+")  # noqa: SIM115 - closed in __exit__
+        try:
+            if fresh:
+                with suppress(FileNotFoundError):
+                    os.unlink(self.path)
+            self._file: IO[bytes] = open(self.path, "ab+")  # noqa: SIM115 - closed in __exit__
+        except OSError as error:
+            raise _make_error(self.path, error) from None
         try:
             self._read(identity)
         except BaseException:
-            self._file.close()
+            self.__exit__()
             raise
 
     def _read(self, identity: Json) -> None:
         self._file.seek(0)
+        stored: Json = {}
         end = 0
         for number, line in enumerate(self._file):
             if not line.endswith(b"\n"):
@@ -39,18 +43,19 @@ class Journal:
             try:
                 entry = json.loads(line)
                 if number == 0:
-                    self._check(entry["run"], identity)
+                    stored = dict(entry["run"])
                 else:
                     self.results.append(Result(**entry))
             except (ValueError, KeyError, TypeError) as error:
-                if isinstance(error, RunnerError):
-                    raise
                 raise RunnerError(
                     f"{self.path}: line {number + 1} is damaged ({error}): run with --fresh to start again"
                 ) from None
             end += len(line)
-        self._file.truncate(end)
-        if end == 0:
+        if self.results:
+            self._check(stored, identity)
+            self._file.truncate(end)
+        else:  # nothing was measured yet: nothing that another identity could contradict
+            self._file.truncate(0)
             self._write({"run": identity})
 
     def _check(self, stored: Json, identity: Json) -> None:
@@ -74,8 +79,9 @@ class Journal:
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(end)
-            what = "disk full" if error.errno == errno.ENOSPC else error.strerror
-            raise RunnerError(f"{self.path}: {what}; the rows before it are kept, run again to go on") from None
+            raise RunnerError(
+                f"{self.path}: {_describe(error)}; the rows before it are kept, run again to go on"
+            ) from None
 
     def __enter__(self) -> Journal:
         return self
@@ -89,16 +95,34 @@ class Journal:
 def lock_folder(folder: str) -> Iterator[None]:
     """One run per folder; the kernel frees the lock when its process ends, so none is ever stale."""
     path = os.path.join(folder, "lock")
-    with open(path, "a+") as file:
+    with ExitStack() as stack:
         try:
+            make_folder(folder)
+            file = stack.enter_context(open(path, "ab+", 0))  # unbuffered: nothing is left to write at its end
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            file.truncate(0)
+            file.write(str(os.getpid()).encode())
+        except BlockingIOError:
             file.seek(0)
-            holder = file.read().strip() or "unknown"
+            holder = file.read(20).decode("ascii", "replace").strip() or "unknown"
             raise RunnerError(
                 f"{folder} is in use by another run (process {holder}): wait for it, or stop it"
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        except OSError as error:
+            raise _make_error(path, error) from None
         yield
+
+
+def make_folder(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise _make_error(path, error) from None
+
+
+def _make_error(path: str, error: OSError) -> RunnerError:
+    return RunnerError(f"{path}: {_describe(error)}; choose a folder that can be written to")
+
+
+def _describe(error: OSError) -> str:
+    return "disk full" if error.errno == errno.ENOSPC else error.strerror or str(error)

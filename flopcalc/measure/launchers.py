@@ -7,8 +7,9 @@ results. Ray and Slurm's submitit are extras, imported when they are used.
 from __future__ import annotations
 
 import os
-import select
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,8 +18,9 @@ from typing import Any, NamedTuple, Protocol
 
 from flopcalc.errors import format_nearest, format_value
 from flopcalc.measure.jobs import Lost, Result, RunnerError, Running, Task, make_failure
-from flopcalc.measure.process import JobRun, dump_task, read_tree_bytes, run_task
-from flopcalc.measure.provenance import has_gpu
+from flopcalc.measure.journal import make_folder
+from flopcalc.measure.process import JobRun, dump_task, read_tree_bytes, run_task, wait_for
+from flopcalc.measure.provenance import count_gpus
 
 LAUNCHERS = ("local", "ray", "slurm")
 _OPTIONS = {
@@ -27,6 +29,7 @@ _OPTIONS = {
     "slurm": {"cpus", "gpus", "slurm_folder", "slurm_partition", "slurm_minutes", "slurm_cluster"},
 }
 _ROOM_LIMIT_S = 60.0  # so long an engine may have no machine at all, then the run ends (and can be gone on with)
+_KNOCK_S = 10.0  # so long a Ray cluster may take to accept a connection
 _STATE_EVERY_S = 30.0  # how often Slurm is asked for the state of its jobs
 _SHARED_FOLDER_S = 30.0  # a result's file may show up so much later than the end of its job on a network's disk
 
@@ -61,7 +64,7 @@ class Launcher(Protocol):
         """Begin nothing more; what runs is brought to its end."""
 
     def close(self) -> None:
-        """End everything at once."""
+        """End everything at once; also after an open() that failed, or none."""
 
 
 def make_launcher(
@@ -91,9 +94,16 @@ def make_launcher(
         if value is not None and option not in _OPTIONS[name]:
             owners = " and ".join(owner for owner in LAUNCHERS if option in _OPTIONS[owner])
             raise LauncherError(f"{option} = {format_value(value)} is an option of launcher {owners}, not of {name}")
-    for option, value, least in (("slots", slots, 1), ("cpus", cpus, 1), ("gpus", gpus, 0)):
+    for option, value, least in (
+        ("slots", slots, 1),
+        ("cpus", cpus, 1),
+        ("gpus", gpus, 0),
+        ("slurm_minutes", slurm_minutes, 1),
+    ):
         if value is not None and value < least:
             raise LauncherError(f"{option} = {value} must be at least {least}")
+    if slurm_cluster not in (None, "slurm", "local"):
+        raise LauncherError(f"slurm_cluster = {format_value(slurm_cluster)} is not one of slurm, local")
     if device == "cpu":
         if gpus:
             raise LauncherError(f"gpus = {gpus} contradicts device 'cpu'")
@@ -118,7 +128,7 @@ class Place(NamedTuple):
 
 
 class Local:
-    """One process per place, all watched by one thread: the kernel ties a child to the thread that it came from."""
+    """One process per place, all watched by the thread that runs the jobs: nothing waits for a single one of them."""
 
     def __init__(self, find: Callable[[], Sequence[Place]] = lambda: [Place()]) -> None:
         self.slots = 1
@@ -146,9 +156,7 @@ class Local:
             raise
 
     def wait(self, timeout_s: float) -> list[Result | Lost]:
-        runs = [run for run, _ in self._running]
-        soonest = min((run.deadline for run in runs), default=0.0) - time.monotonic()
-        select.select(runs, [], [], max(0.0, min(timeout_s, soonest)))
+        wait_for([run for run, _ in self._running], timeout_s)
         results: list[Result | Lost] = []
         for entry in list(self._running):
             run, place = entry
@@ -185,23 +193,33 @@ def find_places(slots: int | None, device: str = "auto") -> list[Place]:
     if not gpus and device == "cuda":
         raise LauncherError("device 'cuda': there is no GPU, or CUDA_VISIBLE_DEVICES hides it; use device 'cpu'")
     if gpus:
-        free = [gpu for gpu in gpus if not gpu.is_busy]
-        if slots is None and not free:
-            raise LauncherError(
-                f"all {len(gpus)} GPUs are in use by other processes: wait, or say how many to use all the same (slots)"
-            )
-        if slots is not None and slots > len(gpus):
-            hint = "one process each" if gpus[0].name else "to see more than one needs pip install nvidia-ml-py"
-            raise LauncherError(f"slots = {slots} is more than the GPUs found here ({len(gpus)}): {hint}")
-        chosen = sorted(gpus, key=lambda gpu: gpu.is_busy)[: slots or len(free)]
         places = [
-            Place(f"GPU {gpu.name}".strip(), {"CUDA_VISIBLE_DEVICES": gpu.name} if gpu.name else {}, gpu.handle)
-            for gpu in chosen
+            Place(f"GPU {gpu.name}", {"CUDA_VISIBLE_DEVICES": gpu.name}, gpu.handle) for gpu in _choose(gpus, slots)
         ]
     else:
         places = [Place()] * (slots or 1)
     threads = {} if len(places) == 1 or "OMP_NUM_THREADS" in os.environ else _share_threads(len(places))
     return [place._replace(env={**place.env, **threads}) for place in places]
+
+
+def _choose(gpus: Sequence[Gpu], slots: int | None) -> Sequence[Gpu]:
+    if slots is not None:
+        if slots > len(gpus):
+            raise LauncherError(f"slots = {slots} is more than the GPUs found here ({len(gpus)}): one process each")
+        return sorted(gpus, key=lambda gpu: gpu.is_busy is True)[:slots]
+    if len(gpus) == 1 and gpus[0].is_busy is None:
+        return gpus
+    if any(gpu.is_busy is None for gpu in gpus):
+        raise LauncherError(
+            f"which of the {len(gpus)} GPUs here are free cannot be told without NVML: pip install nvidia-ml-py, "
+            "or say how many to use all the same (slots)"
+        )
+    free = [gpu for gpu in gpus if not gpu.is_busy]
+    if not free:
+        raise LauncherError(
+            f"all {len(gpus)} GPUs are in use by other processes: wait, or say how many to use all the same (slots)"
+        )
+    return free
 
 
 def _share_threads(count: int) -> dict[str, str]:
@@ -211,42 +229,51 @@ def _share_threads(count: int) -> dict[str, str]:
 
 
 class Gpu(NamedTuple):
-    name: str  # as CUDA_VISIBLE_DEVICES takes it; empty: as CUDA itself finds it
-    handle: Any
-    is_busy: bool  # some process computes on it
+    name: str  # as CUDA_VISIBLE_DEVICES takes it
+    handle: Any  # NVML's
+    is_busy: bool | None  # some process computes on it; None: not known
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs that CUDA would show to this process, by NVML: nothing is allocated on any of them."""
+    """The GPUs that CUDA would show to this process; nothing is allocated on any of them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = None if visible is None else [name.strip() for name in visible.split(",")]
     try:
         nvml = import_module("pynvml")
         nvml.nvmlInit()
-    except Exception:  # no library, or no driver
-        return [Gpu("", None, False)] if has_gpu() else []
-    if visible is None:
-        # Numbers mean different GPUs to NVML and CUDA, a UUID does not.
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        return [_make_gpu(nvml, nvml.nvmlDeviceGetUUID(handle), handle) for handle in handles]
-    gpus = []
-    for name in (entry.strip() for entry in visible.split(",")):
-        if not name or name == "-1":
+        uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
+    except Exception:  # no library, or no driver: CUDA itself says how many there are, not who uses them
+        count = count_gpus()
+        return [Gpu(name, None, None) for name in (names or list(map(str, range(count))))[:count]]
+    # Numbers mean different GPUs to NVML and CUDA, a UUID does not.
+    known = dict(zip(uuids, handles, strict=True))
+    found: dict[str, Gpu] = {}
+    for name in uuids if names is None else names:
+        handle = _find_handle(nvml, name, known)
+        if handle is None or name in found:
             break  # CUDA shows those before it
-        try:
-            by_number = name.isdigit()
-            handle = nvml.nvmlDeviceGetHandleByIndex(int(name)) if by_number else nvml.nvmlDeviceGetHandleByUUID(name)
-        except nvml.NVMLError:
-            break
-        gpus.append(_make_gpu(nvml, name, handle))
-    return gpus
+        found[name] = Gpu(name, handle, _is_busy(nvml, handle))
+    return list(found.values())
 
 
-def _make_gpu(nvml: Any, name: str, handle: Any) -> Gpu:
+def _find_handle(nvml: Any, name: str, known: Mapping[str, Any]) -> Any:
+    """What CUDA takes as a name: a number, a UUID or as much of it as is unique, a part of a GPU (MIG)."""
+    if name.isdigit():
+        return list(known.values())[int(name)] if int(name) < len(known) else None
+    if name.startswith("MIG-"):
+        with suppress(nvml.NVMLError):
+            return nvml.nvmlDeviceGetHandleByUUID(name)
+        return None
+    matches = [handle for uuid, handle in known.items() if name.startswith("GPU-") and uuid.startswith(name)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _is_busy(nvml: Any, handle: Any) -> bool:
     try:
-        is_busy = bool(nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        return bool(nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     except nvml.NVMLError:  # not told in some containers
-        is_busy = False
-    return Gpu(name, handle, is_busy)
+        return False
 
 
 def _read_gpu_bytes(handle: Any) -> int | None:
@@ -310,14 +337,18 @@ class Ray(_Remote):
             if self._address == "local":
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of ours tells nobody
                 options["include_dashboard"] = False
+            on_end = signal.getsignal(signal.SIGTERM)
             try:
+                _knock(self._address)
                 ray.init(**options)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 raise LauncherError(
                     f"no Ray cluster at address {format_value(self._address)}: {_shorten(error)}. Start one "
                     "(ray start --head), give another address, or 'local' for one on this machine"
                 ) from None
             self._is_mine = True
+            if on_end is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_end)  # Ray's own prints a stack and aborts
         if self._gpus is None:
             self._gpus = 1 if ray.cluster_resources().get("GPU") else 0
         # A task that is lost is sent again by the runner, as with every launcher.
@@ -418,12 +449,12 @@ class Slurm(_Remote):
     def open(self, folder: str) -> None:
         submitit = _import("submitit", "slurm")
         path = os.path.abspath(self._folder or os.path.join(folder, "slurm"))
-        os.makedirs(path, exist_ok=True)
-        self._submitted = os.path.join(path, "submitted")
+        make_folder(path)
         try:
             self._executor = submitit.AutoExecutor(folder=path, cluster=self._cluster)
         except (RuntimeError, ValueError) as error:
             raise LauncherError(f"Slurm cannot be used from here: {_shorten(error)}") from None
+        self._submitted = os.path.join(path, "submitted")
         self._cancel_leftovers()
 
     def _cancel_leftovers(self) -> None:
@@ -457,9 +488,14 @@ class Slurm(_Remote):
             job = self._executor.submit(run_task, dump_task(task))
         except Exception as error:  # sbatch's own words are in it
             raise LauncherError(f"Slurm refused {task.job.id}: {_shorten(error)}") from None
-        with open(self._submitted, "a") as file:
-            file.write(f"{job.job_id}\n")
         self._running[job] = (task, time.monotonic())
+        try:
+            with open(self._submitted, "a") as file:
+                file.write(f"{job.job_id}\n")
+        except OSError as error:
+            raise LauncherError(
+                f"{self._submitted}: {error.strerror}; what was done is kept, run again to go on"
+            ) from None
 
     def wait(self, timeout_s: float) -> list[Result | Lost]:
         events: list[Result | Lost] = []
@@ -491,6 +527,7 @@ class Slurm(_Remote):
             return self._fail(job, "oom", f"Slurm job {job.job_id}: {state}")
         if state.startswith("TIMEOUT"):
             return self._fail(job, "timeout", f"Slurm job {job.job_id} reached its own time limit")
+        job.cancel(check=False)  # it is submitted anew: should Slurm queue it again by itself, it would run twice
         return self._lose(job, f"Slurm job {job.job_id} ended without a result: {state}")
 
     def stop(self) -> None:
@@ -507,6 +544,15 @@ class Slurm(_Remote):
             time.sleep(0.05)  # these are our own children: none is left behind
         self._running.clear()
         self._forget_submitted()
+
+
+def _knock(address: str) -> None:
+    """Ray itself tries for more than a minute, without a word, where nobody listens."""
+    import socket
+
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if separator and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
 
 
 def _import(module: str, extra: str) -> Any:

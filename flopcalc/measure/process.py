@@ -12,20 +12,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 from flopcalc.measure.jobs import Job, Json, Result, RunnerError, Task, make_failure
-from flopcalc.measure.worker import TAIL_LINES, read_children, shorten
+from flopcalc.measure.worker import TAIL_LINES, clean_line, read_children, shorten
 
 _RESTART = ("killed", "exit", "timeout")  # a start that ended so may go well the next time
 _END_S = 10.0  # a worker that was told to end gets this long before it is killed
+POLL_S = 0.25  # so late at the most is seen what no pipe tells
 _LOG_BYTES = 1 << 20  # of a log that comes back from another machine
+_ANSWER_BYTES = 16 << 20  # of one row
+_MARK = "FLOPCALC_GUARD"  # variable that every process below a guard carries
 
 
 class JobRun:
-    """One job under way. Ask `advance` whenever `fileno` can be read or `deadline` (monotonic) has passed."""
+    """One job under way. Ask `advance` whenever `wait_for` says that there may be news."""
 
     def __init__(self, task: Task, env: Mapping[str, str]) -> None:
         self.task = task
@@ -52,35 +55,29 @@ class JobRun:
         """All its results are told; only its processes are still to end."""
         return self._state == "ending" and not self._pending
 
-    def fileno(self) -> int:
-        return self._worker.fileno()
+    def watch(self, poll: select.poll) -> None:
+        self._worker.watch(poll)
 
     def advance(self) -> list[Result]:
         """The results that are new; after the last one the worker is ended, and then `is_done`."""
+        if self._state == "ending":
+            self._await_end()
+            return []
+        if self._state == "between":
+            self._go_on()
+            return []
         answer = self._worker.receive()
         if answer is None:
             if time.monotonic() < self.deadline:
                 return []
             answer = {"reason": "timeout", "detail": f"no answer within {self._limit_s:g} s"}
-            if self._state == "ending" and not self._worker.is_killed:
-                self._worker.kill()
-                self._set_limit(_END_S)
-                return []
-            if self._state == "ending":
-                self._worker.abandon()  # not even SIGKILL ends it: it sits in a system call
-            else:
-                self._worker.kill()
-        if self._state == "starting":
-            return self._take_start(answer)
-        if self._state == "row":
-            return self._take_row(answer)
-        self._finish()
-        return []
+            self._worker.kill()
+        return self._take_start(answer) if self._state == "starting" else self._take_row(answer)
 
     def stop(self) -> None:
         """Begin no other row than the one that runs."""
         self._is_stopped = True
-        del self._pending[0 if self._state == "ending" else 1 :]
+        del self._pending[1 if self._state in ("starting", "row") else 0 :]
 
     def kill(self) -> None:
         """Have it ended now, whatever it does; close() waits for that."""
@@ -130,12 +127,21 @@ class JobRun:
             result = Result(self.job.id, row, self.job.key(row), "ok", None, None, answer.get("data"), seconds)
         else:
             result = self._fail(row, answer["reason"], answer["detail"])
-        if self._pending and not answer.get("ends") and not self._worker.is_killed and not self._worker.has_ended:
+        if answer.get("ends") or self._worker.is_killed or self._worker.has_ended:
+            self._end_worker()
+        else:
+            self._state = "between"  # the result is kept before anything else begins
+            self._set_limit(0.0)
+        return [result]
+
+    def _go_on(self) -> None:
+        if not self._pending:
+            self._end_worker()
+        elif self._worker.is_gone():
+            self._finish()  # it answered and died: that is no failure of the next row
+        else:
             self._row_began_s = time.monotonic()
             self._begin_row()
-        else:
-            self._end_worker()
-        return [result]
 
     def _fail(self, row: str, reason: str, detail: str) -> Result:
         return make_failure(self.job, row, reason, detail, time.monotonic() - self._row_began_s)
@@ -146,6 +152,16 @@ class JobRun:
         self._set_limit(_END_S)
         if self._worker.has_ended:
             self._finish()
+
+    def _await_end(self) -> None:
+        if self._worker.is_gone():
+            self._finish()
+        elif time.monotonic() >= self.deadline:
+            if self._worker.is_killed:
+                self._finish()  # not even SIGKILL ends it: it sits in a system call
+            else:
+                self._worker.kill()
+                self._set_limit(_END_S)
 
     def _finish(self) -> None:
         """The worker is gone, and its memory with it: only now may another take its place."""
@@ -160,6 +176,16 @@ class JobRun:
         self.deadline = time.monotonic() + seconds
 
 
+def wait_for(runs: Sequence[JobRun], timeout_s: float) -> None:
+    """Until one of them has news or one's time is over; at most so long."""
+    poll = select.poll()  # select() takes no descriptor above 1023
+    for run in runs:
+        run.watch(poll)
+    now = time.monotonic()
+    limit_s = min([timeout_s, *(run.deadline - now for run in runs)])
+    poll.poll(max(0.0, limit_s) * 1000)
+
+
 class _Worker:
     """A guard with its worker, in a session of their own: requests go to stdin, answers come on a pipe of their own."""
 
@@ -167,75 +193,123 @@ class _Worker:
         self.is_killed = False
         self.has_ended = False
         self._log = task.log
-        self._buffer = b""
+        self._unsent = b""
+        self._buffer = bytearray()
+        self._searched = 0  # so much of the buffer holds no end of a line
         self._ooms = _read_oom_kills()
-        # The child must find what the parent finds, also when the parent's path was changed by hand (pytest).
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        answers_reader, answers_writer = os.pipe()
-        life_reader, life_writer = os.pipe()
+        self._mark = os.urandom(8).hex()
         try:
-            with open(task.log, "ab") as log:
+            self._start(task, env)
+        except OSError as error:
+            raise RunnerError(
+                f"{task.job.id} cannot be started, its log is {task.log}: {error.strerror}; "
+                "what was done is kept, run again to go on"
+            ) from None
+        job = task.job
+        self.send({"call": job.call, "args": {**job.args, **job.where} if job.where else job.args})
+
+    def _start(self, task: Task, env: Mapping[str, str]) -> None:
+        # The child must find what the parent finds, also when the parent's path was changed by hand (pytest), and (-P)
+        # nothing else that lies in the current folder.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        variables = {**os.environ, "PYTHONPATH": path, **env, **task.job.env, _MARK: self._mark}
+        self._answers, answers_writer = _make_pipe()
+        # A file object closes itself: should an interrupt hit before anyone knows of this worker, its guard ends it.
+        life_reader, self._life = _make_pipe()
+        try:
+            with answers_writer, life_reader, open(task.log, "ab") as log:
                 self._log_start = log.tell()
+                pipes = (answers_writer.fileno(), life_reader.fileno())
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "flopcalc.measure.worker", str(answers_writer), str(life_reader)],
-                    stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(answers_writer, life_reader),
-                    start_new_session=True, env={**os.environ, "PYTHONPATH": path, **env, **task.job.env},
+                    [sys.executable, "-P", "-m", "flopcalc.measure.worker", *map(str, pipes)],
+                    stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=pipes, start_new_session=True,
+                    env=variables, bufsize=0,
                 )  # fmt: skip
-        except BaseException as error:
-            os.close(answers_reader)
-            os.close(life_writer)
-            if isinstance(error, OSError):
-                raise RunnerError(
-                    f"{task.job.id} cannot be started, its log is {task.log}: {error.strerror}; "
-                    "what was done is kept, run again to go on"
-                ) from None
+        except BaseException:
+            self._answers.close()
+            self._life.close()
             raise
-        finally:
-            os.close(answers_writer)
-            os.close(life_reader)
-        os.set_blocking(answers_reader, False)
-        self._answers = answers_reader
-        self._life = life_writer
-        self.send({"call": task.job.call, "args": task.job.args})
+        assert self._process.stdin is not None
+        self._requests = self._process.stdin
+        # Nothing that a worker does or leaves undone may hold up its runner.
+        os.set_blocking(self._answers.fileno(), False)
+        os.set_blocking(self._requests.fileno(), False)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def fileno(self) -> int:
-        return self._answers
+    def watch(self, poll: select.poll) -> None:
+        poll.register(self._answers, select.POLLIN)
+        if self._unsent:
+            poll.register(self._requests, select.POLLOUT)
 
     def send(self, request: Json) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died: the answer says how
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+        self._unsent += json.dumps(request).encode() + b"\n"
+        self._push()
+
+    def _push(self) -> None:
+        """As much as the pipe takes now; the rest goes with the next look at it."""
+        while self._unsent:
+            try:
+                sent = os.write(self._requests.fileno(), self._unsent)
+            except BlockingIOError:
+                return
+            except BrokenPipeError:  # it died: the answer says how
+                sent = len(self._unsent)
+            self._unsent = self._unsent[sent:]
 
     def finish_requests(self) -> None:
         """Let an idle worker end by itself."""
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
+        self._unsent = b""
+        self._requests.close()
 
     def receive(self) -> Json | None:
         """The next answer, or the worker's death as one; None if there is neither yet."""
-        while b"\n" not in self._buffer:
+        self._push()
+        # Asked before the pipe is read: what the dead wrote is in it by then.
+        is_over = self._process.poll() is not None
+        while (end := self._buffer.find(b"\n", self._searched)) < 0:
+            self._searched = len(self._buffer)
+            if self._searched > _ANSWER_BYTES:
+                self.kill()
+                return {"reason": "exception", "detail": f"the answer is longer than {_ANSWER_BYTES >> 20} MiB"}
             try:
-                piece = os.read(self._answers, 1 << 16)
-            except BlockingIOError:
-                return None
+                piece = os.read(self._answers.fileno(), 1 << 16)
+            except BlockingIOError:  # a guard that was killed may leave someone who holds the pipe
+                return self._describe_death() if is_over else None
             if not piece:
                 return self._describe_death()
             self._buffer += piece
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        answer: Json = json.loads(line)
-        return answer
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        self._searched = 0
+        return self._parse(line)
+
+    def _parse(self, line: bytes) -> Json:
+        answer: Any = None
+        with suppress(ValueError, RecursionError):
+            answer = json.loads(line)
+        if isinstance(answer, dict) and (answer.get("status") == "ok" or {"reason", "detail"} <= answer.keys()):
+            return answer
+        self.kill()  # someone else writes into its pipe: nothing from there can be believed
+        text = clean_line(line[:100].decode("utf-8", "replace"))
+        return {"reason": "exception", "detail": f"the worker's answer cannot be read: {text}"}
+
+    def is_gone(self) -> bool:
+        """Whether guard and worker have ended; what they still say is thrown away."""
+        is_over = self._process.poll() is not None
+        with suppress(BlockingIOError):
+            for _ in range(16):  # one that never stops to write is not waited for here
+                if not os.read(self._answers.fileno(), 1 << 16):
+                    self.wait(_END_S)  # the guard holds the pipe until its last moment
+                    return True
+        return is_over
 
     def kill(self) -> None:
         """Let the guard end the worker and all that it started."""
-        if not self.is_killed:
-            self.is_killed = True
-            os.close(self._life)
+        self.is_killed = True
+        self._life.close()
 
     def wait(self, timeout_s: float) -> None:
         """Until it has ended by itself or by the guard's hand, at most so long."""
@@ -249,13 +323,11 @@ class _Worker:
         if self._process.poll() is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        if self._answers >= 0:
-            os.close(self._answers)
-            self._answers = -1
+        if self._process.wait() < 0:
+            _end_marked(self._mark)  # a guard that was killed has ended no one
+        self._answers.close()
 
     def _describe_death(self) -> Json:
-        # The guard holds the pipe until its last moment: there is hardly anything to wait for.
         self.has_ended = True
         code = self._process.wait()
         tail = self._read_tail()
@@ -274,9 +346,35 @@ class _Worker:
         with suppress(OSError), open(self._log, "rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, size - 4096))
-            lines = log.read(4096).decode("utf-8", "replace").split("\n")
-            return shorten([line.strip() for line in lines if line.strip()][-TAIL_LINES:])
+            # A progress bar rewrites its line: each state of it counts as one.
+            lines = [clean_line(line) for line in log.read(4096).decode("utf-8", "replace").splitlines()]
+            return shorten([line for line in lines if line][-TAIL_LINES:])
         return ""
+
+
+def _make_pipe() -> tuple[IO[bytes], IO[bytes]]:
+    reader, writer = os.pipe()
+    return open(reader, "rb", 0), open(writer, "wb", 0)
+
+
+def _end_marked(mark: str) -> None:
+    """Linux: end all processes that carry the mark, and wait for that a little; elsewhere it cannot be done."""
+    give_up_s = time.monotonic() + 2.0
+    while (pids := _find_marked(f"{_MARK}={mark}".encode())) and time.monotonic() < give_up_s:
+        for pid in pids:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _find_marked(variable: bytes) -> list[int]:
+    found = []
+    with suppress(FileNotFoundError):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:  # not ours, or gone
+                if variable in file.read().split(b"\0"):
+                    found.append(int(name))
+    return found
 
 
 def _read_oom_kills(path: str = "/proc/vmstat") -> int:
@@ -315,7 +413,7 @@ def run_task(task: Json) -> Json:
         run = JobRun(Task(job, tuple(task["rows"]), log), {})
         try:
             while not run.is_done:
-                select.select([run], [], [], max(0.0, run.deadline - time.monotonic()))
+                wait_for([run], POLL_S)
                 results += run.advance()
         finally:
             run.close()
@@ -329,4 +427,7 @@ def run_task(task: Json) -> Json:
 def dump_task(task: Task) -> dict[str, Any]:
     """The same as plain data, for a machine that may have another flopcalc's classes."""
     job = task.job._asdict()
-    return {"job": {**job, "rows": dict(job["rows"]), "env": dict(job["env"])}, "rows": list(task.rows)}
+    return {
+        "job": {**job, "rows": dict(job["rows"]), "env": dict(job["env"]), "where": dict(job["where"])},
+        "rows": list(task.rows),
+    }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
-import shutil
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TextIO
 
 from flopcalc.measure.jobs import Job, Result, Running
@@ -62,16 +63,13 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A message, also where no progress is shown."""
-        stream = self._stream or sys.stderr
-        stream.write(f"\n{text}\n" if self._is_terminal else f"{text}\n")
-        stream.flush()
+        _write(self._stream or sys.stderr, f"\n{text}\n" if self._is_terminal else f"{text}\n")
 
     def end(self) -> None:
         if self._stream is not None:
             self._show(())
             if self._is_terminal:
-                self._stream.write("\n")
-            self._stream.flush()
+                _write(self._stream, "\n")
 
     def _format_counts(self, what: str) -> str:
         done = self._total - sum(self._left.values())
@@ -80,15 +78,13 @@ class Progress:
         return f"{done}/{self._total} {what}{failed}, {spent} so far, {format_time(self.estimate_left_s())} left"
 
     def _show(self, running: Sequence[Running]) -> None:
-        assert self._stream is not None
         self._job = running[0].job if running else self._job
         text = f"{self._job}: {self._format_counts('rows')}"
         if self._is_terminal:
-            self._stream.write("\r" + text.ljust(self._width))
+            _write(self._stream, "\r" + text.ljust(self._width))
             self._width = len(text)
         else:
-            self._stream.write(text + "\n")
-        self._stream.flush()
+            _write(self._stream, text + "\n")
 
 
 class LiveTable(Progress):
@@ -117,15 +113,12 @@ class LiveTable(Progress):
         self._write_line(self._format_counts("done"))
 
     def _write_line(self, text: str) -> None:
-        assert self._stream is not None
         self._erase()
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        _write(self._stream, text + "\n")
         self._shown = 0.0  # the table comes back with the next tick
 
     def _show(self, running: Sequence[Running]) -> None:
-        assert self._stream is not None
-        columns, height = shutil.get_terminal_size()
+        columns, height = self._find_size()
         with_place = len({run.place for run in running}) > 1
         head = ("running", "time", "memory", "device", "on" if with_place else "")
         rows = [head] + [
@@ -140,15 +133,29 @@ class LiveTable(Progress):
             lines[room - 1 :] = [f"… and {len(lines) - room + 1} more"]
         lines.append(self._format_counts("done"))
         self._erase()
-        self._stream.write("".join(line[: columns - 1] + "\n" for line in lines))
-        self._stream.flush()
+        _write(self._stream, "".join(line[: columns - 1] + "\n" for line in lines))
         self._drawn = len(lines)
 
+    def _find_size(self) -> os.terminal_size:
+        """Of the terminal that is written to: the output itself may go to a file."""
+        with suppress(OSError, ValueError, AttributeError):
+            size = os.get_terminal_size(self._stream.fileno())  # type: ignore[union-attr]
+            if size.columns and size.lines:
+                return size
+        return os.terminal_size((80, 24))
+
     def _erase(self) -> None:
-        assert self._stream is not None
         if self._drawn:
-            self._stream.write(f"\x1b[{self._drawn}A\x1b[J")  # up to the table's first line, clear from there on
+            _write(self._stream, f"\x1b[{self._drawn}A\x1b[J")  # up to the table's first line, clear from there on
             self._drawn = 0
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    """That no one reads it, or that its disk is full, is no reason to end a run."""
+    if stream is not None:  # None: a process without stderr
+        with suppress(OSError, ValueError):
+            stream.write(text)
+            stream.flush()
 
 
 def _format_memory(value: int | None) -> str:

@@ -19,13 +19,18 @@ _SM_CLOCK = 1  # NVML_CLOCK_SM
 
 
 def has_gpu() -> bool:
-    """Whether a CUDA device is here, asked of the driver itself: torch would take seconds to say so."""
+    return count_gpus() > 0
+
+
+def count_gpus() -> int:
+    """How many CUDA devices this process may use, asked of the driver itself: torch would take seconds to say so."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         count = ctypes.c_int()
-        return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+        is_told = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
     except (OSError, AttributeError):
-        return False
+        return 0
+    return count.value if is_told else 0
 
 
 def start_probe(args: Json) -> Callable[[Any], Json]:

@@ -14,21 +14,20 @@ import signal
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
 from flopcalc.measure.jobs import Job, Json, Result, RowError, RunnerError, Task, make_failure
-from flopcalc.measure.journal import Journal, lock_folder
+from flopcalc.measure.journal import Journal, lock_folder, make_folder
 from flopcalc.measure.launchers import Launcher, Local
+from flopcalc.measure.process import POLL_S
 from flopcalc.measure.progress import LiveTable, Progress
 
 __all__ = [
-    "Job", "Journal", "LiveTable", "Outcome", "Progress", "Result", "RowError", "RunnerError",
-    "make_command_job", "run_jobs",
+    "Job", "Journal", "LiveTable", "Outcome", "Progress", "Result", "RowError", "RunnerError", "run_jobs",
 ]  # fmt: skip
 
-_POLL_S = 0.25
 _LOST_LIMIT = 3  # a job that took its machine with it so often is the cause, not the victim
 
 
@@ -39,12 +38,6 @@ class Outcome(NamedTuple):
     stopped: bool
     ran: int  # rows that were run now, not found in the journal
     ran_jobs: frozenset[str]  # the jobs that these rows belong to
-
-
-def make_command_job(id: str, argv: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None) -> Job:
-    """A job of one row that runs a command; the last line of its output that is JSON is the result."""
-    call = "flopcalc.measure.worker:start_command"
-    return Job(id, call, {}, {"run": {"argv": list(argv)}}, timeout_s, env=env or {})
 
 
 def run_jobs(
@@ -61,10 +54,8 @@ def run_jobs(
 ) -> Outcome:
     """Run what the folder's journal lacks; `identity` (device, versions) must be the one the journal began with."""
     logs = logs or os.path.join(folder, "logs")
-    names = Counter(job.id for job in jobs)
-    if twice := sorted(name for name, count in names.items() if count > 1):
-        raise RunnerError(f"two jobs share an id: {', '.join(twice)}")
-    os.makedirs(folder, exist_ok=True)
+    _check_ids(jobs)
+    _fill_standard_streams()
     with lock_folder(folder), Journal(folder, identity or {}, fresh) as journal, _Signals() as signals:
         known = {(result.job, result.row): result for result in journal.results}
         found = {}
@@ -90,15 +81,17 @@ def run_jobs(
             if (rows := tuple(row for row in job.rows if (job.id, row) not in found))
         ]
         launcher = launcher or Local()
-        if tasks:  # a finished run opens no engine and touches no device
-            os.makedirs(logs, exist_ok=True)
-            launcher.open(folder)
         try:
+            if tasks:  # a finished run opens no engine and touches no device
+                make_folder(logs)
+                launcher.open(folder)
             show.begin(jobs, found, min(launcher.slots, len(tasks)) if tasks else 1)
-            _run_tasks(tasks, launcher, signals, show, keep)
+            try:
+                _run_tasks(tasks, launcher, signals, show, keep)
+            finally:
+                show.end()
         finally:
             launcher.close()
-            show.end()
         ordered = tuple(found[job.id, row] for job in jobs for row in job.rows if (job.id, row) in found)
         stopped = len(ordered) < sum(len(job.rows) for job in jobs)
         return Outcome(ordered, stopped, len(new), frozenset(result.job for result in new))
@@ -116,11 +109,11 @@ def _run_tasks(
             is_stopping = True
             waiting.clear()
             launcher.stop()
-            progress.say("stopping after what runs now; Ctrl-C again stops at once. The same command goes on later.")
+            progress.say("stopping after what runs now; Ctrl-C again stops at once. What is done is kept.")
         while waiting and launcher.has_room():
             launcher.start(waiting.popleft())
         progress.tick(launcher.look)
-        for event in launcher.wait(_POLL_S):
+        for event in launcher.wait(POLL_S):
             if isinstance(event, Result):
                 keep(event)
                 continue
@@ -135,6 +128,25 @@ def _run_tasks(
                 for row in task.rows:
                     detail = f"lost {_LOST_LIMIT} times, last: {event.detail}"
                     keep(make_failure(task.job, row, "worker lost", detail, 0.0))
+
+
+def _check_ids(jobs: Sequence[Job]) -> None:
+    owners: dict[str, str] = {}
+    for job in jobs:
+        log = _make_log_name(job.id)
+        other = owners.setdefault(log, job.id)
+        if other != job.id:
+            raise RunnerError(f"jobs {other} and {job.id} would share the log {log}: rename one of them")
+    if len(owners) < len(jobs):
+        twice = [name for name, count in Counter(job.id for job in jobs).items() if count > 1]
+        raise RunnerError(f"two jobs share an id: {', '.join(twice)}")
+
+
+def _fill_standard_streams() -> None:
+    """Where stdin, stdout or stderr is closed, the journal would take its number, and then any library's messages."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
 
 
 def _make_log_name(job: str) -> str:

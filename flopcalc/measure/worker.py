@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -31,13 +32,17 @@ def serve(answers: int, life: int) -> int:
     """Be the guard and its worker; both return here, each with its own exit code."""
     os.set_inheritable(answers, False)  # a program that the worker starts must not hold the pipes open
     os.set_inheritable(life, False)
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # a runner that ignores it hands that on, and no end could be waited for
     # Processes whose parent ends are handed to the guard, also those with a session of their own.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    guard = os.getpid()
     worker = os.fork()
     if worker:
         return _guard(worker, life)
     os.close(life)
-    return _work(answers)
+    return _work(answers, guard)
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------
@@ -57,7 +62,7 @@ def _guard(worker: int, life: int) -> int:
     _end_group(worker)
     while children := read_children(os.getpid()):
         for child in children:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(-1, 0)
@@ -110,10 +115,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 # --- the worker -------------------------------------------------------------------------------------------------------
-def _work(descriptor: int) -> int:
+def _work(descriptor: int, guard: int) -> int:
     with suppress(OSError):
         os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should the guard itself be killed
+    if os.getppid() != guard:
+        return 1  # it was, before that
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when the machine is out of memory, the kernel takes this process and not its runner
     requests = os.fdopen(os.dup(0), "rb")
@@ -157,7 +164,7 @@ def _answer(measure: Callable[[Any], Any], parameters: Any) -> Json:
 def _describe_error(error: BaseException) -> Json:
     import traceback
 
-    text = " ".join(str(error).split())
+    text = clean_line(str(error))
     detail = text if isinstance(error, RowError) else f"{type(error).__name__}: {text}"
     kinds = {kind.__name__ for kind in type(error).__mro__}
     is_oom = "OutOfMemoryError" in kinds or isinstance(error, MemoryError) or "can't allocate memory" in text
@@ -189,22 +196,10 @@ def load_function(call: str) -> Callable[[Any], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def start_command(_args: Json) -> Callable[[Json], Any]:
-    """The function of a command job: run it in this process's group, take the last JSON line it prints."""
-    import subprocess
-
-    def run(parameters: Json) -> Any:
-        done = subprocess.run(parameters["argv"], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
-        lines = done.stdout.decode("utf-8", "replace").splitlines()
-        sys.stdout.write("\n".join(lines) + "\n")
-        if done.returncode:
-            raise RowError(f"command ended with code {done.returncode}: {shorten(lines[-TAIL_LINES:])}")
-        for line in reversed(lines):
-            with suppress(ValueError):
-                return json.loads(line)
-        raise RowError(f"command printed no JSON line: {shorten(lines[-TAIL_LINES:])}")
-
-    return run
+def clean_line(text: str) -> str:
+    """One line that a terminal shows as it is: without colours, cursor moves and line ends."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def shorten(lines: list[str]) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,31 @@ def kill_machine(args: Json, row: Json) -> str:
     return "done"
 
 
+def babble(_args: Json, row: Json) -> None:
+    """Write into the pipe of the answers what no worker would."""
+    times = row.get("times", 1)
+    while times:
+        times -= 1
+        for descriptor in range(3, 20):
+            with suppress(OSError):
+                os.write(descriptor, row["text"].encode())
+    time.sleep(600)
+
+
+def draw_bar(_args: Json, _row: Json) -> None:
+    sys.stderr.write("\r 10%|#   |\x1b[A\r 20%|\x1b[31m##\x1b[0m  |")
+    sys.stderr.flush()
+    os._exit(4)
+
+
+def leave_daemon(_args: Json, _row: Json) -> int:
+    return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+
+
+def measure_args(args: Json, _row: Json) -> int:
+    return len(args["ballast"])
+
+
 def unsendable(_args: Json, _row: Json) -> object:
     return {"value": object()}
 
@@ -126,4 +152,5 @@ def unsendable(_args: Json, _row: Json) -> object:
 ACTIONS: dict[str, Callable[[Json, Json], Any]] = {
     "tell": tell, "meet": meet, "gate": gate, "family": family, "crash": crash, "kill": kill, "leave": leave,
     "memory": fill_memory, "device": fill_device, "hang": hang, "kill_machine": kill_machine, "unsendable": unsendable,
+    "babble": babble, "bar": draw_bar, "daemon": leave_daemon, "measure_args": measure_args,
 }  # fmt: skip

@@ -192,6 +192,16 @@ def test_without_a_gpu_it_refuses_in_one_line(
     assert os.listdir(tmp_path) == []
 
 
+def test_a_probe_that_is_interrupted_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_jobs: Any, folder: str, **_options: Any) -> None:
+        os.makedirs(folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run_jobs", interrupt)
+    assert main(["--suite", "test", "--work", str(tmp_path), "--out", str(tmp_path / "out")]) == 130
+    assert os.listdir(tmp_path) == []
+
+
 def test_wrong_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--suite", "slow", "--out", str(tmp_path)]) == 2
     assert main(["--suite", "test", "--tables", "gem", "--out", str(tmp_path)]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import runner_jobs
 
 from flopcalc.measure import launchers
 from flopcalc.measure.jobs import Job, Result
-from flopcalc.measure.launchers import LauncherError, Local, Place, find_places, make_launcher
+from flopcalc.measure.launchers import LauncherError, Local, find_places, make_launcher
 from flopcalc.measure.runner import Progress, run_jobs
 
 Json = dict[str, Any]
@@ -58,6 +59,8 @@ def is_gone(pid: int) -> bool:
         ({"name": "ray", "slurm_folder": "x"}, "slurm_folder = 'x' is an option of launcher slurm, not of ray"),
         ({"name": "slurm", "ray_address": "y"}, "ray_address = 'y' is an option of launcher ray, not of slurm"),
         ({"name": "local", "slots": 0}, "slots = 0 must be at least 1"),
+        ({"name": "slurm", "slurm_minutes": 0}, "slurm_minutes = 0 must be at least 1"),
+        ({"name": "slurm", "slurm_cluster": "nope"}, "slurm_cluster = 'nope' is not one of slurm, local"),
         ({"name": "ray", "gpus": -1}, "gpus = -1 must be at least 0"),
         ({"name": "ray", "gpus": 1, "device": "cpu"}, "gpus = 1 contradicts device 'cpu'"),
     ],
@@ -88,15 +91,15 @@ class FakeNvml(SimpleNamespace):
         return 4
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        if index > 3:
-            raise self.NVMLError
         return index
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        return int(uuid.removeprefix("GPU-"))
+        if uuid != "MIG-7":
+            raise self.NVMLError
+        return 7
 
     def nvmlDeviceGetUUID(self, handle: int) -> str:
-        return f"GPU-{handle}"
+        return f"GPU-{handle}f"
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[int]:
         return [4711] if handle in self.busy else []
@@ -118,12 +121,18 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 @pytest.mark.parametrize(
     ("visible", "slots", "devices", "threads"),
     [
-        (None, None, ["GPU-0", "GPU-2", "GPU-3"], "4"),  # the free ones, by names that mean the same to CUDA
-        (None, 2, ["GPU-0", "GPU-2"], "6"),
-        (None, 4, ["GPU-0", "GPU-2", "GPU-3", "GPU-1"], "3"),  # asked for: also the one that is in use
-        (None, 1, ["GPU-0"], None),  # alone: torch's own default
+        (None, None, ["GPU-0f", "GPU-2f", "GPU-3f"], "4"),  # the free ones, by names that mean the same to CUDA
+        (None, 2, ["GPU-0f", "GPU-2f"], "6"),
+        (None, 4, ["GPU-0f", "GPU-2f", "GPU-3f", "GPU-1f"], "3"),  # asked for: also the one that is in use
+        (None, 1, ["GPU-0f"], None),  # alone: torch's own default
         ("3,1,2", None, ["3", "2"], "6"),  # the user's choice, in the user's words and order
-        ("GPU-2", None, ["GPU-2"], None),
+        ("1,0", None, ["0"], None),
+        (" 2 , 0 ", None, ["2", "0"], "6"),
+        ("GPU-2f", None, ["GPU-2f"], None),
+        ("GPU-2,GPU-0f", None, ["GPU-2", "GPU-0f"], "6"),  # as much of a UUID as is unique
+        ("0,GPU-", None, ["0"], None),
+        ("MIG-7,MIG-8", None, ["MIG-7"], None),
+        ("3,3,2", None, ["3"], None),  # one process each: never two on one
         ("0,-1,2", None, ["0"], None),  # CUDA stops at -1, and at a number that is none
         ("0,2,9,3", None, ["0", "2"], "6"),
     ],
@@ -141,7 +150,13 @@ def test_one_process_per_free_gpu(
 
 @pytest.mark.parametrize(
     ("device", "visible", "slots", "count", "threads"),
-    [("cpu", None, None, 1, None), ("cpu", None, 3, 3, "4"), ("auto", "", None, 1, None), ("auto", "-1", 24, 24, "1")],
+    [
+        ("cpu", None, None, 1, None),
+        ("cpu", None, 3, 3, "4"),
+        ("auto", "", None, 1, None),
+        ("auto", "-1", 24, 24, "1"),
+        ("auto", "NoDevFiles", None, 1, None),
+    ],
 )
 @pytest.mark.usefixtures("nvml")
 def test_places_on_the_cpu(
@@ -176,14 +191,32 @@ def test_gpus_that_are_not_there_or_not_free(nvml: FakeNvml, monkeypatch: pytest
         find_places(None, "cuda")
 
 
-def test_a_gpu_without_nvml_is_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("visible", "count", "slots", "devices"),
+    [
+        (None, 1, None, ["0"]),
+        ("GPU-5,-1", 1, None, ["GPU-5"]),
+        (None, 4, 2, ["0", "1"]),
+        ("3,1,9", 2, 2, ["3", "1"]),
+        (None, 4, None, "which of the 4 GPUs here are free cannot be told without NVML: pip install nvidia-ml-py"),
+        (None, 1, 2, "slots = 2 is more than the GPUs found here (1): one process each"),
+        ("", 0, None, "device 'cuda': there is no GPU, or CUDA_VISIBLE_DEVICES hides it"),
+    ],
+)
+def test_gpus_without_nvml_are_those_that_cuda_counts(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int, slots: int | None, devices: list[str] | str
+) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(launchers, "has_gpu", lambda: True)
-    assert find_places(None, "cuda") == [Place("GPU", {}, None)]
-    with pytest.raises(LauncherError, match=r"slots = 2 is more than the GPUs found here \(1\): .*nvidia-ml-py"):
-        find_places(2)
-    monkeypatch.setattr(launchers, "has_gpu", lambda: False)
-    assert [(place.name, place.gpu) for place in find_places(2)] == [("", None)] * 2
+    monkeypatch.setattr(launchers, "count_gpus", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if isinstance(devices, str):
+        with pytest.raises(LauncherError) as caught:
+            find_places(slots, "cuda")
+        assert str(caught.value).startswith(devices)
+    else:
+        assert [(p.env["CUDA_VISIBLE_DEVICES"], p.gpu) for p in find_places(slots)] == [(d, None) for d in devices]
 
 
 @pytest.mark.usefixtures("nvml")
@@ -201,11 +234,11 @@ def test_a_place_gives_its_job_a_device_and_tells_its_memory(tmp_path: Path) -> 
 
     outcome = run_jobs(jobs, str(tmp_path / "run"), launcher=Watched(lambda: find_places(2)))
     assert [(run.job, run.place, run.device_bytes) for run in looks] == [
-        ("a", "GPU GPU-0", 1 << 30), ("b", "GPU GPU-2", 3 << 30),
+        ("a", "GPU GPU-0f", 1 << 30), ("b", "GPU GPU-2f", 3 << 30),
     ]  # fmt: skip
     assert all(run.host_bytes > 1 << 20 and run.seconds > 0 for run in looks)
     seen = {r.data["env"]["CUDA_VISIBLE_DEVICES"] for r in outcome.results[2:]}
-    assert seen <= {"GPU-0", "GPU-2"}
+    assert seen <= {"GPU-0f", "GPU-2f"}
     assert {r.data["env"]["OMP_NUM_THREADS"] for r in outcome.results[2:]} == {"6"}
 
 
@@ -214,7 +247,7 @@ def test_a_gpu_is_watched_filled_and_free_again(tmp_path: Path, monkeypatch: pyt
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    monkeypatch.setattr(launchers, "_make_gpu", lambda _nvml, name, handle: launchers.Gpu(name, handle, False))
+    monkeypatch.setattr(launchers, "_is_busy", lambda _nvml, _handle: False)
     looks: list[Any] = []
 
     class Watched(Local):
@@ -297,6 +330,20 @@ def check_second_interrupt(tmp_path: Path, cluster: Any) -> None:
     wait_until(lambda: is_gone(worker), "the worker is still there")
 
 
+def check_term(tmp_path: Path, cluster: Any) -> None:
+    def end() -> None:
+        wait_until((tmp_path / "a.process").exists, "a did not begin")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with pytest.raises(SystemExit, match="143"):
+        run_on_ray([make_job("a", "gate", tmp_path)], tmp_path / "run", cluster)
+    thread.join()
+    worker = int((tmp_path / "a.process").read_text().split()[0])
+    wait_until(lambda: is_gone(worker), "the worker is still there")
+
+
 def check_lost_worker(tmp_path: Path, cluster: Any) -> None:
     (result,) = run_on_ray([make_job("a", "kill_machine", tmp_path, times=1)], tmp_path / "run", cluster)
     assert (result.status, result.data) == ("ok", "done")
@@ -341,7 +388,10 @@ def check_no_room(tmp_path: Path, cluster: Any) -> None:
 def test_a_ray_cluster_of_two_nodes(tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One test, for a cluster takes long to start, and tests of one file may be run by several processes."""
     monkeypatch.setattr(launchers, "_ROOM_LIMIT_S", 0.0)
-    for check in (check_same_results, check_second_interrupt, check_lost_worker, check_dead_node, check_no_room):
+    checks = (
+        check_same_results, check_second_interrupt, check_term, check_lost_worker, check_dead_node, check_no_room
+    )  # fmt: skip
+    for check in checks:
         folder = tmp_path / check.__name__
         folder.mkdir()
         check(folder, cluster)
@@ -358,6 +408,19 @@ def test_a_ray_address_without_a_cluster_is_said(tmp_path: Path, monkeypatch: py
         LauncherError, match=r"no Ray cluster at address 'auto': Could not find .* \(ray start --head\)"
     ):
         run_jobs([make_job("a", "tell", tmp_path)], str(tmp_path / "run"), launcher=make_launcher("ray"))
+
+
+def test_a_ray_address_where_nobody_listens_is_said_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    with socket.socket() as bound:  # bound and not listening: no one else can have the port
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(LauncherError, match=rf"no Ray cluster at address '{address}': .*Connection refused"):
+            run_jobs(
+                [make_job("a", "tell", tmp_path)],
+                str(tmp_path / "run"),
+                launcher=make_launcher("ray", ray_address=address),
+            )
 
 
 # --- Slurm ----------------------------------------------------------------------------------------------------------
@@ -450,6 +513,8 @@ def test_what_slurm_says_of_a_job_becomes_its_result(tmp_path: Path, slurm: Path
     for line in ("--job-name=good", "--partition=big", "--time=7", "--cpus-per-task=3", "--gpus-per-node=0"):
         assert f"#SBATCH {line}\n" in script
     assert (slurm / "last").read_text() == "1005\n"
+    # Slurm may queue by itself what a dead node ran: it is taken back before it is submitted anew.
+    assert (slurm / "cancelled").read_text() == "1004\n"
 
 
 @pytest.mark.parametrize("slurm", [2], indirect=True)
@@ -484,8 +549,12 @@ def test_a_submission_that_slurm_refuses_ends_the_run_in_its_words(tmp_path: Pat
 
 def test_a_machine_without_slurm_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    left = tmp_path / "run/slurm/submitted"
+    left.parent.mkdir(parents=True)
+    left.write_text("77\n")
     with pytest.raises(LauncherError, match="Slurm cannot be used from here: "):
         run_on_slurm([make_job("a", "tell", tmp_path)], tmp_path / "run", "slurm")
+    assert left.read_text() == "77\n"  # for the next run, where there is one
 
 
 def test_a_place_is_free_again_when_a_job_cannot_be_started(tmp_path: Path) -> None:

@@ -16,11 +16,13 @@ class Terminal(StringIO):
     def isatty(self) -> bool:
         return True
 
+    def fileno(self) -> int:
+        return 7
+
 
 @pytest.fixture(autouse=True)
 def _no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "monotonic", lambda: 1000.0)
-    monkeypatch.setattr(module.shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
 
 
 def make_job(name: str, rows: int = 1, expected_s: float = 0.0) -> Job:
@@ -117,7 +119,8 @@ def test_the_table_on_a_terminal_is_drawn_over_itself() -> None:
 
 
 def test_the_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.shutil, "get_terminal_size", lambda: os.terminal_size((20, 6)))
+    sizes = {7: os.terminal_size((20, 6))}  # of that one, wherever stdout goes
+    monkeypatch.setattr(module.os, "get_terminal_size", sizes.__getitem__)
     stream = Terminal()
     table = LiveTable(stream)
     table.begin([make_job(str(i)) for i in range(9)], {})
@@ -126,6 +129,29 @@ def test_the_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[1:4] == ["job 0       0:01   ", "job 1       0:01   ", "… and 7 more"]
     assert len(lines) == 5
     assert max(map(len, lines)) < 20
+
+
+class NoReader(Terminal):
+    def write(self, _text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("kind", [Progress, LiveTable])
+@pytest.mark.parametrize("end", ["no reader", "closed", "none"])
+def test_a_stream_that_takes_nothing_stops_no_run(
+    kind: type[Progress], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = NoReader() if end == "no reader" else Terminal()
+    if end == "none":  # a process without stderr
+        monkeypatch.setattr(module.sys, "stderr", None)
+    progress = kind(None if end == "none" else stream)
+    progress.begin([make_job("a")], {})
+    if end == "closed":
+        stream.close()
+    progress.tick(lambda: [Running("a", 1.0)])
+    progress.say("text")
+    progress.note(make_result("a"))
+    progress.end()
 
 
 @pytest.mark.parametrize(

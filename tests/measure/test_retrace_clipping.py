@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,22 @@ def test_count_still_holds(name: str, many: int) -> None:
     again = record_clipping.record(name, many)
     assert len(again["configs"][0]["cases"]) >= 3
     assert record_clipping.find_differences(recorded, again, is_part=True) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("llama", {"lora": {"r": 2, "targets": ["q_proj"], "save": ["norm"]}}),  # PEFT: whatever ends in it
+        ("gpt2", {"lora": {"r": 2, "targets": ["all-linear"], "save": ["c_attn"]}}),  # and adapts nothing that it saves
+        ("persimmon", {"train_only": ["*.q_layernorm"]}),
+    ],
+)
+def test_recipes_that_random_ones_found_wrong(name: str, recipe: dict[str, Any]) -> None:
+    config = record_clipping.list_configs(name)[0][0]
+    for mode in ("none", "fast"):
+        counted = sum(record_clipping.count_step(config, {"batch": 2, "seq": 5}, recipe, mode).values())
+        settings: dict[str, Any] = {"convention": "hardware", "attention_kernel": "eager", "clipping": mode}
+        assert bind(config, recipe=recipe, **settings)(2, 5).total == counted
 
 
 def test_a_changed_number_is_found() -> None:
@@ -66,14 +83,18 @@ def test_live_models() -> None:
     def check(recipe: dict[str, Any], change: Callable[[Any], Any] = lambda model: model) -> None:
         model = change(apply_recipe(build_model(LLAMA), recipe))
         settings: dict[str, Any] = {"convention": "hardware", "attention_kernel": "eager", "clipping": "hooks"}
-        live, told = bind(model, **settings)(3, 7), bind(LLAMA, recipe=recipe, **settings)(3, 7)
-        assert live.by_module(per_layer=True) == told.by_module(per_layer=True)
+        told = bind(LLAMA, recipe=recipe, **settings)(3, 7).by_module(per_layer=True)
+        assert bind(model, **settings)(3, 7).by_module(per_layer=True) == told
+        del settings["clipping"]
+        assert bind(model, recipe={"clipping": "hooks"}, **settings)(3, 7).by_module(per_layer=True) == told
 
     check({})
     check({"lora": {"r": 2, "targets": ["q_proj", "down_proj"]}})
     check({"freeze": ["model.layers.0"], **FULL_REENTRANT})
-    from opacus.grad_sample import GradSampleModule
+    from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 
-    check({}, lambda model: GradSampleModule(model, strict=False)._module)
+    for wrapper in (GradSampleModule, GradSampleModuleFastGradientClipping):
+        check({}, partial(wrapper, strict=False))
+        check({"lora": {"r": 2, "targets": ["q_proj"], "save": ["norm"]}}, partial(wrapper, strict=False))
     with pytest.raises(RecipeError, match="take recompute full-reentrant"):
         bind(apply_recipe(build_model(LLAMA), {"recompute": "full"}), clipping="hooks")

@@ -18,7 +18,7 @@ import runner_jobs
 from flopcalc.measure import journal, runner
 from flopcalc.measure.jobs import Lost, Running, Task
 from flopcalc.measure.launchers import Local, Place
-from flopcalc.measure.runner import Job, Result, RunnerError, make_command_job, run_jobs
+from flopcalc.measure.runner import Job, Result, RunnerError, run_jobs
 
 HERE = "test_runner"
 Json = dict[str, Any]
@@ -137,19 +137,6 @@ def test_a_row_error_is_its_plain_message(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "logs" / "a.log").read_text()
 
 
-def test_commands_give_their_last_json_line(tmp_path: Path) -> None:
-    code = "print('noise'); print('{\"a\": 1}'); print('more noise')"
-    jobs = [
-        make_command_job("good", [sys.executable, "-c", code], 30),
-        make_command_job("bad", [sys.executable, "-c", "raise SystemExit(4)"], 30),
-        make_command_job("silent", [sys.executable, "-c", "pass"], 30),
-    ]
-    good, bad, silent = run_jobs(jobs, str(tmp_path)).results
-    assert good.data == {"a": 1}
-    assert str(bad.detail).startswith("command ended with code 4")
-    assert str(silent.detail).startswith("command printed no JSON line")
-
-
 # --- resume --------------------------------------------------------------------------------------------------------
 def test_a_second_run_does_nothing_and_failed_rows_can_be_tried_again(tmp_path: Path) -> None:
     args = {"counter": str(tmp_path / "runs")}
@@ -164,6 +151,18 @@ def test_a_second_run_does_nothing_and_failed_rows_can_be_tried_again(tmp_path: 
     assert run_jobs(jobs, folder, fresh=True).ran == 2
 
 
+def test_a_result_is_kept_before_the_next_row_begins(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    seen: list[tuple[int, int]] = []
+
+    def look(_result: Result) -> None:
+        seen.append((len(begun.read_text().split()), len((tmp_path / "run/journal.jsonl").read_text().splitlines())))
+
+    rows = {str(i): value(i) for i in range(3)}
+    run_jobs([job(rows, args={"counter": str(begun)})], str(tmp_path / "run"), on_result=look)
+    assert seen == [(1, 2), (2, 3), (3, 4)]  # the journal has a first line of its own
+
+
 def test_a_row_whose_question_changed_is_measured_again(tmp_path: Path) -> None:
     run_jobs([job({"1": value(1)})], str(tmp_path))
     again = run_jobs([job({"1": value(2)})], str(tmp_path))
@@ -175,6 +174,21 @@ def test_other_settings_refuse_the_journal(tmp_path: Path) -> None:
     run_jobs([job({"1": value(1)})], str(tmp_path), identity={"torch": "2.11"})
     with pytest.raises(RunnerError, match=r"begun with torch = '2.11', now it is '2.13'.*--fresh"):
         run_jobs([job({"1": value(1)})], str(tmp_path), identity={"torch": "2.13"})
+
+
+def test_a_journal_without_results_takes_any_settings(tmp_path: Path) -> None:
+    run_jobs([], str(tmp_path), identity={"torch": "2.11"})
+    run_jobs([job({"1": value(1)})], str(tmp_path), identity={"torch": "2.13"})
+    with pytest.raises(RunnerError, match=r"begun with torch = '2.13'"):
+        run_jobs([job({"1": value(1)})], str(tmp_path), identity={"torch": "2.11"})
+
+
+def test_where_a_job_writes_is_no_part_of_its_question(tmp_path: Path) -> None:
+    first = job({"1": value(1)}, where={"counter": str(tmp_path / "first")})
+    run_jobs([first], str(tmp_path / "run"))
+    assert (tmp_path / "first").read_text() == "1\n"
+    moved = first._replace(where={"counter": str(tmp_path / "second")})
+    assert run_jobs([moved], str(tmp_path / "run")).ran == 0
 
 
 def test_a_line_cut_off_by_a_kill_is_run_again(tmp_path: Path) -> None:
@@ -191,9 +205,11 @@ def test_a_line_cut_off_by_a_kill_is_run_again(tmp_path: Path) -> None:
 def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
     run_jobs([job({"1": value(1)})], str(tmp_path))
     journal = tmp_path / "journal.jsonl"
-    journal.write_text("{}\n" + journal.read_text())
-    with pytest.raises(RunnerError, match=r"journal.jsonl: line 1 is damaged"):
-        run_jobs([job({"1": value(1)})], str(tmp_path))
+    lines = journal.read_text()
+    for first in ("{}", "[]", '{"run": 5}', "\0"):
+        journal.write_text(f"{first}\n{lines}")
+        with pytest.raises(RunnerError, match=r"journal.jsonl: line 1 is damaged .* run with --fresh"):
+            run_jobs([job({"1": value(1)})], str(tmp_path))
 
 
 def test_a_full_disk_keeps_the_rows_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +245,55 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
     assert run_jobs([job({"1": value(1)})], str(tmp_path)).ran == 1
 
 
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "run/journal.jsonl").mkdir(parents=True)
+    (tmp_path / "locked/lock").mkdir(parents=True)
+    for folder, message in (
+        ("file", "file: File exists"),
+        ("file/below", "file/below: Not a directory"),
+        ("run", "run/journal.jsonl: Is a directory"),
+        ("locked", "locked/lock: Is a directory"),
+    ):
+        with pytest.raises(RunnerError) as caught:
+            run_jobs([job({"1": value(1)})], str(tmp_path / folder))
+        assert str(caught.value) == f"{tmp_path}/{message}; choose a folder that can be written to"
+    with pytest.raises(RunnerError, match="file/logs: Not a directory; choose"):
+        run_jobs([job({"1": value(1)})], str(tmp_path / "good"), logs=str(tmp_path / "file/logs"))
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(journal.fcntl, "flock", refuse)
+    with pytest.raises(RunnerError, match="good/lock: No locks available; choose"):
+        run_jobs([job({"1": value(1)})], str(tmp_path / "good"))
+
+
+def test_a_disk_that_is_full_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        """What a file on a full disk does: it keeps what it could not write, and fails with it again when closed."""
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def seek(self, *_: int) -> int:
+            return 0
+
+        def __iter__(self) -> Any:
+            return iter(())
+
+        def truncate(self, _size: int) -> None: ...
+
+        def write(self, _text: bytes) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self) -> None:
+            self.write(b"")
+
+    monkeypatch.setattr(journal, "open", Full, raising=False)
+    with pytest.raises(RunnerError, match=r"journal.jsonl: disk full; the rows before it are kept"):
+        runner.Journal(str(tmp_path), {})
+
+
 def test_a_log_that_cannot_be_opened_stops_the_run_in_words(tmp_path: Path) -> None:
     (tmp_path / "logs" / "b.log").mkdir(parents=True)
     jobs = [job({"1": value(1)}), job({"1": value(2)}, "b")]
@@ -241,19 +306,16 @@ def test_a_log_that_cannot_be_opened_stops_the_run_in_words(tmp_path: Path) -> N
 def test_a_log_on_a_full_disk_fails_its_own_job_alone(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.log").symlink_to("/dev/full")
-    code = "print('{}', flush=True)"
-    jobs = [job({"1": {"do": "print"}}), make_command_job("b", [sys.executable, "-c", code], 60)]
-    full, good = run_jobs(jobs, str(tmp_path)).results
+    full, good = run_jobs([job({"1": {"do": "print"}}), job({"1": value(1)}, "b")], str(tmp_path)).results
     assert (full.reason, full.detail) == ("exception", "OSError: [Errno 28] No space left on device")
-    assert good.data == {}
+    assert good.is_ok
 
 
 def test_an_interrupt_stops_after_the_current_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = {"counter": str(tmp_path / "runs")}
     jobs = [job({str(i): value(i) for i in range(6)}, args=args), job({"1": value(6)}, "b", args=args)]
     folder = str(tmp_path / "run")
-    # When the first result is told, the second row has begun already.
-    first = run_jobs(jobs, folder, on_result=lambda r: signal.raise_signal(signal.SIGINT) if r.row == "0" else None)
+    first = run_jobs(jobs, folder, on_result=lambda r: signal.raise_signal(signal.SIGINT) if r.row == "1" else None)
     assert (first.ran, first.stopped) == (2, True)
     assert capsys.readouterr().err.startswith("stopping after what runs now; Ctrl-C again stops at once.")
     # The row that ran was finished and is kept: the second run does the others alone.
@@ -357,6 +419,28 @@ def test_a_lost_job_is_run_again_and_given_up_after_three_times(tmp_path: Path) 
     assert run_jobs(jobs, str(tmp_path / "run"), launcher=Engine({}), retry_failed=True).ran_jobs == {"b"}
 
 
+def test_an_engine_that_fails_to_open_is_closed(tmp_path: Path) -> None:
+    class Broken(Engine):
+        def open(self, folder: str) -> None:
+            super().open(folder)
+            raise RunnerError("half open")
+
+    engine = Broken({})
+    with pytest.raises(RunnerError, match="half open"):
+        run_jobs([job({"1": value(1)})], str(tmp_path / "run"), launcher=engine)
+    assert engine.calls == ["open run", "close"]
+
+
+def test_an_interrupt_before_the_first_job_starts_none(tmp_path: Path) -> None:
+    class Early(Local):
+        def open(self, folder: str) -> None:
+            super().open(folder)
+            signal.raise_signal(signal.SIGINT)
+
+    out = run_jobs([job({"1": value(1)})], str(tmp_path), launcher=Early())
+    assert (out.ran, out.stopped) == (0, True)
+
+
 def test_a_job_lost_while_the_run_stops_is_left_for_the_next_time(tmp_path: Path) -> None:
     class Interrupted(Engine):
         def wait(self, timeout_s: float) -> list[Result | Lost]:
@@ -374,3 +458,5 @@ def test_a_job_lost_while_the_run_stops_is_left_for_the_next_time(tmp_path: Path
 def test_ids_are_used_once(tmp_path: Path) -> None:
     with pytest.raises(RunnerError, match="two jobs share an id: a"):
         run_jobs([job({"1": value(1)}), job({"1": value(2)})], str(tmp_path))
+    with pytest.raises(RunnerError, match=r"jobs a/b and a_b would share the log a_b\.log: rename one of them"):
+        run_jobs([job({"1": value(1)}, "a/b"), job({"1": value(2)}, "a_b")], str(tmp_path))

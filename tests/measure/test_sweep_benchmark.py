@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import sweep_stand_in as stand_in
 
-from flopcalc.measure.sweep.matrix import TRAINERS
+from flopcalc import bind
+from flopcalc.cli import main
+from flopcalc.measure.sweep.matrix import BASELINE, TRAINERS, find_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "dp_sgd.py"
@@ -85,7 +87,13 @@ def test_show_needs_nothing_heavy(script: Any) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [([], "--out DIR says where"), (["--show", "OTHER"], "schema 99 is not known, this script reads 1")],
+    [
+        ([], "--out DIR says where"),
+        (["--page", "x.md"], "--page needs --show FILE"),
+        (["--show", "OTHER"], "schema 99 is not known, this script reads 1"),
+        (["--show", "no.json"], "no.json: cannot be read: "),
+        (["--show", str(SCRIPT)], "dp_sgd.py: cannot be read: "),
+    ],
 )
 def test_errors(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
@@ -119,3 +127,66 @@ def test_the_page_shows_the_committed_results(script: Any, tmp_path: Path) -> No
     assert script.format_tables(script.read_results(str(RESULTS))) in page.read_text(encoding="utf-8")
     copy.write_text("no marks")
     assert script.main(["--show", str(RESULTS), "--page", str(copy)]) == 2
+
+
+def read_rows() -> dict[tuple[str, int, int], Any]:
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    return {(row["trainer"], row["batch_size"], row["seq_len"]): row for row in rows}
+
+
+def test_the_estimate_beforehand_is_the_row_to_the_flop() -> None:
+    """What the page says: model, sizes, clipping, convention, device and dtype give the very number."""
+    for (trainer, batch, length), row in read_rows().items():
+        settings = {"convention": "hardware", "device": row["environment"]["device_id"], "dtype": row["dtype"]}
+        estimate = bind(find_model(row["model"]), clipping=TRAINERS[trainer], **settings)(batch, length)
+        found = {part: getattr(estimate, part) for part in ("convention", "forward", "backward", "clipping", "total")}
+        assert found | {"model_total": estimate.total_under("model")} == row["flops"], row["id"]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_command_beforehand(trainer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (
+        f"estimate --model sweep-1b --batch 4 --seq 512 --clipping {TRAINERS[trainer]} --convention hardware "
+        "--device h200 --dtype bf16"
+    )
+    with pytest.raises(SystemExit) as end:
+        main([*asked.split(), "--json"])
+    shown = json.loads(capsys.readouterr().out)["flops"]
+    row = read_rows()[trainer, 4, 512]["flops"]
+    assert (end.value.code, {part: row[part] for part in shown if part in row}) == (
+        0, {part: value for part, value in shown.items() if part in row}
+    )  # fmt: skip
+    assert (set(shown) - set(row), shown["total"]) == ({"recompute"}, row["total"])
+    page = (ROOT / "docs" / "sweep.md").read_text(encoding="utf-8")
+    assert (f"$ flopcalc {asked}\n" in page) is (trainer == "DPGhostClippingTrainer")
+
+
+def test_the_page_reads_the_committed_results_rightly() -> None:
+    """Each claim of "How to read it"; where another run does not bear one out, the sentence goes."""
+    rows = read_rows()
+    gib = {key: row["peak_memory_bytes"] / (1 << 30) for key, row in rows.items()}
+    page = (ROOT / "docs" / "sweep.md").read_text(encoding="utf-8")
+    measured = [row["measured_over_analytic"] for row in rows.values()]
+    assert f"{min(measured):.3f} to {max(measured):.3f}" in page
+    for (trainer, batch, length), row in rows.items():
+        plain = rows[BASELINE, batch, length]
+        extra_flops = row["flops"]["total"] / plain["flops"]["total"]
+        slowdown = row["step_time_s"]["median"] / plain["step_time_s"]["median"]
+        best = rows[trainer, 8, 1024]
+        assert row["tokens_per_s"] <= best["tokens_per_s"]
+        if trainer == BASELINE:
+            continue
+        assert slowdown > extra_flops
+        assert slowdown * rows[BASELINE, 8, 1024]["step_time_s"]["median"] >= best["step_time_s"]["median"]
+        if trainer == "DPGhostClippingTrainer":
+            assert f"{extra_flops:.2f} at {length:,}" in page
+        else:
+            assert f"{extra_flops:.2f}" == {"DPSGDTrainer": "1.32", "DPFastGradientClippingTrainer": "1.99"}[trainer]
+        if trainer == "DPSGDTrainer":
+            assert round(gib[trainer, batch, length]) == {4: 23, 8: 33}[batch]
+        else:
+            assert 2.45 <= gib[trainer, batch, length] - gib[BASELINE, batch, length] < 3.45
+    hooks = [rows["DPSGDTrainer", batch, 1024]["step_time_s"] for batch in (4, 8)]
+    assert hooks[0]["min"] > hooks[1]["min"]
+    assert hooks[0]["median"] > hooks[1]["median"]
+    assert round(rows[BASELINE, 4, 512]["parameters"] * 2 / (1 << 30), 1) == 2.5

@@ -57,7 +57,8 @@ def make_args(folder: Path, run_dir: Path | None = None, **changes: Any) -> Json
         "seq_lens": [given.pop("seq_len")], "models": [given.pop("model")],
     }  # fmt: skip
     (configuration,) = make_matrix(**lists, **given)
-    args = configuration.to_args() | {"run_dir": None if run_dir is None else str(run_dir)}
+    args = configuration.to_args() | configuration.find_places()
+    args["run_dir"] = None if run_dir is None else str(run_dir)
     read: Json = json.loads(json.dumps(args))
     return read
 
@@ -100,6 +101,26 @@ def test_row(trainer: str, attention: str, tmp_path: Path) -> None:
     assert row["environment"]["opacus"]
     assert row["environment"]["threads"] == 1
     assert all(note.startswith("analytic: ") for note in row["notes"])
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_dropout_is_off_and_said(trainer: str, tmp_path: Path) -> None:
+    """With it SDPA leaves its fused kernel on a CPU, and the step is another than the one counted."""
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 64}
+    path = tmp_path / "gpt2.json"
+    path.write_text(json.dumps({**config, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}))
+    row = child.start(make_args(tmp_path, trainer=trainer, model=str(path), steps=1))({})
+    assert row["counted_over_analytic"] == 1.0
+    assert row["notes"][0] == (
+        "dropout is off: attn_pdrop, embd_pdrop, resid_pdrop, summary_first_dropout of the config set to 0"
+    )
+
+
+def test_a_model_without_sdpa_is_told_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "bloom.json"
+    path.write_text(json.dumps({"model_type": "bloom", "vocab_size": 50, "hidden_size": 16, "n_layer": 1, "n_head": 2}))
+    with pytest.raises(TrainerError, match="has no sdpa attention in HF's code: take --attention eager"):
+        child.start(make_args(tmp_path, model=str(path)))
 
 
 def test_the_same_configuration_trains_the_same(tmp_path: Path) -> None:
@@ -168,7 +189,7 @@ def test_what_the_core_refuses_is_not_built(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_loss_that_ran_away_is_null(tmp_path: Path) -> None:
-    row = child.start(make_args(tmp_path, learning_rate=1e30))({})
+    row = child.start(make_args(tmp_path) | {"learning_rate": 1e30})({})
     assert row["loss"]["first"] is not None
     assert row["loss"]["last"] is None
     json.dumps(row, allow_nan=False)

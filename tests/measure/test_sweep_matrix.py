@@ -33,14 +33,15 @@ def test_every_trainer_at_every_size() -> None:
 
 
 def test_several_models_are_in_the_id(tmp_path: Path) -> None:
-    for name in ("my llama", "b"):
+    for name in ("my llama", "b", "größe", "модель"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "c.json").write_text(json.dumps(LLAMA))
-    models = ["tiny", "gpt2", str(tmp_path / "my llama" / "config.json"), str(tmp_path / "b"), str(tmp_path / "c.json")]
+    paths = ["my llama/config.json", "b", "c.json", "größe", "модель"]
+    models = ["tiny", "gpt2", *(str(tmp_path / path) for path in paths)]
     found = make_matrix(**{**SMALL, "models": models}, trainers=["DPSGDTrainer"])
     assert [configuration.id.removeprefix("DPSGDTrainer_bs4_seq512") for configuration in found] == [
-        "_tiny", "_gpt2", "_my-llama", "_b", "_c",
+        "_tiny", "_gpt2", "_my-llama", "_b", "_c", "_größe", "_модель",
     ]  # fmt: skip
 
 
@@ -61,9 +62,10 @@ def test_the_job(tmp_path: Path) -> None:
     assert job.args == {
         "trainer": "DPSGDTrainer", "batch_size": 4, "seq_len": 512, "model": "tiny", "dtype": "bf16", "device": "auto",
         "attention": "sdpa", "steps": 5, "warmup": 3, "learning_rate": 1e-3, "max_grad_norm": 1.0,
-        "noise_multiplier": 1.0, "seed": 0, "run_dir": str(tmp_path / "runs" / "DPSGDTrainer_bs4_seq512"),
+        "noise_multiplier": 1.0, "seed": 0,
     }  # fmt: skip
-    assert configuration.to_args()["run_dir"] is None
+    assert job.where == {"model": "tiny", "run_dir": str(tmp_path / "runs" / "DPSGDTrainer_bs4_seq512")}
+    assert configuration.find_places()["run_dir"] is None
 
 
 def test_an_edited_config_is_another_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,9 +74,8 @@ def test_an_edited_config_is_another_question(tmp_path: Path, monkeypatch: pytes
     path.write_text(json.dumps(LLAMA))
     (configuration,) = make_matrix(**{**SMALL, "models": ["config.json"]}, trainers=["StandardTrainer"])
     job = configuration.to_job("runs")
-    assert job.args["model"] == str(tmp_path / "config.json")
-    assert job.args["run_dir"] == str(tmp_path / "runs" / configuration.id)
-    assert configuration.to_job("runs").key("run") == job.key("run")
+    assert job.where == {"model": str(tmp_path / "config.json"), "run_dir": str(tmp_path / "runs" / configuration.id)}
+    assert configuration.to_job("elsewhere").key("run") == job.key("run")
     assert configuration._replace(timeout_s=1.0).to_job("runs").key("run") == job.key("run")
     assert configuration._replace(steps=99).to_job("runs").key("run") != job.key("run")
     path.write_text(json.dumps({**LLAMA, "num_hidden_layers": 3}))
@@ -103,11 +104,13 @@ def test_files(tmp_path: Path, kind: str) -> None:
         ({"models": ()}, "models is empty: give --model-size or --model, or models"),
         ({"seq_lens": "512"}, "seq_lens must be a list, not '512'"),
         ({"seq_lens": 512}, "seq_lens must be a list, not 512"),
-        ({"seq_lens": [0]}, "seq_lens must be at least 1, not 0"),
+        ({"seq_lens": [1]}, "seq_lens must be at least 2, not 1"),
+        ({"batch_sizes": [0]}, "batch_sizes must be at least 1, not 0"),
         ({"seq_lens": [1.5]}, "seq_lens must be a whole number, not 1.5"),
         ({"batch_sizes": [4, 8, 4]}, "batch_sizes holds 4 twice"),
         ({"trainers": ["DPSGDtrainer"]}, "no trainer 'DPSGDtrainer'. Did you mean DPSGDTrainer"),
         ({"trainers": [3]}, "no trainer 3. Known: StandardTrainer, "),
+        ({"trainers": [["DPSGDTrainer"]]}, "no trainer ['DPSGDTrainer']. Did you mean DPSGDTrainer"),
         ({"models": ["2b"]}, "no preset, file or folder '2b'"),
         ({"models": ["gtp2"]}, "Did you mean gpt2"),
         ({"models": [""]}, "a model is a size, a preset or a path, not ''"),
@@ -120,6 +123,8 @@ def test_files(tmp_path: Path, kind: str) -> None:
         ({"learning_rate": 0}, "learning_rate must be a number above 0, not 0"),
         ({"noise_multiplier": -1}, "noise_multiplier must be a number of at least 0, not -1"),
         ({"timeout_s": float("nan")}, "timeout_s must be a number above 0, not nan"),
+        ({"timeout_s": 1e300}, "timeout_s must be a number of at most 1000000000000, not 1e+300"),
+        ({"learning_rate": 10**400}, "learning_rate must be a number of at most 1000000000000, not 1000"),
         ({"max_grad_norm": True}, "max_grad_norm must be a number above 0, not True"),
         ({"step": 3}, "no setting 'step'. Did you mean steps"),
     ],
@@ -181,7 +186,7 @@ def test_the_parent_of_a_sweep_imports_nothing_heavy() -> None:
         "import sys\n"
         "from flopcalc.measure import launchers, runner\n"
         "from flopcalc.measure.sweep import matrix, run, summary\n"
-        "matrix.make_matrix(batch_sizes=[1], seq_lens=[1], models=['tiny'])[0].to_job()\n"
+        "matrix.make_matrix(batch_sizes=[1], seq_lens=[2], models=['tiny'])[0].to_job()\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'opacus', 'ray', 'submitit'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)

@@ -19,6 +19,7 @@ from flopcalc.measure.sweep.run import Swept, check_libraries, load_results, mak
 
 Json = dict[str, Any]
 TWO = ("StandardTrainer", "DPSGDTrainer")
+ROW = '"id": "a", "status": "ok", "trainer": "t", "model": "m"'
 
 
 def matrix(seq_lens: tuple[int, ...] = (8,), **more: Any) -> tuple[Configuration, ...]:
@@ -83,8 +84,10 @@ def test_what_is_done_is_not_done_again(calls: Path) -> None:
 
 def test_another_question_is_asked_again() -> None:
     sweep(matrix())
-    swept = sweep(matrix(steps=7))
+    seen: list[list[int]] = []
+    swept = sweep(matrix(steps=7), on_rows=lambda rows: seen.append([row["steps"] for row in rows]))
     assert (swept.ran, [row["steps"] for row in read_rows()]) == (2, [7, 7])
+    assert seen == [[7], [7, 7]]  # never beside rows that answered the old one
 
 
 def test_rows_of_other_matrices_stay_unless_fresh() -> None:
@@ -163,9 +166,13 @@ def test_row_of_a_failure() -> None:
         ("{", "line 1 is no row of a sweep"),
         (
             '{"id": "a", "status": "ok", "trainer": "t", "model": "m"}\n[]',
-            "line 2 is no row of a sweep: remove the file",
+            "line 2 is no row of a sweep (no JSON object): remove the file",
         ),
-        ('{"id": "a"}', "line 1 is no row"),
+        ('{"id": "a"}', "line 1 is no row of a sweep (status is None)"),
+        (f'{{{ROW}, "trainer": ["x"]}}', "(trainer is ['x'])"),
+        (f'{{{ROW}, "step_time_s": {{"median": "1"}}}}', "(step_time_s.median is '1')"),
+        (f'{{{ROW}, "peak_memory_bytes": true}}', "(peak_memory_bytes is True)"),
+        (f'{{{ROW}, "notes": 3}}', "(notes is 3)"),
     ],
 )
 def test_results_that_cannot_be_read(tmp_path: Path, text: str | None, message: str) -> None:
@@ -194,3 +201,27 @@ def test_missing_libraries_are_said_before_the_first_process(monkeypatch: pytest
     check_libraries(matrix(trainers=["StandardTrainer"]))
     with pytest.raises(SweepError, match=r"the sweep needs opacus: pip install 'flopcalc\[sweep\]'"):
         check_libraries(matrix())
+
+
+def test_rows_come_back_as_they_went(tmp_path: Path) -> None:
+    """Any text that a process or a folder's name may hold: lines' ends of Unicode, bytes that are no UTF-8."""
+    row = {"id": "a", "status": "failed", "trainer": "t", "model": "mod\u00e8le-\udcff", "detail": "x\u2028y\x85z\n"}
+    path = tmp_path / "results.jsonl"
+    save_results(str(path), [row, row])
+    assert load_results(str(path)) == [row, row]
+
+
+def test_what_another_version_wrote_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text(f'{{{ROW}, "mfu": NaN, "step_time_s": 3, "new": [1]}}\n\n{{{ROW}}}')
+    first, second = load_results(str(path))
+    assert (first["mfu"], first["new"], second) == (None, [1], json.loads(f"{{{ROW}}}"))
+
+
+def test_a_folder_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("file").write_text("")
+    with pytest.raises(SweepError, match="--logs-dir file: cannot be made: File exists"):
+        run_sweep(matrix(), "file", call=stand_in.CALL)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere, and tests may run as root
+    with pytest.raises(SweepError, match="--logs-dir logs: cannot be written to; choose another folder"):
+        sweep(matrix())

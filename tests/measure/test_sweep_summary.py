@@ -71,13 +71,57 @@ def test_only_like_is_compared_with_like(changes: Json) -> None:
     assert found["trainers"]["DPSGDTrainer"]["slowdown"] is None
 
 
+@pytest.mark.parametrize(("device", "is_compared"), [("cpu", False), ("cuda", True)])
+def test_cores_count_on_a_cpu(device: str, is_compared: bool) -> None:
+    """Slots and launchers share the cores out, and a process with half of them is no slower trainer."""
+    rows = [
+        {**each, "device": device, "environment": {"device": "x", "threads": threads}}
+        for each, threads in zip(ROWS[:2], (4, 2), strict=True)
+    ]
+    assert (summarize(rows)["configurations"][1]["slowdown"] is not None) is is_compared
+
+
 def test_nothing_measured() -> None:
     found = summarize([])
     assert (found["total"], found["success_rate"], found["trainers"]) == (0, None, {})
-    assert format_summary(found).startswith("0 configurations: 0 ok, 0 failed")
+    assert format_summary(found) == "0 configurations: 0 ok, 0 failed"
     only = format_summary(summarize([failed("DPSGDTrainer")]))
     assert "mean memory" not in only  # a column of which nothing is known
     assert "DPSGDTrainer_bs8_seq512: oom: OutOfMemoryError: 90 GiB" in only
+
+
+def test_a_failure_of_several_lines_stays_one_entry() -> None:
+    for style, mark in (("simple", "  "), ("github", "- ")):
+        text = format_summary(summarize([failed("DPSGDTrainer", detail="no answer\nlast words")]), style)
+        assert text.endswith(f"\n{mark}DPSGDTrainer_bs8_seq512: oom: no answer\n    last words")
+
+
+def test_notes_say_whose_they_are() -> None:
+    every, some = "analytic: kernel cudnn", "no TensorBoard run written"
+    rows = [{**ROWS[0], "notes": [every]}, {**ROWS[1], "notes": [every, some]}, ROWS[4]]
+    assert (
+        "\n\nnotes\n  analytic: kernel cudnn\n  DPSGDTrainer_bs4_seq512: no TensorBoard run written\n\nfailures\n"
+        in (format_summary(summarize(rows)))
+    )
+    assert "\n\nnotes:\n\n- analytic: kernel cudnn\n- DPSGDTrainer_" in format_summary(summarize(rows), "github")
+
+
+def test_only_columns_that_are_there_are_explained() -> None:
+    assert "measured ÷: the GPU's own counters" in format_summary(summarize(ROWS))
+    assert "measured ÷" not in format_summary(summarize([{**ROWS[0], "measured_over_analytic": None}]))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 500])
+def test_tables_fit_the_terminal(width: int) -> None:
+    """Folded, not cut: all cells are there, below each other, and each part names its rows."""
+    rows = [*ROWS[:4], row("DPFastGradientClippingTrainer", 1.0, 6, 10**12)]
+    text = format_summary(summarize(rows), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    whole = format_summary(summarize(rows))
+    assert set(whole.split()) <= set(text.split()) | {word for word in whole.split() if "--" in word}
+    tables = [block.splitlines()[0].split() for block in text.split("\n\n") if "\n--" in block]
+    assert all(header[0] == "trainer" for header in tables)
+    assert (text == whole) is (width == 500)
 
 
 HERE = Path(__file__).parent
@@ -98,7 +142,8 @@ def test_models_and_machines_each_have_a_line() -> None:
     assert "tiny" in format_summary(summarize(rows)).split("\n\n")[3]
 
 
-@pytest.mark.parametrize("rows", [ROWS, [], [ROWS[4]], [ROWS[0], {**ROWS[0], "model": "tiny"}]])
+@pytest.mark.parametrize("rows", [ROWS, [], [ROWS[4]], [ROWS[0], {**ROWS[0], "model": "tiny"}],
+                                  [{"id": "a", "status": "ok", "trainer": "t", "model": "m"}]])  # fmt: skip
 def test_plot(tmp_path: Path, rows: list[Json]) -> None:
     pytest.importorskip("matplotlib")
     plot(summarize(rows), tmp_path / "cost.png")

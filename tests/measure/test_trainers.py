@@ -112,6 +112,37 @@ def test_gradient_is_that_of_a_loop_over_samples(case: str, name: str) -> None:
     assert_equal(list_gradients(model), expected, TOLERANCES[case])
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("lengths", [(7,), (2, 7, 4)])
+def test_padding_is_as_if_it_were_not_there(name: str, lengths: tuple[int, ...]) -> None:
+    """One sample, and several of different lengths: each gradient is that of the sample alone, without padding."""
+    tokens = make_batch(3)["input_ids"][: len(lengths)]
+    mask = (torch.arange(7) < torch.tensor(lengths)[:, None]).long()
+    reference = build("gpt2")
+    found = [
+        list_sample_gradients(reference, {"input_ids": row[None, :length], "labels": row[None, :length]})
+        for row, length in zip(tokens, lengths, strict=True)
+    ]
+    gradients, norms = [each[0][0] for each in found], [each[1][0] for each in found]
+    bound = 0.9 * max(norms)
+    model = build("gpt2")
+    trainer = make_trainer(name, model, max_grad_norm=bound, noise_multiplier=0)
+    trainer.step({"input_ids": tokens, "attention_mask": mask})  # without labels: padding is no target
+    expected = average_clipped(gradients, norms, float("inf") if name == STANDARD else bound)
+    assert_equal(list_gradients(model), expected, 1e-12)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_sample_without_targets_has_no_gradient(name: str) -> None:
+    batch = make_batch()
+    batch["labels"][0] = -100
+    model = build("gpt2")
+    gradients, norms = list_sample_gradients(model, {key: value[1:] for key, value in batch.items()})
+    make_trainer(name, model, max_grad_norm=1e9, noise_multiplier=0).step(batch)
+    gradients.append([torch.zeros_like(each) for each in gradients[0]])
+    assert_equal(list_gradients(model), average_clipped(gradients, [*norms, 0.0], float("inf")), 1e-12)
+
+
 def test_loss_is_hf_own_where_rows_are_full() -> None:
     model = build("gpt2")
     tokens = make_batch()["input_ids"]
@@ -264,7 +295,7 @@ def test_a_tied_weight_that_is_frozen_is_no_trap() -> None:
 
 def test_missing_opacus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opacus", None)
-    with pytest.raises(TrainerError, match="DPSGDTrainer needs Opacus: pip install opacus"):
+    with pytest.raises(TrainerError, match=r"DPSGDTrainer needs Opacus: pip install 'flopcalc\[sweep\]'"):
         make_trainer(HOOKS, build("llama"))
     make_trainer(STANDARD, build("llama")).step(make_batch())
 
@@ -309,6 +340,11 @@ def hide_checkpointing(monkeypatch: pytest.MonkeyPatch) -> Any:
     return checkpoint(False)
 
 
+DIFFLLAMA = {"model_type": "diffllama", **_LLAMA}
+FALCON = {
+    "model_type": "falcon", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
 MIXTRAL = {"model_type": "mixtral", **_LLAMA, "num_local_experts": 4}
 OPT = {
     "model_type": "opt", "vocab_size": 97, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1,
@@ -328,6 +364,8 @@ OPT = {
         *[(each, hide_positions, r"of transformer.wpe.weight has shape \(1") for each in PRIVATE],
         (HOOKS, hide_checkpointing, "trains, but Opacus found no per-sample gradient"),
         *[(each, lambda _: build(OPT), "OPTForCausalLM fails under Opacus's hooks") for each in PRIVATE],
+        (HOOKS, lambda _: build(FALCON), "FalconForCausalLM fails under Opacus's hooks .*modified inplace"),
+        (FAST, lambda _: build(DIFFLLAMA), "DiffLlamaForCausalLM fails under Opacus's hooks .list index"),
         *[
             (each, lambda _: build(MIXTRAL, torch.float32), "MixtralForCausalLM fails under Opacus's hooks")
             for each in PRIVATE
@@ -371,10 +409,11 @@ def test_a_padding_token_is_clipped_wrongly_and_refused(name: str, monkeypatch: 
     config = {**CONFIGS["llama"], "pad_token_id": 5}
     batch = make_batch()
     batch["input_ids"] = batch["input_ids"].where(batch["input_ids"] != 5, 6)
-    make_trainer(name, build(config)).step(batch)
+    trainer = make_trainer(name, build(config))
+    trainer.step(batch)
     batch["input_ids"][0, 2] = 5
     with pytest.raises(TrainerError, match="token 5, the padding_idx of the input embedding"):
-        make_trainer(name, build(config)).step(batch)
+        trainer.step(batch)  # a later step too
     make_trainer(STANDARD, build(config)).step(batch)
     # The trap is real: without the guard the gradient is another than a plain loop's.
     monkeypatch.setattr(trainers.DPSGDTrainer, "_check_padding", lambda *_: None)
@@ -392,6 +431,7 @@ def test_a_padding_token_is_clipped_wrongly_and_refused(name: str, monkeypatch: 
         ({"input_ids": torch.ones(6, dtype=torch.long)}, r"not \(6,\)"),
         ({"position_ids": torch.arange(7)[None]}, r"position_ids has shape \(1, 7\), but input_ids has 3 samples"),
         ({"labels": torch.ones(2, 7, dtype=torch.long)}, r"labels has shape \(2, 7\)"),
+        ({"labels": torch.ones(3, 6, dtype=torch.long)}, "give a label per token"),
     ],
 )
 def test_batches_without_a_row_per_sample_are_refused(change: dict[str, Tensor], words: str) -> None:

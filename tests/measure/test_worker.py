@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -110,6 +111,115 @@ def test_a_hang_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     assert len(pids) == 4
     # The run waits for their end before it goes on: the device's memory is free by then.
     assert [pid for pid in pids if not is_gone(pid)] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_guard_that_is_killed_or_stopped_leaves_no_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(process, "_END_S", 0.1)
+
+    class Hostile(Local):
+        def wait(self, timeout_s: float) -> Any:
+            run = self._running[0][0]
+            if (tmp_path / "a.family").exists() and run._state == "row":
+                os.kill(run.guard, number)
+                if number == signal.SIGSTOP:  # it goes on as long as it may
+                    run.deadline = 0.0
+            return super().wait(timeout_s)
+
+    jobs = [make_job("a", "family", tmp_path, 600.0)]
+    (result,) = run_jobs(jobs, str(tmp_path / "run"), launcher=Hostile()).results
+    assert result.reason == ("killed" if number == signal.SIGKILL else "timeout")
+    assert [pid for pid in read_pids(tmp_path / "a.family") if not is_gone(pid)] == []
+
+
+# --- a worker that does not keep to the rules -----------------------------------------------------------------------
+def test_answers_that_are_none_fail_their_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_ANSWER_BYTES", 1 << 20)
+    texts = {
+        "words": "\x1b[31mwhat\n", "number": "5\n", "nothing": "{}\n", "deep": "[" * 99999 + "\n", "no line": "x",
+    }  # fmt: skip
+    jobs = [make_job(name, "babble", tmp_path, 1.0 if name == "no line" else 60.0, text=texts[name]) for name in texts]
+    jobs.append(make_job("endless", "babble", tmp_path, text="x" * 4096, times=-1))
+    jobs.append(make_job("tell", "tell", tmp_path))
+    results = run_jobs(jobs, str(tmp_path / "run"), launcher=Local(lambda: [Place("a"), Place("b")])).results
+    assert [(r.reason, str(r.detail)[:60]) for r in results[:-1]] == [
+        ("exception", "the worker's answer cannot be read: what"),
+        ("exception", "the worker's answer cannot be read: 5"),
+        ("exception", "the worker's answer cannot be read: {}"),
+        ("exception", "the worker's answer cannot be read: [[[[[[[[[[[[[[[[[[[[[[[["),
+        ("timeout", "no answer within 1 s"),
+        ("exception", "the answer is longer than 1 MiB"),
+    ]
+    assert results[-1].is_ok
+
+
+def test_a_request_longer_than_a_pipe_arrives_or_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_END_S", 0.1)
+    args = {"ballast": "x" * (1 << 20)}
+    rows = {"run": {"do": "measure_args"}}
+    # One whose Python never comes to read it.
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(600)")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    deaf = Job("deaf", runner_jobs.CALL, args, rows, start_timeout_s=0.2, env=env)
+    given_up, arrived = run_jobs([deaf, Job("good", runner_jobs.CALL, args, rows)], str(tmp_path / "run")).results
+    assert given_up.detail == "worker did not start, tried twice: no answer within 0.2 s"
+    assert arrived.data == 1 << 20
+
+
+def test_last_words_are_plain_text(tmp_path: Path) -> None:
+    (result,) = run_jobs([make_job("a", "bar", tmp_path)], str(tmp_path / "run")).results
+    assert result.detail == "process ended with code 4: 10%|# | | 20%|## |"
+
+
+# --- a runner in odd surroundings -----------------------------------------------------------------------------------
+def test_a_runner_that_does_not_wait_for_its_children(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # handed on to everything that it starts
+    try:
+        (result,) = run_jobs([make_job("a", "daemon", tmp_path)], str(tmp_path / "run")).results
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert is_gone(result.data)
+
+
+def test_a_current_folder_with_files_like_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    (result,) = run_jobs([make_job("a", "tell", tmp_path)], str(tmp_path / "run")).results
+    assert result.is_ok
+
+
+def test_a_runner_with_many_open_files(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 1200:
+        pytest.skip("needs 1,200 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(1200, limits[0]), limits[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    try:
+        (result,) = run_jobs([make_job("a", "tell", tmp_path)], str(tmp_path / "run")).results
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert result.is_ok
+
+
+def test_a_runner_without_standard_streams(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+sys.path.insert(0, {runner_jobs.HERE!r})
+from flopcalc.measure.runner import Job, LiveTable, run_jobs
+job = Job("a", "runner_jobs:start", {{}}, {{"run": {{"do": "tell"}}}})
+def note(result):
+    for descriptor in (0, 1, 2):
+        os.write(descriptor, b"a library's message")
+run_jobs([job], {str(tmp_path / "run")!r}, progress=LiveTable(sys.stderr), on_result=note)
+"""
+    done = subprocess.run([sys.executable, "-c", code], preexec_fn=lambda: os.closerange(0, 3), check=False)
+    assert done.returncode == 0
+    job = Job("a", runner_jobs.CALL, {}, {"run": {"do": "tell"}})
+    assert run_jobs([job], str(tmp_path / "run")).ran == 0
 
 
 # --- ends of the runner and the guard -------------------------------------------------------------------------------

@@ -345,3 +345,16 @@ def test_batches_that_change_their_length(tmp_path: Path) -> None:
         monitor.log_step(number, 0, loss, 1.0, 0.1)
     monitor.close()
     assert [record["perf/model_flops"] for record in read_steps(tmp_path)] == expected
+
+
+@pytest.mark.filterwarnings("ignore")  # opacus and torch advise on training, which this is not
+@pytest.mark.parametrize("name", ["GradSampleModule", "GradSampleModuleFastGradientClipping"])
+def test_a_model_that_opacus_wraps(name: str, tmp_path: Path) -> None:
+    model = make_model()
+    expected = estimate_flops(model, batch=BATCH).total
+    wrapped = getattr(pytest.importorskip("opacus.grad_sample"), name)(model, strict=False)
+    with make_monitor(tmp_path, wrapped) as monitor:
+        for number in range(1, 4):
+            monitor.log_step(number, 0, work(wrapped, BATCH), 1.0, 0.1)
+            wrapped.zero_grad()
+    assert [record["perf/model_flops"] for record in read_steps(tmp_path)] == [expected] * 3

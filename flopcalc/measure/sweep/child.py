@@ -30,7 +30,7 @@ from flopcalc.measure.sweep.trainers import Trainer, TrainerError, make_trainer
 from flopcalc.workload import make_workload
 
 Json = dict[str, Any]
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _PASSES = {"none": 1, "hooks": 1, "ghost": 2, "fast": 2}  # clipping -> backward passes
 _REASON_CHARACTERS = 300
 
@@ -122,13 +122,18 @@ def _build_model(source: Source, device: str, dtype: torch.dtype, attention: str
     config = AutoConfig.for_model(keys.pop("model_type"), **keys)
     dropped = sorted(set(_switch_off_dropout(config)))
     torch.manual_seed(seed)
-    with torch.device(device):
-        model = auto.from_config(config, attn_implementation=attention, dtype=dtype)
+    try:
+        with torch.device(device):
+            model = auto.from_config(config, attn_implementation=attention, dtype=dtype)
+    except ValueError as error:
+        if "does not support an attention implementation" not in str(error):
+            raise
+        raise TrainerError(f"{source.name} has no {attention} attention in HF's code: take --attention eager") from None
     return model.to(device), [f"dropout is off: {', '.join(dropped)} of the config set to 0"] if dropped else []
 
 
 def _switch_off_dropout(config: Any) -> Iterator[str]:
-    """Set every rate of dropout in a HF config, and in the configs inside it, to 0; the names of those that were not."""
+    """Set every rate of dropout in a HF config and in those inside it to 0; the names of those that were not."""
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):
             yield from _switch_off_dropout(value)

@@ -62,14 +62,21 @@ class Configuration(NamedTuple):
         del row["timeout_s"]
         return row
 
-    def to_args(self, runs_dir: str | None = None) -> Json:
-        """The arguments of the child's `start`; `run_dir` is this configuration's TensorBoard run, or null."""
+    def to_args(self) -> Json:
+        """What is asked of the child's `start`; with `find_places` its arguments."""
         args = self.to_row()
         del args["id"]
-        # Absolute: a launcher may start the process in another folder.
-        args["model"] = os.path.abspath(self.model) if _is_path(self.model) else self.model
-        args["run_dir"] = None if runs_dir is None else os.path.abspath(os.path.join(runs_dir, self.id))
         return args
+
+    def find_places(self, runs_dir: str | None = None) -> Json:
+        """Files that the child reads and writes, absolute: a launcher may start the process in another folder.
+
+        `run_dir` is this configuration's TensorBoard run, or null.
+        """
+        return {
+            "model": os.path.abspath(self.model) if _is_path(self.model) else self.model,
+            "run_dir": None if runs_dir is None else os.path.abspath(os.path.join(runs_dir, self.id)),
+        }
 
     def to_job(self, runs_dir: str | None = None, call: str = CHILD) -> Job:
         """The runner's job of this configuration: one process, one row."""
@@ -77,8 +84,9 @@ class Configuration(NamedTuple):
         text = json.dumps(load_config(find_model(self.model)).config, sort_keys=True, default=str)
         row = {"config": hashlib.sha256(text.encode()).hexdigest()[:16]}
         return Job(
-            self.id, call, self.to_args(runs_dir), {ROW: row}, timeout_s=self.timeout_s, start_timeout_s=self.timeout_s
-        )
+            self.id, call, self.to_args(), {ROW: row}, timeout_s=self.timeout_s, start_timeout_s=self.timeout_s,
+            where=self.find_places(runs_dir),
+        )  # fmt: skip
 
 
 def find_model(model: str) -> str:
@@ -100,10 +108,10 @@ def make_matrix(
 ) -> tuple[Configuration, ...]:
     """Every trainer at every batch size and length of every model; settings are fields of Configuration."""
     for name in settings:
-        if name not in _SETTINGS:
-            known = (*_LISTS, *_SETTINGS)
+        if name not in SETTINGS:
+            known = (*_LISTS, *SETTINGS)
             raise SweepError(f"no setting {name!r}.{format_nearest(name, known)} Known: {', '.join(known)}")
-    checked = {name: _SETTINGS[name](name, value) for name, value in settings.items()}
+    checked = {name: SETTINGS[name](name, value) for name, value in settings.items()}
     lists = {"trainers": trainers, "batch_sizes": batch_sizes, "seq_lens": seq_lens, "models": models}
     given = {name: _check_list(name, values) for name, values in lists.items()}
     labels = _label_models(given["models"])
@@ -167,6 +175,10 @@ def _check_size(name: str, value: Any) -> int:
     return check_size(value, name)
 
 
+def _check_length(name: str, value: Any) -> int:
+    return check_size(value, name, 2)  # a sample of one token has no next one to learn
+
+
 def _check_count(name: str, value: Any) -> int:
     return check_size(value, name, 0)
 
@@ -226,10 +238,10 @@ def _check_dtype(name: str, value: Any) -> str:
 _LISTS: dict[str, tuple[Callable[[str, Any], Any], str]] = {
     "trainers": (_check_trainer, "--trainers"),
     "batch_sizes": (_check_size, "--batch-sizes"),
-    "seq_lens": (_check_size, "--seq-lens"),
+    "seq_lens": (_check_length, "--seq-lens"),
     "models": (_check_model, "--model-size or --model"),
 }
-_SETTINGS: dict[str, Callable[[str, Any], Any]] = {
+SETTINGS: dict[str, Callable[[str, Any], Any]] = {
     "dtype": _check_dtype,
     "device": _make_choice(DEVICES),
     "attention": _make_choice(ATTENTION),

@@ -61,13 +61,20 @@ def run_sweep(
                 f"{path} holds {name} of model {was}, now it is {now}: choose another --logs-dir, measure both models "
                 "in one matrix, or run with --fresh to forget what is there"
             )
-    others = [row for name, row in stored.items() if name not in owners]
-    found = {name: row for name, row in stored.items() if name in owners}
+    others: list[Json] | None = None
+    found = {name: row for name, row in stored.items() if name in owners and _answers(row, owners[name])}
+
+    def save(rows: Sequence[Json]) -> None:
+        nonlocal others
+        if others is None:  # read when the folder is ours: another sweep may have ended in it just before
+            before = [] if fresh else load_results(path, must_exist=False)
+            others = [row for row in before if row["id"] not in owners]
+        save_results(path, [*others, *rows])
 
     def keep(result: Result) -> None:
         found[result.job] = make_row(owners[result.job], result)
         rows = [found[name] for name in owners if name in found]
-        save_results(path, [*others, *rows])
+        save(rows)
         if on_rows is not None:
             on_rows(rows)
 
@@ -77,8 +84,13 @@ def run_sweep(
         launcher=launcher, logs=logs_dir, on_result=keep,
     )  # fmt: skip
     rows = tuple(make_row(owners[result.job], result) for result in outcome.results)
-    save_results(path, [*others, *rows])
+    save(rows)
     return Swept(rows, outcome.stopped, outcome.ran)
+
+
+def _answers(row: Json, configuration: Configuration) -> bool:
+    """Whether a stored row was measured as this configuration asks; with other steps, say, it is of another matrix."""
+    return all(asked in (row.get(name), "auto") for name, asked in configuration.to_row().items())
 
 
 def _check_folder(folder: str) -> None:
@@ -160,6 +172,8 @@ def _find_wrong(row: Json) -> str | None:
     for key in _TEXTS:
         if not isinstance(row.get(key), str):
             return f"{key} is {format_value(row.get(key))}"
+    if not isinstance(row.get("notes", []), list):
+        return f"notes is {format_value(row['notes'])}"
     for keys in _NUMBERS:
         value = get_value(row, *keys)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):

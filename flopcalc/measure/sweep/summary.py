@@ -38,8 +38,9 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> Json:
 
 
 def _find_cell(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    # A cluster may have GPUs of several kinds.
-    return (get_value(row, "environment", "device"), *(row.get(key) for key in _SAME))
+    # A cluster may have GPUs of several kinds, and launchers and slots give a process more or fewer cores.
+    threads = get_value(row, "environment", "threads") if row.get("device") == "cpu" else None
+    return (get_value(row, "environment", "device"), threads, *(row.get(key) for key in _SAME))
 
 
 _STEP = ("step_time_s", "median")
@@ -99,20 +100,34 @@ def format_summary(summary: Mapping[str, Any], style: str = "simple", width: int
     many = "" if summary["total"] == 1 else "s"
     blocks = [f"{summary['total']} configuration{many}: {summary['ok']} ok, {summary['failed']} failed{rate}"]
     if rows:
-        blocks += ["\n".join(describe_setting(rows))] if summary["ok"] else []
+        blocks += [_wrap(describe_setting(rows), width)] if summary["ok"] else []
         blocks += _fold(*_list_trainers(summary), keys=("trainer",), style=style, width=width)
         blocks += _fold(
             *_list_configurations(rows), keys=("trainer", "model", "batch", "seq"), style=style, width=width
         )
         blocks.append(_explain_columns(rows, width))
+    if notes := _list_notes(rows):
+        blocks.append(_format_list("notes", notes, is_markdown))
     if summary["failures"]:
-        mark = "- " if is_markdown else "  "
-        lines = [
-            f"{mark}{failure['id']}: {failure['reason']}: {failure['detail']}".replace("\n", "\n    ")
-            for failure in summary["failures"]
-        ]
-        blocks.append("\n".join(["failures" + (":\n" if is_markdown else ""), *lines]))
+        lines = [f"{failure['id']}: {failure['reason']}: {failure['detail']}" for failure in summary["failures"]]
+        blocks.append(_format_list("failures", lines, is_markdown))
     return "\n\n".join(blocks)
+
+
+def _format_list(title: str, entries: Sequence[str], is_markdown: bool) -> str:
+    mark = "- " if is_markdown else "  "
+    lines = [f"{mark}{entry}".replace("\n", "\n    ") for entry in entries]
+    return "\n".join([title + (":\n" if is_markdown else ""), *lines])
+
+
+def _list_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the processes noted; of a note that not all of them made, whose it is."""
+    measured = [row for row in rows if row["status"] == "ok"]
+    owners: dict[str, list[str]] = {}
+    for row in measured:
+        for note in row.get("notes") or ():
+            owners.setdefault(str(note), []).append(row["id"])
+    return [note if len(names) == len(measured) else f"{', '.join(names)}: {note}" for note, names in owners.items()]
 
 
 def _fold(
@@ -142,6 +157,10 @@ def _explain_columns(rows: Sequence[Mapping[str, Any]], width: int | None) -> st
     ]
     if any(row.get("measured_over_analytic") is not None for row in rows):
         lines[1] += "; measured ÷: the GPU's own counters over analytic FLOPs"
+    return _wrap(lines, width)
+
+
+def _wrap(lines: Sequence[str], width: int | None) -> str:
     return "\n".join(line if width is None else textwrap.fill(line, width) for line in lines)
 
 
@@ -248,11 +267,15 @@ def plot(summary: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         raise SweepError(f"{os.fspath(path)}: cannot be written: {error.strerror or error}") from None
 
 
+def _name_size(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["model"], row.get("batch_size"), row.get("seq_len")
+
+
 def draw(figure: Any, summary: Mapping[str, Any]) -> None:
     """Three panels of bars on a matplotlib figure of constrained layout; a configuration that failed has no bar."""
     rows = summary["configurations"]
     has_models = len({row["model"] for row in rows}) > 1
-    cells = list(dict.fromkeys((row["model"], row["batch_size"], row["seq_len"]) for row in rows))
+    cells = list(dict.fromkeys(_name_size(row) for row in rows))
     trainers = list(summary["trainers"])
     width = 0.8 / max(len(trainers), 1)
     panels: tuple[tuple[str, tuple[str, ...], float], ...] = (
@@ -263,7 +286,7 @@ def draw(figure: Any, summary: Mapping[str, Any]) -> None:
     for axes, (label, keys, unit) in zip(figure.subplots(len(panels), 1, sharex=True), panels, strict=True):
         for at, trainer in enumerate(trainers):
             known = {
-                (row["model"], row["batch_size"], row["seq_len"]): value / unit
+                _name_size(row): value / unit
                 for row in rows
                 if row["trainer"] == trainer and (value := get_value(row, *keys)) is not None
             }

@@ -102,9 +102,9 @@ class StandardTrainer:
 
     def _read_batch(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         inputs = dict(batch)
-        labels = inputs.pop("labels", inputs.get("input_ids"))
-        tokens = inputs.get("input_ids")
-        if tokens is None or labels is None or tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
+        labels: torch.Tensor | None = inputs.pop("labels", None)
+        tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if tokens is None or tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
             shape = None if tokens is None else tuple(tokens.shape)
             raise TrainerError(f"a batch needs input_ids of (samples, at least 2 tokens), not {shape}")
         size, length = (int(each) for each in tokens.shape)
@@ -116,6 +116,14 @@ class StandardTrainer:
                 )
         if self._needs_positions and "position_ids" not in inputs:
             inputs["position_ids"] = torch.arange(length, device=tokens.device).repeat(size, 1)
+        if labels is None:
+            labels = tokens
+            if mask is not None and mask.shape == tokens.shape:
+                labels = tokens.masked_fill(mask.eq(0), _IGNORED)  # padding is no target
+        elif labels.shape != tokens.shape:
+            raise TrainerError(
+                f"labels has shape {tuple(labels.shape)}, input_ids {tuple(tokens.shape)}: give a label per token"
+            )
         self._batch_size = size
         return inputs, labels
 
@@ -167,16 +175,15 @@ class DPSGDTrainer(StandardTrainer):
             )
 
     def _read_batch(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        is_first = not self._batch_size
         inputs, labels = super()._read_batch(batch)
-        if is_first:  # it reads values, which makes the host wait for the device: once
-            self._check_padding(inputs["input_ids"])
+        self._check_padding(inputs["input_ids"])
         self._optimizer.expected_batch_size = self._batch_size  # what the sum of clipped gradients is divided by
         return inputs, labels
 
     def _check_padding(self, tokens: torch.Tensor) -> None:
         words = self._model.get_input_embeddings()
         index = getattr(words, "padding_idx", None)
+        # To read a value makes the host wait for the device; few models have such an index.
         if index is not None and words.weight.requires_grad and bool((tokens == index).any()):
             raise TrainerError(
                 f"{self.name}: the batch holds token {index}, the padding_idx of the input embedding: torch gives its "
@@ -221,20 +228,24 @@ class DPSGDTrainer(StandardTrainer):
             return super()._forward(inputs)
         except (AttributeError, NotImplementedError) as error:
             raise self._blame(error) from error
+        except RuntimeError as error:
+            if "BackwardHookFunction" not in str(error):  # a module changes in place what they handed it
+                raise
+            raise self._blame(error) from error
 
     def _backward(self, loss: Any) -> None:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=_HOOK_WARNING)
                 super()._backward(loss)
-        except (AttributeError, NotImplementedError, TypeError) as error:
+        except (AttributeError, IndexError, NotImplementedError, TypeError) as error:
             raise self._blame(error) from error
 
     def _blame(self, error: Exception) -> TrainerError:
         """What Opacus's hooks raise of modules that they cannot take."""
         return TrainerError(
             f"{self.name}: {type(self._model).__name__} fails under Opacus's hooks ({_shorten(error)}): a module runs "
-            "twice, is given other things than tensors, or takes more than one; take StandardTrainer"
+            "twice, is given more or other things than one tensor, or changes it in place; take StandardTrainer"
         )
 
 
@@ -324,7 +335,7 @@ def make_trainer(
     except ModuleNotFoundError as error:
         if error.name != "opacus":
             raise
-        raise TrainerError(f"{name} needs Opacus: pip install opacus") from None
+        raise TrainerError(f"{name} needs Opacus: pip install 'flopcalc[sweep]'") from None
 
 
 def _takes_positions(model: Any) -> bool:
