@@ -158,6 +158,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.is_stop_asked = False
+        self._exit_code: int | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
@@ -174,8 +175,11 @@ class _Signals:
         self.is_stop_asked = True
 
     def _end(self, number: int, _frame: FrameType | None) -> None:
-        sys.exit(128 + number)
+        self._exit_code = 128 + number
+        sys.exit(self._exit_code)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, SystemExit) and self._exit_code is not None:
+            error.code = self._exit_code  # Ray makes a 1 of it
         for number, handler in self._previous.items():
             signal.signal(number, handler)
