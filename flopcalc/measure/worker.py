@@ -19,10 +19,11 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from flopcalc.errors import format_value
+from flopcalc.errors import FlopcalcError, format_value
 from flopcalc.measure.jobs import Json, RowError, RunnerError
 
 DETAIL_CHARACTERS = 500
+_PLACE_LINES = 3
 TAIL_LINES = 6
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -174,7 +175,20 @@ def _describe_error(error: BaseException) -> Json:
     # After an error on the device itself, nothing more can be run in this process.
     ends = "AcceleratorError" in kinds or ("CUDA error" in text and not is_oom)
     reason = "oom" if is_oom else "exception"
-    return {"status": "failed", "reason": reason, "detail": detail[:DETAIL_CHARACTERS], "ends": ends}
+    place = "" if is_oom or isinstance(error, (RowError, FlopcalcError)) else _describe_place(error)
+    return {"status": "failed", "reason": reason, "detail": detail[:DETAIL_CHARACTERS] + place, "ends": ends}
+
+
+def _describe_place(error: BaseException) -> str:
+    """The last lines of code that an error came through, innermost first; whole folders are in the log."""
+    import traceback
+
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__]
+    lines = [
+        f"{os.path.basename(each.filename)}:{each.lineno} {each.line or each.name}"
+        for each in reversed(frames[-_PLACE_LINES:])
+    ]
+    return f" [{clean_line(' < '.join(lines))[:DETAIL_CHARACTERS]}]" if lines else ""
 
 
 def _free_memory() -> None:
