@@ -1,4 +1,4 @@
-"""What the worker processes of the runner's tests run; light, for a worker imports it anew each time."""
+"""What the worker processes of the runner's tests run, and how those wait for it; light: workers import it anew."""
 
 from __future__ import annotations
 
@@ -16,6 +16,20 @@ from typing import Any
 Json = dict[str, Any]
 CALL = "runner_jobs:start"
 HERE = str(Path(__file__).parent)
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def start(args: Json) -> Callable[[Json], Any]:

@@ -7,14 +7,14 @@ import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import runner_jobs
+from runner_jobs import is_gone, wait_until
 
 from flopcalc.measure import launchers
 from flopcalc.measure.jobs import Job, Result
@@ -34,20 +34,6 @@ def make_job(name: str, do: str, folder: Path, **row: Any) -> Job:
     env = {"PYTHONPATH": os.pathsep.join([runner_jobs.HERE, *filter(None, sys.path)])}
     args = {"name": name, "folder": str(folder)}
     return Job(name, runner_jobs.CALL, args, {"run": {"do": do, **row}}, 120.0, env=env)
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 # --- which, and with what -------------------------------------------------------------------------------------------

@@ -3,55 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
+import notebook_run
 import pytest
 
 from flopcalc.calibration import FOLDER, SHAPES, list_tables, save_table
 
-nbclient = pytest.importorskip("nbclient")
-nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("ipykernel")
-pytest.importorskip("matplotlib")
+for _name in ("nbclient", "nbformat", "ipykernel", "matplotlib"):
+    pytest.importorskip(_name)
 
-ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOK = ROOT / "notebooks" / "calibration.ipynb"
+NOTEBOOK = notebook_run.ROOT / "notebooks" / "calibration.ipynb"
 DRAWN = ("attention", "counts", "gemm", "memory", "steps")  # tables with figures; padding is text
-_TIMEOUT_S = 60  # of a cell
-# Run after the last cell: every figure is drawn to a picture, and said by name and number of marks in it.
-_PROBE = """
-import io as _io, json as _json
-_found = {}
-for _number in plt.get_fignums():
-    _figure, _file = plt.figure(_number), _io.BytesIO()
-    _figure.savefig(_file, format="png")
-    assert _file.getvalue()[1:4] == b"PNG"
-    _found[_figure.get_label()] = sum(len(a.lines) + len(a.collections) + len(a.patches) for a in _figure.axes)
-print(_json.dumps(_found))
-"""
 
 
 def execute(monkeypatch: pytest.MonkeyPatch, data: Path, device: str | None = None) -> tuple[dict[str, int], str]:
-    """Figures (name -> marks) and printed text of the notebook; a cell that fails raises."""
-    for key, value in {"MPLBACKEND": "Agg", "FLOPCALC_DATA": str(data), "PYTHONWARNINGS": "ignore"}.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    if device is not None:
-        (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
-        cell.source = f"device = {device!r}"
-    notebook.cells.append(nbformat.v4.new_code_cell(_PROBE))
-    nbclient.NotebookClient(
-        notebook, timeout=_TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(data.parent)}}
-    ).execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert not [output for output in outputs if output.output_type == "error"]
-    assert not [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]
-    text = "".join(output.text for output in outputs if output.output_type == "stream")  # in as many parts as it likes
-    before, found = text.rstrip().rsplit("\n", 1)
-    return json.loads(found), before
+    monkeypatch.setenv("FLOPCALC_DATA", str(data))
+    parameters = f"device = {device!r}" if device is not None else None
+    return notebook_run.execute(monkeypatch, NOTEBOOK, data.parent, parameters)
 
 
 def find_drawn(figures: dict[str, int]) -> set[str]:
@@ -60,14 +30,7 @@ def find_drawn(figures: dict[str, int]) -> set[str]:
 
 
 def test_the_notebook_is_committed_clean() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbformat.validate(notebook)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            assert cell.outputs == []
-            assert cell.execution_count is None
-    text = NOTEBOOK.read_text(encoding="utf-8")
-    assert not [name for name in ("home", "root", "work", "tmp", "Users") if f"/{name}/" in text]
+    notebook_run.check_clean(NOTEBOOK)
 
 
 def test_on_the_shipped_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,57 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import notebook_run
 import pytest
 
 from flopcalc.measure.sweep.run import save_results
 
-nbclient = pytest.importorskip("nbclient")
-nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("ipykernel")
-pytest.importorskip("matplotlib")
+for _name in ("nbclient", "nbformat", "ipykernel", "matplotlib"):
+    pytest.importorskip(_name)
 
-ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOK = ROOT / "notebooks" / "dp_sgd_cost.ipynb"
+NOTEBOOK = notebook_run.ROOT / "notebooks" / "dp_sgd_cost.ipynb"
 FIGURES = ["side by side", "where the FLOPs go", "time against FLOPs", "how right the count is", "beforehand"]
-_TIMEOUT_S = 60  # of a cell
-_PROBE = """
-import io as _io, json as _json
-for _number in plt.get_fignums():
-    plt.figure(_number).savefig(_io.BytesIO(), format="png")
-print(_json.dumps([plt.figure(_number).get_label() for _number in plt.get_fignums()]))
-"""
 
 
 def execute(monkeypatch: pytest.MonkeyPatch, folder: Path, results: Path | None = None) -> tuple[list[str], str]:
-    """Names of the figures, and the printed text; a cell that fails raises."""
-    for key, value in {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}.items():
-        monkeypatch.setenv(key, value)
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    if results is not None:
-        (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
-        cell.source = f"results = {str(results)!r}"
-    notebook.cells.append(nbformat.v4.new_code_cell(_PROBE))
-    nbclient.NotebookClient(
-        notebook, timeout=_TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert not [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]
-    text = "".join(output.text for output in outputs if output.output_type == "stream")
-    before, found = text.rstrip().rsplit("\n", 1)
-    return json.loads(found), before
+    parameters = f"results = {str(results)!r}" if results is not None else None
+    figures, text = notebook_run.execute(monkeypatch, NOTEBOOK, folder, parameters)
+    return list(figures), text
 
 
 def test_the_notebook_is_committed_clean() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbformat.validate(notebook)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            assert cell.outputs == []
-            assert cell.execution_count is None
+    notebook_run.check_clean(NOTEBOOK)
 
 
 def test_on_the_committed_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,13 +7,12 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runner_jobs
+from runner_jobs import is_gone, wait_until
 
 from flopcalc.measure import process
 from flopcalc.measure.jobs import Job, RunnerError
@@ -31,20 +30,6 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_job(name: str, do: str, folder: Path, timeout_s: float = 60.0, **row: Any) -> Job:
     args = {"name": name, "folder": str(folder)}
     return Job(name, runner_jobs.CALL, args, {"run": {"do": do, **row}}, timeout_s)
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def wait_gone(pids: list[int]) -> None:
