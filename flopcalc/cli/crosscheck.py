@@ -26,7 +26,7 @@ _EXTRA = ("torch", "transformers", "peft", "fvcore")
 # What make_estimate also wants, and a cross-check leaves alone.
 _FIXED = {
     "spec": None, "lengths": None, "grad_accum": None, "context": None, "logits": None, "convention": "full",
-    "attention_kernel": "eager", "device": None, "decoder_seq": None, "audio": (),
+    "attention_kernel": "eager", "device": None, "decoder_seq": None, "audio": (), "clipping": "none",
 }  # fmt: skip
 _PRODUCT = re.compile(r"attention|grouped|conv|mm\b|matmul|dot\b|einsum|mv\b")
 

@@ -137,9 +137,10 @@ def kill_machine(args: Json, row: Json) -> str:
 def babble(_args: Json, row: Json) -> None:
     """Write into the pipe of the answers what no worker would."""
     times = row.get("times", 1)
+    descriptors = [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
     while times:
         times -= 1
-        for descriptor in range(3, 20):
+        for descriptor in descriptors:
             with suppress(OSError):
                 os.write(descriptor, row["text"].encode())
     time.sleep(600)
