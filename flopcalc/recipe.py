@@ -398,27 +398,23 @@ class _Suffix:
         self.text = text
         self.is_used = False
 
+    def names(self, path: str) -> bool:
+        """Whether the text is a whole last name, or several."""
+        return path == self.text or path.endswith("." + self.text)
+
     def matches(self, path: str) -> bool:
-        hit = path == self.text or path.endswith("." + self.text)
+        hit = self.names(path)
         self.is_used = self.is_used or hit
         return hit
 
 
-class _Ending:
+class _Ending(_Suffix):
     """PEFT's rule for modules to save: a module's name ends in the text, be there a dot before it or not."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.is_used = False
 
     def matches(self, path: str) -> bool:
         hit = path.endswith(self.text)
         self.is_used = self.is_used or hit
         return hit
-
-    def names(self, path: str) -> bool:
-        """Whether the text is a whole last name, or several."""
-        return path == self.text or path.endswith("." + self.text)
 
 
 def iterate(chain: Any) -> Iterable[Op]:

@@ -20,9 +20,6 @@ STEPS = 64  # the long way is taken at least so often
 PERIOD_NS = 4_000_000_000  # and when so much time has passed
 
 
-_make = tuple.__new__  # without the arguments' names, which cost more than the tuple
-
-
 class Kept(NamedTuple):
     """A tensor whose value is read later, if nobody has written into it by then."""
 
@@ -51,7 +48,7 @@ def keep(value: Any) -> Any:
     elif value.requires_grad:
         value = value.detach()
     try:
-        return _make(Kept, (value, value._version))
+        return Kept(value, value._version)
     except RuntimeError:  # made in inference mode
         return Kept(value, -1)
 
