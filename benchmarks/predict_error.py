@@ -1,0 +1,118 @@
+"""How wrong predictions are: measure cases on a GPU, then compare what `flopcalc predict` says of them.
+
+The protocol, fixed before anything was fitted:
+
+- `measure --part fit` times and profiles the models of flopcalc/measure/tables/runs.py; calibration is made of these.
+- `measure --part test` times models, lengths and batches that are in no fit; nobody looks at them before the
+  predictor is frozen. Both parts and `again` run on one machine in one go.
+- `measure --part again` repeats some cases of both: the spread between a case and its repetition is the floor.
+- `report` predicts every case and prints all errors. A case is called device-bound or host-bound by its prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+RESULTS = Path(__file__).parent / "results" / "predict_cases.json"
+
+# Test models: none is fitted on. Preset, layers kept (text, vision).
+TEST: dict[str, tuple[str, int, int]] = {
+    "llama-3.1-8b": ("llama-3.1-8b", 10, 0),
+    "smollm2-1.7b": ("smollm2-1.7b", 24, 0),
+    "tinyllama-1.1b": ("tinyllama-1.1b", 22, 0),
+    "qwen2.5-3b": ("qwen2.5-3b", 18, 0),
+    "qwen3-4b": ("qwen3-4b", 12, 0),
+    "gemma-3-1b": ("gemma-3-1b", 26, 0),
+    "olmo-2-7b": ("olmo-2-7b", 7, 0),
+    "pythia-1.4b": ("pythia-1.4b", 24, 0),
+    "stablelm-2-1.6b": ("stablelm-2-1.6b", 24, 0),
+    "qwen3-30b-a3b": ("qwen3-30b-a3b", 3, 0),
+    "qwen2.5-vl-3b": ("qwen2.5-vl-3b", 18, 32),
+    "qwen3-vl-2b": ("qwen3-vl-2b", 28, 24),
+    "smollm2-1.7b-short": ("smollm2-1.7b", 6, 0),
+}
+COMPILED = ("smollm2-1.7b-short",)
+GRIDS = {"qwen2.5-vl-3b": [[1, 44, 60]], "qwen3-vl-2b": [[1, 40, 56]]}
+
+
+def list_test_cases() -> Iterator[Json]:
+    from flopcalc.measure.tables.runs import make_case
+
+    for model in TEST:
+        if model in COMPILED:
+            yield make_case(model, "train", 3, 1536, compiled=True)
+            continue
+        grids = GRIDS.get(model, [])
+        yield make_case(model, "train", 1, 96)
+        yield make_case(model, "train", 3, 1536, grids)
+        yield make_case(model, "train", 8, 1024 if model == "pythia-1.4b" else 1280, grids)
+        yield make_case(model, "train", 1, 2048 if model == "pythia-1.4b" else 6144, grids)
+        if model in ("smollm2-1.7b", "qwen2.5-3b", "qwen2.5-vl-3b"):
+            yield make_case(model, "train", 4, 1536, grids, recompute="full")
+        yield make_case(model, "prefill", 2, 1800, grids)
+        yield make_case(model, "decode", 4, 8, context=700)
+
+
+def list_repeated() -> Iterator[Json]:
+    """Cases of both parts that are measured once more at the end."""
+    from flopcalc.measure.tables.runs import list_cases
+
+    fit = [case for case in list_cases("full") if case["model"] in ("llama-3.2-1b", "qwen2-vl-2b")]
+    yield from (case for case in fit if (case["phase"], case["batch"], case["seq"]) in (
+        ("train", 1, 48), ("train", 4, 2048), ("decode", 1, 8)) and case["recompute"] == "none")  # fmt: skip
+    yield from (case for case in list_test_cases() if case["model"] in ("smollm2-1.7b", "qwen3-vl-2b"))
+
+
+def _is_profiled(case: Json, part: str) -> bool:
+    return part != "again" and (case["phase"] != "train" or (case["batch"], case["seq"]) not in ((1, 320), (2, 1024)))
+
+
+def measure(part: str, out: Path, budget_s: float, device: str) -> None:
+    """Run the cases of one part, in order, and keep what is there after each model."""
+    from flopcalc.measure.provenance import describe_machine
+    from flopcalc.measure.tables import runs
+
+    begun = time.monotonic()
+    cases = {"fit": lambda: runs.list_cases("full"), "test": list_test_cases, "again": list_repeated}[part]()
+    known = {**runs.MODELS, **TEST}
+    runner = runs.Runner(device, lambda name: runs.cut_config(*known[name]))
+    kept: Json = {"provenance": describe_machine(device), "part": part, "cases": []}
+    failures: list[Json] = []
+    for name, case in {runs.name_case(case): case for case in cases}.items():
+        left = budget_s - (time.monotonic() - begun)
+        if left < 0:
+            failures.append({"case": name, "reason": "no time was left"})
+            continue
+        try:
+            record = runner.measure(case, profiled=_is_profiled(case, part))
+            kept["cases"].append(record)
+            print(f"{time.monotonic() - begun:6.1f} s  {name}  {record['seconds'] * 1e3:.3f} ms", flush=True)
+        except Exception as error:
+            failures.append({"case": name, "reason": f"{type(error).__name__}: {error}"[:300]})
+            print(f"{time.monotonic() - begun:6.1f} s  {name}  failed: {error}", flush=True)
+            runner.name = ""
+        kept["failures"] = failures
+        out.write_text(json.dumps(kept))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("command", choices=("measure",))
+    parser.add_argument("--part", choices=("fit", "test", "again"), default="fit")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budget-s", type=float, default=600)
+    parser.add_argument("--device", default="cuda")
+    given = parser.parse_args()
+    measure(given.part, given.out, given.budget_s, given.device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""Tables runs and operators: whole steps of HF models as a user runs them, and every operator's time inside them.
+
+`runs` times steps by the wall clock, host and device together. `operators` profiles one step of the same cases and
+keeps the device's time of each operator by its shapes: what a predictor is calibrated with.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from flopcalc.config import load_config
+from flopcalc.measure.runner import Job
+from flopcalc.measure.tables import Bench, Json, counts, get_device, round_digits, summarize
+
+# Models that the predictor is fitted on: preset and how many layers of it are kept (text, vision).
+MODELS: dict[str, tuple[str, int, int]] = {
+    "qwen2.5-0.5b": ("qwen2.5-0.5b", 24, 0),
+    "llama-3.2-1b": ("llama-3.2-1b", 16, 0),
+    "qwen3-1.7b": ("qwen3-1.7b", 14, 0),
+    "mistral-7b": ("mistral-7b", 6, 0),
+    "gemma-2b": ("gemma-2b", 9, 0),
+    "phi-3-mini": ("phi-3-mini", 10, 0),
+    "gpt2-medium": ("gpt2-medium", 24, 0),
+    "mixtral-8x7b": ("mixtral-8x7b", 2, 0),
+    "qwen2-vl-2b": ("qwen2-vl-2b", 28, 32),
+    "llava-1.5-7b": ("llava-1.5-7b", 6, 24),
+    "llama-3.2-1b-short": ("llama-3.2-1b", 6, 0),
+    "qwen2.5-0.5b-short": ("qwen2.5-0.5b", 6, 0),
+}
+_COMPILED = ("llama-3.2-1b-short", "qwen2.5-0.5b-short")
+_TRAIN = ((1, 48), (1, 320), (1, 1024), (2, 1024), (4, 2048), (1, 4096))
+_GRIDS = {"qwen2-vl-2b": [[1, 36, 52]], "llava-1.5-7b": [[1, 24, 24]]}
+
+
+def list_cases(suite: str) -> Iterator[Json]:
+    """Every case: model, phase, sizes, attention, recomputation, optimizer, whether it is compiled."""
+    if suite == "test":
+        yield make_case("llama", "train", 2, 48)
+        yield make_case("llama", "decode", 1, 2, context=16)
+        return
+    for model in MODELS:
+        if model in _COMPILED:
+            continue
+        grids = _GRIDS.get(model, [])
+        for batch, seq in _TRAIN:
+            if model == "gpt2-medium" and seq > 1024:
+                batch, seq = 8, 1024
+            if grids and seq < 1024:
+                yield make_case(model, "train", batch, seq)
+            else:
+                yield make_case(model, "train", batch, seq, grids)
+        yield make_case(model, "train", 4, 1024, grids, recompute="full")
+        yield make_case(model, "prefill", 4, 1024, grids)
+        yield make_case(model, "decode", 1, 8, context=512)
+        yield make_case(model, "decode", 16, 8, context=1000)
+        if model == "llama-3.2-1b":
+            yield make_case(model, "train", 2, 1024, attention="eager")
+            yield make_case(model, "train", 2, 1024, optimizer="adamw-foreach")
+    for model in _COMPILED:
+        yield make_case(model, "train", 4, 2048, compiled=True)
+
+
+def make_case(
+    model: str, phase: str, batch: int, seq: int, grids: list[list[int]] | None = None, *, context: int = 0,
+    attention: str = "sdpa", recompute: str = "none", optimizer: str = "adamw", compiled: bool = False,
+) -> Json:  # fmt: skip
+    return {
+        "model": model, "phase": phase, "batch": batch, "seq": seq, "context": context, "grids": grids or [],
+        "attention": attention, "recompute": recompute, "optimizer": optimizer, "compiled": compiled,
+    }  # fmt: skip
+
+
+def name_case(case: Json) -> str:
+    """A case as one word."""
+    parts = [case["model"], case["phase"], f"{case['batch']}x{case['seq']}"]
+    parts += [f"@{case['context']}"] if case["context"] else []
+    parts += [counts.format_images(case["grids"])] if case["grids"] else []
+    parts += [case[key] for key, usual in (("attention", "sdpa"), ("recompute", "none"), ("optimizer", "adamw"))
+              if case[key] != usual]  # fmt: skip
+    return "/".join(parts + (["compiled"] if case["compiled"] else []))
+
+
+def cut_config(preset: str, layers: int, vision_layers: int = 0) -> Json:
+    """A preset's config with fewer layers; widths stay."""
+    config = dict(load_config(preset).config)
+    parts = [(config, layers)]
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = dict(config["text_config"])
+        parts = [(config["text_config"], layers)]
+    if isinstance(config.get("vision_config"), dict):
+        config["vision_config"] = dict(config["vision_config"])
+        parts.append((config["vision_config"], vision_layers))
+    for part, kept in parts:
+        key = next((key for key in ("num_hidden_layers", "n_layer", "depth") if key in part), "num_hidden_layers")
+        if kept:
+            part[key] = kept
+        if isinstance(part.get("layer_types"), list):
+            part["layer_types"] = part["layer_types"][:kept]
+    return config
+
+
+class Runner:
+    """Holds one built model at a time and measures its cases."""
+
+    def __init__(
+        self, device: str, configs: Callable[[str], Json], *, work_s: float = 0.8, most_steps: int = 40
+    ) -> None:
+        self.bench = Bench(device)
+        self.configs = configs
+        self.work_s = work_s
+        self.most_steps = most_steps
+        self.name = ""
+        self.model: Any = None
+        self.optimizer: Any = None
+        self.optimizer_name = ""
+
+    def _take(self, name: str) -> None:
+        if name == self.name:
+            return
+        self.model = self.optimizer = None
+        self.optimizer_name = ""
+        self._free()
+        self.config = self.configs(name)
+        self.model = counts.build(self.bench, self.config)
+        self.name = name
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.bench.is_gpu:
+            self.bench.torch.cuda.empty_cache()
+
+    def _set_optimizer(self, name: str) -> None:
+        if name == self.optimizer_name:
+            return
+        self.optimizer = None
+        self._free()
+        is_fused = name == "adamw"
+        self.optimizer = self.bench.torch.optim.AdamW(
+            self.model.parameters(), lr=1e-5, fused=is_fused, foreach=not is_fused
+        )
+        self.optimizer_name = name
+
+    def make_step(self, case: Json) -> Callable[[], Any]:
+        """The step that a user's loop would run: gradients to none, forward, backward, optimizer."""
+        torch = self.bench.torch
+        self._take(case["model"])
+        model = self.model
+        counts.prepare(model, "eager" if case["attention"] == "eager" else "", case["recompute"], case["phase"])
+        called = torch.compile(model) if case["compiled"] else model
+        batch = self._make_inputs(case)
+        if case["phase"] == "train":
+            self._set_optimizer(case["optimizer"])
+            optimizer = self.optimizer
+            labels = batch["input_ids"].clone()
+
+            def train() -> None:
+                optimizer.zero_grad(set_to_none=True)
+                called(**batch, labels=labels, use_cache=False).loss.backward()
+                optimizer.step()
+
+            return train
+        self.optimizer, self.optimizer_name = None, ""
+        model.zero_grad(set_to_none=True)
+        self._free()
+        if case["phase"] == "decode":
+            return self._make_decode(case, batch)
+
+        def prefill() -> None:
+            with torch.no_grad():
+                called(**batch, use_cache=True, logits_to_keep=1)
+
+        return prefill
+
+    def _make_decode(self, case: Json, batch: Json) -> Callable[[], Any]:
+        """`seq` tokens one after another behind a cache of `context`; the cache is cut back before each step."""
+        torch, model = self.bench.torch, self.model
+        with torch.no_grad():
+            cache = model(**batch, use_cache=True, logits_to_keep=1).past_key_values
+        token = torch.full((case["batch"], 1), 3, device=self.bench.device)
+
+        def decode() -> None:
+            with torch.no_grad():
+                for _ in range(case["seq"]):
+                    model(input_ids=token, past_key_values=cache, use_cache=True)
+            cache.crop(-case["seq"])
+
+        return decode
+
+    def _make_inputs(self, case: Json) -> Json:
+        from flopcalc.measure.examples import find_example, make_estimator, make_inputs
+
+        seq = case["context"] if case["phase"] == "decode" else case["seq"]
+        example = find_example(self.config["model_type"])
+        workload = {"batch": case["batch"], "seq": seq, "images": case["grids"]}
+        made = make_inputs(example, self.model.config, workload, make_estimator(example, self.config))
+        dtype = self.bench.torch.bfloat16
+        return {
+            key: value.to(self.bench.device, dtype) if value.is_floating_point() else value.to(self.bench.device)
+            for key, value in made.items()
+        }
+
+    def measure(self, case: Json, *, profiled: bool = False) -> Json:
+        """Wall time of a step and what was seen beside it; with `profiled`, the device's time by operator."""
+        torch, bench = self.bench.torch, self.bench
+        step = self.make_step(case)
+        if bench.is_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            step()
+        bench.synchronize()
+        start = time.perf_counter()
+        step()
+        queued_s = time.perf_counter() - start
+        bench.synchronize()
+        once_s = time.perf_counter() - start
+        steps = max(6, min(self.most_steps, round(self.work_s / max(once_s, 1e-4))))
+        record: Json = dict(case)
+        record |= self._time(step, steps)
+        record["queued_s"] = round_digits(queued_s)
+        record["once_s"] = round_digits(once_s)
+        if bench.is_gpu:
+            record["before_bytes"] = before
+            record["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+        if profiled:
+            record |= profile_step(bench, step)
+        return record
+
+    def _time(self, step: Callable[[], Any], steps: int) -> Json:
+        """Seconds of steps without pause: on the device's clock between them, on the host's from end to end."""
+        bench, torch = self.bench, self.bench.torch
+        if not bench.is_gpu:
+            taken = []
+            for _ in range(2):
+                start = time.perf_counter()
+                step()
+                taken.append(time.perf_counter() - start)
+            seconds, spread = summarize(taken)
+            return {"seconds": round_digits(seconds), "spread": round_digits(spread, 3), "steps": 2}
+        gauge = bench.gauge
+        assert gauge is not None
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        torch.cuda.synchronize()
+        before_j = gauge.read_energy_j()
+        start = time.perf_counter()
+        marks[0].record()
+        for mark in marks[1:]:
+            step()
+            mark.record()
+        clock = gauge.read_clock_mhz()
+        torch.cuda.synchronize()
+        total = time.perf_counter() - start
+        after_j = gauge.read_energy_j()
+        taken = [marks[i].elapsed_time(marks[i + 1]) / 1000 for i in range(steps)]
+        seconds, spread = summarize(taken)
+        energy_j = (after_j - before_j) / steps if before_j is not None and after_j is not None else None
+        return {
+            "seconds": round_digits(seconds), "spread": round_digits(spread, 3), "steps": steps,
+            "mean_s": round_digits(total / steps), "energy_j": round_digits(energy_j, 4), "sm_clock_mhz": clock,
+        }  # fmt: skip
+
+
+def profile_step(bench: Bench, step: Callable[[], Any]) -> Json:
+    """Device time of every operator of one step, added up by name, shapes and dtypes; busy and whole time."""
+    torch = bench.torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if bench.is_gpu else [])
+    step()
+    bench.synchronize()
+    with profile(activities=activities, record_shapes=True) as profiler:
+        step()
+        bench.synchronize()
+    return tally(profiler.profiler.kineto_results.events(), torch)
+
+
+def tally(events: Any, torch: Any) -> Json:
+    """Kernels joined to the operator that launched them: one row per (operator, thread, shapes, dtypes)."""
+    cpu = torch._C._autograd.DeviceType.CPU
+    kernels: dict[int, list[tuple[float, str]]] = {}
+    hosts = []
+    starts, ends, busy_us, launches = [], [], 0.0, 0
+    for event in events:
+        if event.device_type() == cpu:
+            hosts.append(event)
+        elif event.linked_correlation_id() > 0:
+            taken = event.duration_ns() / 1000
+            kernels.setdefault(event.linked_correlation_id(), []).append((taken, event.name()))
+            starts.append(event.start_ns())
+            ends.append(event.start_ns() + event.duration_ns())
+            busy_us += taken
+            launches += 1
+    main = hosts[0].start_thread_id() if hosts else 0
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for event in hosts:
+        launched = kernels.pop(event.correlation_id(), []) if event.correlation_id() else []
+        name = event.name()
+        if not launched and not name.startswith("aten::"):
+            continue
+        shapes = str([list(shape) for shape in event.shapes()]).replace(" ", "")
+        dtypes = ",".join(event.dtypes())
+        row = found.setdefault((name, event.start_thread_id() != main, shapes, dtypes), [0, 0, 0.0, ""])
+        row[0] += 1
+        row[1] += len(launched)
+        row[2] += sum(microseconds for microseconds, _ in launched)
+        if launched and not row[3]:
+            row[3] = launched[0][1][:60]
+    rest = [entry for launched in kernels.values() for entry in launched]
+    rows = [
+        [name, is_backward, shapes, dtypes, calls, launched, round_digits(us, 6), kernel]
+        for (name, is_backward, shapes, dtypes), (calls, launched, us, kernel) in found.items()
+    ]
+    if rest:  # launched outside of any operator that was noted
+        rows.append(["", False, "", "", 0, len(rest), round_digits(sum(us for us, _ in rest), 6), rest[0][1][:60]])
+    return {
+        "operators": rows,
+        "kernels": launches,
+        "busy_us": round_digits(busy_us, 6),
+        "span_us": round_digits((max(ends) - min(starts)) / 1000, 7) if ends else None,
+    }
+
+
+def get_config(name: str) -> Json:
+    return cut_config(*MODELS[name])
+
+
+def plan(suite: str) -> list[Job]:
+    """One job: the models one after another."""
+    rows = {name_case(case): case for case in list_cases(suite)}
+    args = {"device": get_device(suite), "suite": suite}
+    return [Job("runs", f"{__name__}:start", args, rows, timeout_s=120, expected_s=20 + 4.0 * len(rows))]
+
+
+def start(args: Json) -> Callable[[Json], Json]:
+    is_test = args["suite"] == "test"
+    runner = Runner(args["device"], (lambda name: counts.get_config(name, "test")) if is_test else get_config)
+    with suppress(AttributeError):
+        runner.bench.torch.backends.cuda.matmul.allow_tf32 = False
+    return runner.measure
