@@ -5,6 +5,9 @@ The protocol, fixed before anything was fitted:
 - `measure --part fit` times and profiles the models of flopcalc/measure/tables/runs.py; calibration is made of these.
 - `measure --part test` times models, lengths and batches that are in no fit; nobody looks at them before the
   predictor is frozen. Both parts and `again` run on one machine in one go.
+- `measure --part host` times small steps of all models, in rounds: what the host takes. Each step is timed between two
+  runs of a fixed probe, for a shared host's own speed changes by half and more within seconds: a case is its step over
+  the probe, fitted and tested models in turns.
 - `measure --part again` repeats some cases of both: the spread between a case and its repetition is the floor.
 - `report` predicts every case and prints all errors. A case is called device-bound or host-bound by its prediction.
 """
@@ -70,6 +73,58 @@ def list_repeated() -> Iterator[Json]:
     yield from (case for case in list_test_cases() if case["model"] in ("smollm2-1.7b", "qwen3-vl-2b"))
 
 
+def list_host_cases() -> Iterator[Json]:
+    """Steps that the device finishes before the host has queued the next; test lengths are not those of the fit."""
+    from flopcalc.measure.tables.runs import FIT_GRIDS, MODELS, make_case
+
+    fit = [model for model in MODELS if not model.endswith("-short")]
+    test = [model for model in TEST if not model.endswith("-short")]
+    for i in range(max(len(fit), len(test))):
+        for models, seq, context in ((fit, 64, 512), (test, 96, 700)):
+            if i < len(models):
+                yield make_case(models[i], "train", 1, seq)
+                yield make_case(models[i], "prefill", 1, seq)
+                yield make_case(models[i], "decode", 1 if models is fit else 2, 8, context=context)
+                grids = (FIT_GRIDS | GRIDS).get(models[i])
+                if grids:
+                    yield make_case(models[i], "train", 1, 1024 if models is fit else 1200, grids)
+
+
+def measure_host(out: Path, budget_s: float, device: str) -> None:
+    """Rounds over all models until the time is up."""
+    from flopcalc.measure.provenance import describe_machine
+    from flopcalc.measure.tables import runs
+
+    begun = time.monotonic()
+    known = {**runs.MODELS, **TEST}
+    runner = runs.Runner(device, lambda name: runs.cut_config(*known[name]))
+    found: dict[str, Json] = {}
+    failures: dict[str, str] = {}
+    number = 0
+    while time.monotonic() - begun < budget_s * number / (number + 1) or number == 0:  # a whole round must still fit
+        number += 1
+        for case in list_host_cases():
+            name = runs.name_case(case)
+            if name in failures:
+                continue
+            try:
+                record = runner.measure_host(case, 6 if case["phase"] == "decode" or case["grids"] else 12)
+            except Exception as error:
+                failures[name] = f"{type(error).__name__}: {error}"[:300]
+                runner.name = ""
+                continue
+            seen = {key: record.pop(key) for key in ("host_s", "probe_s", "ratio", "spread")}
+            found.setdefault(name, {**record, "rounds": []})["rounds"].append(seen)
+        print(f"{time.monotonic() - begun:6.1f} s  round {number}", flush=True)
+        kept = {
+            "provenance": describe_machine(device),
+            "part": "host",
+            "cases": list(found.values()),
+            "failures": failures,
+        }
+        out.write_text(json.dumps(kept))
+
+
 def _is_profiled(case: Json, part: str) -> bool:
     return part != "again" and (case["phase"] != "train" or (case["batch"], case["seq"]) not in ((1, 320), (2, 1024)))
 
@@ -105,12 +160,15 @@ def measure(part: str, out: Path, budget_s: float, device: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("command", choices=("measure",))
-    parser.add_argument("--part", choices=("fit", "test", "again"), default="fit")
+    parser.add_argument("--part", choices=("fit", "test", "again", "host"), default="fit")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget-s", type=float, default=600)
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
-    measure(given.part, given.out, given.budget_s, given.device)
+    if given.part == "host":
+        measure_host(given.out, given.budget_s, given.device)
+    else:
+        measure(given.part, given.out, given.budget_s, given.device)
     return 0
 
 

@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, int, int]] = {
 }
 _COMPILED = ("llama-3.2-1b-short", "qwen2.5-0.5b-short")
 _TRAIN = ((1, 48), (1, 320), (1, 1024), (2, 1024), (4, 2048), (1, 4096))
-_GRIDS = {"qwen2-vl-2b": [[1, 36, 52]], "llava-1.5-7b": [[1, 24, 24]]}
+FIT_GRIDS = {"qwen2-vl-2b": [[1, 36, 52]], "llava-1.5-7b": [[1, 24, 24]]}
 
 
 def list_cases(suite: str) -> Iterator[Json]:
@@ -45,7 +45,7 @@ def list_cases(suite: str) -> Iterator[Json]:
     for model in MODELS:
         if model in _COMPILED:
             continue
-        grids = _GRIDS.get(model, [])
+        grids = FIT_GRIDS.get(model, [])
         for batch, seq in _TRAIN:
             if model == "gpt2-medium" and seq > 1024:
                 batch, seq = 8, 1024
@@ -117,6 +117,7 @@ class Runner:
         self.model: Any = None
         self.optimizer: Any = None
         self.optimizer_name = ""
+        self.probe: Callable[[], float] | None = None
 
     def _take(self, name: str) -> None:
         if name == self.name:
@@ -231,6 +232,40 @@ class Runner:
             record |= profile_step(bench, step)
         return record
 
+    def measure_host(self, case: Json, steps: int = 12) -> Json:
+        """Host seconds of steps that the device finishes at once, and of a fixed piece of work around each.
+
+        A shared host changes its speed by half from one second to the next: what repeats is the ratio of the two.
+        """
+        step = self.make_step(case)
+        probe = self._get_probe()
+        for _ in range(3):
+            step()
+            probe()
+        self.bench.synchronize()
+        taken, probed = [], [probe()]
+        for _ in range(steps):
+            start = time.perf_counter()
+            step()
+            taken.append(time.perf_counter() - start)
+            probed.append(probe())
+        self.bench.synchronize()
+        ratios = [
+            each / ((before + after) / 2) for each, before, after in zip(taken, probed[:-1], probed[1:], strict=True)
+        ]
+        ratio, spread = summarize(ratios)
+        return dict(case) | {
+            "host_s": round_digits(summarize(taken)[0]),
+            "probe_s": round_digits(summarize(probed)[0]),
+            "ratio": round_digits(ratio),
+            "spread": round_digits(spread, 3),
+        }
+
+    def _get_probe(self) -> Callable[[], float]:
+        if self.probe is None:
+            self.probe = make_probe(self.bench)
+        return self.probe
+
     def _time(self, step: Callable[[], Any], steps: int) -> Json:
         """Seconds of steps without pause: on the device's clock between them, on the host's from end to end."""
         bench, torch = self.bench, self.bench.torch
@@ -263,6 +298,30 @@ class Runner:
             "seconds": round_digits(seconds), "spread": round_digits(spread, 3), "steps": steps,
             "mean_s": round_digits(total / steps), "energy_j": round_digits(energy_j, 4), "sm_clock_mhz": clock,
         }  # fmt: skip
+
+
+def make_probe(bench: Bench) -> Callable[[], float]:
+    """A fixed piece of a host's work, a few milliseconds of small layers forward and backward; gives its seconds."""
+    torch = bench.torch
+    torch.manual_seed(0)
+    layers = [
+        torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64))
+        for _ in range(12)
+    ]
+    stack = torch.nn.ModuleList(layers).to(bench.device, torch.bfloat16)
+    given = torch.randn(8, 64, device=bench.device, dtype=torch.bfloat16)
+
+    def probe() -> float:
+        start = time.perf_counter()
+        x = given
+        for layer in stack:
+            x = x + layer(x).view(8, 64) * 0.5
+        x.sum().backward()
+        for parameter in stack.parameters():
+            parameter.grad = None
+        return time.perf_counter() - start
+
+    return probe
 
 
 def profile_step(bench: Bench, step: Callable[[], Any]) -> Json:
