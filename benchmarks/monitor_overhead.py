@@ -315,26 +315,67 @@ def measure_extra(loop: Loop, mode: str, count: int) -> Row:
 
 
 class TimedHook:
-    """Calls a hook and keeps how long it took."""
+    """Calls a hook as torch does, and keeps how long it took."""
 
     def __init__(self, hook: Any, wait: Callable[[], None]) -> None:
         self._hook = hook
         self._wait = wait
+        self.is_empty = False  # then nothing lies between the two looks at the clock, and the hook comes after them
         self.taken_ns: list[int] = []
+        self.empty_ns: list[int] = []
 
-    def __call__(self, *given: Any) -> None:
+    def __call__(self, module: Any, args: Any, last: Any) -> None:
         hook, clock = self._hook, time.perf_counter_ns
         self._wait()
         clock()  # its own first call, with cold caches, is not the hook's
         before = clock()
-        hook(*given)
+        if self.is_empty:
+            after = clock()
+            self.empty_ns.append(after - before)
+            hook(module, args, last)
+        else:
+            hook(module, args, last)
+            after = clock()
+            self.taken_ns.append(after - before)
+
+
+class TimedModel:
+    """Calls a model, and keeps how long everything took but its own forward: torch's way to it and back, and hooks."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._forward = model.forward
+        self._entered = self._left = 0
+        self.taken_ns: list[int] = []
+        model.forward = self._run
+
+    def __call__(self, **given: Any) -> Any:
+        model, clock = self._model, time.perf_counter_ns
+        clock()
+        before = clock()
+        output = model(**given)
         after = clock()
-        self.taken_ns.append(after - before)
+        self.taken_ns.append(self._entered - before + after - self._left)
+        return output
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        clock = time.perf_counter_ns
+        clock()
+        self._entered = clock()
+        output = self._forward(*args, **kwargs)
+        clock()
+        self._left = clock()
+        return output
+
+    def restore(self) -> Any:
+        del self._model.forward
+        return self._model
 
 
 def measure_host(loop: Loop, watching: Watching, what: str, steps: int) -> Row:
     """Host time of the hooks and of log_step in a loop that trains; caches are as cold there as they are for a user.
 
+    In every third step the clock is read in the same places with nothing in between: what the instrument itself takes.
     `what`: "as it runs"; with an attention mask "mask on the device"; or "after a wait", with an empty launch queue and
     a host that had nothing to do meanwhile.
     """
@@ -354,40 +395,74 @@ def measure_host(loop: Loop, watching: Watching, what: str, steps: int) -> Row:
     for _ in range(warm):  # memory of this kind of batch
         loop.train_step(batches)
     watching.show(wrap)
-    logged_ns = []
+    logged_ns: list[int] = []
+    empty_ns: list[int] = []
     clock, log_step = time.perf_counter_ns, watching.monitor.log_step
+    turns = warm + steps + steps // 2
     workers, sinks = watching.list_threads()
     cpu_before = (read_cpu_s(workers), read_cpu_s(sinks))
     try:
-        for _ in range(warm + steps):
+        for turn in range(turns):
+            is_empty = turn >= warm and (turn - warm) % 3 == 2
+            for each in timed:
+                each.is_empty = is_empty
             loss = loop.train_step(batches)
             watching.number += 1
             wait()
             clock()
             before = clock()
-            log_step(watching.number, 0.0, loss, None, 1e-5)
-            after = clock()
-            logged_ns.append(after - before)
+            if is_empty:
+                after = clock()
+                empty_ns.append(after - before)
+                log_step(watching.number, 0.0, loss, None, 1e-5)
+            else:
+                log_step(watching.number, 0.0, loss, None, 1e-5)
+                after = clock()
+                logged_ns.append(after - before)
         loop.place.synchronize()
     finally:
         watching.hide()
     digesting, _ = watching.settle()
     worker_s = read_cpu_s(workers) - cpu_before[0] + digesting
     sink_s = read_cpu_s(sinks) - cpu_before[1]
-    calls = [len(each.taken_ns) for each in timed]
-    if not calls or any(count != len(logged_ns) for count in calls):
-        raise RuntimeError(f"hooks were called {calls} times in {len(logged_ns)} steps")
+    calls = [len(each.taken_ns) + len(each.empty_ns) for each in timed]
+    if not calls or any(count != turns for count in calls):
+        raise RuntimeError(f"hooks were called {calls} times in {turns} steps")
     hook_us = [sum(each) / 1e3 for each in zip(*(hook.taken_ns[warm:] for hook in timed), strict=True)]
     log_us = [ns / 1e3 for ns in logged_ns[warm:]]
     sums = [a + b for a, b in zip(hook_us, log_us, strict=True)]
+    empty_us = [sum(each) / 1e3 for each in zip(empty_ns, *(each.empty_ns for each in timed), strict=True)]
     return {
         "mode": watching.monitor.settings.mode, "what": what, "steps": steps,
         "host_us_median": statistics.median(sums), "host_us_mean": statistics.mean(sums),
         "hooks_us_median": statistics.median(hook_us), "log_step_us_median": statistics.median(log_us),
-        "worker_cpu_us_per_step": 1e6 * worker_s / (warm + steps),
-        "sink_cpu_us_per_step": 1e6 * sink_s / (warm + steps),
+        "empty_us_median": statistics.median(empty_us),
+        "worker_cpu_us_per_step": 1e6 * worker_s / turns, "sink_cpu_us_per_step": 1e6 * sink_s / turns,
         "failures": watching.list_failures(),
     }  # fmt: skip
+
+
+def measure_calling(loop: Loop, watching: Watching, rounds: int) -> float:
+    """Microseconds that a call of the model takes beyond one without hooks: the hooks, and torch's own way to them."""
+    group, dropped = 10, 3  # steps; the first ones with hooks go the long way
+    found: dict[bool, list[int]] = {True: [], False: []}
+    timed = loop.model = TimedModel(loop.model)
+    try:
+        for turn in range(2 * rounds):
+            is_shown = turn % 2 == 0
+            if is_shown:
+                watching.show()
+            for _ in range(group):
+                loss = loop.train_step()
+                if is_shown:
+                    watching.log(loss)
+            watching.hide()
+            found[is_shown] += timed.taken_ns[dropped:]
+            timed.taken_ns.clear()
+    finally:
+        watching.hide()
+        loop.model = timed.restore()
+    return (statistics.median(found[True]) - statistics.median(found[False])) / 1e3
 
 
 def measure_all_hosts(loop: Loop, add: Callable[[Row], None]) -> None:
@@ -400,7 +475,10 @@ def measure_all_hosts(loop: Loop, add: Callable[[Row], None]) -> None:
             if mode == "estimate":
                 kinds += ["mask on the device", "after a wait"]
             for what in kinds:
-                add(measure_host(loop, watching, what, loop.scale.host_steps))
+                row = measure_host(loop, watching, what, loop.scale.host_steps)
+                if mode == "estimate" and what == "as it runs":
+                    row["calling_us"] = measure_calling(loop, watching, max(1, loop.scale.host_steps // 10))
+                add(row)
 
 
 class StrictHook:
@@ -709,9 +787,15 @@ def judge(results: Results) -> list[Row]:
 
         own = host.get(("estimate", "as it runs"), {})
         others = {what: host.get(("estimate", what), {}) for what in ("after a wait", "mask on the device")}
+        taken, empty = own.get("host_us_median"), own.get("empty_us_median", 0.0)
+        note = ""
+        if own.get("calling_us") is not None:
+            calling = own["calling_us"] - own["hooks_us_median"]
+            note = f"; torch takes {format_number(calling)} more to call hooks"
         add(
-            "estimate: host time of a step", own.get("host_us_median"), HOST_LIMIT_US, "us",
-            f"median of hooks and log_step, loss on the device; mean {format_number(own.get('host_us_mean'))}; "
+            "estimate: host time of a step", None if taken is None else taken - empty, HOST_LIMIT_US, "us",
+            f"median of hooks and log_step, loss on the device: {format_number(taken)} less the {format_number(empty)} "
+            f"that the clock reads of nothing{note}; mean {format_number(own.get('host_us_mean'))}; "
             + "; ".join(f"{what} {format_number(row.get('host_us_median'))}" for what, row in others.items()),
         )  # fmt: skip
         noise, estimate = arms.get("none2", {}), arms.get("estimate", {})

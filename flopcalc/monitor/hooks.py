@@ -11,31 +11,25 @@ if TYPE_CHECKING:
     from flopcalc.monitor.training import TrainingMonitor
 
 
-# Of forward passes:
-IDLE = 0  # each one that trains came to its end
-TRAINS = 1  # one that trains is under way
-BROKEN = 2  # it never came to its end, and one that does not train began since
-
-
-class Running:
-    """What hooks and monitor share: the forward pass that is under way, and the lane of steps that repeat."""
-
-    __slots__ = ("lane", "state")
-
-    def __init__(self) -> None:
-        self.state = IDLE
-        self.lane: Lane | None = None
-
-
 class Idle:
-    """A hook that does nothing."""
+    """What a copy or a pickle carries in a hook's place: it does nothing."""
 
-    def __call__(self, _module: Any, _args: Any, _kwargs: Any = None) -> None:
+    is_on = False
+
+    def is_compiling(self) -> bool:
+        """So that `Running.see` of a copy sees nothing."""
+        return True
+
+    def __call__(self, _module: Any, _args: Any, _more: Any = None) -> None:
         return None
+
+    see = done = __call__
 
 
 class _Hung:
     """A copy of the model, or its pickle, carries an idle one."""
+
+    __slots__ = ()
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Idle:
         return Idle()
@@ -44,59 +38,101 @@ class _Hung:
         return Idle, ()
 
 
-class Hook(_Hung):
-    """Sees what the model is given."""
+class Running(_Hung):
+    """What hooks and monitor share: the forward pass that is under way, and what a step in the lane is compared with.
 
-    def __init__(self, monitor: TrainingMonitor, names: tuple[str, ...], running: Running) -> None:
+    All of it lies in one object, and its methods are the hooks: training in between leaves nothing of ours in the
+    caches, so that a step costs as much as it touches objects, and a call more than what it does.
+    """
+
+    __slots__ = (
+        "begun", "calls", "clock", "count", "epoch_type", "fits", "is_broken", "is_compiling",
+        "is_grad_enabled", "is_on", "lane", "loss_type", "module", "monitor", "name", "names", "norm_type", "other",
+        "own", "rate_type", "rows", "shape", "until", "until_ns",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.is_on = False  # a forward pass that trains is under way, or raised
+        self.is_broken = False  # it raised, and one that does not train began since
+        self.monitor: Callable[[], TrainingMonitor | None] = _find_none
+        self.names: tuple[str, ...] = ()  # of the model's positional arguments
+        self.module: Any = None
+        self.own: dict[str, Any] = {}  # the module's attributes
+        self.is_compiling: Callable[[], bool]
+        self.is_grad_enabled: Callable[[], bool]
+        # Of the lane:
+        self.lane: Lane | None = None
+        self.count = -1  # names that the model is given; -1: there is no lane
+        self.name = self.other = ""  # of what counts, and of what is beside it
+        self.shape: Any = None
+        self.fits: Callable[[dict[str, Any]], bool] | None = None  # where these two names are not all
+        self.clock: Callable[[], int]
+        self.calls = 0  # of the step under way
+        self.begun = 0
+        self.rows: list[tuple[Any, ...]] = []
+        self.until = self.until_ns = 0  # the last step, and the last moment
+        self.epoch_type = self.loss_type = self.norm_type = self.rate_type = type(None)
+
+    @property
+    def is_unended(self) -> bool:
+        """The last forward pass that trains did not come to its end."""
+        return self.is_on or self.is_broken
+
+    def watch(self, monitor: TrainingMonitor, module: Any, names: tuple[str, ...]) -> None:
+        """From now on `see` and `done` are this module's hooks."""
         import torch
 
-        self._monitor = weakref.ref(monitor)
-        self._names = names
-        self._running = running
-        self._is_compiling = torch.compiler.is_dynamo_compiling
-        self._is_grad_enabled = torch.is_grad_enabled
+        self.monitor = weakref.ref(monitor)
+        self.names = names
+        self.is_compiling = torch.compiler.is_compiling  # which torch asks just before it calls hooks
+        self.is_grad_enabled = torch.is_grad_enabled
+        # A module's attributes are looked up through __getattr__, which is slow; some find this one elsewhere.
+        if "training" in vars(module) and not hasattr(type(module), "training"):
+            self.module, self.own = module, vars(module)
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_compiling():  # inside a compiled graph there is nothing to see
+    def let_go(self) -> None:
+        """Of the module; its hooks are removed."""
+        self.module, self.own = None, {}
+
+    def see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The hook before a forward pass: sees what the model is given."""
+        if self.is_compiling():  # inside a compiled graph there is nothing to see
             return
-        running = self._running
-        if not module.training or not self._is_grad_enabled():
-            if running.state == TRAINS:
-                running.state = BROKEN
+        is_training = self.own["training"] if module is self.module else module.training
+        if not is_training or not self.is_grad_enabled():
+            if self.is_on:
+                self.is_on, self.is_broken = False, True
             return
-        lane = running.lane
-        if lane is not None and not args and tuple(kwargs) == lane.names:
+        if not args and len(kwargs) == self.count:
             try:
-                if kwargs[lane.name].shape == lane.shape and (lane.is_simple or lane.fits(kwargs)):
-                    if not lane.calls:
-                        lane.begun = lane.clock()
-                        lane.calls = 1
-                    elif running.state == IDLE:  # else the one before raised, and this is in its place
-                        lane.calls += 1
-                    running.state = TRAINS
+                if (
+                    kwargs[self.name].shape == self.shape
+                    and self.other in kwargs
+                    and (self.fits is None or self.fits(kwargs))
+                ):
+                    if not self.calls:
+                        self.begun = self.clock()
+                        self.calls = 1
+                    elif self.is_broken:  # it is in the place of the one before, as where that raised just now
+                        self.is_broken = False
+                    elif not self.is_on:
+                        self.calls += 1
+                    self.is_on = True
                     return
             except Exception:  # whatever it is given, the long way looks at it
                 pass
-        monitor = self._monitor()
+        monitor = self.monitor()
         if monitor is not None:
-            monitor._see(args, kwargs, self._names)
+            monitor._see(args, kwargs, self.names)
+
+    def done(self, _module: Any, _args: Any, _output: Any) -> None:
+        """The hook after a forward pass: one that raised does not come here, nor is one seen inside a graph."""
+        if self.is_on:
+            self.is_on = False
 
 
-class DoneHook(_Hung):
-    """Sees that a forward pass came to its end: one that raised does not."""
-
-    def __init__(self, running: Running) -> None:
-        import torch
-
-        self._running = running
-        self._is_compiling = torch.compiler.is_dynamo_compiling
-
-    def __call__(self, _module: Any, _args: Any, _output: Any) -> None:
-        if self._is_compiling():
-            return
-        running = self._running
-        if running.state == TRAINS:
-            running.state = IDLE
+def _find_none() -> None:
+    return None
 
 
 class DtypeHook(_Hung):

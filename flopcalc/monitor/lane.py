@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc.monitor.digest import VALUES, ReportEntry, StepEntry
 from flopcalc.monitor.intake import Copies, Intake, Snapshot, find_whole, is_tensor
 from flopcalc.monitor.sources import Factor
+
+if TYPE_CHECKING:
+    from flopcalc.monitor.hooks import Running
 
 STEPS = 64  # the long way is taken at least so often
 PERIOD_NS = 4_000_000_000  # and when so much time has passed
@@ -73,58 +76,56 @@ class Row(NamedTuple):
 
 
 _PLACES = Row._fields[-len(VALUES) :]
+_NOW = Row._fields.index("now_ns") - 1  # in a row without its boundary
 
 
 class Lane:
-    """What the steps repeat, and the steps."""
+    """What the steps repeat, and the steps; what each is compared with lies in `Running`."""
 
-    __slots__ = (
-        "_nones", "_others", "add", "begun", "boundary", "calls", "clock", "epoch_type", "factor", "intake",
-        "is_simple", "loss_type", "name", "names", "norm_type", "rate_type", "rows", "shape", "snapshot", "until",
-        "until_ns", "versions",
-    )  # fmt: skip
+    __slots__ = ("_names", "_nones", "_others", "boundary", "factor", "intake", "rows", "snapshot", "versions")
 
-    def __init__(
-        self,
-        kwargs: Mapping[str, Any],
-        snapshot: Snapshot,
-        intake: Intake,
-        until: int,
-        boundary: int,
-        clock: Callable[[], int],
-    ) -> None:
-        self.names = tuple(kwargs)
-        (self.name, self.shape), *self._others = snapshot.key  # what counts; most models are given text alone
+    def __init__(self, kwargs: Mapping[str, Any], snapshot: Snapshot, intake: Intake, boundary: int) -> None:
+        self._names = tuple(kwargs)
+        self._others = snapshot.key[1:]  # of what counts; most models are given text alone
         self._nones = tuple(name for name, value in kwargs.items() if value is None)
-        self.is_simple = not self._others and not self._nones
         self.snapshot = snapshot
         self.intake = intake
-        self.until = until  # the last step that may be noted so
-        self.until_ns = boundary + PERIOD_NS
-        self.boundary = boundary  # where the time of the next step begins
-        self.clock = clock
+        self.boundary = boundary  # where the time of the first step begins
         self.factor: Factor | None = None  # that holds for these steps
-        self.rows: list[tuple[Any, ...]] = []
-        self.calls = 0
-        self.begun = 0
-        self.add = self.rows.append
-        self.epoch_type = self.loss_type = self.norm_type = self.rate_type = type(None)
+        self.rows: list[tuple[Any, ...]] = []  # of each step what Row has, without the boundary
         self.versions: tuple[int, ...] = (-1,) * len(VALUES)
 
-    def fits(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether all but the first of what counts is as it was."""
-        return all(kwargs[name].shape == shape for name, shape in self._others) and all(
-            kwargs[name] is None for name in self._nones
-        )
+    @property
+    def end(self) -> int:
+        """Where the time of the next step begins."""
+        return int(self.rows[-1][_NOW]) if self.rows else self.boundary
 
-    def expect(self, *values: Any) -> None:
-        """What the step before gave: where the next ones give the same, nothing is asked of it before its turn.
+    def open(self, running: Running, until: int, clock: Callable[[], int], values: tuple[Any, ...]) -> None:
+        """From now on steps up to `until` are compared with this one, which gave these values, and noted.
 
         A loop that gave a tensor without a graph, and as often written into, is taken to do so again; whether it did
         is seen when the steps are handed over.
         """
+        running.name, running.shape = self.snapshot.key[0]
+        running.other = next((name for name in self._names if name != running.name), running.name)
+        is_simple = len(self._names) <= 2 and not self._others and not self._nones
+        running.fits = None if is_simple else self._fits
         types, self.versions = zip(*map(_find_kept_type, values), strict=True)
-        self.epoch_type, self.loss_type, self.norm_type, self.rate_type = types
+        running.epoch_type, running.loss_type, running.norm_type, running.rate_type = types
+        running.rows = self.rows
+        running.clock = clock
+        running.until, running.until_ns = until, self.boundary + PERIOD_NS
+        running.calls = 0
+        running.lane = self
+        running.count = len(self._names)
+
+    def _fits(self, kwargs: dict[str, Any]) -> bool:
+        """Whether all but the first of what counts is as it was."""
+        return (
+            tuple(kwargs) == self._names
+            and all(kwargs[name].shape == shape for name, shape in self._others)
+            and all(kwargs[name] is None for name in self._nones)
+        )
 
 
 class RunEntry:
@@ -139,7 +140,11 @@ class RunEntry:
         self.snapshot = lane.snapshot
         self.intake = lane.intake
         self.factor = lane.factor
-        self.rows = [Row(*row) for row in lane.rows]
+        self.rows: list[Row] = []
+        boundary = lane.boundary
+        for number, begun, now, *rest in lane.rows:
+            self.rows.append(Row(number, begun, boundary, now, *rest))
+            boundary = now
         self.time = time.time() - now_ns / 1e9
         self.start = self.end = None
         self.device_s = math.nan

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from flopcalc.errors import FlopcalcError
 from flopcalc.monitor.digest import VALUES, Digester, NoteEntry, ReportEntry, StepEntry, find_kind, make_plain_report
-from flopcalc.monitor.hooks import IDLE, TRAINS, DoneHook, DtypeHook, Hook, Running, StepContext, Watched
+from flopcalc.monitor.hooks import DtypeHook, Running, StepContext, Watched
 from flopcalc.monitor.intake import (
     Copies,
     Intake,
@@ -96,7 +96,16 @@ class _Open:
         return tuple(self.sizes) if len(self.sizes) == self.seen and all(self.sizes) else ()
 
 
-class TrainingMonitor:
+class _Quick:
+    """Has what every step needs at hand, not in the long dict of the monitor's attributes."""
+
+    __slots__ = ("_running",)
+
+    def __init__(self) -> None:
+        self._running = Running()
+
+
+class TrainingMonitor(_Quick):
     """MFU and its like of a training loop. It cannot raise, wait for the device, or change a result.
 
     `model` is the live model (its forward passes are then seen by a hook), or what `flopcalc.bind` takes or returns
@@ -105,7 +114,6 @@ class TrainingMonitor:
 
     _is_off = True  # of a copy, until __init__ has run
     _pid = -1
-    _running = Running()  # and no lane
 
     def __init__(
         self,
@@ -116,6 +124,7 @@ class TrainingMonitor:
         *,
         model: Any = None,
     ) -> None:
+        super().__init__()
         self.settings, problems = load_settings(config, flops_profile_freq)
         self.output_dir = os.fspath(output_dir)
         log_path = os.fspath(log_file) if log_file is not None else None
@@ -142,7 +151,6 @@ class TrainingMonitor:
         self._digester.copies = self._copies
         self._boundary = _clock()  # where the time of the next step begins
         self._open: _Open | None = None
-        self._running = Running()
         self._lane_kwargs: Mapping[str, Any] | None = None  # what the last forward pass was given, by name alone
         self._keeps_tensors = True  # until a loop writes into one that it had given
         self._is_inside = False  # of a `with step()`
@@ -242,28 +250,25 @@ class TrainingMonitor:
     ) -> None:
         """An optimizer step is over, and this is its record. Inside or after `with monitor.step()` only the record."""
         running = self._running
-        lane = running.lane
-        if lane is not None and lane.calls and running.state == IDLE and type(step) is int:
+        # Here and in Running.see everything is written out: a call costs more than what it would do.
+        if running.calls and not running.is_on and not running.is_broken and type(step) is int:
             try:
-                # Here and in Hook.__call__ everything is written out: a call costs more than what it would do.
-                now = lane.clock()
-                if type(epoch) is not lane.epoch_type:
+                now = running.clock()
+                if type(epoch) is not running.epoch_type:
                     epoch = keep(epoch)
-                if type(loss) is not lane.loss_type:
+                if type(loss) is not running.loss_type:
                     loss = keep(loss)
-                if type(grad_norm) is not lane.norm_type:
+                if type(grad_norm) is not running.norm_type:
                     grad_norm = keep(grad_norm)
-                if type(learning_rate) is not lane.rate_type:
+                if type(learning_rate) is not running.rate_type:
                     learning_rate = keep(learning_rate)
-                lane.add((
-                    step, lane.begun, lane.boundary, now, lane.calls, skip_wandb,
-                    epoch, loss, grad_norm, learning_rate,
+                running.rows.append((
+                    step, running.begun, now, running.calls, skip_wandb, epoch, loss, grad_norm, learning_rate,
                 ))  # fmt: skip
-                lane.calls = 0
-                lane.boundary = now
-                if step >= lane.until or now > lane.until_ns:
+                running.calls = 0
+                if step >= running.until or now > running.until_ns:
                     self._leave_lane()
-                    running.lane = None  # also where the child of a fork trains
+                    running.lane, running.count = None, -1  # also where the child of a fork trains
                 return
             except Exception as error:
                 self._fail("log_step", error)
@@ -408,19 +413,20 @@ class TrainingMonitor:
         if every:
             until = min(until, (self._number // every + 1) * every - 1)
         if until > self._number and all(hasattr(kwargs.get(name), "shape") for name, _ in first.key):
-            lane = self._running.lane = Lane(kwargs, first, digester.intake, until, self._boundary, _clock)
+            lane = digester.lane = Lane(kwargs, first, digester.intake, self._boundary)
             lane.factor = digester.source.factor(first.kind)
-            lane.expect(*values)
-            digester.lane = lane
+            lane.open(self._running, until, _clock, values)
 
     @_guarded
     def _leave_lane(self) -> None:
         """Hand over the steps that were only noted; a step that is under way goes on the long way."""
-        lane, self._running.lane = self._running.lane, None
+        running = self._running
+        lane, running.lane, running.count = running.lane, None, -1
+        calls, running.calls, running.rows = running.calls, 0, []
         self._digester.lane = None
         if lane is None:
             return
-        self._boundary = lane.boundary
+        self._boundary = lane.end
         if lane.rows:
             self._number = lane.rows[-1][0]
             entry = RunEntry(lane, self._copies, _clock())
@@ -434,10 +440,10 @@ class TrainingMonitor:
             self._flight.add(entry)
             self._flight.poll()
             self._warn_pending()
-        if lane.calls:
-            self._open = _Open(lane.begun - self._boundary, None)
-            self._open.seen = lane.calls
-            self._open.snapshots = [lane.snapshot] * lane.calls
+        if calls:
+            self._open = _Open(running.begun - self._boundary, None)
+            self._open.seen = calls
+            self._open.snapshots = [lane.snapshot] * calls
 
     def _begin(self) -> _Open:
         if self._lane is not None:
@@ -493,14 +499,14 @@ class TrainingMonitor:
         watched, self._latest = self._latest, None
         if watched is not None and _are_alike(watched, batch):
             batch = watched
-        if self._running.state != IDLE:
+        if self._running.is_unended:
             self._forget_failed(opened)
-        self._running.state = TRAINS
+        self._running.is_on = True
         self._note(opened, batch)
 
     def _forget_failed(self, opened: _Open) -> None:
         """The last forward pass raised, and the loop went on: it is no part of the step."""
-        self._running.state = IDLE
+        self._running.is_on = self._running.is_broken = False
         if not opened.seen:
             return
         opened.seen -= 1
@@ -535,7 +541,7 @@ class TrainingMonitor:
         opened = self._begin()
         self._open = None
         opened.kwargs, self._lane_kwargs = self._lane_kwargs, None
-        if self._running.state != IDLE:
+        if self._running.is_unended:
             self._forget_failed(opened)
         number = self._number = int(step) if step is not None else self._number + 1
         end = self._marks.mark()
@@ -662,7 +668,7 @@ class TrainingMonitor:
     def _abandon(self) -> None:
         """The step raised: it is no step."""
         opened, self._open = self._open, None
-        self._running.state = IDLE
+        self._running.is_on = self._running.is_broken = False
         if opened is not None and opened.is_measured and self._digester.source is not None:
             self._digester.source.cancel()
 
@@ -678,9 +684,9 @@ class TrainingMonitor:
 
     def _hang_hooks(self, model: Any) -> None:
         inner = strip(model)
-        names = name_arguments(inner.forward)
-        self._hooks.append(model.register_forward_pre_hook(Hook(self, names, self._running), with_kwargs=True))
-        self._hooks.append(model.register_forward_hook(DoneHook(self._running)))
+        self._running.watch(self, model, name_arguments(inner.forward))
+        self._hooks.append(model.register_forward_pre_hook(self._running.see, with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(self._running.done))
         linear = next((each for each in inner.modules() if type(each).__name__.endswith("Linear")), None)
         if self._dtype is None and linear is not None and next(linear.parameters(recurse=False), None) is not None:
             hook = DtypeHook(self)
@@ -788,6 +794,7 @@ class TrainingMonitor:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        self._running.let_go()
 
     @_guarded
     def _lose_since(self, cause: str, before: int) -> None:
@@ -848,7 +855,9 @@ def _work(reference: weakref.ref[TrainingMonitor], wake: threading.Event) -> Non
 
 def _make_idle() -> TrainingMonitor:
     """What a copy or a pickle of a monitor is: one that does nothing."""
-    return TrainingMonitor.__new__(TrainingMonitor)
+    monitor = TrainingMonitor.__new__(TrainingMonitor)
+    _Quick.__init__(monitor)
+    return monitor
 
 
 class _WeakSay:

@@ -382,12 +382,12 @@ def test_a_clock_that_fails_is_said_once_and_its_steps_are_in_no_rate(
 
 # Thin outer shells: what they call is guarded, and fails in its turn; they themselves have nothing to fail at.
 SHELLS = {
-    "TrainingMonitor.log_step",
+    "TrainingMonitor.log_step", "_Quick.__init__", "Running.__init__",
     "_guarded.<locals>.run", "TrainingMonitor.__init__", "TrainingMonitor.step", "TrainingMonitor.watch",
     "TrainingMonitor.pause", "TrainingMonitor.metrics", "TrainingMonitor.say", "TrainingMonitor.close",
     "TrainingMonitor._fail", "TrainingMonitor._is_copy", "TrainingMonitor.__enter__", "TrainingMonitor.__exit__",
-    "StepContext.__init__", "StepContext.__enter__", "StepContext.__exit__", "StepContext.log", "Hook.__call__",
-    "DtypeHook.__call__", "DoneHook.__call__", "Watched.__init__", "Watched.__iter__", "_warn", "_WeakSay.__call__",
+    "StepContext.__init__", "StepContext.__enter__", "StepContext.__exit__", "StepContext.log", "Running.see",
+    "DtypeHook.__call__", "Running.done", "Watched.__init__", "Watched.__iter__", "_warn", "_WeakSay.__call__",
 }  # fmt: skip
 
 

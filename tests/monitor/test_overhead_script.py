@@ -62,6 +62,8 @@ def test_toy_run_writes_every_part(script: Any, tmp_path: Path, capsys: pytest.C
         ("estimate", "as it runs"), ("estimate", "mask on the device"), ("estimate", "after a wait"),
         ("smart", "as it runs"), ("hybrid", "as it runs"),
     ]  # fmt: skip
+    assert all(0 < row["empty_us_median"] < row["host_us_median"] for row in found["host"])
+    assert ["calling_us" in row for row in found["host"]] == [True, False, False, False, False]
     assert [(row["mode"], row["source"].endswith(" at step 10")) for row in found["measured"]] == [
         ("smart", True), ("hybrid", True), ("profiler", True),
     ]  # fmt: skip
@@ -83,8 +85,8 @@ def test_toy_run_writes_every_part(script: Any, tmp_path: Path, capsys: pytest.C
 def make_results(script: Any, **changes: Any) -> dict[str, Any]:
     """A run that meets every goal, but for the changes."""
     told = {
-        "host_us": 15.0, "difference_us": 40.0, "noise_us": -30.0, "extra_ms": 20.0, "ratio": 1.002, "raised": [],
-        "control": True, "is_tiny": False, **changes,
+        "host_us": 15.0, "empty_us": 0.25, "difference_us": 40.0, "noise_us": -30.0, "extra_ms": 20.0, "ratio": 1.002,
+        "raised": [], "control": True, "is_tiny": False, **changes,
     }  # fmt: skip
     results: dict[str, Any] = script.make_results()
     rows: dict[str, list[dict[str, Any]]] = {
@@ -94,7 +96,15 @@ def make_results(script: Any, **changes: Any) -> dict[str, Any]:
             for arm, value in (("none", 0.0), ("none2", told["noise_us"]), ("estimate", told["difference_us"]))
         ],
         "host": [
-            {"mode": mode, "what": what, "host_us_median": told["host_us"], "host_us_mean": told["host_us"]}
+            {
+                "mode": mode,
+                "what": what,
+                "host_us_median": told["host_us"],
+                "host_us_mean": told["host_us"],
+                "empty_us_median": told["empty_us"],
+                "hooks_us_median": 7.0,
+                "calling_us": 19.0,
+            }
             for mode in script.MODES
             for what in ("as it runs", "after a wait")
         ],
@@ -114,7 +124,9 @@ def make_results(script: Any, **changes: Any) -> dict[str, Any]:
     ("changes", "met"),
     [
         ({}, [True, True, True, True, True, True]),
+        ({"host_us": 20.25}, [True, True, True, True, True, True]),
         ({"host_us": 20.5}, [False, True, True, True, True, True]),
+        ({"host_us": 20.5, "empty_us": 0.5}, [True, True, True, True, True, True]),
         ({"difference_us": 50.0}, [True, True, True, True, True, True]),
         ({"difference_us": 50.1}, [True, False, True, True, True, True]),
         ({"difference_us": -900.0}, [True, True, True, True, True, True]),
@@ -128,6 +140,29 @@ def make_results(script: Any, **changes: Any) -> dict[str, Any]:
 )
 def test_goals(script: Any, changes: dict[str, Any], met: list[bool | None]) -> None:
     assert [row["met"] for row in script.judge(make_results(script, **changes))] == met
+
+
+def test_the_note_of_host_time_tells_what_is_in_it(script: Any) -> None:
+    results = make_results(script)
+    goal = script.judge(results)[0]
+    assert goal["value"] == 14.75
+    assert goal["note"] == (
+        "median of hooks and log_step, loss on the device: 15 less the 0.25 that the clock reads of nothing; torch "
+        "takes 12 more to call hooks; mean 15; after a wait 15; mask on the device –"
+    )
+    for row in results["host"]:  # of an earlier run
+        del row["empty_us_median"], row["calling_us"]
+    assert script.judge(results)[0]["value"] == 15.0
+
+
+def test_a_model_is_timed_without_its_own_forward(script: Any) -> None:
+    model = torch.nn.Identity()
+    timed = script.TimedModel(model)
+    assert timed(input=5) == 5
+    assert model.forward == timed._run
+    assert timed.taken_ns[0] > 0
+    assert timed.restore() is model
+    assert "forward" not in vars(model)
 
 
 def test_a_long_run_is_judged_by_itself(script: Any) -> None:
