@@ -9,6 +9,8 @@ The protocol, fixed before anything was fitted:
   runs of a fixed probe, for a shared host's own speed changes by half and more within seconds: a case is its step over
   the probe, fitted and tested models in turns.
 - `measure --part again` repeats some cases of both: the spread between a case and its repetition is the floor.
+- The host of fit and test was another one than the probed: how much slower it is (`host_factor`, per phase) is told by
+  the steps of the fit part that the host bounds by far.
 - `report` predicts every case and prints all errors. A case is called device-bound or host-bound by its prediction.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
-RESULTS = Path(__file__).parent / "results" / "predict_cases.json"
+RESULTS = Path(__file__).parent / "results"
 
 # Test models: none is fitted on. Preset, layers kept (text, vision).
 TEST: dict[str, tuple[str, int, int]] = {
@@ -157,15 +160,182 @@ def measure(part: str, out: Path, budget_s: float, device: str) -> None:
         out.write_text(json.dumps(kept))
 
 
+# --- Fit and report ---------------------------------------------------------------------------------------------------
+def get_config(name: str) -> Json:
+    from flopcalc.measure.tables import runs
+
+    return runs.cut_config(*{**runs.MODELS, **TEST}[name])
+
+
+def fit(profiles: Path, hosts: Path, out: Path) -> None:
+    """Make a predictor of the fitted models alone."""
+    from flopcalc.calibration import find_table, load_table
+    from flopcalc.measure.fit import fit_predictor, save_predictor
+    from flopcalc.measure.tables.runs import MODELS
+
+    measured, host = _read(profiles), _read(hosts)
+    provenance = {
+        **measured["provenance"],
+        "command": "benchmarks/predict_error.py fit",
+        "date": measured.get("date"),
+        "host": host["provenance"].get("commit"),
+    }
+    stored = {table: find_table(provenance["device_id"], table) for table in ("attention", "gemm")}
+    alone = {table: load_table(path).records() if path else [] for table, path in stored.items()}
+    constants = fit_predictor(
+        measured["cases"], [case for case in host["cases"] if case["model"] in MODELS], get_config, provenance,
+        alone["attention"], alone["gemm"],
+    )  # fmt: skip
+    save_predictor(str(out), constants)
+
+
+def _read(path: Path) -> Json:
+    import gzip
+
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    found: Json = json.loads(data)
+    return found
+
+
+def report(tested: Path, hosts: Path, profiles: Path, out: Path | None) -> str:
+    """Every test case: measured, predicted, error, inside the interval or not; then the sums, the two bounds apart."""
+    from flopcalc.measure.tables import runs
+
+    test, host = _read(tested), _read(hosts)
+    rows: list[Json] = []
+    paces = find_paces(_read(profiles)["cases"])
+    for case in test["cases"]:
+        pace = paces.get(case["phase"], 1.0)
+        rows.append(_compare(case, case["seconds"], case["spread"], case.get("peak_memory_bytes"), "wall", pace))
+    probe = host_probe(host)
+    for case in host["cases"]:
+        if case["model"] in TEST:
+            ratios = sorted(found["ratio"] for found in case["rounds"])
+            seconds = statistics.median(ratios) * probe
+            rows.append(_compare(case, seconds, case["rounds"][0]["spread"], None, "host", 1.0))
+    summary = [
+        _summarize(rows, "wall", "device", "device-bound steps, wall clock"),
+        _summarize(rows, "host", "host", "host-bound steps, over the probe"),
+        _summarize(rows, "wall", "host", "host-bound steps, wall clock of a shared host"),
+        _summarize_memory(rows),
+    ]
+    if out is not None:
+        kept = {"provenance": {"test": test["provenance"], "host": host["provenance"]}, "host_factor": paces,
+                "summary": summary, "cases": rows}  # fmt: skip
+        out.write_text(json.dumps(kept, indent=1) + "\n")
+    return _print_report(rows, summary, runs.name_case)
+
+
+def find_paces(cases: list[Json]) -> dict[str, float]:
+    """Phase -> how many times longer the host of the fit part took than the one that was probed."""
+    ratios: dict[str, list[float]] = {}
+    for case in cases:
+        if case["recompute"] == "none" and not case["compiled"] and case["optimizer"] == "adamw":
+            found = _predict(case, 1.0)
+            if found.host_s > 2 * found.device_s:
+                ratios.setdefault(case["phase"], []).append(case["seconds"] / found.host_s)
+    return {phase: round(statistics.median(found), 4) for phase, found in ratios.items()}
+
+
+def host_probe(host: Json) -> float:
+    return statistics.median(found["probe_s"] for case in host["cases"] for found in case["rounds"])
+
+
+def _predict(case: Json, pace: float) -> Any:
+    from flopcalc.prediction.step import predict
+
+    context = {"context": case["context"]} if case["phase"] == "decode" else {}
+    images = [grid for _ in range(case["batch"]) for grid in case["grids"]] or None
+    return predict(
+        get_config(case["model"]), device="h200", optimizer=case["optimizer"], compiled=case["compiled"],
+        attention_kernel="eager" if case["attention"] == "eager" else "auto",
+        recipe={"recompute": case["recompute"]}, batch_size=case["batch"], seq_len=case["seq"],
+        image_grid_thw=images, phase=case["phase"], advise=False, host_factor=pace, **context,
+    )  # fmt: skip
+
+
+def _compare(case: Json, seconds: float, spread: float, memory: int | None, clock: str, pace: float) -> Json:
+    found = _predict(case, pace)
+    low, mid, high = found.step_time_s
+    named = ("model", "phase", "batch", "seq", "context", "grids", "attention", "recompute", "optimizer", "compiled")
+    return {
+        **{key: case[key] for key in named},
+        "clock": clock,
+        "measured_s": seconds,
+        "spread": spread,
+        "predicted_s": round(mid, 6),
+        "low_s": round(low, 6),
+        "high_s": round(high, 6),
+        "error": round(mid / seconds - 1, 4),
+        "is_inside": low <= seconds <= high,
+        "bound": found.bound,
+        "memory_bytes": memory,
+        "predicted_bytes": found.memory.peak if found.memory and memory else None,
+    }
+
+
+def _summarize(rows: list[Json], clock: str, bound: str, name: str) -> Json:
+    chosen = [row for row in rows if row["clock"] == clock and row["bound"] == bound]
+    errors = sorted(abs(row["error"]) for row in chosen)
+    if not errors:
+        return {"name": name, "cases": 0}
+    return {
+        "name": name,
+        "cases": len(chosen),
+        "median": round(statistics.median(errors), 4),
+        "worst": errors[-1],
+        "bias": round(statistics.fmean(row["error"] for row in chosen), 4),
+        "inside": round(sum(row["is_inside"] for row in chosen) / len(chosen), 3),
+        "width": round(statistics.fmean((row["high_s"] - row["low_s"]) / row["predicted_s"] for row in chosen), 3),
+        "spread": round(statistics.median(row["spread"] for row in chosen), 3),
+    }
+
+
+def _summarize_memory(rows: list[Json]) -> Json:
+    errors = sorted(abs(row["predicted_bytes"] / row["memory_bytes"] - 1) for row in rows if row["predicted_bytes"])
+    return {"name": "peak memory", "cases": len(errors), "median": round(statistics.median(errors), 4),
+            "worst": round(errors[-1], 4)} if errors else {"name": "peak memory", "cases": 0}  # fmt: skip
+
+
+def _print_report(rows: list[Json], summary: list[Json], name_case: Any) -> str:
+    from flopcalc.report import format_grid
+
+    lines = [
+        [name_case(row), row["clock"], row["bound"], f"{1e3 * row['measured_s']:.2f}",
+         f"{1e3 * row['predicted_s']:.2f}", f"{100 * row['error']:+.1f} %", f"{100 * row['spread']:.0f} %",
+         "yes" if row["is_inside"] else "no",
+         f"{100 * (row['predicted_bytes'] / row['memory_bytes'] - 1):+.1f} %" if row["memory_bytes"] else ""]
+        for row in rows
+    ]  # fmt: skip
+    head = ["case", "clock", "bound", "measured ms", "predicted ms", "error", "spread", "inside", "memory"]
+    sums = [
+        [found["name"], found["cases"], *(f"{100 * found[key]:.1f} %" if key in found else "" for key in (
+            "median", "worst", "bias", "inside", "width", "spread"))]
+        for found in summary
+    ]  # fmt: skip
+    sum_head = ["what", "cases", "median error", "worst", "bias", "inside", "width", "spread of steps"]
+    return format_grid(head, lines, "github") + "\n\n" + format_grid(sum_head, sums, "github")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("command", choices=("measure",))
+    parser.add_argument("command", choices=("measure", "fit", "report"))
     parser.add_argument("--part", choices=("fit", "test", "again", "host"), default="fit")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="where to write; report: also what it found, as JSON")
     parser.add_argument("--budget-s", type=float, default=600)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--profiles", type=Path, default=RESULTS / "predict_profiles.json.gz")
+    parser.add_argument("--cases", type=Path, default=RESULTS / "predict_cases.json")
+    parser.add_argument("--hosts", type=Path, default=RESULTS / "predict_hosts.json")
     given = parser.parse_args()
-    if given.part == "host":
+    if given.command == "report":
+        print(report(given.cases, given.hosts, given.profiles, given.out))
+        return 0
+    if given.out is None:
+        parser.error(f"{given.command} needs --out FILE")
+    if given.command == "fit":
+        fit(given.profiles, given.hosts, given.out)
+    elif given.part == "host":
         measure_host(given.out, given.budget_s, given.device)
     else:
         measure(given.part, given.out, given.budget_s, given.device)

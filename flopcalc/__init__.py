@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from flopcalc.estimate import Estimate, Estimator, bind, estimate_flops
     from flopcalc.monitor.precise import calculate_mfu_with_profiler, calculate_precise_mfu
     from flopcalc.monitor.training import TrainingMonitor
+    from flopcalc.prediction.plan import Plan, plan
+    from flopcalc.prediction.step import Prediction, predict
     from flopcalc.recipe import Lora, Recipe, make_recipe
     from flopcalc.utilization import (
         Utilization,
@@ -31,6 +33,8 @@ __all__ = [
     "Workload", "make_workload", "Recipe", "make_recipe", "Lora",
     # share of the hardware
     "mfu", "hfu", "Utilization", "peak_flops_per_s",
+    # seconds, bytes and money
+    "predict", "Prediction", "plan", "Plan",
     # in the training loop
     "TrainingMonitor",
     # the founding documents' names
@@ -47,6 +51,8 @@ _HOMES = {
     "recipe": ("Recipe", "make_recipe", "Lora"),
     "utilization": ("mfu", "hfu", "Utilization", "profile_model_flops", "calculate_mfu", "get_gpu_peak_flops"),
     "devices": ("peak_flops_per_s",),
+    "prediction.step": ("predict", "Prediction"),
+    "prediction.plan": ("plan", "Plan"),
     "monitor.training": ("TrainingMonitor",),
     "monitor.precise": ("calculate_mfu_with_profiler", "calculate_precise_mfu"),
     "errors": ("FlopcalcError", "ConfigError", "SpecError", "WorkloadError", "RecipeError", "DeviceError"),

@@ -19,6 +19,7 @@ _TABLES = "counts, padding, attention, gemm, memory, steps"
 @click.option("--work", metavar="DIR", help="Journal and logs of the run (default: OUT/.run).")
 @click.option("--resume/--fresh", "resume", default=None, help="Go on with a run (default), or forget it.")
 @click.option("--retry-failed", is_flag=True, help="Measure rows again that failed before.")
+@click.option("--predictor", is_flag=True, help="Whole steps instead of tables: what `flopcalc predict` reads.")
 @click.option("--check", is_flag=True, help="Measure a sample again; exit code 1 if the tables do not hold.")
 @click.pass_context
 def calibrate(
@@ -29,6 +30,7 @@ def calibrate(
     work: str | None,
     resume: bool | None,
     retry_failed: bool,
+    predictor: bool,
     check: bool,
 ) -> None:
     """Measure this machine's GPU into tables.
@@ -42,6 +44,6 @@ def calibrate(
 
     options = Namespace(
         suite=suite, tables=tables, out=out, work=work, resume=resume is True, fresh=resume is False,
-        retry_failed=retry_failed, check=check,
+        retry_failed=retry_failed, check=check, predictor=predictor,
     )  # fmt: skip
     ctx.exit(run_command(options, describe_command(sys.argv[2:])))

@@ -314,8 +314,8 @@ def make_shares(
     estimate: Estimate, options: Mapping[str, Any]
 ) -> tuple[Utilization | None, Utilization | None, list[str]]:
     """MFU and HFU where a step time is given, and notes; without one, the least time that the peak allows."""
-    peak = _read_float(options["peak"], "--peak")
-    step_time = _read_float(options["step_time"], "--step-time")
+    peak = read_float(options["peak"], "--peak")
+    step_time = read_float(options["step_time"], "--step-time")
     devices = _read_number(options["num_devices"], "--num-devices") or 1
     device = options["device"]
     dtype = parse_dtype(options["dtype"])
@@ -344,7 +344,7 @@ def make_shares(
     return model_share, hardware_share, list(dict.fromkeys(found))
 
 
-def _read_float(text: str | None, what: str) -> float | None:
+def read_float(text: str | None, what: str) -> float | None:
     if text is None:
         return None
     try:

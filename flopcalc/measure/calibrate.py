@@ -54,7 +54,7 @@ def calibrate(
     its file holds already: its date is that of the measurement.
     """
     chosen = _check(suite, tables)
-    machine = _probe(suite, work or os.path.join(out, ".run"))
+    machine = probe_machine(suite, work or os.path.join(out, ".run"))
     folder = os.path.join(out, machine["device_id"])
     state = os.path.join(work or os.path.join(out, ".run"), f"{machine['device_id']}-{suite}")
     plans = {table: plan_table(table, suite) for table in chosen}
@@ -99,7 +99,7 @@ def _check(suite: str, tables: Sequence[str] | None) -> list[str]:
     return [table for table in TABLES if not tables or table in tables]
 
 
-def _probe(suite: str, work: str) -> Json:
+def probe_machine(suite: str, work: str) -> Json:
     """This machine's provenance, read in a process of its own: the parent never imports torch."""
     job = Job(
         "probe", "flopcalc.measure.provenance:start_probe", {"device": get_device(suite)}, {"machine": None}
@@ -176,7 +176,7 @@ def check(
     """Measure a sample of each stored table's rows again and compare: times within 15 %, counts exactly."""
     chosen = _check(suite or "quick", tables)
     base = work or os.path.join(out or os.path.join(find_user_dir(), FOLDER), ".run")
-    machine = _probe(suite or "quick", base)
+    machine = probe_machine(suite or "quick", base)
     stored = {table: load_table(path) for table, path in _find_stored(out, machine["device_id"], chosen).items()}
     if not stored:
         raise CalibrationError(f"no stored tables of {machine['device_id']} to check: run flopcalc calibrate first")
@@ -255,6 +255,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="go on with a run that was cut short (the default)")
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
     parser.add_argument("--retry-failed", action="store_true", help="measure rows again that failed before")
+    parser.add_argument("--predictor", action="store_true", help="whole steps instead of tables: what predict reads")
     parser.add_argument("--check", action="store_true", help="measure a sample again; exit 1 if the tables do not hold")
     return parser
 
@@ -265,6 +266,8 @@ def run_command(options: argparse.Namespace, command: str) -> int:
         raise RunnerError("--resume and --fresh contradict each other")
     tables = [name.strip() for name in options.tables.split(",") if name.strip()] if options.tables else None
     progress = Progress(sys.stderr)
+    if options.predictor:
+        return _run_predictor(options, tables, command, progress)
     if options.check:
         found = check(options.out, options.suite, tables=tables, work=options.work, progress=progress)
         return _print_check(found)
@@ -286,6 +289,24 @@ def run_command(options: argparse.Namespace, command: str) -> int:
         print("stopped: the same command goes on", file=sys.stderr)
         return 130
     return 1 if written.empty else 0
+
+
+def _run_predictor(
+    options: argparse.Namespace, tables: Sequence[str] | None, command: str, progress: Progress
+) -> int:  # fmt: skip
+    if tables or options.check:
+        raise CalibrationError("--predictor measures whole steps: it takes neither --tables nor --check")
+    from flopcalc.measure.predictor import calibrate_predictor  # it needs this module
+
+    path = calibrate_predictor(
+        options.suite, options.out, work=options.work, fresh=options.fresh, retry_failed=options.retry_failed,
+        command=command, progress=progress,
+    )  # fmt: skip
+    if path is None:
+        print("stopped: the same command goes on", file=sys.stderr)
+        return 130
+    print(path)
+    return 0
 
 
 def _print_check(found: Check) -> int:

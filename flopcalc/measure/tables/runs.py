@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 from flopcalc.config import load_config
@@ -389,15 +388,38 @@ def get_config(name: str) -> Json:
 
 
 def plan(suite: str) -> list[Job]:
-    """One job: the models one after another."""
-    rows = {name_case(case): case for case in list_cases(suite)}
+    """One job: the models one after another, every case profiled; then the host's own time, in small steps."""
+    rows = {name_case(case): {**case, "is_host": False} for case in list_cases(suite)}
+    rows |= {f"host/{name_case(case)}": {**case, "is_host": True} for case in list_host_cases(suite)}
     args = {"device": get_device(suite), "suite": suite}
-    return [Job("runs", f"{__name__}:start", args, rows, timeout_s=120, expected_s=20 + 4.0 * len(rows))]
+    return [Job("runs", f"{__name__}:start", args, rows, timeout_s=180, expected_s=20 + 3.5 * len(rows))]
+
+
+def list_host_cases(suite: str) -> Iterator[Json]:
+    """Steps that the device finishes before the host has queued the next."""
+    if suite == "test":
+        yield make_case("llama", "train", 1, 16)
+        yield make_case("llama", "prefill", 1, 16)
+        return
+    for model in MODELS:
+        if model not in _COMPILED:
+            yield make_case(model, "train", 1, 64)
+            yield make_case(model, "prefill", 1, 64)
+            yield make_case(model, "decode", 1, 8, context=512)
+            if model in FIT_GRIDS:
+                yield make_case(model, "train", 1, 1024, FIT_GRIDS[model])
 
 
 def start(args: Json) -> Callable[[Json], Json]:
     is_test = args["suite"] == "test"
     runner = Runner(args["device"], (lambda name: counts.get_config(name, "test")) if is_test else get_config)
-    with suppress(AttributeError):
-        runner.bench.torch.backends.cuda.matmul.allow_tf32 = False
-    return runner.measure
+
+    def measure(row: Json) -> Json:
+        case = {key: value for key, value in row.items() if key != "is_host"}
+        if not row["is_host"]:
+            return runner.measure(case, profiled=True)
+        found = runner.measure_host(case, 3 if is_test else 6 if case["phase"] == "decode" or case["grids"] else 12)
+        seen = {key: found.pop(key) for key in ("host_s", "probe_s", "ratio", "spread")}
+        return {**found, "rounds": [seen]}
+
+    return measure

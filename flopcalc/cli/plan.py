@@ -1,0 +1,184 @@
+"""`flopcalc plan`: the layouts of a training run on many devices, their time and money, and why others lose."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import Any
+
+import click
+
+from flopcalc.cli.options import complete_device, make_estimate, model_option
+from flopcalc.devices import DTYPES
+from flopcalc.errors import FlopcalcError, format_value
+from flopcalc.report import format_grid
+from flopcalc.units import format_bytes, format_parameters, format_seconds, parse_size, parse_sizes
+
+_DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch")
+_HELP = {
+    "dp": "Data-parallel replicas.",
+    "tp": "Devices that share each layer.",
+    "pp": "Stages of a pipeline.",
+    "virtual": "Chunks of layers a stage (interleaved pipeline).",
+    "cp": "Devices that share a sequence.",
+    "ep": "Devices that share a layer's experts.",
+    "zero": "ZeRO stage 0 to 3; 3 is FSDP.",
+    "micro_batch": "Sequences a replica works on at once.",
+}
+# What estimate's options are for, and a plan decides or does not know.
+_UNUSED: dict[str, Any] = {
+    "batch": None, "grad_accum": None, "lengths": None, "phase": "train", "context": None, "logits": None,
+    "recompute": "none", "clipping": "none", "convention": "model", "attention_kernel": "auto",
+}  # fmt: skip
+
+
+def _degree_options(function: Any) -> Any:
+    for name in reversed(_DEGREES):
+        flag = f"--{name.replace('_', '-')}"
+        function = click.option(flag, metavar="N[,N…]", help=f"{_HELP[name]} A value or several to try.")(function)
+    return function
+
+
+@click.command()
+@model_option
+@click.option("--tokens", required=True, metavar="N|2T|300B", help="Tokens of the whole run.")
+@click.option("--device", required=True, shell_complete=complete_device, metavar="NAME")
+@click.option("--gpus", required=True, metavar="N", help="Devices of the run.")
+@click.option("--seq", metavar="N", help="Tokens per sequence (default 4096).")
+@click.option("--global-batch", metavar="N", help="Sequences per step (default: about 4M tokens).")
+@_degree_options
+@click.option(
+    "--recompute",
+    metavar="none|full|…",
+    help="none, selective (attention), half (every second layer), full; or several.",
+)
+@click.option("--interconnect", metavar="NAME", help="What joins the devices (default: the device's usual one).")
+@click.option("--price", metavar="USD", help="Of one GPU-hour (default: a dated one, where known).")
+@click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:2]) + "|fp8")
+@click.option("--spec", metavar="FILE", help="Add your own spec (TOML) for its model_type.")
+@click.option("--download", is_flag=True, help="Fetch a hub id's config.json if it is not in the cache.")
+@click.option("--decoder-seq", metavar="N", help="Encoder-decoders: length of the decoder; --seq is the encoder's.")
+@click.option("--text", metavar="N", help="Text tokens per sample; visual and audio tokens are added.")
+@click.option("--image", multiple=True, metavar="WxH", help="An image per sample, in pixels; repeatable.")
+@click.option("--image-grid", multiple=True, metavar="T,H,W", help="An image per sample, in patches.")
+@click.option("--video-grid", multiple=True, metavar="T,H,W", help="A video per sample, in patches.")
+@click.option("--audio", multiple=True, metavar="SECONDS", help="A clip of audio per sample; repeatable.")
+@click.option("--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths, or a group of them.")
+@click.option("--train-only", multiple=True, metavar="PATTERN", help="Only what matches trains.")
+@click.option("--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it.")
+@click.option("--top", default="5", show_default=True, metavar="N", help="How many layouts to show.")
+@click.option("--json", "as_json", is_flag=True, help="Everything as one JSON object.")
+@click.option(
+    "--plot", "plot_file", metavar="FILE", help="Draw time over memory of all layouts (needs flopcalc[plot])."
+)
+def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> None:
+    """The best layouts of a training run on many devices.
+
+    Searches data, tensor, pipeline, context and expert parallelism, ZeRO, micro-batch and recomputation for what fits,
+    and says why the others lose. Options with several values narrow the search.
+    """
+    from flopcalc.prediction import plan as planning  # only where used: estimate starts without it
+
+    notes: list[str] = []
+    if options["seq"] is None and options["text"] is None:
+        options["seq"] = str(planning.DEFAULT_SEQ)
+        notes.append(f"no length given: sequences of {planning.DEFAULT_SEQ} tokens taken")
+    asked = make_estimate(model, _UNUSED | {key: options[key] for key in options if key not in _UNUSED})
+    estimator, sample, _ = asked.estimate.terms[0]
+    degrees: dict[str, Any] = {name: _read_degree(name, options[name]) for name in _DEGREES}
+    batch = options["global_batch"]
+    repeats = options["recompute"]
+    found = planning.plan(
+        estimator,
+        tokens=options["tokens"],
+        device=options["device"],
+        gpus=parse_size(options["gpus"], "--gpus"),
+        global_batch=None if batch is None else parse_size(batch, "--global-batch"),
+        interconnect=options["interconnect"],
+        price=_read_price(options["price"]),
+        dtype=options["dtype"],
+        recompute=None if repeats is None else [word.strip() for word in repeats.split(",")],
+        top=parse_size(options["top"], "--top"),
+        workload=sample,
+        **degrees,
+    )
+    found = found._replace(notes=(*asked.notes, *notes, *found.notes))
+    if plot_file is not None:
+        planning.plot(found, plot_file)
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    click.echo(_format(found))
+    if plot_file is not None:
+        click.echo(f"written: {plot_file}")
+
+
+def _read_degree(name: str, text: str | None) -> tuple[int, ...] | None:
+    flag = f"--{name.replace('_', '-')}"
+    if text is None:
+        return None
+    if name == "zero":
+        return tuple(parse_size(piece.strip(), flag, 0) for piece in text.split(","))
+    return parse_sizes(text, flag)
+
+
+def _read_price(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise FlopcalcError(f"--price: {format_value(text)} is no number of USD per GPU-hour") from None
+
+
+def _format(found: Any) -> str:
+    """The readable report of a Plan."""
+    lines = [
+        f"{found.model} ({format_parameters(found.parameters)} parameters) on {found.gpus} × {found.device.name}, "
+        f"{found.interconnect.id}",
+        f"{format_parameters(found.tokens)} tokens, {found.global_batch} × {found.seq:,} tokens a step, {found.dtype}",
+        "",
+    ]
+    headers = ["layout", "step", "from … to", "MFU", "HFU", "memory", "days", "GPU-hours", "MWh", "k USD"]
+    rows = []
+    for entry in found.best:
+        step = entry.step
+        rows.append(
+            [
+                str(entry.layout),
+                format_seconds(step.seconds),
+                f"{format_seconds(step.low)} … {format_seconds(step.high)}",
+                f"{100 * entry.mfu:.1f} %",
+                f"{100 * entry.hfu:.1f} %",
+                format_bytes(int(entry.memory.total)),
+                f"{entry.days:,.1f}",
+                f"{entry.gpu_hours:,.0f}",
+                _shorten(entry.kwh),
+                _shorten(entry.usd),
+            ]
+        )
+    lines += [format_grid(headers, rows), ""]
+    best = found.best[0]
+    parts = sorted(best.to_dict()["breakdown"].items(), key=lambda part: -part[1])
+    shares = ", ".join(f"{name.replace('_', ' ')} {part / best.step.seconds:.0%}" for name, part in parts)
+    lines += _wrap("time goes", f"(first layout) {shares}")
+    skipped = ", ".join(f"{rule} {many:,}" for rule, many in sorted(found.skipped.items()))
+    text = f"{found.layouts:,} layouts divide, {found.fitting:,} fit"
+    lines += _wrap("searched", text + (f"; left out by rule: {skipped}" if skipped else ""))
+    for loser in found.losers:
+        lines += _wrap(f"lost: {loser.reason}", f"{loser.layouts:,}; nearest {loser.nearest.layout}: {loser.text}")
+    for note in found.notes:
+        lines += _wrap("note", note)
+    return "\n".join(lines)
+
+
+def _shorten(value: float | None) -> str:
+    """Thousands of something, with a digit behind the point while there are few."""
+    if value is None:
+        return "-"
+    return f"{value / 1000:,.0f}" if value >= 100_000 else f"{value / 1000:.1f}"
+
+
+def _wrap(label: str, text: str) -> list[str]:
+    first, rest = f"{label:21}", " " * 21
+    return textwrap.wrap(text, 110, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)

@@ -1,0 +1,145 @@
+"""`flopcalc predict`: how long one step takes on a device, what bounds it, whether it fits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from flopcalc.cli.options import make_estimate, model_option, read_float, workload_options
+from flopcalc.devices import DTYPES
+from flopcalc.errors import DeviceError, WorkloadError
+from flopcalc.units import format_seconds, parse_size
+
+OPTIMIZERS = ("adamw", "adamw-foreach", "none")
+_LABELS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "memory": "memory-bound",
+    "optimizer": "optimizer",
+    "launches": "between kernels",
+    "host": "waiting for the host",
+}
+
+
+@click.command()
+@model_option
+@workload_options
+@click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:4]) + "|…")
+@click.option(
+    "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", show_default=True, help="adamw: torch's fused one."
+)
+@click.option("--compile", "compiled", is_flag=True, help="As torch.compile runs it.")
+@click.option("--host-factor", metavar="F", help="How many times longer than the measured CPU yours takes (default 1).")
+@click.option("--memory", is_flag=True, help="Show what fills the memory, and the largest batch that fits.")
+@click.option("--top", metavar="N", help="Modules to list (default 8).")
+@click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
+def predict(
+    model: str,
+    optimizer: str,
+    compiled: bool,
+    host_factor: str | None,
+    memory: bool,
+    top: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """How long one step of HF's model takes on a device, and why.
+
+    Example: flopcalc predict --model llama-3.1-8b --seq 2048 --batch 4 --device h200
+    """
+    if options["device"] is None:
+        raise DeviceError("on which device? Give --device NAME; `flopcalc devices` lists them")
+    context = click.get_current_context()
+    if context.get_parameter_source("convention") is click.core.ParameterSource.COMMANDLINE:
+        raise WorkloadError("predict shows MFU and HFU, each under its own convention: leave --convention out")
+    from flopcalc.prediction.step import predict_estimate
+
+    count = parse_size(top, "--top") if top is not None else 8
+    asked = make_estimate(model, {**options, "convention": "hardware"})
+    device = asked.estimate.terms[0][0]
+    found = predict_estimate(
+        asked.estimate, device=_find_name(options["device"]), dtype=options["dtype"], optimizer=optimizer,
+        compiled=compiled, is_eager=device.attention_kernel == "eager",
+        host_factor=read_float(host_factor, "--host-factor") or 1.0,
+    )  # fmt: skip
+    notes = [*asked.notes, *found.notes]
+    if as_json:
+        shown = found.to_dict()
+        shown["notes"] = notes
+        if memory:
+            shown["memory_bytes"]["largest_batch"] = _find_largest(asked.estimate, options, optimizer)
+        click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+        return
+    from flopcalc.report import format_grid
+
+    seconds = found.step_time_s
+    interval = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
+    click.echo(f"step      {format_seconds(seconds.mid)}   ({interval})   bound by the {found.bound}")
+    click.echo(f"MFU       {_percent(found.mfu)}   HFU {_percent(found.hfu)}   {found.tokens_per_s:,.0f} tokens/s")
+    click.echo("")
+    rows = [
+        [_LABELS[name], format_seconds(value), _percent(value / seconds.mid)]
+        for name, value in found.breakdown.items()
+        if value
+    ]
+    click.echo(format_grid(["where the time goes", "time", "share"], rows))
+    total = sum(found.modules.values())
+    rows = [[name, format_seconds(value), _percent(value / total)] for name, value in found.modules.items()]
+    rest = sum(list(found.modules.values())[count:])
+    rows = rows[:count] + ([["all others", format_seconds(rest), _percent(rest / total)]] if rest else [])
+    click.echo("")
+    click.echo(format_grid(["module, on the device", "time", "share"], rows))
+    if memory and found.memory is not None:
+        from flopcalc.prediction.memory import format_memory
+
+        click.echo("")
+        click.echo(format_memory(found.memory, _find_name(options["device"])))
+        largest = _find_largest(asked.estimate, options, optimizer)
+        if largest is not None:
+            click.echo(f"largest batch that fits: {largest or 'none'}")
+    click.echo("")
+    click.echo(f"helps most: {found.advice}")
+    for note in notes:
+        click.echo(f"note: {note}")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _find_name(name: str) -> str:
+    """The device's id; auto is this machine's own."""
+    from flopcalc.devices import detect_device, find_device
+
+    if name != "auto":
+        return find_device(name).id
+    found = detect_device()
+    if found is None:
+        raise DeviceError("--device auto: this machine shows no GPU; name one, `flopcalc devices` lists them")
+    return find_device(found).id
+
+
+def _find_largest(estimate: Any, options: dict[str, Any], optimizer: str) -> int | None:
+    """The largest micro-batch of the same samples that fits; None where samples are packed or differ."""
+    from flopcalc.errors import FlopcalcError
+    from flopcalc.prediction.memory import largest_batch
+
+    estimator, load, _ = estimate.terms[0]
+    if load.documents is not None or load.rows < 1:
+        return None
+    images, videos, clips = (part[: len(part) // load.rows] for part in (load.grids, load.videos, load.clips))
+
+    def make(rows: int) -> Any:
+        return load.replace(rows=rows, grids=images * rows, videos=videos * rows, clips=clips * rows)
+
+    try:
+        found, _ = largest_batch(
+            estimator, make, _find_name(options["device"]), dtype=options["dtype"],
+            optimizer="sgd" if optimizer == "none" else optimizer,
+            attention="eager" if estimator.attention_kernel == "eager" else "sdpa",
+        )  # fmt: skip
+    except FlopcalcError:  # not even one
+        return 0
+    return found

@@ -1,0 +1,364 @@
+"""A HF model and a step go in; every operator that is dispatched comes out, with its module and its tensors' sizes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flopcalc.operators import classify
+
+__all__ = ["Event", "Kept", "Trace", "trace_operators"]
+
+Sizes = tuple[tuple[str, int], ...]  # per tensor: its dtype's letter and how many elements lie in memory
+
+
+class Event(NamedTuple):
+    """One dispatched operator."""
+
+    module: str
+    direction: str  # forward, backward
+    name: str
+    kind: str
+    reads: Sizes = ()
+    writes: Sizes = ()
+
+
+class Kept(NamedTuple):
+    """A piece of memory that autograd keeps until the backward pass."""
+
+    made_by: tuple[str, int]  # module, and which of its forward operators made it; -1: it came from outside
+    letter: str
+    elements: int
+    savers: tuple[str, ...]
+
+
+class Trace(NamedTuple):
+    events: list[Event]
+    kept: list[Kept]
+
+
+# x: the model's own floating dtype; f: float32; l: int64; i: int32; o: bool or a byte
+_LETTERS = {torch.float32: "f", torch.int64: "l", torch.int32: "i", torch.bool: "o", torch.uint8: "o"}
+
+
+def _letter(dtype: torch.dtype) -> str:
+    return _LETTERS.get(dtype, "x" if dtype.is_floating_point else "l")
+
+
+def _measure(tensor: torch.Tensor) -> tuple[str, int]:
+    """Elements that lie in memory: a dimension with stride 0 is one element."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride:
+            count *= int(size)
+    return _letter(tensor.dtype), count
+
+
+def _list_sizes(value: Any) -> Sizes:
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return tuple(_measure(leaf) for leaf in leaves if leaf.dim() and leaf.numel() > 1)
+
+
+class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Forward operators belong to the innermost running module, backward ones to the module that made their node."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.is_quiet = False
+        self.made: dict[int, tuple[str, int]] = {}  # storage -> module, number of its operator
+        self.kept: dict[int, tuple[tuple[str, int], str, int, dict[str, None]]] = {}
+        self.parameters: set[int] = set()
+        self.owners: dict[int, str] = {}  # parameter -> its module
+        self._alive: list[Any] = []
+        self._numbers: dict[str, int] = {}
+        self._stack: list[str] = [""]
+        self._sequence: list[int] = []
+        self._paths: list[str] = []
+        self._note()
+
+    def enter(self, path: str) -> None:
+        self._stack.append(path)
+        self._note()
+        self.events.append(Event(path, "forward", "module", "module"))
+
+    def leave(self) -> None:
+        self._stack.pop()
+        self._note()
+
+    def _note(self) -> None:
+        self._sequence.append(torch._C._autograd._get_sequence_nr())
+        self._paths.append(self._stack[-1])
+
+    def find(self, sequence: int) -> str:
+        """The module that ran when autograd numbered a node so."""
+        return self._paths[bisect_right(self._sequence, sequence) - 1]
+
+    def where(self) -> tuple[str, str]:
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return self._stack[-1], "forward"
+        if _is_accumulating():
+            return self.owners.get(id(node.variable), "?"), "backward"
+        return self.find(node._sequence_nr()), "backward"
+
+    def add(self, name: str, kind: str, reads: Sizes = (), writes: Sizes = ()) -> None:
+        module, direction = self.where()
+        self.events.append(Event(module, direction, name, kind, reads, writes))
+
+    def note_made(self, module: str, out: Any) -> None:
+        """Which operator made a piece of memory: the same one in every run of the model."""
+        number = self._numbers[module] = self._numbers.get(module, 0) + 1
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self.made:
+                    self.made[storage._cdata] = (module, number)
+                    self._alive.append(storage)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        place = storage._cdata
+        if place in self.parameters or tensor.numel() < 2:
+            return
+        self._alive.append(tensor)
+        if place not in self.kept:
+            elements = storage.nbytes() // tensor.element_size()
+            self.kept[place] = (self.made.get(place, ("", -1)), _letter(tensor.dtype), elements, {})
+        self.kept[place][3][self._stack[-1]] = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name == "aten::_grouped_mm":  # its check of strides is for sizes of real models
+            out = _multiply_groups(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
+        elif func._schema.name == "aten::histc" and not args[0].dtype.is_floating_point:  # a GPU counts integers too
+            out = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+        else:
+            out = func(*args, **kwargs)
+        if self.is_quiet or func.namespace == "profiler":
+            return out
+        module, direction = self.where()
+        if func._schema.name == "aten::detach" and not _is_accumulating():
+            return out  # autograd puts a result by: an operator only where a dispatch mode looks on
+        if module == "?":  # the gradient of an input, which no model asks for
+            return out
+        if direction == "forward":
+            self.note_made(module, out)
+        for name, kind, reads, writes in _describe(func, args, kwargs, out):
+            self.events.append(Event(module, direction, name, _refine(kind, args, out), reads, writes))
+        return out
+
+
+def _is_accumulating() -> bool:
+    node = torch._C._current_autograd_node()
+    return node is not None and type(node).__name__ == "AccumulateGrad"
+
+
+def _multiply_groups(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """An empty result of grouped products: rows with a matrix per group, or the gradient of those matrices."""
+    if b.dim() == 3:
+        return a.new_zeros(a.shape[0], b.shape[2])
+    return a.new_zeros(ends.numel(), a.shape[0], b.shape[1])
+
+
+def _refine(kind: str, args: tuple[Any, ...], out: Any) -> str:
+    """Elementwise kinds by the kernel they get: tensors that lie alike in memory, or an index per element."""
+    if kind not in ("pointwise", "copy", "cast", "cat") or not isinstance(out, torch.Tensor):
+        return kind
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and leaf.numel() > 1 and leaf.dim()]
+    if kind == "cat":
+        return kind if all(tensor.is_contiguous() for tensor in tensors) else "cat_strided"
+    laid = _lay(out)
+    if _is_dense(laid) and all(_lay(tensor) == laid for tensor in tensors):
+        return kind
+    return f"{kind}_strided" + ("_wide" if kind != "cast" and out.element_size() >= 4 else "")
+
+
+def _lay(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """(stride, size) of every dimension that has more than one entry."""
+    return [(stride, int(size)) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def _is_dense(laid: list[tuple[int, int]]) -> bool:
+    filled = 1
+    for stride, size in sorted(laid):
+        if stride != filled:
+            return False
+        filled *= size
+    return True
+
+
+def _describe(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> list[tuple[str, str, Sizes, Sizes]]:
+    """What an operator moves, as the kernels behind it do; some are several kernels."""
+    name = func._schema.name.rpartition("::")[2]
+    kind = "view" if func.is_view else classify(name)
+    if kind in ("view", "make", "product", "attention"):
+        return [(name, kind, (), ())]
+    written = _list_sizes(out)
+    if kind == "fill":
+        return [(name, kind, (), written)]
+    given = _list_sizes((args, kwargs))
+    if name in ("slice_backward", "select_backward", "constant_pad_nd"):
+        return [("fill_", "fill", (), written), ("slice", "view", (), ()), ("copy_", "copy", given, given)]
+    if kind == "cast":
+        same = isinstance(args[0], torch.Tensor) and args[0].dtype == out.dtype
+        return [(name, "copy" if same else "cast", given, written)]
+    if name == "copy_":
+        return [(name, "cast" if args[0].dtype != args[1].dtype else "copy", _list_sizes(args[1]), written)]
+    if kind == "gather" and name in ("embedding", "index", "index_select", "gather", "_unsafe_index"):
+        return [(name, kind, written + _list_sizes(args[1:]), written)]
+    if name == "embedding_dense_backward":
+        rows = _list_sizes(args[0])
+        return [("fill_", "fill", (), written), (name, kind, given, rows)]
+    if name == "nll_loss_forward":  # one logit of each row
+        places = _list_sizes(args[1])
+        return [(name, kind, (*places, *((_letter(args[0].dtype), count) for _, count in places)), ())]
+    if name == "nll_loss_backward":
+        places = _list_sizes(args[2])
+        one = tuple((_letter(out.dtype), count) for _, count in places)
+        return [("fill_", "fill", (), written), (name, kind, places, one)]
+    if name in ("index_put_", "_index_put_impl_"):
+        return [(name, kind, _list_sizes(args[1:]), _list_sizes(args[2]))]
+    if name in ("index_put", "scatter", "scatter_add") and torch._C._current_autograd_node() is not None:
+        # Autograd writes into zeros in place where no dispatch mode looks on.
+        source = _list_sizes(args[2] if name == "index_put" else args[3])
+        return [(name, kind, _list_sizes(args[1:]), source)]
+    if name in ("index_add_", "scatter_", "scatter_add_"):
+        source = _list_sizes(args[3]) if len(args) > 3 else ()
+        return [(name, kind, _list_sizes(args[1:]), source)]
+    return [(name, kind, given, written)]
+
+
+class _Attend(torch.autograd.Function):
+    """A fused attention kernel as autograd sees it: one operator forward, one backward, memory laid out as there."""
+
+    @staticmethod
+    def forward(ctx: Any, tracing: _Tracing, query: Any, key: Any, value: Any) -> Any:
+        tracing.add("attend", "attention")
+        tracing.is_quiet = True
+        batch, heads, length = query.shape[:-1]
+        out = query.new_zeros(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        sums = torch.zeros(batch, heads, length, dtype=torch.float32, device=query.device)
+        tracing.is_quiet = False
+        for made in (out, sums):
+            tracing.note_made(tracing.where()[0], made)
+        ctx.tracing = tracing
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *_gradient: Any) -> Any:
+        tracing = ctx.tracing
+        tracing.add("attend_backward", "attention")
+        tracing.is_quiet = True
+        given = ctx.saved_tensors[:3]
+        out = [
+            each.new_zeros(each.shape[0], each.shape[2], each.shape[1], each.shape[3]).transpose(1, 2)
+            if wanted else None
+            for each, wanted in zip(given, ctx.needs_input_grad[1:], strict=True)
+        ]  # fmt: skip
+        tracing.is_quiet = False
+        return None, *out
+
+
+@contextmanager
+def _fused(tracing: _Tracing) -> Iterator[None]:
+    """Inside, scaled_dot_product_attention is one operator, as a GPU's fused kernels are."""
+    functional: Any = torch.nn.functional
+    before = functional.scaled_dot_product_attention
+
+    def attend(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> Any:
+        if query.dim() != 4:
+            return before(query, key, value, *_args, **_kwargs)
+        return _Attend.apply(tracing, query, key, value)  # type: ignore[no-untyped-call]
+
+    functional.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
+
+
+@contextmanager
+def _watching(model: torch.nn.Module, tracing: _Tracing) -> Iterator[None]:
+    handles = []
+    for path, module in model.named_modules():
+
+        def enter(_module: Any, _args: Any, path: str = path) -> None:
+            tracing.enter(path)
+
+        def leave(_module: Any, _args: Any, _output: Any) -> None:
+            tracing.leave()
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def trace_operators(model: torch.nn.Module, forward: Callable[[], Any]) -> Trace:
+    """Run forward(); where it returns a loss, its backward pass too, and forward() once more for what is kept."""
+    tracing = _make(model)
+    with _watching(model, tracing), _fused(tracing), torch.autograd.set_multithreading_enabled(False), tracing:
+        loss = forward()
+        if loss is None:
+            return Trace(tracing.events, [])
+        for path in _list_nodes(loss, tracing):
+            tracing.events.append(Event(path, "backward", "node", "node"))
+        loss.backward()
+    keeping = _make(model)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        keeping.keep(tensor)
+        return tensor
+
+    # Apart: with hooks, autograd dispatches operators of its own where it hands a tensor back.
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with _watching(model, keeping), _fused(keeping), keeping, hooks:
+        loss = forward()
+    kept = [
+        Kept(made_by, letter, elements, tuple(savers)) for made_by, letter, elements, savers in keeping.kept.values()
+    ]
+    return Trace(tracing.events, kept)
+
+
+def _make(model: torch.nn.Module) -> _Tracing:
+    tracing = _Tracing()
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            tracing.owners.setdefault(id(parameter), path)
+    tracing.parameters = {
+        each.untyped_storage()._cdata for group in (model.parameters(), model.buffers()) for each in group
+    }
+    return tracing
+
+
+def _list_nodes(loss: torch.Tensor, tracing: _Tracing) -> list[str]:
+    """The module of every autograd node that the backward pass will run."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    found = []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            found.append(tracing.owners.get(id(node.variable), "?"))
+        else:
+            found.append(tracing.find(node._sequence_nr()))
+        waiting += [following for following, _ in node.next_functions]
+    return [path for path in found if path != "?"]

@@ -1,0 +1,545 @@
+"""Profiled steps go in; the constants of a predictor come out: what a product, a call, a moved byte cost on a device.
+
+Pure Python, small problems: a search by coordinates over few constants, medians over bins of sizes.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from flopcalc.errors import CalibrationError
+from flopcalc.estimate import Estimator, bind
+from flopcalc.operators import classify
+from flopcalc.prediction.machine import Machine, ProductShape, attention_features, find_step, time_shape
+from flopcalc.prediction.step import Clock, count_again, host_features, host_seconds, name_phase
+from flopcalc.prediction.work import Work, make_work
+from flopcalc.workload import Workload, make_workload
+
+Json = dict[str, Any]
+_SIZES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "long int": 8, "int": 4, "double": 8, "bool": 1,
+          "unsigned char": 1}  # fmt: skip
+
+
+class ProductPoint(NamedTuple):
+    direction: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+    calls: int
+
+
+class AttentionPoint(NamedTuple):
+    kernel: str
+    direction: str
+    mask: str
+    batch: int
+    heads: int
+    kv_heads: int
+    qk: int
+    length: int
+    keys: int
+    seconds: float
+    calls: int
+
+
+class MovedPoint(NamedTuple):
+    kind: str
+    bytes: int
+    seconds: float
+    calls: int
+
+
+class Points(NamedTuple):
+    """What the operators of profiled steps took, one entry per operator and shape of a case."""
+
+    products: list[ProductPoint]
+    attention: list[AttentionPoint]
+    moved: list[MovedPoint]
+
+
+class Modelled(NamedTuple):
+    """A measured case and the work that the predictor sees in it."""
+
+    case: Json
+    estimator: Estimator
+    load: Workload
+    work: Work
+
+
+def model_case(case: Json, config: Json, device: str = "h200-sxm") -> Modelled:
+    is_eager = case["attention"] == "eager"
+    estimator = bind(
+        config, recipe={"recompute": case["recompute"]}, convention="hardware", device=device,
+        attention_kernel="eager" if is_eager else "auto",
+    )  # fmt: skip
+    images = [grid for _ in range(case["batch"]) for grid in case["grids"]] or None
+    context = case["context"] if case["phase"] == "decode" else None
+    load = make_workload(case["batch"], case["seq"], image_grid_thw=images, phase=case["phase"], context=context)
+    return Modelled(case, estimator, load, make_work(estimator, load, optimizer=case["optimizer"], is_eager=is_eager))
+
+
+def read_points(cases: Iterable[Modelled]) -> Points:
+    """Every operator of eager cases.
+
+    Recomputed steps stand aside: a product that stops a recomputation is noted and never run.
+    """
+    points = Points([], [], [])
+    for case, estimator, _, work in cases:
+        if case["compiled"] or case["recompute"] != "none" or "operators" not in case:
+            continue
+        # GPT-2 drops attention weights while it trains: another kernel, which no other family takes.
+        has_dropout = case["phase"] == "train" and estimator.source.config["model_type"] == "gpt2"
+        masks = {(call.batch, call.heads, call.length): call.mask for call in work.attention}
+        rows, weights = _list_layers(case["operators"])
+        for name, is_backward, shapes, dtypes, calls, kernels, us, kernel in case["operators"]:
+            if not us or not name:
+                continue
+            sizes, kinds = ast.literal_eval(shapes), dtypes.split(",")
+            kind = classify(name)
+            each = us / calls * 1e-6
+            if kind == "product":
+                product = _read_product(name, is_backward, sizes, kinds, rows, weights)
+                if product:
+                    points.products.append(ProductPoint(*product, each, calls))
+            elif kind == "attention" and not has_dropout:
+                call = _read_attention(name, sizes, masks, each, calls)
+                if call:
+                    points.attention.append(call)
+            else:
+                moved = _read_moved(name, kind, sizes, kinds, kernel)
+                if moved and moved[0] == "reduce" and is_backward:
+                    moved = ("reduce_backward", moved[1])
+                if moved and kernels:
+                    points.moved.append(MovedPoint(*moved, each, calls))
+    return points
+
+
+def _list_layers(operators: Sequence[Sequence[Any]]) -> tuple[set[int], set[tuple[int, int]]]:
+    """Row counts and (inputs, outputs) of the linear layers that a step's forward pass runs."""
+    rows, weights = set(), set()
+    for name, is_backward, shapes, *_ in operators:
+        if name in ("aten::mm", "aten::addmm") and not is_backward:
+            left, right = ast.literal_eval(shapes)[-2:] if name == "aten::mm" else ast.literal_eval(shapes)[1:3]
+            rows.add(left[0])
+            weights.add((right[0], right[1]))
+    return rows, weights
+
+
+def _read_product(
+    name: str,
+    is_backward: bool,
+    sizes: list[list[int]],
+    kinds: list[str],
+    rows: set[int],
+    weights: set[tuple[int, int]],
+) -> tuple[str, int, int, int] | None:
+    """Direction, m, n, k of a linear layer from the shapes of its product; None where it is none."""
+    if name not in ("aten::mm", "aten::addmm") or kinds[0] != "c10::BFloat16":
+        return None
+    (a, b), (_, c) = sizes[-2:] if name == "aten::mm" else sizes[1:3]
+    if not is_backward:
+        return "forward", a, c, b
+    if b in rows and (c, a) in weights:
+        return "wgrad", b, a, c
+    if a in rows and (c, b) in weights:
+        return "dgrad", a, b, c
+    return None
+
+
+def _read_attention(
+    name: str, sizes: list[list[int]], masks: dict[tuple[int, int, int], str], seconds: float, calls: int
+) -> AttentionPoint | None:
+    """A call as the model's op list knows it; None for one that it does not."""
+    is_backward = "backward" in name
+    query, key = sizes[1:3] if is_backward else sizes[0:2]
+    batch, heads, length, qk = query
+    mask = masks.get((batch, heads, length))
+    kernel = next((kernel for kernel in ("cudnn", "flash", "efficient") if kernel in name), "")
+    if mask is None or not kernel:
+        return None
+    direction = "backward" if is_backward else "forward"
+    return AttentionPoint(kernel, direction, mask, batch, heads, key[1], qk, length, key[2], seconds, calls)
+
+
+def _read_moved(name: str, kind: str, sizes: list[list[int]], kinds: list[str], kernel: str) -> tuple[str, int] | None:
+    """Kind and bytes of a call, from its shapes; None where they do not tell."""
+    tensors = [
+        (math.prod(size), _SIZES[dtype]) for size, dtype in zip(sizes, kinds, strict=False) if size and dtype in _SIZES
+    ]
+    if not tensors:
+        return None
+    most, width = max(tensors)
+    if name == "aten::copy_":
+        kind = "copy" if kinds[0] == kinds[1] else "cast"
+        moved = most * (tensors[0][1] + (tensors[1][1] if len(tensors) > 1 else 0))
+    elif kind == "reduce":
+        moved = sum(count * size for count, size in tensors)
+    elif kind == "fill":
+        moved = most * width
+    elif name.endswith("_"):
+        moved = sum(count * size for count, size in tensors) + tensors[0][0] * tensors[0][1]
+    else:
+        moved = sum(count * size for count, size in tensors) + most * width
+    if kind in ("pointwise", "copy", "cast"):
+        if not ("vectorized" in kernel or "Memcpy" in kernel or "unrolled" in kernel):
+            kind += "_strided" + ("_wide" if kind != "cast" and tensors[0][1] >= 4 else "")
+        elif kind == "cast":
+            kind = "cast_up" if tensors[0][1] > tensors[-1][1] else "cast_down"
+    return kind, moved
+
+
+# --- Curves -----------------------------------------------------------------------------------------------------------
+def fit_curve(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:
+    """(size, seconds, weight) -> median seconds per half octave of size, sorted."""
+    bins: dict[int, list[tuple[float, float, float]]] = {}
+    for size, seconds, weight in points:
+        bins.setdefault(round(2 * math.log2(max(size, 1))), []).append((size, seconds, weight))
+    curve = []
+    for found in bins.values():
+        per_byte = _weighted_median([(seconds / max(size, 1), weight) for size, seconds, weight in found])
+        middle = math.exp(statistics.fmean(math.log(max(size, 1)) for size, _, _ in found))
+        curve.append((middle, per_byte * middle))
+    return sorted(curve)
+
+
+def _weighted_median(values: list[tuple[float, float]]) -> float:
+    values.sort()
+    half = sum(weight for _, weight in values) / 2
+    for value, weight in values:
+        half -= weight
+        if half <= 0:
+            return value
+    return values[-1][0]
+
+
+def search(loss: Callable[[list[float]], float], start: list[float], rounds: int = 60) -> list[float]:
+    """A minimum by steps along one coordinate after another, each scaled by its own size; positive numbers only."""
+    best, at = loss(start), list(start)
+    steps = [0.2] * len(at)
+    for _ in range(rounds):
+        moved = False
+        for i in range(len(at)):
+            for factor in (1 + steps[i], 1 / (1 + steps[i])):
+                tried = [*at[:i], at[i] * factor, *at[i + 1 :]]
+                found = loss(tried)
+                if found < best:
+                    best, at, moved = found, tried, True
+                    break
+            else:
+                steps[i] *= 0.6
+        if not moved and max(steps) < 2e-3:
+            break
+    return at
+
+
+def solve(rows: Sequence[tuple[Sequence[float], float]], rounds: int = 400) -> list[float]:
+    """Non-negative least squares of relative errors: rows of (features, value)."""
+    width = len(rows[0][0])
+    scaled = [[feature / value for feature in features] for features, value in rows]
+    norms = [sum(row[i] ** 2 for row in scaled) for i in range(width)]
+    at = [0.0] * width
+    left = [1.0] * len(scaled)
+    for _ in range(rounds):
+        for i in range(width):
+            if not norms[i]:
+                continue
+            change = sum(row[i] * rest for row, rest in zip(scaled, left, strict=True)) / norms[i]
+            change = max(change, -at[i])
+            if change:
+                at[i] += change
+                left = [rest - row[i] * change for row, rest in zip(scaled, left, strict=True)]
+    return at
+
+
+# --- A predictor's constants ------------------------------------------------------------------------------------------
+def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] = ()) -> Json:
+    """Constants of `time_shape`, what is left over per shape, and what widths that are no multiple of 8 cost.
+
+    `others` are products that were measured by themselves: they tell the last.
+    """
+    aligned = [point for point in points if find_step(point.n, point.k) == 8]
+    chosen = sorted(aligned, key=lambda point: -point.seconds * point.calls)[::3]
+    weights = [math.sqrt(point.seconds * point.calls) for point in chosen]
+
+    def loss(constants: list[float]) -> float:
+        shape = ProductShape(*constants)
+        return sum(
+            weight * abs(math.log(time_shape(shape, point.direction, point.m, point.n, point.k) / point.seconds))
+            for point, weight in zip(chosen, weights, strict=True)
+        ) / sum(weights)
+
+    start = ProductShape()
+    found = ProductShape(*search(loss, list(start)))
+    slow: dict[str, dict[str, list[float]]] = {}
+    for point in (*points, *others):
+        step = find_step(point.n, point.k)
+        if step < 8 and point.m * point.n * point.k > 2**31:
+            told = time_shape(found, point.direction, point.m, point.n, point.k)
+            slow.setdefault(str(step), {}).setdefault(point.direction, []).append(point.seconds / told)
+    residuals: dict[tuple[str, int, int, int], list[float]] = {}
+    for point in aligned:
+        ratio = point.seconds / time_shape(found, point.direction, point.m, point.n, point.k)
+        residuals.setdefault((point.direction, point.m, point.n, point.k), []).append(ratio)
+    return {
+        "shape": [float(f"{value:.6g}") for value in found],
+        "unaligned": {
+            step: {way: float(f"{statistics.median(ratios):.4g}") for way, ratios in sorted(ways.items())}
+            for step, ways in sorted(slow.items())
+        },
+        "residuals": [[*key, float(f"{statistics.median(ratios):.4g}")] for key, ratios in sorted(residuals.items())],
+    }
+
+
+def fit_grouped(cases: Sequence[Modelled], constants: Json) -> float:
+    """What products of experts take, over the formula's time for as many products at once."""
+    machine = Machine(constants["provenance"]["device_id"], "bf16", constants)
+    ratios = [0.0, 0.0]
+    for case, _, _, work in cases:
+        if "operators" not in case or case["compiled"] or case["recompute"] != "none" or case["phase"] == "decode":
+            continue
+        seen = sum(row[6] * 1e-6 for row in case["operators"] if "grouped_mm" in row[0])
+        told = sum(machine.time_product(each).seconds * each.calls for each in work.products if each.copies > 1)
+        if seen and told:
+            ratios = [ratios[0] + seen, ratios[1] + told]
+    return float(f"{ratios[0] / ratios[1]:.4g}") if ratios[1] else 1.0
+
+
+def fit_attention(points: Sequence[AttentionPoint]) -> Json:
+    """Per kernel, direction, mask and head dim: seconds of a call, of a query, of a pair, and of the longest row."""
+    groups: dict[tuple[str, str], list[tuple[Sequence[float], float]]] = {}
+    for point in points:
+        features = attention_features(point.mask, point.batch, point.heads, point.kv_heads, point.length, point.keys)
+        name = f"{point.direction}/{point.mask}/{point.qk}"
+        groups.setdefault((point.kernel, name), []).append((features, point.seconds))
+    found: dict[str, Json] = {}
+    for (kernel, name), rows in sorted(groups.items()):
+        if len(rows) < 3:  # pairs alone
+            rows = [((0.0, 0.0, features[2], 0.0), value) for features, value in rows]
+        found.setdefault(kernel, {})[name] = [float(f"{value:.5g}") for value in solve(rows)]
+    return found
+
+
+def fit_moved(points: Sequence[MovedPoint]) -> Json:
+    groups: dict[str, list[tuple[float, float, float]]] = {}
+    for point in points:
+        groups.setdefault(point.kind, []).append((point.bytes, point.seconds, point.calls))
+    return {
+        kind: [[round(size), float(f"{seconds:.4g}")] for size, seconds in fit_curve(found)]
+        for kind, found in sorted(groups.items())
+        if len(found) >= 3
+    }
+
+
+# --- Whole steps ------------------------------------------------------------------------------------------------------
+_LINEAR = ("cat", "cat_strided", "gather", "scatter", "loss", "norm", "norm_backward", "sort", "random",
+           "copy_strided_wide", "cast_strided", "other")  # fmt: skip
+
+
+def fit_linear(cases: Sequence[Modelled]) -> tuple[Json, Json]:
+    """Kinds whose shapes a profile does not tell: seconds of a call and of a byte; and the optimizer's."""
+    rows: dict[str, list[tuple[Sequence[float], float]]] = {}
+    optimizers: dict[str, list[tuple[Sequence[float], float]]] = {}
+    for each in cases:
+        if "operators" not in each.case or each.case["compiled"] or each.case["recompute"] != "none":
+            continue
+        seen: dict[str, float] = {}
+        for name, *_, us, _ in each.case["operators"]:
+            kind = "optimizer" if "_fused_adam" in name else classify(name)
+            seen[kind] = seen.get(kind, 0.0) + (us or 0.0) * 1e-6
+        calls: dict[str, float] = {}
+        moved: dict[str, float] = {}
+        for piece in each.work.moved:
+            calls[piece.kind] = calls.get(piece.kind, 0.0) + piece.calls
+            moved[piece.kind] = moved.get(piece.kind, 0.0) + piece.calls * (piece.reads + piece.writes)
+            if piece.direction == "optimizer" and seen.get("optimizer"):
+                features = (1.0, float(piece.tensors), piece.reads + piece.writes)
+                optimizers.setdefault(piece.kind, []).append((features, seen["optimizer"]))
+        for kind in ("gather", "scatter", "loss", "norm", "norm_backward", "sort", "random"):
+            if calls.get(kind) and seen.get(kind):
+                rows.setdefault(kind, []).append(((calls[kind], moved[kind]), seen[kind]))
+        if seen.get("cat"):
+            both = [total.get(kind, 0.0) for kind in ("cat", "cat_strided") for total in (calls, moved)]
+            rows.setdefault("cat", []).append((both, seen["cat"]))
+    found = {kind: _round(solve(entries)) for kind, entries in sorted(rows.items())}
+    if "cat" in found:
+        found["cat"], found["cat_strided"] = found["cat"][:2], found["cat"][2:]
+    return found, {kind: _round(solve(entries)) for kind, entries in optimizers.items()}
+
+
+def _round(values: Iterable[float]) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]
+
+
+def fit_device(cases: Sequence[Modelled], constants: Json) -> tuple[list[float], list[float]]:
+    """Gaps between kernels, and the clock at the power limit.
+
+    The clock: what kernels of whole steps took over the sum of their times, by the share of the peak that the step's
+    products keep up. The gaps: steps that the device bounds over what their kernels took.
+    """
+    clocks: list[tuple[float, float]] = []
+    walls: list[tuple[float, float, float]] = []
+    for each in cases:
+        case = each.case
+        if case["compiled"] or case["phase"] == "decode" or case["recompute"] != "none" or not case.get("busy_us"):
+            continue
+        clock = _run_clock(each, constants)
+        told, seen = sum(piece.seconds for piece in clock.pieces), case["busy_us"] * 1e-6
+        if not each.work.is_recorded or seen < 0.01:
+            continue
+        clocks.append((clock.flops / told / clock.machine.peak, seen / told))
+        # Bound by the device beyond doubt: it was busy nearly all of the step.
+        if seen > 0.85 * case["seconds"] and case["spread"] < 0.1:
+            walls.append((seen, clock.launches, case["seconds"]))
+
+    def miss_clock(values: list[float]) -> float:
+        start, slope = values
+        return sum(abs(math.log((1 + slope * max(0.0, rate - start)) / ratio)) for rate, ratio in clocks)
+
+    def miss_wall(values: list[float]) -> float:
+        share, gap = values
+        return sum(abs(math.log((busy * (1 + share) + many * gap) / seconds)) for busy, many, seconds in walls)
+
+    return (
+        _round(search(miss_wall, [0.01, 1.5e-6], 200)) if walls else [0.01, 1.5e-6],
+        _round(search(miss_clock, [0.3, 0.2], 200)) if clocks else [1.0, 0.0],
+    )
+
+
+def _run_clock(each: Modelled, constants: Json, compiled: bool = False) -> Clock:
+    machine = Machine(constants["provenance"]["device_id"], "bf16", constants)
+    clock = Clock(machine, compiled)
+    clock.add(each.work, 1, each.load)
+    return clock
+
+
+def fit_host(cases: Sequence[tuple[Modelled, float]]) -> Json:
+    """Seconds of each thing that the host does, from steps that it bounds; (case, its seconds)."""
+    rows: dict[str, list[tuple[Sequence[float], float]]] = {"train": [], "forward": [], "decode": []}
+    for each, seconds in cases:
+        calls = each.load.seq if each.load.phase == "decode" else 1
+        features = host_features(each.work.dispatched, calls)
+        rows[name_phase(each.load.phase)].append((features, seconds))
+    return {phase: _round(solve(entries, 4000)) for phase, entries in rows.items() if entries}
+
+
+def fit_again(cases: Sequence[Modelled], constants: Json) -> float:
+    """Host seconds of an operator that checkpointing runs again, beyond an operator's usual ones.
+
+    The host's speed is taken from the smallest step of the same model, measured moments before.
+    """
+    pace: dict[str, float] = {}
+    found = []
+    for each in cases:
+        case = each.case
+        if case["phase"] != "train" or case["compiled"]:
+            continue
+        told = host_seconds({**constants["host"], "again": 0.0}, each.work.dispatched, "train", 1)
+        if case["recompute"] == "none" and case["model"] not in pace:
+            pace[case["model"]] = min(case["queued_s"], case["seconds"]) / told
+        again = count_again(each.work.dispatched)
+        if again and case["model"] in pace:
+            found.append((min(case["queued_s"], case["seconds"]) / pace[case["model"]] - told) / again)
+    return float(f"{max(0.0, statistics.median(found)):.4g}") if found else 0.0
+
+
+def fit_compiled(cases: Sequence[Modelled], constants: Json) -> Json:
+    """Share of the memory-bound time that is left when a compiler has joined operators; host seconds of a launch."""
+    shares, launches = [], []
+    share, gap = constants["gaps"]
+    for each in cases:
+        if each.case["compiled"]:
+            clock = _run_clock(each, constants)
+            kept = dict.fromkeys(("joined", "other"), 0.0)
+            for piece in clock.pieces:
+                kept["joined" if piece.is_joined else "other"] += piece.seconds
+            left = each.case["seconds"] / (1 + share) - each.case.get("kernels", 0) * gap - kept["other"]
+            shares.append(left / kept["joined"])
+            if each.case.get("kernels"):
+                launches.append(each.case["queued_s"] / each.case["kernels"])
+    return {
+        "moved": float(f"{statistics.fmean(shares):.3g}") if shares else 1.0,
+        "launch_s": float(f"{statistics.fmean(launches):.3g}") if launches else 0.0,
+    }
+
+
+def fit_predictor(
+    cases: Iterable[Json],
+    hosts: Iterable[Json],
+    configs: Callable[[str], Json],
+    provenance: Json,
+    attention: Iterable[Json] = (),
+    products: Iterable[Json] = (),
+) -> Json:
+    """All constants of a device: from profiled cases, host cases, and its tables attention and gemm where there are."""
+    kept = list(cases)
+    device = provenance["device_id"]
+    modelled = [model_case(case, configs(case["model"]), device) for case in kept]
+    points = read_points(modelled)
+    if not points.products:
+        raise CalibrationError(
+            "no profiled step shows a matrix product on a GPU: the profiler saw no kernels (is another one running?)"
+        )
+    calls = list(points.attention)
+    for row in attention:
+        if row["kernel"] != "eager" and row["qk_dim"] == row["v_dim"]:
+            calls.append(
+                AttentionPoint(row["kernel"], row["direction"], row["mask"], row["batch"], row["heads"], row["heads"],
+                               row["qk_dim"], row["length"], row["length"], row["seconds"], 1)
+            )  # fmt: skip
+    alone = [
+        ProductPoint(row["direction"], row["m"], row["n"], row["k"], row["seconds"], 1)
+        for row in products
+        if row["dtype"] == "bf16" and row["mode"] == "burst"
+    ]
+    linear, optimizer = fit_linear(modelled)
+    constants: Json = {
+        "schema": 1,
+        "provenance": provenance,
+        "products": fit_products(points.products, alone),
+        "attention": fit_attention(calls),
+        "moved": fit_moved([point for point in points.moved if point.kind not in _LINEAR]),
+        "linear": linear,
+        "optimizer": optimizer,
+        "gaps": [0.01, 1.5e-6],
+        "power": [0.4, 0.2],
+        "compiled": {"moved": 1.0, "launch_s": 0.0},
+        "error": {"device": 0.05, "host": 0.15, "late": 0.1, "compiled": 0.1},
+    }
+    constants["products"]["grouped"] = fit_grouped(modelled, constants)
+    constants["gaps"], constants["power"] = fit_device(modelled, constants)
+    constants["compiled"] = fit_compiled(modelled, constants)
+    # A case's host time is its ratio to the probe around it, times the probe's usual time on this machine.
+    entries = list(hosts)
+    rounds = [found for case in entries for found in case["rounds"]]
+    probe = statistics.median(found["probe_s"] for found in rounds)
+    constants["probe_s"] = float(f"{probe:.4g}")
+    constants["host"] = fit_host([
+        (model_case(case, configs(case["model"]), device),
+         statistics.median(found["ratio"] for found in case["rounds"]) * probe)
+        for case in entries
+    ])  # fmt: skip
+    constants["host"]["again"] = fit_again(modelled, constants)
+    return constants
+
+
+def save_predictor(path: str, constants: Json) -> None:
+    """Write a predictor's file whole or not at all, a line per entry of its outer two levels."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    written = f"{path}.{os.getpid()}"
+    with open(written, "w", encoding="utf-8") as file:
+        file.write(_format(constants))
+    os.replace(written, path)
+
+
+def _format(value: Any, depth: int = 0) -> str:
+    if depth < 2 and isinstance(value, dict):
+        lines = [f"{' ' * (depth + 1)}{json.dumps(key)}: {_format(item, depth + 1)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(lines) + "\n" + " " * depth + "}" + ("\n" if not depth else "")
+    return json.dumps(value)

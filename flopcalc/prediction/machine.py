@@ -1,0 +1,271 @@
+"""A device as the predictor sees it: seconds of a product, an attention call, moved bytes; measured or roofline."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+from flopcalc.data import find_data_dir, find_user_dir
+from flopcalc.devices import Device, find_device, parse_dtype, peak_flops_per_s
+from flopcalc.errors import DeviceError, SpecError
+from flopcalc.prediction.work import Attention, Moved, Product
+
+SCHEMA = 1
+_TILES = ((128, 256), (256, 128), (128, 192), (192, 128), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64),
+          (256, 64))  # fmt: skip
+
+
+class Timed(NamedTuple):
+    """Seconds of one call, the relative error to expect, and whether a measurement stands behind it."""
+
+    seconds: float
+    error: float
+    is_measured: bool
+
+
+class ProductShape(NamedTuple):
+    """How a matrix product's time depends on its sizes: output tiles in waves over the processors."""
+
+    rate: float = 850e12  # FLOP/s of full tiles
+    lead: float = 140.0  # what a tile costs beyond its k, in units of k
+    start: float = 2.7e-6  # seconds before the first and after the last tile
+    half: float = 0.98  # rate of tiles of half the largest size, over that of the largest
+    quarter: float = 0.85
+    eighth: float = 0.8
+    bandwidth: float = 3.7e12  # bytes/s where operands and result rule
+    split: float = 2e-6  # seconds more where k is split over several tiles
+    units: float = 132.0  # processors
+
+
+def time_shape(shape: ProductShape, direction: str, m: int, n: int, k: int) -> float:
+    """Seconds of one product of a layer with n outputs and k inputs over m rows."""
+    if direction == "dgrad":
+        n, k = k, n
+    elif direction == "wgrad":
+        m, n, k = n, k, m
+    return time_matrix(shape, m, n, k, 1)
+
+
+def time_matrix(shape: ProductShape, m: int, n: int, k: int, copies: int) -> float:
+    """(m, k) by (k, n), `copies` of them at once: the best of several tiles, or the bytes."""
+    best = math.inf
+    units, per_unit = round(shape.units), shape.rate / shape.units
+    for rows, columns in _TILES:
+        area = rows * columns
+        share = (
+            1.0 if area >= 32768 else shape.half if area >= 16384 else shape.quarter if area >= 8192 else shape.eighth
+        )
+        tiles = -(-m // rows) * -(-n // columns) * copies
+        for parts in (1, 2, 4, 8, 16):
+            if parts > 1 and k < 512 * parts:
+                break
+            waves = -(-tiles * parts // units)
+            taken = waves * area * 2 * (k / parts + shape.lead) / (per_unit * share) + (shape.split if parts > 1 else 0)
+            best = min(best, taken)
+    moved = 2 * (m * k + k * n + m * n) * copies
+    return shape.start + max(best, moved / shape.bandwidth)
+
+
+def find_step(n: int, k: int) -> int:
+    """The largest of 8, 4, 2, 1 that divides both widths: rows that do not start on 16 bytes get slower kernels."""
+    return math.gcd(n, k, 8)
+
+
+def attention_features(
+    mask: str, batch: int, heads: int, kv_heads: int, length: int, keys: int
+) -> tuple[float, float, float, float]:
+    """What the time of an attention call is made of: the call, its queries, its pairs in blocks, its longest row.
+
+    Decoding reads all keys once and computes next to nothing.
+    """
+    each = batch * heads
+    if mask == "decode":
+        return 1.0, 0.0, float(batch * kv_heads * keys), float(keys)
+    blocks = -(-length // 128)
+    pairs = 128 * 128 * blocks * (blocks + 1) / 2 if mask == "causal" else float(length * keys)
+    return 1.0, float(each * length), each * pairs, float(keys)
+
+
+def read_curve(curve: Sequence[Sequence[float]], size: float) -> float:
+    """Seconds at a size, between and beyond measured ones: in logarithms, constant below, in proportion above."""
+    sizes = [point[0] for point in curve]
+    at = bisect_left(sizes, size)
+    if at == 0:
+        return curve[0][1]
+    if at == len(curve):
+        return curve[-1][1] * size / curve[-1][0]
+    (low, first), (high, second) = curve[at - 1], curve[at]
+    share = math.log(size / low) / math.log(high / low)
+    return math.exp(math.log(first) * (1 - share) + math.log(second) * share)
+
+
+@cache
+def load_predictor(device_id: str) -> dict[str, Any] | None:
+    """The constants that were fitted on a device, the user's own first; None where it was never measured."""
+    for folder in (find_user_dir(), find_data_dir()):
+        path = os.path.join(folder, "predictors", f"{device_id}.json")
+        if not os.path.isfile(path):
+            continue
+        try:
+            with open(path, encoding="utf-8") as file:
+                data = json.load(file)
+        except (OSError, ValueError) as error:
+            raise SpecError(f"{path}: cannot be read: {error}; `flopcalc calibrate` makes it again") from None
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise SpecError(
+                f"{path}: schema {data.get('schema') if isinstance(data, dict) else None!r}, this version reads "
+                f"{SCHEMA}; `flopcalc calibrate` makes it again"
+            )
+        return data
+    return None
+
+
+MEASURED_ON = "h200-sxm"  # where the shapes of curves come from for devices that were not measured
+_ERRORS = {"product": 0.05, "attention": 0.06, "moved": 0.08}
+_UNMEASURED = 0.3  # relative error of a time that is scaled from another device by published figures
+# Share of its peak that a large product keeps up on devices that were not measured, by the start of their id; of all
+# others, Hopper's. Set before the first comparison with published runs (benchmarks/published_runs.py).
+_SHARES = {"a100": 0.83, "tpu": 0.82}
+_SHARE = 0.72
+
+
+class Machine:
+    """One device and dtype. Every time is of ONE call; multiply by its calls."""
+
+    def __init__(self, device: str, dtype: str = "bf16", constants: dict[str, Any] | None = None) -> None:
+        self.device: Device = find_device(device)
+        self.dtype = parse_dtype(dtype)
+        self.peak = peak_flops_per_s(device, dtype)
+        constants = constants or load_predictor(self.device.id)
+        self.is_measured = constants is not None and self.dtype in ("bf16", "fp16")
+        if constants is None:
+            constants = load_predictor(MEASURED_ON)
+        if constants is None:
+            raise SpecError(
+                f"model_specs/predictors/{MEASURED_ON}.json is missing: the installation is incomplete; "
+                "`flopcalc calibrate` measures a device"
+            )
+        self.constants = constants
+        origin = find_device(constants["provenance"]["device_id"])
+        bandwidth = self.device.bandwidth_gb_per_s
+        if bandwidth is None:
+            raise DeviceError(
+                f"{self.device.name} has no known memory bandwidth: add bandwidth_gb_per_s in your own devices.toml"
+            )
+        self.compute = self.peak / (origin.peak_tflops["bf16"] * 1e12)  # how much faster than what was measured
+        if self.device.id != origin.id:
+            share = next((value for start, value in _SHARES.items() if self.device.id.startswith(start)), _SHARE)
+            self.compute *= share * origin.peak_tflops["bf16"] * 1e12 / constants["products"]["shape"][0]
+        self.memory = bandwidth / origin.bandwidth_gb_per_s if origin.bandwidth_gb_per_s else 1.0
+        shape = ProductShape(*constants["products"]["shape"])
+        self.shape = shape._replace(rate=shape.rate * self.compute, bandwidth=shape.bandwidth * self.memory)
+        self._residuals: dict[str, list[tuple[float, float, float, float]]] = {}
+        for direction, m, n, k, ratio in constants["products"]["residuals"]:
+            entry = (math.log2(m), math.log2(n), math.log2(k), math.log(ratio))
+            self._residuals.setdefault(direction, []).append(entry)
+        self.find_product = lru_cache(maxsize=65536)(self._find_product)
+
+    def time_product(self, product: Product) -> Timed:
+        return self.find_product(product.direction, product.m, product.n, product.k, product.copies)
+
+    def _find_product(self, direction: str, m: int, n: int, k: int, copies: int) -> Timed:
+        error = _ERRORS["product"] if self.is_measured else _UNMEASURED
+        if not min(m, n, k):
+            return Timed(0.0, error, self.is_measured)
+        if copies > 1:  # experts: rows dealt out evenly
+            copies = min(copies, m)
+            rows = m // copies
+            if direction == "wgrad":
+                seconds = time_matrix(self.shape, n, k, rows, copies)
+            else:
+                seconds = time_matrix(self.shape, rows, *((k, n) if direction == "dgrad" else (n, k)), copies)
+            return Timed(seconds * self.constants["products"].get("grouped", 1.0), 2 * error, self.is_measured)
+        seconds = time_shape(self.shape, direction, m, n, k)
+        step = find_step(n, k)
+        if step < 8:
+            slower = self._find_slower(step, direction) if m * n * k > 2**27 else 1.0
+            return Timed(seconds * slower, 2 * error, self.is_measured)
+        ratio, nearness = self._correct(direction, math.log2(m), math.log2(n), math.log2(k))
+        return Timed(seconds * ratio, error * (2 - nearness), self.is_measured)
+
+    def _find_slower(self, step: int, direction: str) -> float:
+        """What widths that are no multiple of 8 cost; of a step that was not measured, the next finer one's."""
+        table = self.constants["products"]["unaligned"]
+        for known in sorted((int(name) for name in table), reverse=True):
+            if known <= step and direction in table[str(known)]:
+                return float(table[str(known)][direction])
+        return 1.0
+
+    def _correct(self, direction: str, m: float, n: float, k: float) -> tuple[float, float]:
+        """What shapes nearby took over what the formula gives them, drawn towards 1; how near they are, 0 to 1."""
+        total, weights = 0.0, 0.0
+        for a, b, c, ratio in self._residuals.get(direction, ()):
+            far = (m - a) ** 2 + (n - b) ** 2 + (k - c) ** 2
+            if far < 4:
+                weight = math.exp(-far / 0.18)
+                weights += weight
+                total += weight * ratio
+        return math.exp(total / (weights + 0.35)), weights / (weights + 0.35)
+
+    def time_attention(self, call: Attention) -> Timed:
+        error = _ERRORS["attention"] if self.is_measured else _UNMEASURED
+        if call.kernel == "eager":
+            return Timed(self._time_eager(call), error, self.is_measured)
+        tables = self.constants["attention"]
+        kernel = call.kernel or self.device.sdpa or "flash"
+        found = self._find_attention(tables.get(kernel) or next(iter(tables.values())), call)
+        if found is None:
+            flops = 2.0 * call.batch * call.heads * call.length * call.keys * (call.qk + call.v)
+            return Timed(flops / (0.4 * self.peak) + 5e-6, 2 * _UNMEASURED, False)
+        (start, query, pair, row), scale = found
+        _, queries, pairs, longest = attention_features(
+            call.mask, call.batch, call.heads, call.kv_heads, call.length, call.keys
+        )
+        speed = self.compute if call.mask != "decode" else self.memory
+        seconds = start + (queries * query + pairs * pair + longest * row) * scale / speed
+        return Timed(seconds, error if scale == 1 else 2 * error, self.is_measured)
+
+    def _find_attention(self, table: dict[str, Any], call: Attention) -> tuple[list[float], float] | None:
+        """Constants of a call's direction, mask and head dim; those of the nearest head dim, scaled, else."""
+        mean = (call.qk + call.v) / 2
+        for mask in (call.mask, "full"):
+            dims = {
+                int(name.rpartition("/")[2]): value
+                for name, value in table.items()
+                if name.startswith(f"{call.direction}/{mask}/")
+            }
+            if dims:
+                nearest = min(dims, key=lambda dim: abs(math.log(dim / mean)))
+                return dims[nearest], mean / nearest
+        return None
+
+    def _time_eager(self, call: Attention) -> float:
+        """Scores, then values, as batched products; the gradients of both."""
+        many = call.batch * call.heads
+        once = time_matrix(self.shape, call.length, call.keys, call.qk, many)
+        once += time_matrix(self.shape, call.length, call.v, call.keys, many)
+        return once * (2 if call.direction == "backward" else 1)
+
+    def time_moved(self, moved: Moved) -> Timed:
+        error = _ERRORS["moved"] if self.is_measured else _UNMEASURED
+        size = moved.reads + moved.writes
+        name = moved.kind
+        curves = self.constants["moved"]
+        if moved.direction == "backward" and f"{name}_backward" in curves:
+            name += "_backward"
+        if moved.direction == "optimizer":
+            start, per_tensor, per_byte = self.constants["optimizer"].get(name) or self.constants["optimizer"]["adamw"]
+            return Timed(start + moved.tensors * per_tensor + size * per_byte / self.memory, error, self.is_measured)
+        linear = self.constants["linear"].get(name)
+        if linear is not None:
+            start, per_byte = linear
+            return Timed(start + size * per_byte / self.memory, error, self.is_measured)
+        curve = curves.get(name)
+        if curve is None:
+            curve, error = curves["pointwise_strided"], 2 * error
+        return Timed(read_curve(curve, size / self.memory), error, self.is_measured)

@@ -1,0 +1,494 @@
+"""Tensors of a step of HF's eager model: what autograd saves, what a layer holds at once, what a cache keeps; in bytes.
+
+Saved tensors are those recorded of the model's type; what a GPU keeps and a recording on a CPU cannot show is added
+here: masks that SDPA makes, copies that cuDNN's layout asks for, a byte per dropped number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+from flopcalc.count import Block
+from flopcalc.errors import RecipeError, format_nearest, format_value
+from flopcalc.estimate import KERNELS, Estimator
+from flopcalc.operators import Operator, Operators, Saved, load_file
+from flopcalc.ops import Chain, Op, Stage
+from flopcalc.recipe import iterate
+from flopcalc.workload import Workload, evaluate_feature
+
+__all__ = ["FLOAT", "Part", "Step"]
+
+FLOAT = 4  # bytes of what is always computed in float32: losses, norms, softmax
+_INDEX = 8  # bytes of a token's id, and of its label
+
+
+class Part(NamedTuple):
+    """One stage in the backward pass: bytes of all its layers together, and of the widest moment of one."""
+
+    layers: int
+    kept: int  # saved until its layer's backward
+    gradients: int
+    extra: int  # the most that one layer's backward has beside its share of kept; 0: no gradient passes
+    table: int  # of a weight that another stage shares: bytes of its gradient
+    name: str  # of that weight
+
+
+class _Placed(NamedTuple):
+    """An op of a layer with what its backward frees and makes."""
+
+    op: Op
+    rows: int
+    saved: int
+    gradient: int
+
+
+class Step:
+    """One model under one workload: the sizes that the moments are added up from."""
+
+    def __init__(self, estimator: Estimator, load: Workload, dtype_bytes: int, attention: str) -> None:
+        if attention not in ("sdpa", *KERNELS):
+            near = format_nearest(str(attention), ("sdpa", *KERNELS))
+            raise RecipeError(f"attention {format_value(attention)} unknown.{near} Known: sdpa, {', '.join(KERNELS)}")
+        self.estimator = estimator
+        self.load = load
+        # In decoding the last call is the largest, and one call is there at a time.
+        self.call = _find_last_call(load) if load.phase == "decode" else load
+        self.bytes = dtype_bytes
+        self.attention = "eager" if attention == "eager" or not _has_sdpa(estimator) else "sdpa"
+        self.has_cudnn = attention in ("sdpa", "auto", "cudnn")
+        self.joined: set[str] = set()  # stages whose attention reads queries that a concatenation made
+        self.values: dict[Any, int] = {}
+        # PEFT keeps adapters in float32 beside a half-precision model.
+        has_adapters = estimator.recipe.lora is not None or bool(estimator.recipe.adapters)
+        self.trained_bytes = FLOAT if has_adapters else dtype_bytes
+        self.copied_cache = 0
+        self.notes: list[str] = ["HF's model in eager mode; the allocator's rounding is left out"]
+        if has_adapters and dtype_bytes != FLOAT:
+            self.notes.append("LoRA's adapters in float32, as PEFT keeps them beside a half-precision model")
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+    def rows(self, op: Op) -> int:
+        """Rows that pass an op in one call."""
+        value = self.values.get(op.feature)
+        if value is None:
+            value = self.values[op.feature] = evaluate_feature(op.feature, self.call, "full")
+        return value * op.times
+
+    def count_weights(self) -> int:
+        parameters = self.estimator.parameters()
+        adapters = parameters["trainable"] if self.trained_bytes != self.bytes else 0
+        return (parameters["total"] - adapters) * self.bytes + adapters * self.trained_bytes
+
+    def count_logits(self) -> int:
+        """Numbers that the head makes."""
+        heads = (op for stage in self.estimator.stages for chain in stage.layers for op in iterate(chain))
+        return sum(self.rows(op) * op.n_out for op in heads if op.part == "lm_head" and op.kind == "linear")
+
+    def count_inputs(self, with_labels: bool) -> int:
+        """Token ids, labels, and pixels or frames: what the first convolution of a tower reads."""
+        tokens = self.call.rows * self.call.seq
+        if self.call.decoder is not None:
+            tokens += self.call.decoder.rows * self.call.decoder.seq
+        total = tokens * _INDEX * (2 if with_labels else 1)
+        seen = set()
+        for stage in self.estimator.stages:
+            first = next((op for chain in stage.layers[:1] for op in iterate(chain) if op.kind != "embed"), None)
+            if first is not None and stage.group in ("vision", "audio") and stage.stream not in seen:
+                seen.add(stage.stream)
+                total += self.rows(first) * first.n_in * self.bytes
+        return total
+
+    def find_largest_layer(self) -> int:
+        """Parameters of the largest layer, or of the largest stage that is none."""
+        sizes: dict[str, int] = {}
+        for block, row, _ in self.estimator.rows(self.load, "full"):
+            sizes[block.path] = sizes.get(block.path, 0) + row.parameters * block.copies
+        layers = {stage.path: max(1, len(stage.layers)) for stage in self.estimator.stages}
+        return max((size // layers.get(path, 1) for path, size in sizes.items()), default=0)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+    def list_parts(self, found: Operators, gradient_bytes: int) -> tuple[list[Part], int]:
+        """The stages in order of execution, and bytes that are saved outside of all of them."""
+        saved = found.saved if found.is_recorded else self.list_usual()
+        if self.has_cudnn:
+            self.joined = {stage.path for stage in self.estimator.stages if _joins_queries(found.rows, stage)}
+        # HF embeds the text before it looks at images: autograd comes to the embedding last of all.
+        stages = sorted(
+            self.estimator.stages, key=lambda stage: not any(op.input_embedding for op in _first_ops(stage))
+        )
+        places = [f"{stage.path}.*" if stage.repeated else stage.path for stage in stages]
+        inside: list[list[Saved]] = [[] for _ in stages]
+        outside = 0
+        for entry in saved:
+            fitting = [
+                i for i, place in enumerate(places) if entry.module == place or entry.module.startswith(f"{place}.")
+            ]
+            if fitting:
+                inside[max(fitting, key=lambda i: len(places[i]))].append(entry)
+            else:
+                outside += entry.bytes * entry.count
+        trained, owing, weighty = self.read_blocks()
+        shared = {path: name for path, name in self._find_shared().items() if path in weighty}
+        parts = []
+        for stage, entries in zip(stages, inside, strict=True):
+            gradients = trained.get(stage.path, 0) * gradient_bytes
+            parts.append(self._make_part(stage, entries, stage.path in owing, gradients, shared.get(stage.path, "")))
+        return parts, outside
+
+    def read_blocks(self) -> tuple[dict[str, int], set[str], set[str]]:
+        """Parameters that get a gradient per stage, the stages that one passes, and those with weights that train.
+
+        What does not run gets none, nor what runs and is never used: a tower without images, its last layers.
+        """
+        trained: dict[str, int] = {}
+        owing, weighty = set(), set()
+        for block in dict.fromkeys(block for block, _, _ in self.estimator.rows(self.load, "full")):
+            products = [row for row in block.rows if row.op.kind in ("linear", "conv")]
+            if not any(row.backward for row in products) if products else not any(map(self._runs, _list_ops(block))):
+                continue
+            trained[block.path] = trained.get(block.path, 0) + block.copies * sum(row.trainable for row in block.rows)
+            if any(row.backward or row.trainable for row in block.rows):
+                owing.add(block.path)
+            if any(row.owes_weight for row in block.rows):
+                weighty.add(block.path)
+        return trained, owing, weighty
+
+    def _find_shared(self) -> dict[str, str]:
+        """Stage path -> name of the weight that it shares with another stage."""
+        names = {op.tied: stage.path for stage in self.estimator.stages for op in _first_ops(stage) if op.tied}
+        return {
+            **{path: name for name, path in names.items()},
+            **{stage.path: name for stage in self.estimator.stages for name in names if name == f"{stage.path}.weight"},
+        }
+
+    def _make_part(self, stage: Stage, saved: list[Saved], owes: bool, gradients: int, shared: str) -> Part:
+        layers = len(stage.layers)
+        prefix = f"{stage.path}.*." if stage.repeated else f"{stage.path}."
+        saved = self._cut_dropout(stage, saved, prefix) + (self._list_masks(stage, prefix) if owes else [])
+        if owes and self.attention == "sdpa" and stage.path in self.joined:
+            saved += self._list_outputs(stage, prefix)
+        kept = sum(entry.bytes * entry.count for entry in saved if not entry.is_again)
+        chains = Counter(stage.layers) if owes and stage.layers else Counter()
+        ops_of = {chain: [op for op in iterate(chain) if self._runs(op)] for chain in chains}
+        # Layers may differ: what a module saved belongs to those that have it.
+        held = {chain: [0] * len(ops) for chain, ops in ops_of.items()}
+        for entry in saved:
+            name = entry.module[len(prefix) :]
+            having = [chain for chain, ops in ops_of.items() if _has_module(ops, name)] or list(ops_of)
+            many = sum(chains[chain] for chain in having)
+            for chain in having:
+                if ops_of[chain]:
+                    place = self._find_op(ops_of[chain], name, entry.bytes)
+                    held[chain][place] += entry.bytes * entry.count // many
+        whole = max(1, sum(many * sum(map(_count_parameters, ops_of[chain])) for chain, many in chains.items()))
+        extra = table = 0
+        for chain, ops in ops_of.items():
+            placed = [
+                _Placed(op, self.rows(op), bytes_, gradients * _count_parameters(op) // whole)
+                for op, bytes_ in zip(ops, held[chain], strict=True)
+            ]
+            if placed:
+                extra = max(extra, 1, self._walk_back(placed) - kept // layers)
+            if shared:
+                table = sum(op.n_in * (op.n_out or op.size) for op in ops if op.kind in ("linear", "embed"))
+        return Part(max(1, layers), kept, gradients, extra, table * self.bytes, shared)
+
+    def list_usual(self) -> tuple[Saved, ...]:
+        """What autograd saves in a model that was not recorded, if it is written as most are."""
+        self.notes.append("what autograd saves was not recorded for this model: it is taken to be written as most are")
+        found = [Saved("", "", self.count_logits() * FLOAT, 1)]
+        _, owing, _ = self.read_blocks()
+        for stage in self.estimator.stages:
+            is_again = stage.checkpoint and self.estimator.recipe.recompute != "none"
+            for chain, many in Counter(stage.layers).items() if stage.path in owing else ():
+                entries: list[tuple[Op, int]] = []
+                self._save(chain, False, entries)
+                prefix = f"{stage.path}.*." if stage.repeated else f"{stage.path}."
+                found += [Saved(prefix + op.name, stage.group, size, many, is_again) for op, size in entries]
+                if is_again:
+                    placed = [_Placed(op, self.rows(op), 0, 0) for op in iterate(chain)]
+                    found.append(Saved(prefix[:-1], stage.group, self._find_stream(placed), many))
+        return tuple(found)
+
+    def _save(self, chain: Chain, is_saved: bool, entries: list[tuple[Op, int]]) -> bool:
+        """Add what the ops of a chain save; in and out: whether the tensor that enters, or leaves, is saved already."""
+        linears: list[Op] = []  # those that made the current tensors
+        for i, item in enumerate(chain):
+            if not isinstance(item, Op):
+                for branch in item:
+                    self._save(branch, is_saved, entries)
+                    is_saved = True  # the first one saved what they share
+                linears = [op for branch in item for op in iterate(branch) if op.kind == "linear"]
+                is_saved = False
+                continue
+            rows, size = self.rows(item), 0
+            if item.kind in ("linear", "conv"):
+                size = 0 if is_saved else self.bytes * rows * item.n_in
+                linears = [item]
+            elif item.kind == "norm":
+                # Without a bias it is RMSNorm as HF writes it: the input in float32, and the normed tensor.
+                width = linears[-1].n_out if linears else item.size
+                size = rows * width * self.bytes + (rows * 8 if item.bias else rows * width * FLOAT)
+                size = rows * 8 if item.bias and is_saved else size
+            elif item.kind == "pointwise" and linears:
+                made = sum(op.n_out for op in linears)
+                after = next((op for op in iterate(chain[i:]) if op.kind == "linear"), None)
+                # Gated: the function's own result is saved beside what it and the gate read.
+                gated = after.n_in if after is not None and made == 2 * after.n_in else 0
+                size = self.bytes * self.rows(linears[-1]) * (made + gated)
+            elif item.kind == "attend" and linears:
+                tokens = self.rows(linears[-1])
+                width = item.heads * (item.qk + item.v) + _find_cached(linears, item)
+                size = tokens * (self.bytes * width + FLOAT * item.heads)
+                if self.attention == "eager":
+                    size += (FLOAT + self.bytes) * item.heads * rows
+            entries.append((item, size))
+            is_saved = item.kind == "attend"
+        return is_saved
+
+    def _runs(self, op: Op) -> bool:
+        return op.kind in ("pointwise", "dropout") or self.rows(op) > 0
+
+    def _find_op(self, ops: list[Op], name: str, size: int) -> int:
+        """Which op of a layer a module's saved tensor belongs to: its own, else the one in it that is no product."""
+        named = [i for i, op in enumerate(ops) if op.name == name]
+        if named:  # several products of one module, as of experts: the one that reads as much
+            return next((i for i in named if self.bytes * self.rows(ops[i]) * ops[i].n_in == size), named[0])
+        inside = [i for i, op in enumerate(ops) if name and op.name.startswith(f"{name}.")]
+        plain = [i for i in inside if ops[i].kind in ("pointwise", "attend", "product")]
+        return (plain or inside or [0])[-1]
+
+    def _list_masks(self, stage: Stage, prefix: str) -> list[Saved]:
+        """Masks that SDPA keeps: HF gives it booleans, of which every call makes its own in the model's dtype."""
+        side = self.load.decoder if self.load.decoder is not None and stage.stream == "language" else self.load
+        if self.attention == "eager":
+            return []
+        is_again = stage.checkpoint and self.estimator.recipe.recompute != "none"
+        size = side.rows * side.seq * side.seq * self.bytes
+        found = []
+        for chain, many in Counter(stage.layers).items():
+            ops = [op for op in iterate(chain) if op.kind == "attend"]
+            pairs = [op for op in ops if "pairs" in op.feature[:2]]
+            sees_images = any(op.feature[0] == "either" for op in ops) and bool(self.load.all_grids)
+            if any(sees_images or side.layout != "unpadded" or 0 < _find_reach(op) <= side.seq for op in pairs):
+                found.append(Saved(prefix + pairs[0].name, stage.group, size, many, is_again))
+        return found
+
+    def _cut_dropout(self, stage: Stage, saved: list[Saved], prefix: str) -> list[Saved]:
+        """A dropout recorded on a CPU kept noise in the model's dtype; a GPU keeps one byte, and none where p is 0."""
+        drops = {
+            op.name: op.saves for chain in dict.fromkeys(stage.layers) for op in iterate(chain) if op.kind == "dropout"
+        }
+        return [
+            entry._replace(bytes=entry.bytes // self.bytes) if drops.get(entry.module[len(prefix) :]) else entry
+            for entry in saved
+            if drops.get(entry.module[len(prefix) :], True)
+        ]
+
+    def _list_outputs(self, stage: Stage, prefix: str) -> list[Saved]:
+        """Where queries are joined of two parts, cuDNN lays its output out like them: the next product reads a copy."""
+        is_again = stage.checkpoint and self.estimator.recipe.recompute != "none"
+        found = []
+        for chain, many in Counter(stage.layers).items():
+            ops = list(iterate(chain))
+            for i, op in enumerate(ops):
+                before = [other for other in ops[:i] if other.kind == "linear"]
+                if op.kind == "attend" and before and "pairs" in op.feature[:2]:
+                    size = self.bytes * self.rows(before[-1]) * op.heads * op.v
+                    found.append(Saved(prefix + op.name, stage.group, size, many, is_again))
+        return found
+
+    def _walk_back(self, placed: list[_Placed]) -> int:
+        """The most bytes at once in one layer's backward: what it saved and has not freed, and gradients."""
+        alive = sum(entry.saved for entry in placed)
+        made = most = 0
+        stream = self._find_stream(placed)
+        for i in reversed(range(len(placed))):
+            made += placed[i].gradient
+            most = max(most, alive + made + stream + self._count_gradients(placed, i))
+            alive -= placed[i].saved
+        return most
+
+    def _find_stream(self, placed: list[_Placed]) -> int:
+        """Bytes of the tensor that passes from layer to layer."""
+        first = next((entry for entry in placed if entry.op.kind in ("norm", "linear", "conv")), None)
+        return self.bytes * first.rows * (first.op.size or first.op.n_in) if first is not None else 0
+
+    def _count_gradients(self, placed: list[_Placed], i: int) -> int:
+        """Bytes of gradients of activations that one op's backward reads and writes."""
+        op, rows = placed[i].op, placed[i].rows
+        if op.kind in ("linear", "conv"):
+            return self.bytes * rows * (op.n_in + op.n_out)
+        if op.kind == "embed":
+            return self.bytes * rows * op.size
+        if op.kind == "norm":
+            # In float32 where its input was saved so: three tensors at once, else two.
+            is_float = placed[i].saved >= (self.bytes + FLOAT) * rows * op.size
+            return rows * op.size * (3 * FLOAT if is_float else 2 * self.bytes)
+        if op.kind == "attend":
+            return self._count_attention(placed, i)
+        if op.kind == "pointwise":
+            wide, rows, branches = _find_width(placed, i)
+            return self.bytes * rows * wide * (1 + branches)
+        return 0
+
+    def _count_attention(self, placed: list[_Placed], i: int) -> int:
+        op = placed[i].op
+        before = [entry for entry in placed[:i] if entry.op.kind == "linear"]
+        rows = before[-1].rows if before else 0
+        if self.attention == "eager":
+            # The softmax's result, its gradient and the scores' gradient, all in float32; the first is saved.
+            return 2 * FLOAT * op.heads * placed[i].rows
+        # Gradients of output and queries, of keys and values for every head; the queries' are added up in float32.
+        return rows * op.heads * (self.bytes * (2 * op.v + 2 * op.qk) + FLOAT * op.qk)
+
+    # --- without training ---------------------------------------------------------------------------------------------
+    def find_widest(self, found: Operators) -> tuple[int, int]:
+        """Bytes at the widest moment of a layer, and of what the head reads."""
+        layer = head = 0
+        for stage in self.estimator.stages:
+            written_out = _find_written_out(found.rows, stage)
+            for chain in dict.fromkeys(stage.layers):
+                placed = [_Placed(op, self.rows(op), 0, 0) for op in iterate(chain) if self._runs(op)]
+                if any(entry.op.part == "lm_head" for entry in placed):
+                    head = max(head, self._find_stream(placed))
+                elif placed:
+                    layer = max(layer, self._walk_on(placed, written_out))
+        return layer, head
+
+    def _walk_on(self, placed: list[_Placed], written_out: set[str]) -> int:
+        """The most bytes at once in one layer's forward pass without autograd.
+
+        HF's frames hold the embeddings, the layer's input and the residual all the while.
+        """
+        stream = self._find_stream(placed)
+        return 3 * stream + max(self._count_working(placed, i, stream, written_out) for i in range(len(placed)))
+
+    def _count_working(self, placed: list[_Placed], i: int, stream: int, written_out: set[str]) -> int:
+        """Bytes beside the residual stream while one op runs; the normed stream stays until its block is done."""
+        op, rows = placed[i].op, placed[i].rows
+        if op.kind == "norm":
+            return 2 * FLOAT * rows * op.size
+        if op.kind in ("linear", "conv"):
+            return self.bytes * rows * (op.n_in + op.n_out)
+        if op.kind == "attend":
+            width = sum(self.bytes * entry.rows * entry.op.n_out for entry in placed[:i] if entry.op.kind == "linear")
+            if self.attention == "eager":
+                return stream + width + (2 * FLOAT + self.bytes) * op.heads * placed[i].rows
+            before = next((entry for entry in reversed(placed[:i]) if entry.op.kind == "linear"), None)
+            queries = self.bytes * before.rows * op.heads * op.qk if before is not None else 0
+            return stream + width + 3 * queries  # the rotation's products
+        if op.kind == "pointwise":
+            wide, rows, branches = _find_width(placed, i)
+            return stream + self.bytes * rows * wide * max(1 + branches, 4 if op.name in written_out else 0)
+        return 0
+
+    def count_cache(self) -> int:
+        """Bytes of keys and values of all layers once the call is done, as HF's cache holds them."""
+        side = self.load.decoder or self.load
+        total = self.copied_cache = 0
+        for stage in self.estimator.stages:
+            for chain, layers in Counter(stage.layers).items() if stage.stream == "language" else ():
+                ops = list(iterate(chain))
+                for i, op in enumerate(ops):
+                    held = self._count_held(op) if op.kind == "attend" else 0
+                    each = side.rows * held * _find_cached(ops[:i], op) * self.bytes if held else 0
+                    # Adding a token copies: keys, then values; with a window both before either is freed.
+                    self.copied_cache = max(self.copied_cache, each if _find_reach(op) else each // 2)
+                    total += layers * each
+        if not total:
+            self.notes.append("no layer caches keys and values; recurrent states are left out")
+        return total
+
+    def _count_held(self, op: Op) -> int:
+        """Positions of a row whose keys an attention op caches: the own, or those of an encoder's text."""
+        if op.feature[:2] == ("sum", "decoder"):
+            return self.load.seq
+        is_own = "pairs" in op.feature[:2] or (op.feature[0] == "either" and op.feature[1][:2] == ("sum", "sequence"))
+        side = self.load.decoder or self.load
+        window = _find_reach(op)
+        # What prefill cuts off for a window still lies in memory: the rest is a view of the whole.
+        limit = window if window and self.load.phase == "decode" else side.context + side.seq
+        return min(limit, side.context + side.seq) if is_own else 0
+
+
+def _list_ops(block: Block) -> list[Op]:
+    return [row.op for row in block.rows]
+
+
+def _has_sdpa(estimator: Estimator) -> bool:
+    """Whether HF's model takes SDPA: those recorded with eager attention alone do not."""
+    recorded = load_file(str(estimator.source.config["model_type"]))
+    return recorded is None or any(key.split()[0] == "sdpa" for key in recorded["saved"])
+
+
+def _find_last_call(load: Workload) -> Workload:
+    """Of decoding token by token, the last call."""
+    if load.decoder is not None:
+        return load.replace(decoder=_find_last_call(load.decoder))
+    return load.replace(seq=1, context=load.context + load.seq - 1)
+
+
+def _find_written_out(rows: tuple[Operator, ...], stage: Stage) -> set[str]:
+    """Names of a stage's activation functions that HF writes out in several operators, such as gelu_new."""
+    prefix = f"{stage.path}.*." if stage.repeated else f"{stage.path}."
+    calls: Counter[str] = Counter()
+    for row in rows:
+        if row.direction == "forward" and row.kind == "pointwise" and row.module.startswith(prefix):
+            calls[row.module[len(prefix) :]] += row.count
+    return {name for name, count in calls.items() if count >= 4 * len(stage.layers)}
+
+
+def _joins_queries(rows: tuple[Operator, ...], stage: Stage) -> bool:
+    """Whether a stage's queries and keys are joined after their rotation, which itself has two concatenations."""
+    names = {f"{stage.path}.*.{op.name}" for op in _first_ops(stage) if op.kind == "attend"}
+    found = [row for row in rows if row.module in names and row.direction == "forward" and not row.is_again]
+    return sum(row.count for row in found if row.kind.startswith("cat")) >= 4 * len(stage.layers) > 0
+
+
+def _first_ops(stage: Stage) -> list[Op]:
+    return list(iterate(stage.layers[0])) if stage.layers else []
+
+
+def _count_parameters(op: Op) -> int:
+    if op.tied:
+        return 0
+    return op.n_in * (op.n_out or op.size) * op.copies or op.size * op.copies
+
+
+def _find_reach(op: Op) -> int:
+    """How many keys back a query sees; 0: all of them."""
+    return int(op.feature[op.feature.index("pairs") + 2]) if "pairs" in op.feature[:2] else 0
+
+
+def _has_module(ops: list[Op], name: str) -> bool:
+    return any(op.name == name or op.name.startswith(f"{name}.") for op in ops) if name else True
+
+
+def _find_width(placed: list[_Placed], i: int) -> tuple[int, int, int]:
+    """Of an activation function: its width, its rows, and how many tensors it joins."""
+    after = next((entry for entry in placed[i:] if entry.op.kind == "linear"), None)
+    if after is None:
+        return 0, 0, 0
+    wide = after.op.n_in
+    before = [entry.op for entry in placed[:i] if entry.op.kind == "linear"]
+    branches = sum(op.n_out == wide for op in before[-2:])
+    if before and before[-1].n_out == 2 * wide:  # gate and values in one product
+        branches = 3
+    return wide, after.rows, max(1, branches)
+
+
+_FUSED = ("qkv_proj", "query_key_value", "qkv", "Wqkv", "c_attn", "att_proj")
+
+
+def _find_cached(before: list[Op], op: Op) -> int:
+    """Numbers of keys and values that one token adds to the cache of an attention op; latent ones are kept unfolded."""
+    linears = [other for other in before if other.kind == "linear"]
+    found = [other.n_out for other in linears if other.name.rpartition(".")[2] in ("k_proj", "v_proj", "key", "value")]
+    if len(found) == 2:
+        return sum(found)
+    fused = [other.n_out for other in linears if other.name.rpartition(".")[2] in _FUSED]
+    if fused:
+        return max(0, fused[-1] - op.heads * op.qk)
+    return op.heads * (op.qk + op.v)

@@ -1,0 +1,251 @@
+"""What one step asks of a device: products, attention calls, moved bytes; and what the host dispatches for them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flopcalc.count import Block, Row, product_flops
+from flopcalc.estimate import Estimator
+from flopcalc.operators import list_operators
+from flopcalc.ops import Op
+from flopcalc.recipe import iterate
+from flopcalc.workload import Workload, attention_calls
+
+# Kinds of operators that cost the host alone: no kernel, or one that is timed as a product or an attention call.
+HOST_ONLY = ("view", "make", "product", "attention", "module", "node", "read", "wrapper")
+
+
+class Product(NamedTuple):
+    """A matrix product of a linear layer with n outputs and k inputs over m rows, in one of its three directions."""
+
+    module: str  # its path, layers folded: model.layers.*.mlp.up_proj
+    group: str  # vision, projector, language, …: as in an Estimate
+    part: str  # mlp, attention_projections, lm_head, …
+    direction: str  # forward, dgrad, wgrad; m, n, k are the layer's in all three, as in table gemm
+    m: int
+    n: int
+    k: int
+    calls: float = 1  # in one step
+    copies: int = 1  # experts: one grouped call over m rows in all, with this many weights
+    is_again: bool = False  # recomputed
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.calls
+
+
+class Attention(NamedTuple):
+    """One call of an attention kernel."""
+
+    module: str
+    group: str
+    direction: str  # forward, backward
+    mask: str  # causal, full, window, decode
+    batch: int  # sequences in one call
+    heads: int
+    kv_heads: int
+    qk: int
+    v: int
+    length: int  # queries
+    keys: int
+    window: int = 0
+    calls: float = 1
+    is_again: bool = False
+    kernel: str = ""  # eager: plain products; without: the fused kernel that the device picks
+
+
+class Moved(NamedTuple):
+    """Calls of an operator that is bound by the bytes it moves."""
+
+    module: str
+    group: str
+    direction: str  # forward, backward, optimizer
+    kind: str  # class of operator: pointwise, reduce, norm, softmax, copy, gather, …
+    reads: float  # bytes of one call
+    writes: float
+    calls: float = 1
+    is_again: bool = False
+    tensors: int = 0  # an optimizer: how many it goes over
+
+
+class Work(NamedTuple):
+    """A step's work, and the operators that the host dispatches: class -> how many."""
+
+    products: tuple[Product, ...]
+    attention: tuple[Attention, ...]
+    moved: tuple[Moved, ...]
+    dispatched: dict[str, float]
+    notes: tuple[str, ...] = ()
+    is_recorded: bool = True  # the family's operators are known
+
+
+# --- From the core's op list ------------------------------------------------------------------------------------------
+OPTIMIZERS = ("adamw", "adamw-foreach", "none")
+
+
+def make_work(
+    estimator: Estimator,
+    load: Workload,
+    *,
+    optimizer: str = "adamw",
+    is_eager: bool = False,
+    dtype_bytes: int = 2,
+) -> Work:
+    """The work of one step of HF's own code, per micro-batch `load`; eager: attention as plain products and a softmax.
+
+    Products and attention come from the op list, everything else from the operators recorded of the model's family.
+    """
+    maker = _Maker(load, "eager" if is_eager else "")
+    rows = estimator.rows(load, "hardware")
+    keys = _find_key_heads(estimator)
+    for block, row, value in rows:
+        if row.op.feature[0] == "padding" or not value:
+            continue
+        if row.op.kind in ("linear", "conv"):
+            maker.add_linear(block, row, value)
+        elif row.op.kind == "attend":
+            maker.add_attention(block, row, keys)
+        elif row.op.kind == "product" and row.forward:
+            maker.add_flops(block, row, value)
+    found = list_operators(estimator, load, "eager" if is_eager else "sdpa", dtype_bytes)
+    dispatched: dict[str, float] = {}
+    moved = []
+    for each in found.rows:
+        name = f"{'again' if each.is_again else each.direction} {each.kind}"
+        dispatched[name] = dispatched.get(name, 0) + each.count
+        if each.kind not in HOST_ONLY:
+            kind = each.kind
+            if kind == "cast":
+                kind = "cast_up" if each.writes > each.reads else "cast_down"
+            moved.append(
+                Moved(each.module, each.group, each.direction, kind, each.reads, each.writes, each.count, each.is_again)
+            )
+    notes = list(found.notes)
+    # Weights of a tower that has nothing to see get no gradient, and an optimizer passes over them.
+    silent = (() if load.all_grids else ("vision", "projector")) + (() if load.clips else ("audio",))
+    stepped = [(block, row) for block, row, _ in rows if row.trainable and block.group not in silent]
+    tensors = count_tensors(stepped) if load.phase == "train" else 0
+    if tensors and optimizer != "none":
+        size = sum(row.trainable * block.copies for block, row in stepped) * dtype_bytes
+        states = 2  # AdamW reads weight, gradient and two states, and writes all but the gradient
+        moved.append(
+            Moved("optimizer", "optimizer", "optimizer", optimizer, (2 + states) * size, (1 + states) * size,
+                  tensors=tensors)
+        )  # fmt: skip
+        dispatched[f"optimizer {optimizer}"] = tensors
+    return Work(
+        tuple(maker.products), tuple(maker.attention), tuple(moved), dispatched, tuple(notes), found.is_recorded
+    )
+
+
+def _find_key_heads(estimator: Estimator) -> dict[str, int]:
+    """Stage path -> heads of keys, where a product named after keys tells."""
+    found: dict[str, int] = {}
+    for stage in estimator.stages:
+        for chain in dict.fromkeys(stage.layers):
+            ops = list(iterate(chain))
+            width = next((op.qk for op in ops if op.kind == "attend"), 0)
+            made = next((op.n_out for op in ops if op.kind == "linear" and op.name.endswith("k_proj")), 0)
+            if width and made and not made % width:
+                found[stage.path] = made // width
+    return found
+
+
+class _Maker:
+    """Turns rows of the core into calls."""
+
+    def __init__(self, load: Workload, kernel: str) -> None:
+        self.load, self.kernel = load, kernel
+        self.is_train = load.phase == "train"
+        self.steps = load.seq if load.phase == "decode" else 1  # calls of the model, one token each
+        self.products: list[Product] = []
+        self.attention: list[Attention] = []
+
+    def add_linear(self, block: Block, row: Row, value: int) -> None:
+        op = row.op
+        base = product_flops(op)
+        m = value * op.times // self.steps
+        self._add(block, op, m, op.n_out, op.n_in, op.copies, self._owed(row, base), row)
+        rank = (
+            (row.forward - base) // (2 * (op.n_in + op.n_out) * op.times) if row.forward > base and not op.flops else 0
+        )
+        if rank:
+            owed = ("dgrad", "wgrad") if self.is_train and row.backward else ()
+            for n, k in ((rank, op.n_in), (op.n_out, rank)):
+                self._add(block, op, m, n, k, 1, owed, row)
+
+    def _owed(self, row: Row, flops: int) -> tuple[str, ...]:
+        if not self.is_train or not row.backward:
+            return ()
+        if row.owes_weight:
+            return ("dgrad", "wgrad") if row.backward >= 2 * flops else ("wgrad",)
+        return ("dgrad",) if row.backward >= flops else ()
+
+    def _add(
+        self, block: Block, op: Op, m: int, n: int, k: int, copies: int, owed: tuple[str, ...], row: Row
+    ) -> None:  # fmt: skip
+        calls = block.copies * self.steps
+        module = name_module(block, op)
+        if row.forward:
+            self.products.append(Product(module, block.group, op.part, "forward", m, n, k, calls, copies))
+        for direction in owed:
+            self.products.append(Product(module, block.group, op.part, direction, m, n, k, calls, copies))
+        if self.is_train and row.recompute:
+            self.products.append(Product(module, block.group, op.part, "forward", m, n, k, calls, copies, True))
+
+    def add_flops(self, block: Block, row: Row, value: int) -> None:
+        """Products of activations (scans, fixed mixes): as one square product of as many FLOPs."""
+        calls = block.copies * self.steps
+        for direction, flops in (("forward", row.forward), ("dgrad", row.backward if self.is_train else 0)):
+            if flops:
+                side = max(1, round((flops * value / self.steps / 2) ** (1 / 3)))
+                self.products.append(
+                    Product(name_module(block, row.op), block.group, row.op.part, direction, side, side, side, calls)
+                )
+
+    def add_attention(self, block: Block, row: Row, keys: dict[str, int]) -> None:
+        op, load = row.op, self.load
+        if not row.forward and not row.backward:
+            return
+        ways = [("forward", False)] if row.forward else []
+        if self.is_train:
+            ways += [("backward", False)] if row.backward else []
+            ways += [("forward", True)] if row.recompute else []
+        feature = op.feature if op.feature[0] != "minus" else op.feature[1]
+        module, kv = name_module(block, op), keys.get(block.path, op.heads)
+        window = int(feature[2]) if feature[0] == "pairs" and len(feature) > 2 else 0
+        if load.phase == "decode" and feature[0] == "pairs":
+            past = load.context + (load.seq + 1) // 2
+            shapes = [("decode", load.rows, 1, min(past, window) if window else past, self.steps)]
+        else:
+            shapes = []
+            for (mask, length), many in attention_calls(feature, load, op.times).items():
+                # HF's grid towers call attention once per image or window; all others once per batch.
+                one_by_one = feature[0] in ("frames", "windows")
+                if 0 < window <= length:  # HF hands a mask over, and the kernel goes through all pairs
+                    mask = "window"
+                shapes.append((mask, 1 if one_by_one else many, length, length, many if one_by_one else 1))
+        for mask, batch, length, known, calls in shapes:
+            for direction, is_again in ways:
+                self.attention.append(
+                    Attention(module, block.group, direction, mask, batch, op.heads, kv, op.qk, op.v, length, known,
+                              window, calls * block.copies,
+                        is_again,
+                        self.kernel,
+                    )
+                )  # fmt: skip
+
+
+def count_tensors(rows: list[tuple[Block, Row]]) -> int:
+    """How many tensors an optimizer's step goes over."""
+    return sum(
+        block.copies * (1 + (row.op.bias and row.op.kind != "param"))
+        for block, row in rows
+        if row.op.feature[0] != "padding"
+    )
+
+
+def name_module(block: Block, op: Op) -> str:
+    """A module's path with its layer's number folded to *."""
+    path = f"{block.path}.*" if block.layers is not None else block.path
+    return f"{path}.{op.name}".rstrip(".")

@@ -1,0 +1,247 @@
+"""The reader of recorded operators: bytes and calls of real configs, by hand; what trains, what is missing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopcalc import operators
+from flopcalc.errors import FlopcalcError, SpecError
+from flopcalc.estimate import bind
+from flopcalc.operators import KINDS, MissingSizeError, Operators, Scope, classify, list_operators
+from flopcalc.workload import make_workload
+
+T, D, FF, V, LAYERS = 2 * 100, 4096, 14336, 128256, 32  # Llama 3.1 8B, two rows of a hundred tokens
+X, F = T * D * 2, T * D * 4  # bytes of a hidden state in bf16 and in float32
+
+
+def read(recipe: dict[str, Any] | None = None, **workload: Any) -> Operators:
+    estimator = bind("llama-3.1-8b", recipe=recipe)
+    return list_operators(estimator, make_workload(2, workload.pop("seq", 100), **workload))
+
+
+def pick(found: Operators, module: str, direction: str) -> list[tuple[str, int, int, int]]:
+    return sorted(
+        (row.kind, row.reads, row.writes, row.count)
+        for row in found.rows
+        if (row.module, row.direction, row.is_again) == (module, direction, False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::mul", "pointwise"),
+        ("aten::mul_", "pointwise"),
+        ("aten.mul.Tensor", "pointwise"),
+        ("add", "pointwise"),
+        ("aten::copy_", "copy"),
+        ("aten::zero_", "fill"),
+        ("aten::_to_copy", "cast"),
+        ("aten::mm", "product"),
+        ("transformers::grouped_mm_fallback", "product"),
+        ("aten::_scaled_dot_product_cudnn_attention", "attention"),
+        ("aten::index_put_", "scatter"),
+        ("aten::item", "wrapper"),
+        ("aten::_local_scalar_dense", "read"),
+        ("aten::__and__", "pointwise"),
+        ("aten::no_such_operator", "other"),
+        ("cudaLaunchKernel", "other"),
+    ],
+)
+def test_classify(name: str, kind: str) -> None:
+    assert classify(name) == kind
+
+
+def test_every_name_has_one_kind() -> None:
+    assert [
+        name for name, times in Counter(name for names in KINDS.values() for name in names).items() if times > 1
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", 0),
+        ("x*tokens", 2 * 6),
+        ("f*1/2*tokens*norm.size", 4 * 6 * 5 // 2),
+        ("l*3*tokens + o*tokens*.size*.size", 8 * 3 * 6 + 6 * 25),
+        ("x*~0.5000*tokens", 6),
+        ("n*2 + n*3*tokens", 20),
+    ],
+)
+def test_expressions(text: str, value: int) -> None:
+    assert Scope({"tokens": 6}, {"norm.size": 5}, 2, "norm").evaluate(text) == value
+
+
+def test_an_unknown_name_is_named() -> None:
+    with pytest.raises(MissingSizeError, match=r"mlp\.n_out"):
+        Scope({"tokens": 6}, {}).evaluate("x*tokens*mlp.n_out")
+
+
+def test_a_norm_by_hand() -> None:
+    """HF's RMSNorm: to float32, square, mean, add eps, rsqrt, scale, back to bf16, times the weight."""
+    assert pick(read(), "model.layers.*.input_layernorm", "forward") == sorted([
+        ("cast", X, F, LAYERS),
+        ("pointwise", F, F, LAYERS),
+        ("reduce", F, T * 4, LAYERS),
+        ("pointwise", T * 4, T * 4, 2 * LAYERS),
+        ("pointwise_strided_wide", F + T * 4, F, LAYERS),
+        ("cast", F, X, LAYERS),
+        ("pointwise_strided", X + D * 2, X, LAYERS),
+        ("module", 0, 0, LAYERS),
+    ])  # fmt: skip
+
+
+def test_an_mlp_by_hand() -> None:
+    wide = T * FF * 2
+    found = read()
+    assert pick(found, "model.layers.*.mlp", "backward") == [
+        ("node", 0, 0, LAYERS),
+        ("pointwise", 2 * wide, wide, 2 * LAYERS),
+    ]
+    assert pick(found, "model.layers.*.mlp.act_fn", "backward") == [
+        ("node", 0, 0, LAYERS),
+        ("pointwise", 2 * wide, wide, LAYERS),
+    ]
+    assert ("product", 0, 0, 2 * LAYERS) in pick(found, "model.layers.*.mlp.down_proj", "backward")
+
+
+def test_the_loss_by_hand() -> None:
+    """Logits in float32, log-softmax, and back: the head's output is what a small model moves most."""
+    rows = pick(read(), "", "forward")
+    assert ("cast", T * V * 2, T * V * 4, 1) in rows
+    assert ("softmax", T * V * 4, T * V * 4, 1) in rows
+
+
+def test_groups_and_places() -> None:
+    found = read()
+    assert {row.group for row in found.rows} == {"language"}
+    assert found.is_recorded
+    assert found.notes == ()
+
+
+def sum_saved(found: Operators, is_again: bool = False) -> int:
+    return sum(each.bytes * each.count for each in found.saved if each.is_again == is_again)
+
+
+def test_frozen_layers_have_no_backward() -> None:
+    found = read({"freeze": ["model.embed_tokens", "model.layers.*"]})
+    assert not [row for row in found.rows if row.direction == "backward" and row.module.startswith("model.layers")]
+    assert pick(found, "lm_head", "backward")
+    assert sum_saved(found) < sum_saved(read()) / 5
+
+
+def test_the_first_layers_frozen() -> None:
+    found = read({"freeze": ["model.embed_tokens", *(f"model.layers.{i}" for i in range(30))]})
+    assert ("pointwise", 2 * T * FF * 2, T * FF * 2, 4) in pick(found, "model.layers.*.mlp", "backward")
+
+
+def test_nothing_trains_without_a_training_step() -> None:
+    found = read(phase="forward")
+    assert {row.direction for row in found.rows} == {"forward"}
+    assert found.saved == ()
+
+
+def test_lora_adds_what_peft_dispatches() -> None:
+    found = read({"lora": {"r": 16, "targets": ["q_proj"]}})
+    ahead = pick(found, "model.layers.*.self_attn.q_proj", "forward")
+    assert ("cast", X, F, LAYERS) in ahead
+    assert ("module", 0, 0, 5 * LAYERS) in ahead  # its own, the base layer's, two adapters' and their dropout's
+    back = pick(found, "model.layers.*.self_attn.q_proj", "backward")
+    assert [row for row in back if row[0] == "product"] == [("product", 0, 0, 5 * LAYERS)]
+    assert Counter(each.bytes for each in found.saved if each.module.endswith("q_proj")) == {F: 1, T * 16 * 4: 1}
+    assert pick(found, "model.embed_tokens", "backward") == []
+
+
+def test_recomputation_runs_the_layers_again() -> None:
+    found = read({"recompute": "full"})
+    once = Counter[tuple[Any, ...]]()
+    again = Counter[tuple[Any, ...]]()
+    for row in found.rows:
+        if row.direction == "forward" and row.module.startswith("model.layers"):
+            (again if row.is_again else once)[row[:6]] += row.count
+    assert again == once
+    kept = [each for each in found.saved if each.module == "model.layers.*" and not each.is_again]
+    assert [(each.bytes, each.count) for each in kept] == [(X, LAYERS)]
+    assert sum_saved(found, True) + sum_saved(found) == sum_saved(read()) + X * LAYERS
+
+
+def test_decoding_reads_the_cache() -> None:
+    found = read(seq=1, phase="decode", context=50)
+    keys = 8 * 128 * 2  # bytes of one position's keys
+    rows = pick(found, "model.layers.*.self_attn", "forward")
+    assert ("cat", 2 * 51 * keys, 2 * 51 * keys, 2 * LAYERS) in rows
+    twice = read(seq=2, phase="decode", context=50)
+    assert sum(row.count for row in twice.rows) == 2 * sum(row.count for row in found.rows)
+
+
+def test_eager_attention_forms_scores() -> None:
+    estimator = bind("llama-3.1-8b")
+    found = list_operators(estimator, make_workload(2, 100), "eager")
+    scores = 2 * 32 * 100 * 100
+    assert ("softmax", scores * 4, scores * 4, LAYERS) in pick(found, "model.layers.*.self_attn", "forward")
+    assert not [row for row in found.rows if row.kind == "attention"]
+
+
+def test_images_belong_to_the_tower() -> None:
+    """Without images the tower does nothing; frozen, it has no backward pass."""
+    estimator = bind("qwen2-vl-2b", recipe={"freeze": ["model.visual"]})
+    text = list_operators(estimator, make_workload(1, 64))
+    assert {row.group for row in text.rows} == {"language"}
+    load = make_workload(1, 64, image_grid_thw=[[1, 8, 8]])
+    seen = list_operators(estimator, load)
+    vision = [row for row in seen.rows if row.module.startswith("model.visual.blocks.*")]
+    assert vision
+    assert {row.direction for row in vision} == {"forward"}
+    assert {row.group for row in vision} == {"vision"}
+    trained = list_operators(bind("qwen2-vl-2b"), load)
+    (gelu,) = [row for row in trained.rows if (row.module, row.kind, row.direction) == (
+        "model.visual.blocks.*.mlp.act", "pointwise", "backward") and row.writes == 64 * 5120 * 2][:1]  # fmt: skip
+    assert gelu.group == "vision"
+
+
+def test_a_type_that_was_not_recorded_borrows() -> None:
+    found = list_operators(bind("falcon-7b"), make_workload(1, 64))
+    assert not found.is_recorded
+    assert found.notes[0] == "operators of falcon were not recorded: those of llama stand in"
+    assert [row for row in found.rows if row.module.startswith("transformer.h.*")]
+
+
+def test_unknown_attention() -> None:
+    with pytest.raises(FlopcalcError, match="attention 'flesh' unknown; known: sdpa, eager"):
+        list_operators(bind("llama-3.1-8b"), make_workload(1, 8), "flesh")
+
+
+def test_a_broken_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "operators").mkdir()
+    (tmp_path / "operators" / "odd.json").write_text("{")
+    monkeypatch.setattr(operators, "find_data_dir", lambda: str(tmp_path))
+    with pytest.raises(SpecError, match=r"odd\.json: cannot be read"):
+        operators.load_file.__wrapped__("odd")
+
+
+def test_files_are_whole() -> None:
+    folder = Path(operators.find_data_dir()) / "operators"
+    files = sorted(folder.glob("*.json"))
+    assert sum(path.stat().st_size for path in files) < 1_500_000
+    for path in files:
+        data = json.loads(path.read_text())
+        if "same" in data:
+            assert (folder / f"{data['same']}.json").is_file()
+            continue
+        whole = operators.unpack(data)
+        used = {
+            number
+            for stages in whole["parts"].values()
+            for kinds in stages.values()
+            for places in kinds.values()
+            for modules in places.values()
+            for number in modules.values()
+        }
+        assert used == set(range(len(data["blocks"]))), path
+        assert {row[1] for row in data["rows"]} <= operators.RECORDED_KINDS, path
