@@ -28,6 +28,8 @@ from typing import Any
 Json = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
 
+MARKS = ("<!-- tables of predict_error.py -->", "<!-- end of tables -->")
+
 # Test models: none is fitted on. Preset, layers kept (text, vision).
 TEST: dict[str, tuple[str, int, int]] = {
     "llama-3.1-8b": ("llama-3.1-8b", 10, 0),
@@ -314,7 +316,7 @@ def _print_report(rows: list[Json], summary: list[Json], name_case: Any) -> str:
         for found in summary
     ]  # fmt: skip
     sum_head = ["what", "cases", "median error", "worst", "bias", "inside", "width", "spread of steps"]
-    return format_grid(head, lines, "github") + "\n\n" + format_grid(sum_head, sums, "github")
+    return format_grid(sum_head, sums, "github") + "\n\n" + format_grid(head, lines, "github")
 
 
 def main() -> int:
@@ -322,6 +324,7 @@ def main() -> int:
     parser.add_argument("command", choices=("measure", "fit", "report"))
     parser.add_argument("--part", choices=("fit", "test", "again", "host"), default="fit")
     parser.add_argument("--out", type=Path, help="where to write; report: also what it found, as JSON")
+    parser.add_argument("--page", type=Path, help="report: write the tables between their marks in this page")
     parser.add_argument("--budget-s", type=float, default=600)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--profiles", type=Path, default=RESULTS / "predict_profiles.json.gz")
@@ -329,7 +332,14 @@ def main() -> int:
     parser.add_argument("--hosts", type=Path, default=RESULTS / "predict_hosts.json")
     given = parser.parse_args()
     if given.command == "report":
-        print(report(given.cases, given.hosts, given.profiles, given.out))
+        shown = report(given.cases, given.hosts, given.profiles, given.out)
+        print(shown)
+        if given.page is not None:
+            text = given.page.read_text(encoding="utf-8")
+            before, rest = text.split(MARKS[0], 1)
+            given.page.write_text(
+                f"{before}{MARKS[0]}\n{shown}\n{MARKS[1]}{rest.split(MARKS[1], 1)[1]}", encoding="utf-8"
+            )
         return 0
     if given.out is None:
         parser.error(f"{given.command} needs --out FILE")

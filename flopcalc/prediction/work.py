@@ -121,6 +121,10 @@ def make_work(
                 Moved(each.module, each.group, each.direction, kind, each.reads, each.writes, each.count, each.is_again)
             )
     notes = list(found.notes)
+    if any(call.calls > 1000 for call in maker.attention):
+        notes.append(
+            "attention goes over windows one by one here: its many small calls keep the host busy longer than predicted"
+        )
     # Weights of a tower that has nothing to see get no gradient, and an optimizer passes over them.
     silent = (() if load.all_grids else ("vision", "projector")) + (() if load.clips else ("audio",))
     stepped = [(block, row) for block, row, _ in rows if row.trainable and block.group not in silent]
