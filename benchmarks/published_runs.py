@@ -106,11 +106,11 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def round_numbers(value: Any) -> Any:
-    """Floats to four digits, so that a committed file changes where a number does."""
+    """Floats to four digits, so that a committed file changes where a number does; zeros are left out."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {key: round_numbers(entry) for key, entry in value.items() if entry != 0}
+        return {key: round_numbers(entry) for key, entry in value.items() if entry is False or entry != 0}
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ def test_text() -> None:
     assert max(map(len, lines)) <= 130
 
 
+def test_the_page_shows_what_is_printed() -> None:
+    page = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
+    command, _, shown = page.read_text(encoding="utf-8").partition("$ flopcalc plan ")[2].partition("\n")
+    assert shown.startswith(invoke(*command.split()).output + "```\n")
+
+
 def test_json() -> None:
     found = json.loads(invoke(*SMALL, "--top", "1", "--json").output)
     assert (found["model"], found["gpus"], found["global_batch"]) == ("llama-3.2-1b", 16, 64)
@@ -62,8 +69,36 @@ def test_plot(tmp_path: Path) -> None:
     result = invoke(*SMALL, "--plot", str(path))
     assert f"written: {path}" in result.output
     assert path.read_text(encoding="utf-8").startswith("<?xml")
-    with pytest.raises(FlopcalcError, match="nope"):
-        invoke(*SMALL, "--plot", str(tmp_path / "plan.nope"))
+    for name, words in (
+        ("plan.nope", "nope"),
+        ("plan", "give a file name that ends in .png"),
+        ("nowhere/plan.png", "plan.png: cannot be written: No such file"),
+    ):
+        with pytest.raises(FlopcalcError, match=words):
+            invoke(*SMALL, "--plot", str(tmp_path / name))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(FlopcalcError, match=r"a plot needs matplotlib: pip install 'flopcalc\[plot\]'"):
+        invoke(*SMALL, "--plot", str(tmp_path / "plan.svg"))
+
+
+def test_small_runs_and_one_device() -> None:
+    lines = invoke(
+        *SMALL, "--gpus", "1", "--pp", "1", "--zero", "0", "--tokens", "1M", "--top", "1"
+    ).output.splitlines()
+    assert lines[0] == "llama-3.2-1b (1.24B parameters) on 1 × NVIDIA H200"
+    days, hours = (float(word) for word in lines[5].split()[-4:-2])
+    assert 0 < days < hours < 0.1
+
+
+def test_encoder_and_decoder() -> None:
+    given = ["--model", "t5-v1.1-xl", "--tokens", "1B", "--device", "h200", "--gpus", "8", "--tp", "1", "--pp", "1,2"]
+    result = invoke(*given, "--seq", "512", "--decoder-seq", "128", "--virtual", "1", "--zero", "1")
+    assert "× 640 tokens a step" in result.output
+    assert "the mean of both kinds of layers" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
@@ -80,9 +115,18 @@ def test_plot(tmp_path: Path) -> None:
         (["--recompute", "all"], "recompute 'all' unknown"),
         (["--dtype", "int7"], "dtype 'int7' unknown"),
         (["--image", "100x100"], "is a text model: it takes no images"),
+        (["--dtype", "fp4"], "a plan is for training in bf16, fp16, fp8, not fp4"),
+        (["--device", "l4"], "no interconnect is known for NVIDIA L4"),
     ],
 )
 def test_bad_input(arguments: list[str], words: str) -> None:
     with pytest.raises(FlopcalcError) as error:
         invoke(*RUN, *arguments)
     assert words in str(error.value)
+
+
+def test_a_length_that_was_not_given() -> None:
+    with pytest.raises(
+        FlopcalcError, match=r"beyond the 1024 positions.*no length was given, so 4096 tokens were taken"
+    ):
+        invoke("--model", "gpt2", "--tokens", "1B", "--device", "h200", "--gpus", "8")

@@ -10,7 +10,7 @@ import click
 
 from flopcalc.cli.options import complete_device, make_estimate, model_option
 from flopcalc.devices import DTYPES
-from flopcalc.errors import FlopcalcError, format_value
+from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.report import format_grid
 from flopcalc.units import format_bytes, format_parameters, format_seconds, parse_size, parse_sizes
 
@@ -80,10 +80,14 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
     from flopcalc.prediction import plan as planning  # only where used: estimate starts without it
 
     notes: list[str] = []
-    if options["seq"] is None and options["text"] is None:
+    has_length = options["seq"] is not None or options["text"] is not None
+    if not has_length:
         options["seq"] = str(planning.DEFAULT_SEQ)
         notes.append(f"no length given: sequences of {planning.DEFAULT_SEQ} tokens taken")
-    asked = make_estimate(model, _UNUSED | {key: options[key] for key in options if key not in _UNUSED})
+    try:
+        asked = make_estimate(model, _UNUSED | {key: options[key] for key in options if key not in _UNUSED})
+    except WorkloadError as error:
+        raise error if has_length else WorkloadError(f"{error}{planning.NO_LENGTH}") from None
     estimator, sample, _ = asked.estimate.terms[0]
     degrees: dict[str, Any] = {name: _read_degree(name, options[name]) for name in _DEGREES}
     batch = options["global_batch"]
@@ -133,34 +137,39 @@ def _read_price(text: str | None) -> float | None:
 
 def _format(found: Any) -> str:
     """The readable report of a Plan."""
+    step = f"{found.global_batch:,} × {found.seq:,} tokens a step"
     lines = [
-        f"{found.model} ({format_parameters(found.parameters)} parameters) on {found.gpus} × {found.device.name}, "
-        f"{found.interconnect.id}",
-        f"{format_parameters(found.tokens)} tokens, {found.global_batch} × {found.seq:,} tokens a step, {found.dtype}",
+        f"{found.model} ({format_parameters(found.parameters)} parameters) on {found.gpus:,} × {found.device.name}"
+        + (f", {found.interconnect.id}" if found.gpus > 1 else ""),
+        f"{format_parameters(found.tokens)} tokens, {step}, {found.dtype}",
         "",
     ]
     headers = ["layout", "step", "from … to", "MFU", "HFU", "memory", "days", "GPU-hours", "MWh", "k USD"]
     rows = []
     for entry in found.best:
-        step = entry.step
+        times = entry.step
         rows.append(
             [
                 str(entry.layout),
-                format_seconds(step.seconds),
-                f"{format_seconds(step.low)} … {format_seconds(step.high)}",
+                format_seconds(times.seconds),
+                f"{format_seconds(times.low)} … {format_seconds(times.high)}",
                 f"{100 * entry.mfu:.1f} %",
                 f"{100 * entry.hfu:.1f} %",
                 format_bytes(int(entry.memory.total)),
-                f"{entry.days:,.1f}",
-                f"{entry.gpu_hours:,.0f}",
-                _shorten(entry.kwh),
-                _shorten(entry.usd),
+                _shorten(entry.days),
+                _shorten(entry.gpu_hours),
+                "-" if entry.kwh is None else _shorten(entry.kwh / 1000),
+                "-" if entry.usd is None else _shorten(entry.usd / 1000),
             ]
         )
     lines += [format_grid(headers, rows), ""]
     best = found.best[0]
     parts = sorted(best.to_dict()["breakdown"].items(), key=lambda part: -part[1])
-    shares = ", ".join(f"{name.replace('_', ' ')} {part / best.step.seconds:.0%}" for name, part in parts)
+    shares = ", ".join(
+        f"{name.replace('_', ' ')} {part / best.step.seconds:.0%}"
+        for name, part in parts
+        if part > 0.005 * best.step.seconds
+    )
     lines += _wrap("time goes", f"(first layout) {shares}")
     skipped = ", ".join(f"{rule} {many:,}" for rule, many in sorted(found.skipped.items()))
     text = f"{found.layouts:,} layouts divide, {found.fitting:,} fit"
@@ -172,11 +181,9 @@ def _format(found: Any) -> str:
     return "\n".join(lines)
 
 
-def _shorten(value: float | None) -> str:
-    """Thousands of something, with a digit behind the point while there are few."""
-    if value is None:
-        return "-"
-    return f"{value / 1000:,.0f}" if value >= 100_000 else f"{value / 1000:.1f}"
+def _shorten(value: float) -> str:
+    """A number with one digit behind the point while there are few before it; small ones with two that count."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def _wrap(label: str, text: str) -> list[str]:

@@ -12,6 +12,7 @@ from flopcalc.prediction.layouts import Cut, Layout, Linear, Place, split_layers
 from flopcalc.prediction.machine import Machine, Timed, load_predictor
 from flopcalc.prediction.network import Interconnect, time_collective, time_message, time_routing
 from flopcalc.prediction.work import Attention, Moved, Product
+from flopcalc.workload import block_pairs
 
 PARTS = (
     "products", "attention", "memory_bound", "recompute", "tensor_parallel", "context_parallel", "expert_parallel",
@@ -176,9 +177,9 @@ class Clock:
                 core.window,
             )  # fmt: skip
             for index, direction in enumerate(("forward", "backward")[: 1 + core.has_backward]):
-                timed = self._time_core(call._replace(direction=direction))
-                attention[index] += core.share * timed.seconds / cp
-                error += core.share * timed.seconds / cp * timed.error
+                timed = self._time_ring(call._replace(direction=direction), cp)
+                attention[index] += core.share * timed.seconds
+                error += core.share * timed.seconds * timed.error
         for index, direction in enumerate(("forward", "backward")):
             spread = tp if is_spread else 1
             size = (place.wide[index] / spread + place.narrow[index] / tp) * batch / cp
@@ -196,6 +197,21 @@ class Clock:
             own = product.m * product.k + product.n * product.k * product.copies
         moved = Moved(product.module, product.group, direction, "pointwise", 2.0 * own, (CAST_BYTES - 2.0) * own)
         return self.plain.time_moved(moved).seconds
+
+    def _time_ring(self, call: Attention, cp: int) -> Timed:
+        """One device's part of an attention call: its queries against its own keys, then those of each other device."""
+        if call.mask == "window" and self.execution.is_fused:
+            # Kernels of frameworks for many devices skip the blocks that no query of a window sees.
+            share = block_pairs(call.length, call.window) / block_pairs(call.length)
+            timed = self._time_ring(call._replace(mask="causal", window=0), cp)
+            return timed._replace(seconds=share * timed.seconds)
+        if cp == 1 or call.length < 2 * cp:
+            return self._time_core(call)
+        own = call._replace(length=call.length // cp, keys=call.keys // cp)
+        # Each device holds an early and a late piece of the sequence, so that under a causal mask all have half to do.
+        other = own if call.mask == "full" else own._replace(mask="full", keys=own.keys // 2)
+        first, later = self._time_core(own), self._time_core(other)
+        return first._replace(seconds=first.seconds + (cp - 1) * later.seconds)
 
     def _time_core(self, call: Attention) -> Timed:
         if self.execution.is_fused:
@@ -233,8 +249,8 @@ class Clock:
                 tensor *= 0.3
         if layout.cp > 1:
             size = place.ring * samples / min(layout.tp, max((core.kv_heads for core in place.cores), default=1))
-            whole = (layout.cp - 1) * time_message(net, size, layout.tp)
-            ring = max(0.0, whole - layer.attention[0])
+            whole = (layout.cp - 1) * time_message(net, size, layout.tp, layout.cp)
+            ring = whole - (1 - CONTENTION) * min(whole, layer.attention[0])
         if layout.ep > 1 and place.routed:
             size = place.routed * samples / layout.tp
             experts = 2 * time_routing(net, size, layout.ep, self.cut.active)
@@ -273,7 +289,7 @@ class Clock:
         if layout.pp == 1:
             return 0.0
         size = 2.0 * self.cut.tokens * self.cut.hidden * layout.micro_batch / layout.cp / layout.tp
-        return 2 * layout.virtual * time_message(self.net, size, layout.tp * layout.cp * layout.dp)
+        return 2 * layout.virtual * time_message(self.net, size, layout.tp * layout.cp * layout.dp, layout.pp)
 
     def _count_again(self, layout: Layout, layer: PlaceTime) -> float:
         """Seconds of one layer's recomputation."""

@@ -120,6 +120,8 @@ class Cut(NamedTuple):
     experts: int  # 1 without
     active: int  # experts that a token reaches
     logits: float  # elements of one sample's logits
+    # Parameters, and trained ones, of a head that is the table of embeddings: a pipeline's last stage has its own copy.
+    tied: tuple[int, int]
 
 
 def make_cut(estimator: Estimator, load: Workload) -> Cut:
@@ -150,6 +152,7 @@ def make_cut(estimator: Estimator, load: Workload) -> Cut:
             (row.op.active for rows in blocks.values() for row, _ in rows if row.op.copies > 1), default=1
         ),
         logits=sum(linear.rows * linear.n for linear in last.linears if linear.part == "lm_head"),
+        tied=_count_tied([row for rows in blocks.values() for row, _ in rows]),
     )  # fmt: skip
 
 
@@ -181,6 +184,13 @@ def _find_hidden(rows: Sequence[Row]) -> int:
     sizes = [row.op.n_in for row in rows if row.op.part == "lm_head" and row.op.kind == "linear"]
     sizes += [row.op.size for row in rows if row.op.kind in ("embed", "norm")]
     return sizes[0] if sizes else 1
+
+
+def _count_tied(rows: Sequence[Row]) -> tuple[int, int]:
+    """Parameters that the head shares with the table of embeddings, and those of them that train."""
+    heads = [row for row in rows if row.op.part == "lm_head" and row.op.kind == "linear" and row.op.tied]
+    sizes = [(row.op.n_in * row.op.n_out, row.owes_weight) for row in heads]
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 
 class _Maker:
@@ -485,6 +495,8 @@ def _count_device(
     spread, expert_spread = layout.dp * cp, layout.expert_dp
     dense = (layers * cut.layer.dense + end.dense) / tp
     dense_trained = (layers * cut.layer.dense_trained + end.dense_trained) / tp
+    if end is cut.last and layout.pp > 1:
+        dense, dense_trained = dense + cut.tied[0] / tp, dense_trained + cut.tied[1] / tp
     experts = layers * cut.layer.experts / layout.ep
     experts_trained = layers * cut.layer.experts_trained / layout.ep
 

@@ -6,8 +6,8 @@ import os
 from typing import NamedTuple
 
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
-from flopcalc.devices import Device
-from flopcalc.errors import FlopcalcError, SpecError, format_value
+from flopcalc.devices import Device, find_device
+from flopcalc.errors import DeviceError, FlopcalcError, SpecError, format_value
 
 
 class Rate(NamedTuple):
@@ -18,7 +18,7 @@ class Rate(NamedTuple):
 
 
 def find_price(device: Device, given: float | None) -> Rate | None:
-    """The price asked for, else the newest known one of a device; None without one."""
+    """The price asked for, else the newest known one of a device, the user's own first; None without one."""
     if given is not None:
         is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
         if not is_number or not 0 < given < 1e6:
@@ -27,21 +27,31 @@ def find_price(device: Device, given: float | None) -> Rate | None:
                 "or leave --price out to take a known one"
             )
         return Rate(float(given), "given")
-    found: list[tuple[str, float, str]] = []
-    for folder in (find_data_dir(), find_user_dir()):
+    for folder in (find_user_dir(), find_data_dir()):
         path = os.path.join(folder, "prices.toml")
-        if not os.path.isfile(path):
-            continue
-        for entry in load_toml(path).get("price", []):
-            try:
-                if entry["device"] == device.id:
-                    found.append((str(entry["date"]), float(entry["usd_per_gpu_hour"]), str(entry["source"])))
-            except (KeyError, TypeError, ValueError) as error:
-                raise SpecError(f"{path}: price {format_value(entry)}: {error} is wrong or missing") from None
-    if not found:
-        return None
-    date, price, source = max(found)
-    return Rate(price, f"{date}: {source}")
+        found = [entry for entry in _read_prices(path) if entry[0] == device.id] if os.path.isfile(path) else []
+        if found:
+            _, date, price, source = max(found)
+            return Rate(price, f"{date}: {source}")
+    return None
+
+
+def _read_prices(path: str) -> list[tuple[str, str, float, str]]:
+    """Device id, date, price and source of every entry of a prices.toml."""
+    found = []
+    entries = load_toml(path).get("price", [])
+    for entry in entries if isinstance(entries, list) else [entries]:
+        try:
+            price = float(entry["usd_per_gpu_hour"])
+            name, date, source = find_device(entry["device"]).id, str(entry["date"]), str(entry["source"])
+        except DeviceError as error:
+            raise SpecError(f"{path}: {error}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise SpecError(f"{path}: price {format_value(entry)}: {error} is wrong or missing") from None
+        if not 0 < price < 1e6:
+            raise SpecError(f"{path}: price {format_value(entry)}: usd_per_gpu_hour must be positive")
+        found.append((name, date, price, source))
+    return found
 
 
 def count_energy(device: Device, gpu_hours: float) -> float | None:

@@ -49,7 +49,9 @@ def load_interconnects() -> dict[str, Interconnect]:
         try:
             if "filling" in tables:
                 sizes = [float(size) * _MIB for size in tables["filling"]["mib_per_port"]]
-                filling = tuple(zip(sizes, map(float, tables["filling"]["share"]), strict=True))
+                shares = [float(share) for share in tables["filling"]["share"]]
+                _check_curve(sizes, shares, "mib_per_port and share")
+                filling = tuple(zip(sizes, shares, strict=True))
             for entry in tables.get("interconnect", []):
                 entries[entry["id"]] = entry
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -59,7 +61,7 @@ def load_interconnects() -> dict[str, Interconnect]:
             found[name] = _read(entry, entries, filling)
         except KeyError as error:
             raise SpecError(f"interconnects.toml: interconnect {name!r}: {error} is missing") from None
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, DeviceError) as error:
             raise SpecError(f"interconnects.toml: interconnect {name!r}: {error}") from None
     return found
 
@@ -70,12 +72,17 @@ def _read(
     base = entries[entry["like"]] if "like" in entry else {}
     merged = {key: base[key] for key in _COPIED if key in base} | entry
     rates = [float(rate) * 1e9 * merged.get("inside_scale", 1) for rate in merged["inside_gb_per_s"]]
+    sizes = [float(size) * _MIB for size in merged["inside_mib"]]
+    _check_curve(sizes, rates, "inside_mib and inside_gb_per_s")
+    for name in ("per_node", "gather_share", "across_gb_per_s"):
+        if not merged[name] > 0:
+            raise ValueError(f"{name} must be positive, not {merged[name]}")
     return Interconnect(
         id=merged["id"],
         name=merged["name"],
-        devices=tuple(merged["devices"]),
+        devices=tuple(find_device(device).id for device in merged["devices"]),
         per_node=int(merged["per_node"]),
-        inside=tuple(zip([float(size) * _MIB for size in merged["inside_mib"]], rates, strict=True)),
+        inside=tuple(zip(sizes, rates, strict=True)),
         gather_share=float(merged["gather_share"]),
         floor_s=float(merged["floor_us"]) * 1e-6,
         across=float(merged["across_gb_per_s"]) * 1e9,
@@ -86,12 +93,19 @@ def _read(
     )
 
 
+def _check_curve(sizes: list[float], rates: list[float], names: str) -> None:
+    """Sizes that grow and as many rates, all positive; else an error."""
+    is_growing = all(low < high for low, high in zip([0.0, *sizes], sizes, strict=False))
+    if not sizes or len(sizes) != len(rates) or not is_growing or min(rates) <= 0:
+        raise ValueError(f"{names} must be as many, positive, and sizes must grow")
+
+
 def find_interconnect(name: str | None, device: str) -> Interconnect:
     """The interconnect of this id, or without one the usual one of a device."""
     known = load_interconnects()
     if name is None:
         wanted = find_device(device).id
-        for entry in known.values():
+        for entry in reversed(known.values()):  # the user's own come last
             if wanted in entry.devices:
                 return entry
         raise DeviceError(
@@ -144,9 +158,9 @@ def time_routing(net: Interconnect, size: float, group: int, active: int) -> flo
     return time_collective(net, "all_to_all", size * reached / copies, group)
 
 
-def time_message(net: Interconnect, size: float, stride: int) -> float:
-    """Seconds to hand `size` bytes to the device `stride` further on."""
-    if stride < net.per_node:
+def time_message(net: Interconnect, size: float, stride: int, group: int) -> float:
+    """Seconds in which `group` devices each hand `size` bytes to the one `stride` further on; the slowest decides."""
+    if stride * group <= net.per_node:
         return net.floor_s / 2 + size / (net.inside[-1][1] * net.gather_share)
     return net.floor_s / 2 + size / (0.9 * net.across)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from flopcalc.devices import Device, find_device, parse_dtype, peak_flops_per_s
-from flopcalc.errors import FlopcalcError, WorkloadError, format_value
+from flopcalc.devices import Device, find_device, parse_dtype
+from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError, format_value
 from flopcalc.estimate import Estimator, bind
 from flopcalc.prediction.clock import PARTS, Clock, Step
 from flopcalc.prediction.layouts import (
@@ -28,6 +29,7 @@ from flopcalc.units import check_size, format_bytes, format_parameters, format_s
 from flopcalc.workload import Workload
 
 DEFAULT_SEQ = 4096
+NO_LENGTH = f"; no length was given, so {DEFAULT_SEQ} tokens were taken: --seq (seq_len) says another"
 DEFAULT_BATCH_TOKENS = 1 << 22
 MOST_LAYOUTS = 1_000_000
 MOST_GPUS = 1_000_000
@@ -156,10 +158,14 @@ class Plan(NamedTuple):
 Degree: TypeAlias = int | Sequence[int] | None
 
 
+# In place of an interconnect where there is one device.
+ALONE = Interconnect("none", "one device", (), 1, ((1.0, 1.0),), 1.0, 0.0, 1.0, 0.0, ((1.0, 1.0),), "no network", "")
+
+
 def plan(
     model: Any,
     *,
-    tokens: int | str,
+    tokens: float | str,
     device: str,
     gpus: int,
     seq_len: int | None = None,
@@ -187,40 +193,34 @@ def plan(
     """
     estimator = model if isinstance(model, Estimator) else bind(model, recipe=recipe)
     found, kind = find_device(device), parse_dtype(dtype)
-    peak = peak_flops_per_s(device, kind)
-    net = find_interconnect(interconnect, device)
+    peak = _find_peak(found, kind)
+    gpus, top = check_size(gpus, "gpus"), check_size(top, "top")
+    if gpus > MOST_GPUS:
+        raise WorkloadError(f"gpus must be at most {MOST_GPUS:,}, not {gpus:,}")
+    net = ALONE if gpus == 1 and interconnect is None else find_interconnect(interconnect, device)
     rate = find_price(found, price)
     total_tokens = parse_tokens(tokens)
-    if check_size(gpus, "gpus") > MOST_GPUS:
-        raise WorkloadError(f"gpus must be at most {MOST_GPUS:,}, not {gpus:,}")
-    if kind not in KNOWN_DTYPES:
-        raise WorkloadError(f"a plan is for training in {', '.join(KNOWN_DTYPES)}, not {kind}")
-    check_size(top, "top")
     notes: list[str] = []
     sample = _make_sample(estimator, seq_len, workload, notes)
     if global_batch is None:
-        global_batch = _choose_batch(gpus, sample.tokens)
+        global_batch = choose_batch(gpus, sample.tokens)
         size = format_parameters(global_batch * sample.tokens)
         notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, taken")
-    check_size(global_batch, "global batch")
+    global_batch = check_size(global_batch, "global batch")
     given = dict(zip(DEGREES, (dp, tp, pp, virtual, cp, ep, zero, micro_batch, recompute), strict=True))
     fixed = {name: check_fixed(name, _listed(value)) for name, value in given.items() if value is not None}
     cut = make_cut(estimator, sample)
     clock = Clock(cut, device, net, global_batch, kind)
     if not estimator.parameters()["trainable"]:
         raise WorkloadError("nothing trains under this recipe: there is no training run to plan")
-    # Model FLOPs and, for HFU, executed ones: of forward, backward, and of the layers' forward again.
+    # Model FLOPs and, for HFU, executed ones: of forward, backward, and of what is computed again.
     counts = estimator.count(sample, "model"), estimator.count(sample, "hardware")
-    repeated = sum(
-        row.forward * value * block.copies
-        for block, row, value in estimator.rows(sample, "hardware")
-        if block.layers is not None and block.group == "language"
-    )
+    repeated = _count_repeated(estimator, sample)
     capacity = find_capacity(found)
     searched = _search(cut, clock, gpus, global_batch, fixed, capacity)
 
     def finish(layout: Layout, step: Step, memory: Occupied) -> Planned:
-        executed = sum(counts[1][:2]) + repeated * {"full": 1.0, "half": 0.5}.get(layout.recompute, 0.0)
+        executed = sum(counts[1][:2]) + repeated[layout.recompute]
         speed = global_batch / step.seconds
         hours = total_tokens / (speed * sample.tokens) / 3600
         return Planned(
@@ -241,6 +241,8 @@ def plan(
     losers = _explain(best[0], ranked, searched.misfits, capacity, finish)
     is_measured = clock.machine.is_measured
     notes += _list_notes(best[0], net, rate, found, kind if not is_measured else "")
+    if sample.decoder is not None:
+        notes.append("encoder and decoder: a pipeline's stages are counted with the mean of both kinds of layers")
     return Plan(
         estimator.source.name, estimator.parameters()["total"], found, kind, gpus, net, total_tokens, sample.tokens,
         global_batch, tuple(best), tuple(losers), len(ranked) + len(searched.misfits), len(ranked), searched.skipped,
@@ -255,6 +257,27 @@ class _Searched(NamedTuple):
     fitting: list[Entry]
     misfits: list[Entry]
     skipped: dict[str, int]
+
+
+def _find_peak(device: Device, dtype: str) -> float:
+    """FLOP/s of a device in a dtype that a plan knows."""
+    if dtype not in KNOWN_DTYPES:
+        raise WorkloadError(f"a plan is for training in {', '.join(KNOWN_DTYPES)}, not {dtype}")
+    if dtype not in device.peak_tflops:
+        known = [name for name in KNOWN_DTYPES if name in device.peak_tflops]
+        help_ = f"plan with --dtype {' or '.join(known)}, or add it" if known else "add it"
+        raise DeviceError(f"{device.name} has no known {dtype} peak: {help_} to this device in your own devices.toml")
+    return device.peak_tflops[dtype] * 1e12
+
+
+def _count_repeated(estimator: Estimator, sample: Workload) -> dict[str, float]:
+    """FLOPs of one sample that each kind of recomputation adds."""
+    whole = cores = 0.0
+    for block, row, value in estimator.rows(sample, "hardware"):
+        if block.layers is not None and block.group == "language":
+            whole += row.forward * value * block.copies
+            cores += row.forward * value * block.copies if row.op.kind == "attend" else 0.0
+    return {"none": 0.0, "selective": cores, "half": whole / 2, "full": whole}
 
 
 def _search(
@@ -334,8 +357,8 @@ def _explain(
             parts = {name: nearest.step.parts[PARTS.index(name)] for name in names}
             most = max(parts, key=lambda name: parts[name] - best.step.parts[PARTS.index(name)])
             old, new = best.step.parts[PARTS.index(most)], parts[most]
-            what = most.replace("_", " ")
-            text = f"{slower:.1%} slower: {what} {format_seconds(new)} of a step, not {format_seconds(old)}"
+            before = format_seconds(old) if old else "none"
+            text = f"{slower:.1%} slower: {most.replace('_', ' ')} {format_seconds(new)} of a step against {before}"
         losers.append(Loser(reason, len(entries), nearest, text))
     return sorted(losers, key=lambda loser: -loser.layouts)
 
@@ -358,7 +381,9 @@ def _describe_misfit(
         helps.append("more devices, to spread weights and optimizer states further")
     else:
         helps.append("shorter sequences or more devices, to spread activations further (--cp)")
-    helps.append("a device with more memory, or LoRA")
+    parameters = estimator.parameters()
+    is_whole = parameters["trainable"] > parameters["total"] / 2
+    helps.append("a device with more memory" + (", or LoRA" if is_whole else ""))
     return (
         f"{estimator.source.name} fits on {gpus} x {device.name} in none of {len(misfits)} layouts: the smallest, "
         f"{layout}, needs {format_bytes(int(memory.total))} a device, {describe_missing(memory, capacity)}. "
@@ -370,13 +395,20 @@ def _list_notes(best: Planned, net: Interconnect, rate: Rate | None, device: Dev
     own = f"times of one device as measured on {device.name}"
     if unmeasured:
         own = f"{device.name} was not measured in {unmeasured}: times of one device are scaled by published peaks"
+    many = best.layout.devices
+    if many > 1:
+        own += (
+            f"; collectives from table {net.id}; what many devices add, and the width of the interval, from published "
+            "runs, for none was measured here (docs/planning.md)"
+        )
     notes = [
-        f"{own}; collectives from table {net.id}; what many devices add, and the width of the interval, from published "
-        "runs, for none was measured here (docs/planning.md)",
+        own,
         "assumed: fused kernels, attention in one kernel, no waiting for the host, gradients reduced while backward "
         "runs, experts loaded evenly",
         "memory a device: bf16 weights, fp32 gradients and Adam (18 bytes a trained parameter before ZeRO)",
     ]
+    if many > net.per_node and many % net.per_node:
+        notes.append(f"{many} devices are no whole number of nodes of {net.per_node}: groups may lie across two nodes")
     if rate is None:
         notes.append("no price is known for this device: --price USD_PER_GPU_HOUR gives one")
     elif rate.source != "given":
@@ -395,44 +427,50 @@ def _make_sample(estimator: Estimator, seq_len: int | None, workload: Workload |
     if seq_len is None:
         seq_len = DEFAULT_SEQ
         notes.append(f"no length given: sequences of {seq_len} tokens taken")
+        try:
+            return estimator(1, seq_len).terms[0][1]
+        except WorkloadError as error:
+            raise WorkloadError(f"{error}{NO_LENGTH}") from None
     return estimator(1, seq_len).terms[0][1]
 
 
-def _choose_batch(gpus: int, tokens: int) -> int:
+def choose_batch(gpus: int, tokens: int) -> int:
     """About 4M tokens, in a number of sequences that divides well: a multiple of the devices or of a part of them."""
     wanted = max(1, DEFAULT_BATCH_TOKENS // tokens)
     unit = next(gpus // parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= wanted)
-    return max(1, round(wanted / unit)) * unit
+    share = wanted // unit
+    even = 1 << min(5, max(0, share.bit_length() - 3))  # so that micro-batches of powers of two divide it
+    return max(1, round(wanted / (unit * even))) * unit * even
 
 
 def _listed(value: Any) -> Sequence[int | str]:
-    return (value,) if isinstance(value, (int, str)) else tuple(value)
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
 _TOKENS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
-def parse_tokens(value: int | str) -> int:
-    """2000000000000, '2T' or '15.6T' -> a number of tokens."""
-    number: float | int = 0
+def parse_tokens(value: float | str) -> int:
+    """2000000000000, 2e12, '2T' or '15.6T' -> a number of tokens."""
+    number: Any = value
     if isinstance(value, str):
         text = value.strip().lower().replace(",", "").replace("_", "")
         factor = _TOKENS.get(text[-1:], 1)
         try:
-            number = round(float(text[:-1] if factor > 1 else text) * factor)
-        except (ValueError, OverflowError):
+            number = float(text[:-1] if factor > 1 else text) * factor
+        except ValueError:
             raise WorkloadError(
                 f"tokens: {format_value(value)} is no number; write 2000000000 or 2T, 300B, 50M"
             ) from None
-    else:
-        number = value
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 10**18:
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 1 <= number <= 10**18:
         raise WorkloadError(f"tokens must be a number from 1 to 1e18, not {format_value(value)}")
-    return number
+    return round(number)
 
 
 def plot(found: Plan, path: str) -> None:
     """Draw step time over memory for every layout that fits, and the front that no other beats (needs matplotlib)."""
+    if not os.path.splitext(path)[1]:
+        raise FlopcalcError(f"--plot {format_value(path)}: give a file name that ends in .png, .svg or .pdf")
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -471,3 +509,5 @@ def plot(found: Plan, path: str) -> None:
         figure.savefig(path)
     except ValueError as error:  # a kind of file that matplotlib does not know
         raise FlopcalcError(f"{path}: {error}") from None
+    except OSError as error:
+        raise FlopcalcError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -17,6 +17,7 @@ from flopcalc.prediction.network import (
 )
 
 GB = 1e9
+OWN = '[[interconnect]]\nid = "mine"\nname = "x"\ndevices = ["t4"]\nlike = "hgx-h200"\nsource = "s"\ndate = "d"\n'
 # Nodes of 4 with 100 GB/s inside; one port of 10 GB/s a device, always filled.
 NET = Interconnect(
     "net", "", (), 4, ((1.0, 100 * GB), (1e12, 100 * GB)), 0.5, 1e-6, 10 * GB, 0.0, ((1.0, 1.0), (1e12, 1.0)), "", "",
@@ -57,8 +58,10 @@ def test_each_further_node_adds_a_hop() -> None:
 
 
 def test_messages() -> None:
-    assert time_message(NET, 1 * GB, 1) == pytest.approx(1 / 50 + 5e-7)
-    assert time_message(NET, 1 * GB, 4) == pytest.approx(1 / 9 + 5e-7)
+    assert time_message(NET, 1 * GB, 1, 2) == pytest.approx(1 / 50 + 5e-7)
+    assert time_message(NET, 1 * GB, 4, 2) == pytest.approx(1 / 9 + 5e-7)
+    # A ring that leaves the node somewhere is as fast as there.
+    assert time_message(NET, 1 * GB, 1, 8) == pytest.approx(1 / 9 + 5e-7)
 
 
 def test_a_token_is_sent_to_a_node_once() -> None:
@@ -111,6 +114,13 @@ def test_refused(name: str | None, device: str, words: str) -> None:
         ('[[interconnect]]\nname = "x"\n', "cannot be read"),
         ('[[interconnect]]\nid = "x"\nname = "x"\n', "'inside_gb_per_s' is missing"),
         ('[[interconnect]]\nid = "x"\nname = "x"\nlike = "nothing"\n', "'nothing' is missing"),
+        (OWN + "per_node = 0\n", "interconnect 'mine': per_node must be positive, not 0"),
+        (OWN + "across_gb_per_s = 'fast'\n", "interconnect 'mine': "),
+        (OWN + "inside_gb_per_s = []\n", "inside_mib and inside_gb_per_s must be as many, positive"),
+        (OWN + "inside_mib = [1, 1]\ninside_gb_per_s = [2, 3]\n", "and sizes must grow"),
+        (OWN + "inside_mib = [1, 2]\ninside_gb_per_s = [2, -3]\n", "must be as many, positive"),
+        (OWN.replace("t4", "t5"), "interconnect 'mine': device 't5' unknown"),
+        ("[filling]\nmib_per_port = [1]\nshare = [0]\n", "mib_per_port and share must be as many, positive"),
     ],
 )
 def test_broken_tables_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, words: str) -> None:
@@ -126,11 +136,12 @@ def test_broken_tables_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_own_interconnect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    text = '[[interconnect]]\nid = "mine"\nname = "x"\ndevices = ["t4"]\nlike = "hgx-h200"\nacross_gb_per_s = 3\n'
-    (tmp_path / "interconnects.toml").write_text(text + 'source = "s"\ndate = "d"\n', encoding="utf-8")
+    text = OWN.replace('"t4"', '"t4", "h200"') + "across_gb_per_s = 3\n"
+    (tmp_path / "interconnects.toml").write_text(text, encoding="utf-8")
     monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
     load_interconnects.cache_clear()
     try:
         assert find_interconnect(None, "t4").across == 3e9
+        assert find_interconnect(None, "h200-sxm").id == "mine"  # before the shipped one; named by an alias
     finally:
         load_interconnects.cache_clear()

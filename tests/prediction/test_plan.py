@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flopcalc.config import load_config
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.devices import find_device
 from flopcalc.errors import FlopcalcError, SpecError
@@ -25,8 +26,9 @@ from flopcalc.prediction.layouts import (
 )
 from flopcalc.prediction.machine import Timed
 from flopcalc.prediction.money import count_energy, find_price
-from flopcalc.prediction.network import find_interconnect
-from flopcalc.prediction.plan import Plan, parse_tokens, plan
+from flopcalc.prediction.network import find_interconnect, time_message
+from flopcalc.prediction.plan import Plan, choose_batch, parse_tokens, plan
+from flopcalc.workload import block_pairs
 
 GPT = {
     "model_type": "gpt2", "n_embd": 1024, "n_layer": 16, "n_head": 16, "n_inner": 4096, "vocab_size": 32000,
@@ -165,6 +167,18 @@ def test_fp8_keeps_inputs_of_products_in_half_the_bytes() -> None:
     assert plain - small == 2048 * 1024 * (16 * 7 + 1)
 
 
+def test_a_pipelines_last_stage_has_its_own_copy_of_a_tied_head() -> None:
+    cut = cut_model()
+    assert cut.tied == (32000 * 1024, 32000 * 1024)
+    assert cut_model("llama-3.1-8b").tied == (0, 0)
+    # Of a layer a stage and one micro-batch the last is the fullest, for it has the logits.
+    last = count_memory(cut, Layout(pp=16), 1)
+    held = cut.layer.dense + cut.last.dense + 32000 * 1024
+    assert (last.weights, last.gradients, last.optimizer) == (2 * held, 4 * held, 12 * held)
+    alone = cut.first.dense + 16 * cut.layer.dense + cut.last.dense
+    assert count_memory(cut, Layout(), 1).weights == pytest.approx(2 * alone)
+
+
 def test_a_pipeline_keeps_micro_batches_in_flight() -> None:
     cut = cut_model()
     alone = count_memory(cut, Layout(tp=8), 64).activations
@@ -216,6 +230,34 @@ def test_tensor_parallelism_is_paid_in_both_directions() -> None:
     # Two sums a layer and direction; recomputation has those of one more forward pass; the two ends one each.
     assert again["tensor_parallel"] / plain["tensor_parallel"] == pytest.approx((3 * 2 * 16 + 4) / (2 * 2 * 16 + 4))
     assert time_parts(Layout(tp=8), overlaps_tensor=True)["tensor_parallel"] < plain["tensor_parallel"]
+
+
+def test_a_ring_is_cut_into_calls() -> None:
+    """Attention over two devices takes what half of it does, in a call for each; hidden keys cost a share of it."""
+    whole, cut = (time_parts(Layout(cp=cp, dp=2 // cp)) for cp in (1, 2))
+    # The round machine takes all pairs: 1/4 for one's own keys and 1/8 for half of the other's.
+    assert cut["attention"] / whole["attention"] == pytest.approx(2 * (1 / 4 + 1 / 8))
+    net = find_interconnect("hgx-h200", "h200")
+    keys = cut_model().layer.ring / 2
+    once = time_message(net, keys, 1, 2)
+    assert cut["context_parallel"] == pytest.approx(3 * clock_module.CONTENTION * once * 16 * 64)
+    across = time_parts(Layout(tp=8, cp=2))
+    inside = time_parts(Layout(tp=4, cp=2))
+    assert across["context_parallel"] > 2 * inside["context_parallel"]
+
+
+def test_a_window_takes_the_blocks_that_it_sees() -> None:
+    config = load_config("mistral-7b-v0.1").config
+    models = [{**config, "sliding_window": window} for window in (None, 512)]
+    whole, some = (time_parts(Layout(), model=model)["attention"] for model in models)
+    assert some / whole == pytest.approx(block_pairs(2048, 512) / block_pairs(2048))
+    whole, some = (time_parts(Layout(), model=model, is_fused=False)["attention"] for model in models)
+    assert some == whole
+
+
+def test_stages_of_two_nodes_hand_over_between_them() -> None:
+    inside, across = (time_parts(Layout(tp=2, pp=pp))["pipeline_sends"] for pp in (4, 8))
+    assert across > 3 * inside
 
 
 def test_gradients_hide_behind_backward() -> None:
@@ -330,13 +372,51 @@ def test_hfu_counts_what_is_computed_again() -> None:
     )
     assert again.mfu < plain.mfu
     assert again.hfu * again.step.seconds > plain.hfu * plain.step.seconds
+    cores = make_plan(recompute="selective", tp=1, pp=1, zero=0, micro_batch=1).best[0]
+    executed = [entry.hfu * entry.step.seconds for entry in (plain, cores, again)]
+    assert executed == sorted(executed)
+    assert executed[1] > executed[0]
 
 
 def test_defaults_are_said() -> None:
     found = plan(GPT, tokens=10**9, device="h200", gpus=24, tp=1)
-    assert (found.seq, found.global_batch) == (4096, 1032)
+    assert (found.seq, found.global_batch) == (4096, 960)
     assert any("4096 tokens taken" in note for note in found.notes)
-    assert any("1032 sequences" in note for note in found.notes)
+    assert any("960 sequences" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tokens", "batch"),
+    [(1, 4096, 1024), (12, 4096, 960), (64, 640, 6144), (2048, 4096, 1024), (8, 131072, 32), (8, 10**7, 1)],
+)
+def test_the_batch_taken_is_about_4m_tokens_and_divides_well(gpus: int, tokens: int, batch: int) -> None:
+    assert choose_batch(gpus, tokens) == batch
+
+
+def test_one_device_needs_no_interconnect() -> None:
+    found = make_plan(device="l4", gpus=1)
+    assert found.interconnect.id == "none"
+    assert {entry.layout.devices for entry in found.best} == {1}
+    assert not any("collectives" in note for note in found.notes)
+    assert {"tensor_parallel", "data_parallel", "bubble"}.isdisjoint(found.best[0].to_dict()["breakdown"])
+    with pytest.raises(FlopcalcError, match="no interconnect is known for NVIDIA L4"):
+        make_plan(device="l4", gpus=2)
+
+
+@pytest.mark.parametrize(("gpus", "is_noted"), [(4, False), (12, True), (16, False)])
+def test_a_part_of_a_node_is_said(gpus: int, is_noted: bool) -> None:
+    notes = make_plan(gpus=gpus, global_batch=96, virtual=1, zero=1, micro_batch=1).notes
+    assert any("no whole number of nodes of 8" in note for note in notes) is is_noted
+
+
+def test_more_devices_are_never_slower() -> None:
+    steps = [make_plan(gpus=gpus, virtual=1, micro_batch=(1, 2, 4)).best[0].step.seconds for gpus in (1, 2, 4, 8, 16)]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_the_error_of_a_default_length_says_that_it_was_taken() -> None:
+    with pytest.raises(FlopcalcError, match="no length was given, so 4096 tokens were taken"):
+        plan("gpt2", tokens="1B", device="h200", gpus=8)
 
 
 def test_a_faster_layout_that_does_not_fit_is_named() -> None:
@@ -371,6 +451,8 @@ def test_a_faster_layout_that_does_not_fit_is_named() -> None:
         ({"zero": 4}, "zero must be 0, 1, 2 or 3, not 4"),
         ({"recompute": "some"}, "recompute 'some' unknown; known: none, selective, half, full"),
         ({"tp": []}, "tp: no value given"),
+        ({"tp": 2.0}, "tp must be a whole number of at least 1, not 2.0"),
+        ({"device": "a100-sxm-80gb", "dtype": "fp8"}, "has no known fp8 peak: plan with --dtype bf16 or fp16"),
         ({"tp": 8, "dp": 16}, "no layout divides"),
         ({"tp": 2, "virtual": 4, "pp": 1}, "no layout divides: 4 virtual stages need micro-batches"),
         ({"recipe": {"freeze": ["*"]}}, "nothing trains under this recipe"),
@@ -389,6 +471,10 @@ def test_a_model_that_fits_nowhere_says_what_is_missing() -> None:
     assert "fits on 8 x NVIDIA A100-SXM4-80GB in none of" in text
     assert "GiB more than" in text
     assert "leave --zero free; more devices" in text
+    assert text.endswith("a device with more memory, or LoRA")
+    lora = {"lora": {"r": 8, "targets": ["q_proj"]}}
+    with pytest.raises(FlopcalcError, match=r"a device with more memory$"):
+        plan("llama-3.1-405b", tokens="1T", device="h200", gpus=1, seq_len=2048, global_batch=8, recipe=lora)
 
 
 def test_prices_are_of_known_devices_and_dated() -> None:
@@ -408,6 +494,18 @@ def test_own_price(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
     path.write_text('[[price]]\ndevice = "t4"\nusd_per_gpu_hour = 0.4\ndate = "2026-01"\nsource = "me"\n')
     assert find_price(find_device("t4"), None) == (0.4, "2026-01: me")
+    # One's own beats a newer shipped one, and a device may be named by an alias.
+    path.write_text('[[price]]\ndevice = "h200"\nusd_per_gpu_hour = 2\ndate = "2020-01"\nsource = "me"\n')
+    assert find_price(find_device("h200"), None) == (2.0, "2020-01: me")
+    path.write_text('[[price]]\ndevice = "t5"\nusd_per_gpu_hour = 2\ndate = "2020-01"\nsource = "me"\n')
+    with pytest.raises(SpecError, match=r"prices.toml: device 't5' unknown"):
+        find_price(find_device("h200"), None)
+    path.write_text('[[price]]\ndevice = "t4"\nusd_per_gpu_hour = -2\ndate = "2020-01"\nsource = "me"\n')
+    with pytest.raises(SpecError, match="usd_per_gpu_hour must be positive"):
+        find_price(find_device("t4"), None)
+    path.write_text("price = 3\n")
+    with pytest.raises(SpecError, match=r"price 3: .* is wrong or missing"):
+        find_price(find_device("t4"), None)
     path.write_text('[[price]]\ndevice = "t4"\nusd_per_gpu_hour = 0.4\n')
     with pytest.raises(SpecError, match="'date' is wrong or missing"):
         find_price(find_device("t4"), None)
@@ -432,9 +530,12 @@ def test_layouts_in_words(layout: Layout, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "tokens"),
-    [("2T", 2 * 10**12), ("15.6T", 15_600_000_000_000), ("300b", 3 * 10**11), ("1_000", 1000), (7, 7)],
-)
-def test_tokens(text: str | int, tokens: int) -> None:
+    [
+        ("2T", 2 * 10**12), ("15.6T", 15_600_000_000_000), ("300b", 3 * 10**11), ("1_000", 1000), (7, 7),
+        ("1e12", 10**12), (2e12, 2 * 10**12),
+    ],
+)  # fmt: skip
+def test_tokens(text: str | float, tokens: int) -> None:
     assert parse_tokens(text) == tokens
 
 

@@ -36,6 +36,11 @@ def test_errors_stay(script: ModuleType) -> None:
     assert all(abs(row["error"]) < 0.1 for row in exact)
 
 
+def test_what_is_written_keeps_a_no(script: ModuleType) -> None:
+    row = {"fits": False, "share": 0.0, "error": 0.123456, "parts": {"none": 0, "one": 1}}
+    assert script.round_numbers(row) == {"fits": False, "error": 0.1235, "parts": {"one": 1}}
+
+
 def test_the_page_has_a_place_for_the_tables(script: ModuleType, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"a\n{script.BEGIN}\nold\n{script.END}\nb\n", encoding="utf-8")
