@@ -116,7 +116,7 @@ def measure_host(out: Path, budget_s: float, device: str) -> None:
                 record = runner.measure_host(case, 6 if case["phase"] == "decode" or case["grids"] else 12)
             except Exception as error:
                 failures[name] = f"{type(error).__name__}: {error}"[:300]
-                runner.name = ""
+                runner.drop()
                 continue
             seen = {key: record.pop(key) for key in ("host_s", "probe_s", "ratio", "spread")}
             found.setdefault(name, {**record, "rounds": []})["rounds"].append(seen)
@@ -157,7 +157,7 @@ def measure(part: str, out: Path, budget_s: float, device: str) -> None:
         except Exception as error:
             failures.append({"case": name, "reason": f"{type(error).__name__}: {error}"[:300]})
             print(f"{time.monotonic() - begun:6.1f} s  {name}  failed: {error}", flush=True)
-            runner.name = ""
+            runner.drop()
         kept["failures"] = failures
         out.write_text(json.dumps(kept))
 

@@ -337,18 +337,39 @@ class Operators(NamedTuple):
     is_recorded: bool
 
 
+_AGAIN = "install flopcalc again, or make the file with tests/truth/record_operators.py"
+
+
 @cache
 def load_file(name: str) -> dict[str, Any] | None:
     """The recording of a model type, or None."""
-    path = os.path.join(find_data_dir(), "operators", f"{name}.json")
+    path = _find_file(name)
     if not os.path.isfile(path):
         return None
+    data = _read_json(path)
+    if "same" in data:
+        path = _find_file(str(data["same"]))
+        data = _read_json(path)
+    try:
+        return unpack(data)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        told = f"no {error}" if isinstance(error, KeyError) else error
+        raise SpecError(f"{path}: damaged: {told}; {_AGAIN}") from None
+
+
+def _find_file(name: str) -> str:
+    return os.path.join(find_data_dir(), "operators", f"{name}.json")
+
+
+def _read_json(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}; tests/truth/record_operators.py makes it again") from None
-    return load_file(str(data["same"])) if "same" in data else unpack(data)
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}; {_AGAIN}") from None
+    if not isinstance(data, dict):
+        raise SpecError(f"{path}: holds {format_value(data)}, not a recording; {_AGAIN}")
+    return data
 
 
 def unpack(data: dict[str, Any]) -> dict[str, Any]:
@@ -434,10 +455,11 @@ class _Reader:
             data = load_file(stand_in)
             self._note(f"operators of {name} were not recorded: those of {stand_in} stand in")
             self.is_recorded = False
-        if data is None:
-            raise SpecError(
-                f"model_specs/operators has no file for {name!r} nor for llama: the installation is incomplete"
-            )
+            if data is None:
+                raise SpecError(
+                    f"{_find_file(stand_in)} is missing, which stands in for {name!r}: the installation is incomplete, "
+                    "install flopcalc again"
+                )
         self.data: dict[str, Any] = data
         self.states = self._find_states()
 
@@ -557,6 +579,11 @@ class _Reader:
         phase = self.load.phase
         stages = self.estimator.stages
         guess = None if self.is_recorded else guess_sizes(stages, chain)
+        if guess is not None and chain is not None and any(op.kind == "product" for op in iterate(chain)):
+            self._note(
+                f"layers of {path}: what their scans or selections of keys dispatch was not recorded; "
+                "they may take far longer"
+            )
         scope = Scope(self.features, list_sizes(stages, chain), self.dtype_bytes, "", guess)
         recorded: dict[str, dict[str, int]] = {phase: self._find_part(phase, "parts", path, signature, where)}
         if phase == "train":

@@ -212,17 +212,48 @@ def test_a_type_that_was_not_recorded_borrows() -> None:
     assert [row for row in found.rows if row.module.startswith("transformer.h.*")]
 
 
+@pytest.mark.parametrize(
+    ("preset", "path"), [("mamba-130m", "backbone.layers"), ("deepseek-v3.2", "model.layers"), ("falcon-7b", "")]
+)
+def test_products_of_layers_that_were_not_recorded_are_named(preset: str, path: str) -> None:
+    """A scan in HF's code is a loop over tokens: another family's layer says nothing of it."""
+    notes = [note for note in list_operators(bind(preset), make_workload(1, 64)).notes if "far longer" in note]
+    told = "what their scans or selections of keys dispatch was not recorded; they may take far longer"
+    assert notes == ([f"layers of {path}: {told}"] if path else [])
+
+
 def test_unknown_attention() -> None:
     with pytest.raises(FlopcalcError, match="attention 'flesh' unknown; known: sdpa, eager"):
         list_operators(bind("llama-3.1-8b"), make_workload(1, 8), "flesh")
 
 
-def test_a_broken_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"odd\.json: cannot be read: .*record_operators"),
+        ("[1]", r"odd\.json: holds \[1\], not a recording"),
+        ('{"rows": []}', r"odd\.json: damaged: no 'kept_rows'"),
+        ('{"same": "odd"}', r"odd\.json: damaged: no 'rows'"),
+        ('{"same": "gone"}', r"gone\.json: cannot be read: No such file"),
+        (
+            '{"rows": [], "kept_rows": [], "layouts": [], "parts": {}, "signatures": [], "kept": [], "saved": {}, '
+            '"blocks": [[7]]}',
+            r"odd\.json: damaged: list index out of range",
+        ),
+    ],
+)
+def test_a_broken_file_is_named(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "operators").mkdir()
-    (tmp_path / "operators" / "odd.json").write_text("{")
+    (tmp_path / "operators" / "odd.json").write_text(text)
     monkeypatch.setattr(operators, "find_data_dir", lambda: str(tmp_path))
-    with pytest.raises(SpecError, match=r"odd\.json: cannot be read"):
+    with pytest.raises(SpecError, match=message):
         operators.load_file.__wrapped__("odd")
+
+
+def test_a_missing_stand_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "load_file", lambda _: None)
+    with pytest.raises(SpecError, match=r"operators.llama\.json is missing, which stands in for 'falcon'"):
+        list_operators(bind("falcon-7b"), make_workload(1, 8))
 
 
 def test_files_are_whole() -> None:

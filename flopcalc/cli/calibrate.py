@@ -15,11 +15,17 @@ _TABLES = "counts, padding, attention, gemm, memory, steps"
     "--suite", default="quick", show_default=True, metavar="quick|full", help="quick: under 8 min on an H200."
 )
 @click.option("--tables", metavar="A,B", help=f"Only these of {_TABLES}.")
-@click.option("--out", metavar="DIR", help="Where <device>/<table>.json go (default: your data folder).")
+@click.option(
+    "--out",
+    metavar="DIR",
+    help="Where <device>/<table>.json or, of a predictor, <device>.json go (default: your data folder).",
+)
 @click.option("--work", metavar="DIR", help="Journal and logs of the run (default: OUT/.run).")
 @click.option("--resume/--fresh", "resume", default=None, help="Go on with a run (default), or forget it.")
 @click.option("--retry-failed", is_flag=True, help="Measure rows again that failed before.")
-@click.option("--predictor", is_flag=True, help="Whole steps instead of tables: what `flopcalc predict` reads.")
+@click.option(
+    "--predictor", is_flag=True, help="Whole steps instead of tables, about 10 min: what `flopcalc predict` reads."
+)
 @click.option("--check", is_flag=True, help="Measure a sample again; exit code 1 if the tables do not hold.")
 @click.pass_context
 def calibrate(

@@ -20,7 +20,7 @@ Json = dict[str, Any]
 TIME_TOLERANCE = 0.15
 _SAMPLE_ROWS = 6  # of a table, for --check
 # What must not change between the parts of a resumed run.
-_IDENTITY = (
+IDENTITY = (
     "device", "device_id", "power_limit_w", "driver", "cuda", "cudnn", "torch", "transformers", "python", "flopcalc",
     "commit",
 )  # fmt: skip
@@ -59,7 +59,7 @@ def calibrate(
     state = os.path.join(work or os.path.join(out, ".run"), f"{machine['device_id']}-{suite}")
     plans = {table: plan_table(table, suite) for table in chosen}
     jobs = [job for table in chosen for job in plans[table]]
-    identity = {key: machine.get(key) for key in _IDENTITY} | {"suite": suite}
+    identity = {key: machine.get(key) for key in IDENTITY} | {"suite": suite}
     outcome = run_jobs(jobs, state, identity=identity, fresh=fresh, retry_failed=retry_failed, progress=progress)
     written = Written({}, {}, {}, outcome.stopped, outcome.ran, [])
     for table in chosen:
@@ -79,7 +79,7 @@ def calibrate(
         records = finish_table(table, collected)
         path = os.path.join(folder, f"{table}.json")
         has_run = any(job.id in outcome.ran_jobs for job in plans[table])
-        if has_run or not is_stored(path, provenance, (*_IDENTITY, "suite"), records, failures):
+        if has_run or not is_stored(path, provenance, (*IDENTITY, "suite"), records, failures):
             save_table(folder, table, provenance, records, failures)
         written.files[table] = path
         written.rows[table], written.failures[table] = len(records), len(failures)
@@ -250,12 +250,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flopcalc calibrate", description="Measure this machine's GPU into tables.")
     parser.add_argument("--suite", default="quick", metavar="quick|full", help="how much (default quick: 8 minutes)")
     parser.add_argument("--tables", metavar="A,B", help=f"only these of {', '.join(TABLES)}")
-    parser.add_argument("--out", metavar="DIR", help="where <device>/<table>.json go (default: your data folder)")
+    parser.add_argument("--out", metavar="DIR", help="where tables or a predictor go (default: your data folder)")
     parser.add_argument("--work", metavar="DIR", help="journal and logs of the run (default: OUT/.run)")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was cut short (the default)")
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
     parser.add_argument("--retry-failed", action="store_true", help="measure rows again that failed before")
-    parser.add_argument("--predictor", action="store_true", help="whole steps instead of tables: what predict reads")
+    parser.add_argument("--predictor", action="store_true", help="whole steps instead of tables, about 10 minutes")
     parser.add_argument("--check", action="store_true", help="measure a sample again; exit 1 if the tables do not hold")
     return parser
 
@@ -294,13 +294,15 @@ def run_command(options: argparse.Namespace, command: str) -> int:
 def _run_predictor(
     options: argparse.Namespace, tables: Sequence[str] | None, command: str, progress: Progress
 ) -> int:  # fmt: skip
-    if tables or options.check:
-        raise CalibrationError("--predictor measures whole steps: it takes neither --tables nor --check")
+    if tables or options.check or options.suite != "quick":
+        raise CalibrationError(
+            "--predictor measures one set of whole steps: it takes neither --tables, --check nor another --suite"
+        )
     from flopcalc.measure.predictor import calibrate_predictor  # it needs this module
 
     path = calibrate_predictor(
-        options.suite, options.out, work=options.work, fresh=options.fresh, retry_failed=options.retry_failed,
-        command=command, progress=progress,
+        options.out, work=options.work, fresh=options.fresh, retry_failed=options.retry_failed, command=command,
+        progress=progress,
     )  # fmt: skip
     if path is None:
         print("stopped: the same command goes on", file=sys.stderr)

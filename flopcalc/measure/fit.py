@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from flopcalc.errors import CalibrationError
 from flopcalc.estimate import Estimator, bind
 from flopcalc.operators import classify
-from flopcalc.prediction.machine import Machine, ProductShape, attention_features, find_step, time_shape
+from flopcalc.prediction.machine import SCHEMA, Machine, ProductShape, attention_features, find_step, time_shape
 from flopcalc.prediction.step import Clock, count_again, host_features, host_seconds, name_phase
 from flopcalc.prediction.work import Work, make_work
 from flopcalc.workload import Workload, make_workload
@@ -419,9 +419,12 @@ def _run_clock(each: Modelled, constants: Json, compiled: bool = False) -> Clock
     return clock
 
 
+HOST_PHASES = ("train", "forward", "decode")
+
+
 def fit_host(cases: Sequence[tuple[Modelled, float]]) -> Json:
     """Seconds of each thing that the host does, from steps that it bounds; (case, its seconds)."""
-    rows: dict[str, list[tuple[Sequence[float], float]]] = {"train": [], "forward": [], "decode": []}
+    rows: dict[str, list[tuple[Sequence[float], float]]] = {phase: [] for phase in HOST_PHASES}
     for each, seconds in cases:
         calls = each.load.seq if each.load.phase == "decode" else 1
         features = host_features(each.work.dispatched, calls)
@@ -486,24 +489,12 @@ def fit_predictor(
         raise CalibrationError(
             "no profiled step shows a matrix product on a GPU: the profiler saw no kernels (is another one running?)"
         )
-    calls = list(points.attention)
-    for row in attention:
-        if row["kernel"] != "eager" and row["qk_dim"] == row["v_dim"]:
-            calls.append(
-                AttentionPoint(row["kernel"], row["direction"], row["mask"], row["batch"], row["heads"], row["heads"],
-                               row["qk_dim"], row["length"], row["length"], row["seconds"], 1)
-            )  # fmt: skip
-    alone = [
-        ProductPoint(row["direction"], row["m"], row["n"], row["k"], row["seconds"], 1)
-        for row in products
-        if row["dtype"] == "bf16" and row["mode"] == "burst"
-    ]
     linear, optimizer = fit_linear(modelled)
     constants: Json = {
-        "schema": 1,
+        "schema": SCHEMA,
         "provenance": provenance,
-        "products": fit_products(points.products, alone),
-        "attention": fit_attention(calls),
+        "products": fit_products(points.products, _read_gemm(products)),
+        "attention": fit_attention([*points.attention, *_read_calls(attention)]),
         "moved": fit_moved([point for point in points.moved if point.kind not in _LINEAR]),
         "linear": linear,
         "optimizer": optimizer,
@@ -515,27 +506,69 @@ def fit_predictor(
     constants["products"]["grouped"] = fit_grouped(modelled, constants)
     constants["gaps"], constants["power"] = fit_device(modelled, constants)
     constants["compiled"] = fit_compiled(modelled, constants)
-    # A case's host time is its ratio to the probe around it, times the probe's usual time on this machine.
-    entries = list(hosts)
-    rounds = [found for case in entries for found in case["rounds"]]
-    probe = statistics.median(found["probe_s"] for found in rounds)
-    constants["probe_s"] = float(f"{probe:.4g}")
-    constants["host"] = fit_host([
-        (model_case(case, configs(case["model"]), device),
-         statistics.median(found["ratio"] for found in case["rounds"]) * probe)
-        for case in entries
-    ])  # fmt: skip
+    constants["probe_s"], constants["host"] = _fit_hosts(list(hosts), configs, device)
+    check_whole(constants)
     constants["host"]["again"] = fit_again(modelled, constants)
     return constants
 
 
+def _read_calls(rows: Iterable[Json]) -> list[AttentionPoint]:
+    """Calls of the table attention."""
+    return [
+        AttentionPoint(row["kernel"], row["direction"], row["mask"], row["batch"], row["heads"], row["heads"],
+                       row["qk_dim"], row["length"], row["length"], row["seconds"], 1)
+        for row in rows
+        if row["kernel"] != "eager" and row["qk_dim"] == row["v_dim"]
+    ]  # fmt: skip
+
+
+def _read_gemm(rows: Iterable[Json]) -> list[ProductPoint]:
+    """Products of the table gemm, each measured by itself in a short burst."""
+    return [
+        ProductPoint(row["direction"], row["m"], row["n"], row["k"], row["seconds"], 1)
+        for row in rows
+        if row["dtype"] == "bf16" and row["mode"] == "burst"
+    ]
+
+
+def _fit_hosts(cases: Sequence[Json], configs: Callable[[str], Json], device: str) -> tuple[float, Json]:
+    """The probe's usual seconds, and the host's constants: a case takes its ratio to the probe around it."""
+    probe = statistics.median(found["probe_s"] for case in cases for found in case["rounds"])
+    taken = [statistics.median(found["ratio"] for found in case["rounds"]) * probe for case in cases]
+    modelled = [model_case(case, configs(case["model"]), device) for case in cases]
+    return float(f"{probe:.4g}"), fit_host(list(zip(modelled, taken, strict=True)))
+
+
+def check_whole(constants: Json) -> None:
+    """Refuse constants that a prediction could not be made of: too many cases failed."""
+    missing = [f"small steps of phase {phase}" for phase in HOST_PHASES if phase not in constants["host"]]
+    missing += [] if constants["attention"] else ["attention in one kernel"]
+    missing += [] if "adamw" in constants["optimizer"] else ["a training step with its fused optimizer"]
+    missing += [] if "pointwise_strided" in constants["moved"] else ["enough elementwise operators"]
+    if missing:
+        raise CalibrationError(
+            f"too little was measured to fit a predictor: no {', no '.join(missing)}; --retry-failed measures the rows "
+            "that failed again"
+        )
+
+
 def save_predictor(path: str, constants: Json) -> None:
     """Write a predictor's file whole or not at all, a line per entry of its outer two levels."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
     written = f"{path}.{os.getpid()}"
-    with open(written, "w", encoding="utf-8") as file:
-        file.write(_format(constants))
-    os.replace(written, path)
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        try:
+            with open(written, "w", encoding="utf-8") as file:
+                file.write(_format(constants))
+            os.replace(written, path)
+        finally:
+            if os.path.exists(written):
+                os.unlink(written)
+    except OSError as error:
+        raise CalibrationError(
+            f"{path}: cannot be written: {error.strerror}; what was measured is kept: the same command with another "
+            "--out and the same --work goes on"
+        ) from None
 
 
 def _format(value: Any, depth: int = 0) -> str:

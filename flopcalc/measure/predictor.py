@@ -8,19 +8,20 @@ from typing import Any
 
 from flopcalc.calibration import find_table, load_table
 from flopcalc.data import find_user_dir
+from flopcalc.devices import find_device
 from flopcalc.errors import CalibrationError, DeviceError
-from flopcalc.measure.calibrate import probe_machine
+from flopcalc.measure.calibrate import IDENTITY, probe_machine
 from flopcalc.measure.fit import fit_predictor, save_predictor
 from flopcalc.measure.provenance import has_gpu
 from flopcalc.measure.runner import Progress, run_jobs
-from flopcalc.measure.tables import SUITES, counts, runs
+from flopcalc.measure.tables import runs
 
 Json = dict[str, Any]
 FOLDER = "predictors"
+_SUITE = "quick"  # the only one: constants that are fitted on less would not hold
 
 
 def calibrate_predictor(
-    suite: str,
     out: str | None = None,
     *,
     work: str | None = None,
@@ -33,16 +34,15 @@ def calibrate_predictor(
 
     Resumable like the tables: what was measured lies in the journal.
     """
-    if suite not in SUITES:
-        raise CalibrationError(f"suite {suite!r} unknown; known: quick, full")
-    if suite != "test" and not has_gpu():
+    if not has_gpu():
         raise DeviceError("calibrate needs an NVIDIA GPU and found none on this machine")
     folder = out or os.path.join(find_user_dir(), FOLDER)
     work = work or os.path.join(folder, ".run")
-    machine = probe_machine(suite, work)
-    jobs = runs.plan(suite)
-    state = os.path.join(work, f"{machine['device_id']}-predictor-{suite}")
-    identity = {key: machine.get(key) for key in ("device", "device_id", "driver", "torch", "transformers", "flopcalc")}
+    machine = probe_machine(_SUITE, work)
+    _check_device(machine)
+    jobs = runs.plan(_SUITE)
+    state = os.path.join(work, f"{machine['device_id']}-predictor")
+    identity = {key: machine.get(key) for key in IDENTITY}
     outcome = run_jobs(jobs, state, identity=identity, fresh=fresh, retry_failed=retry_failed, progress=progress)
     if outcome.stopped:
         return None
@@ -55,8 +55,23 @@ def calibrate_predictor(
     stored = {table: find_table(machine["device_id"], table) for table in ("attention", "gemm")}
     alone = {table: load_table(path).records() if path else [] for table, path in stored.items()}
     provenance = {**machine, "command": command, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
-    configs = (lambda name: counts.get_config(name, "test")) if suite == "test" else runs.get_config
-    constants = fit_predictor(cases, hosts, configs, provenance, alone["attention"], alone["gemm"])
+    constants = fit_predictor(cases, hosts, runs.get_config, provenance, alone["attention"], alone["gemm"])
     path = os.path.join(folder, f"{machine['device_id']}.json")
     save_predictor(path, constants)
     return path
+
+
+def _check_device(machine: Json) -> None:
+    """Refuse, before anything is measured, a device whose peak or bandwidth is not known."""
+    try:
+        device = find_device(machine["device_id"])
+    except DeviceError:
+        missing = "entry"
+    else:
+        missing = "bf16 peak" if "bf16" not in device.peak_tflops else ""
+        missing = missing or ("memory bandwidth" if device.bandwidth_gb_per_s is None else "")
+    if missing:
+        raise DeviceError(
+            f"{machine['device']} has no {missing} in the device table, and a predictor needs it: add it to "
+            f"{os.path.join(find_user_dir(), 'devices.toml')}"
+        )

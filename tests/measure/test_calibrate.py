@@ -60,7 +60,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setenv("FAKE_TABLE", str(tmp_path))
     monkeypatch.setenv("FAKE_RUNNER", str(os.getpid()))
-    monkeypatch.setattr(module, "_probe", lambda *_: dict(MACHINE))
+    monkeypatch.setattr(module, "probe_machine", lambda *_: dict(MACHINE))
     for registry in (tables.TABLES, module.TABLES):
         monkeypatch.setitem(registry, "fake", (HERE, "plan", ""))
     monkeypatch.setitem(calibration.SHAPES, "fake", Shape(("name", "n"), ("seconds",), ("count",)))
@@ -109,7 +109,7 @@ def test_provenance_says_where_and_how(fake: Path) -> None:
 def test_other_versions_refuse_to_resume(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrate("test", str(fake / "out"), tables=["fake"])
     for name, value in {"torch": "2", "commit": "abc", "power_limit_w": 500.0}.items():
-        monkeypatch.setattr(module, "_probe", lambda *_, name=name, value=value: {**MACHINE, name: value})
+        monkeypatch.setattr(module, "probe_machine", lambda *_, name=name, value=value: {**MACHINE, name: value})
         with pytest.raises(RunnerError, match=f"begun with {name} = "):
             calibrate("test", str(fake / "out"), tables=["fake"])
 

@@ -97,3 +97,30 @@ def test_images_of_other_sizes() -> None:
     for traced, read in found.values():
         assert sum(read[:2]) == pytest.approx(sum(traced[:2]), rel=0.02, abs=10_000)
         assert read[2] == pytest.approx(traced[2], rel=0.05, abs=20)
+
+
+def test_how_far_a_file_lies_from_a_trace() -> None:
+    traced = {("forward", "copy"): [60, 40, 4], ("forward", "view"): [0, 0, 4]}
+    read = {("forward", "copy"): [60, 45, 6]}
+    assert record_operators.find_gaps(traced, read) == pytest.approx((0.05, -0.25))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("limit", "model_type", "code", "shown"),
+    [
+        (0.15, "gpt_neox", 0, "train    sdpa          bytes +0.0%, calls -0.1%"),
+        (0.0, "gpt_neox", 1, "TOO FAR"),
+        (0.15, "gpt_nix", 1, "nothing was compared: is there model_specs/examples/gpt_nix.toml?"),
+    ],
+)
+def test_check_tells_how_far(
+    limit: float, model_type: str, code: int, shown: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(record_operators, "LIMIT", limit)
+    monkeypatch.setattr(sys, "argv", ["record_operators.py", "--check", model_type])
+    with pytest.raises(SystemExit) as left:
+        record_operators.main()
+    assert left.value.code == code
+    assert shown in capsys.readouterr().out

@@ -8,25 +8,66 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from flopcalc.devices import load_devices
 from flopcalc.errors import CalibrationError, DeviceError
 from flopcalc.measure import predictor
+from flopcalc.measure.calibrate import main
 from flopcalc.measure.runner import Outcome, Result
-from flopcalc.measure.tables import counts, runs
+from flopcalc.measure.tables import runs
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def test_cases_run_and_are_profiled() -> None:
-    runner = runs.Runner("cpu", lambda name: counts.get_config(name, "test"))
-    for case in runs.list_cases("test"):
-        found = runner.measure(case, profiled=True)
-        assert found["seconds"] > 0
-        assert {row[0] for row in found["operators"]} >= {"aten::mm", "aten::mul"}
-        assert found["kernels"] == 0  # none without a GPU
-    host = runner.measure_host(runs.make_case("llama", "train", 1, 16), 3)
-    assert host["ratio"] > 0
-    assert host["probe_s"] > 0
+    (job,) = runs.plan("test")
+    measure = runs.start(job.args)
+    found = {name: measure(row) for name, row in job.rows.items()}
+    assert list(found) == [
+        "llama/train/2x48", "llama/decode/1x2/@16", "host/llama/train/1x16", "host/llama/prefill/1x16"
+    ]  # fmt: skip
+    for record in list(found.values())[:2]:
+        assert record["seconds"] > 0
+        assert {row[0] for row in record["operators"]} >= {"aten::mm", "aten::mul"}
+        assert record["kernels"] == 0  # none without a GPU
+    for record in list(found.values())[2:]:
+        (seen,) = record["rounds"]
+        assert seen["ratio"] > 0
+        assert seen["probe_s"] > 0
+
+
+def test_a_model_that_cannot_be_built_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is too large fails its own cases; those before and after it are measured."""
+    built = []
+
+    def build(_bench: Any, config: Any) -> torch.nn.Linear:
+        if config == "large":
+            raise RuntimeError("out of memory")
+        built.append(config)
+        return torch.nn.Linear(2, 2)
+
+    monkeypatch.setattr(runs.counts, "build", build)
+    runner = runs.Runner("cpu", str)
+    runner._take("small")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            runner._take("large")
+    runner._take("small")
+    assert runner.model is not None
+    assert built == ["small", "small"]
+    runner._take("small")
+    assert built == ["small", "small"]
+
+
+def test_a_case_that_fails_drops_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs.Runner, "measure", lambda *_, **__: 1 / 0)
+    dropped = []
+    monkeypatch.setattr(runs.Runner, "drop", lambda *_: dropped.append(1))
+    (job,) = runs.plan("test")
+    with pytest.raises(ZeroDivisionError):
+        runs.start(job.args)(job.rows["llama/train/2x48"])
+    assert dropped == [1]
 
 
 @pytest.mark.parametrize(
@@ -45,21 +86,31 @@ def test_every_case_has_its_own_name() -> None:
     assert all(runs.name_case(case).startswith(case["model"]) for case in cases)
 
 
-def _fake(monkeypatch: pytest.MonkeyPatch, results: list[Any], stopped: bool = False) -> None:
-    provenance = {"device": "NVIDIA H200", "device_id": "h200-sxm", "torch": "2.11.0"}
+def _fake(
+    monkeypatch: pytest.MonkeyPatch, results: list[Any], stopped: bool = False, device_id: str = "h200-sxm"
+) -> None:
+    provenance = {"device": "NVIDIA H200", "device_id": device_id, "torch": "2.11.0"}
     monkeypatch.setattr(predictor, "probe_machine", lambda *_: provenance)
     monkeypatch.setattr(predictor, "has_gpu", lambda: True)
     outcome = Outcome(tuple(results), stopped, len(results), frozenset({"runs"}))
     monkeypatch.setattr(predictor, "run_jobs", lambda *_, **__: outcome)
 
 
-def test_a_calibration_ends_in_a_predictor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _read_measured() -> list[Any]:
+    """Cases of one family, then its host cases, as a GPU gave them."""
     cases = json.loads(gzip.decompress((RESULTS / "predict_profiles.json.gz").read_bytes()))["cases"]
     hosts = json.loads((RESULTS / "predict_hosts.json").read_text())["cases"]
     kept = [case for case in cases if case["model"].startswith("llama")]
-    kept += [host for host in hosts if host["model"].startswith("llama-3.2")]
-    _fake(monkeypatch, [Result("runs", str(i), "", "ok", None, None, case, 0.0) for i, case in enumerate(kept)])
-    path = predictor.calibrate_predictor("quick", str(tmp_path))
+    return kept + [host for host in hosts if host["model"].startswith("llama-3.2")]
+
+
+def _list_results(records: list[Any]) -> list[Result]:
+    return [Result("runs", str(i), "", "ok", None, None, record, 0.0) for i, record in enumerate(records)]
+
+
+def test_a_calibration_ends_in_a_predictor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fake(monkeypatch, _list_results(_read_measured()))
+    path = predictor.calibrate_predictor(str(tmp_path))
     assert path == str(tmp_path / "h200-sxm.json")
     found = json.loads(Path(path).read_text())
     assert found["provenance"]["command"] == "flopcalc calibrate --predictor"
@@ -68,11 +119,45 @@ def test_a_calibration_ends_in_a_predictor(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_cannot_be_calibrated_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceError, match="found none"):
-        predictor.calibrate_predictor("quick", str(tmp_path))
-    with pytest.raises(CalibrationError, match="suite 'slow' unknown"):
-        predictor.calibrate_predictor("slow", str(tmp_path))
+        predictor.calibrate_predictor(str(tmp_path))
     _fake(monkeypatch, [], stopped=True)
-    assert predictor.calibrate_predictor("quick", str(tmp_path)) is None
+    assert predictor.calibrate_predictor(str(tmp_path)) is None
     _fake(monkeypatch, [])
     with pytest.raises(CalibrationError, match="too little was measured"):
-        predictor.calibrate_predictor("quick", str(tmp_path))
+        predictor.calibrate_predictor(str(tmp_path))
+    _fake(monkeypatch, _list_results([case for case in _read_measured() if case["phase"] != "decode"]))
+    with pytest.raises(CalibrationError, match="no small steps of phase decode; --retry-failed measures"):
+        predictor.calibrate_predictor(str(tmp_path))
+    assert not list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("device_id", "message"),
+    [
+        ("nvidia-fjord", "no entry in the device table, .* add it to .*devices.toml"),
+        ("v100-sxm2-32gb", "no bf16 peak"),
+        ("fjord-1", "no memory bandwidth"),
+    ],
+)
+def test_a_device_without_figures_is_refused_before_it_is_measured(
+    device_id: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "devices.toml").write_text(
+        '[[device]]\nid = "fjord-1"\nname = "Fjord 1"\nsource = "a sheet"\ndate = "2026-01-31"\n'
+        "peak_tflops = { bf16 = 100 }\n"
+    )
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    _fake(monkeypatch, [], device_id=device_id)
+    monkeypatch.setattr(predictor, "run_jobs", lambda *_, **__: pytest.fail("measured"))
+    load_devices.cache_clear()
+    try:
+        with pytest.raises(DeviceError, match=message):
+            predictor.calibrate_predictor()
+    finally:
+        load_devices.cache_clear()
+
+
+@pytest.mark.parametrize("options", [["--tables", "gemm"], ["--check"], ["--suite", "full"], ["--suite", "x"]])
+def test_options_that_a_predictor_does_not_take(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--predictor", *options]) == 2
+    assert "--predictor measures one set of whole steps: it takes neither" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,8 +94,21 @@ def test_without_kernels_there_is_nothing_to_fit() -> None:
         fit.fit_predictor([case], [], lambda _: LLAMA, {"device_id": "h200-sxm"})
 
 
-def test_a_predictor_is_written_whole(tmp_path: Any) -> None:
+def test_a_predictor_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "predictors" / "x.json"
     fit.save_predictor(str(path), {"schema": 1, "moved": {"copy": [[1, 2.0]]}})
     assert json.loads(path.read_text()) == {"schema": 1, "moved": {"copy": [[1, 2.0]]}}
     assert [entry.name for entry in path.parent.iterdir()] == ["x.json"]
+    monkeypatch.chdir(tmp_path)
+    fit.save_predictor("y.json", {"schema": 1})
+    assert json.loads((tmp_path / "y.json").read_text()) == {"schema": 1}
+
+
+def test_a_predictor_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CalibrationError, match=r"file/x\.json: cannot be written: .*; what was measured is kept"):
+        fit.save_predictor(str(tmp_path / "file" / "x.json"), {"schema": 1})
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(CalibrationError, match="cannot be written: Is a directory"):
+        fit.save_predictor(str(tmp_path / "x.json"), {"schema": 1})
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "x.json"]  # nothing half written

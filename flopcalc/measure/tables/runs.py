@@ -1,7 +1,7 @@
-"""Tables runs and operators: whole steps of HF models as a user runs them, and every operator's time inside them.
+"""Whole steps of HF models as a user runs them: their wall time, and every operator's time inside them.
 
-`runs` times steps by the wall clock, host and device together. `operators` profiles one step of the same cases and
-keeps the device's time of each operator by its shapes: what a predictor is calibrated with.
+They are no table of `calibrate`: `calibrate --predictor` and benchmarks/predict_error.py measure them, and a predictor
+is fitted on them.
 """
 
 from __future__ import annotations
@@ -121,12 +121,16 @@ class Runner:
     def _take(self, name: str) -> None:
         if name == self.name:
             return
-        self.model = self.optimizer = None
-        self.optimizer_name = ""
-        self._free()
+        self.drop()
         self.config = self.configs(name)
         self.model = counts.build(self.bench, self.config)
         self.name = name
+
+    def drop(self) -> None:
+        """Forget the model and its optimizer, whose memory the next one needs; after a failure too."""
+        self.model = self.optimizer = None
+        self.name = self.optimizer_name = ""
+        self._free()
 
     def _free(self) -> None:
         gc.collect()
@@ -415,6 +419,13 @@ def start(args: Json) -> Callable[[Json], Json]:
     runner = Runner(args["device"], (lambda name: counts.get_config(name, "test")) if is_test else get_config)
 
     def measure(row: Json) -> Json:
+        try:
+            return measure_row(row)
+        except Exception:  # out of memory, say: the next case starts from nothing
+            runner.drop()
+            raise
+
+    def measure_row(row: Json) -> Json:
         case = {key: value for key, value in row.items() if key != "is_host"}
         if not row["is_host"]:
             return runner.measure(case, profiled=True)
