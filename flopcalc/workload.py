@@ -658,11 +658,11 @@ def attention_calls(feature: Feature, load: Workload, times: int) -> dict[tuple[
     calls: dict[tuple[str, int], int] = {}
     if kind == "pairs":
         is_packed = load.layout == "packed" and load.documents is not None
-        lengths = load.documents if is_packed and load.documents else (load.seq,) * load.rows
+        lengths = load.documents if is_packed and load.documents else (load.seq,)
         mask = "window" if int(feature[2]) and int(feature[2]) < max(lengths) else str(feature[1])
         for length in lengths:
             calls[(mask, length)] = calls.get((mask, length), 0) + 1
-        return calls
+        return calls if is_packed and load.documents else {(mask, load.seq): load.rows}
     if kind not in ("images", "tiles", "frames", "windows"):
         return calls
     for t, h, w in load.all_grids:

@@ -21,6 +21,7 @@ _LABELS = {
     "launches": "between kernels",
     "host": "waiting for the host",
 }
+_LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 
 
 @click.command()
@@ -54,22 +55,24 @@ def predict(
     context = click.get_current_context()
     if context.get_parameter_source("convention") is click.core.ParameterSource.COMMANDLINE:
         raise WorkloadError("predict shows MFU and HFU, each under its own convention: leave --convention out")
-    from flopcalc.prediction.step import predict_estimate
+    from flopcalc.prediction.step import find_largest_batch, predict_estimate
 
     count = parse_size(top, "--top") if top is not None else 8
-    asked = make_estimate(model, {**options, "convention": "hardware"})
-    device = asked.estimate.terms[0][0]
+    device = _find_name(options["device"])
+    settings: dict[str, Any] = {
+        "device": device, "dtype": options["dtype"], "optimizer": optimizer,
+        "attention_kernel": options["attention_kernel"],
+    }  # fmt: skip
+    asked = make_estimate(model, {**options, "device": device, "convention": "hardware"})
     found = predict_estimate(
-        asked.estimate, device=_find_name(options["device"]), dtype=options["dtype"], optimizer=optimizer,
-        compiled=compiled, is_eager=device.attention_kernel == "eager",
-        host_factor=read_float(host_factor, "--host-factor") or 1.0,
-    )  # fmt: skip
-    notes = [*asked.notes, *found.notes]
+        asked.estimate, compiled=compiled, host_factor=read_float(host_factor, "--host-factor") or 1.0, **settings
+    )
+    notes = [*found.notes, *asked.notes]
     if as_json:
         shown = found.to_dict()
         shown["notes"] = notes
         if memory:
-            shown["memory_bytes"]["largest_batch"] = _find_largest(asked.estimate, options, optimizer)
+            shown["memory_bytes"]["largest_batch"] = find_largest_batch(asked.estimate, **settings)
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
     from flopcalc.report import format_grid
@@ -77,12 +80,14 @@ def predict(
     seconds = found.step_time_s
     interval = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
     click.echo(f"step      {format_seconds(seconds.mid)}   ({interval})   bound by the {found.bound}")
-    click.echo(f"MFU       {_percent(found.mfu)}   HFU {_percent(found.hfu)}   {found.tokens_per_s:,.0f} tokens/s")
+    click.echo(
+        f"MFU       {_percent(found.mfu)}   HFU {_percent(found.hfu)}   {_format_rate(found.tokens_per_s)} tokens/s"
+    )
     click.echo("")
     rows = [
         [_LABELS[name], format_seconds(value), _percent(value / seconds.mid)]
         for name, value in found.breakdown.items()
-        if value
+        if value >= _LEAST * seconds.mid
     ]
     click.echo(format_grid(["where the time goes", "time", "share"], rows))
     total = sum(found.modules.values())
@@ -95,14 +100,18 @@ def predict(
         from flopcalc.prediction.memory import format_memory
 
         click.echo("")
-        click.echo(format_memory(found.memory, _find_name(options["device"])))
-        largest = _find_largest(asked.estimate, options, optimizer)
+        click.echo(format_memory(found.memory, device))
+        largest = find_largest_batch(asked.estimate, **settings)
         if largest is not None:
             click.echo(f"largest batch that fits: {largest or 'none'}")
     click.echo("")
     click.echo(f"helps most: {found.advice}")
     for note in notes:
         click.echo(f"note: {note}")
+
+
+def _format_rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def _percent(share: float) -> str:
@@ -119,27 +128,3 @@ def _find_name(name: str) -> str:
     if found is None:
         raise DeviceError("--device auto: this machine shows no GPU; name one, `flopcalc devices` lists them")
     return find_device(found).id
-
-
-def _find_largest(estimate: Any, options: dict[str, Any], optimizer: str) -> int | None:
-    """The largest micro-batch of the same samples that fits; None where samples are packed or differ."""
-    from flopcalc.errors import FlopcalcError
-    from flopcalc.prediction.memory import largest_batch
-
-    estimator, load, _ = estimate.terms[0]
-    if load.documents is not None or load.rows < 1:
-        return None
-    images, videos, clips = (part[: len(part) // load.rows] for part in (load.grids, load.videos, load.clips))
-
-    def make(rows: int) -> Any:
-        return load.replace(rows=rows, grids=images * rows, videos=videos * rows, clips=clips * rows)
-
-    try:
-        found, _ = largest_batch(
-            estimator, make, _find_name(options["device"]), dtype=options["dtype"],
-            optimizer="sgd" if optimizer == "none" else optimizer,
-            attention="eager" if estimator.attention_kernel == "eager" else "sdpa",
-        )  # fmt: skip
-    except FlopcalcError:  # not even one
-        return 0
-    return found

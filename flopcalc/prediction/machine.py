@@ -132,6 +132,7 @@ _UNMEASURED = 0.3  # relative error of a time that is scaled from another device
 # others, Hopper's. Set before the first comparison with published runs (benchmarks/published_runs.py).
 _SHARES = {"a100": 0.83, "tpu": 0.82}
 _SHARE = 0.72
+_FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of the fused one's single pass: 21 / 7
 
 
 class Machine:
@@ -162,8 +163,10 @@ class Machine:
             share = next((value for start, value in _SHARES.items() if self.device.id.startswith(start)), _SHARE)
             self.compute *= share * origin.peak_tflops["bf16"] * 1e12 / constants["products"]["shape"][0]
         self.memory = bandwidth / origin.bandwidth_gb_per_s if origin.bandwidth_gb_per_s else 1.0
+        self.width = 4 if self.dtype in ("fp32", "tf32") else 2  # bytes of a number; curves are of two
         shape = ProductShape(*constants["products"]["shape"])
-        self.shape = shape._replace(rate=shape.rate * self.compute, bandwidth=shape.bandwidth * self.memory)
+        rows = shape.bandwidth * self.memory * 2 / self.width
+        self.shape = shape._replace(rate=shape.rate * self.compute, bandwidth=rows)
         self._residuals: dict[str, list[tuple[float, float, float, float]]] = {}
         for direction, m, n, k, ratio in constants["products"]["residuals"]:
             entry = (math.log2(m), math.log2(n), math.log2(k), math.log(ratio))
@@ -217,8 +220,11 @@ class Machine:
         if call.kernel == "eager":
             return Timed(self._time_eager(call), error, self.is_measured)
         tables = self.constants["attention"]
-        kernel = call.kernel or self.device.sdpa or "flash"
-        found = self._find_attention(tables.get(kernel) or next(iter(tables.values())), call)
+        table = tables.get(call.kernel or self.device.sdpa or "flash") or next(iter(tables.values()))
+        if call.mask == "decode" and not any("/decode/" in name for name in table):
+            # Decoding reads keys, whatever the kernel: any table that has it tells.
+            table = next((other for other in tables.values() if any("/decode/" in name for name in other)), table)
+        found = self._find_attention(table, call)
         if found is None:
             flops = 2.0 * call.batch * call.heads * call.length * call.keys * (call.qk + call.v)
             return Timed(flops / (0.4 * self.peak) + 5e-6, 2 * _UNMEASURED, False)
@@ -226,7 +232,7 @@ class Machine:
         _, queries, pairs, longest = attention_features(
             call.mask, call.batch, call.heads, call.kv_heads, call.length, call.keys
         )
-        speed = self.compute if call.mask != "decode" else self.memory
+        speed = self.compute if call.mask != "decode" else self.memory * 2 / self.width
         seconds = start + (queries * query + pairs * pair + longest * row) * scale / speed
         return Timed(seconds, error if scale == 1 else 2 * error, self.is_measured)
 
@@ -259,7 +265,10 @@ class Machine:
         if moved.direction == "backward" and f"{name}_backward" in curves:
             name += "_backward"
         if moved.direction == "optimizer":
-            start, per_tensor, per_byte = self.constants["optimizer"].get(name) or self.constants["optimizer"]["adamw"]
+            found = self.constants["optimizer"].get(name)
+            start, per_tensor, per_byte = found or self.constants["optimizer"]["adamw"]
+            if found is None and name == "adamw-foreach":
+                per_byte, error = per_byte * _FOREACH, 2 * error
             return Timed(start + moved.tensors * per_tensor + size * per_byte / self.memory, error, self.is_measured)
         linear = self.constants["linear"].get(name)
         if linear is not None:

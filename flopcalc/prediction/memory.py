@@ -21,10 +21,12 @@ __all__ = [
     "OPTIMIZERS",
     "Memory",
     "Shards",
+    "can_resize",
     "find_capacity",
     "format_memory",
     "largest_batch",
     "predict_memory",
+    "resize_batch",
     "shard_zero",
 ]
 
@@ -119,11 +121,12 @@ def predict_memory(
     master_weights: bool = False,
     gradient_dtype: str | None = None,
     shards: Shards = Shards(),  # noqa: B008
+    is_adding: bool = False,
 ) -> Memory:
     """Bytes of one step of HF's model in eager mode; the recipe (what trains, what is recomputed) is the estimator's.
 
     `attention` is eager, sdpa or one of its kernels; `master_weights` keeps a float32 copy of what trains, and states
-    in float32.
+    in float32; `is_adding`: gradients of several micro-batches add up, so they stay all the while.
     """
     step = Step(estimator, load, _count_bytes(dtype), attention)
     if load.phase != "train" or not estimator.parameters()["trainable"]:
@@ -132,7 +135,21 @@ def predict_memory(
         near = format_nearest(str(optimizer), OPTIMIZERS)
         raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(OPTIMIZERS)}")
     gradient_bytes = _count_bytes(gradient_dtype) if gradient_dtype is not None else 0
-    return _train(step, OPTIMIZERS[optimizer], master_weights, gradient_bytes, shards)
+    return _train(step, OPTIMIZERS[optimizer], master_weights, gradient_bytes, shards, is_adding)
+
+
+def can_resize(load: Workload) -> bool:
+    """Whether all rows of a batch are alike, so that there can be more or fewer of them."""
+    parts = (load.grids, load.videos, load.clips)
+    is_even = load.documents is None and load.rows > 0 and not any(len(part) % load.rows for part in parts)
+    return is_even and (load.decoder is None or can_resize(load.decoder))
+
+
+def resize_batch(load: Workload, rows: int) -> Workload:
+    """The same workload with another number of rows, each with its images, videos and clips."""
+    grids, videos, clips = (part[: len(part) // load.rows] * rows for part in (load.grids, load.videos, load.clips))
+    decoder = resize_batch(load.decoder, rows) if load.decoder is not None else None
+    return load.replace(rows=rows, grids=grids, videos=videos, clips=clips, decoder=decoder)
 
 
 def largest_batch(
@@ -176,6 +193,8 @@ def format_memory(memory: Memory, device: str | Device | None = None) -> str:
     lines.append(f"{'peak':12}  {'':12}  {format_bytes(memory.peak):>12}  in {_MOMENTS[memory.moment]}")
     if device is not None:
         found = find_device(device) if isinstance(device, str) else device
+        if found.memory_gb is None:
+            return "\n".join([*lines, f"{found.name}: its memory is not known, so nor is whether this fits"])
         capacity = find_capacity(found)
         words = "fits" if memory.peak <= capacity else f"too much by {format_bytes(memory.peak - capacity)}"
         lines.append(f"{found.name}: {words}; {format_bytes(capacity)} for tensors, {found.memory_gb:g} GB in all")
@@ -197,7 +216,9 @@ def _count_bytes(dtype: str) -> int:
     return _DTYPE_BYTES[kind]
 
 
-def _train(step: Step, optimizer: Optimizer, master: bool, gradient_bytes: int, shards: Shards) -> Memory:
+def _train(
+    step: Step, optimizer: Optimizer, master: bool, gradient_bytes: int, shards: Shards, is_adding: bool
+) -> Memory:  # fmt: skip
     trainable = sum(step.read_blocks()[0].values())
     weights = -(-step.count_weights() // shards.weights)
     state_bytes = optimizer.state_bytes or (FLOAT if master else step.trained_bytes)
@@ -206,7 +227,8 @@ def _train(step: Step, optimizer: Optimizer, master: bool, gradient_bytes: int, 
     each = gradient_bytes or step.trained_bytes
     gradients = -(-trainable * each // shards.gradients)
     found = list_operators(step.estimator, step.load, step.attention, step.bytes)
-    step.notes += ["gradients are freed before the forward pass; where several passes add them up they stay"]
+    if not is_adding:
+        step.notes.append("gradients are freed before the forward pass; where several passes add them up they stay")
     if step.estimator.recipe.clipping != "none":
         step.notes.append("gradients per sample, which clipping needs, are left out")
     step.notes += found.notes
@@ -224,6 +246,8 @@ def _train(step: Step, optimizer: Optimizer, master: bool, gradient_bytes: int, 
     moments: list[tuple[str, dict[str, int]]] = []
 
     def add(moment: str, gradients: int, activations: int, logits: int = 0) -> None:
+        if is_adding:
+            gradients = max(gradients, trainable * each)
         divided = -(-gradients // shards.gradients)
         there = {**base, "gradients": divided, "activations": activations, "logits": logits}
         moments.append((moment, {kind: there.get(kind, 0) for kind in _KINDS}))

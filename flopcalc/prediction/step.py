@@ -6,20 +6,31 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from flopcalc.errors import RecipeError, WorkloadError, format_nearest, format_value
-from flopcalc.estimate import Estimate, Estimator, bind
+from flopcalc.devices import Device, find_device, parse_dtype
+from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
+from flopcalc.estimate import KERNELS, Estimate, Estimator, bind
 from flopcalc.prediction.machine import Machine
-from flopcalc.prediction.memory import Memory, predict_memory
-from flopcalc.prediction.work import OPTIMIZERS, Work, make_work
+from flopcalc.prediction.memory import (
+    Memory,
+    can_resize,
+    find_capacity,
+    largest_batch,
+    predict_memory,
+    resize_batch,
+)
+from flopcalc.prediction.work import OPTIMIZERS, Work, count_calls, make_work
+from flopcalc.units import format_bytes
 from flopcalc.utilization import check_positive, hfu, mfu
 from flopcalc.workload import Workload
 
-__all__ = ["OPTIMIZERS", "Prediction", "StepTime", "predict", "predict_estimate"]
+__all__ = ["OPTIMIZERS", "Prediction", "StepTime", "find_largest_batch", "predict", "predict_estimate"]
 
 _EXPERTS = 0.08  # relative error that experts add: rows are dealt out unevenly, and HF changes their code often
 # How much host and device overlap where they are near each other, from steps of the fit: a training step's passes are
 # unlike, and the device's queue is shorter than a step; forward passes are alike all through.
 _OVERLAP = {"train": 4, "forward": 12}
+_UNMEASURED = 0.35  # relative half width where published figures scale what was measured elsewhere
+_DTYPES = ("bf16", "fp16", "tf32", "fp32")
 _FUSED = ("pointwise", "copy", "cast", "reduce", "norm", "cat", "fill")  # kinds that a compiler joins to others
 
 
@@ -58,6 +69,7 @@ class Prediction(NamedTuple):
     advice: str
     evidence: dict[str, Any]
     notes: tuple[str, ...]
+    fits: bool | None = None  # None: the memory was not asked for, or the device's is not known
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -69,7 +81,7 @@ class Prediction(NamedTuple):
             "hfu": self.hfu,
             "tokens_per_s": self.tokens_per_s,
             "breakdown": {**self.breakdown, "modules": self.modules},
-            "memory_bytes": self.memory.to_dict() if self.memory else None,
+            "memory_bytes": {**self.memory.to_dict(), "fits": self.fits} if self.memory else None,
             "advice": self.advice,
             "evidence": self.evidence,
             "notes": list(self.notes),
@@ -96,9 +108,13 @@ def predict(
 
     `host_factor` says how many times longer than the measured machine's CPU yours takes for the same Python.
     """
+    for name in ("convention", "lora", "freeze", "train_only", "recompute", "clipping"):
+        if name in workload:
+            where = "the recipe: recipe={...}" if name != "convention" else "estimate_flops; MFU and HFU have their own"
+            raise WorkloadError(f"{name} is no part of the workload: it belongs to {where}")
+    kernel = _find_kernel(find_device(device), parse_dtype(dtype), attention_kernel)
     estimator = bind(
-        model, recipe=recipe, convention="hardware", attention_kernel=attention_kernel, device=device, dtype=dtype,
-        spec=spec,
+        model, recipe=recipe, convention="hardware", attention_kernel=kernel, device=device, dtype=dtype, spec=spec,
     )  # fmt: skip
     batch = workload.pop("batch", None)
     if batch is not None:
@@ -107,9 +123,12 @@ def predict(
         estimate = estimator(workload.pop("batch_size", 1), workload.pop("seq_len", None), **workload)
     if type(grad_accum) is not int or grad_accum < 1:
         raise WorkloadError(f"grad_accum is a whole number of at least 1, not {format_value(grad_accum)}")
+    phase = estimate.terms[0][1].phase
+    if grad_accum > 1 and phase != "train":
+        raise WorkloadError(f"grad_accum belongs to phase train, not {phase}")
     return predict_estimate(
         estimate * grad_accum, device=device, dtype=dtype, optimizer=optimizer, compiled=compiled, memory=memory,
-        is_eager=attention_kernel == "eager", host_factor=host_factor, advise=advise,
+        attention_kernel=kernel, host_factor=host_factor, advise=advise,
     )  # fmt: skip
 
 
@@ -121,7 +140,7 @@ def predict_estimate(
     optimizer: str = "adamw",
     compiled: bool = False,
     memory: bool = True,
-    is_eager: bool = False,
+    attention_kernel: str = "auto",
     host_factor: float = 1.0,
     advise: bool = True,
 ) -> Prediction:
@@ -130,46 +149,136 @@ def predict_estimate(
     if optimizer not in OPTIMIZERS:
         near = format_nearest(str(optimizer), OPTIMIZERS)
         raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(OPTIMIZERS)}")
-    machine = Machine(device, dtype)
-    parts: list[tuple[Estimator, Workload, int]] = list(estimate.terms)
+    kernel = _find_kernel(find_device(device), parse_dtype(dtype), attention_kernel)
+    settings = _Settings(Machine(device, dtype), optimizer, compiled, kernel, host_factor)
+    parts = list(estimate.terms)
     if any(estimator.recipe.clipping != "none" for estimator, _, _ in parts):
         raise RecipeError("per-sample clipping is counted, not predicted: leave --clipping out")
     if any(estimator.origin == "trace" for estimator, _, _ in parts):
         raise WorkloadError("a traced model has no op list to predict from: it needs a spec")
+    prediction = _predict(estimate, settings)
+    if memory:
+        prediction = _add_memory(prediction, settings.find_memory(parts), settings.machine.device)
+    if advise and prediction.fits is False:
+        return prediction._replace(advice=_advise_fit(parts, settings))
+    return prediction._replace(advice=_advise(estimate, prediction, settings)) if advise else prediction
+
+
+def find_largest_batch(
+    estimate: Estimate, *, device: str, dtype: str = "bf16", optimizer: str = "adamw", attention_kernel: str = "auto"
+) -> int | None:  # fmt: skip
+    """The largest micro-batch of the same samples that fits, 0 if none does; None where samples differ."""
+    kernel = _find_kernel(find_device(device), parse_dtype(dtype), attention_kernel)
+    (estimator, load, times), *others = estimate.terms
+    settings = _Settings(Machine(device, dtype), optimizer, False, kernel, 1.0)
+    return settings.find_largest(estimator, load, times) if not others else None
+
+
+class _Settings(NamedTuple):
+    """How a step runs, beside what it computes."""
+
+    machine: Machine
+    optimizer: str
+    compiled: bool
+    kernel: str
+    host_factor: float
+
+    def find_memory(self, parts: list[tuple[Estimator, Workload, int]]) -> Memory:
+        """The largest micro-batch's."""
+        is_adding = sum(times for _, _, times in parts) > 1
+        found = [
+            predict_memory(estimator, load, is_adding=is_adding, **self.memory_settings)
+            for estimator, load, _ in parts
+        ]  # fmt: skip
+        return max(found, key=lambda memory: memory.peak)
+
+    def find_largest(self, estimator: Estimator, load: Workload, times: int) -> int | None:
+        """The largest micro-batch of the same samples that fits; None where they differ or memory is not known."""
+        if not can_resize(load) or self.machine.device.memory_gb is None:
+            return None
+        try:
+            found, _ = largest_batch(
+                estimator, lambda rows: resize_batch(load, rows), self.machine.device, is_adding=times > 1,
+                **self.memory_settings,
+            )  # fmt: skip
+        except WorkloadError:  # not even one
+            return 0
+        return found
+
+    @property
+    def memory_settings(self) -> dict[str, Any]:
+        optimizer = "sgd" if self.optimizer == "none" else self.optimizer
+        return {"dtype": self.machine.dtype, "optimizer": optimizer, "attention": self.kernel}
+
+
+def _find_kernel(device: Device, dtype: str, kernel: str) -> str:
+    """The attention kernel that runs: the one asked for, or what SDPA picks; refused where there is none."""
+    if dtype not in _DTYPES:
+        raise DeviceError(f"steps are predicted in {', '.join(_DTYPES)}, not in {dtype}")
+    if dtype not in device.peak_tflops:
+        known = [name for name in _DTYPES if name in device.peak_tflops]
+        raise DeviceError(
+            f"{device.name} has no known {dtype} peak, so no step can be predicted; "
+            + (f"it has {', '.join(known)}: give --dtype" if known else "add one in your own devices.toml")
+        )
+    if kernel not in KERNELS:
+        near = format_nearest(str(kernel), KERNELS)
+        raise RecipeError(f"attention kernel {format_value(kernel)} unknown.{near} Known: {', '.join(KERNELS)}")
+    is_wide = dtype in ("fp32", "tf32")
+    if is_wide and kernel in ("flash", "cudnn"):
+        raise RecipeError(f"kernel {kernel} takes bf16 and fp16, not {dtype}; SDPA then picks efficient")
+    if kernel != "auto":
+        return kernel
+    return "efficient" if is_wide else device.sdpa or "flash"
+
+
+def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
+    """Time alone."""
+    machine, compiled = settings.machine, settings.compiled
     clock = Clock(machine, compiled)
-    width = 4 if machine.dtype in ("fp32", "tf32") else 2
-    for i, (estimator, load, times) in enumerate(parts):
-        steps = "none" if i else optimizer  # one optimizer's step for all micro-batches
-        work = make_work(estimator, load, optimizer=steps, is_eager=is_eager, dtype_bytes=width)
+    for i, (estimator, load, times) in enumerate(estimate.terms):
+        steps = "none" if i else settings.optimizer  # one optimizer's step for all micro-batches
+        work = make_work(
+            estimator, load, optimizer=steps, is_eager=settings.kernel == "eager", dtype_bytes=machine.width,
+            kernel=settings.kernel,
+        )  # fmt: skip
         clock.add(work, times, load)
-    device_s, host_s = clock.device_s(), clock.host_s() * host_factor
-    mid = _join(device_s, host_s, parts[0][1].phase)
+    device_s, host_s = clock.device_s(), clock.host_s() * settings.host_factor
+    mid = _join(device_s, host_s, estimate.terms[0][1].phase)
     bound = "device" if device_s >= host_s else "host"
     error = clock.error(bound)
     seconds = StepTime(mid * (1 - error), mid, mid * (1 + error) * (1 + clock.late(bound)))
-    found = _find_memory(parts, machine, optimizer, is_eager) if memory else None
-    share: dict[str, Any] = {"device": device, "dtype": machine.dtype}
-    tokens = estimate.tokens
-    prediction = Prediction(
+    share: dict[str, Any] = {"device": machine.device.id, "dtype": machine.dtype}
+    return Prediction(
         seconds,
         bound,
         device_s,
         host_s,
         _share(mfu(estimate, mid, **share)),
         _share(hfu(estimate, mid, **share)),
-        tokens / mid,
+        estimate.tokens / mid,
         clock.breakdown(mid),
         clock.modules(),
-        found,
+        None,
         "",
         clock.evidence(),
         tuple(clock.notes()),
     )
-    if not advise:
-        return prediction
-    return prediction._replace(
-        advice=_advise(estimate, prediction, machine, optimizer, compiled, is_eager, host_factor)
+
+
+def _add_memory(prediction: Prediction, memory: Memory, device: Device) -> Prediction:
+    """With memory, and a note first where it does not fit."""
+    if device.memory_gb is None:
+        note = f"whether it fits is not known: {device.name} has no memory_gb in devices.toml"
+        return prediction._replace(memory=memory, notes=(*prediction.notes, note))
+    capacity = find_capacity(device)
+    if memory.peak <= capacity:
+        return prediction._replace(memory=memory, fits=True)
+    note = (
+        f"does not fit: the step needs {format_bytes(memory.peak)}, {device.name} has {format_bytes(capacity)} for "
+        "tensors; the time is as if it did"
     )
+    return prediction._replace(memory=memory, fits=False, notes=(note, *prediction.notes))
 
 
 def _share(found: Any) -> float:
@@ -212,11 +321,13 @@ class Clock:
             timed = self.machine.time_moved(moved)
             is_joined = moved.kind.startswith(_FUSED) and not is_optimizer
             kind = "optimizer" if is_optimizer else "memory"
+            if is_optimizer and moved.kind not in self.constants["optimizer"]:
+                self.found_notes[f"{moved.kind} was not measured: its bytes at the fused one's speed"] = None
             self._put(
                 moved.module, moved.group, kind, timed.seconds * (fused if is_joined else 1.0), timed.error,
                 moved.calls * (1 if is_optimizer else times), is_joined,
             )  # fmt: skip
-        calls = load.seq if load.phase == "decode" else 1
+        calls = count_calls(load)
         once = {name: many for name, many in work.dispatched.items() if name.startswith("optimizer ")}
         each = {name: many for name, many in work.dispatched.items() if name not in once}
         self.host += [(each, times, load.phase, calls), (once, 1, load.phase, 0)]
@@ -254,11 +365,11 @@ class Clock:
     def error(self, bound: str) -> float:
         """Relative half width: errors of many operators average out in part, those they share do not."""
         floor = self.constants["error"]
+        if not self.machine.is_measured:
+            return _UNMEASURED if self.is_recorded else 1.5 * _UNMEASURED
         if bound == "host":
             return float(floor["host"]) if self.is_recorded else 2 * float(floor["host"])
         total = sum(piece.seconds for piece in self.pieces)
-        if not self.machine.is_measured:
-            return 0.35
         apart = math.sqrt(sum(piece.error**2 for piece in self.pieces)) / total if total else 0.0
         wide = float(floor["device"]) + apart + (_EXPERTS if self.has_experts else 0.0)
         wide += float(floor["compiled"]) if self.compiled else 0.0
@@ -300,21 +411,28 @@ class Clock:
 
     def notes(self) -> list[str]:
         notes = list(self.found_notes)
-        device = self.machine.device
         if self.has_experts:
             notes.append("experts are taken as evenly loaded")
         if not self.machine.is_measured:
-            measured = self.machine.constants.get("provenance", {}).get("device_id", "another device")
-            notes.insert(
-                0,
-                f"{device.name} in {self.machine.dtype} was not measured: published peaks, with the shapes measured on "
-                f"{measured}; `flopcalc calibrate` on one brings this to the measured standard",
-            )
-        elif not self.compiled:
+            notes.insert(0, _tell_unmeasured(self.machine))
+        if not self.compiled:
             notes.append(
                 "host time is of the measured machine's CPU; --host-factor tells how many times longer yours takes"
             )
         return notes
+
+
+def _tell_unmeasured(machine: Machine) -> str:
+    measured = machine.constants.get("provenance", {}).get("device_id", "another device")
+    if measured == machine.device.id:
+        return (
+            f"{machine.device.name} in {machine.dtype} was not measured: published peaks, with the shapes measured in "
+            "bf16"
+        )
+    return (
+        f"{machine.device.name} was not measured: published peaks, with the shapes measured on {measured}; `flopcalc "
+        "calibrate --predictor` on one brings this to the measured standard"
+    )
 
 
 def host_seconds(constants: Mapping[str, Any], dispatched: Mapping[str, float], phase: str, calls: int) -> float:
@@ -351,59 +469,58 @@ def host_features(dispatched: Mapping[str, float], calls: int) -> tuple[float, f
     return float(calls), units
 
 
-def _find_memory(
-    parts: list[tuple[Estimator, Workload, int]], machine: Machine, optimizer: str, is_eager: bool
-) -> Memory:  # fmt: skip
-    """The largest micro-batch's."""
-    found = [
-        predict_memory(
-            estimator, load, dtype=machine.dtype, optimizer="sgd" if optimizer == "none" else optimizer,
-            attention="eager" if is_eager else "sdpa",
-        )
-        for estimator, load, _ in parts
-    ]  # fmt: skip
-    return max(found, key=lambda memory: memory.peak)
+def _advise_fit(parts: list[tuple[Estimator, Workload, int]], settings: _Settings) -> str:
+    """What would make a step fit that does not."""
+    device = settings.machine.device
+    (estimator, load, times), *others = parts
+    if load.phase == "train" and estimator.recipe.recompute == "none":
+        changed = [(_change_recompute(each, "full"), other, many) for each, other, many in parts]
+        again = [(each, other, many) for each, other, many in changed if each is not None]
+        if len(again) == len(parts) and settings.find_memory(again).fits(device):
+            return "recomputation (--recompute full): the step then fits"
+    if not others and (most := settings.find_largest(estimator, load, times)):
+        return f"a smaller batch: {most} is the largest that fits"
+    return "several devices: `flopcalc plan` finds a layout that fits"
 
 
-def _advise(
-    estimate: Estimate,
-    now: Prediction,
-    machine: Machine,
-    optimizer: str,
-    compiled: bool,
-    is_eager: bool,
-    host_factor: float,
-) -> str:
+def _change_recompute(estimator: Estimator, recompute: str) -> Estimator | None:
+    """The same model under another recomputation; None where it cannot be made again, as of some live models."""
+    try:
+        return Estimator(
+            estimator.source, estimator.recipe._replace(recompute=recompute), estimator.convention,
+            estimator.attention_kernel, {estimator.spec.name: estimator.spec},
+        )  # fmt: skip
+    except FlopcalcError:
+        return None
+
+
+def _advise(estimate: Estimate, now: Prediction, settings: _Settings) -> str:
     """The one change that makes most of the tokens per second, of those that can be predicted."""
     tried: list[tuple[float, str]] = []
-    given: dict[str, Any] = {"device": machine.device.id, "dtype": machine.dtype, "memory": False, "advise": False}
+    device = settings.machine.device
 
     def gain(text: str, changed: Estimate, **options: Any) -> None:
-        base: dict[str, Any] = {
-            "optimizer": optimizer, "compiled": compiled, "is_eager": is_eager, "host_factor": host_factor,
-        }  # fmt: skip
-        after = predict_estimate(changed, **given, **(base | options))
+        after = _predict(changed, settings._replace(**options))
         tried.append((after.tokens_per_s / now.tokens_per_s - 1, text))
 
-    if not compiled:
+    def fits(estimator: Estimator, load: Workload, times: int) -> bool:
+        return device.memory_gb is None or settings.find_memory([(estimator, load, times)]).fits(device)
+
+    if not settings.compiled:
         gain("compile the model (--compile)", estimate, compiled=True)
-    if is_eager:
-        gain("fused attention in place of eager", estimate, is_eager=False)
-    if optimizer == "adamw-foreach":
+    if settings.kernel == "eager":
+        kernel = _find_kernel(device, settings.machine.dtype, "auto")
+        gain("fused attention in place of eager", estimate, kernel=kernel)
+    if settings.optimizer == "adamw-foreach":
         gain("the fused optimizer", estimate, optimizer="adamw")
     (estimator, load, times), *others = estimate.terms
-    if not others and load.documents is None and load.rows and now.memory is not None and load.seq:
-        double = load.replace(rows=load.rows * 2, grids=load.grids * 2, videos=load.videos * 2, clips=load.clips * 2)
-        memory = _find_memory([(estimator, double, times)], machine, optimizer, is_eager)
-        if machine.device.memory_gb is None or memory.fits(machine.device):
+    if not others and now.memory is not None and can_resize(load):
+        double = resize_batch(load, 2 * load.rows)
+        if fits(estimator, double, times):
             gain("a batch twice as large", estimator.estimate(double) * times)
-    if estimator.recipe.recompute != "none" and load.phase == "train":
-        plain = Estimator(
-            estimator.source, estimator.recipe._replace(recompute="none"), estimator.convention,
-            estimator.attention_kernel,
-        )  # fmt: skip
-        memory = _find_memory([(plain, load, times)], machine, optimizer, is_eager)
-        if machine.device.memory_gb is None or memory.fits(machine.device):
+    if estimator.recipe.recompute != "none" and load.phase == "train" and not others:
+        plain = _change_recompute(estimator, "none")
+        if plain is not None and fits(plain, load, times):
             gain("no recomputation: the activations fit", plain.estimate(load) * times)
     best = max(tried, default=(0.0, ""))
     if best[0] < 0.02:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from flopcalc.count import Block, Row, product_flops
 from flopcalc.estimate import Estimator
-from flopcalc.operators import list_operators
+from flopcalc.operators import Operator, Operators, list_operators
 from flopcalc.ops import Op
 from flopcalc.recipe import iterate
-from flopcalc.workload import Workload, attention_calls
+from flopcalc.workload import Feature, Workload, attention_calls, evaluate_feature
 
 # Kinds of operators that cost the host alone: no kernel, or one that is timed as a product or an attention call.
 HOST_ONLY = ("view", "make", "product", "attention", "module", "node", "read", "wrapper")
@@ -51,7 +52,7 @@ class Attention(NamedTuple):
     window: int = 0
     calls: float = 1
     is_again: bool = False
-    kernel: str = ""  # eager: plain products; without: the fused kernel that the device picks
+    kernel: str = ""  # eager: plain products; flash, efficient, cudnn; without: the one that the device picks
 
 
 class Moved(NamedTuple):
@@ -90,12 +91,14 @@ def make_work(
     optimizer: str = "adamw",
     is_eager: bool = False,
     dtype_bytes: int = 2,
+    kernel: str = "",
 ) -> Work:
     """The work of one step of HF's own code, per micro-batch `load`; eager: attention as plain products and a softmax.
 
     Products and attention come from the op list, everything else from the operators recorded of the model's family.
+    `kernel` names the fused attention kernel; without, the device picks.
     """
-    maker = _Maker(load, "eager" if is_eager else "")
+    maker = _Maker(load, "eager" if is_eager else kernel)
     rows = estimator.rows(load, "hardware")
     keys = _find_key_heads(estimator)
     for block, row, value in rows:
@@ -107,7 +110,7 @@ def make_work(
             maker.add_attention(block, row, keys)
         elif row.op.kind == "product" and row.forward:
             maker.add_flops(block, row, value)
-    found = list_operators(estimator, load, "eager" if is_eager else "sdpa", dtype_bytes)
+    found = _list_operators(estimator, load, "eager" if is_eager else "sdpa", dtype_bytes)
     dispatched: dict[str, float] = {}
     moved = []
     for each in found.rows:
@@ -121,7 +124,7 @@ def make_work(
                 Moved(each.module, each.group, each.direction, kind, each.reads, each.writes, each.count, each.is_again)
             )
     notes = list(found.notes)
-    if any(call.calls > 1000 for call in maker.attention):
+    if load.phase != "decode" and any(call.calls > 1000 for call in maker.attention):
         notes.append(
             "attention goes over windows one by one here: its many small calls keep the host busy longer than predicted"
         )
@@ -161,7 +164,7 @@ class _Maker:
     def __init__(self, load: Workload, kernel: str) -> None:
         self.load, self.kernel = load, kernel
         self.is_train = load.phase == "train"
-        self.steps = load.seq if load.phase == "decode" else 1  # calls of the model, one token each
+        self.steps = count_calls(load)
         self.products: list[Product] = []
         self.attention: list[Attention] = []
 
@@ -216,13 +219,19 @@ class _Maker:
             ways += [("backward", False)] if row.backward else []
             ways += [("forward", True)] if row.recompute else []
         feature = op.feature if op.feature[0] != "minus" else op.feature[1]
+        if feature[0] == "either":  # what HF executes
+            feature = feature[2]
+        if feature[0] == "decoder" and load.decoder is not None:
+            feature, load = feature[1:], load.decoder
         module, kv = name_module(block, op), keys.get(block.path, op.heads)
         window = int(feature[2]) if feature[0] == "pairs" and len(feature) > 2 else 0
+        shapes = []
         if load.phase == "decode" and feature[0] == "pairs":
             past = load.context + (load.seq + 1) // 2
             shapes = [("decode", load.rows, 1, min(past, window) if window else past, self.steps)]
+        elif feature[0] == "sum":
+            shapes = self._find_summed(feature, op.times)
         else:
-            shapes = []
             for (mask, length), many in attention_calls(feature, load, op.times).items():
                 # HF's grid towers call attention once per image or window; all others once per batch.
                 one_by_one = feature[0] in ("frames", "windows")
@@ -238,6 +247,63 @@ class _Maker:
                         self.kernel,
                     )
                 )  # fmt: skip
+
+    def _find_summed(self, feature: Feature, times: int) -> list[tuple[str, int, int, int, int]]:
+        """Calls of an attention op that tells its pairs as a sum over images, clips or rows: all of them alike."""
+        load, unit = self.load, feature[1]
+        pairs = evaluate_feature(feature, load, "full") * times
+        if unit in ("image", "clip"):
+            many = len(load.all_grids if unit == "image" else load.clips)
+            side = math.isqrt(pairs // many) if many else 0
+            return [("full", many, side, side, 1)] if side else []
+        own = load.decoder if unit == "decoder" and load.decoder is not None else load
+        length = 1 if load.phase == "decode" else own.seq
+        keys = -(-pairs // (own.rows * length * self.steps))
+        return [("decode" if load.phase == "decode" else "full", own.rows, length, keys, self.steps)] if keys else []
+
+
+def count_calls(load: Workload) -> int:
+    """How many times a step calls the model: decoding once per token, an encoder-decoder's of its decoder."""
+    side = load.decoder if load.decoder is not None else load
+    return side.seq if load.phase == "decode" else 1
+
+
+def _list_operators(estimator: Estimator, load: Workload, attention: str, dtype_bytes: int) -> Operators:
+    """Operators of the whole model; an encoder's, a decoder's and an audio tower's each over their own rows."""
+    sides = _find_sides(estimator, load)
+    main = list_operators(estimator, sides.get("language") or load, attention, dtype_bytes)
+    if not sides:
+        return main
+    listed = {"language": main}
+    for stream, side in sides.items():
+        if side is not None and stream != "language":
+            listed[stream] = list_operators(estimator, side, attention, dtype_bytes)
+    streams = {f"{stage.path}.": stage.stream for stage in estimator.stages}
+
+    def find_stream(row: Operator) -> str:
+        inside = [path for path in streams if f"{row.module}.".startswith(path)]
+        stream = streams[max(inside, key=len)] if inside else "language"
+        return stream if stream in sides else "language"
+
+    rows = tuple(row for stream, found in listed.items() for row in found.rows if find_stream(row) == stream)
+    return main._replace(rows=rows)
+
+
+def _find_sides(estimator: Estimator, load: Workload) -> dict[str, Workload | None]:
+    """Stream -> the workload that its stages see, where that is not the step's own; None: it does not run."""
+    sides: dict[str, Workload | None] = {}
+    is_decode = load.phase == "decode"
+    if load.decoder is not None:
+        own = load.decoder
+        one = own.replace(seq=1, context=own.context + (own.seq - 1) // 2) if is_decode else own
+        sides["language"] = load.replace(seq=own.seq, context=own.context, logits=own.logits, decoder=one)
+        sides["encoder"] = None if is_decode else load
+    towers = [stage for stage in estimator.stages if stage.stream == "audio"]
+    if towers:
+        ops = [op for stage in towers if stage.repeated for op in iterate(stage.layers[0]) if op.kind == "linear"]
+        rows = evaluate_feature(ops[0].feature, load, "full") * ops[0].times if ops and not is_decode else 0
+        sides["audio"] = load.replace(seq=max(1, rows // load.rows)) if rows else None
+    return sides
 
 
 def count_tensors(rows: list[tuple[Block, Row]]) -> int:

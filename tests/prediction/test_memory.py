@@ -17,10 +17,12 @@ from flopcalc.prediction import memory as module
 from flopcalc.prediction.memory import (
     Memory,
     Shards,
+    can_resize,
     find_capacity,
     format_memory,
     largest_batch,
     predict_memory,
+    resize_batch,
     shard_zero,
 )
 from flopcalc.workload import make_workload
@@ -270,6 +272,31 @@ def test_one_sample_too_many() -> None:
     missing = predict_memory(model, make_workload(1, 4096)).peak - find_capacity(device)
     with pytest.raises(WorkloadError, match=f"even a batch of 1 needs .* {missing / 2**20:.2f} MiB more than"):
         largest_batch(model, lambda size: make_workload(size, 4096), device)
+
+
+@pytest.mark.usefixtures("saved")
+def test_added_gradients_stay() -> None:
+    model, load = bind(TINY), make_workload(8, 512)
+    once, added = predict_memory(model, load), predict_memory(model, load, is_adding=True)
+    assert once.moment == added.moment == "loss"
+    assert added.peak == once.peak + once.gradients
+    assert any("freed" in note for note in once.notes)
+    assert not any("freed" in note for note in added.notes)
+
+
+def test_rows_come_and_go_with_what_belongs_to_them() -> None:
+    load = make_workload(2, 512, image_grid_thw=[[1, 4, 4]] * 2, clips=[30, 30], decoder_seq_len=9)
+    assert can_resize(load)
+    more = resize_batch(load, 3)
+    assert (more.rows, len(more.grids), more.clips) == (3, 3, (30, 30, 30))
+    assert more.decoder is not None
+    assert (more.decoder.rows, more.decoder.seq) == (3, 9)
+    assert not can_resize(make_workload(2, 512, image_grid_thw=[[1, 4, 4]] * 3))
+    assert not can_resize(make_workload(lengths=[3, 4]))
+
+
+def test_a_device_without_known_memory_is_shown_as_such() -> None:
+    assert format_memory(predict(), make_device(None)).endswith("its memory is not known, so nor is whether this fits")
 
 
 def test_capacity() -> None:

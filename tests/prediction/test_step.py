@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError
+from flopcalc.estimate import bind
 from flopcalc.prediction.machine import (
     Machine,
     ProductShape,
@@ -18,8 +22,8 @@ from flopcalc.prediction.machine import (
     time_shape,
 )
 from flopcalc.prediction.step import count_again, host_features, host_seconds, predict
-from flopcalc.prediction.work import make_work
-from flopcalc.workload import make_workload
+from flopcalc.prediction.work import Attention, Product, make_work
+from flopcalc.workload import Workload, make_workload
 
 # One processor that does 2 FLOP a second on full tiles, no costs beside.
 PLAIN = ProductShape(2.0, 0.0, 0.0, 0.5, 0.25, 0.125, 1e9, 0.0, 1.0)
@@ -149,8 +153,6 @@ def test_decode_and_images() -> None:
 
 
 def test_work_has_every_product_of_the_count() -> None:
-    from flopcalc.estimate import bind
-
     estimator = bind("qwen3-1.7b", convention="full")
     load = make_workload(2, 512)
     work = make_work(estimator, load)
@@ -168,11 +170,140 @@ def test_work_has_every_product_of_the_count() -> None:
         ({"device": "h200", "recipe": {"clipping": "hooks"}}, "not predicted"),
         ({"device": "h200", "grad_accum": 0}, "at least 1"),
         ({"device": "h200", "dtype": "fp3"}, "unknown"),
+        ({"device": "h200", "dtype": "fp8", "memory": False}, "predicted in bf16, fp16, tf32, fp32, not in fp8"),
+        ({"device": "v100-sxm2-16gb"}, "no known bf16 peak.*it has fp16, fp32: give --dtype"),
+        ({"device": "h200", "attention_kernel": "math"}, "attention kernel 'math' unknown"),
+        ({"device": "h200", "attention_kernel": "flash", "dtype": "fp32"}, "flash takes bf16 and fp16, not fp32"),
+        ({"device": "h200", "phase": "prefill", "grad_accum": 2}, "belongs to phase train"),
+        ({"device": "h200", "lora": {"r": 8}}, "lora is no part of the workload: it belongs to the recipe"),
+        ({"device": "h200", "convention": "full"}, "convention is no part of the workload"),
     ],
 )
 def test_wrong_input(options: dict[str, object], words: str) -> None:
     with pytest.raises(FlopcalcError, match=words):
         predict("llama-3.2-1b", **LARGE, **options)  # type: ignore[arg-type]
+
+
+def test_kernels_take_their_own_time() -> None:
+    times = {
+        kernel: predict("llama-3.2-1b", device="h200", advise=False, attention_kernel=kernel, **LARGE)
+        for kernel in ("auto", "cudnn", "flash", "efficient")
+    }
+    auto, cudnn, flash, efficient = (found.breakdown["attention"] for found in times.values())
+    assert auto == cudnn < flash < efficient
+
+
+def test_decoding_reads_keys_whatever_the_kernel() -> None:
+    call = Attention("", "", "forward", "decode", 64, 32, 8, 64, 64, 1, 8192)
+    cudnn = Machine("h200").time_attention(call).seconds
+    assert Machine("h200").time_attention(call._replace(kernel="flash")).seconds == cudnn
+    keys = 64 * 8 * 8192 * 2 * 64 * 2  # bytes
+    assert cudnn > keys / 4.8e12
+
+
+def test_numbers_of_four_bytes_take_longer_to_move() -> None:
+    thin = Product("", "", "", "forward", 1, 8192, 8192)
+    assert Machine("h200", "fp32").time_product(thin).seconds > 1.8 * Machine("h200").time_product(thin).seconds
+
+
+@pytest.mark.parametrize("load", [SMALL, LARGE])
+def test_another_dtype_is_marked_as_not_measured(load: dict[str, int]) -> None:
+    found = predict("llama-3.2-1b", device="h200", dtype="tf32", advise=False, **load)
+    assert found.notes[0] == ("NVIDIA H200 in tf32 was not measured: published peaks, with the shapes measured in bf16")
+    assert found.step_time_s.low == pytest.approx(0.65 * found.step_time_s.mid)
+
+
+def test_foreach_takes_longer_and_says_what_it_rests_on() -> None:
+    fused = predict("llama-3.2-1b", device="h200", advise=False, **LARGE)
+    found = predict("llama-3.2-1b", device="h200", advise=False, optimizer="adamw-foreach", **LARGE)
+    assert found.breakdown["optimizer"] == pytest.approx(3 * fused.breakdown["optimizer"])
+    assert "adamw-foreach was not measured: its bytes at the fused one's speed" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"seq_len": 8192, "batch_size": 6}, "recomputation (--recompute full): the step then fits"),
+        ({"seq_len": 8192, "batch_size": 10000}, "a smaller batch: 5 is the largest that fits"),
+        ({"seq_len": 8192, "batch_size": 1, "device": "t4", "dtype": "fp16"}, "several devices: `flopcalc plan`"),
+    ],
+)
+def test_a_step_that_does_not_fit_says_so(options: dict[str, Any], advice: str) -> None:
+    found = predict("llama-3.2-1b", **{"device": "h200", **options})
+    assert found.fits is False
+    assert found.to_dict()["memory_bytes"]["fits"] is False
+    assert found.notes[0].startswith("does not fit: the step needs ")
+    assert found.advice.startswith(advice)
+
+
+def test_advice_of_a_model_with_a_spec_of_ones_own(tmp_path: Path) -> None:
+    spec = tmp_path / "mine.toml"
+    spec.write_text((Path(find_data_dir()) / "specs" / "llama.toml").read_text())
+    config = {
+        "model_type": "mine", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 1000,
+    }  # fmt: skip
+    found = predict(config, device="h200", spec=spec, recipe={"recompute": "full"}, **SMALL)
+    assert "more tokens per second" in found.advice
+    assert found.notes[0] == "operators of mine were not recorded: those of llama stand in"
+
+
+def test_an_encoder_decoder_has_both_sides() -> None:
+    sizes = {"device": "h200", "batch_size": 2, "seq_len": 512}
+    found = predict("t5-v1.1-xl", decoder_seq_len=128, **sizes)
+    for name in ("encoder.block.*.layer.0.SelfAttention", "decoder.block.*.layer.1.EncDecAttention"):
+        assert found.modules[name] > 0
+    one, four = (predict("t5-v1.1-xl", phase="decode", decoder_seq_len=n, advise=False, **sizes) for n in (1, 4))
+    assert four.host_s == pytest.approx(4 * one.host_s)
+    assert one.breakdown["products"] > 0
+    assert not any(name.startswith("encoder.") for name in one.modules)
+
+
+def test_encoder_and_decoder_attend_as_they_are_long() -> None:
+    work = make_work(bind("t5-v1.1-xl"), make_workload(2, 512, decoder_seq_len=128))
+    seen = {(call.mask, call.batch, call.length, call.keys) for call in work.attention}
+    assert seen == {("full", 2, 512, 512), ("causal", 2, 128, 128), ("full", 2, 128, 512)}
+
+
+@pytest.mark.parametrize(
+    ("model", "load", "calls"),
+    [
+        ("deepseek-v3.2", make_workload(2, 512), {("full", 2, 512, 512)}),  # indexed: HF masks all pairs
+        (
+            "deepseek-v3.2",
+            make_workload(2, 4, phase="decode", context=508),
+            {("decode", 2, 1, 511)},
+        ),  # 510.5 on average
+        ("voxtral-mini-3b", make_workload(1, 512, clips=[3000]), {("full", 1, 1500, 1500), ("causal", 1, 512, 512)}),
+    ],
+)
+def test_attention_told_as_a_sum(model: str, load: Workload, calls: set[tuple[str, int, int, int]]) -> None:
+    work = make_work(bind(model), load)
+    assert {(call.mask, call.batch, call.length, call.keys) for call in work.attention} == calls
+
+
+WHISPER = {
+    "model_type": "whisper", "d_model": 64, "num_mel_bins": 8, "encoder_layers": 2, "encoder_ffn_dim": 128,
+    "encoder_attention_heads": 4, "decoder_layers": 3, "decoder_ffn_dim": 128, "decoder_attention_heads": 4,
+    "vocab_size": 101, "max_source_positions": 1500, "max_target_positions": 448, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", ["train", "prefill", "decode"])
+def test_an_encoder_of_audio(phase: str) -> None:
+    work = make_work(bind(WHISPER), make_workload(2, phase=phase, clips=[3000, 3000], decoder_seq_len=4))
+    heard = {call.module.split(".")[1]: call.keys for call in work.attention if call.module.startswith("model.encoder")}
+    assert heard == ({} if phase == "decode" else {"encoder": 1500})
+    assert {call.keys for call in work.attention if "encoder_attn" in call.module} == {1500}
+    assert any(moved.module.startswith("model.encoder.") for moved in work.moved) is (phase != "decode")
+
+
+def test_an_audio_tower_without_audio_does_not_run() -> None:
+    text = make_work(bind("voxtral-mini-3b"), make_workload(1, 512))
+    heard = make_work(bind("voxtral-mini-3b"), make_workload(1, 512, clips=[3000]))
+    assert not any(moved.module.startswith("model.audio_tower") for moved in text.moved)
+    assert any(moved.module.startswith("model.audio_tower.layers.*") for moved in heard.moved)
+    assert sum(heard.dispatched.values()) > sum(text.dispatched.values())
 
 
 @pytest.mark.parametrize(("text", "words"), [("{", "cannot be read"), ('{"schema": 99}', "schema 99")])
