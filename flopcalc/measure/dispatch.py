@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flopcalc.measure.flop_counter import watch_modules
 from flopcalc.operators import classify
 
 __all__ = ["Event", "Kept", "Trace", "trace_operators"]
@@ -83,7 +84,7 @@ class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paths: list[str] = []
         self._note()
 
-    def enter(self, path: str) -> None:
+    def enter(self, path: str, _module: torch.nn.Module) -> None:
         self._stack.append(path)
         self._note()
         self.events.append(Event(path, "forward", "module", "module"))
@@ -289,30 +290,15 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
         functional.scaled_dot_product_attention = before
 
 
-@contextmanager
-def _watching(model: torch.nn.Module, tracing: _Tracing) -> Iterator[None]:
-    handles = []
-    for path, module in model.named_modules():
-
-        def enter(_module: Any, _args: Any, path: str = path) -> None:
-            tracing.enter(path)
-
-        def leave(_module: Any, _args: Any, _output: Any) -> None:
-            tracing.leave()
-
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def trace_operators(model: torch.nn.Module, forward: Callable[[], Any]) -> Trace:
     """Run forward(); where it returns a loss, its backward pass too, and forward() once more for what is kept."""
     tracing = _make(model)
-    with _watching(model, tracing), _fused(tracing), torch.autograd.set_multithreading_enabled(False), tracing:
+    with (
+        watch_modules(model, tracing.enter, tracing.leave),
+        _fused(tracing),
+        torch.autograd.set_multithreading_enabled(False),
+        tracing,
+    ):
         loss = forward()
         if loss is None:
             return Trace(tracing.events, [])
@@ -327,7 +313,7 @@ def trace_operators(model: torch.nn.Module, forward: Callable[[], Any]) -> Trace
 
     # Apart: with hooks, autograd dispatches operators of its own where it hands a tensor back.
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with _watching(model, keeping), _fused(keeping), keeping, hooks:
+    with watch_modules(model, keeping.enter, keeping.leave), _fused(keeping), keeping, hooks:
         loss = forward()
     kept = [
         Kept(made_by, letter, elements, tuple(savers)) for made_by, letter, elements, savers in keeping.kept.values()

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import bmm_flop, flop_registry, mm_flop
 
-__all__ = ["FORMULAS", "NOT_PRODUCTS", "Counted", "count_flops"]
+__all__ = ["FORMULAS", "NOT_PRODUCTS", "Counted", "count_flops", "watch_modules"]
 
 Formula = Callable[[tuple[Any, ...], Mapping[str, Any], Any], int]
 
@@ -249,7 +249,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._event_frame: list[_Frame] = []
         self._note()
 
-    def enter(self, path: str, class_name: str) -> None:
+    def enter(self, path: str, module: torch.nn.Module) -> None:
+        class_name = type(module).__name__
         excluded_as = class_name if "RotaryEmbedding" in class_name else self._stack[-1].excluded_as
         self._stack.append(_Frame(path, excluded_as, torch._C._current_autograd_node() is not None))
         self._note()
@@ -296,19 +297,22 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _watching(model: torch.nn.Module, counting: _Counting) -> Iterator[None]:
+def watch_modules(
+    model: torch.nn.Module, enter: Callable[[str, torch.nn.Module], None], leave: Callable[[], None]
+) -> Iterator[None]:
+    """Inside, every module's forward calls enter(path, module) before and leave() after."""
     handles = []
     for path, module in model.named_modules():
 
-        def enter(module: torch.nn.Module, _args: Any, path: str = path) -> None:
-            counting.enter(path, type(module).__name__)
+        def before(module: torch.nn.Module, _args: Any, path: str = path) -> None:
+            enter(path, module)
 
-        def leave(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
-            counting.leave()
+        def after(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
+            leave()
 
-        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_pre_hook(before))
         # always_call: non-reentrant checkpointing ends a recomputation with an exception.
-        handles.append(module.register_forward_hook(leave, always_call=True))
+        handles.append(module.register_forward_hook(after, always_call=True))
     try:
         yield
     finally:
@@ -321,7 +325,11 @@ def count_flops(model: torch.nn.Module, step: Callable[[], Any]) -> Counted:
     counting = _Counting()
     start = time.perf_counter()
     # One thread: sequence numbers are per thread, and a GPU's backward would recompute in another one.
-    with _watching(model, counting), torch.autograd.set_multithreading_enabled(False), counting:
+    with (
+        watch_modules(model, counting.enter, counting.leave),
+        torch.autograd.set_multithreading_enabled(False),
+        counting,
+    ):
         step()
     seconds = time.perf_counter() - start
     rows = {path: (f, b, r) for path, (f, b, r) in sorted(counting.rows.items())}
