@@ -126,6 +126,7 @@ def _sign_op(op: Op, ops: list[Op]) -> str:
     flags = ("+bias" if op.bias else "") + ("+tied" if op.tied else "")
     if op.kind == "attend":
         flags += "+window" if op.feature[0] == "pairs" and op.feature[2] else ""
+        flags += "+panes" if op.feature[0] == "windows" else ""
         flags += "+grouped" if _count_keys(op, ops) < op.heads else ""
     return f"{op.kind}:{op.name}{flags}"
 
@@ -672,7 +673,7 @@ class _Reader:
         for letter, kind, many, reads, writes in table:
             is_sum = isinstance(many, str)  # then the bytes are of all calls together
             calls = scope.evaluate(many) if is_sum else many
-            if not calls:
+            if calls <= 0:  # what a loop does between two images, where there is one
                 continue
             try:
                 moved = [scope.evaluate(text) // (calls if is_sum else 1) for text in (reads, writes)]

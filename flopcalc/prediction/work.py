@@ -126,7 +126,7 @@ def make_work(
     notes = list(found.notes)
     if load.phase != "decode" and any(call.calls > 1000 for call in maker.attention):
         notes.append(
-            "attention goes over windows one by one here: its many small calls keep the host busy longer than predicted"
+            "attention goes over windows one by one here, in many small calls of the host: expect 30 % either way"
         )
     # Weights of a tower that has nothing to see get no gradient, and an optimizer passes over them.
     silent = (() if load.all_grids else ("vision", "projector")) + (() if load.clips else ("audio",))

@@ -326,3 +326,14 @@ def test_to_dict_is_json() -> None:
         *shown
     }
     assert set(shown["step_time_s"]) == {"low", "mid", "high"}
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-vl-3b", "qwen2-vl-2b", "qwen3-vl-2b"])
+def test_the_host_dispatches_every_call_of_attention(model: str) -> None:
+    from flopcalc.estimate import bind
+
+    load = make_workload(2, 1536, image_grid_thw=[[1, 44, 60]] * 2)
+    work = make_work(bind(model), load)
+    for direction in ("forward", "backward"):
+        calls = sum(call.calls for call in work.attention if call.direction == direction)
+        assert work.dispatched[f"{direction} attention"] == calls
