@@ -12,13 +12,14 @@ from flopcalc.devices import DTYPES
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.units import format_seconds, parse_size
 
+# Spelled out here and not read from flopcalc.prediction: --help must not load it.
 OPTIMIZERS = ("adamw", "adamw-foreach", "none")
 _LABELS = {
     "products": "matrix products",
     "attention": "attention",
     "memory": "memory-bound",
     "optimizer": "optimizer",
-    "launches": "between kernels",
+    "launches": "gaps, lower clock",
     "host": "waiting for the host",
 }
 _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out

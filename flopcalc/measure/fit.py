@@ -74,15 +74,15 @@ class Modelled(NamedTuple):
 
 
 def model_case(case: Json, config: Json, device: str = "h200-sxm") -> Modelled:
-    is_eager = case["attention"] == "eager"
+    kernel = "eager" if case["attention"] == "eager" else ""
     estimator = bind(
         config, recipe={"recompute": case["recompute"]}, convention="hardware", device=device,
-        attention_kernel="eager" if is_eager else "auto",
+        attention_kernel=kernel or "auto",
     )  # fmt: skip
     images = [grid for _ in range(case["batch"]) for grid in case["grids"]] or None
     context = case["context"] if case["phase"] == "decode" else None
     load = make_workload(case["batch"], case["seq"], image_grid_thw=images, phase=case["phase"], context=context)
-    return Modelled(case, estimator, load, make_work(estimator, load, optimizer=case["optimizer"], is_eager=is_eager))
+    return Modelled(case, estimator, load, make_work(estimator, load, optimizer=case["optimizer"], kernel=kernel))
 
 
 def read_points(cases: Iterable[Modelled]) -> Points:

@@ -115,11 +115,13 @@ def load_predictor(device_id: str) -> dict[str, Any] | None:
             with open(path, encoding="utf-8") as file:
                 data = json.load(file)
         except (OSError, ValueError) as error:
-            raise SpecError(f"{path}: cannot be read: {error}; `flopcalc calibrate` makes it again") from None
+            raise SpecError(
+                f"{path}: cannot be read: {error}; `flopcalc calibrate --predictor` makes it again"
+            ) from None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise SpecError(
                 f"{path}: schema {data.get('schema') if isinstance(data, dict) else None!r}, this version reads "
-                f"{SCHEMA}; `flopcalc calibrate` makes it again"
+                f"{SCHEMA}; `flopcalc calibrate --predictor` makes it again"
             )
         return data
     return None
@@ -149,7 +151,7 @@ class Machine:
         if constants is None:
             raise SpecError(
                 f"model_specs/predictors/{MEASURED_ON}.json is missing: the installation is incomplete; "
-                "`flopcalc calibrate` measures a device"
+                "`flopcalc calibrate --predictor` measures a device"
             )
         self.constants = constants
         origin = find_device(constants["provenance"]["device_id"])

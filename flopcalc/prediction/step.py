@@ -239,8 +239,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
     for i, (estimator, load, times) in enumerate(estimate.terms):
         steps = "none" if i else settings.optimizer  # one optimizer's step for all micro-batches
         work = make_work(
-            estimator, load, optimizer=steps, is_eager=settings.kernel == "eager", dtype_bytes=machine.width,
-            kernel=settings.kernel,
+            estimator, load, optimizer=steps, dtype_bytes=machine.width, kernel=settings.kernel,
         )  # fmt: skip
         clock.add(work, times, load)
     device_s, host_s = clock.device_s(), clock.host_s() * settings.host_factor

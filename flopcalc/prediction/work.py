@@ -89,16 +89,15 @@ def make_work(
     load: Workload,
     *,
     optimizer: str = "adamw",
-    is_eager: bool = False,
     dtype_bytes: int = 2,
     kernel: str = "",
 ) -> Work:
-    """The work of one step of HF's own code, per micro-batch `load`; eager: attention as plain products and a softmax.
+    """The work of one step of HF's own code, per micro-batch `load`.
 
     Products and attention come from the op list, everything else from the operators recorded of the model's family.
-    `kernel` names the fused attention kernel; without, the device picks.
+    `kernel` is eager (attention as plain products and a softmax) or a fused kernel; without, the device picks.
     """
-    maker = _Maker(load, "eager" if is_eager else kernel)
+    maker = _Maker(load, kernel)
     rows = estimator.rows(load, "hardware")
     keys = _find_key_heads(estimator)
     for block, row, value in rows:
@@ -110,7 +109,7 @@ def make_work(
             maker.add_attention(block, row, keys)
         elif row.op.kind == "product" and row.forward:
             maker.add_flops(block, row, value)
-    found = _list_operators(estimator, load, "eager" if is_eager else "sdpa", dtype_bytes)
+    found = _list_operators(estimator, load, "eager" if kernel == "eager" else "sdpa", dtype_bytes)
     dispatched: dict[str, float] = {}
     moved = []
     for each in found.rows:

@@ -51,3 +51,17 @@ def test_the_predictor_is_what_the_fit_gives(script: Any, tmp_path: Path) -> Non
     assert made["products"]["shape"] == pytest.approx(shipped["products"]["shape"], rel=0.02)
     for name in ("gaps", "power"):
         assert made[name] == pytest.approx(shipped[name], rel=0.05)
+
+
+def test_the_page_tells_the_blind_result() -> None:
+    blind = json.loads((RESULTS / "predict_error_blind.json").read_text())["summary"]
+    page = " ".join((ROOT / "docs" / "prediction.md").read_text(encoding="utf-8").split())
+    device, host, _, memory = ({key: 100 * value for key, value in row.items() if key != "name"} for row in blind)
+    for words in (
+        f"device-bound {blind[0]['cases']} cases, {device['median']:.1f} % median and {device['worst']:.0f} % worst "
+        f"error, {device['inside']:.0f} % inside",
+        f"host-bound over the probe {blind[1]['cases']} cases, {host['median']:.1f} % and {host['worst']:.0f} %, "
+        f"{host['inside']:.0f} % inside",
+        f"memory {memory['median']:.1f} % and {memory['worst']:.1f} %",
+    ):
+        assert words in page
