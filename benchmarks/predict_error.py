@@ -1,22 +1,23 @@
 """How wrong predictions are: measure cases on a GPU, then compare what `flopcalc predict` says of them.
 
-The protocol, fixed before anything was fitted:
+The protocol, fixed before anything was measured:
 
-- `measure --part fit` times and profiles the models of flopcalc/measure/tables/runs.py; calibration is made of these.
-- `measure --part test` times models, lengths and batches that are in no fit; nobody looks at them before the
-  predictor is frozen. Both parts and `again` run on one machine in one go.
-- `measure --part host` times small steps of all models, in rounds: what the host takes. Each step is timed between two
-  runs of a fixed probe, for a shared host's own speed changes by half and more within seconds: a case is its step over
-  the probe, fitted and tested models in turns.
-- `measure --part again` repeats some cases of both: the spread between a case and its repetition is the floor.
-- The host of fit and test was another one than the probed: how much slower it is (`host_factor`, per phase) is told by
-  the steps of the fit part that the host bounds by far.
-- `report` predicts every case and prints all errors. A case is called device-bound or host-bound by its prediction.
+- `flopcalc calibrate --predictor` measures the models of flopcalc/measure/tables/runs.py; a predictor is made of these
+  alone. `keep` takes its records out of the journal into benchmarks/results, `fit` makes the predictor of them again.
+- `measure` times the models of TEST, at lengths and batches that no fit has seen, on the same machine right after.
+  Nobody looks at them before the predictor is frozen, that is committed; then `report` predicts every case once.
+- Large steps are timed without pause by the device's clock (`wall`: the middle of all steps). Small ones are timed
+  between runs of a fixed probe (`probe`: the middle ratio to the probe, at the pace that the host had while it was
+  fitted), since a shared host changes its speed by half from one second to the next. The probe's runs before and after
+  a large step tell that step's `host_factor`.
+- A case is called device-bound or host-bound by its prediction. All cases count and are shown.
+- At the end some cases are measured once more: the difference is what a repetition alone makes.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import statistics
 import sys
@@ -32,215 +33,145 @@ MARKS = ("<!-- tables of predict_error.py -->", "<!-- end of tables -->")
 
 # Test models: none is fitted on. Preset, layers kept (text, vision).
 TEST: dict[str, tuple[str, int, int]] = {
-    "llama-3.1-8b": ("llama-3.1-8b", 10, 0),
-    "smollm2-1.7b": ("smollm2-1.7b", 24, 0),
-    "tinyllama-1.1b": ("tinyllama-1.1b", 22, 0),
-    "qwen2.5-3b": ("qwen2.5-3b", 18, 0),
-    "qwen3-4b": ("qwen3-4b", 12, 0),
-    "gemma-3-1b": ("gemma-3-1b", 26, 0),
-    "olmo-2-7b": ("olmo-2-7b", 7, 0),
-    "pythia-1.4b": ("pythia-1.4b", 24, 0),
-    "stablelm-2-1.6b": ("stablelm-2-1.6b", 24, 0),
-    "qwen3-30b-a3b": ("qwen3-30b-a3b", 3, 0),
-    "qwen2.5-vl-3b": ("qwen2.5-vl-3b", 18, 32),
-    "qwen3-vl-2b": ("qwen3-vl-2b", 28, 24),
-    "smollm2-1.7b-short": ("smollm2-1.7b", 6, 0),
+    "llama-3.2-3b": ("llama-3.2-3b", 14, 0),
+    "qwen2.5-7b": ("qwen2.5-7b", 8, 0),
+    "qwen3-8b": ("qwen3-8b", 8, 0),
+    "mistral-nemo-12b": ("mistral-nemo-12b", 6, 0),
+    "phi-3-medium": ("phi-3-medium", 6, 0),
+    "starcoder2-7b": ("starcoder2-7b", 10, 0),
+    "smollm3-3b": ("smollm3-3b", 14, 0),
+    "gemma-7b": ("gemma-7b", 8, 0),
+    "olmo-2-13b": ("olmo-2-13b", 5, 0),
+    "pythia-2.8b": ("pythia-2.8b", 14, 0),
+    "stablelm-3b": ("stablelm-3b", 14, 0),
+    "qwen1.5-moe-a2.7b": ("qwen1.5-moe-a2.7b", 4, 0),
+    "qwen2-vl-7b": ("qwen2-vl-7b", 8, 32),
+    "qwen3-vl-4b": ("qwen3-vl-4b", 16, 24),
+    "llava-1.5-13b": ("llava-1.5-13b", 6, 24),
+    "paligemma-3b-224": ("paligemma-3b-224", 9, 27),
 }
-COMPILED = ("smollm2-1.7b-short",)
-GRIDS = {"qwen2.5-vl-3b": [[1, 44, 60]], "qwen3-vl-2b": [[1, 40, 56]]}
+GRIDS = {
+    "qwen2-vl-7b": [[1, 40, 56]],
+    "qwen3-vl-4b": [[1, 32, 48]],
+    "llava-1.5-13b": [[1, 24, 24]],
+    "paligemma-3b-224": [[1, 16, 16]],
+}
+_SHORT = ("pythia-2.8b",)  # 2,048 positions
+_RECOMPUTED = ("llama-3.2-3b", "gemma-7b", "qwen3-vl-4b")
+_REPEATED = ("llama-3.2-3b", "qwen3-vl-4b")
 
 
-def list_test_cases() -> Iterator[Json]:
+def list_test_cases(model: str) -> Iterator[Json]:
+    """Large steps: the device is meant to bound most of them."""
     from flopcalc.measure.tables.runs import make_case
 
-    for model in TEST:
-        if model in COMPILED:
-            yield make_case(model, "train", 3, 1536, compiled=True)
-            continue
-        grids = GRIDS.get(model, [])
-        yield make_case(model, "train", 1, 96)
-        yield make_case(model, "train", 3, 1536, grids)
-        yield make_case(model, "train", 8, 1024 if model == "pythia-1.4b" else 1280, grids)
-        yield make_case(model, "train", 1, 2048 if model == "pythia-1.4b" else 6144, grids)
-        if model in ("smollm2-1.7b", "qwen2.5-3b", "qwen2.5-vl-3b"):
-            yield make_case(model, "train", 4, 1536, grids, recompute="full")
-        yield make_case(model, "prefill", 2, 1800, grids)
-        yield make_case(model, "decode", 4, 8, context=700)
+    grids = GRIDS.get(model, [])
+    yield make_case(model, "train", 5, 1152, grids)
+    yield make_case(model, "train", 4 if model in _SHORT else 2, 1792 if model in _SHORT else 3072, grids)
+    yield make_case(model, "train", 1, 1920 if model in _SHORT else 7168, grids)
+    if model in _RECOMPUTED:
+        yield make_case(model, "train", 4, 1664, grids, recompute="full")
+    yield make_case(model, "prefill", 3, 1700, grids)
 
 
-def list_repeated() -> Iterator[Json]:
-    """Cases of both parts that are measured once more at the end."""
-    from flopcalc.measure.tables.runs import list_cases
+def list_host_cases(model: str) -> Iterator[Json]:
+    """Small steps: the host is meant to bound them."""
+    from flopcalc.measure.tables.runs import make_case
 
-    fit = [case for case in list_cases("full") if case["model"] in ("llama-3.2-1b", "qwen2-vl-2b")]
-    yield from (case for case in fit if (case["phase"], case["batch"], case["seq"]) in (
-        ("train", 1, 48), ("train", 4, 2048), ("decode", 1, 8)) and case["recompute"] == "none")  # fmt: skip
-    yield from (case for case in list_test_cases() if case["model"] in ("smollm2-1.7b", "qwen3-vl-2b"))
-
-
-def list_host_cases() -> Iterator[Json]:
-    """Steps that the device finishes before the host has queued the next; test lengths are not those of the fit."""
-    from flopcalc.measure.tables.runs import FIT_GRIDS, MODELS, make_case
-
-    fit = [model for model in MODELS if not model.endswith("-short")]
-    test = [model for model in TEST if not model.endswith("-short")]
-    for i in range(max(len(fit), len(test))):
-        for models, seq, context in ((fit, 64, 512), (test, 96, 700)):
-            if i < len(models):
-                yield make_case(models[i], "train", 1, seq)
-                yield make_case(models[i], "prefill", 1, seq)
-                yield make_case(models[i], "decode", 1 if models is fit else 2, 8, context=context)
-                grids = (FIT_GRIDS | GRIDS).get(models[i])
-                if grids:
-                    yield make_case(models[i], "train", 1, 1024 if models is fit else 1200, grids)
+    yield make_case(model, "train", 1, 80)
+    if model in GRIDS:
+        yield make_case(model, "train", 1, 1200, GRIDS[model])
+    if model in _RECOMPUTED:
+        yield make_case(model, "train", 1, 80, recompute="full")
+    yield make_case(model, "prefill", 1, 80)
+    yield make_case(model, "decode", 2, 2, context=700)
 
 
-def measure_host(out: Path, budget_s: float, device: str) -> None:
-    """Rounds over all models until the time is up."""
+def measure(out: Path, budget_s: float, device: str) -> None:
+    """Run all test cases, model by model, then some of them again; keep what is there after each case."""
     from flopcalc.measure.provenance import describe_machine
     from flopcalc.measure.tables import runs
 
     begun = time.monotonic()
-    known = {**runs.MODELS, **TEST}
-    runner = runs.Runner(device, lambda name: runs.cut_config(*known[name]))
-    found: dict[str, Json] = {}
-    failures: dict[str, str] = {}
-    number = 0
-    while time.monotonic() - begun < budget_s * number / (number + 1) or number == 0:  # a whole round must still fit
-        number += 1
-        for case in list_host_cases():
+    runner = runs.Runner(device, lambda name: runs.cut_config(*TEST[name]))
+    kept: Json = {"provenance": describe_machine(device), "cases": [], "failures": []}
+    for model, is_again in [(model, False) for model in TEST] + [(model, True) for model in _REPEATED]:
+        for case in [*list_test_cases(model), *list_host_cases(model)]:
+            is_host = case in list(list_host_cases(model))
             name = runs.name_case(case)
-            if name in failures:
+            if time.monotonic() - begun > budget_s:
+                kept["failures"].append({"case": name, "is_again": is_again, "reason": "no time was left"})
                 continue
             try:
-                record = runner.measure_host(case, 6 if case["phase"] == "decode" or case["grids"] else 12)
+                found = runner.measure_host(case) if is_host else runner.measure(case)
+                kept["cases"].append({**found, "is_host": is_host, "is_again": is_again})
+                print(f"{time.monotonic() - begun:6.1f} s  {name}", flush=True)
             except Exception as error:
-                failures[name] = f"{type(error).__name__}: {error}"[:300]
+                reason = f"{type(error).__name__}: {error}"[:300]
+                kept["failures"].append({"case": name, "is_again": is_again, "reason": reason})
+                print(f"{time.monotonic() - begun:6.1f} s  {name}  failed: {reason}", flush=True)
                 runner.drop()
-                continue
-            seen = {key: record.pop(key) for key in ("host_s", "probe_s", "ratio", "spread")}
-            found.setdefault(name, {**record, "rounds": []})["rounds"].append(seen)
-        print(f"{time.monotonic() - begun:6.1f} s  round {number}", flush=True)
-        kept = {
-            "provenance": describe_machine(device),
-            "part": "host",
-            "cases": list(found.values()),
-            "failures": failures,
-        }
-        out.write_text(json.dumps(kept))
-
-
-def _is_profiled(case: Json, part: str) -> bool:
-    return part != "again" and (case["phase"] != "train" or (case["batch"], case["seq"]) not in ((1, 320), (2, 1024)))
-
-
-def measure(part: str, out: Path, budget_s: float, device: str) -> None:
-    """Run the cases of one part, in order, and keep what is there after each model."""
-    from flopcalc.measure.provenance import describe_machine
-    from flopcalc.measure.tables import runs
-
-    begun = time.monotonic()
-    cases = {"fit": lambda: runs.list_cases("full"), "test": list_test_cases, "again": list_repeated}[part]()
-    known = {**runs.MODELS, **TEST}
-    runner = runs.Runner(device, lambda name: runs.cut_config(*known[name]))
-    kept: Json = {"provenance": describe_machine(device), "part": part, "cases": []}
-    failures: list[Json] = []
-    for name, case in {runs.name_case(case): case for case in cases}.items():
-        left = budget_s - (time.monotonic() - begun)
-        if left < 0:
-            failures.append({"case": name, "reason": "no time was left"})
-            continue
-        try:
-            record = runner.measure(case, profiled=_is_profiled(case, part))
-            kept["cases"].append(record)
-            print(f"{time.monotonic() - begun:6.1f} s  {name}  {record['seconds'] * 1e3:.3f} ms", flush=True)
-        except Exception as error:
-            failures.append({"case": name, "reason": f"{type(error).__name__}: {error}"[:300]})
-            print(f"{time.monotonic() - begun:6.1f} s  {name}  failed: {error}", flush=True)
-            runner.drop()
-        kept["failures"] = failures
-        out.write_text(json.dumps(kept))
+            out.write_text(json.dumps(kept))
+    out.write_text(json.dumps(kept))
 
 
 # --- Fit and report ---------------------------------------------------------------------------------------------------
+def keep(journal: Path, predictor: Path, out: Path) -> None:
+    """The records of a `flopcalc calibrate --predictor` run out of its journal, with what the predictor says of it."""
+    _, *lines = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
+    records = [line["data"] for line in lines if line["status"] == "ok"]
+    failures = [{"case": line["row"], "reason": line["detail"]} for line in lines if line["status"] != "ok"]
+    made = {"provenance": _read(predictor)["provenance"], "cases": records, "failures": failures}
+    out.write_bytes(gzip.compress(json.dumps(made).encode(), mtime=0))
+
+
 def get_config(name: str) -> Json:
     from flopcalc.measure.tables import runs
 
     return runs.cut_config(*{**runs.MODELS, **TEST}[name])
 
 
-def fit(profiles: Path, hosts: Path, out: Path) -> None:
-    """Make a predictor of the fitted models alone."""
+def fit(profiles: Path, out: Path) -> None:
+    """Make a predictor of the fitted models alone, as `flopcalc calibrate --predictor` does at its end."""
     from flopcalc.calibration import find_table, load_table
     from flopcalc.measure.fit import fit_predictor, save_predictor
-    from flopcalc.measure.tables.runs import MODELS
 
-    measured, host = _read(profiles), _read(hosts)
-    provenance = {
-        **measured["provenance"],
-        "command": "benchmarks/predict_error.py fit",
-        "date": measured.get("date"),
-        "host": host["provenance"].get("commit"),
-    }
+    measured = _read(profiles)
+    provenance = measured["provenance"]
     stored = {table: find_table(provenance["device_id"], table) for table in ("attention", "gemm")}
     alone = {table: load_table(path).records() if path else [] for table, path in stored.items()}
-    constants = fit_predictor(
-        measured["cases"], [case for case in host["cases"] if case["model"] in MODELS], get_config, provenance,
-        alone["attention"], alone["gemm"],
-    )  # fmt: skip
+    constants = fit_predictor(measured["cases"], get_config, provenance, alone["attention"], alone["gemm"])
     save_predictor(str(out), constants)
 
 
 def _read(path: Path) -> Json:
-    import gzip
-
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     found: Json = json.loads(data)
     return found
 
 
-def report(tested: Path, hosts: Path, profiles: Path, out: Path | None) -> str:
+def report(tested: Path, out: Path | None) -> str:
     """Every test case: measured, predicted, error, inside the interval or not; then the sums, the two bounds apart."""
     from flopcalc.measure.tables import runs
+    from flopcalc.prediction.machine import MEASURED_ON, load_predictor
 
-    test, host = _read(tested), _read(hosts)
-    rows: list[Json] = []
-    paces = find_paces(_read(profiles)["cases"])
-    for case in test["cases"]:
-        pace = paces.get(case["phase"], 1.0)
-        rows.append(_compare(case, case["seconds"], case["spread"], case.get("peak_memory_bytes"), "wall", pace))
-    probe = host_probe(host)
-    for case in host["cases"]:
-        if case["model"] in TEST:
-            ratios = sorted(found["ratio"] for found in case["rounds"])
-            seconds = statistics.median(ratios) * probe
-            rows.append(_compare(case, seconds, case["rounds"][0]["spread"], None, "host", 1.0))
+    test, constants = _read(tested), load_predictor(MEASURED_ON)
+    assert constants is not None
+    probes = constants["probe_s"]
+    rows = [_compare(case, probes) for case in test["cases"] if not case["is_again"]]
+    device, host = ([row for row in rows if row["bound"] == bound] for bound in ("device", "host"))
     summary = [
-        _summarize(rows, "wall", "device", "device-bound steps, wall clock"),
-        _summarize(rows, "host", "host", "host-bound steps, over the probe"),
-        _summarize(rows, "wall", "host", "host-bound steps, wall clock of a shared host"),
+        _summarize(device, "device-bound steps"),
+        _summarize(host, "host-bound steps"),
+        _summarize(rows, "all steps"),
         _summarize_memory(rows),
+        _summarize_repeated(test["cases"], probes),
     ]
     if out is not None:
-        kept = {"provenance": {"test": test["provenance"], "host": host["provenance"]}, "host_factor": paces,
-                "summary": summary, "cases": rows}  # fmt: skip
+        kept = {"provenance": test["provenance"], "predictor": constants["provenance"], "summary": summary,
+                "cases": rows, "failures": test["failures"]}  # fmt: skip
         out.write_text(json.dumps(kept, indent=1) + "\n")
     return _print_report(rows, summary, runs.name_case)
-
-
-def find_paces(cases: list[Json]) -> dict[str, float]:
-    """Phase -> how many times longer the host of the fit part took than the one that was probed."""
-    ratios: dict[str, list[float]] = {}
-    for case in cases:
-        if case["recompute"] == "none" and not case["compiled"] and case["optimizer"] == "adamw":
-            found = _predict(case, 1.0)
-            if found.host_s > 2 * found.device_s:
-                ratios.setdefault(case["phase"], []).append(case["seconds"] / found.host_s)
-    return {phase: round(statistics.median(found), 4) for phase, found in ratios.items()}
-
-
-def host_probe(host: Json) -> float:
-    return statistics.median(found["probe_s"] for case in host["cases"] for found in case["rounds"])
 
 
 def _predict(case: Json, pace: float) -> Any:
@@ -256,18 +187,33 @@ def _predict(case: Json, pace: float) -> Any:
     )  # fmt: skip
 
 
-def _compare(case: Json, seconds: float, spread: float, memory: int | None, clock: str, pace: float) -> Json:
+def _take(case: Json, probes: Json) -> tuple[float, float]:
+    """Seconds that count, and the host's pace beside the fitted one's."""
+    from flopcalc.measure.fit import time_host
+    from flopcalc.prediction.step import name_mode
+
+    if case["is_host"]:
+        return time_host(case, probes), 1.0
+    return case["seconds"], case["probe_s"] / probes[name_mode(case["phase"])]
+
+
+def _compare(case: Json, probes: Json) -> Json:
+    seconds, pace = _take(case, probes)
     found = _predict(case, pace)
     low, mid, high = found.step_time_s
     named = ("model", "phase", "batch", "seq", "context", "grids", "attention", "recompute", "optimizer", "compiled")
+    memory = case.get("peak_memory_bytes")
     return {
         **{key: case[key] for key in named},
-        "clock": clock,
-        "measured_s": seconds,
-        "spread": spread,
+        "clock": "probe" if case["is_host"] else "wall",
+        "host_factor": round(pace, 3),
+        "measured_s": round(seconds, 6),
+        "spread": case["spread"],
         "predicted_s": round(mid, 6),
         "low_s": round(low, 6),
         "high_s": round(high, 6),
+        "device_s": round(found.device_s, 6),
+        "host_s": round(found.host_s, 6),
         "error": round(mid / seconds - 1, 4),
         "is_inside": low <= seconds <= high,
         "bound": found.bound,
@@ -276,27 +222,45 @@ def _compare(case: Json, seconds: float, spread: float, memory: int | None, cloc
     }
 
 
-def _summarize(rows: list[Json], clock: str, bound: str, name: str) -> Json:
-    chosen = [row for row in rows if row["clock"] == clock and row["bound"] == bound]
-    errors = sorted(abs(row["error"]) for row in chosen)
+def _summarize(rows: list[Json], name: str) -> Json:
+    errors = sorted(abs(row["error"]) for row in rows)
     if not errors:
         return {"name": name, "cases": 0}
     return {
         "name": name,
-        "cases": len(chosen),
+        "cases": len(rows),
         "median": round(statistics.median(errors), 4),
         "worst": errors[-1],
-        "bias": round(statistics.fmean(row["error"] for row in chosen), 4),
-        "inside": round(sum(row["is_inside"] for row in chosen) / len(chosen), 3),
-        "width": round(statistics.fmean((row["high_s"] - row["low_s"]) / row["predicted_s"] for row in chosen), 3),
-        "spread": round(statistics.median(row["spread"] for row in chosen), 3),
+        "bias": round(statistics.fmean(row["error"] for row in rows), 4),
+        "inside": round(sum(row["is_inside"] for row in rows) / len(rows), 3),
+        "width": round(statistics.fmean((row["high_s"] - row["low_s"]) / row["predicted_s"] for row in rows), 3),
+        "spread": round(statistics.median(row["spread"] for row in rows), 3),
     }
 
 
 def _summarize_memory(rows: list[Json]) -> Json:
     errors = sorted(abs(row["predicted_bytes"] / row["memory_bytes"] - 1) for row in rows if row["predicted_bytes"])
-    return {"name": "peak memory", "cases": len(errors), "median": round(statistics.median(errors), 4),
-            "worst": round(errors[-1], 4)} if errors else {"name": "peak memory", "cases": 0}  # fmt: skip
+    return _sum_up("peak memory", errors)
+
+
+def _summarize_repeated(cases: list[Json], probes: Json) -> Json:
+    """How far a case's repetition lies from its first measurement."""
+    from flopcalc.measure.tables import runs
+
+    first = {(runs.name_case(case), case["is_host"]): case for case in cases if not case["is_again"]}
+    differences = []
+    for case in cases:
+        before = first.get((runs.name_case(case), case["is_host"]))
+        if case["is_again"] and before is not None:
+            differences.append(abs(_take(case, probes)[0] / _take(before, probes)[0] - 1))
+    return _sum_up("the same step, measured once more", sorted(differences))
+
+
+def _sum_up(name: str, errors: list[float]) -> Json:
+    if not errors:
+        return {"name": name, "cases": 0}
+    return {"name": name, "cases": len(errors), "median": round(statistics.median(errors), 4),
+            "worst": round(errors[-1], 4)}  # fmt: skip
 
 
 def _print_report(rows: list[Json], summary: list[Json], name_case: Any) -> str:
@@ -321,18 +285,18 @@ def _print_report(rows: list[Json], summary: list[Json], name_case: Any) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("command", choices=("measure", "fit", "report"))
-    parser.add_argument("--part", choices=("fit", "test", "again", "host"), default="fit")
+    parser.add_argument("command", choices=("measure", "keep", "fit", "report"))
     parser.add_argument("--out", type=Path, help="where to write; report: also what it found, as JSON")
     parser.add_argument("--page", type=Path, help="report: write the tables between their marks in this page")
     parser.add_argument("--budget-s", type=float, default=600)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--journal", type=Path, help="keep: journal.jsonl of a calibration")
+    parser.add_argument("--predictor", type=Path, help="keep: what that calibration wrote")
     parser.add_argument("--profiles", type=Path, default=RESULTS / "predict_profiles.json.gz")
     parser.add_argument("--cases", type=Path, default=RESULTS / "predict_cases.json")
-    parser.add_argument("--hosts", type=Path, default=RESULTS / "predict_hosts.json")
     given = parser.parse_args()
     if given.command == "report":
-        shown = report(given.cases, given.hosts, given.profiles, given.out)
+        shown = report(given.cases, given.out)
         print(shown)
         if given.page is not None:
             text = given.page.read_text(encoding="utf-8")
@@ -344,11 +308,13 @@ def main() -> int:
     if given.out is None:
         parser.error(f"{given.command} needs --out FILE")
     if given.command == "fit":
-        fit(given.profiles, given.hosts, given.out)
-    elif given.part == "host":
-        measure_host(given.out, given.budget_s, given.device)
+        fit(given.profiles, given.out)
+    elif given.command == "keep":
+        if given.journal is None or given.predictor is None:
+            parser.error("keep needs --journal FILE and --predictor FILE")
+        keep(given.journal, given.predictor, given.out)
     else:
-        measure(given.part, given.out, given.budget_s, given.device)
+        measure(given.out, given.budget_s, given.device)
     return 0
 
 

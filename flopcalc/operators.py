@@ -54,7 +54,8 @@ KINDS: dict[str, tuple[str, ...]] = {
         "gather": "embedding index index_select gather _unsafe_index masked_select grid_sampler_2d upsample_bilinear2d "
         "upsample_bicubic2d upsample_nearest2d upsample_linear1d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
         "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d",
-        "scatter": "embedding_dense_backward index_put _index_put_impl_ index_add scatter scatter_add scatter_reduce "
+        "embedding_backward": "embedding_dense_backward",
+        "scatter": "index_put _index_put_impl_ index_add scatter scatter_add scatter_reduce "
         "masked_scatter masked_scatter_backward index_copy _unsafe_index_put index_fill grid_sampler_2d_backward "
         "upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_nearest2d_backward "
         "upsample_linear1d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward "
@@ -93,8 +94,9 @@ _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 # What a trace tells apart beyond a name: elementwise kernels whose tensors do not lie alike in memory, and what is no
 # operator at all.
 RECORDED_KINDS = frozenset(KINDS) - {"wrapper"} | {
-    "pointwise_strided", "pointwise_strided_wide", "copy_strided", "copy_strided_wide", "cast_strided", "cat_strided",
-    "module", "node",
+    "pointwise_mixed", "pointwise_strided", "pointwise_strided_mixed", "pointwise_strided_wide", "copy_strided",
+    "copy_strided_wide", "cast_strided", "cat_one", "cat_strided", "cat_strided_wide", "attention_masked", "module",
+    "node",
 }  # fmt: skip
 
 

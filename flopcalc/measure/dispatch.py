@@ -175,12 +175,23 @@ def _refine(kind: str, args: tuple[Any, ...], out: Any) -> str:
     if kind not in ("pointwise", "copy", "cast", "cat") or not isinstance(out, torch.Tensor):
         return kind
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and leaf.numel() > 1 and leaf.dim()]
+    wide = "_wide" if out.element_size() >= 4 else ""
     if kind == "cat":
-        return kind if all(tensor.is_contiguous() for tensor in tensors) else "cat_strided"
-    laid = _lay(out)
-    if _is_dense(laid) and all(_lay(tensor) == laid for tensor in tensors):
+        if len(tensors) == 1:  # an empty cache takes its first keys
+            return "cat_one"
+        return kind if all(tensor.is_contiguous() for tensor in tensors) else f"cat_strided{wide}"
+    is_alike = _is_alike(out, tensors)
+    if kind == "pointwise" and len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) > 1:
+        return "pointwise_mixed" if is_alike else "pointwise_strided_mixed"  # a cast per element
+    if is_alike:
         return kind
-    return f"{kind}_strided" + ("_wide" if kind != "cast" and out.element_size() >= 4 else "")
+    return f"{kind}_strided" + (wide if kind != "cast" else "")
+
+
+def _is_alike(out: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    """Whether all tensors lie alike in memory, without holes."""
+    laid = _lay(out)
+    return _is_dense(laid) and all(_lay(tensor) == laid for tensor in tensors)
 
 
 def _lay(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -244,8 +255,8 @@ class _Attend(torch.autograd.Function):
     """A fused attention kernel as autograd sees it: one operator forward, one backward, memory laid out as there."""
 
     @staticmethod
-    def forward(ctx: Any, tracing: _Tracing, query: Any, key: Any, value: Any) -> Any:
-        tracing.add("attend", "attention")
+    def forward(ctx: Any, tracing: _Tracing, is_masked: bool, query: Any, key: Any, value: Any) -> Any:
+        tracing.add("attend", "attention_masked" if is_masked else "attention")
         tracing.is_quiet = True
         batch, heads, length = query.shape[:-1]
         out = query.new_zeros(batch, length, heads, value.shape[-1]).transpose(1, 2)
@@ -266,10 +277,10 @@ class _Attend(torch.autograd.Function):
         out = [
             each.new_zeros(each.shape[0], each.shape[2], each.shape[1], each.shape[3]).transpose(1, 2)
             if wanted else None
-            for each, wanted in zip(given, ctx.needs_input_grad[1:], strict=True)
+            for each, wanted in zip(given, ctx.needs_input_grad[2:], strict=True)
         ]  # fmt: skip
         tracing.is_quiet = False
-        return None, *out
+        return None, None, *out
 
 
 @contextmanager
@@ -278,10 +289,10 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
     functional: Any = torch.nn.functional
     before = functional.scaled_dot_product_attention
 
-    def attend(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> Any:
+    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         if query.dim() != 4:
-            return before(query, key, value, *_args, **_kwargs)
-        return _Attend.apply(tracing, query, key, value)  # type: ignore[no-untyped-call]
+            return before(query, key, value, attn_mask, *args, **kwargs)
+        return _Attend.apply(tracing, attn_mask is not None, query, key, value)  # type: ignore[no-untyped-call]
 
     functional.scaled_dot_product_attention = attend
     try:

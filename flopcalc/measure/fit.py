@@ -10,20 +10,21 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.errors import CalibrationError
 from flopcalc.estimate import Estimator, bind
 from flopcalc.operators import classify
 from flopcalc.prediction.machine import SCHEMA, Machine, ProductShape, attention_features, find_step, time_shape
-from flopcalc.prediction.step import Clock, count_again, host_features, host_seconds, name_phase
-from flopcalc.prediction.work import Work, make_work
+from flopcalc.prediction.step import Clock, count_again, host_features, host_seconds, name_mode, name_phase
+from flopcalc.prediction.work import Work, count_calls, make_work
 from flopcalc.workload import Workload, make_workload
 
 Json = dict[str, Any]
 _SIZES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "long int": 8, "int": 4, "double": 8, "bool": 1,
           "unsigned char": 1}  # fmt: skip
+_FLOATS = ("c10::BFloat16", "c10::Half", "float", "double")
 
 
 class ProductPoint(NamedTuple):
@@ -96,7 +97,9 @@ def read_points(cases: Iterable[Modelled]) -> Points:
             continue
         # GPT-2 drops attention weights while it trains: another kernel, which no other family takes.
         has_dropout = case["phase"] == "train" and estimator.source.config["model_type"] == "gpt2"
-        masks = {(call.batch, call.heads, call.length): call.mask for call in work.attention}
+        masks: dict[tuple[int, int, int], set[str]] = {}
+        for call in work.attention:
+            masks.setdefault((call.batch, call.heads, call.length), set()).add(call.mask)
         rows, weights = _list_layers(case["operators"])
         for name, is_backward, shapes, dtypes, calls, kernels, us, kernel in case["operators"]:
             if not us or not name:
@@ -109,9 +112,9 @@ def read_points(cases: Iterable[Modelled]) -> Points:
                 if product:
                     points.products.append(ProductPoint(*product, each, calls))
             elif kind == "attention" and not has_dropout:
-                call = _read_attention(name, sizes, masks, each, calls)
-                if call:
-                    points.attention.append(call)
+                attended = _read_attention(name, sizes, masks, each, calls)
+                if attended:
+                    points.attention.append(attended)
             else:
                 moved = _read_moved(name, kind, sizes, kinds, kernel)
                 if moved and moved[0] == "reduce" and is_backward:
@@ -154,13 +157,16 @@ def _read_product(
 
 
 def _read_attention(
-    name: str, sizes: list[list[int]], masks: dict[tuple[int, int, int], str], seconds: float, calls: int
+    name: str, sizes: list[list[int]], masks: dict[tuple[int, int, int], set[str]], seconds: float, calls: int
 ) -> AttentionPoint | None:
     """A call as the model's op list knows it; None for one that it does not."""
     is_backward = "backward" in name
     query, key = sizes[1:3] if is_backward else sizes[0:2]
     batch, heads, length, qk = query
-    mask = masks.get((batch, heads, length))
+    found = masks.get((batch, heads, length), set())
+    is_masked = any(len(size) == 4 and size[-2:] == [length, key[2]] and size[-1] != qk for size in sizes[3:])
+    plain = sorted(found - {"window"})
+    mask = "window" if "window" in found and (is_masked or not plain) else plain[0] if plain else None
     kernel = next((kernel for kernel in ("cudnn", "flash", "efficient") if kernel in name), "")
     if mask is None or not kernel:
         return None
@@ -176,6 +182,9 @@ def _read_moved(name: str, kind: str, sizes: list[list[int]], kinds: list[str], 
     if not tensors:
         return None
     most, width = max(tensors)
+    floats = {dtype for size, dtype in zip(sizes, kinds, strict=False) if size and dtype in _FLOATS}
+    if len(floats) > 1:  # the result is of the wider one
+        width = max(_SIZES[dtype] for dtype in floats)
     if name == "aten::copy_":
         kind = "copy" if kinds[0] == kinds[1] else "cast"
         moved = most * (tensors[0][1] + (tensors[1][1] if len(tensors) > 1 else 0))
@@ -188,7 +197,10 @@ def _read_moved(name: str, kind: str, sizes: list[list[int]], kinds: list[str], 
     else:
         moved = sum(count * size for count, size in tensors) + most * width
     if kind in ("pointwise", "copy", "cast"):
-        if not ("vectorized" in kernel or "Memcpy" in kernel or "unrolled" in kernel):
+        is_alike = "vectorized" in kernel or "Memcpy" in kernel or "unrolled" in kernel
+        if kind == "pointwise" and len(floats) > 1:
+            kind = "pointwise_mixed" if is_alike else "pointwise_strided_mixed"
+        elif not is_alike:
             kind += "_strided" + ("_wide" if kind != "cast" and tensors[0][1] >= 4 else "")
         elif kind == "cast":
             kind = "cast_up" if tensors[0][1] > tensors[-1][1] else "cast_down"
@@ -338,8 +350,9 @@ def fit_moved(points: Sequence[MovedPoint]) -> Json:
 
 
 # --- Whole steps ------------------------------------------------------------------------------------------------------
-_LINEAR = ("cat", "cat_strided", "gather", "scatter", "loss", "norm", "norm_backward", "sort", "random",
-           "copy_strided_wide", "cast_strided", "other")  # fmt: skip
+_CATS = ("cat", "cat_one", "cat_strided", "cat_strided_wide")
+_ALONE = ("gather", "scatter", "embedding_backward", "loss", "norm", "norm_backward", "sort", "random")
+_LINEAR = (*_CATS, *_ALONE, "copy_strided_wide", "cast_strided", "other")
 
 
 def fit_linear(cases: Sequence[Modelled]) -> tuple[Json, Json]:
@@ -361,15 +374,16 @@ def fit_linear(cases: Sequence[Modelled]) -> tuple[Json, Json]:
             if piece.direction == "optimizer" and seen.get("optimizer"):
                 features = (1.0, float(piece.tensors), piece.reads + piece.writes)
                 optimizers.setdefault(piece.kind, []).append((features, seen["optimizer"]))
-        for kind in ("gather", "scatter", "loss", "norm", "norm_backward", "sort", "random"):
+        for kind in _ALONE:
             if calls.get(kind) and seen.get(kind):
                 rows.setdefault(kind, []).append(((calls[kind], moved[kind]), seen[kind]))
         if seen.get("cat"):
-            both = [total.get(kind, 0.0) for kind in ("cat", "cat_strided") for total in (calls, moved)]
-            rows.setdefault("cat", []).append((both, seen["cat"]))
+            all_cats = [total.get(kind, 0.0) for kind in _CATS for total in (calls, moved)]
+            rows.setdefault("cat", []).append((all_cats, seen["cat"]))
     found = {kind: _round(solve(entries)) for kind, entries in sorted(rows.items())}
     if "cat" in found:
-        found["cat"], found["cat_strided"] = found["cat"][:2], found["cat"][2:]
+        weights = found["cat"]
+        found |= {kind: weights[2 * i : 2 * i + 2] for i, kind in enumerate(_CATS) if weights[2 * i + 1]}
     return found, {kind: _round(solve(entries)) for kind, entries in optimizers.items()}
 
 
@@ -377,39 +391,33 @@ def _round(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.5g}") for value in values]
 
 
-def fit_device(cases: Sequence[Modelled], constants: Json) -> tuple[list[float], list[float]]:
-    """Gaps between kernels, and the clock at the power limit.
+def fit_device(cases: Sequence[Modelled], constants: Json) -> tuple[dict[str, float], list[float]]:
+    """Seconds between kernels, with gradients and without, and the clock at the power limit.
 
-    The clock: what kernels of whole steps took over the sum of their times, by the share of the peak that the step's
-    products keep up. The gaps: steps that the device bounds over what their kernels took.
+    From steps that the device bounds beyond doubt: it was busy nearly all of the time. The clock falls with the share
+    of the peak that a step's products keep up.
     """
-    clocks: list[tuple[float, float]] = []
-    walls: list[tuple[float, float, float]] = []
+    walls: list[tuple[str, float, float, float, float]] = []
     for each in cases:
         case = each.case
         if case["compiled"] or case["phase"] == "decode" or case["recompute"] != "none" or not case.get("busy_us"):
             continue
-        clock = _run_clock(each, constants)
-        told, seen = sum(piece.seconds for piece in clock.pieces), case["busy_us"] * 1e-6
-        if not each.work.is_recorded or seen < 0.01:
-            continue
-        clocks.append((clock.flops / told / clock.machine.peak, seen / told))
-        # Bound by the device beyond doubt: it was busy nearly all of the step.
-        if seen > 0.85 * case["seconds"] and case["spread"] < 0.1:
-            walls.append((seen, clock.launches, case["seconds"]))
+        if case["busy_us"] * 1e-6 > 0.93 * case["seconds"] and case["spread"] < 0.1 and each.work.is_recorded:
+            clock = _run_clock(each, constants)
+            told = sum(piece.seconds for piece in clock.pieces)
+            rate = clock.flops / told / clock.machine.peak
+            walls.append((name_mode(case["phase"]), told, rate, clock.launches, case["seconds"]))
 
-    def miss_clock(values: list[float]) -> float:
-        start, slope = values
-        return sum(abs(math.log((1 + slope * max(0.0, rate - start)) / ratio)) for rate, ratio in clocks)
+    def miss(values: list[float]) -> float:
+        start, slope, train, forward = values
+        gaps = {"train": train, "forward": forward}
+        return sum(
+            abs(math.log((told * (1 + slope * max(0.0, rate - start)) + many * gaps[phase]) / seconds))
+            for phase, told, rate, many, seconds in walls
+        )
 
-    def miss_wall(values: list[float]) -> float:
-        share, gap = values
-        return sum(abs(math.log((busy * (1 + share) + many * gap) / seconds)) for busy, many, seconds in walls)
-
-    return (
-        _round(search(miss_wall, [0.01, 1.5e-6], 200)) if walls else [0.01, 1.5e-6],
-        _round(search(miss_clock, [0.3, 0.2], 200)) if clocks else [1.0, 0.0],
-    )
+    start, slope, train, forward = search(miss, [0.3, 0.2, 2e-6, 1e-6], 200) if walls else [1.0, 0.01, 2e-6, 1e-6]
+    return dict(zip(("train", "forward"), _round((train, forward)), strict=True)), _round((start, slope))
 
 
 def _run_clock(each: Modelled, constants: Json, compiled: bool = False) -> Clock:
@@ -420,49 +428,48 @@ def _run_clock(each: Modelled, constants: Json, compiled: bool = False) -> Clock
 
 
 HOST_PHASES = ("train", "forward", "decode")
+# In units of an addition, what cannot be called by itself: a module's own Python, autograd's nodes, an optimizer's
+# tensors; and what the others take where they were not measured.
+_UNITS = {"view": 0.4, "make": 0.6, "product": 2.2, "attention": 3.5, "sort": 4.0, "module": 2.0, "node": 0.3,
+          "tensor": 2.0}  # fmt: skip
 
 
-def fit_host(cases: Sequence[tuple[Modelled, float]]) -> Json:
+def fit_host(cases: Sequence[tuple[Modelled, float]], units: Mapping[str, float]) -> Json:
     """Seconds of each thing that the host does, from steps that it bounds; (case, its seconds)."""
+    found: Json = {"units": dict(units)}
     rows: dict[str, list[tuple[Sequence[float], float]]] = {phase: [] for phase in HOST_PHASES}
     for each, seconds in cases:
-        calls = each.load.seq if each.load.phase == "decode" else 1
-        features = host_features(each.work.dispatched, calls)
-        rows[name_phase(each.load.phase)].append((features, seconds))
-    return {phase: _round(solve(entries, 4000)) for phase, entries in rows.items() if entries}
+        if each.case["recompute"] == "none":
+            features = host_features(each.work.dispatched, count_calls(each.load), units)
+            rows[name_phase(each.load.phase)].append((features, seconds))
+    found |= {phase: _round(solve(entries, 4000)) for phase, entries in rows.items() if entries}
+    if "train" in found:
+        found["again"] = fit_again(cases, found)
+    return found
 
 
-def fit_again(cases: Sequence[Modelled], constants: Json) -> float:
-    """Host seconds of an operator that checkpointing runs again, beyond an operator's usual ones.
-
-    The host's speed is taken from the smallest step of the same model, measured moments before.
-    """
-    pace: dict[str, float] = {}
+def fit_again(cases: Sequence[tuple[Modelled, float]], constants: Json) -> float:
+    """Host seconds of an operator that checkpointing runs again, beyond an operator's usual ones."""
     found = []
-    for each in cases:
-        case = each.case
-        if case["phase"] != "train" or case["compiled"]:
-            continue
-        told = host_seconds({**constants["host"], "again": 0.0}, each.work.dispatched, "train", 1)
-        if case["recompute"] == "none" and case["model"] not in pace:
-            pace[case["model"]] = min(case["queued_s"], case["seconds"]) / told
+    for each, seconds in cases:
         again = count_again(each.work.dispatched)
-        if again and case["model"] in pace:
-            found.append((min(case["queued_s"], case["seconds"]) / pace[case["model"]] - told) / again)
+        if again and each.load.phase == "train":
+            told = host_seconds({**constants, "again": 0.0}, each.work.dispatched, "train", 1)
+            found.append((seconds - told) / again)
     return float(f"{max(0.0, statistics.median(found)):.4g}") if found else 0.0
 
 
 def fit_compiled(cases: Sequence[Modelled], constants: Json) -> Json:
     """Share of the memory-bound time that is left when a compiler has joined operators; host seconds of a launch."""
     shares, launches = [], []
-    share, gap = constants["gaps"]
+    gap = constants["gaps"]["train"]
     for each in cases:
         if each.case["compiled"]:
             clock = _run_clock(each, constants)
             kept = dict.fromkeys(("joined", "other"), 0.0)
             for piece in clock.pieces:
                 kept["joined" if piece.is_joined else "other"] += piece.seconds
-            left = each.case["seconds"] / (1 + share) - each.case.get("kernels", 0) * gap - kept["other"]
+            left = each.case["seconds"] - each.case.get("kernels", 0) * gap - kept["other"]
             shares.append(left / kept["joined"])
             if each.case.get("kernels"):
                 launches.append(each.case["queued_s"] / each.case["kernels"])
@@ -473,17 +480,18 @@ def fit_compiled(cases: Sequence[Modelled], constants: Json) -> Json:
 
 
 def fit_predictor(
-    cases: Iterable[Json],
-    hosts: Iterable[Json],
+    records: Iterable[Json],
     configs: Callable[[str], Json],
     provenance: Json,
     attention: Iterable[Json] = (),
     products: Iterable[Json] = (),
 ) -> Json:
-    """All constants of a device: from profiled cases, host cases, and its tables attention and gemm where there are."""
-    kept = list(cases)
+    """All constants of a device, from what `runs` measured and its tables attention and gemm where there are."""
+    kept = list(records)
     device = provenance["device_id"]
-    modelled = [model_case(case, configs(case["model"]), device) for case in kept]
+    units: Json = next((record["units"] for record in kept if "units" in record), {})
+    hosts = [record for record in kept if record.get("is_host")]
+    modelled = [model_case(case, configs(case["model"]), device) for case in kept if case.get("is_host") is False]
     points = read_points(modelled)
     if not points.products:
         raise CalibrationError(
@@ -498,7 +506,7 @@ def fit_predictor(
         "moved": fit_moved([point for point in points.moved if point.kind not in _LINEAR]),
         "linear": linear,
         "optimizer": optimizer,
-        "gaps": [0.01, 1.5e-6],
+        "gaps": {"train": 2e-6, "forward": 1e-6},
         "power": [0.4, 0.2],
         "compiled": {"moved": 1.0, "launch_s": 0.0},
         "error": {"device": 0.05, "host": 0.15, "late": 0.1, "compiled": 0.1},
@@ -506,9 +514,12 @@ def fit_predictor(
     constants["products"]["grouped"] = fit_grouped(modelled, constants)
     constants["gaps"], constants["power"] = fit_device(modelled, constants)
     constants["compiled"] = fit_compiled(modelled, constants)
-    constants["probe_s"], constants["host"] = _fit_hosts(list(hosts), configs, device)
+    constants["probe_s"] = find_probes(hosts)
+    taken = [
+        (model_case(case, configs(case["model"]), device), time_host(case, constants["probe_s"])) for case in hosts
+    ]
+    constants["host"] = fit_host(taken, {**_UNITS, **units})
     check_whole(constants)
-    constants["host"]["again"] = fit_again(modelled, constants)
     return constants
 
 
@@ -531,12 +542,17 @@ def _read_gemm(rows: Iterable[Json]) -> list[ProductPoint]:
     ]
 
 
-def _fit_hosts(cases: Sequence[Json], configs: Callable[[str], Json], device: str) -> tuple[float, Json]:
-    """The probe's usual seconds, and the host's constants: a case takes its ratio to the probe around it."""
-    probe = statistics.median(found["probe_s"] for case in cases for found in case["rounds"])
-    taken = [statistics.median(found["ratio"] for found in case["rounds"]) * probe for case in cases]
-    modelled = [model_case(case, configs(case["model"]), device) for case in cases]
-    return float(f"{probe:.4g}"), fit_host(list(zip(modelled, taken, strict=True)))
+def find_probes(hosts: Iterable[Json]) -> dict[str, float]:
+    """The usual seconds of the probe with a backward pass and of the one without: the pace of the fitted host."""
+    found: dict[str, list[float]] = {}
+    for case in hosts:
+        found.setdefault(name_mode(case["phase"]), []).append(case["probe_s"])
+    return {name: float(f"{statistics.median(seconds):.4g}") for name, seconds in found.items()}
+
+
+def time_host(case: Json, probes: Mapping[str, float]) -> float:
+    """Seconds of a step that the host bounds, at the pace of the fitted host: its ratio to the probe around it."""
+    return float(case["ratio"] * probes[name_mode(case["phase"])])
 
 
 def check_whole(constants: Json) -> None:

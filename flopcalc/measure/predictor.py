@@ -47,15 +47,13 @@ def calibrate_predictor(
     if outcome.stopped:
         return None
     found = [result.data for result in outcome.results if result.is_ok]
-    cases = [record for record in found if "rounds" not in record]
-    hosts = [record for record in found if "rounds" in record]
-    if not cases or not hosts:
+    if not any("operators" in record for record in found) or not any(record.get("is_host") for record in found):
         failed = next((result.detail for result in outcome.results if not result.is_ok), "nothing ran")
         raise CalibrationError(f"too little was measured to fit a predictor: {failed}")
     stored = {table: find_table(machine["device_id"], table) for table in ("attention", "gemm")}
     alone = {table: load_table(path).records() if path else [] for table, path in stored.items()}
     provenance = {**machine, "command": command, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
-    constants = fit_predictor(cases, hosts, runs.get_config, provenance, alone["attention"], alone["gemm"])
+    constants = fit_predictor(found, runs.get_config, provenance, alone["attention"], alone["gemm"])
     path = os.path.join(folder, f"{machine['device_id']}.json")
     save_predictor(path, constants)
     return path

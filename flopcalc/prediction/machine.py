@@ -276,7 +276,6 @@ class Machine:
         if linear is not None:
             start, per_byte = linear
             return Timed(start + size * per_byte / self.memory, error, self.is_measured)
-        curve = curves.get(name)
-        if curve is None:
-            curve, error = curves["pointwise_strided"], 2 * error
-        return Timed(read_curve(curve, size / self.memory), error, self.is_measured)
+        while name not in curves:  # of a kind that was not measured, the next wider one's
+            name, error = name.rpartition("_")[0] or "pointwise_strided", 2 * error
+        return Timed(read_curve(curves[name], size / self.memory), error, self.is_measured)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -26,9 +27,7 @@ from flopcalc.workload import Workload
 __all__ = ["OPTIMIZERS", "Prediction", "StepTime", "find_largest_batch", "predict", "predict_estimate"]
 
 _EXPERTS = 0.08  # relative error that experts add: rows are dealt out unevenly, and HF changes their code often
-# How much host and device overlap where they are near each other, from steps of the fit: a training step's passes are
-# unlike, and the device's queue is shorter than a step; forward passes are alike all through.
-_OVERLAP = {"train": 4, "forward": 12}
+_OVERLAP = 16  # how sharply the longer of host and device rules where they are near each other, from steps of the fit
 _UNMEASURED = 0.35  # relative half width where published figures scale what was measured elsewhere
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
 _FUSED = ("pointwise", "copy", "cast", "reduce", "norm", "cat", "fill")  # kinds that a compiler joins to others
@@ -112,7 +111,8 @@ def predict(
         if name in workload:
             where = "the recipe: recipe={...}" if name != "convention" else "estimate_flops; MFU and HFU have their own"
             raise WorkloadError(f"{name} is no part of the workload: it belongs to {where}")
-    kernel = _find_kernel(find_device(device), parse_dtype(dtype), attention_kernel)
+    _check_keywords(workload)
+    kernel = _find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
     estimator = bind(
         model, recipe=recipe, convention="hardware", attention_kernel=kernel, device=device, dtype=dtype, spec=spec,
     )  # fmt: skip
@@ -132,6 +132,22 @@ def predict(
     )  # fmt: skip
 
 
+def _check_keywords(workload: Mapping[str, Any]) -> None:
+    """Only what an estimator takes, and of a real batch what the batch does not say itself."""
+    known = list(inspect.signature(Estimator.__call__).parameters)[1:]
+    if workload.get("batch") is not None:
+        alone = list(inspect.signature(Estimator.estimate_batch).parameters)[1:]
+        if any(name in known and name not in alone for name in workload):
+            raise WorkloadError("batch already says sizes, lengths and images: give it alone")
+        known = alone
+    for name in workload:
+        if name not in known:
+            own = inspect.signature(predict).parameters.values()
+            options = [*known, *(each.name for each in own if each.kind is each.KEYWORD_ONLY)]
+            near = format_nearest(name, options)
+            raise WorkloadError(f"keyword {name!r} unknown.{near} Known: {', '.join(options)}")
+
+
 def predict_estimate(
     estimate: Estimate,
     *,
@@ -149,7 +165,7 @@ def predict_estimate(
     if optimizer not in OPTIMIZERS:
         near = format_nearest(str(optimizer), OPTIMIZERS)
         raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(OPTIMIZERS)}")
-    kernel = _find_kernel(find_device(device), parse_dtype(dtype), attention_kernel)
+    kernel = _find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
     settings = _Settings(Machine(device, dtype), optimizer, compiled, kernel, host_factor)
     parts = list(estimate.terms)
     if any(estimator.recipe.clipping != "none" for estimator, _, _ in parts):
@@ -168,7 +184,7 @@ def find_largest_batch(
     estimate: Estimate, *, device: str, dtype: str = "bf16", optimizer: str = "adamw", attention_kernel: str = "auto"
 ) -> int | None:  # fmt: skip
     """The largest micro-batch of the same samples that fits, 0 if none does; None where samples differ."""
-    kernel = _find_kernel(find_device(device), parse_dtype(dtype), attention_kernel)
+    kernel = _find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
     (estimator, load, times), *others = estimate.terms
     settings = _Settings(Machine(device, dtype), optimizer, False, kernel, 1.0)
     return settings.find_largest(estimator, load, times) if not others else None
@@ -243,7 +259,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         )  # fmt: skip
         clock.add(work, times, load)
     device_s, host_s = clock.device_s(), clock.host_s() * settings.host_factor
-    mid = _join(device_s, host_s, estimate.terms[0][1].phase)
+    mid = join(device_s, host_s)
     bound = "device" if device_s >= host_s else "host"
     error = clock.error(bound)
     seconds = StepTime(mid * (1 - error), mid, mid * (1 + error) * (1 + clock.late(bound)))
@@ -284,11 +300,10 @@ def _share(found: Any) -> float:
     return float(found.value) if found.value is not None else math.nan
 
 
-def _join(device_s: float, host_s: float, phase: str) -> float:
+def join(device_s: float, host_s: float) -> float:
     """Host and device overlap, but not wholly where they are near each other: a smooth maximum."""
     high, low = max(device_s, host_s), min(device_s, host_s)
-    power = _OVERLAP["train" if phase == "train" else "forward"]
-    return float(high * (1 + (low / high) ** power) ** (1 / power))
+    return float(high * (1 + (low / high) ** _OVERLAP) ** (1 / _OVERLAP)) if high else 0.0
 
 
 class Clock:
@@ -301,6 +316,7 @@ class Clock:
         self.launches = 0.0
         self.flops = 0.0
         self.host: list[tuple[dict[str, float], float, str, int]] = []
+        self.phase = "train"
         self.is_recorded = True
         self.has_experts = False
         self.found_notes: dict[str, None] = {}
@@ -326,6 +342,7 @@ class Clock:
                 moved.module, moved.group, kind, timed.seconds * (fused if is_joined else 1.0), timed.error,
                 moved.calls * (1 if is_optimizer else times), is_joined,
             )  # fmt: skip
+        self.phase = load.phase
         calls = count_calls(load)
         once = {name: many for name, many in work.dispatched.items() if name.startswith("optimizer ")}
         each = {name: many for name, many in work.dispatched.items() if name not in once}
@@ -350,8 +367,7 @@ class Clock:
         return float(busy * (1 + slope * max(0.0, rate - start)))
 
     def device_s(self) -> float:
-        share, gap = self.constants["gaps"]
-        return float(self.busy_s() * (1 + share) + self.launches * gap)
+        return float(self.busy_s() + self.launches * self.constants["gaps"][name_mode(self.phase)])
 
     def host_s(self) -> float:
         if self.compiled:
@@ -414,6 +430,8 @@ class Clock:
             notes.append("experts are taken as evenly loaded")
         if not self.machine.is_measured:
             notes.insert(0, _tell_unmeasured(self.machine))
+        elif self.machine.dtype != "bf16":
+            notes.append(f"measured in bf16; {self.machine.dtype} is taken as alike")
         if not self.compiled:
             notes.append(
                 "host time is of the measured machine's CPU; --host-factor tells how many times longer yours takes"
@@ -436,7 +454,7 @@ def _tell_unmeasured(machine: Machine) -> str:
 
 def host_seconds(constants: Mapping[str, Any], dispatched: Mapping[str, float], phase: str, calls: int) -> float:
     """Seconds in which the host dispatches a step's operators; in phases without gradients, all calls together."""
-    features = host_features(dispatched, calls)
+    features = host_features(dispatched, calls, constants["units"])
     weights = constants[name_phase(phase)]
     plain = sum(weight * feature for weight, feature in zip(weights, features, strict=True))
     return float(plain + constants.get("again", 0.0) * count_again(dispatched))
@@ -447,25 +465,31 @@ def name_phase(phase: str) -> str:
     return phase if phase in ("train", "decode") else "forward"
 
 
+def name_mode(phase: str) -> str:
+    """With gradients or without: kernels follow each other more closely in a forward pass, and one thread works."""
+    return "train" if phase == "train" else "forward"
+
+
 def count_again(dispatched: Mapping[str, float]) -> float:
     """Operators with a kernel that checkpointing runs again."""
     quiet = ("view", "make", "module", "node")
     return sum(many for name, many in dispatched.items() if name.startswith("again ") and name.split()[1] not in quiet)
 
 
-# What the host spends on each thing, in units of an operator that launches a kernel. Set by hand: fitted one by one on
-# a dozen steps of a noisy host they come out at random; the unit itself is fitted.
-_HOST_UNITS = {"view": 0.4, "make": 0.4, "module": 2.0, "node": 0.3, "attention": 5.0}
-_HOST_TENSOR = 2.0  # of an optimizer
+def host_features(dispatched: Mapping[str, float], calls: int, units: Mapping[str, float]) -> tuple[float, float]:
+    """What host time is made of: calls of the model, and all that they dispatch in units of one addition.
 
-
-def host_features(dispatched: Mapping[str, float], calls: int) -> tuple[float, float]:
-    """What host time is made of: calls of the model, and all that they dispatch in units of one operator."""
-    units = 0.0
+    Of a kind that was not measured by itself (cat_strided_wide), the next wider one (cat_strided, cat); one unit else.
+    """
+    total = 0.0
     for name, many in dispatched.items():
         way, _, kind = name.partition(" ")
-        units += many * (_HOST_TENSOR if way == "optimizer" else _HOST_UNITS.get(kind, 1.0))
-    return float(calls), units
+        if way == "optimizer":
+            kind = "tensor"
+        while kind and kind not in units:
+            kind = kind.rpartition("_")[0]
+        total += many * units.get(kind, 1.0)
+    return float(calls), total
 
 
 def _advise_fit(parts: list[tuple[Estimator, Workload, int]], settings: _Settings) -> str:

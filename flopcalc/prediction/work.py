@@ -13,7 +13,7 @@ from flopcalc.recipe import iterate
 from flopcalc.workload import Feature, Workload, attention_calls, evaluate_feature
 
 # Kinds of operators that cost the host alone: no kernel, or one that is timed as a product or an attention call.
-HOST_ONLY = ("view", "make", "product", "attention", "module", "node", "read", "wrapper")
+HOST_ONLY = ("view", "make", "product", "attention", "attention_masked", "module", "node", "read", "wrapper")
 
 
 class Product(NamedTuple):
@@ -97,7 +97,9 @@ def make_work(
     Products and attention come from the op list, everything else from the operators recorded of the model's family.
     `kernel` is eager (attention as plain products and a softmax) or a fused kernel; without, the device picks.
     """
-    maker = _Maker(load, kernel)
+    found = _list_operators(estimator, load, "eager" if kernel == "eager" else "sdpa", dtype_bytes)
+    masked = {each.module for each in found.rows if each.kind == "attention_masked"}
+    maker = _Maker(load, kernel, masked)
     rows = estimator.rows(load, "hardware")
     keys = _find_key_heads(estimator)
     for block, row, value in rows:
@@ -109,7 +111,6 @@ def make_work(
             maker.add_attention(block, row, keys)
         elif row.op.kind == "product" and row.forward:
             maker.add_flops(block, row, value)
-    found = _list_operators(estimator, load, "eager" if kernel == "eager" else "sdpa", dtype_bytes)
     dispatched: dict[str, float] = {}
     moved = []
     for each in found.rows:
@@ -160,8 +161,8 @@ def _find_key_heads(estimator: Estimator) -> dict[str, int]:
 class _Maker:
     """Turns rows of the core into calls."""
 
-    def __init__(self, load: Workload, kernel: str) -> None:
-        self.load, self.kernel = load, kernel
+    def __init__(self, load: Workload, kernel: str, masked: set[str]) -> None:
+        self.load, self.kernel, self.masked = load, kernel, masked
         self.is_train = load.phase == "train"
         self.steps = count_calls(load)
         self.products: list[Product] = []
@@ -234,7 +235,8 @@ class _Maker:
             for (mask, length), many in attention_calls(feature, load, op.times).items():
                 # HF's grid towers call attention once per image or window; all others once per batch.
                 one_by_one = feature[0] in ("frames", "windows")
-                if 0 < window <= length:  # HF hands a mask over, and the kernel goes through all pairs
+                # Where HF hands a mask over, the kernel goes through all pairs.
+                if 0 < window <= length or (not window and mask == "causal" and module in self.masked):
                     mask = "window"
                 shapes.append((mask, 1 if one_by_one else many, length, length, many if one_by_one else 1))
         for mask, batch, length, known, calls in shapes:

@@ -29,7 +29,7 @@ from flopcalc.data import list_data_files
 from flopcalc.errors import FlopcalcError
 from flopcalc.estimate import Estimator
 from flopcalc.measure.dispatch import Event, Kept, Trace, trace_operators
-from flopcalc.measure.examples import Example, find_example, make_estimator, make_inputs, takes
+from flopcalc.measure.examples import Example, find_example, make_estimator, make_inputs
 from flopcalc.measure.models import build_model, floats_on_meta
 from flopcalc.measure.verify import prepare
 from flopcalc.operators import list_features, list_operators, list_sizes, sign, sign_outside
@@ -292,8 +292,7 @@ def trace(model: Any, example: Example, estimator: Estimator, phase: str, worklo
             past = filled[0]
             token = torch.full((workload["batch"], 1), 3)
             return trace_operators(model, no_grad(lambda: model(input_ids=token, past_key_values=past, use_cache=True)))
-        if takes(model, "use_cache"):
-            extra["use_cache"] = phase == "prefill"
+        extra["use_cache"] = phase == "prefill"  # models that do not name it hand it on
         if phase == "prefill":
             extra["logits_to_keep"] = 1
         if phase in ("forward", "prefill"):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flopcalc.config import load_config
+from flopcalc.measure.calls import measure_units
 from flopcalc.measure.runner import Job
 from flopcalc.measure.tables import Bench, Json, counts, get_device, round_digits, summarize
 
@@ -24,15 +25,20 @@ MODELS: dict[str, tuple[str, int, int]] = {
     "gemma-2b": ("gemma-2b", 9, 0),
     "phi-3-mini": ("phi-3-mini", 10, 0),
     "gpt2-medium": ("gpt2-medium", 24, 0),
+    "gemma-3-1b": ("gemma-3-1b", 13, 0),
+    "olmo-2-7b": ("olmo-2-7b", 6, 0),
     "mixtral-8x7b": ("mixtral-8x7b", 2, 0),
+    "qwen3-30b-a3b": ("qwen3-30b-a3b", 3, 0),
     "qwen2-vl-2b": ("qwen2-vl-2b", 28, 32),
+    "qwen2.5-vl-3b": ("qwen2.5-vl-3b", 9, 16),
     "llava-1.5-7b": ("llava-1.5-7b", 6, 24),
     "llama-3.2-1b-short": ("llama-3.2-1b", 6, 0),
     "qwen2.5-0.5b-short": ("qwen2.5-0.5b", 6, 0),
 }
 _COMPILED = ("llama-3.2-1b-short", "qwen2.5-0.5b-short")
-_TRAIN = ((1, 48), (1, 320), (1, 1024), (2, 1024), (4, 2048), (1, 4096))
-FIT_GRIDS = {"qwen2-vl-2b": [[1, 36, 52]], "llava-1.5-7b": [[1, 24, 24]]}
+_TRAIN = ((1, 48), (1, 1024), (4, 2048), (1, 4096))
+_AGAIN = ("llama-3.2-1b", "gemma-2b", "phi-3-mini", "mixtral-8x7b", "qwen2-vl-2b")  # recomputation, on the host
+FIT_GRIDS = {"qwen2-vl-2b": [[1, 36, 52]], "qwen2.5-vl-3b": [[1, 36, 48]], "llava-1.5-7b": [[1, 24, 24]]}
 
 
 def list_cases(suite: str) -> Iterator[Json]:
@@ -54,8 +60,7 @@ def list_cases(suite: str) -> Iterator[Json]:
                 yield make_case(model, "train", batch, seq, grids)
         yield make_case(model, "train", 4, 1024, grids, recompute="full")
         yield make_case(model, "prefill", 4, 1024, grids)
-        yield make_case(model, "decode", 1, 8, context=512)
-        yield make_case(model, "decode", 16, 8, context=1000)
+        yield make_case(model, "decode", 16, 2, context=1000)
         if model == "llama-3.2-1b":
             yield make_case(model, "train", 2, 1024, attention="eager")
             yield make_case(model, "train", 2, 1024, optimizer="adamw-foreach")
@@ -106,7 +111,7 @@ class Runner:
     """Holds one built model at a time and measures its cases."""
 
     def __init__(
-        self, device: str, configs: Callable[[str], Json], *, work_s: float = 0.8, most_steps: int = 40
+        self, device: str, configs: Callable[[str], Json], *, work_s: float = 0.7, most_steps: int = 40
     ) -> None:
         self.bench = Bench(device)
         self.configs = configs
@@ -116,7 +121,7 @@ class Runner:
         self.model: Any = None
         self.optimizer: Any = None
         self.optimizer_name = ""
-        self.probe: Callable[[], float] | None = None
+        self.probes: dict[bool, Callable[[], float]] = {}
 
     def _take(self, name: str) -> None:
         if name == self.name:
@@ -135,6 +140,7 @@ class Runner:
     def _free(self) -> None:
         gc.collect()
         if self.bench.is_gpu:
+            self.bench.torch._C._cuda_clearCublasWorkspaces()  # of autograd's thread, which a step without it lacks
             self.bench.torch.cuda.empty_cache()
 
     def _set_optimizer(self, name: str) -> None:
@@ -180,10 +186,11 @@ class Runner:
         return prefill
 
     def _make_decode(self, case: Json, batch: Json) -> Callable[[], Any]:
-        """`seq` tokens one after another behind a cache of `context`; the cache is cut back before each step."""
+        """`seq` tokens one after another behind a cache of `context`; the cache is cut back after each step."""
         torch, model = self.bench.torch, self.model
         with torch.no_grad():
             cache = model(**batch, use_cache=True, logits_to_keep=1).past_key_values
+        cache.activate_past_recording()  # layers with a window keep what a step pushes out of it
         token = torch.full((case["batch"], 1), 3, device=self.bench.device)
 
         def decode() -> None:
@@ -225,7 +232,12 @@ class Runner:
         once_s = time.perf_counter() - start
         steps = max(6, min(self.most_steps, round(self.work_s / max(once_s, 1e-4))))
         record: Json = dict(case)
+        probe = self._get_probe(case)
+        probe()
+        probed = [probe() for _ in range(5)]
         record |= self._time(step, steps)
+        probed += [probe() for _ in range(6)]
+        record["probe_s"] = round_digits(summarize(probed)[0])
         record["queued_s"] = round_digits(queued_s)
         record["once_s"] = round_digits(once_s)
         if bench.is_gpu:
@@ -235,13 +247,13 @@ class Runner:
             record |= profile_step(bench, step)
         return record
 
-    def measure_host(self, case: Json, steps: int = 12) -> Json:
-        """Host seconds of steps that the device finishes at once, and of a fixed piece of work around each.
+    def measure_host(self, case: Json, steps: int = 20) -> Json:
+        """Seconds of steps that the host bounds, and of a fixed piece of work around each.
 
         A shared host changes its speed by half from one second to the next: what repeats is the ratio of the two.
         """
         step = self.make_step(case)
-        probe = self._get_probe()
+        probe = self._get_probe(case)
         for _ in range(3):
             step()
             probe()
@@ -258,16 +270,18 @@ class Runner:
         ]
         ratio, spread = summarize(ratios)
         return dict(case) | {
-            "host_s": round_digits(summarize(taken)[0]),
+            "seconds": round_digits(summarize(taken)[0]),
             "probe_s": round_digits(summarize(probed)[0]),
             "ratio": round_digits(ratio),
             "spread": round_digits(spread, 3),
+            "steps": steps,
         }
 
-    def _get_probe(self) -> Callable[[], float]:
-        if self.probe is None:
-            self.probe = make_probe(self.bench)
-        return self.probe
+    def _get_probe(self, case: Json) -> Callable[[], float]:
+        is_train = case["phase"] == "train"
+        if is_train not in self.probes:
+            self.probes[is_train] = make_probe(self.bench, is_train)
+        return self.probes[is_train]
 
     def _time(self, step: Callable[[], Any], steps: int) -> Json:
         """Seconds of steps without pause: on the device's clock between them, on the host's from end to end."""
@@ -303,25 +317,31 @@ class Runner:
         }  # fmt: skip
 
 
-def make_probe(bench: Bench) -> Callable[[], float]:
-    """A fixed piece of a host's work, a few milliseconds of small layers forward and backward; gives its seconds."""
+def make_probe(bench: Bench, is_train: bool) -> Callable[[], float]:
+    """A fixed piece of a host's work, a few milliseconds of small layers; gives its seconds.
+
+    With a backward pass where the steps it stands beside have one: autograd's thread runs on another core, whose speed
+    is its own.
+    """
     torch = bench.torch
     torch.manual_seed(0)
     layers = [
         torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64))
-        for _ in range(12)
+        for _ in range(12 if is_train else 36)
     ]
     stack = torch.nn.ModuleList(layers).to(bench.device, torch.bfloat16)
     given = torch.randn(8, 64, device=bench.device, dtype=torch.bfloat16)
 
     def probe() -> float:
         start = time.perf_counter()
-        x = given
-        for layer in stack:
-            x = x + layer(x).view(8, 64) * 0.5
-        x.sum().backward()
-        for parameter in stack.parameters():
-            parameter.grad = None
+        with torch.set_grad_enabled(is_train):
+            x = given
+            for layer in stack:
+                x = x + layer(x).view(8, 64) * 0.5
+        if is_train:
+            x.sum().backward()
+            for parameter in stack.parameters():
+                parameter.grad = None
         return time.perf_counter() - start
 
     return probe
@@ -392,26 +412,29 @@ def get_config(name: str) -> Json:
 
 
 def plan(suite: str) -> list[Job]:
-    """One job: the models one after another, every case profiled; then the host's own time, in small steps."""
-    rows = {name_case(case): {**case, "is_host": False} for case in list_cases(suite)}
-    rows |= {f"host/{name_case(case)}": {**case, "is_host": True} for case in list_host_cases(suite)}
+    """One job: a model's cases, every one profiled, then its host's own time in small steps; then the next model's."""
+    rows: dict[str, Json] = {}
+    for model in dict.fromkeys(case["model"] for case in list_cases(suite)):
+        rows |= {name_case(case): {**case, "is_host": False} for case in list_cases(suite) if case["model"] == model}
+        rows |= {f"host/{name_case(case)}": {**case, "is_host": True} for case in list_host_cases(suite, model)}
+    rows["host/units"] = {"is_host": True}
     args = {"device": get_device(suite), "suite": suite}
     return [Job("runs", f"{__name__}:start", args, rows, timeout_s=180, expected_s=20 + 3.5 * len(rows))]
 
 
-def list_host_cases(suite: str) -> Iterator[Json]:
+def list_host_cases(suite: str, model: str) -> Iterator[Json]:
     """Steps that the device finishes before the host has queued the next."""
     if suite == "test":
-        yield make_case("llama", "train", 1, 16)
-        yield make_case("llama", "prefill", 1, 16)
-        return
-    for model in MODELS:
-        if model not in _COMPILED:
-            yield make_case(model, "train", 1, 64)
-            yield make_case(model, "prefill", 1, 64)
-            yield make_case(model, "decode", 1, 8, context=512)
-            if model in FIT_GRIDS:
-                yield make_case(model, "train", 1, 1024, FIT_GRIDS[model])
+        yield make_case(model, "train", 1, 16)
+        yield make_case(model, "prefill", 1, 16)
+    elif model not in _COMPILED:
+        yield make_case(model, "train", 1, 64)
+        if model in FIT_GRIDS:
+            yield make_case(model, "train", 1, 1024, FIT_GRIDS[model])
+        if model in _AGAIN:
+            yield make_case(model, "train", 1, 64, recompute="full")
+        yield make_case(model, "prefill", 1, 64)
+        yield make_case(model, "decode", 1, 2, context=512)
 
 
 def start(args: Json) -> Callable[[Json], Json]:
@@ -426,11 +449,13 @@ def start(args: Json) -> Callable[[Json], Json]:
             raise
 
     def measure_row(row: Json) -> Json:
+        if "model" not in row:
+            runner.drop()
+            return {"units": measure_units(runner.bench)}
         case = {key: value for key, value in row.items() if key != "is_host"}
-        if not row["is_host"]:
-            return runner.measure(case, profiled=True)
-        found = runner.measure_host(case, 3 if is_test else 6 if case["phase"] == "decode" or case["grids"] else 12)
-        seen = {key: found.pop(key) for key in ("host_s", "probe_s", "ratio", "spread")}
-        return {**found, "rounds": [seen]}
+        found = (
+            runner.measure_host(case, 3 if is_test else 20) if row["is_host"] else runner.measure(case, profiled=True)
+        )
+        return {**found, "is_host": row["is_host"]}
 
     return measure
