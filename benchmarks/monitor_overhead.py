@@ -186,7 +186,7 @@ class Loop:
 
 
 class Watching:
-    """A real monitor; its hooks are on the model only while its own steps run."""
+    """A real monitor; what it hangs on the model is there only while its own steps run."""
 
     def __init__(self, loop: Loop, mode: str, frequency: int = FREQUENCY, **monitoring: Any) -> None:
         from flopcalc.monitor import TrainingMonitor
@@ -203,7 +203,7 @@ class Watching:
         # The default is not given, so that what is measured is what a user gets without a word.
         given: dict[str, Any] = {} if frequency == FREQUENCY else {"flops_profile_freq": frequency}
         self.monitor = TrainingMonitor(folder, config, model=self._model, **given)
-        self._hooks = {
+        self._hung = {
             name: {key: entry for key, entry in table.items() if key not in before[name]}
             for name, table in self._list_tables()
         }
@@ -216,22 +216,23 @@ class Watching:
     def run_step(self) -> None:
         self.log(self._loop.train_step())
 
-    def _list_tables(self) -> list[tuple[str, dict[int, Any]]]:
-        """Where a module keeps its hooks, and flags of them."""
-        return [
-            (name, value) for name, value in vars(self._model).items() if "_hooks" in name and isinstance(value, dict)
-        ]
+    def _list_tables(self) -> list[tuple[str, dict[Any, Any]]]:
+        """Where something may hang: a module's own attributes, its hooks, and flags of them."""
+        own = vars(self._model)
+        return [("", own), *((name, each) for name, each in own.items() if "_hooks" in name and isinstance(each, dict))]
 
     def hide(self) -> None:
         for name, table in self._list_tables():
-            for key in self._hooks[name]:
+            for key in self._hung[name]:
                 table.pop(key, None)
 
-    def show(self, wrap: Callable[[Any], Any] | None = None) -> None:
-        """Its hooks are back, as they were or inside others; the time in between is no step's."""
+    def put_back(self) -> None:
         for name, table in self._list_tables():
-            for key, entry in self._hooks[name].items():
-                table[key] = wrap(entry) if wrap is not None and callable(entry) else entry
+            table.update(self._hung[name])
+
+    def show(self) -> None:
+        """It is back, and the time in between is no step's."""
+        self.put_back()
         self.monitor.mark_lost("eval")
 
     def list_threads(self) -> tuple[list[threading.Thread], list[threading.Thread]]:
@@ -314,48 +315,41 @@ def measure_extra(loop: Loop, mode: str, count: int) -> Row:
     }  # fmt: skip
 
 
-class TimedHook:
-    """Calls a hook as torch does, and keeps how long it took."""
-
-    def __init__(self, hook: Any, wait: Callable[[], None]) -> None:
-        self._hook = hook
-        self._wait = wait
-        self.is_empty = False  # then nothing lies between the two looks at the clock, and the hook comes after them
-        self.taken_ns: list[int] = []
-        self.empty_ns: list[int] = []
-
-    def __call__(self, module: Any, args: Any, last: Any) -> None:
-        hook, clock = self._hook, time.perf_counter_ns
-        self._wait()
-        clock()  # its own first call, with cold caches, is not the hook's
-        before = clock()
-        if self.is_empty:
-            after = clock()
-            self.empty_ns.append(after - before)
-            hook(module, args, last)
-        else:
-            hook(module, args, last)
-            after = clock()
-            self.taken_ns.append(after - before)
-
-
-class TimedModel:
-    """Calls a model, and keeps how long everything took but its own forward: torch's way to it and back, and hooks."""
+class Around:
+    """Calls a model in its place; what of a call is not the model's own forward is torch's and the monitor's."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._forward = model.forward
-        self._entered = self._left = 0
-        self.taken_ns: list[int] = []
         model.forward = self._run
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def restore(self) -> Any:
+        del self._model.forward
+        return self._model
+
+
+class TimedModel(Around):
+    """Keeps how long everything took but the forward: torch's way to it and back, and the monitor on that way."""
+
+    def __init__(self, model: Any, wait: Callable[[], None], turn: Callable[[], None]) -> None:
+        super().__init__(model)
+        self._wait = wait
+        self._turn = turn  # called after each call, long before the next one
+        self._entered = self._left = 0
+        self.taken_ns = 0
 
     def __call__(self, **given: Any) -> Any:
         model, clock = self._model, time.perf_counter_ns
-        clock()
+        self._wait()
+        clock()  # its own first call, with cold caches, is nobody's
         before = clock()
         output = model(**given)
         after = clock()
-        self.taken_ns.append(self._entered - before + after - self._left)
+        self.taken_ns = self._entered - before + after - self._left
+        self._turn()
         return output
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -367,102 +361,79 @@ class TimedModel:
         self._left = clock()
         return output
 
-    def restore(self) -> Any:
-        del self._model.forward
-        return self._model
-
 
 def measure_host(loop: Loop, watching: Watching, what: str, steps: int) -> Row:
-    """Host time of the hooks and of log_step in a loop that trains; caches are as cold there as they are for a user.
+    """Host time that a step takes beyond one without a monitor, in a loop that trains and whose caches are cold.
 
-    In every third step the clock is read in the same places with nothing in between: what the instrument itself takes.
+    Steps with and without the monitor take turns. Of each the model's call outside its forward is timed, and log_step,
+    or where there is none the clock alone: the difference holds all that a user pays, and not what the clock takes.
     `what`: "as it runs"; with an attention mask "mask on the device"; or "after a wait", with an empty launch queue and
     a host that had nothing to do meanwhile.
     """
+    is_watched = True
 
     def nothing() -> None:
         return None
 
+    def turn() -> None:
+        """The next step is of the other kind."""
+        nonlocal is_watched
+        is_watched = not is_watched
+        watching.put_back() if is_watched else watching.hide()
+
     wait = loop.place.synchronize if what == "after a wait" else nothing
     batches = loop.ragged if what == "mask on the device" else None
-    timed: list[TimedHook] = []
-
-    def wrap(hook: Any) -> TimedHook:
-        timed.append(TimedHook(hook, wait))
-        return timed[-1]
-
     warm = 5
     for _ in range(warm):  # memory of this kind of batch
         loop.train_step(batches)
-    watching.show(wrap)
-    logged_ns: list[int] = []
-    empty_ns: list[int] = []
     clock, log_step = time.perf_counter_ns, watching.monitor.log_step
-    turns = warm + steps + steps // 2
     workers, sinks = watching.list_threads()
     cpu_before = (read_cpu_s(workers), read_cpu_s(sinks))
+    calls: dict[bool, list[int]] = {True: [], False: []}
+    logs: dict[bool, list[int]] = {True: [], False: []}
+    watching.show()
+    timed = loop.model = TimedModel(loop.model, wait, turn)
     try:
-        for turn in range(turns):
-            is_empty = turn >= warm and (turn - warm) % 3 == 2
-            for each in timed:
-                each.is_empty = is_empty
+        for _ in range(2 * (warm + steps)):
+            is_logged = is_watched
             loss = loop.train_step(batches)
-            watching.number += 1
             wait()
             clock()
-            before = clock()
-            if is_empty:
-                after = clock()
-                empty_ns.append(after - before)
-                log_step(watching.number, 0.0, loss, None, 1e-5)
+            if is_logged:
+                watching.number += 1
+                number = watching.number
+                before = clock()
+                log_step(number, 0.0, loss, None, 1e-5)
             else:
-                log_step(watching.number, 0.0, loss, None, 1e-5)
-                after = clock()
-                logged_ns.append(after - before)
+                before = clock()
+            after = clock()
+            calls[is_logged].append(timed.taken_ns)
+            logs[is_logged].append(after - before)
         loop.place.synchronize()
     finally:
+        loop.model = timed.restore()
         watching.hide()
     digesting, _ = watching.settle()
+    found = watching.monitor.metrics()
+    if found["global_step"] != watching.number or not math.isfinite(found["perf/mfu"]):
+        raise RuntimeError(f"the monitor did not see its steps: {found['global_step']} of {watching.number}")
     worker_s = read_cpu_s(workers) - cpu_before[0] + digesting
     sink_s = read_cpu_s(sinks) - cpu_before[1]
-    calls = [len(each.taken_ns) + len(each.empty_ns) for each in timed]
-    if not calls or any(count != turns for count in calls):
-        raise RuntimeError(f"hooks were called {calls} times in {turns} steps")
-    hook_us = [sum(each) / 1e3 for each in zip(*(hook.taken_ns[warm:] for hook in timed), strict=True)]
-    log_us = [ns / 1e3 for ns in logged_ns[warm:]]
-    sums = [a + b for a, b in zip(hook_us, log_us, strict=True)]
-    empty_us = [sum(each) / 1e3 for each in zip(empty_ns, *(each.empty_ns for each in timed), strict=True)]
+    call_us, plain_call_us = ([ns / 1e3 for ns in calls[each][warm:]] for each in (True, False))
+    log_us, empty_us = ([ns / 1e3 for ns in logs[each][warm:]] for each in (True, False))
+    sums = [a + b for a, b in zip(call_us, log_us, strict=True)]
+    plain_us = statistics.median(a + b for a, b in zip(plain_call_us, empty_us, strict=True))
     return {
         "mode": watching.monitor.settings.mode, "what": what, "steps": steps,
-        "host_us_median": statistics.median(sums), "host_us_mean": statistics.mean(sums),
-        "hooks_us_median": statistics.median(hook_us), "log_step_us_median": statistics.median(log_us),
-        "empty_us_median": statistics.median(empty_us),
-        "worker_cpu_us_per_step": 1e6 * worker_s / turns, "sink_cpu_us_per_step": 1e6 * sink_s / turns,
+        "host_us_median": statistics.median(sums) - plain_us,
+        "host_us_mean": statistics.mean(sums) - plain_us,  # charged with what disturbed it, plain steps are not
+        "call_us_median": statistics.median(call_us) - statistics.median(plain_call_us),
+        "log_step_us_median": statistics.median(log_us) - statistics.median(empty_us),
+        "plain_us_median": plain_us,
+        "worker_cpu_us_per_step": 1e6 * worker_s / (warm + steps),
+        "sink_cpu_us_per_step": 1e6 * sink_s / (warm + steps),
         "failures": watching.list_failures(),
     }  # fmt: skip
-
-
-def measure_calling(loop: Loop, watching: Watching, rounds: int) -> float:
-    """Microseconds that a call of the model takes beyond one without hooks: the hooks, and torch's own way to them."""
-    group, dropped = 10, 3  # steps; the first ones with hooks go the long way
-    found: dict[bool, list[int]] = {True: [], False: []}
-    timed = loop.model = TimedModel(loop.model)
-    try:
-        for turn in range(2 * rounds):
-            is_shown = turn % 2 == 0
-            if is_shown:
-                watching.show()
-            for _ in range(group):
-                loss = loop.train_step()
-                if is_shown:
-                    watching.log(loss)
-            watching.hide()
-            found[is_shown] += timed.taken_ns[dropped:]
-            timed.taken_ns.clear()
-    finally:
-        watching.hide()
-        loop.model = timed.restore()
-    return (statistics.median(found[True]) - statistics.median(found[False])) / 1e3
 
 
 def measure_all_hosts(loop: Loop, add: Callable[[Row], None]) -> None:
@@ -475,21 +446,24 @@ def measure_all_hosts(loop: Loop, add: Callable[[Row], None]) -> None:
             if mode == "estimate":
                 kinds += ["mask on the device", "after a wait"]
             for what in kinds:
-                row = measure_host(loop, watching, what, loop.scale.host_steps)
-                if mode == "estimate" and what == "as it runs":
-                    row["calling_us"] = measure_calling(loop, watching, max(1, loop.scale.host_steps // 10))
-                add(row)
+                add(measure_host(loop, watching, what, loop.scale.host_steps))
 
 
-class StrictHook:
-    """Calls a hook while every wait for the device is an error."""
+class StrictModel(Around):
+    """Every wait for the device is an error, but in the model's own forward."""
 
-    def __init__(self, hook: Any) -> None:
-        self._hook = hook
-
-    def __call__(self, *given: Any) -> None:
+    def __call__(self, **given: Any) -> Any:
         with refuse_waiting():
-            self._hook(*given)
+            return self._model(**given)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
 
 
 @contextmanager
@@ -512,11 +486,14 @@ def check_waiting(what: str, loop: Loop, batches: Sequence[Mapping[str, Any]] | 
         for _ in range(3):
             watching.log(loop.train_step(batches))
         loop.place.synchronize()
-        watching.show(StrictHook)
-        for _ in range(steps):
-            loss = loop.train_step(batches)
-            with refuse_waiting():
-                watching.log(loss)
+        strict = loop.model = StrictModel(loop.model)
+        try:
+            for _ in range(steps):
+                loss = loop.train_step(batches)
+                with refuse_waiting():
+                    watching.log(loss)
+        finally:
+            loop.model = strict.restore()
         loop.place.synchronize()
         with refuse_waiting():
             found = watching.monitor.metrics()  # the worker's part, on this thread
@@ -787,15 +764,13 @@ def judge(results: Results) -> list[Row]:
 
         own = host.get(("estimate", "as it runs"), {})
         others = {what: host.get(("estimate", what), {}) for what in ("after a wait", "mask on the device")}
-        taken, empty = own.get("host_us_median"), own.get("empty_us_median", 0.0)
-        note = ""
-        if own.get("calling_us") is not None:
-            calling = own["calling_us"] - own["hooks_us_median"]
-            note = f"; torch takes {format_number(calling)} more to call hooks"
+        # Earlier results told the monitor's own code alone: they have no call.
+        taken, call = own.get("host_us_median"), own.get("call_us_median")
         add(
-            "estimate: host time of a step", None if taken is None else taken - empty, HOST_LIMIT_US, "us",
-            f"median of hooks and log_step, loss on the device: {format_number(taken)} less the {format_number(empty)} "
-            f"that the clock reads of nothing{note}; mean {format_number(own.get('host_us_mean'))}; "
+            "estimate: host time of a step", None if call is None else taken, HOST_LIMIT_US, "us",
+            "median of what the host takes beyond a step without a monitor, loss on the device: the model's call "
+            f"{format_number(call)} more, log_step {format_number(own.get('log_step_us_median'))}; "
+            f"mean {format_number(own.get('host_us_mean'))}; "
             + "; ".join(f"{what} {format_number(row.get('host_us_median'))}" for what, row in others.items()),
         )  # fmt: skip
         noise, estimate = arms.get("none2", {}), arms.get("estimate", {})

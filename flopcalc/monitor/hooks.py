@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
 from typing import TYPE_CHECKING, Any
+
+from flopcalc.monitor.place import find_rank
 
 if TYPE_CHECKING:
     from flopcalc.monitor.lane import Lane
     from flopcalc.monitor.training import TrainingMonitor
+
+# Where torch looks first when a module is called: `Module.compile()` leaves there what runs in its place, and copies
+# and pickles of a module go without it.
+_PLACE = "_compiled_call_impl"
 
 
 class Idle:
@@ -39,9 +46,9 @@ class _Hung:
 
 
 class Running(_Hung):
-    """What hooks and monitor share: the forward pass that is under way, and what a step in the lane is compared with.
+    """What is hung on a model and its monitor share: the forward pass under way, and what a step is compared with.
 
-    All of it lies in one object, and its methods are the hooks: training in between leaves nothing of ours in the
+    All of it lies in one object, and its methods are hooks: training in between leaves nothing of ours in the
     caches, so that a step costs as much as it touches objects, and a call more than what it does.
     """
 
@@ -79,7 +86,7 @@ class Running(_Hung):
         return self.is_on or self.is_broken
 
     def watch(self, monitor: TrainingMonitor, module: Any, names: tuple[str, ...]) -> None:
-        """From now on `see` and `done` are this module's hooks."""
+        """From now on `see` and `done`, or a `Caller`, tell of this module."""
         import torch
 
         self.monitor = weakref.ref(monitor)
@@ -91,7 +98,7 @@ class Running(_Hung):
             self.module, self.own = module, vars(module)
 
     def let_go(self) -> None:
-        """Of the module; its hooks are removed."""
+        """Of the module; nothing of ours is on it any more."""
         self.module, self.own = None, {}
 
     def see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -129,6 +136,79 @@ class Running(_Hung):
         """The hook after a forward pass: one that raised does not come here, nor is one seen inside a graph."""
         if self.is_on:
             self.is_on = False
+
+
+class Caller:
+    """Stands around every call of a module in place of hooks, for which torch would go a longer way."""
+
+    def __init__(self, running: Running, module: Any) -> None:
+        self._call = _make_call(running)
+        self._module = weakref.ref(module)
+        # A method of the module, so that who copies a module's attributes can bind it anew, as accelerate does.
+        vars(module)[_PLACE] = MethodType(self._call, module)
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        """Whether this module is called as modules are, copied without what we leave on it, and free."""
+        from torch import accelerator, nn
+
+        kind: Any = type(module)
+        return (
+            kind.__call__ is nn.Module.__call__
+            and kind.__getstate__ is nn.Module.__getstate__
+            and not hasattr(kind, "__deepcopy__")
+            and getattr(module, _PLACE, kind) is None
+            # Several devices in one process may be DataParallel's, whose replicas share their attributes.
+            and (find_rank()[1] > 1 or accelerator.device_count() <= 1)
+        )
+
+    def remove(self) -> None:
+        """Unless someone else has taken the place."""
+        module = self._module()
+        if module is not None and getattr(vars(module).get(_PLACE), "__func__", None) is self._call:
+            del vars(module)[_PLACE]
+
+
+def _make_call(running: Running) -> Callable[..., Any]:
+    """`Running.see`, the module's own call and `Running.done` in one, written out once more."""
+    is_compiling, is_grad_enabled = running.is_compiling, running.is_grad_enabled
+
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return module._call_impl(*args, **kwargs)
+        is_training = running.own["training"] if module is running.module else module.training
+        if not is_training or not is_grad_enabled():
+            if running.is_on:
+                running.is_on, running.is_broken = False, True
+            return module._call_impl(*args, **kwargs)
+        is_noted = False
+        if not args and len(kwargs) == running.count:
+            try:
+                if (
+                    kwargs[running.name].shape == running.shape
+                    and running.other in kwargs
+                    and (running.fits is None or running.fits(kwargs))
+                ):
+                    if not running.calls:
+                        running.begun = running.clock()
+                        running.calls = 1
+                    elif running.is_broken:
+                        running.is_broken = False
+                    elif not running.is_on:
+                        running.calls += 1
+                    running.is_on = is_noted = True
+            except Exception:
+                pass
+        if not is_noted:
+            monitor = running.monitor()
+            if monitor is not None:
+                monitor._see(args, kwargs, running.names)
+        output = module._call_impl(*args, **kwargs)
+        if running.is_on:
+            running.is_on = False
+        return output
+
+    return call
 
 
 def _find_none() -> None:

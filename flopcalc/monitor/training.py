@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from flopcalc.errors import FlopcalcError
 from flopcalc.monitor.digest import VALUES, Digester, NoteEntry, ReportEntry, StepEntry, find_kind, make_plain_report
-from flopcalc.monitor.hooks import DtypeHook, Running, StepContext, Watched
+from flopcalc.monitor.hooks import Caller, DtypeHook, Running, StepContext, Watched
 from flopcalc.monitor.intake import (
     Copies,
     Intake,
@@ -108,7 +108,7 @@ class _Quick:
 class TrainingMonitor(_Quick):
     """MFU and its like of a training loop. It cannot raise, wait for the device, or change a result.
 
-    `model` is the live model (its forward passes are then seen by a hook), or what `flopcalc.bind` takes or returns
+    `model` is the live model (its forward passes are then seen), or what `flopcalc.bind` takes or returns
     (then batches come by `step(batch)`). `config` is a mapping or a YAML, TOML or JSON file. Only a bad config raises.
     """
 
@@ -250,7 +250,7 @@ class TrainingMonitor(_Quick):
     ) -> None:
         """An optimizer step is over, and this is its record. Inside or after `with monitor.step()` only the record."""
         running = self._running
-        # Here and in Running.see everything is written out: a call costs more than what it would do.
+        # Here and in hooks.py everything is written out: a call costs more than what it would do.
         if running.calls and not running.is_on and not running.is_broken and type(step) is int:
             try:
                 now = running.clock()
@@ -532,7 +532,7 @@ class TrainingMonitor(_Quick):
         self._bind()
 
     def _see_mask(self, opened: _Open | None, mask: Any) -> None:
-        """Without a batch or a hook, the mask alone says how long the sequences are."""
+        """Without a batch or a model, the mask alone says how long the sequences are."""
         if mask is not None and opened is not None and not opened.snapshots:
             shape = getattr(mask, "shape", None)
             self._note(opened, {"input_ids": Shape(shape) if shape is not None else mask, "attention_mask": mask})
@@ -685,8 +685,11 @@ class TrainingMonitor(_Quick):
     def _hang_hooks(self, model: Any) -> None:
         inner = strip(model)
         self._running.watch(self, model, name_arguments(inner.forward))
-        self._hooks.append(model.register_forward_pre_hook(self._running.see, with_kwargs=True))
-        self._hooks.append(model.register_forward_hook(self._running.done))
+        if Caller.fits(model):
+            self._hooks.append(Caller(self._running, model))
+        else:
+            self._hooks.append(model.register_forward_pre_hook(self._running.see, with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(self._running.done))
         linear = next((each for each in inner.modules() if type(each).__name__.endswith("Linear")), None)
         if self._dtype is None and linear is not None and next(linear.parameters(recurse=False), None) is not None:
             hook = DtypeHook(self)

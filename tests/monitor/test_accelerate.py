@@ -12,8 +12,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker
+from accelerate.utils import compile_regions
 from tiny import CONFIG, Witness, make_llama, make_pictures, make_qwen2_vl, make_text, pad, pad_pictures, read_log
 
+from flopcalc import estimate_flops
 from flopcalc.monitor import TrainingMonitor
 
 
@@ -121,6 +123,30 @@ def test_a_model_that_accelerate_compiles_is_seen(tmp_path: Path) -> None:
     train(tmp_path, Accelerator(cpu=True, dynamo_backend="eager"), make_llama(), make_text(4), pad)
     torch._dynamo.reset()
     assert [line["perf/model_flops"] for line in read_log(tmp_path / "flopcalc.jsonl")] == witness.count_flops([1, 1])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own, while it compiles
+def test_regions_that_accelerate_compiles_stay_compiled_though_the_model_was_given_before(tmp_path: Path) -> None:
+    def run(model: Any, monitor: TrainingMonitor | None) -> tuple[list[float], int]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        live = compile_regions(model, backend="eager")
+        losses = []
+        for number in (1, 2, 3):
+            loss = live(**pad(make_text(2))).loss
+            loss.backward()
+            losses.append(loss.item())
+            if monitor is not None:
+                monitor.log_step(number, 0, losses[-1], None, 0.1)
+        return losses, int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    model = make_llama().train()
+    with TrainingMonitor(tmp_path, CONFIG, model=model) as monitor:
+        found = run(model, monitor)
+    assert found == run(make_llama().train(), None)
+    assert found[1] > 0
+    flops = estimate_flops(make_llama(), batch=pad(make_text(2))).total
+    assert [line["perf/model_flops"] for line in read_log(tmp_path / "flopcalc.jsonl")] == [flops] * 3
 
 
 def test_a_block_for_each_step(tmp_path: Path) -> None:

@@ -210,6 +210,44 @@ def test_fsdp2(tmp_path: Path) -> None:
     check_machine(found[0].metrics, count(8, 16), ROWS * (8 + 16), 2)
 
 
+def train_wrapped_later(talk: Talk, store: Any, folder: str, is_sharded: bool) -> Outcome:  # noqa: ARG001
+    """The monitor is given the model before that is wrapped or sharded."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    batch = make_batch(8 * (dist.get_rank() + 1), dist.get_rank())
+
+    def make() -> tuple[Any, Callable[[], Any]]:
+        model = build()
+        wrapped: list[Any] = []
+
+        def run() -> Any:
+            if not wrapped and is_sharded:
+                wrapped.append(fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))))
+            elif not wrapped:
+                wrapped.append(DistributedDataParallel(model))
+            loss = run_model(wrapped[0], batch)
+            with torch.no_grad():  # the optimizer holds what the parameters were before
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+            return loss
+
+        return model, run
+
+    return train_twice(folder, settings(), make)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_a_model_that_is_wrapped_after_it_was_given(tmp_path: Path, is_sharded: bool) -> None:
+    with run_ranks(2, train_wrapped_later, str(tmp_path), is_sharded) as ranks:
+        found = hear_all(ranks)
+    check_machine(found[0].metrics, count(8, 16), ROWS * (8 + 16), 2)
+
+
 def train_hf(talk: Talk, store: Any, folder: str, sizes: dict[str, Any], lengths: tuple[int, ...]) -> Outcome:  # noqa: ARG001
     """The parallelism of transformers' own loader; a rank's length is its place in `lengths`."""
     import torch.distributed as dist

@@ -23,6 +23,7 @@ from tiny import (
     CONFIG,
     Recorder,
     Witness,
+    list_hung,
     make_llama,
     make_pictures,
     make_qwen2_vl,
@@ -319,7 +320,7 @@ def test_train_may_be_called_twice(tmp_path: Path) -> None:
     assert callback.monitor is not first
     assert [line["global_step"] for line in read_log(tmp_path / "flopcalc.jsonl")] == [1, 2, 1, 2]
     assert callback.monitor.metrics()["global_step"] == 2
-    assert not trainer.model._forward_pre_hooks  # both have let go of the model
+    assert list_hung(trainer.model) == []  # both have let go of the model
 
 
 class Trap(Exception):
@@ -343,7 +344,7 @@ def test_an_error_in_training_stays_what_it_is_and_a_new_start_works(tmp_path: P
         trainer.train()
     trainer.train()
     assert [line["global_step"] for line in read_log(tmp_path / "flopcalc.jsonl")] == [1, 1, 2, 3]
-    assert not trainer.model._forward_pre_hooks
+    assert list_hung(trainer.model) == []
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,20 @@
-"""Running: which forward passes are noted as one more of the same, and which go the long way."""
+"""Running and Caller: which forward passes are noted as one more of the same, and what is left on a model."""
 
 from __future__ import annotations
 
 import copy
+import inspect
+import io
+import pickle
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from tiny import CONFIG, list_hung, make_llama, make_text, pad
 
-from flopcalc.monitor.hooks import Running
+from flopcalc.monitor import TrainingMonitor
+from flopcalc.monitor.hooks import Caller, Running
 from flopcalc.monitor.intake import Snapshot
 from flopcalc.monitor.lane import Lane, RunEntry
 
@@ -41,15 +47,23 @@ def open_lane(running: Running, kwargs: dict[str, Any], counted: tuple[str, ...]
     return lane
 
 
-def hang(module: torch.nn.Module) -> tuple[Running, Monitor]:
+WAYS = ["around", "hooks"]
+
+
+def hang(module: torch.nn.Module, way: str = "hooks") -> tuple[Running, Monitor]:
     running, monitor = Running(), Monitor()
     watcher: Any = monitor
     running.watch(watcher, module, ())
-    module.register_forward_pre_hook(running.see, with_kwargs=True)
-    module.register_forward_hook(running.done)
+    if way == "around":
+        assert Caller.fits(module)
+        Caller(running, module)
+    else:
+        module.register_forward_pre_hook(running.see, with_kwargs=True)
+        module.register_forward_hook(running.done)
     return running, monitor
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("first", "counted", "then", "is_noted"),
     [
@@ -70,27 +84,31 @@ def hang(module: torch.nn.Module) -> tuple[Running, Monitor]:
         ({"input_ids": IDS, "px": IDS}, ("input_ids", "px"), {"input_ids": IDS, "px": OTHER}, False),
     ],
 )
-def test_what_is_noted(first: dict[str, Any], counted: tuple[str, ...], then: dict[str, Any], is_noted: bool) -> None:
+def test_what_is_noted(
+    first: dict[str, Any], counted: tuple[str, ...], then: dict[str, Any], is_noted: bool, way: str
+) -> None:
     module = Echo()
-    running, monitor = hang(module)
+    running, monitor = hang(module, way)
     open_lane(running, first, counted)
     module(**then)
     assert (running.calls, running.begun, running.is_unended) == ((1, 7, False) if is_noted else (0, 0, False))
     assert monitor.seen == ([] if is_noted else [((), list(then))])
 
 
-def test_what_is_given_by_place_goes_the_long_way() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_given_by_place_goes_the_long_way(way: str) -> None:
     module = Echo()
-    running, monitor = hang(module)
+    running, monitor = hang(module, way)
     open_lane(running, {"input_ids": IDS})
     module(IDS)
     assert running.calls == 0
     assert monitor.seen == [((IDS,), [])]
 
 
-def test_a_forward_pass_that_raised_is_replaced() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_pass_that_raised_is_replaced(way: str) -> None:
     module = Echo()
-    running, monitor = hang(module)
+    running, monitor = hang(module, way)
     given = {"input_ids": IDS, "fails": False}
     open_lane(running, given)
     module(**given)
@@ -132,17 +150,28 @@ class Shell(torch.nn.Module):
         return
 
 
-def test_whether_it_trains_is_asked_of_the_module_that_runs() -> None:
+def bind_anew(module: torch.nn.Module) -> torch.nn.Module:
+    """As accelerate's compile_regions does it: the same attributes, methods bound to the new module."""
+    made = type(module).__new__(type(module))
+    vars(made).update(vars(module))
+    for name, value in list(vars(made).items()):
+        if isinstance(value, MethodType) and value.__self__ is module:
+            vars(made)[name] = MethodType(value.__func__, made)
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whether_it_trains_is_asked_of_the_module_that_runs(way: str) -> None:
     module = Echo()
-    running, _ = hang(module)
+    running, _ = hang(module, way)
     open_lane(running, {"input_ids": IDS})
-    twin = copy.copy(module).eval()  # with the same hooks
+    twin = bind_anew(module).eval()
     twin(input_ids=IDS)
     assert running.calls == 0
     module(input_ids=IDS)
     assert running.calls == 1
     shell = Shell()
-    running, _ = hang(shell)
+    running, _ = hang(shell, way)
     open_lane(running, {"input_ids": IDS})
     shell.inner.eval()
     shell(input_ids=IDS)
@@ -152,9 +181,10 @@ def test_whether_it_trains_is_asked_of_the_module_that_runs() -> None:
     assert running.calls == 1
 
 
-def test_a_deep_copy_is_idle() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_deep_copy_is_idle(way: str) -> None:
     module = Echo()
-    running, monitor = hang(module)
+    running, monitor = hang(module, way)
     open_lane(running, {"input_ids": IDS})
     copy.deepcopy(module)(input_ids=IDS)
     copy.deepcopy(module)(input_ids=OTHER)
@@ -171,3 +201,151 @@ def test_rows_get_their_boundaries() -> None:
     rows = RunEntry(lane, None, 12).rows
     assert [(row.boundary_ns, row.begun_ns, row.now_ns) for row in rows] == [(5, 6, 9), (9, 10, 12)]
     assert rows[0].values == VALUES
+
+
+# --- What stands around a model's call --------------------------------------------------------------------------------
+
+
+class OwnCall(Echo):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+class OwnState(Echo):
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class OwnCopy(Echo):
+    def __deepcopy__(self, _memo: dict[int, Any]) -> OwnCopy:
+        return OwnCopy()
+
+
+def compile_in_place() -> Echo:
+    module = Echo()
+    module.compile(backend="eager")
+    return module
+
+
+def watch_twice() -> Echo:
+    module = Echo()
+    hang(module, "around")
+    return module
+
+
+@pytest.mark.parametrize(
+    "make", [OwnCall, OwnState, OwnCopy, compile_in_place, watch_twice, lambda: torch.compile(Echo(), backend="eager")]
+)
+def test_what_gets_hooks_instead(make: Any, tmp_path: Any) -> None:
+    module = make()
+    assert not Caller.fits(module)
+    before = list_hung(module)
+    with TrainingMonitor(tmp_path, CONFIG, model=module):
+        assert len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
+    assert list_hung(module) == before
+
+
+@pytest.mark.parametrize(("devices", "world", "fits"), [(0, 1, True), (1, 1, True), (2, 1, False), (8, 8, True)])
+def test_several_devices_in_one_process_may_be_dataparallels(
+    devices: int, world: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    assert Caller.fits(Echo()) is fits
+
+
+def test_a_watched_model_looks_as_before(tmp_path: Any) -> None:
+    model = make_llama().train()
+    forward, state = model.forward, list(model.state_dict())
+    with TrainingMonitor(tmp_path, CONFIG, model=model) as monitor:
+        (around,) = list_hung(model)
+        assert around.__self__ is model
+        assert model.forward == forward
+        assert "forward" not in vars(model)
+        assert inspect.signature(model.forward) == inspect.signature(forward)
+        assert list(model.state_dict()) == state
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for twin in (
+            copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
+            torch.load(file, weights_only=False), copy.deepcopy({"x": [model]})["x"][0],
+        ):  # fmt: skip
+            assert list_hung(twin) == []
+            twin(**pad(make_text(2)))
+            assert not monitor._running.is_unended
+            assert monitor._open is None
+        model.forward(**pad(make_text(2)))  # as with hooks: only a call is seen
+        assert monitor._open is None
+        model(**pad(make_text(2)))
+        assert monitor._open is not None
+    assert list_hung(model) == []
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_whoever_wraps_forward_is_called_and_left_alone(is_first: bool, tmp_path: Any) -> None:
+    model, calls = make_llama().train(), []
+    monitor = TrainingMonitor(tmp_path, CONFIG)
+    if is_first:
+        monitor.attach(model)
+    inner = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    vars(model)["forward"] = forward
+    monitor.attach(model)
+    assert len(list_hung(model)) == 1
+    model(**pad(make_text(2)))
+    monitor.log_step(1, 0, 0.5, 1.0, 0.1)
+    assert monitor.metrics()["perf/model_flops"] > 0
+    monitor.close()
+    assert model.forward is forward
+    assert list_hung(model) == []
+    model(**pad(make_text(2)))
+    assert len(calls) == 2
+
+
+def test_who_takes_the_place_keeps_it(tmp_path: Any) -> None:
+    model = make_llama().train()
+    monitor = TrainingMonitor(tmp_path, CONFIG, model=model)
+    model.compile(backend="eager")
+    (compiled,) = list_hung(model)
+    monitor.close()
+    assert list_hung(model) == [compiled]
+
+
+def test_a_call_after_the_end_is_only_that(tmp_path: Any) -> None:
+    model = make_llama().train()
+    monitor = TrainingMonitor(tmp_path, CONFIG, model=model)
+    twin = bind_anew(model)
+    monitor.close()
+    (left,) = list_hung(twin)
+    batch = pad(make_text(2))
+    assert torch.equal(twin(**batch).loss, model(**batch).loss)
+    del monitor
+    assert torch.equal(left(**batch).loss, model(**batch).loss)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_traces_and_exports_are_those_of_a_bare_model(tmp_path: Any) -> None:
+    class Line(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).relu()
+
+    module, x = Line().train(), torch.ones(1, 2)
+
+    def look() -> list[str]:
+        graphs: list[Any] = [torch.export.export(module, (x,), strict=strict).graph for strict in (True, False)]
+        graphs += [torch.fx.symbolic_trace(module).graph, torch.jit.trace(module, (x,)).code]
+        return list(map(str, graphs))
+
+    bare = look()
+    with TrainingMonitor(tmp_path, CONFIG, model=module):
+        assert len(list_hung(module)) == 1
+        assert look() == bare
