@@ -72,8 +72,11 @@ def _read_device(entry: dict[str, Any]) -> Device:
     )
 
 
-def find_device(name: str) -> Device:
-    """The device of exactly this name, id or alias (case, spaces, dashes and underscores aside)."""
+def find_device(name: str, *, needs_all: bool = False) -> Device:
+    """The device of exactly this name, id or alias (case, spaces, dashes and underscores aside).
+
+    `needs_all`: more than a peak is read of it, so the error of an unknown one offers no peak by hand.
+    """
     if not isinstance(name, str):
         raise DeviceError(f"a device is named by a string, not {format_value(name)}")
     devices, ambiguous = load_devices()
@@ -84,10 +87,12 @@ def find_device(name: str) -> Device:
     if wanted in ambiguous:
         raise DeviceError(f"device {name!r} is ambiguous: say which of {', '.join(ambiguous[wanted])}")
     near = format_nearest(name, [device.id for device in devices])
-    raise DeviceError(
-        f"device {format_value(name)} unknown.{near} `flopcalc devices` lists them; "
-        "--peak FLOPS_PER_S gives a peak by hand"
+    remedy = (
+        "your own devices.toml adds one, with its peaks, bandwidth and memory (docs/specs.md)"
+        if needs_all
+        else "--peak FLOPS_PER_S gives a peak by hand"
     )
+    raise DeviceError(f"device {format_value(name)} unknown.{near} `flopcalc devices` lists them; {remedy}")
 
 
 def _plain(name: str) -> str:

@@ -110,7 +110,7 @@ def test_encoder_and_decoder() -> None:
         (["--tp", "3"], "tp 3 does not divide 16 devices"),
         (["--gpus", "-1"], "--gpus must be at least 1"),
         (["--tokens", "0"], "tokens must be a number from 1"),
-        (["--device", "h2000"], "device 'h2000' unknown"),
+        (["--device", "h2000"], "lists them; your own devices.toml adds one, with its peaks, bandwidth and memory"),
         (["--interconnect", "string"], "interconnect 'string' unknown"),
         (["--recompute", "all"], "recompute 'all' unknown"),
         (["--dtype", "int7"], "dtype 'int7' unknown"),

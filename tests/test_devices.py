@@ -98,6 +98,13 @@ def test_unknown_devices_get_no_neighbours_number(name: str) -> None:
         find_device(name)
 
 
+def test_a_peak_by_hand_is_offered_where_it_is_enough() -> None:
+    with pytest.raises(DeviceError) as error:
+        find_device("h200x", needs_all=True)
+    assert "--peak" not in str(error.value)
+    assert "your own devices.toml adds one" in str(error.value)
+
+
 def test_unknown_device_names_the_nearest() -> None:
     with pytest.raises(DeviceError, match="Did you mean h200-sxm"):
         find_device("h200-sxn")

@@ -162,7 +162,7 @@ def _choose_device(options: Mapping[str, Any], notes: list[str]) -> str | None:
             known = None
     else:
         try:
-            known = find_device(name)
+            known = find_device(name, needs_all="peak" not in options)
         except DeviceError:
             if options.get("peak") is None:
                 raise

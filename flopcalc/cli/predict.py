@@ -124,8 +124,8 @@ def _find_name(name: str) -> str:
     from flopcalc.devices import detect_device, find_device
 
     if name != "auto":
-        return find_device(name).id
+        return find_device(name, needs_all=True).id
     found = detect_device()
     if found is None:
         raise DeviceError("--device auto: this machine shows no GPU; name one, `flopcalc devices` lists them")
-    return find_device(found).id
+    return find_device(found, needs_all=True).id

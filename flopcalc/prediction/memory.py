@@ -1,7 +1,7 @@
 """Memory of one step on one device: a model, a workload and an optimizer in, bytes of every kind and their peak out.
 
 A step's peak is the largest of a few moments: the backward pass of the loss, of each stage's first and last layer (what
-lies between them is linear), and the optimizer's step; without training, the widest moment of a layer or the head.
+lies between them is linear), and the optimizer's step; without training, the widest of a layer, a tower or the head.
 """
 
 from __future__ import annotations
@@ -294,17 +294,21 @@ def _infer(step: Step, shards: Shards) -> Memory:
     logits = step.count_logits() * step.bytes
     found = list_operators(step.estimator, step.load, step.attention, step.bytes)
     step.notes += found.notes
-    layer, head = step.find_widest(found)
+    layer, tower, head = step.find_widest(found)
     base = {"weights": weights, "workspace": _CUBLAS_BYTES, "kv_cache": cache, "inputs": inputs}
     if step.load.phase == "decode":
         layer += step.copied_cache
-    moments = [{**base, "activations": layer}, {**base, "activations": head, "logits": logits}]
+    moments = [
+        {**base, "activations": layer},
+        {**base, "kv_cache": 0, "activations": tower},
+        {**base, "activations": head, "logits": logits},
+    ]
     there = max(moments, key=lambda entry: sum(entry.values()))
     return Memory(
         weights=weights,
         gradients=0,
         optimizer=0,
-        activations=layer,
+        activations=max(layer, tower),
         logits=logits,
         workspace=_CUBLAS_BYTES,
         kv_cache=cache,

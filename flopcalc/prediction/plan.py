@@ -192,7 +192,7 @@ def plan(
     of numbers to try, or None for all that are worth a try. `workload` is one sample, for models with images or audio.
     """
     estimator = model if isinstance(model, Estimator) else bind(model, recipe=recipe)
-    found, kind = find_device(device), parse_dtype(dtype)
+    found, kind = find_device(device, needs_all=True), parse_dtype(dtype)
     peak = _find_peak(found, kind)
     gpus, top = check_size(gpus, "gpus"), check_size(top, "top")
     if gpus > MOST_GPUS:

@@ -21,6 +21,7 @@ __all__ = ["FLOAT", "Part", "Step"]
 
 FLOAT = 4  # bytes of what is always computed in float32: losses, norms, softmax
 _INDEX = 8  # bytes of a token's id, and of its label
+_TOWERS = ("vision", "audio", "projector")  # groups that run before the language model
 
 
 class Part(NamedTuple):
@@ -239,7 +240,7 @@ class Step:
                 size = self.bytes * self.rows(linears[-1]) * (made + gated)
             elif item.kind == "attend" and linears:
                 tokens = self.rows(linears[-1])
-                width = item.heads * (item.qk + item.v) + _find_cached(linears, item)
+                width = item.heads * (item.qk + item.v) + _find_keys(linears, item)
                 size = tokens * (self.bytes * width + FLOAT * item.heads)
                 if self.attention == "eager":
                     size += (FLOAT + self.bytes) * item.heads * rows
@@ -261,19 +262,27 @@ class Step:
 
     def _list_masks(self, stage: Stage, prefix: str) -> list[Saved]:
         """Masks that SDPA keeps: HF gives it booleans, of which every call makes its own in the model's dtype."""
-        side = self.load.decoder if self.load.decoder is not None and stage.stream == "language" else self.load
         if self.attention == "eager":
             return []
         is_again = stage.checkpoint and self.estimator.recipe.recompute != "none"
-        size = side.rows * side.seq * side.seq * self.bytes
         found = []
         for chain, many in Counter(stage.layers).items():
-            ops = [op for op in iterate(chain) if op.kind == "attend"]
-            pairs = [op for op in ops if "pairs" in op.feature[:2]]
-            sees_images = any(op.feature[0] == "either" for op in ops) and bool(self.load.all_grids)
-            if any(sees_images or side.layout != "unpadded" or 0 < _find_reach(op) <= side.seq for op in pairs):
-                found.append(Saved(prefix + pairs[0].name, stage.group, size, many, is_again))
+            ops = list(iterate(chain))
+            size = self.bytes * self._count_mask(stage, ops)
+            if size:
+                name = next(op.name for op in ops if op.kind == "attend" and "pairs" in op.feature[:2])
+                found.append(Saved(prefix + name, stage.group, size, many, is_again))
         return found
+
+    def _count_mask(self, stage: Stage, ops: list[Op]) -> int:
+        """Pairs of the mask that HF gives SDPA for all rows of a layer; 0 where none is needed or causal is enough."""
+        side = self.call.decoder if self.call.decoder is not None and stage.stream == "language" else self.call
+        attends = [op for op in ops if op.kind == "attend"]
+        pairs = [op for op in attends if "pairs" in op.feature[:2]]
+        sees_images = any(op.feature[0] == "either" for op in attends) and bool(self.load.all_grids)
+        if any(sees_images or side.layout != "unpadded" or 0 < _find_reach(op) <= side.seq for op in pairs):
+            return side.rows * side.seq * (side.context + side.seq)
+        return 0
 
     def _cut_dropout(self, stage: Stage, saved: list[Saved], prefix: str) -> list[Saved]:
         """A dropout recorded on a CPU kept noise in the model's dtype; a GPU keeps one byte, and none where p is 0."""
@@ -344,28 +353,67 @@ class Step:
         return rows * op.heads * (self.bytes * (2 * op.v + 2 * op.qk) + FLOAT * op.qk)
 
     # --- without training ---------------------------------------------------------------------------------------------
-    def find_widest(self, found: Operators) -> tuple[int, int]:
-        """Bytes at the widest moment of a layer, and of what the head reads."""
-        layer = head = 0
+    def find_widest(self, found: Operators) -> tuple[int, int, int]:
+        """Bytes at the widest moment of a layer, of a tower's layer, and of what the head reads."""
+        layer = tower = head = 0
+        seen = self._count_seen()
         for stage in self.estimator.stages:
             written_out = _find_written_out(found.rows, stage)
+            gathers, casts = (_find_written(found.rows, stage, kind) for kind in ("gather", "cast"))
             for chain in dict.fromkeys(stage.layers):
                 placed = [_Placed(op, self.rows(op), 0, 0) for op in iterate(chain) if self._runs(op)]
                 if any(entry.op.part == "lm_head" for entry in placed):
                     head = max(head, self._find_stream(placed))
                 elif placed:
-                    layer = max(layer, self._walk_on(placed, written_out))
-        return layer, head
+                    mask = self._count_mask(stage, [entry.op for entry in placed]) if self.attention == "sdpa" else 0
+                    # Of windows alone, booleans of one row serve all.
+                    held = mask if self.call.layout != "unpadded" else mask // max(1, self.call.rows)
+                    # HF's frames hold the embeddings, the layer's input and the residual all the while; of a tower,
+                    # whose input is the residual, the text's embeddings and the input.
+                    is_tower = stage.group in _TOWERS
+                    held += self._find_stream(placed) * (2 if is_tower else 3)
+                    held += max(self._list_working(placed, written_out, gathers, casts, mask))
+                    if is_tower:
+                        tower = max(tower, held)
+                    else:
+                        layer = max(layer, held + seen)
+        return layer, tower, head
 
-    def _walk_on(self, placed: list[_Placed], written_out: set[str]) -> int:
-        """The most bytes at once in one layer's forward pass without autograd.
+    def _count_seen(self) -> int:
+        """Bytes of images that stay while the language model runs: what the projector read, made, and joined."""
+        total = 0
+        for stage in self.estimator.stages:
+            if stage.group == "projector" and stage.layers:
+                placed = [_Placed(op, self.rows(op), 0, 0) for op in _first_ops(stage)]
+                linears = [entry for entry in placed if entry.op.kind == "linear"]
+                made = self.bytes * linears[-1].rows * linears[-1].op.n_out if linears else 0
+                total += self._find_stream(placed) + 2 * made * len(stage.layers)
+        return total
 
-        HF's frames hold the embeddings, the layer's input and the residual all the while.
-        """
+    def _list_working(
+        self, placed: list[_Placed], written_out: set[str], gathers: dict[str, int], casts: dict[str, int], mask: int
+    ) -> list[int]:
+        """Bytes beside the residual stream at every moment of one layer's forward pass without autograd."""
         stream = self._find_stream(placed)
-        return 3 * stream + max(self._count_working(placed, i, stream, written_out) for i in range(len(placed)))
+        working = [self._count_working(placed, i, stream, written_out, casts) for i in range(len(placed))]
+        for i, entry in enumerate(placed):
+            if entry.op.kind == "attend":  # SDPA makes numbers of the booleans
+                working[i] += self.bytes * mask
+        for first, last in _find_experts(placed):
+            # The rows gathered for the experts stay until all is done.
+            gathered = self.bytes * placed[first].rows * placed[first].op.n_in
+            for i in range(first, last + 1):
+                working[i] += stream if placed[i].op.kind == "linear" else 0
+                working[i] += gathered if i > first else 0
+            # At the end beside them: what the last product made, weighed, and the same in the tokens' order.
+            made = placed[last].rows * placed[last].op.n_out
+            is_float = gathers.get(placed[last].op.name, 0) == FLOAT * made
+            working.append(stream + gathered + made * (self.bytes + 2 * (FLOAT if is_float else self.bytes)))
+        return working
 
-    def _count_working(self, placed: list[_Placed], i: int, stream: int, written_out: set[str]) -> int:
+    def _count_working(
+        self, placed: list[_Placed], i: int, stream: int, written_out: set[str], casts: dict[str, int]
+    ) -> int:
         """Bytes beside the residual stream while one op runs; the normed stream stays until its block is done."""
         op, rows = placed[i].op, placed[i].rows
         if op.kind == "norm":
@@ -377,8 +425,10 @@ class Step:
             if self.attention == "eager":
                 return stream + width + (2 * FLOAT + self.bytes) * op.heads * placed[i].rows
             before = next((entry for entry in reversed(placed[:i]) if entry.op.kind == "linear"), None)
-            queries = self.bytes * before.rows * op.heads * op.qk if before is not None else 0
-            return stream + width + 3 * queries  # the rotation's products
+            queries = before.rows * op.heads * op.qk if before is not None else 0
+            is_float = casts.get(op.name, 0) == FLOAT * queries > 0
+            # The rotation's products; of a tower that rotates in float32 also both operands, rotated and not.
+            return stream + width + queries * (6 * FLOAT if is_float else 3 * self.bytes)
         if op.kind == "pointwise":
             wide, rows, branches = _find_width(placed, i)
             return stream + self.bytes * rows * wide * max(1 + branches, 4 if op.name in written_out else 0)
@@ -440,6 +490,26 @@ def _find_written_out(rows: tuple[Operator, ...], stage: Stage) -> set[str]:
     return {name for name, count in calls.items() if count >= 4 * len(stage.layers)}
 
 
+def _find_written(rows: tuple[Operator, ...], stage: Stage, kind: str) -> dict[str, int]:
+    """Per module of a stage, the most bytes that one call of a kind writes: they tell what is computed in float32."""
+    prefix = f"{stage.path}.*." if stage.repeated else f"{stage.path}."
+    found: dict[str, int] = {}
+    for row in rows:
+        if row.direction == "forward" and row.kind.startswith(kind) and row.module.startswith(prefix):
+            name = row.module[len(prefix) :]
+            found[name] = max(found.get(name, 0), row.writes)
+    return found
+
+
+def _find_experts(placed: list[_Placed]) -> list[tuple[int, int]]:
+    """First and last product of every group of experts that several rows of a token go through."""
+    found: dict[str, list[int]] = {}
+    for i, (op, *_) in enumerate(placed):
+        if op.kind == "linear" and op.part == "mlp" and op.copies > 1 and op.times > 1:
+            found.setdefault(op.name, []).append(i)
+    return [(places[0], places[-1]) for places in found.values() if len(places) > 1]
+
+
 def _joins_queries(rows: tuple[Operator, ...], stage: Stage) -> bool:
     """Whether a stage's queries and keys are joined after their rotation, which itself has two concatenations."""
     names = {f"{stage.path}.*.{op.name}" for op in _first_ops(stage) if op.kind == "attend"}
@@ -479,11 +549,17 @@ def _find_width(placed: list[_Placed], i: int) -> tuple[int, int, int]:
     return wide, after.rows, max(1, branches)
 
 
+def _find_cached(before: list[Op], op: Op) -> int:
+    """Numbers that one token adds to the cache of an attention op; latent ones stay folded, with the rotated key."""
+    latent = [other.n_out for other in before if other.name.rpartition(".")[2] == "kv_a_proj_with_mqa"]
+    return latent[-1] if latent else _find_keys(before, op)
+
+
 _FUSED = ("qkv_proj", "query_key_value", "qkv", "Wqkv", "c_attn", "att_proj")
 
 
-def _find_cached(before: list[Op], op: Op) -> int:
-    """Numbers of keys and values that one token adds to the cache of an attention op; latent ones are kept unfolded."""
+def _find_keys(before: list[Op], op: Op) -> int:
+    """Numbers of keys and values that attention reads of one token."""
     linears = [other for other in before if other.kind == "linear"]
     found = [other.n_out for other in linears if other.name.rpartition(".")[2] in ("k_proj", "v_proj", "key", "value")]
     if len(found) == 2:

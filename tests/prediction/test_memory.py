@@ -233,7 +233,7 @@ def test_cache_in_decoding(change: dict[str, Any], width: int, tokens: int) -> N
 
 
 @pytest.mark.usefixtures("saved")
-def test_latent_attention_caches_whole_heads() -> None:
+def test_latent_attention_caches_latents() -> None:
     config = {
         **TINY, "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16,
         "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 2,
@@ -241,7 +241,47 @@ def test_latent_attention_caches_whole_heads() -> None:
         "n_group": 1, "topk_group": 1,
     }  # fmt: skip
     found = predict_memory(bind(config), make_workload(1, 10, phase="prefill"))
-    assert found.kv_cache == 2 * 2 * 10 * 4 * (24 + 16)
+    assert found.kv_cache == 2 * 2 * 10 * (16 + 8)  # the latent and one rotated key, for all heads
+
+
+EXPERTS = {**TINY, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": None}
+
+
+@pytest.mark.parametrize(
+    ("width", "weighed", "held"),
+    [
+        (128, 2, 64 + 4 * 128),  # beside the gathered rows, gate and values, the gate's function, their product
+        (16, 2, 64 + 3 * 64),  # and at the end the last product, weighed, put in order
+        (16, 4, 64 + 64 + 2 * 2 * 64),  # weighed in float32
+    ],
+)
+def test_experts_hold_their_rows(monkeypatch: pytest.MonkeyPatch, width: int, weighed: int, held: int) -> None:
+    rows = 4 * TOKENS
+    gather = Operator("model.layers.*.mlp.experts", "language", "forward", "gather", 0, weighed * rows * 64, 2)
+    monkeypatch.setattr(module, "list_operators", lambda *_: Operators((gather,), (), (), True))
+    found = predict_memory(bind({**EXPERTS, "intermediate_size": width}), make_workload(2, 32, phase="prefill"))
+    assert found.activations == 2 * TOKENS * 4 * 64 + 2 * rows * held
+
+
+@pytest.mark.usefixtures("saved")
+def test_window_makes_masks_without_training_too() -> None:
+    model = bind({**TINY, "model_type": "mistral", "sliding_window": 512, "intermediate_size": 16})
+    plain, masked = (predict_memory(model, make_workload(2, seq, phase="prefill")) for seq in (511, 512))
+    # Of one row as booleans, and while SDPA runs of all rows in bf16.
+    assert masked.activations - plain.activations * 512 // 511 == 512 * 512 + 2 * 512 * 512 * 2
+
+
+def test_tower_runs_before_there_is_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "list_operators", lambda *_: Operators((), (), (), True))
+    vision = {
+        "model_type": "clip_vision_model", "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "image_size": 64, "patch_size": 4, "projection_dim": 32,
+    }  # fmt: skip
+    model = bind({"model_type": "llava", "text_config": TINY, "vision_config": vision, "image_token_index": 999})
+    found = predict_memory(model, make_workload(1, 300, phase="prefill", image_grid_thw=[[1, 16, 16]]))
+    assert found.kv_cache > 0
+    assert found.at_peak["kv_cache"] == 0
+    assert found.at_peak["activations"] == found.activations
 
 
 @pytest.mark.usefixtures("saved")

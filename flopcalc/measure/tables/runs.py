@@ -186,18 +186,27 @@ class Runner:
         return prefill
 
     def _make_decode(self, case: Json, batch: Json) -> Callable[[], Any]:
-        """`seq` tokens one after another behind a cache of `context`; the cache is cut back after each step."""
+        """`seq` tokens one after another behind a cache of `context`; the cache is cut back after each step.
+
+        Where a window is full, after each token: transformers 5.17 cannot put back what several pushed out of it.
+        """
         torch, model = self.bench.torch, self.model
         with torch.no_grad():
             cache = model(**batch, use_cache=True, logits_to_keep=1).past_key_values
-        cache.activate_past_recording()  # layers with a window keep what a step pushes out of it
+        length = case["context"] + case["seq"]
+        is_full = any(layer.is_sliding and layer.sliding_window <= length for layer in cache.layers)
+        if is_full:
+            cache.activate_past_recording()
         token = torch.full((case["batch"], 1), 3, device=self.bench.device)
 
         def decode() -> None:
             with torch.no_grad():
                 for _ in range(case["seq"]):
                     model(input_ids=token, past_key_values=cache, use_cache=True)
-            cache.crop(-case["seq"])
+                    if is_full:
+                        cache.crop(-1)
+            if not is_full:
+                cache.crop(-case["seq"])
 
         return decode
 
