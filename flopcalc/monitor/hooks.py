@@ -23,7 +23,7 @@ class Idle:
 
     is_on = False
 
-    def is_compiling(self) -> bool:
+    def is_traced(self) -> bool:
         """So that `Running.see` of a copy sees nothing."""
         return True
 
@@ -53,8 +53,8 @@ class Running(_Hung):
     """
 
     __slots__ = (
-        "begun", "calls", "clock", "count", "epoch_type", "fits", "is_broken", "is_compiling",
-        "is_grad_enabled", "is_on", "lane", "loss_type", "module", "monitor", "name", "names", "norm_type", "other",
+        "begun", "calls", "clock", "count", "epoch_type", "fits", "is_broken", "is_compiling", "is_grad_enabled",
+        "is_on", "is_traced", "kind", "lane", "loss_type", "module", "monitor", "name", "names", "norm_type", "other",
         "own", "rate_type", "rows", "shape", "until", "until_ns",
     )  # fmt: skip
 
@@ -66,6 +66,8 @@ class Running(_Hung):
         self.module: Any = None
         self.own: dict[str, Any] = {}  # the module's attributes
         self.is_compiling: Callable[[], bool]
+        self.is_traced: Callable[[], bool]
+        self.kind: Any  # of a tensor that counts
         self.is_grad_enabled: Callable[[], bool]
         # Of the lane:
         self.lane: Lane | None = None
@@ -91,7 +93,9 @@ class Running(_Hung):
 
         self.monitor = weakref.ref(monitor)
         self.names = names
-        self.is_compiling = torch.compiler.is_compiling  # which torch asks just before it calls hooks
+        self.is_compiling = torch.compiler.is_compiling
+        self.is_traced = torch.compiler.is_dynamo_compiling  # half of it, and half as long
+        self.kind = torch.Tensor
         self.is_grad_enabled = torch.is_grad_enabled
         # A module's attributes are looked up through __getattr__, which is slow; some find this one elsewhere.
         if "training" in vars(module) and not hasattr(type(module), "training"):
@@ -103,8 +107,11 @@ class Running(_Hung):
 
     def see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The hook before a forward pass: sees what the model is given."""
-        if self.is_compiling():  # inside a compiled graph there is nothing to see
-            return
+        if not self.is_traced():
+            self.look(module, args, kwargs)
+
+    def look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """As `see`, outside of a compiled graph, in which there is nothing to see."""
         is_training = self.own["training"] if module is self.module else module.training
         if not is_training or not self.is_grad_enabled():
             if self.is_on:
@@ -112,8 +119,10 @@ class Running(_Hung):
             return
         if not args and len(kwargs) == self.count:
             try:
+                given = kwargs[self.name]
                 if (
-                    kwargs[self.name].shape == self.shape
+                    type(given) is self.kind  # and no stand-in of a tensor that an export runs on
+                    and given.shape == self.shape
                     and self.other in kwargs
                     and (self.fits is None or self.fits(kwargs))
                 ):
@@ -129,7 +138,7 @@ class Running(_Hung):
             except Exception:  # whatever it is given, the long way looks at it
                 pass
         monitor = self.monitor()
-        if monitor is not None:
+        if monitor is not None and not self.is_compiling():
             monitor._see(args, kwargs, self.names)
 
     def done(self, _module: Any, _args: Any, _output: Any) -> None:
@@ -170,41 +179,15 @@ class Caller:
 
 
 def _make_call(running: Running) -> Callable[..., Any]:
-    """`Running.see`, the module's own call and `Running.done` in one, written out once more."""
-    is_compiling, is_grad_enabled = running.is_compiling, running.is_grad_enabled
+    """What stands in the module's place: see, the module's own call, done."""
+    is_traced, look = running.is_traced, running.look
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        if is_traced():
             return module._call_impl(*args, **kwargs)
-        is_training = running.own["training"] if module is running.module else module.training
-        if not is_training or not is_grad_enabled():
-            if running.is_on:
-                running.is_on, running.is_broken = False, True
-            return module._call_impl(*args, **kwargs)
-        is_noted = False
-        if not args and len(kwargs) == running.count:
-            try:
-                if (
-                    kwargs[running.name].shape == running.shape
-                    and running.other in kwargs
-                    and (running.fits is None or running.fits(kwargs))
-                ):
-                    if not running.calls:
-                        running.begun = running.clock()
-                        running.calls = 1
-                    elif running.is_broken:
-                        running.is_broken = False
-                    elif not running.is_on:
-                        running.calls += 1
-                    running.is_on = is_noted = True
-            except Exception:
-                pass
-        if not is_noted:
-            monitor = running.monitor()
-            if monitor is not None:
-                monitor._see(args, kwargs, running.names)
+        look(module, args, kwargs)
         output = module._call_impl(*args, **kwargs)
-        if running.is_on:
+        if running.is_on:  # as in `done`
             running.is_on = False
         return output
 
