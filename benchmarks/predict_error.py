@@ -7,9 +7,9 @@ The protocol, fixed before anything was measured:
 - `measure` times the models of TEST, at lengths and batches that no fit has seen, on the same machine right after.
   Nobody looks at them before the predictor is frozen, that is committed; then `report` predicts every case once.
 - Large steps are timed without pause by the device's clock (`wall`: the middle of all steps). Small ones are timed
-  between runs of a fixed probe (`probe`: the middle ratio to the probe, at the pace that the host had while it was
-  fitted), since a shared host changes its speed by half from one second to the next. The probe's runs before and after
-  a large step tell that step's `host_factor`.
+  between runs of a fixed probe, since a shared host changes its speed by half from one second to the next (`probe`: the
+  middle ratio to the probe around a step, times the middle probe). How long the probe took tells the `host_factor` of
+  both; what `predict` says of small steps has the same pause after each.
 - A case is called device-bound or host-bound by its prediction. All cases count and are shown.
 - At the end some cases are measured once more: the difference is what a repetition alone makes.
 """
@@ -19,11 +19,15 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from shutil import copytree
+from tempfile import TemporaryDirectory
 from typing import Any
 
 Json = dict[str, Any]
@@ -153,19 +157,17 @@ def _read(path: Path) -> Json:
 def report(tested: Path, out: Path | None) -> str:
     """Every test case: measured, predicted, error, inside the interval or not; then the sums, the two bounds apart."""
     from flopcalc.measure.tables import runs
-    from flopcalc.prediction.machine import MEASURED_ON, load_predictor
 
-    test, constants = _read(tested), load_predictor(MEASURED_ON)
-    assert constants is not None
-    probes = constants["probe_s"]
-    rows = [_compare(case, probes) for case in test["cases"] if not case["is_again"]]
+    test = _read(tested)
+    with calibrated_here() as constants:
+        rows = [_compare(case, constants["probe_s"]) for case in test["cases"] if not case["is_again"]]
     device, host = ([row for row in rows if row["bound"] == bound] for bound in ("device", "host"))
     summary = [
         _summarize(device, "device-bound steps"),
         _summarize(host, "host-bound steps"),
         _summarize(rows, "all steps"),
-        _summarize_memory(rows),
-        _summarize_repeated(test["cases"], probes),
+        _sum_up("peak memory", [abs(row["memory_error"]) for row in rows if row["memory_error"] is not None]),
+        _sum_up("the same step, measured once more", _list_repeated(test["cases"])),
     ]
     if out is not None:
         kept = {"provenance": test["provenance"], "predictor": constants["provenance"], "summary": summary,
@@ -174,7 +176,29 @@ def report(tested: Path, out: Path | None) -> str:
     return _print_report(rows, summary, runs.name_case)
 
 
-def _predict(case: Json, pace: float) -> Any:
+@contextmanager
+def calibrated_here() -> Iterator[Json]:
+    """Inside, the shipped predictor is this machine's own, as on the machine that it was measured on."""
+    from flopcalc.data import find_data_dir
+    from flopcalc.prediction.machine import MEASURED_ON, load_predictor
+
+    before = os.environ.get("FLOPCALC_DATA")
+    with TemporaryDirectory() as folder:
+        copytree(Path(find_data_dir()) / "predictors", Path(folder) / "predictors")
+        os.environ["FLOPCALC_DATA"] = folder
+        load_predictor.cache_clear()
+        try:
+            constants = load_predictor(MEASURED_ON)
+            assert constants is not None
+            yield constants
+        finally:
+            del os.environ["FLOPCALC_DATA"]
+            if before is not None:
+                os.environ["FLOPCALC_DATA"] = before
+            load_predictor.cache_clear()
+
+
+def _predict(case: Json, pace: float, pause_s: float) -> Any:
     from flopcalc.prediction.step import predict
 
     context = {"context": case["context"]} if case["phase"] == "decode" else {}
@@ -183,23 +207,20 @@ def _predict(case: Json, pace: float) -> Any:
         get_config(case["model"]), device="h200", optimizer=case["optimizer"], compiled=case["compiled"],
         attention_kernel="eager" if case["attention"] == "eager" else "auto",
         recipe={"recompute": case["recompute"]}, batch_size=case["batch"], seq_len=case["seq"],
-        image_grid_thw=images, phase=case["phase"], advise=False, host_factor=pace, **context,
+        image_grid_thw=images, phase=case["phase"], advise=False, host_factor=pace, pause_s=pause_s, **context,
     )  # fmt: skip
 
 
-def _take(case: Json, probes: Json) -> tuple[float, float]:
-    """Seconds that count, and the host's pace beside the fitted one's."""
-    from flopcalc.measure.fit import time_host
-    from flopcalc.prediction.step import name_mode
-
-    if case["is_host"]:
-        return time_host(case, probes), 1.0
-    return case["seconds"], case["probe_s"] / probes[name_mode(case["phase"])]
+def _take(case: Json) -> float:
+    """Seconds that count."""
+    return float(case["ratio"] * case["probe_s"] if case["is_host"] else case["seconds"])
 
 
 def _compare(case: Json, probes: Json) -> Json:
-    seconds, pace = _take(case, probes)
-    found = _predict(case, pace)
+    from flopcalc.prediction.step import name_mode
+
+    seconds, pace = _take(case), case["probe_s"] / probes[name_mode(case["phase"])]
+    found = _predict(case, pace, case["probe_s"] if case["is_host"] else 0.0)
     low, mid, high = found.step_time_s
     named = ("model", "phase", "batch", "seq", "context", "grids", "attention", "recompute", "optimizer", "compiled")
     memory = case.get("peak_memory_bytes")
@@ -218,7 +239,7 @@ def _compare(case: Json, probes: Json) -> Json:
         "is_inside": low <= seconds <= high,
         "bound": found.bound,
         "memory_bytes": memory,
-        "predicted_bytes": found.memory.peak if found.memory and memory else None,
+        "memory_error": round(found.memory.peak / memory - 1, 4) if found.memory and memory else None,
     }
 
 
@@ -238,29 +259,23 @@ def _summarize(rows: list[Json], name: str) -> Json:
     }
 
 
-def _summarize_memory(rows: list[Json]) -> Json:
-    errors = sorted(abs(row["predicted_bytes"] / row["memory_bytes"] - 1) for row in rows if row["predicted_bytes"])
-    return _sum_up("peak memory", errors)
-
-
-def _summarize_repeated(cases: list[Json], probes: Json) -> Json:
-    """How far a case's repetition lies from its first measurement."""
+def _list_repeated(cases: list[Json]) -> list[float]:
+    """How far a case's repetition lies from its first measurement; of small steps, in times of the probe."""
     from flopcalc.measure.tables import runs
 
+    def scale(case: Json) -> float:
+        return float(case["ratio"]) if case["is_host"] else _take(case)
+
     first = {(runs.name_case(case), case["is_host"]): case for case in cases if not case["is_again"]}
-    differences = []
-    for case in cases:
-        before = first.get((runs.name_case(case), case["is_host"]))
-        if case["is_again"] and before is not None:
-            differences.append(abs(_take(case, probes)[0] / _take(before, probes)[0] - 1))
-    return _sum_up("the same step, measured once more", sorted(differences))
+    again = [case for case in cases if case["is_again"]]
+    return [abs(scale(case) / scale(first[runs.name_case(case), case["is_host"]]) - 1) for case in again]
 
 
 def _sum_up(name: str, errors: list[float]) -> Json:
     if not errors:
         return {"name": name, "cases": 0}
     return {"name": name, "cases": len(errors), "median": round(statistics.median(errors), 4),
-            "worst": round(errors[-1], 4)}  # fmt: skip
+            "worst": round(max(errors), 4)}  # fmt: skip
 
 
 def _print_report(rows: list[Json], summary: list[Json], name_case: Any) -> str:
@@ -270,7 +285,7 @@ def _print_report(rows: list[Json], summary: list[Json], name_case: Any) -> str:
         [name_case(row), row["clock"], row["bound"], f"{1e3 * row['measured_s']:.2f}",
          f"{1e3 * row['predicted_s']:.2f}", f"{100 * row['error']:+.1f} %", f"{100 * row['spread']:.0f} %",
          "yes" if row["is_inside"] else "no",
-         f"{100 * (row['predicted_bytes'] / row['memory_bytes'] - 1):+.1f} %" if row["memory_bytes"] else ""]
+         f"{100 * row['memory_error']:+.1f} %" if row["memory_error"] is not None else ""]
         for row in rows
     ]  # fmt: skip
     head = ["case", "clock", "bound", "measured ms", "predicted ms", "error", "spread", "inside", "memory"]

@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         # No kernel: another look at the same memory.
         "view": "view t transpose permute expand slice select unsqueeze squeeze detach alias as_strided split "
         "split_with_sizes unbind _unsafe_view _reshape_alias diagonal unfold view_as_real view_as_complex real imag "
-        "lift_fresh set_ resize_ unsafe_split unsafe_chunk swapaxes",
+        "set_ resize_ unsafe_split unsafe_chunk swapaxes",
         # No kernel: memory alone.
         "make": "empty empty_like empty_strided new_empty new_empty_strided",
         # Operators that only call others; the profiler shows them, a trace below autograd does not.
@@ -64,8 +64,8 @@ KINDS: dict[str, tuple[str, ...]] = {
         "unique_dim argsort",
         "loss": "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward",
         "random": "bernoulli exponential normal rand randn randint uniform native_dropout rand_like randn_like",
-        # The host waits for a value.
-        "read": "_local_scalar_dense nonzero equal",
+        # The host waits for a value, or until one of its own has come over.
+        "read": "_local_scalar_dense nonzero equal lift_fresh",
         "product": "mm addmm bmm baddbmm _grouped_mm grouped_mm_fallback convolution convolution_backward dot vdot mv "
         "addmv _scaled_mm _int_mm linalg_solve_triangular _convolution cudnn_convolution slow_conv2d_forward "
         "slow_conv3d_forward slow_conv3d",

@@ -25,7 +25,6 @@ def make_calls(bench: Bench) -> dict[str, list[Callable[[], Any]]]:
     wide, heads, base = draw(8, 64, dtype=torch.float32), draw(1, 4, 64, 64), draw(16, 64)
     mask = torch.ones(1, 1, 64, 64, dtype=torch.bool, device=bench.device).tril()
     places = torch.randint(0, 4, (16,), device=bench.device)
-    module = torch.nn.Identity()
     return {
         "pointwise": [lambda: x + y, lambda: x * y, lambda: -x, lambda: functional.silu(x), lambda: wide.pow(2),
                       lambda: torch.rsqrt(wide)],
@@ -45,7 +44,6 @@ def make_calls(bench: Bench) -> dict[str, list[Callable[[], Any]]]:
         "product": [lambda: torch.mm(x, matrix), lambda: torch.addmm(row, x, matrix)],
         "attention": [lambda: functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)],
         "attention_masked": [lambda: functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)],
-        "module": [lambda: module(x)],
     }  # fmt: skip
 
 

@@ -208,11 +208,26 @@ def _is_dense(laid: list[tuple[int, int]]) -> bool:
     return True
 
 
+# On a GPU the size of their result is read back before it can be made.
+_READING = ("masked_scatter_backward", "masked_select", "unique_consecutive", "_unique2", "unique_dim")
+
+
 def _describe(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> list[tuple[str, str, Sizes, Sizes]]:
-    """What an operator moves, as the kernels behind it do; some are several kernels."""
+    """What an operator does beside a product's or an attention's, reads of the host included."""
     name = func._schema.name.rpartition("::")[2]
+    if name == "lift_fresh":  # a tensor of Python's numbers: it is copied to the device, and the host waits
+        return [(name, "read" if out.numel() else "view", (), ())]
+    found = _describe_moved(func, name, args, kwargs, out)
+    is_reading = name in _READING or (name == "repeat_interleave" and isinstance(args[-1], torch.Tensor))
+    return [*found, (name, "read", (), ())] if is_reading else found
+
+
+def _describe_moved(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> list[tuple[str, str, Sizes, Sizes]]:
+    """What an operator moves, as the kernels behind it do; some are several kernels."""
     kind = "view" if func.is_view else classify(name)
     if kind in ("view", "make", "product", "attention"):
         return [(name, kind, (), ())]
@@ -285,7 +300,7 @@ class _Attend(torch.autograd.Function):
 
 @contextmanager
 def _fused(tracing: _Tracing) -> Iterator[None]:
-    """Inside, scaled_dot_product_attention is one operator, as a GPU's fused kernels are."""
+    """Inside, scaled_dot_product_attention is one operator, as a GPU's fused kernels are, and lists are seen made."""
     functional: Any = torch.nn.functional
     before = functional.scaled_dot_product_attention
 
@@ -294,11 +309,18 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
             return before(query, key, value, attn_mask, *args, **kwargs)
         return _Attend.apply(tracing, attn_mask is not None, query, key, value)  # type: ignore[no-untyped-call]
 
+    def tolist(tensor: torch.Tensor) -> Any:
+        tracing.add("tolist", "read")  # no operator where the tensor is on the host, as it is here
+        return list_values(tensor)
+
+    list_values: Any = torch.Tensor.tolist
     functional.scaled_dot_product_attention = attend
+    torch.Tensor.tolist = tolist  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         functional.scaled_dot_product_attention = before
+        torch.Tensor.tolist = list_values  # type: ignore[method-assign]
 
 
 def trace_operators(model: torch.nn.Module, forward: Callable[[], Any]) -> Trace:

@@ -309,18 +309,20 @@ def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] 
     }
 
 
-def fit_grouped(cases: Sequence[Modelled], constants: Json) -> float:
-    """What products of experts take, over the formula's time for as many products at once."""
-    machine = Machine(constants["provenance"]["device_id"], "bf16", constants)
-    ratios = [0.0, 0.0]
+def fit_grouped(cases: Sequence[Modelled], constants: Json) -> list[float]:
+    """What products of experts take: over the formula's time for as many at once, and more for each of them."""
+    plain = {**constants, "products": {**constants["products"], "grouped": [1.0, 0.0]}}
+    machine = Machine(constants["provenance"]["device_id"], "bf16", plain)
+    rows: list[tuple[Sequence[float], float]] = []
     for case, _, _, work in cases:
         if "operators" not in case or case["compiled"] or case["recompute"] != "none" or case["phase"] == "decode":
             continue
         seen = sum(row[6] * 1e-6 for row in case["operators"] if "grouped_mm" in row[0])
-        told = sum(machine.time_product(each).seconds * each.calls for each in work.products if each.copies > 1)
+        grouped = [each for each in work.products if each.copies > 1]
+        told = sum(machine.time_product(each).seconds * each.calls for each in grouped)
         if seen and told:
-            ratios = [ratios[0] + seen, ratios[1] + told]
-    return float(f"{ratios[0] / ratios[1]:.4g}") if ratios[1] else 1.0
+            rows.append(((told, sum(min(each.copies, each.m) * each.calls for each in grouped)), seen))
+    return _round(solve(rows, 2000)) if rows else [1.0, 0.0]
 
 
 def fit_attention(points: Sequence[AttentionPoint]) -> Json:
@@ -406,7 +408,9 @@ def fit_device(cases: Sequence[Modelled], constants: Json) -> tuple[dict[str, fl
             clock = _run_clock(each, constants)
             told = sum(piece.seconds for piece in clock.pieces)
             rate = clock.flops / told / clock.machine.peak
-            walls.append((name_mode(case["phase"]), told, rate, clock.launches, case["seconds"]))
+            pace = case["probe_s"] / constants["probe_s"][name_mode(case["phase"])] if "probe_s" in case else 1.0
+            idle_s = clock.step_s(pace) - clock.device_s()  # until the host has queued something
+            walls.append((name_mode(case["phase"]), told, rate, clock.launches, case["seconds"] - idle_s))
 
     def miss(values: list[float]) -> float:
         start, slope, train, forward = values
@@ -429,9 +433,9 @@ def _run_clock(each: Modelled, constants: Json, compiled: bool = False) -> Clock
 
 HOST_PHASES = ("train", "forward", "decode")
 # In units of an addition, what cannot be called by itself: a module's own Python, autograd's nodes, an optimizer's
-# tensors; and what the others take where they were not measured.
-_UNITS = {"view": 0.4, "make": 0.6, "product": 2.2, "attention": 3.5, "sort": 4.0, "module": 2.0, "node": 0.3,
-          "tensor": 2.0}  # fmt: skip
+# tensors, gradients of attention and those that are added up by index (many kernels); others where not measured.
+_UNITS = {"view": 0.4, "make": 0.6, "product": 2.2, "attention": 3.5, "sort": 4.0,
+          "attention_backward": 6.0, "scatter_backward": 8.0, "module": 1.0, "node": 0.3, "tensor": 1.0}  # fmt: skip
 
 
 def fit_host(cases: Sequence[tuple[Modelled, float]], units: Mapping[str, float]) -> Json:
@@ -439,7 +443,7 @@ def fit_host(cases: Sequence[tuple[Modelled, float]], units: Mapping[str, float]
     found: Json = {"units": dict(units)}
     rows: dict[str, list[tuple[Sequence[float], float]]] = {phase: [] for phase in HOST_PHASES}
     for each, seconds in cases:
-        if each.case["recompute"] == "none":
+        if each.case["recompute"] == "none" and not _has_waited(each):
             features = host_features(each.work.dispatched, count_calls(each.load), units)
             rows[name_phase(each.load.phase)].append((features, seconds))
     found |= {phase: _round(solve(entries, 4000)) for phase, entries in rows.items() if entries}
@@ -448,12 +452,19 @@ def fit_host(cases: Sequence[tuple[Modelled, float]], units: Mapping[str, float]
     return found
 
 
+def _has_waited(each: Modelled) -> bool:
+    """Whether the host waits for the device in a step as small as this: where images enter, for large optimizers."""
+    return bool(each.load.all_grids) or (
+        each.load.phase == "train" and any(product.copies > 1 for product in each.work.products)
+    )
+
+
 def fit_again(cases: Sequence[tuple[Modelled, float]], constants: Json) -> float:
     """Host seconds of an operator that checkpointing runs again, beyond an operator's usual ones."""
     found = []
     for each, seconds in cases:
         again = count_again(each.work.dispatched)
-        if again and each.load.phase == "train":
+        if again and each.load.phase == "train" and not _has_waited(each):
             told = host_seconds({**constants, "again": 0.0}, each.work.dispatched, "train", 1)
             found.append((seconds - told) / again)
     return float(f"{max(0.0, statistics.median(found)):.4g}") if found else 0.0
@@ -509,17 +520,17 @@ def fit_predictor(
         "gaps": {"train": 2e-6, "forward": 1e-6},
         "power": [0.4, 0.2],
         "compiled": {"moved": 1.0, "launch_s": 0.0},
-        "error": {"device": 0.05, "host": 0.15, "late": 0.1, "compiled": 0.1},
+        "error": {"device": 0.022, "host": 0.085, "late": 0.02, "compiled": 0.1},
     }
-    constants["products"]["grouped"] = fit_grouped(modelled, constants)
-    constants["gaps"], constants["power"] = fit_device(modelled, constants)
-    constants["compiled"] = fit_compiled(modelled, constants)
     constants["probe_s"] = find_probes(hosts)
     taken = [
         (model_case(case, configs(case["model"]), device), time_host(case, constants["probe_s"])) for case in hosts
     ]
-    constants["host"] = fit_host(taken, {**_UNITS, **units})
+    constants["host"] = fit_host(taken, {**_UNITS, **units, "module": _UNITS["module"]})
     check_whole(constants)
+    constants["products"]["grouped"] = fit_grouped(modelled, constants)
+    constants["gaps"], constants["power"] = fit_device(modelled, constants)
+    constants["compiled"] = fit_compiled(modelled, constants)
     return constants
 
 
@@ -551,7 +562,7 @@ def find_probes(hosts: Iterable[Json]) -> dict[str, float]:
 
 
 def time_host(case: Json, probes: Mapping[str, float]) -> float:
-    """Seconds of a step that the host bounds, at the pace of the fitted host: its ratio to the probe around it."""
+    """Seconds of a step that the host bounds, at the host's usual pace: its ratio to the probe around it."""
     return float(case["ratio"] * probes[name_mode(case["phase"])])
 
 

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 # Where torch looks first when a module is called: `Module.compile()` leaves there what runs in its place, and copies
 # and pickles of a module go without it.
 _PLACE = "_compiled_call_impl"
+# What torch's call asks, in this order, before it does nothing but call `forward`; with "set" begins what hooks need.
+_ASKED = (
+    "torch", "_C", "_get_tracing_state", "_slow_forward", "forward", "_backward_hooks", "_backward_pre_hooks",
+    "_forward_hooks", "_forward_pre_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
+    "_global_forward_hooks", "_global_forward_pre_hooks", "set",
+)  # fmt: skip
 
 
 class Idle:
@@ -55,7 +61,7 @@ class Running(_Hung):
     __slots__ = (
         "begun", "calls", "clock", "count", "epoch_type", "fits", "is_broken", "is_compiling", "is_grad_enabled",
         "is_on", "is_traced", "kind", "lane", "loss_type", "module", "monitor", "name", "names", "norm_type", "other",
-        "own", "rate_type", "rows", "shape", "until", "until_ns",
+        "own", "rate_type", "rows", "shapes", "until", "until_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -73,7 +79,7 @@ class Running(_Hung):
         self.lane: Lane | None = None
         self.count = -1  # names that the model is given; -1: there is no lane
         self.name = self.other = ""  # of what counts, and of what is beside it
-        self.shape: Any = None
+        self.shapes: frozenset[Any] = frozenset()  # the one that counts
         self.fits: Callable[[dict[str, Any]], bool] | None = None  # where these two names are not all
         self.clock: Callable[[], int]
         self.calls = 0  # of the step under way
@@ -122,7 +128,7 @@ class Running(_Hung):
                 given = kwargs[self.name]
                 if (
                     type(given) is self.kind  # and no stand-in of a tensor that an export runs on
-                    and given.shape == self.shape
+                    and given.shape in self.shapes
                     and self.other in kwargs
                     and (self.fits is None or self.fits(kwargs))
                 ):
@@ -151,7 +157,7 @@ class Caller:
     """Stands around every call of a module in place of hooks, for which torch would go a longer way."""
 
     def __init__(self, running: Running, module: Any) -> None:
-        self._call = _make_call(running)
+        self._call = _make_short_call(running) if _is_call_known(module) else _make_call(running)
         self._module = weakref.ref(module)
         # A method of the module, so that who copies a module's attributes can bind it anew, as accelerate does.
         vars(module)[_PLACE] = MethodType(self._call, module)
@@ -178,6 +184,19 @@ class Caller:
             del vars(module)[_PLACE]
 
 
+def _is_call_known(module: Any) -> bool:
+    """Whether torch's call asks what we know of, and nothing more, before it calls `forward`."""
+    from torch import nn
+
+    code = getattr(nn.Module._call_impl, "__code__", None)
+    return (
+        code is not None
+        and code.co_names[: len(_ASKED)] == _ASKED
+        and type(module)._call_impl is nn.Module._call_impl
+        and "_call_impl" not in vars(module)
+    )
+
+
 def _make_call(running: Running) -> Callable[..., Any]:
     """What stands in the module's place: see, the module's own call, done."""
     is_traced, look = running.is_traced, running.look
@@ -188,6 +207,67 @@ def _make_call(running: Running) -> Callable[..., Any]:
         look(module, args, kwargs)
         output = module._call_impl(*args, **kwargs)
         if running.is_on:  # as in `done`
+            running.is_on = False
+        return output
+
+    return call
+
+
+def _make_short_call(running: Running) -> Callable[..., Any]:
+    """As `_make_call`; but what is noted on a module without hooks goes on to `forward` at once, as torch would do.
+
+    To ask torch whether `torch.jit` traces costs as much as all else. While it does, sizes are tensors, whose hash is
+    not that of a number: no such shape is found among `shapes`.
+    """
+    from torch.nn.modules.module import (  # torch writes into these, and binds no others to their names
+        _global_backward_hooks,
+        _global_backward_pre_hooks,
+        _global_forward_hooks,
+        _global_forward_pre_hooks,
+    )
+
+    is_traced, look = running.is_traced, running.look
+
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_traced():
+            return module._call_impl(*args, **kwargs)
+        try:
+            own = running.own
+            is_bare = (
+                module is running.module
+                and not args
+                and len(kwargs) == running.count
+                and own["training"]
+                and not own["_backward_hooks"]
+                and not own["_backward_pre_hooks"]
+                and not own["_forward_hooks"]
+                and not own["_forward_pre_hooks"]
+                and not _global_backward_hooks
+                and not _global_backward_pre_hooks
+                and not _global_forward_hooks
+                and not _global_forward_pre_hooks
+                and type(given := kwargs[running.name]) is running.kind
+                and given.shape in running.shapes
+                and running.other in kwargs
+                and (running.fits is None or running.fits(kwargs))
+                and running.is_grad_enabled()
+                and not running.is_on
+                and not running.is_broken
+            )
+            if is_bare:
+                if not running.calls:
+                    running.begun = running.clock()
+                running.calls += 1
+        except Exception:  # whatever it is given, the long way looks at it
+            is_bare = False
+        if is_bare:
+            running.is_on = True
+            output = module.forward(**kwargs)
+            running.is_on = False
+            return output
+        look(module, args, kwargs)
+        output = module._call_impl(*args, **kwargs)
+        if running.is_on:
             running.is_on = False
         return output
 

@@ -106,7 +106,8 @@ class Lane:
         A loop that gave a tensor without a graph, and as often written into, is taken to do so again; whether it did
         is seen when the steps are handed over.
         """
-        running.name, running.shape = self.snapshot.key[0]
+        running.name, shape = self.snapshot.key[0]
+        running.shapes = frozenset({shape})
         running.other = next((name for name in self._names if name != running.name), running.name)
         is_simple = len(self._names) <= 2 and not self._others and not self._nones
         running.fits = None if is_simple else self._fits

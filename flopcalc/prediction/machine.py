@@ -15,7 +15,7 @@ from flopcalc.devices import Device, find_device, parse_dtype, peak_flops_per_s
 from flopcalc.errors import DeviceError, SpecError
 from flopcalc.prediction.work import Attention, Moved, Product
 
-SCHEMA = 1
+SCHEMA = 2
 _TILES = ((128, 256), (256, 128), (128, 192), (192, 128), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64),
           (256, 64))  # fmt: skip
 
@@ -123,7 +123,7 @@ def load_predictor(device_id: str) -> dict[str, Any] | None:
                 f"{path}: schema {data.get('schema') if isinstance(data, dict) else None!r}, this version reads "
                 f"{SCHEMA}; `flopcalc calibrate --predictor` makes it again"
             )
-        return data
+        return {**data, "is_own": folder == find_user_dir()}
     return None
 
 
@@ -154,6 +154,7 @@ class Machine:
                 "`flopcalc calibrate --predictor` measures a device"
             )
         self.constants = constants
+        self.is_own = bool(constants.get("is_own"))  # this very machine was measured, not another of its kind
         origin = find_device(constants["provenance"]["device_id"])
         bandwidth = self.device.bandwidth_gb_per_s
         if bandwidth is None:
@@ -182,14 +183,15 @@ class Machine:
         error = _ERRORS["product"] if self.is_measured else _UNMEASURED
         if not min(m, n, k):
             return Timed(0.0, error, self.is_measured)
-        if copies > 1:  # experts: rows dealt out evenly
+        if copies > 1:  # experts: rows dealt out evenly, but for half a tile more that an uneven share leaves empty
             copies = min(copies, m)
-            rows = m // copies
+            rows = m // copies + (64 if m >= 64 * copies else 0)
             if direction == "wgrad":
                 seconds = time_matrix(self.shape, n, k, rows, copies)
             else:
                 seconds = time_matrix(self.shape, rows, *((k, n) if direction == "dgrad" else (n, k)), copies)
-            return Timed(seconds * self.constants["products"].get("grouped", 1.0), 2 * error, self.is_measured)
+            factor, each = self.constants["products"]["grouped"]
+            return Timed(seconds * factor + copies * each / self.compute, 2 * error, self.is_measured)
         seconds = time_shape(self.shape, direction, m, n, k)
         step = find_step(n, k)
         if step < 8:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flopcalc.devices import Device, find_device, parse_dtype
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.estimate import KERNELS, Estimate, Estimator, bind
-from flopcalc.prediction.machine import Machine
+from flopcalc.prediction.machine import Machine, Timed
 from flopcalc.prediction.memory import (
     Memory,
     can_resize,
@@ -19,6 +19,7 @@ from flopcalc.prediction.memory import (
     predict_memory,
     resize_batch,
 )
+from flopcalc.prediction.timeline import Place, Segment, Stack, find_place, order, run
 from flopcalc.prediction.work import OPTIMIZERS, Work, count_calls, make_work
 from flopcalc.units import format_bytes
 from flopcalc.utilization import check_positive, hfu, mfu
@@ -26,8 +27,11 @@ from flopcalc.workload import Workload
 
 __all__ = ["OPTIMIZERS", "Prediction", "StepTime", "find_largest_batch", "predict", "predict_estimate"]
 
-_EXPERTS = 0.08  # relative error that experts add: rows are dealt out unevenly, and HF changes their code often
-_OVERLAP = 16  # how sharply the longer of host and device rules where they are near each other, from steps of the fit
+_EXPERTS = 0.03  # relative error that experts add: rows are dealt out unevenly, and HF changes their code often
+# What another machine of the measured kind adds: clocks and power limits of devices, and CPUs, which differ far more.
+_OTHER = {"device": 0.04, "host": 0.2}
+_NEAR = 0.8  # a host that takes this much of the device's time may hold it up
+_WAKE = 15  # operators that the host queues before a device that ran empty has enough to do, from prefills of the fit
 _UNMEASURED = 0.35  # relative half width where published figures scale what was measured elsewhere
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
 _FUSED = ("pointwise", "copy", "cast", "reduce", "norm", "cat", "fill")  # kinds that a compiler joins to others
@@ -49,6 +53,8 @@ class Piece(NamedTuple):
     kind: str  # products, attention, memory, optimizer
     seconds: float
     error: float  # seconds
+    place: Place = Place(0)
+    launches: float = 0.0
     is_joined: bool = False  # a compiler joins it to others
 
 
@@ -99,13 +105,16 @@ def predict(
     spec: Any = None,
     grad_accum: int = 1,
     host_factor: float = 1.0,
+    pause_s: float = 0.0,
     memory: bool = True,
     advise: bool = True,
     **workload: Any,
 ) -> Prediction:
     """Time, utilization and memory of one step of HF's model on one device; `workload` as estimate_flops takes it.
 
-    `host_factor` says how many times longer than the measured machine's CPU yours takes for the same Python.
+    `host_factor` says how many times longer than the measured machine's CPU yours takes for the same Python; `pause_s`
+    how long it does something else after each step, while the device works off what is queued. The pause is no part of
+    the step's time.
     """
     for name in ("convention", "lora", "freeze", "train_only", "recompute", "clipping"):
         if name in workload:
@@ -128,7 +137,7 @@ def predict(
         raise WorkloadError(f"grad_accum belongs to phase train, not {phase}")
     return predict_estimate(
         estimate * grad_accum, device=device, dtype=dtype, optimizer=optimizer, compiled=compiled, memory=memory,
-        attention_kernel=kernel, host_factor=host_factor, advise=advise,
+        attention_kernel=kernel, host_factor=host_factor, pause_s=pause_s, advise=advise,
     )  # fmt: skip
 
 
@@ -158,15 +167,18 @@ def predict_estimate(
     memory: bool = True,
     attention_kernel: str = "auto",
     host_factor: float = 1.0,
+    pause_s: float = 0.0,
     advise: bool = True,
 ) -> Prediction:
     """The step whose FLOPs were counted: as `predict`."""
     check_positive(host_factor, "the host's factor")
+    if not 0 <= pause_s < math.inf:
+        raise WorkloadError(f"pause_s is a number of seconds, 0 or more, not {format_value(pause_s)}")
     if optimizer not in OPTIMIZERS:
         near = format_nearest(str(optimizer), OPTIMIZERS)
         raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(OPTIMIZERS)}")
     kernel = _find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
-    settings = _Settings(Machine(device, dtype), optimizer, compiled, kernel, host_factor)
+    settings = _Settings(Machine(device, dtype), optimizer, compiled, kernel, host_factor, pause_s)
     parts = list(estimate.terms)
     if any(estimator.recipe.clipping != "none" for estimator, _, _ in parts):
         raise RecipeError("per-sample clipping is counted, not predicted: leave --clipping out")
@@ -198,6 +210,7 @@ class _Settings(NamedTuple):
     compiled: bool
     kernel: str
     host_factor: float
+    pause_s: float = 0.0
 
     def find_memory(self, parts: list[tuple[Estimator, Workload, int]]) -> Memory:
         """The largest micro-batch's."""
@@ -259,10 +272,10 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         )  # fmt: skip
         clock.add(work, times, load)
     device_s, host_s = clock.device_s(), clock.host_s() * settings.host_factor
-    mid = join(device_s, host_s)
+    mid = clock.step_s(settings.host_factor, settings.pause_s)
     bound = "device" if device_s >= host_s else "host"
     error = clock.error(bound)
-    seconds = StepTime(mid * (1 - error), mid, mid * (1 + error) * (1 + clock.late(bound)))
+    seconds = StepTime(mid * (1 - error), mid, mid * (1 + error) * (1 + clock.late(bound, settings.host_factor)))
     share: dict[str, Any] = {"device": machine.device.id, "dtype": machine.dtype}
     return Prediction(
         seconds,
@@ -300,10 +313,7 @@ def _share(found: Any) -> float:
     return float(found.value) if found.value is not None else math.nan
 
 
-def join(device_s: float, host_s: float) -> float:
-    """Host and device overlap, but not wholly where they are near each other: a smooth maximum."""
-    high, low = max(device_s, host_s), min(device_s, host_s)
-    return float(high * (1 + (low / high) ** _OVERLAP) ** (1 / _OVERLAP)) if high else 0.0
+_NOTHING = Segment()
 
 
 class Clock:
@@ -313,9 +323,10 @@ class Clock:
         self.machine, self.compiled = machine, compiled
         self.constants = machine.constants
         self.pieces: list[Piece] = []
-        self.launches = 0.0
         self.flops = 0.0
-        self.host: list[tuple[dict[str, float], float, str, int]] = []
+        self.hosted: list[Hosted] = []
+        self.times = 1
+        self.stacks: tuple[Stack, ...] = ()
         self.phase = "train"
         self.is_recorded = True
         self.has_experts = False
@@ -323,39 +334,54 @@ class Clock:
 
     def add(self, work: Work, times: int, load: Workload) -> None:
         fused = self.constants["compiled"]["moved"] if self.compiled else 1.0
+
+        def put(
+            each: Any, kind: str, timed: Timed, calls: float, *, is_again: bool = False, is_joined: bool = False
+        ) -> None:  # fmt: skip
+            place = find_order(each.module, each.group, "again" if is_again else each.direction, work.stacks)
+            share = fused if is_joined else 1.0
+            seconds = timed.seconds * share * calls
+            if calls:
+                self.pieces.append(
+                    Piece(
+                        each.module, each.group, kind, seconds, seconds * timed.error, place, calls * share, is_joined
+                    )
+                )
+
         for product in work.products:
             timed = self.machine.time_product(product)
-            self._put(product.module, product.group, "products", timed.seconds, timed.error, product.calls * times)
+            put(product, "products", timed, product.calls * times, is_again=product.is_again)
             self.flops += product.flops * times
             self.has_experts = self.has_experts or product.copies > 1
         for call in work.attention:
-            timed = self.machine.time_attention(call)
-            self._put(call.module, call.group, "attention", timed.seconds, timed.error, call.calls * times)
+            put(call, "attention", self.machine.time_attention(call), call.calls * times, is_again=call.is_again)
         for moved in work.moved:
-            is_optimizer = moved.direction == "optimizer"
             timed = self.machine.time_moved(moved)
-            is_joined = moved.kind.startswith(_FUSED) and not is_optimizer
-            kind = "optimizer" if is_optimizer else "memory"
-            if is_optimizer and moved.kind not in self.constants["optimizer"]:
-                self.found_notes[f"{moved.kind} was not measured: its bytes at the fused one's speed"] = None
-            self._put(
-                moved.module, moved.group, kind, timed.seconds * (fused if is_joined else 1.0), timed.error,
-                moved.calls * (1 if is_optimizer else times), is_joined,
-            )  # fmt: skip
-        self.phase = load.phase
-        calls = count_calls(load)
-        once = {name: many for name, many in work.dispatched.items() if name.startswith("optimizer ")}
-        each = {name: many for name, many in work.dispatched.items() if name not in once}
-        self.host += [(each, times, load.phase, calls), (once, 1, load.phase, 0)]
+            if moved.direction == "optimizer":
+                if moved.kind not in self.constants["optimizer"]:
+                    self.found_notes[f"{moved.kind} was not measured: its bytes at the fused one's speed"] = None
+                put(moved, "optimizer", timed, moved.calls)
+            else:
+                is_joined = moved.kind.startswith(_FUSED)
+                put(moved, "memory", timed, moved.calls * times, is_again=moved.is_again, is_joined=is_joined)
+        self.phase, self.times = load.phase, max(self.times, times)
+        self.stacks = work.stacks
+        host, weights = self.constants["host"], self.constants["host"][name_phase(load.phase)]
+        for each in work.hosted:
+            many = each.many * (times if each.way != "optimizer" else 1)
+            seconds = many * find_unit(each.way, each.kind, host["units"]) * weights[1]
+            if each.way == "again" and is_loud(each.kind):
+                seconds += many * host.get("again", 0.0)
+            place = find_order(each.module, each.group, each.way, work.stacks, is_host=True)
+            self.hosted.append(Hosted(place, seconds, many if each.kind == "read" else 0.0))
+        # What a call takes beside its operators (masks, caches) comes before the layers; the rest is an optimizer's.
+        before = max((i for i, stack in enumerate(work.stacks) if stack.layers), default=0) - 0.5
+        calls = count_calls(load) * times
+        plain = min(weights[0], host["forward"][0])
+        self.hosted.append(Hosted(Place(0, before), calls * plain, 0.0))
+        self.hosted.append(Hosted(Place(2), calls * (weights[0] - plain), 0.0))
         self.is_recorded = self.is_recorded and work.is_recorded
         self.found_notes |= dict.fromkeys(work.notes)
-
-    def _put(
-        self, module: str, group: str, kind: str, seconds: float, error: float, calls: float, is_joined: bool = False
-    ) -> None:  # fmt: skip
-        if calls:
-            self.pieces.append(Piece(module, group, kind, seconds * calls, seconds * calls * error, is_joined))
-            self.launches += calls * (self.constants["compiled"]["moved"] if self.compiled and is_joined else 1.0)
 
     def busy_s(self) -> float:
         """Seconds in which the device computes, at the clock that the power limit leaves."""
@@ -369,30 +395,61 @@ class Clock:
     def device_s(self) -> float:
         return float(self.busy_s() + self.launches * self.constants["gaps"][name_mode(self.phase)])
 
+    @property
+    def launches(self) -> float:
+        return sum(piece.launches for piece in self.pieces)
+
     def host_s(self) -> float:
+        """Seconds in which the host dispatches a step, if it never waited."""
         if self.compiled:
             return float(self.launches * self.constants["compiled"]["launch_s"])
-        total = 0.0
-        for dispatched, times, phase, calls in self.host:
-            total += host_seconds(self.constants["host"], dispatched, phase, calls) * times
-        return total
+        return sum(each.seconds for each in self.hosted)
+
+    def step_s(self, host_factor: float = 1.0, pause_s: float = 0.0) -> float:
+        """Seconds of a step on a host that takes so many times longer, and that pauses after each step."""
+        device_s = self.device_s()
+        if self.compiled or not self.pieces:
+            return max(device_s, self.host_s() * host_factor)
+        scale = device_s / sum(piece.seconds for piece in self.pieces)
+        found: dict[Place, Segment] = {}
+        many = self.times
+        for piece in self.pieces:
+            at = found.get(piece.place, _NOTHING)
+            share = 1 if piece.place.way == 2 else many
+            found[piece.place] = at._replace(
+                device_s=at.device_s + piece.seconds * scale / share, launches=at.launches + piece.launches / share
+            )
+        for each in self.hosted:
+            at = found.get(each.place, _NOTHING)
+            share = 1 if each.place.way == 2 else many
+            found[each.place] = at._replace(
+                host_s=at.host_s + each.seconds * host_factor / share, waits=at.waits + each.waits / share
+            )
+        # Micro-batches come one after another; where they are many, all but a few are alike.
+        once = order({place: at for place, at in found.items() if place.way < 2}, self.stacks)
+        last = [at for place, at in sorted(found.items()) if place.way == 2]
+        shown = min(many, 3)
+        wake_s = _WAKE * self.constants["host"][name_phase(self.phase)][1] * host_factor
+        total = run([*(once * shown), *last], pause_s, wake_s)
+        return total + (many - shown) * run(once, 0.0, wake_s) if many > shown else total
 
     def error(self, bound: str) -> float:
         """Relative half width: errors of many operators average out in part, those they share do not."""
         floor = self.constants["error"]
         if not self.machine.is_measured:
             return _UNMEASURED if self.is_recorded else 1.5 * _UNMEASURED
-        if bound == "host":
-            return float(floor["host"]) if self.is_recorded else 2 * float(floor["host"])
-        total = sum(piece.seconds for piece in self.pieces)
-        apart = math.sqrt(sum(piece.error**2 for piece in self.pieces)) / total if total else 0.0
-        wide = float(floor["device"]) + apart + (_EXPERTS if self.has_experts else 0.0)
-        wide += float(floor["compiled"]) if self.compiled else 0.0
+        wide = float(floor[bound]) + (0.0 if self.machine.is_own else _OTHER[bound])
+        if bound == "device":
+            total = sum(piece.seconds for piece in self.pieces)
+            wide += math.sqrt(sum(piece.error**2 for piece in self.pieces)) / total if total else 0.0
+            wide += _EXPERTS if self.has_experts else 0.0
+            wide += float(floor["compiled"]) if self.compiled else 0.0
         return wide if self.is_recorded else 2 * wide
 
-    def late(self, bound: str) -> float:
+    def late(self, bound: str, host_factor: float) -> float:
         """How much later than its likeliest time a step may come, beyond the error: a busy host only delays."""
-        return float(self.constants["error"]["late"]) if bound == "host" else 0.0
+        is_near = bound == "host" or self.host_s() * host_factor > _NEAR * self.device_s()
+        return float(self.constants["error"]["late"]) if is_near else 0.0
 
     def breakdown(self, mid: float) -> dict[str, float]:
         found = dict.fromkeys(("products", "attention", "memory", "optimizer"), 0.0)
@@ -416,6 +473,7 @@ class Clock:
         return {
             "device": machine.device.id,
             "is_measured": machine.is_measured,
+            "is_own_machine": machine.is_measured and machine.is_own,
             "measured_on": provenance.get("device_id"),
             "torch": provenance.get("torch"),
             "date": provenance.get("date"),
@@ -452,6 +510,22 @@ def _tell_unmeasured(machine: Machine) -> str:
     )
 
 
+class Hosted(NamedTuple):
+    """What the host does for one module."""
+
+    place: Place
+    seconds: float
+    waits: float  # times that it reads a value from the device
+
+
+def find_order(module: str, group: str, way: str, stacks: tuple[Stack, ...], *, is_host: bool = False) -> Place:
+    """Where in a step: the forward pass, then the backward pass in the other order, then the optimizer."""
+    if way == "optimizer":  # the host goes through all tensors before the first is stepped
+        return Place(2, 0.0 if is_host else 1.0)
+    stage, inner = find_place(module, group, stacks)
+    return Place(0, stage, inner) if way == "forward" else Place(1, -stage, -inner)
+
+
 def host_seconds(constants: Mapping[str, Any], dispatched: Mapping[str, float], phase: str, calls: int) -> float:
     """Seconds in which the host dispatches a step's operators; in phases without gradients, all calls together."""
     features = host_features(dispatched, calls, constants["units"])
@@ -470,25 +544,36 @@ def name_mode(phase: str) -> str:
     return "train" if phase == "train" else "forward"
 
 
+def is_loud(kind: str) -> bool:
+    """Whether an operator launches a kernel."""
+    return kind not in ("view", "make", "module", "node")
+
+
 def count_again(dispatched: Mapping[str, float]) -> float:
     """Operators with a kernel that checkpointing runs again."""
-    quiet = ("view", "make", "module", "node")
-    return sum(many for name, many in dispatched.items() if name.startswith("again ") and name.split()[1] not in quiet)
+    return sum(many for name, many in dispatched.items() if name.startswith("again ") and is_loud(name.split()[1]))
+
+
+def find_unit(way: str, kind: str, units: Mapping[str, float]) -> float:
+    """What the host takes for an operator, in units of an addition; one where that is not known.
+
+    Of a kind that was not measured by itself (cat_strided_wide), the next wider one (cat_strided, cat).
+    """
+    if way == "optimizer":
+        kind = "tensor"
+    elif way == "backward" and f"{kind}_backward" in units:
+        kind += "_backward"
+    while kind and kind not in units:
+        kind = kind.rpartition("_")[0]
+    return units.get(kind, 1.0)
 
 
 def host_features(dispatched: Mapping[str, float], calls: int, units: Mapping[str, float]) -> tuple[float, float]:
-    """What host time is made of: calls of the model, and all that they dispatch in units of one addition.
-
-    Of a kind that was not measured by itself (cat_strided_wide), the next wider one (cat_strided, cat); one unit else.
-    """
+    """What host time is made of: calls of the model, and all that they dispatch in units of one addition."""
     total = 0.0
     for name, many in dispatched.items():
         way, _, kind = name.partition(" ")
-        if way == "optimizer":
-            kind = "tensor"
-        while kind and kind not in units:
-            kind = kind.rpartition("_")[0]
-        total += many * units.get(kind, 1.0)
+        total += many * find_unit(way, kind, units)
     return float(calls), total
 
 

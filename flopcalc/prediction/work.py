@@ -9,6 +9,7 @@ from flopcalc.count import Block, Row, product_flops
 from flopcalc.estimate import Estimator
 from flopcalc.operators import Operator, Operators, list_operators
 from flopcalc.ops import Op
+from flopcalc.prediction.timeline import Stack
 from flopcalc.recipe import iterate
 from flopcalc.workload import Feature, Workload, attention_calls, evaluate_feature
 
@@ -69,15 +70,35 @@ class Moved(NamedTuple):
     tensors: int = 0  # an optimizer: how many it goes over
 
 
+class Dispatched(NamedTuple):
+    """What the host dispatches for a module."""
+
+    module: str
+    group: str
+    way: str  # forward, backward, again (forward, while the backward pass runs), optimizer
+    kind: str
+    many: float
+
+
 class Work(NamedTuple):
-    """A step's work, and the operators that the host dispatches: class -> how many."""
+    """A step's work, and the operators that the host dispatches."""
 
     products: tuple[Product, ...]
     attention: tuple[Attention, ...]
     moved: tuple[Moved, ...]
-    dispatched: dict[str, float]
+    hosted: tuple[Dispatched, ...]
+    stacks: tuple[Stack, ...]  # the model's stages in order of dataflow
     notes: tuple[str, ...] = ()
     is_recorded: bool = True  # the family's operators are known
+
+    @property
+    def dispatched(self) -> dict[str, float]:
+        """Way and kind -> how many."""
+        found: dict[str, float] = {}
+        for each in self.hosted:
+            name = f"{each.way} {each.kind}"
+            found[name] = found.get(name, 0) + each.many
+        return found
 
 
 # --- From the core's op list ------------------------------------------------------------------------------------------
@@ -99,6 +120,7 @@ def make_work(
     """
     found = _list_operators(estimator, load, "eager" if kernel == "eager" else "sdpa", dtype_bytes)
     masked = {each.module for each in found.rows if each.kind == "attention_masked"}
+    masked -= {each.module for each in found.rows if each.kind == "attention" and each.direction == "forward"}
     maker = _Maker(load, kernel, masked)
     rows = estimator.rows(load, "hardware")
     keys = _find_key_heads(estimator)
@@ -111,11 +133,10 @@ def make_work(
             maker.add_attention(block, row, keys)
         elif row.op.kind == "product" and row.forward:
             maker.add_flops(block, row, value)
-    dispatched: dict[str, float] = {}
-    moved = []
+    hosted, moved = [], []
     for each in found.rows:
-        name = f"{'again' if each.is_again else each.direction} {each.kind}"
-        dispatched[name] = dispatched.get(name, 0) + each.count
+        way = "again" if each.is_again else each.direction
+        hosted.append(Dispatched(each.module, each.group, way, each.kind, each.count))
         if each.kind not in HOST_ONLY:
             kind = each.kind
             if kind == "cast":
@@ -139,10 +160,18 @@ def make_work(
             Moved("optimizer", "optimizer", "optimizer", optimizer, (2 + states) * size, (1 + states) * size,
                   tensors=tensors)
         )  # fmt: skip
-        dispatched[f"optimizer {optimizer}"] = tensors
+        hosted.append(Dispatched("optimizer", "optimizer", "optimizer", optimizer, tensors))
+    stacks = tuple(
+        Stack(
+            stage.path, len(stage.layers) if stage.repeated else 0,
+            tuple(dict.fromkeys(op.name for op in iterate(stage.layers[0]))),
+        )
+        for stage in estimator.stages
+    )  # fmt: skip
     return Work(
-        tuple(maker.products), tuple(maker.attention), tuple(moved), dispatched, tuple(notes), found.is_recorded
-    )
+        tuple(maker.products), tuple(maker.attention), tuple(moved), tuple(hosted), stacks, tuple(notes),
+        found.is_recorded,
+    )  # fmt: skip
 
 
 def _find_key_heads(estimator: Estimator) -> dict[str, int]:

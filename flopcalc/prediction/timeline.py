@@ -1,0 +1,117 @@
+"""Pieces of a step in their order go in, with what each takes on host and device; seconds of the step come out.
+
+The host queues kernels and runs ahead of the device, until it reads a value from it (most of HF's training steps do so
+when they make their mask, and where images enter or leave the text): then it waits, and the device starts from nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+_QUEUE = 1024  # kernels that CUDA lets the host be ahead
+_ROUNDS = 3  # steps until they are alike
+
+
+class Stack(NamedTuple):
+    """A stage of a model: a stack of layers, or a module beside them."""
+
+    path: str
+    layers: int  # 0: no stack
+    names: tuple[str, ...] = ()  # of a layer's modules, in their order
+
+
+class Segment(NamedTuple):
+    """Work that comes one after another."""
+
+    host_s: float = 0.0
+    device_s: float = 0.0
+    launches: float = 0.0
+    waits: float = 0.0  # times that the host waits for the device, before anything else
+
+
+class Place(NamedTuple):
+    """Where in a step: a pass, a stage in it or what is before one, and a module of a layer."""
+
+    way: int  # 0: forward pass; 1: backward pass, numbers negative; 2: optimizer
+    stage: float = 0.0
+    module: float = 0.0
+
+
+def find_place(module: str, group: str, stacks: Sequence[Stack]) -> tuple[float, float]:
+    """Where a module stands in the order of a forward pass: its stage, a half less for what is before it; in its layer.
+
+    A module around stacks (model) comes before the first of them, around towers and language before the language.
+    """
+    if not module:
+        return float(len(stacks)), 0.0  # the loss
+    own = [i for i, stack in enumerate(stacks) if f"{module}.".startswith(f"{stack.path}.")]
+    if own:
+        at = max(own, key=lambda i: len(stacks[i].path))
+        inner = module[len(stacks[at].path) :].removeprefix(".*").removeprefix(".")
+        return float(at), _find_inner(inner, stacks[at].names)
+    around = f"{module}."
+    while around:
+        inside = [i for i, stack in enumerate(stacks) if stack.layers and stack.path.startswith(around)]
+        if inside:
+            return (inside[-1] if group == "language" else inside[0]) - 0.5, 0.0
+        outer = around[:-1].rpartition(".")[0]
+        around = f"{outer}." if outer else ""
+    return -0.5, 0.0
+
+
+def _find_inner(inner: str, names: Sequence[str]) -> float:
+    """The number of a layer's module; one around others comes with the first of them, the layer itself at its end."""
+    if not inner:
+        return float(len(names))
+    for i, name in enumerate(names):
+        if inner == name or name.startswith(f"{inner}.") or (name and inner.startswith(f"{name}.")):
+            return float(i)
+    return float(len(names))
+
+
+def order(found: Mapping[Place, Segment], stacks: Sequence[Stack]) -> list[Segment]:
+    """Work by its place -> segments in their order, each layer of a stack after the other."""
+    segments: list[Segment] = []
+    stages: dict[tuple[int, float], list[Segment]] = {}
+    for place in sorted(found):
+        stages.setdefault((place.way, place.stage), []).append(found[place])
+    for (_, stage), parts in stages.items():
+        at = abs(stage)
+        layers = stacks[int(at)].layers if at.is_integer() and at < len(stacks) else 0
+        for i in range(max(1, layers)):
+            segments += [_take_share(part, i, max(1, layers)) for part in parts]
+    return segments
+
+
+def _take_share(part: Segment, i: int, layers: int) -> Segment:
+    host_s, device_s, launches, waits = part
+    return Segment(host_s / layers, device_s / layers, launches / layers, float(i < waits))
+
+
+def run(segments: Sequence[Segment], pause_s: float = 0.0, wake_s: float = 0.0) -> float:
+    """Seconds of one of many steps after each other; with a pause of the host after each, until the host is through.
+
+    `wake_s` goes by until a device that the host has waited for is as busy as it can be.
+    """
+    host = device = begun = before = waiting = 0.0
+    queued: deque[tuple[float, float]] = deque()  # (when the device ends it, launches)
+    for _ in range(_ROUNDS):
+        begun, before = host, max(host, device)
+        for host_s, device_s, launches, waits in segments:
+            if waits:
+                host = max(host, device)
+                device = host + wake_s
+            while queued and (waiting > _QUEUE or queued[0][0] <= host):
+                ended, many = queued.popleft()
+                waiting -= many
+                host = max(host, ended)
+            start = host
+            host += host_s
+            if launches:
+                device = max(max(device, start) + device_s, host)
+                queued.append((device, launches))
+                waiting += launches
+        host += pause_s
+    return host - begun - pause_s if pause_s else max(host, device) - before
