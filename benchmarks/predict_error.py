@@ -135,8 +135,12 @@ def get_config(name: str) -> Json:
     return runs.cut_config(*{**runs.MODELS, **TEST}[name])
 
 
-def fit(profiles: Path, out: Path) -> None:
-    """Make a predictor of the fitted models alone, as `flopcalc calibrate --predictor` does at its end."""
+def fit(profiles: Path, cases: Path, out: Path) -> None:
+    """Make a predictor as `flopcalc calibrate --predictor` does at its end.
+
+    The large training steps of the last test are fitted on too, now that its result is kept: the calibration measured
+    single steps, at a clock that a device does not keep up for long.
+    """
     from flopcalc.calibration import find_table, load_table
     from flopcalc.measure.fit import fit_predictor, save_predictor
 
@@ -144,7 +148,9 @@ def fit(profiles: Path, out: Path) -> None:
     provenance = measured["provenance"]
     stored = {table: find_table(provenance["device_id"], table) for table in ("attention", "gemm")}
     alone = {table: load_table(path).records() if path else [] for table, path in stored.items()}
-    constants = fit_predictor(measured["cases"], get_config, provenance, alone["attention"], alone["gemm"])
+    long = [case for case in _read(cases)["cases"] if case["phase"] == "train" and not case["is_host"]]
+    records = [*measured["cases"], *long]
+    constants = fit_predictor(records, get_config, provenance, alone["attention"], alone["gemm"])
     save_predictor(str(out), constants)
 
 
@@ -323,7 +329,7 @@ def main() -> int:
     if given.out is None:
         parser.error(f"{given.command} needs --out FILE")
     if given.command == "fit":
-        fit(given.profiles, given.out)
+        fit(given.profiles, given.cases, given.out)
     elif given.command == "keep":
         if given.journal is None or given.predictor is None:
             parser.error("keep needs --journal FILE and --predictor FILE")

@@ -95,8 +95,8 @@ _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 # operator at all.
 RECORDED_KINDS = frozenset(KINDS) - {"wrapper"} | {
     "pointwise_mixed", "pointwise_strided", "pointwise_strided_mixed", "pointwise_strided_wide", "copy_strided",
-    "copy_strided_wide", "cast_strided", "cat_one", "cat_strided", "cat_strided_wide", "attention_masked", "module",
-    "node",
+    "copy_strided_wide", "cast_strided", "cat_one", "cat_strided", "cat_strided_wide", "product_grouped",
+    "attention_masked", "module", "node",
 }  # fmt: skip
 
 

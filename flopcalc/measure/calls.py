@@ -25,7 +25,7 @@ def make_calls(bench: Bench) -> dict[str, list[Callable[[], Any]]]:
     wide, heads, base = draw(8, 64, dtype=torch.float32), draw(1, 4, 64, 64), draw(16, 64)
     mask = torch.ones(1, 1, 64, 64, dtype=torch.bool, device=bench.device).tril()
     places = torch.randint(0, 4, (16,), device=bench.device)
-    return {
+    found: dict[str, list[Callable[[], Any]]] = {
         "pointwise": [lambda: x + y, lambda: x * y, lambda: -x, lambda: functional.silu(x), lambda: wide.pow(2),
                       lambda: torch.rsqrt(wide)],
         "view": [lambda: x.view(8, 4, 16), lambda: x.transpose(0, 1), lambda: x[..., :32], lambda: x.unsqueeze(0)],
@@ -45,6 +45,10 @@ def make_calls(bench: Bench) -> dict[str, list[Callable[[], Any]]]:
         "attention": [lambda: functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)],
         "attention_masked": [lambda: functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)],
     }  # fmt: skip
+    if bench.is_gpu and hasattr(torch, "_grouped_mm"):
+        experts, ends = draw(4, 64, 64), torch.tensor([4, 8, 12, 16], device=bench.device, dtype=torch.int32)
+        found["product_grouped"] = [lambda: torch._grouped_mm(base, experts, offs=ends)]
+    return found
 
 
 def measure_units(bench: Bench) -> dict[str, float]:

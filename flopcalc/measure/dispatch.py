@@ -230,7 +230,7 @@ def _describe_moved(
     """What an operator moves, as the kernels behind it do; some are several kernels."""
     kind = "view" if func.is_view else classify(name)
     if kind in ("view", "make", "product", "attention"):
-        return [(name, kind, (), ())]
+        return [(name, "product_grouped" if "grouped" in name else kind, (), ())]
     written = _list_sizes(out)
     if kind == "fill":
         return [(name, kind, (), written)]

@@ -402,13 +402,17 @@ def fit_device(cases: Sequence[Modelled], constants: Json) -> tuple[dict[str, fl
     walls: list[tuple[str, float, float, float, float]] = []
     for each in cases:
         case = each.case
-        if case["compiled"] or case["phase"] == "decode" or case["recompute"] != "none" or not case.get("busy_us"):
+        if case["compiled"] or case["phase"] == "decode" or case["recompute"] != "none" or case["spread"] > 0.1:
             continue
-        if case["busy_us"] * 1e-6 > 0.93 * case["seconds"] and case["spread"] < 0.1 and each.work.is_recorded:
-            clock = _run_clock(each, constants)
+        clock = _run_clock(each, constants)
+        pace = case["probe_s"] / constants["probe_s"][name_mode(case["phase"])] if "probe_s" in case else 1.0
+        if "busy_us" in case:
+            is_bound = case["busy_us"] * 1e-6 > 0.93 * case["seconds"]
+        else:
+            is_bound = clock.host_s() * pace < 0.6 * clock.device_s()
+        if is_bound and each.work.is_recorded:
             told = sum(piece.seconds for piece in clock.pieces)
             rate = clock.flops / told / clock.machine.peak
-            pace = case["probe_s"] / constants["probe_s"][name_mode(case["phase"])] if "probe_s" in case else 1.0
             idle_s = clock.step_s(pace) - clock.device_s()  # until the host has queued something
             walls.append((name_mode(case["phase"]), told, rate, clock.launches, case["seconds"] - idle_s))
 
@@ -434,7 +438,7 @@ def _run_clock(each: Modelled, constants: Json, compiled: bool = False) -> Clock
 HOST_PHASES = ("train", "forward", "decode")
 # In units of an addition, what cannot be called by itself: a module's own Python, autograd's nodes, an optimizer's
 # tensors, gradients of attention and those that are added up by index (many kernels); others where not measured.
-_UNITS = {"view": 0.4, "make": 0.6, "product": 2.2, "attention": 3.5, "sort": 4.0,
+_UNITS = {"view": 0.4, "make": 0.6, "product": 2.2, "product_grouped": 2.5, "attention": 3.5, "sort": 4.0,
           "attention_backward": 6.0, "scatter_backward": 8.0, "module": 1.0, "node": 0.3, "tensor": 1.0}  # fmt: skip
 
 

@@ -107,7 +107,7 @@ class Lane:
         is seen when the steps are handed over.
         """
         running.name, shape = self.snapshot.key[0]
-        running.shapes = frozenset({shape})
+        running.shapes = frozenset([tuple(shape)] if shape else [])
         running.other = next((name for name in self._names if name != running.name), running.name)
         is_simple = len(self._names) <= 2 and not self._others and not self._nones
         running.fits = None if is_simple else self._fits

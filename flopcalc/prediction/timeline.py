@@ -80,14 +80,18 @@ def order(found: Mapping[Place, Segment], stacks: Sequence[Stack]) -> list[Segme
     for (_, stage), parts in stages.items():
         at = abs(stage)
         layers = stacks[int(at)].layers if at.is_integer() and at < len(stacks) else 0
-        for i in range(max(1, layers)):
-            segments += [_take_share(part, i, max(1, layers)) for part in parts]
+        for i in range(layers):
+            segments += [each for part in parts for each in _take_layer(part, i, layers)]
+        segments += parts if not layers else []
     return segments
 
 
-def _take_share(part: Segment, i: int, layers: int) -> Segment:
-    host_s, device_s, launches, waits = part
-    return Segment(host_s / layers, device_s / layers, launches / layers, float(i < waits))
+def _take_layer(part: Segment, i: int, layers: int) -> list[Segment]:
+    """One layer's share. A layer that reads has sent its large kernels, and does its small ones when it has read."""
+    host_s, device_s, launches = (value / layers for value in part[:3])
+    if i >= part.waits:
+        return [Segment(host_s, device_s, launches)]
+    return [Segment(host_s / 2, device_s, launches), Segment(host_s / 2, waits=1.0)]
 
 
 def run(segments: Sequence[Segment], pause_s: float = 0.0, wake_s: float = 0.0) -> float:

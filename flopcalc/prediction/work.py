@@ -14,7 +14,9 @@ from flopcalc.recipe import iterate
 from flopcalc.workload import Feature, Workload, attention_calls, evaluate_feature
 
 # Kinds of operators that cost the host alone: no kernel, or one that is timed as a product or an attention call.
-HOST_ONLY = ("view", "make", "product", "attention", "attention_masked", "module", "node", "read", "wrapper")
+HOST_ONLY = (
+    "view", "make", "product", "product_grouped", "attention", "attention_masked", "module", "node", "read", "wrapper",
+)  # fmt: skip
 
 
 class Product(NamedTuple):

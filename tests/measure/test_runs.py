@@ -37,6 +37,50 @@ def test_cases_run_and_are_profiled() -> None:
         assert seen["probe_s"] > 0
 
 
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64,
+}  # fmt: skip
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("context", [4, 6, 7, 8, 20])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", **TEXT},
+        {"model_type": "qwen2", **TEXT},
+        {"model_type": "gemma3_text", **TEXT, **SLIDING},
+        {"model_type": "mistral", **TEXT, "sliding_window": 8},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_every_decoding_step_starts_behind_the_same_context(config: dict[str, Any], context: int) -> None:
+    runner = runs.Runner("cpu", lambda _: config)
+    case = runs.make_case("tiny", "decode", 2, 3, context=context)
+    step = runner.make_step(case)
+    seen: list[tuple[int, torch.Tensor]] = []
+
+    def watch(_: Any, __: Any, given: dict[str, Any], out: Any) -> None:
+        seen.append((given["past_key_values"].get_seq_length(), out.logits[:, -1]))
+
+    hook = runner.model.register_forward_hook(watch, with_kwargs=True)
+    for _ in range(3):
+        step()
+    hook.remove()
+    # A full window is cut back after each token.
+    after = [context] * 3 if config.get("sliding_window", 99) <= context + 3 else [context, context + 1, context + 2]
+    assert [length for length, _ in seen] == 3 * [length + 1 for length in after]
+    for i, (_, logits) in enumerate(seen[3:]):
+        assert torch.equal(logits, seen[i % 3][1])
+    # The same tokens in one pass without a cache.
+    ids = torch.cat([runner._make_inputs(case)["input_ids"], torch.full((2, 3), 3)], dim=1)
+    with torch.no_grad():
+        whole = runner.model(input_ids=ids, use_cache=False).logits
+    for i, length in enumerate(after):
+        torch.testing.assert_close(seen[i][1].float(), whole[:, length].float(), rtol=0.05, atol=0.05)
+
+
 def test_a_model_that_cannot_be_built_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is too large fails its own cases; those before and after it are measured."""
     built = []

@@ -14,7 +14,7 @@ import torch
 from tiny import CONFIG, list_hung, make_llama, make_text, pad
 
 from flopcalc.monitor import TrainingMonitor
-from flopcalc.monitor.hooks import Caller, Running
+from flopcalc.monitor.hooks import Caller, Running, _is_call_known
 from flopcalc.monitor.intake import Snapshot
 from flopcalc.monitor.lane import Lane, RunEntry
 
@@ -349,3 +349,110 @@ def test_traces_and_exports_are_those_of_a_bare_model(tmp_path: Any) -> None:
     with TrainingMonitor(tmp_path, CONFIG, model=module):
         assert len(list_hung(module)) == 1
         assert look() == bare
+
+
+# --- Where torch's call would do nothing but call forward -------------------------------------------------------------
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul(2).relu()
+
+
+def open_on(module: torch.nn.Module, x: torch.Tensor) -> tuple[Running, Monitor]:
+    running, monitor = hang(module, "around")
+    open_lane(running, {"x": x}, ("x",))
+    return running, monitor
+
+
+def watch_torchs_call(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Modules that are called through torch's own call."""
+    through: list[Any] = []
+    theirs = torch.nn.Module._call_impl
+    monkeypatch.setattr(Twice, "_call_impl", lambda self, **kwargs: through.append(self) or theirs(self, **kwargs))
+    return through
+
+
+REGISTRATIONS: list[Any] = [
+    lambda module, hook: module.register_forward_pre_hook(hook),
+    lambda module, hook: module.register_forward_hook(hook),
+    lambda module, hook: module.register_forward_hook(hook, always_call=True),
+    lambda module, hook: module.register_full_backward_pre_hook(hook),
+    lambda module, hook: module.register_full_backward_hook(hook),
+    lambda _, hook: torch.nn.modules.module.register_module_forward_pre_hook(hook),
+    lambda _, hook: torch.nn.modules.module.register_module_forward_hook(hook),
+    lambda _, hook: torch.nn.modules.module.register_module_full_backward_pre_hook(hook),
+    lambda _, hook: torch.nn.modules.module.register_module_full_backward_hook(hook),
+]
+
+
+@pytest.mark.parametrize("register", REGISTRATIONS)
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+def test_every_hook_that_comes_later_runs(register: Any) -> None:
+    module, x, seen = Twice(), torch.ones(2, 3, requires_grad=True), []
+    running, monitor = open_on(module, x)
+    module(x=x).sum().backward()
+    handle = register(module, lambda *_: seen.append(1))
+    try:
+        module(x=x).sum().backward()
+    finally:
+        handle.remove()
+    assert len(seen) == 1
+    module(x=x).sum().backward()
+    assert len(seen) == 1
+    assert (running.calls, running.is_unended, monitor.seen) == (3, False, [])
+
+
+def test_a_bare_module_is_not_called_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = Twice(), torch.ones(2, 3)
+    running, _ = open_on(module, x)
+    through = watch_torchs_call(monkeypatch)
+    module(x=x)
+    assert (through, running.calls) == ([], 1)
+    vars(module)["forward"] = lambda x: x + 7
+    assert torch.equal(module(x=x), x + 7)
+    assert (through, running.calls) == ([], 2)
+    handle = module.register_forward_hook(lambda *_: None)
+    module(x=x)
+    handle.remove()
+    assert (len(through), running.calls) == (1, 3)
+    module._forward_hooks = {1: lambda *_: None}  # type: ignore[assignment]
+    module(x=x)
+    assert (len(through), running.calls) == (2, 4)
+    del module._forward_hooks  # nobody does, but it is theirs to raise
+    with pytest.raises(AttributeError):
+        module(x=x)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_another_torchs_call_is_never_left_out(is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _is_call_known(Twice())  # else steps take longer, and nothing is wrong: see what torch's call asks now
+    if is_own:
+        through = watch_torchs_call(monkeypatch)
+    else:
+        through, theirs = [], torch.nn.Module._call_impl
+        monkeypatch.setattr(
+            torch.nn.Module, "_call_impl", lambda self, **kwargs: through.append(self) or theirs(self, **kwargs)
+        )
+    module, x = Twice(), torch.ones(2, 3)
+    assert not _is_call_known(module)
+    running, _ = open_on(module, x)
+    module(x=x)
+    assert (len(through), running.calls) == (1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+def test_a_trace_in_a_lane_is_that_of_a_bare_model() -> None:
+    x = torch.ones(2, 3)
+
+    def look(module: torch.nn.Module) -> str:
+        traced: Any = torch.jit.trace(module, example_kwarg_inputs={"x": x}, check_trace=False)
+        return str(traced.code)
+
+    bare, module = look(Twice()), Twice()
+    running, monitor = open_on(module, x)
+    assert look(module) == bare
+    assert (running.calls, len(monitor.seen)) == (0, 1)
+    module(x=x)
+    assert running.calls == 1

@@ -143,6 +143,12 @@ def test_another_device_is_marked_as_not_measured() -> None:
     assert width >= 0.6
 
 
+@pytest.mark.parametrize(("dtype", "is_alike"), [("fp16", True), ("bf16", False), ("fp32", False)])
+def test_what_was_measured_in_another_dtype_is_said(dtype: str, is_alike: bool) -> None:
+    found = predict("llama-3.2-1b", device="h200", dtype=dtype, advise=False, **LARGE)
+    assert ("measured in bf16; fp16 is taken as alike" in found.notes) == is_alike
+
+
 def test_decode_and_images() -> None:
     decode = predict("qwen2-vl-2b", device="h200", batch_size=2, seq_len=4, phase="decode", context=300)
     assert decode.bound == "host"
@@ -177,6 +183,9 @@ def test_work_has_every_product_of_the_count() -> None:
         ({"device": "h200", "phase": "prefill", "grad_accum": 2}, "belongs to phase train"),
         ({"device": "h200", "lora": {"r": 8}}, "lora is no part of the workload: it belongs to the recipe"),
         ({"device": "h200", "convention": "full"}, "convention is no part of the workload"),
+        ({"device": "h200", "sequence_length": 8}, "keyword 'sequence_length' unknown. Did you mean seq_len"),
+        ({"device": "h200", "dtpye": "bf16"}, "keyword 'dtpye' unknown. Did you mean dtype"),
+        ({"device": "h200", "batch": {"input_ids": [[1, 2]]}}, "batch already says sizes"),
     ],
 )
 def test_wrong_input(options: dict[str, object], words: str) -> None:

@@ -130,6 +130,9 @@ def put_flags(tiny: Json, published: Json) -> Json:
 def deepen(config: Json) -> Json:
     """At least four layers: a first, a last, and two between them; at least two heads of keys."""
     out = {key: deepen(value) if isinstance(value, dict) else value for key, value in config.items()}
+    if "no_rope_layers" in out or "no_rope_layer_interval" in out:  # as real ones: the last of four does not rotate
+        out.pop("no_rope_layers", None)
+        out["no_rope_layer_interval"] = 4
     is_listed = any(isinstance(value, list) and "layer" in key for key, value in out.items())
     for key in ("num_hidden_layers", "depth", "n_layer"):
         if isinstance(out.get(key), int) and not is_listed:

@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, int, int]] = {
     "qwen2.5-0.5b-short": ("qwen2.5-0.5b", 6, 0),
 }
 _COMPILED = ("llama-3.2-1b-short", "qwen2.5-0.5b-short")
+_SETTLE_S = 1.5  # of work until a device at its power limit has found its clock
 _TRAIN = ((1, 48), (1, 1024), (4, 2048), (1, 4096))
 _AGAIN = ("llama-3.2-1b", "gemma-2b", "phi-3-mini", "mixtral-8x7b", "qwen2-vl-2b")  # recomputation, on the host
 FIT_GRIDS = {"qwen2-vl-2b": [[1, 36, 52]], "qwen2.5-vl-3b": [[1, 36, 48]], "llava-1.5-7b": [[1, 24, 24]]}
@@ -58,6 +59,8 @@ def list_cases(suite: str) -> Iterator[Json]:
                 yield make_case(model, "train", batch, seq)
             else:
                 yield make_case(model, "train", batch, seq, grids)
+        if model == "gemma-3-1b":  # masks that no cache holds
+            yield make_case(model, "train", 1, 8192)
         yield make_case(model, "train", 4, 1024, grids, recompute="full")
         yield make_case(model, "prefill", 4, 1024, grids)
         yield make_case(model, "decode", 16, 2, context=1000)
@@ -240,6 +243,9 @@ class Runner:
         bench.synchronize()
         once_s = time.perf_counter() - start
         steps = max(6, min(self.most_steps, round(self.work_s / max(once_s, 1e-4))))
+        if bench.is_gpu and queued_s < 0.8 * once_s:  # the device rules: at the clock that it keeps up for long
+            for _ in range(round(_SETTLE_S / once_s)):
+                step()
         record: Json = dict(case)
         probe = self._get_probe(case)
         probe()
