@@ -387,7 +387,7 @@ SHELLS = {
     "TrainingMonitor.pause", "TrainingMonitor.metrics", "TrainingMonitor.say", "TrainingMonitor.close",
     "TrainingMonitor._fail", "TrainingMonitor._is_copy", "TrainingMonitor.__enter__", "TrainingMonitor.__exit__",
     "StepContext.__init__", "StepContext.__enter__", "StepContext.__exit__", "StepContext.log", "Running.see",
-    "Running.look", "Running.done", "_make_call.<locals>.call", "DtypeHook.__call__", "Watched.__init__",
+    "Running.look", "Running.done", "_make_short_call.<locals>.call", "DtypeHook.__call__", "Watched.__init__",
     "Watched.__iter__", "_warn", "_WeakSay.__call__",
 }  # fmt: skip
 
