@@ -2,8 +2,9 @@
 
 The protocol, fixed before anything was measured:
 
-- `flopcalc calibrate --predictor` measures the models of flopcalc/measure/tables/runs.py; a predictor is made of these
-  alone. `keep` takes its records out of the journal into benchmarks/results, `fit` makes the predictor of them again.
+- `flopcalc calibrate --predictor` measures the models of flopcalc/measure/tables/runs.py; the predictor that is tested
+  is made of these alone. `keep` takes its records out of the journal into benchmarks/results, `fit` makes the predictor
+  of them again.
 - `measure` times the models of TEST, at lengths and batches that no fit has seen, on the same machine right after.
   Nobody looks at them before the predictor is frozen, that is committed; then `report` predicts every case once.
 - Large steps are timed without pause by the device's clock (`wall`: the middle of all steps). Small ones are timed
@@ -35,7 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 
 MARKS = ("<!-- tables of predict_error.py -->", "<!-- end of tables -->")
 
-# Test models: none is fitted on. Preset, layers kept (text, vision).
+# Test models: the calibration measures none of them. Preset, layers kept (text, vision).
 TEST: dict[str, tuple[str, int, int]] = {
     "llama-3.2-3b": ("llama-3.2-3b", 14, 0),
     "qwen2.5-7b": ("qwen2.5-7b", 8, 0),
@@ -145,7 +146,7 @@ def fit(profiles: Path, cases: Path, out: Path) -> None:
     from flopcalc.measure.fit import fit_predictor, save_predictor
 
     measured = _read(profiles)
-    provenance = measured["provenance"]
+    provenance = {**measured["provenance"], "clock_also_from": "benchmarks/results/predict_cases.json, training steps"}
     stored = {table: find_table(provenance["device_id"], table) for table in ("attention", "gemm")}
     alone = {table: load_table(path).records() if path else [] for table, path in stored.items()}
     long = [case for case in _read(cases)["cases"] if case["phase"] == "train" and not case["is_host"]]

@@ -48,6 +48,10 @@ def pick(found: Operators, module: str, direction: str) -> list[tuple[str, int, 
         ("aten::index_put_", "scatter"),
         ("aten::item", "wrapper"),
         ("aten::_local_scalar_dense", "read"),
+        ("aten::lift_fresh", "read"),
+        ("aten::embedding_dense_backward", "embedding_backward"),
+        ("aten::masked_scatter_backward", "scatter"),
+        ("aten::_grouped_mm", "product"),
         ("aten::__and__", "pointwise"),
         ("aten::no_such_operator", "other"),
         ("cudaLaunchKernel", "other"),
@@ -178,6 +182,61 @@ def test_decoding_reads_the_cache() -> None:
     assert ("cat", 2 * 51 * keys, 2 * 51 * keys, 2 * LAYERS) in rows
     twice = read(seq=2, phase="decode", context=50)
     assert sum(row.count for row in twice.rows) == 2 * sum(row.count for row in found.rows)
+
+
+def test_a_prefill_starts_its_cache() -> None:
+    """Keys and values are put behind nothing: one tensor is copied."""
+    keys = T * 8 * 128 * 2  # bytes
+    rows = pick(read(phase="prefill"), "model.layers.*.self_attn", "forward")
+    assert [row for row in rows if row[0].startswith("cat_one")] == [("cat_one", keys, keys, 2 * LAYERS)]
+
+
+SEEN = {"image_grid_thw": [[1, 16, 16]]}
+
+
+@pytest.mark.parametrize(
+    ("preset", "workload", "kind", "expected"),
+    [
+        # Where the host waits: making a mask, where images enter the text and back, in layers of a tower.
+        ("llama-3.1-8b", {}, "read", {("model", "forward"): 1}),
+        ("llama-3.1-8b", {"phase": "prefill"}, "read", {}),
+        ("paligemma-3b-224", SEEN, "read", {("model", "forward"): 3, ("model", "backward"): 1}),
+        ("llava-1.5-7b", {}, "read", {("model.language_model", "forward"): 1}),
+        ("qwen2-vl-2b", {}, "read", {}),  # positions of three kinds: nobody looks for packed rows
+        # A mask is handed over for a prefix that sees itself; without images there is none.
+        ("paligemma-3b-224", SEEN, "attention_masked", {("model.language_model.layers.*.self_attn", "forward"): 18}),
+        ("paligemma-3b-224", {}, "attention_masked", {}),
+        # Two products of each layer's experts, and two gradients of each.
+        ("mixtral-8x7b", {}, "product_grouped",
+         {("model.layers.*.mlp.experts", "forward"): 64, ("model.layers.*.mlp.experts", "backward"): 128}),
+        ("llama-3.1-8b", {}, "product_grouped", {}),
+        ("llama-3.1-8b", {}, "embedding_backward", {("model.embed_tokens", "backward"): 1}),
+        # A weight in bf16 times a norm in float32; Llama's is made bf16 first.
+        ("olmo-2-7b", {"phase": "forward"}, "pointwise_strided_mixed",
+         {("model.norm", "forward"): 1, ("model.layers.*.self_attn", "forward"): 4 * 32,
+          **{(f"model.layers.*.{name}", "forward"): 32 for name in (
+              "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "post_feedforward_layernorm")}}),
+        ("llama-3.1-8b", {}, "pointwise_strided_mixed", {}),
+    ],
+)  # fmt: skip
+def test_kinds_that_are_told_apart(
+    preset: str, workload: dict[str, Any], kind: str, expected: dict[tuple[str, str], int]
+) -> None:
+    found = Counter[tuple[str, str]]()
+    for row in list_operators(bind(preset), make_workload(1, 512, **workload)).rows:
+        if row.kind == kind:
+            found[row.module, row.direction] += row.count
+    assert found == expected
+
+
+def test_a_tower_that_reads_in_every_layer() -> None:
+    found = list_operators(bind("qwen2-vl-2b"), make_workload(1, 512, **SEEN))
+    reads = Counter[str]()
+    for row in found.rows:
+        if row.kind == "read":
+            reads[f"{row.direction} {row.module}"] += row.count
+    assert reads["forward model.visual.blocks.*.attn"] % 32 == 0 < reads["forward model.visual.blocks.*.attn"]
+    assert reads["backward model"] == 1
 
 
 def test_eager_attention_forms_scores() -> None:

@@ -524,7 +524,7 @@ def fit_predictor(
         "gaps": {"train": 2e-6, "forward": 1e-6},
         "power": [0.4, 0.2],
         "compiled": {"moved": 1.0, "launch_s": 0.0},
-        "error": {"device": 0.022, "host": 0.085, "late": 0.02, "compiled": 0.1},
+        "error": {"device": 0.03, "host": 0.097, "late": 0.02, "compiled": 0.1},
     }
     constants["probe_s"] = find_probes(hosts)
     taken = [

@@ -133,19 +133,18 @@ class RunEntry:
     """Steps of a lane with their values, those of a device on their way; ready when it has passed `end`."""
 
     __slots__ = (
-        "device_s", "end", "factor", "intake", "is_lost", "is_overwritten", "is_ready", "rows", "snapshot", "start",
-        "time", "waiting",
+        "_boundary", "_found", "_made", "_noted", "device_s", "end", "factor", "intake", "is_lost", "is_overwritten",
+        "is_ready", "snapshot", "start", "time", "waiting",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, copies: Copies | None, now_ns: int) -> None:
         self.snapshot = lane.snapshot
         self.intake = lane.intake
         self.factor = lane.factor
-        self.rows: list[Row] = []
-        boundary = lane.boundary
-        for number, begun, now, *rest in lane.rows:
-            self.rows.append(Row(number, begun, boundary, now, *rest))
-            boundary = now
+        self._noted = lane.rows
+        self._boundary = lane.boundary
+        self._made: list[Row] | None = None
+        self._found: dict[tuple[int, int], Any] = {}  # (step, place) -> what stands for a tensor there
         self.time = time.time() - now_ns / 1e9
         self.start = self.end = None
         self.device_s = math.nan
@@ -153,34 +152,45 @@ class RunEntry:
         self.waiting: list[tuple[Any, list[tuple[int, int]]]] = []  # copies, and whose values they hold
         self._gather(copies, lane.versions)
 
+    @property
+    def rows(self) -> list[Row]:
+        """The steps; made when they are digested, for training waits where they are handed over."""
+        if self._made is None:
+            self._made, boundary = [], self._boundary
+            for number, begun, now, *rest in self._noted:
+                self._made.append(Row(number, begun, boundary, now, *rest))
+                boundary = now
+            for (at, place), value in self._found.items():
+                self._made[at] = self._made[at]._replace(**{_PLACES[place]: value})
+        return self._made
+
     def _gather(self, copies: Copies | None, versions: tuple[int, ...]) -> None:
         """One copy for all values of a dtype that lie on the device; what was written into since is not known."""
         groups: dict[Any, list[tuple[int, int, Any]]] = {}
-        for at, row in enumerate(self.rows):
-            values = list(row.values)
-            for place, value in enumerate(values):
-                if type(value) in (float, int) or value is None:
+        for at, row in enumerate(self._noted):
+            for place, value in enumerate(row[-len(VALUES) :]):
+                if value is None or type(value) is float or type(value) is int:
                     continue
                 tensor, version = value if isinstance(value, Kept) else (value, versions[place])
                 if not is_tensor(tensor):
                     continue
-                values[place] = math.nan
-                tensor = tensor.detach()
+                found: Any = math.nan
                 if version >= 0 and tensor._version != version:
                     self.is_overwritten = True
                 elif tensor.is_cuda and copies is not None and tensor.numel() == 1:
                     groups.setdefault((tensor.dtype, tensor.device), []).append((at, place, tensor))
                 elif tensor.device.type == "cpu" and tensor.numel() == 1 and not tensor.is_complex():
-                    values[place] = float(tensor)  # at once: it may be written into again
+                    found = float(tensor.detach())  # at once: it may be written into again
                 else:
-                    values[place] = tensor  # read, or refused in words, with the others
-            self.rows[at] = row._replace(**dict(zip(_PLACES, values, strict=True)))
-        for found in groups.values():
+                    found = tensor.detach()  # read, or refused in words, with the others
+                self._found[at, place] = found
+        for taken in groups.values():
             import torch
 
-            stacked = torch.stack([tensor.reshape(()) for _, _, tensor in found])
+            with torch.no_grad():
+                stacked = torch.stack([tensor.reshape(()) if tensor.dim() else tensor for _, _, tensor in taken])
             assert copies is not None
-            self.waiting.append((copies.take(stacked), [(at, place) for at, place, _ in found]))
+            self.waiting.append((copies.take(stacked), [(at, place) for at, place, _ in taken]))
 
     def make_step(self, calls: int) -> StepEntry:
         """What all steps of so many micro-batches have in common."""

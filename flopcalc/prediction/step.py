@@ -172,7 +172,7 @@ def predict_estimate(
 ) -> Prediction:
     """The step whose FLOPs were counted: as `predict`."""
     check_positive(host_factor, "the host's factor")
-    if not 0 <= pause_s < math.inf:
+    if not isinstance(pause_s, (int, float)) or not 0 <= pause_s < math.inf:
         raise WorkloadError(f"pause_s is a number of seconds, 0 or more, not {format_value(pause_s)}")
     if optimizer not in OPTIMIZERS:
         near = format_nearest(str(optimizer), OPTIMIZERS)

@@ -65,8 +65,10 @@ def _find_inner(inner: str, names: Sequence[str]) -> float:
     """The number of a layer's module; one around others comes with the first of them, the layer itself at its end."""
     if not inner:
         return float(len(names))
+    if inner in names:
+        return float(names.index(inner))
     for i, name in enumerate(names):
-        if inner == name or name.startswith(f"{inner}.") or (name and inner.startswith(f"{name}.")):
+        if name.startswith(f"{inner}.") or (name and inner.startswith(f"{name}.")):
             return float(i)
     return float(len(names))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +47,101 @@ def test_a_module_by_hand() -> None:
         ("x", 12, ("up",)),
         ("f", 6, ("",)),
     }
+
+
+class Call(torch.nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.table = torch.nn.Embedding(5, 6)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+X, F, ROW = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 3), torch.ones(3)
+EMPTY, PLACES = torch.ones(0, 3), torch.tensor([0, 1, 1])
+HEADS, MASK = torch.ones(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool)
+ROWS, EXPERTS = torch.ones(16, 16, dtype=torch.bfloat16), torch.ones(2, 16, 16, dtype=torch.bfloat16)
+ENDS = torch.tensor([8, 16], dtype=torch.int32)
+
+
+def attend(given: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Looked up when it is called, as HF's code does: a trace stands in its place."""
+    return torch.nn.functional.scaled_dot_product_attention(given, given, given, attn_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("function", "kinds"),
+    [
+        # Elementwise: alike in memory or not, of one floating dtype or two.
+        (lambda: X * X, ["pointwise"]),
+        (lambda: X * X[0], ["view", "pointwise_strided"]),
+        (lambda: F * ROW, ["pointwise_strided_wide"]),
+        (lambda: X * F, ["pointwise_mixed"]),
+        (lambda: X * ROW, ["pointwise_strided_mixed"]),
+        (lambda: X * X[0, 0].float(), ["view", "view", "cast", "pointwise"]),  # one number is no tensor to read
+        (lambda: F.masked_fill(F > 0, 1.0), ["pointwise", "pointwise"]),
+        # Caches: the first keys come behind nothing.
+        (lambda: torch.cat((EMPTY, F)), ["cat_one"]),
+        (lambda: torch.cat((X, X)), ["cat"]),
+        (lambda: torch.cat((X.t(), X.t())), ["view", "view", "cat_strided"]),
+        (lambda: torch.cat((F.t(), F.t())), ["view", "view", "cat_strided_wide"]),
+        (lambda: attend(HEADS, None), ["attention"]),
+        (lambda: attend(HEADS, MASK), ["attention_masked"]),
+        (lambda: torch.mm(ROWS, ROWS), ["product"]),
+        (lambda: torch._grouped_mm(ROWS, EXPERTS, offs=ENDS), ["product_grouped"]),
+        # Where the host waits for a value, or for a copy of its own.
+        (lambda: ROW.tolist(), ["read"]),
+        (lambda: PLACES.max().item(), ["reduce", "read"]),
+        (lambda: torch.tensor(3.0), ["read"]),
+        (lambda: torch.tensor([3, 4]), ["read"]),
+        (lambda: torch.tensor([]), ["view"]),  # nothing to copy
+        (lambda: torch.masked_select(ROW, PLACES > 0), ["pointwise", "gather", "read"]),
+        (lambda: torch.unique_consecutive(PLACES), ["sort", "read"]),
+        (lambda: torch.repeat_interleave(ROW, 2), None),
+    ],
+)
+def test_kinds_of_one_call(function: Callable[[], Any], kinds: list[str] | None) -> None:
+    def forward() -> None:
+        model()
+
+    model = Call(function)
+    found = [event.kind for event in trace_operators(model, forward).events]
+    if kinds is None:
+        assert "read" not in found  # the size is known
+    else:
+        assert found == ["module", *kinds]
+
+
+@pytest.mark.parametrize(("mask", "kind"), [(None, "attention"), (MASK[:3, :3], "attention_masked")])
+def test_a_call_of_attention_has_one_kind_of_gradient(mask: torch.Tensor | None, kind: str) -> None:
+    model = Call(lambda: attend(model.table(PLACES).view(1, 1, 3, 6), mask).sum())
+    found = trace_operators(model, model).events
+    seen = [(event.direction, event.kind) for event in found if event.kind.startswith("attention")]
+    assert seen == [("forward", kind), ("backward", "attention")]
+
+
+def test_gradients_that_are_read_or_added_by_index() -> None:
+    """Where images enter the text, the backward pass asks how many there are."""
+    model = Call(lambda: torch.ones(3, 6).masked_scatter(MASK[:3, :1], model.table(PLACES)).sum())
+    found = trace_operators(model, model).events
+    back = [(event.name, event.kind) for event in found if event.direction == "backward"]
+    scatter = [each for each in back if each[0] == "masked_scatter_backward"]
+    assert scatter == [("masked_scatter_backward", "scatter"), ("masked_scatter_backward", "read")]
+    assert ("embedding_dense_backward", "embedding_backward") in back
+    assert not [event for event in found if event.direction == "forward" and event.kind == "read"]
+
+
+def test_lists_are_only_watched_while_a_trace_runs() -> None:
+    before, attend = torch.Tensor.tolist, torch.nn.functional.scaled_dot_product_attention
+    model = Call(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trace_operators(model, model)
+    assert torch.Tensor.tolist is before
+    assert torch.nn.functional.scaled_dot_product_attention is attend
 
 
 def test_no_loss_no_backward() -> None:

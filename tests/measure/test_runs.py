@@ -16,6 +16,8 @@ from flopcalc.measure import predictor
 from flopcalc.measure.calibrate import main
 from flopcalc.measure.runner import Outcome, Result
 from flopcalc.measure.tables import runs
+from flopcalc.prediction.machine import SCHEMA, load_predictor
+from flopcalc.prediction.step import predict
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -25,16 +27,41 @@ def test_cases_run_and_are_profiled() -> None:
     measure = runs.start(job.args)
     found = {name: measure(row) for name, row in job.rows.items()}
     assert list(found) == [
-        "llama/train/2x48", "llama/decode/1x2/@16", "host/llama/train/1x16", "host/llama/prefill/1x16"
+        "llama/train/2x48", "llama/decode/1x2/@16", "host/llama/train/1x16", "host/llama/prefill/1x16", "host/units"
     ]  # fmt: skip
-    for record in list(found.values())[:2]:
+    *steps, units = found.values()
+    assert [record["is_host"] for record in steps] == [False, False, True, True]
+    for record in steps:
         assert record["seconds"] > 0
+        assert record["probe_s"] > 0
+    for record in steps[:2]:
         assert {row[0] for row in record["operators"]} >= {"aten::mm", "aten::mul"}
         assert record["kernels"] == 0  # none without a GPU
-    for record in list(found.values())[2:]:
-        (seen,) = record["rounds"]
-        assert seen["ratio"] > 0
-        assert seen["probe_s"] > 0
+    for record in steps[2:]:
+        assert record["ratio"] > 0
+        assert "operators" not in record
+    assert set(units) == {"units"}
+    assert set(units["units"]) >= {"pointwise", "view", "product", "attention", "attention_masked"}
+
+
+def test_a_small_step_is_told_by_the_probe_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the host's pace, the middle ratio of a step to the two probes beside it."""
+    now = [0.0]
+    pace = iter([1.0] * 6 + [1.0, 2.0, 2.0, 9.0, 1.0, 1.0, 1.0])  # three to warm up, then probe and step in turns
+
+    def spend(seconds: float) -> float:
+        taken = seconds * next(pace)
+        now[0] += taken
+        return taken
+
+    runner = runs.Runner("cpu", str)
+    monkeypatch.setattr(runs.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(runner, "make_step", lambda _: lambda: spend(3.0))
+    runner.probes = {True: lambda: spend(0.5), False: lambda: pytest.fail("a probe without a backward pass")}
+    record = runner.measure_host(runs.make_case("llama", "train", 1, 16), 3)
+    # Probes 0.5, 1.0, 0.5, 0.5 around steps of 6, 27 and 3 seconds: ratios 8, 36 and 6.
+    assert (record["seconds"], record["probe_s"], record["ratio"]) == (6.0, 0.5, 8.0)
+    assert record["steps"] == 3
 
 
 TEXT = {
@@ -125,9 +152,14 @@ def test_configs_are_cut_in_depth_alone(preset: str, layers: int, vision: int) -
 
 
 def test_every_case_has_its_own_name() -> None:
-    cases = [*runs.list_cases("full"), *runs.list_host_cases("full")]
-    assert len({runs.name_case(case) for case in runs.list_cases("full")}) > 95
-    assert all(runs.name_case(case).startswith(case["model"]) for case in cases)
+    (job,) = runs.plan("quick")
+    hosts = [case for model in runs.MODELS for case in runs.list_host_cases("quick", model)]
+    cases, small = ({json.dumps(case) for case in found} for found in (runs.list_cases("quick"), hosts))
+    assert len(job.rows) == len(cases) + len(small) + 1  # the host's units
+    assert all(name.removeprefix("host/").startswith(row["model"]) for name, row in job.rows.items() if "model" in row)
+    # A model is built once: all of its cases stand together.
+    built = [row["model"] for row in job.rows.values() if "model" in row]
+    assert [model for i, model in enumerate(built) if not i or built[i - 1] != model] == list(runs.MODELS)
 
 
 def _fake(
@@ -141,11 +173,9 @@ def _fake(
 
 
 def _read_measured() -> list[Any]:
-    """Cases of one family, then its host cases, as a GPU gave them."""
+    """Cases of one family, its host cases and the host's units, as a GPU gave them."""
     cases = json.loads(gzip.decompress((RESULTS / "predict_profiles.json.gz").read_bytes()))["cases"]
-    hosts = json.loads((RESULTS / "predict_hosts.json").read_text())["cases"]
-    kept = [case for case in cases if case["model"].startswith("llama")]
-    return kept + [host for host in hosts if host["model"].startswith("llama-3.2")]
+    return [case for case in cases if case.get("model", "llama").startswith("llama")]
 
 
 def _list_results(records: list[Any]) -> list[Result]:
@@ -158,7 +188,25 @@ def test_a_calibration_ends_in_a_predictor(tmp_path: Path, monkeypatch: pytest.M
     assert path == str(tmp_path / "h200-sxm.json")
     found = json.loads(Path(path).read_text())
     assert found["provenance"]["command"] == "flopcalc calibrate --predictor"
+    assert found["schema"] == SCHEMA
     assert found["products"]["shape"][0] == pytest.approx(850e12, rel=0.1)
+    assert set(found["gaps"]) == set(found["probe_s"]) == {"train", "forward"}
+    measured = next(case["units"] for case in _read_measured() if "units" in case)
+    told = found["host"]["units"]
+    assert {kind: told[kind] for kind in measured if kind != "module"} == {
+        kind: unit for kind, unit in measured.items() if kind != "module"
+    }
+    # What it wrote is what predict reads, as this machine's own.
+    (tmp_path / "predictors").mkdir()
+    Path(path).rename(tmp_path / "predictors" / "h200-sxm.json")
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    load_predictor.cache_clear()
+    try:
+        told = predict("llama-3.2-3b", device="h200", batch_size=4, seq_len=2048)
+    finally:
+        load_predictor.cache_clear()
+    assert told.evidence["is_own_machine"]
+    assert told.step_time_s.mid == pytest.approx(0.4, rel=0.5)
 
 
 def test_what_cannot_be_calibrated_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +217,10 @@ def test_what_cannot_be_calibrated_is_said(tmp_path: Path, monkeypatch: pytest.M
     _fake(monkeypatch, [])
     with pytest.raises(CalibrationError, match="too little was measured"):
         predictor.calibrate_predictor(str(tmp_path))
-    _fake(monkeypatch, _list_results([case for case in _read_measured() if case["phase"] != "decode"]))
+    _fake(monkeypatch, _list_results([case for case in _read_measured() if not case.get("is_host")]))
+    with pytest.raises(CalibrationError, match="too little was measured"):  # no small steps at all
+        predictor.calibrate_predictor(str(tmp_path))
+    _fake(monkeypatch, _list_results([case for case in _read_measured() if case.get("phase") != "decode"]))
     with pytest.raises(CalibrationError, match="no small steps of phase decode; --retry-failed measures"):
         predictor.calibrate_predictor(str(tmp_path))
     assert not list(tmp_path.glob("*.json"))

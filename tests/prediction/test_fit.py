@@ -10,8 +10,10 @@ import pytest
 
 from flopcalc.errors import CalibrationError
 from flopcalc.measure import fit
-from flopcalc.measure.tables.runs import make_case
-from flopcalc.prediction.machine import ProductShape, time_shape
+from flopcalc.measure.tables.runs import FIT_GRIDS, cut_config, make_case
+from flopcalc.prediction.machine import Machine, ProductShape, load_predictor, time_shape
+from flopcalc.prediction.step import host_seconds
+from flopcalc.prediction.work import count_calls
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
@@ -76,6 +78,13 @@ def _profiled(rows: list[Any]) -> fit.Modelled:
          fit.MovedPoint("pointwise", 3 * 4096 * 4, 2e-6, 1)),
         (["aten::mul", False, "[[2,32,64],[64]]", "c10::BFloat16,c10::BFloat16", 1, 1, 2.0, "void elementwise_kernel"],
          fit.MovedPoint("pointwise_strided", 2 * 4096 * 2 + 128, 2e-6, 1)),
+        # Two floating dtypes: a cast per element, and a result of the wider one.
+        (["aten::mul", False, "[[2,32,64],[2,32,64]]", "c10::BFloat16,float", 1, 1, 2.0, "void unrolled_elementwise"],
+         fit.MovedPoint("pointwise_mixed", 4096 * (2 + 4 + 4), 2e-6, 1)),
+        (["aten::mul", False, "[[2,32,64],[64]]", "c10::BFloat16,float", 1, 1, 2.0, "void elementwise_kernel"],
+         fit.MovedPoint("pointwise_strided_mixed", 4096 * (2 + 4) + 64 * 4, 2e-6, 1)),
+        (["aten::mul", False, "[[2,32,64],[]]", "c10::BFloat16,float", 1, 1, 2.0, "void vectorized_elementwise"],
+         fit.MovedPoint("pointwise", 2 * 4096 * 2, 2e-6, 1)),  # one number is no tensor
         (["aten::copy_", False, "[[2,32,64],[2,32,64],[]]", "float,c10::BFloat16,Scalar", 1, 1, 2.0, "void unrolled"],
          fit.MovedPoint("cast_up", 4096 * 6, 2e-6, 1)),
         (["aten::sum", True, "[[2,32,64],[],[],[]]", "c10::BFloat16,ScalarList,Scalar,", 1, 1, 2.0, "void reduce"],
@@ -89,9 +98,169 @@ def test_profiles_are_read(row: list[Any], expected: object) -> None:
 
 
 def test_without_kernels_there_is_nothing_to_fit() -> None:
-    case = {**make_case("llama", "train", 2, 32), "operators": []}
-    with pytest.raises(CalibrationError, match="no kernels"):
-        fit.fit_predictor([case], [], lambda _: LLAMA, {"device_id": "h200-sxm"})
+    case = {**make_case("llama", "train", 2, 32), "operators": [], "is_host": False}
+    for records in ([], [case], [{"units": {"view": 0.4}}], [{**case, "is_host": True}]):
+        with pytest.raises(CalibrationError, match="no kernels"):
+            fit.fit_predictor(records, lambda _: LLAMA, {"device_id": "h200-sxm"})
+
+
+# --- Whole steps, made of constants that the fit then has to find -----------------------------------------------------
+SHIPPED: dict[str, Any] = load_predictor("h200-sxm") or {}
+MIXTRAL = {
+    "model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1000, "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def _set(grouped: list[float]) -> dict[str, Any]:
+    return {**SHIPPED, "products": {**SHIPPED["products"], "grouped": grouped}}
+
+
+def _profile_experts(grouped: list[float], batch: int, seq: int, **changed: Any) -> fit.Modelled:
+    """A step whose experts took what `grouped` says, told by its profile in two rows."""
+    plain = fit.model_case({**make_case("mixtral", changed.pop("phase", "train"), batch, seq), **changed}, MIXTRAL)
+    machine = Machine("h200-sxm", "bf16", _set(grouped))
+    seconds = sum(machine.time_product(each).seconds * each.calls for each in plain.work.products if each.copies > 1)
+    rows = [[f"aten::{name}", False, "", "", 1, 1, 0.5e6 * seconds, "cutlass"]
+            for name in ("_grouped_mm", "_grouped_mm_backward")]  # fmt: skip
+    rows.append(["aten::mm", False, "", "", 1, 1, 1e6, "nvjet"])  # no part of it
+    return plain._replace(case={**plain.case, "operators": rows})
+
+
+@pytest.mark.parametrize("grouped", [[1.0, 0.0], [1.3, 0.0], [1.2, 2e-6]])
+def test_grouped_products_find_their_constants(grouped: list[float]) -> None:
+    cases = [_profile_experts(grouped, batch, seq) for batch, seq in ((1, 48), (1, 1024), (4, 2048), (1, 4096))]
+    factor, each = fit.fit_grouped(cases, _set([9.0, 9.0]))  # what stands there before does not matter
+    assert factor == pytest.approx(grouped[0], rel=1e-3)
+    assert each == pytest.approx(grouped[1], abs=2e-9)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"recompute": "full"}, {"compiled": True}, {"phase": "decode", "context": 64}]
+)  # fmt: skip
+def test_steps_that_tell_nothing_of_grouped_products(changed: dict[str, Any]) -> None:
+    assert fit.fit_grouped([_profile_experts([3.0, 0.0], 2, 64, **changed)], SHIPPED) == [1.0, 0.0]
+    plain = _profile_experts([1.5, 0.0], 2, 64)
+    other = _profile_experts([3.0, 0.0], 2, 64, **changed)
+    assert fit.fit_grouped([plain, other], SHIPPED)[0] == pytest.approx(1.5, rel=1e-3)
+    without = plain._replace(case={key: value for key, value in plain.case.items() if key != "operators"})
+    assert fit.fit_grouped([without], SHIPPED) == [1.0, 0.0]
+
+
+TRUTH = {**SHIPPED, "gaps": {"train": 3e-6, "forward": 1.5e-6}, "power": [0.3, 0.6]}
+START = {**SHIPPED, "gaps": {"train": 2e-6, "forward": 1e-6}, "power": [0.4, 0.2]}
+PACE = SHIPPED["probe_s"]["train"]
+
+
+def _time_step(phase: str, batch: int, seq: int, **seen: Any) -> fit.Modelled:
+    """A step that takes what TRUTH says, and what its device waits for the host."""
+    case = {**make_case("llama-3.2-1b", phase, batch, seq), "spread": 0.01}
+    modelled = fit.model_case(case, cut_config("llama-3.2-1b", 4))
+    clock = fit._run_clock(modelled, START)
+    seconds = fit._run_clock(modelled, TRUTH).device_s() + clock.step_s() - clock.device_s()
+    told = {"busy_us": 1e6 * seconds} if seen.pop("profiled", False) else {}
+    probe = {"probe_s": SHIPPED["probe_s"]["train" if phase == "train" else "forward"]}
+    return modelled._replace(case={**case, "seconds": seconds, **probe, **told, **seen})
+
+
+SIZES = [
+    *(("train", batch, seq) for batch, seq in ((16, 1024), (2, 8192), (4, 4096), (16, 4096))),
+    *(("prefill", batch, seq) for batch, seq in ((4, 4096), (16, 4096), (16, 1024))),
+]
+
+
+@pytest.mark.parametrize("profiled", [(True,), (False,), (True, False)])
+def test_gaps_and_clock_come_from_profiled_steps_and_others(profiled: tuple[bool, ...]) -> None:
+    """Of a step that was only timed, the clock itself tells whether the device bounds it."""
+    cases = [_time_step(*size, profiled=profiled[i % len(profiled)]) for i, size in enumerate(SIZES)]
+    gaps, power = fit.fit_device(cases, START)
+    found = {**START, "gaps": gaps, "power": power}
+    for case in cases:
+        told, truth = (fit._run_clock(case, constants).device_s() for constants in (found, TRUTH))
+        assert told == pytest.approx(truth, rel=0.01)
+    assert fit._run_clock(cases[3], START).device_s() < 0.95 * fit._run_clock(cases[3], TRUTH).device_s()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"busy_us": 1e3},  # the device was idle most of the time
+        {"probe_s": 100 * PACE},  # not profiled, on a host that takes far longer
+        {"spread": 0.2},
+        {"compiled": True},
+        {"recompute": "full"},
+        {"phase": "decode"},
+    ],
+)
+def test_steps_that_tell_nothing_of_gaps(changed: dict[str, Any]) -> None:
+    step = _time_step("train", 16, 1024)
+    assert fit.fit_device([step], START)[1] != [1.0, 0.01]
+    step.case.update(changed)
+    assert fit.fit_device([step], START) == ({"train": 2e-6, "forward": 1e-6}, [1.0, 0.01])
+    assert fit.fit_device([_time_step("train", 1, 48)], START)[1] == [1.0, 0.01]  # the host bounds it
+
+
+HOSTS = [
+    {"phase": "train", "probe_s": 0.004, "ratio": 10.0},
+    {"phase": "train", "probe_s": 0.008, "ratio": 12.0},
+    {"phase": "train", "probe_s": 0.005, "ratio": 30.0},
+    {"phase": "prefill", "probe_s": 0.002, "ratio": 3.0},
+    {"phase": "decode", "probe_s": 0.004, "ratio": 5.0},
+]
+
+
+def test_the_usual_probe_with_a_backward_pass_and_without() -> None:
+    assert fit.find_probes(HOSTS) == {"train": 0.005, "forward": 0.003}
+    assert fit.find_probes([]) == {}
+
+
+@pytest.mark.parametrize(("case", "seconds"), [*zip(HOSTS, (0.05, 0.06, 0.15, 0.009, 0.015), strict=True)])
+def test_small_steps_at_the_usual_pace(case: dict[str, Any], seconds: float) -> None:
+    """A step that was measured while the host was slow took as many probes as at any other time."""
+    assert fit.time_host(case, {"train": 0.005, "forward": 0.003}) == pytest.approx(seconds)
+
+
+def test_the_host_finds_what_its_steps_were_made_of() -> None:
+    units = SHIPPED["host"]["units"]
+    truth = {"units": units, "train": [0.004, 3e-5], "forward": [0.001, 2e-5], "decode": [0.002, 1e-5], "again": 5e-5}
+    cases = []
+    for phase, context in (("train", 0), ("prefill", 0), ("decode", 100)):
+        for layers in (2, 8, 16):
+            for recompute in ("none", "full") if phase == "train" else ("none",):
+                case = make_case("x", phase, 1, 64, context=context, recompute=recompute)
+                each = fit.model_case(case, cut_config("llama-3.2-1b", layers))
+                calls = count_calls(each.load)
+                cases.append((each, host_seconds(truth, each.work.dispatched, phase, calls)))
+    found = fit.fit_host(cases, units)
+    for name in ("train", "forward", "decode"):
+        assert found[name] == pytest.approx(truth[name], rel=0.02), name
+    assert found["again"] == pytest.approx(truth["again"], rel=0.02)
+    assert found["units"] == units
+
+
+def test_steps_in_which_the_host_waits_tell_nothing_of_it() -> None:
+    """Where images enter, and where experts' optimizers are large, the device's time is in the wall time."""
+    images = make_case("qwen2-vl-2b", "train", 1, 1024, FIT_GRIDS["qwen2-vl-2b"])
+    waiting = [
+        fit.model_case(images, cut_config("qwen2-vl-2b", 2, 2)),
+        fit.model_case(make_case("mixtral", "train", 1, 64), MIXTRAL),
+    ]
+    assert set(fit.fit_host([(each, 1.0) for each in waiting], {})) == {"units"}
+    prefill = fit.model_case(make_case("mixtral", "prefill", 1, 64), MIXTRAL)
+    assert set(fit.fit_host([(prefill, 1.0)], {})) == {"units", "forward"}
+
+
+def test_tables_of_calls_alone_are_read() -> None:
+    row = {"kernel": "cudnn", "direction": "forward", "mask": "causal", "batch": 2, "heads": 4, "qk_dim": 64,
+           "v_dim": 64, "length": 128, "seconds": 1e-5}  # fmt: skip
+    rows = [row, {**row, "kernel": "eager"}, {**row, "v_dim": 32}]
+    assert fit._read_calls(rows) == [
+        fit.AttentionPoint("cudnn", "forward", "causal", 2, 4, 4, 64, 128, 128, 1e-5, 1)
+    ]  # fmt: skip
+    gemm = {"direction": "dgrad", "m": 64, "n": 128, "k": 32, "seconds": 2e-6, "dtype": "bf16", "mode": "burst"}
+    rows = [gemm, {**gemm, "mode": "sustained"}, {**gemm, "dtype": "fp32"}]
+    assert fit._read_gemm(rows) == [fit.ProductPoint("dgrad", 64, 128, 32, 2e-6, 1)]
 
 
 def test_a_predictor_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from flopcalc.prediction.machine import (
     time_matrix,
     time_shape,
 )
-from flopcalc.prediction.step import count_again, host_features, host_seconds, predict
+from flopcalc.prediction.step import count_again, find_unit, host_features, host_seconds, predict, predict_estimate
 from flopcalc.prediction.work import Attention, Product, make_work
 from flopcalc.workload import Workload, make_workload
 
@@ -79,11 +80,31 @@ def test_host_features() -> None:
         "forward module": 5, "forward view": 7, "forward pointwise": 11, "backward node": 13, "backward product": 17,
         "again pointwise": 2, "again view": 3, "optimizer adamw": 19,
     }  # fmt: skip
-    units = 2 * 5 + 0.4 * 7 + 11 + 0.3 * 13 + 17 + 2 + 0.4 * 3 + 2 * 19
-    assert host_features(seen, 3) == (3.0, pytest.approx(units))
+    each = {"module": 2.0, "view": 0.4, "node": 0.3, "product": 1.5, "tensor": 0.25}  # of all others, one
+    units = 2 * 5 + 0.4 * 7 + 11 + 0.3 * 13 + 1.5 * 17 + 2 + 0.4 * 3 + 0.25 * 19
+    assert host_features(seen, 3, each) == (3.0, pytest.approx(units))
     assert count_again(seen) == 2
-    constants = {"train": [1.0, 10.0], "again": 100.0}
+    constants = {"train": [1.0, 10.0], "again": 100.0, "units": each}
     assert host_seconds(constants, seen, "train", 3) == pytest.approx(3 + 10 * units + 200)
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "unit"),
+    [
+        ("forward", "cat", 3.0),
+        ("forward", "cat_strided_wide", 3.0),  # the next wider kind that was measured
+        ("forward", "attention", 5.0),
+        ("forward", "attention_masked", 6.0),
+        ("backward", "attention", 7.0),  # its own where there is one
+        ("again", "attention", 5.0),  # a forward pass once more
+        ("backward", "cat", 3.0),
+        ("backward", "never_seen", 1.0),
+        ("optimizer", "adamw", 9.0),  # of each tensor, whatever the optimizer
+    ],
+)
+def test_units_of_the_host(way: str, kind: str, unit: float) -> None:
+    units = {"cat": 3.0, "attention": 5.0, "attention_masked": 6.0, "attention_backward": 7.0, "tensor": 9.0}
+    assert find_unit(way, kind, units) == unit
 
 
 SMALL = {"batch_size": 1, "seq_len": 64}
@@ -109,6 +130,102 @@ def test_small_steps_wait_for_the_host() -> None:
     assert found.bound == "host"
     assert found.host_s > found.device_s
     assert found.breakdown["host"] > 0
+
+
+IMAGES = {"batch_size": 1, "seq_len": 1024, "image_grid_thw": [[1, 36, 52]]}
+
+
+@pytest.mark.parametrize(
+    ("model", "load"),
+    [
+        ("llama-3.2-1b", SMALL),
+        ("llama-3.2-1b", LARGE),
+        ("llama-3.2-1b", {"batch_size": 2, "seq_len": 3, "phase": "decode", "context": 300}),
+        ("qwen2-vl-2b", IMAGES),  # the host waits where images enter
+        ("qwen3-30b-a3b", LARGE),
+    ],
+)
+@pytest.mark.parametrize(("pace", "bound"), [(1e-5, "device"), (1e4, "host")])
+def test_either_side_alone_bounds_a_step(model: str, load: dict[str, Any], pace: float, bound: str) -> None:
+    """A host that takes no time leaves the device's; one that takes very long leaves its own."""
+    found = predict(model, device="h200", advise=False, memory=False, host_factor=pace, **load)
+    assert found.bound == bound
+    assert found.step_time_s.mid == pytest.approx(found.device_s if bound == "device" else found.host_s, rel=2e-3)
+
+
+@pytest.mark.parametrize(("model", "load"), [("llama-3.2-1b", SMALL), ("llama-3.2-1b", LARGE), ("qwen2-vl-2b", IMAGES)])
+def test_a_step_takes_no_less_than_either_side_and_no_more_than_both(model: str, load: dict[str, Any]) -> None:
+    for pace in (0.3, 1.0, 3.0):
+        found = predict(model, device="h200", advise=False, memory=False, host_factor=pace, **load)
+        longer = max(found.device_s, found.host_s)
+        assert 0.999 * longer <= found.step_time_s.mid < 1.01 * (found.device_s + found.host_s)
+
+
+def test_a_host_that_reads_has_the_device_wait() -> None:
+    """Images are counted while the device works: neither side alone is the step."""
+    found = predict("qwen2-vl-2b", device="h200", advise=False, memory=False, **IMAGES)
+    assert found.step_time_s.mid > 1.02 * max(found.device_s, found.host_s)
+
+
+@pytest.mark.parametrize("load", [SMALL, LARGE])
+def test_many_accumulated_batches_are_alike(load: dict[str, int]) -> None:
+    times = {
+        many: predict("llama-3.2-1b", device="h200", advise=False, memory=False, grad_accum=many, **load)
+        for many in (1, 3, 4, 5, 9)
+    }
+    one, three, four, five, nine = (found.step_time_s.mid for found in times.values())
+    # But for the clock: an optimizer's share falls, and with it what is spread over all.
+    assert five - four == pytest.approx(four - three, rel=1e-3)
+    assert nine - five == pytest.approx(4 * (five - four), rel=1e-3)
+    # Each takes what the first took but for the optimizer, within what the two sides overlap at the ends.
+    assert 0.85 * one < four - three < one
+    assert nine == pytest.approx(max(times[9].device_s, times[9].host_s), rel=0.05)
+
+
+@pytest.mark.parametrize("load", [SMALL, LARGE])
+def test_a_pause_is_no_part_of_the_step(load: dict[str, int]) -> None:
+    def time_step(pause_s: float) -> float:
+        given: dict[str, Any] = {"device": "h200", "advise": False, "memory": False, "pause_s": pause_s}
+        return predict("llama-3.2-1b", **given, **load).step_time_s.mid
+
+    plain = predict("llama-3.2-1b", device="h200", advise=False, memory=False, **load)
+    mid = plain.step_time_s.mid
+    assert time_step(0.0) == mid
+    assert time_step(0.001) == pytest.approx(
+        mid - 0.001, rel=1e-6
+    )  # the device works meanwhile, and is waited for less
+    long = time_step(100.0)
+    assert time_step(1000.0) == pytest.approx(long)  # all is worked off by then
+    assert 0.999 * plain.host_s <= long < 0.95 * mid
+
+
+@pytest.mark.parametrize("pause_s", [-0.1, math.nan, math.inf, "1", None])
+def test_a_pause_that_is_none(pause_s: Any) -> None:
+    with pytest.raises(FlopcalcError, match="pause_s is a number of seconds, 0 or more, not"):
+        predict("llama-3.2-1b", device="h200", pause_s=pause_s, **SMALL)
+    with pytest.raises(FlopcalcError, match="pause_s is a number of seconds"):
+        predict_estimate(bind("llama-3.2-1b")(1, 64), device="h200", pause_s=pause_s)
+
+
+@pytest.mark.parametrize(("load", "bound", "other"), [(LARGE, "device", 0.04), (SMALL, "host", 0.2)])
+def test_ones_own_measurement_narrows_the_interval(
+    load: dict[str, int], bound: str, other: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = predict("llama-3.2-1b", device="h200", advise=False, **load)
+    copytree(Path(find_data_dir()) / "predictors", tmp_path / "predictors")
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    load_predictor.cache_clear()
+    try:
+        own = predict("llama-3.2-1b", device="h200", advise=False, **load)
+    finally:
+        load_predictor.cache_clear()
+    assert own.bound == shipped.bound == bound
+    assert own.step_time_s.mid == shipped.step_time_s.mid
+    low, mid, _ = own.step_time_s
+    assert (low - shipped.step_time_s.low) / mid == pytest.approx(other)
+    assert own.step_time_s.high < shipped.step_time_s.high
+    assert own.evidence["is_own_machine"]
+    assert not shipped.evidence["is_own_machine"]
 
 
 @pytest.mark.parametrize(
@@ -305,6 +422,32 @@ def test_an_encoder_of_audio(phase: str) -> None:
     assert heard == ({} if phase == "decode" else {"encoder": 1500})
     assert {call.keys for call in work.attention if "encoder_attn" in call.module} == {1500}
     assert any(moved.module.startswith("model.encoder.") for moved in work.moved) is (phase != "decode")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "masks"),
+    [
+        # A prefix that all of its tokens see comes as a mask: the kernel goes through all pairs.
+        ("paligemma-3b-224", {"image_grid_thw": [[1, 16, 16]]}, {"model.language_model": {"window"}}),
+        ("paligemma-3b-224", {}, {"model.language_model": {"causal"}}),
+        ("paligemma-3b-224", {"phase": "prefill"}, {"model.language_model": {"causal"}}),
+        ("gemma-3-1b", {}, {"model.layers": {"window", "causal"}}),  # sliding layers, full layers
+        ("llama-3.2-1b", {}, {"model.layers": {"causal"}}),
+        ("llava-1.5-7b", {"image_grid_thw": [[1, 24, 24]]}, {"model.language_model": {"causal"}}),
+    ],
+)
+def test_masks_that_are_handed_over(model: str, options: dict[str, Any], masks: dict[str, set[str]]) -> None:
+    work = make_work(bind(model), make_workload(1, 1024, **options))
+    for start, expected in masks.items():
+        assert {call.mask for call in work.attention if call.module.startswith(f"{start}.")} == expected
+
+
+def test_full_layers_beside_sliding_ones_stay_causal() -> None:
+    work = make_work(bind("gemma-3-1b"), make_workload(1, 1024))
+    seen = {(call.mask, call.window > 0) for call in work.attention}
+    assert seen == {("window", True), ("causal", False)}
+    short = make_work(bind("gemma-3-1b"), make_workload(1, 256))
+    assert {call.mask for call in short.attention} == {"causal"}  # no window is reached
 
 
 def test_an_audio_tower_without_audio_does_not_run() -> None:
