@@ -166,7 +166,7 @@ def make_work(
     stacks = tuple(
         Stack(
             stage.path, len(stage.layers) if stage.repeated else 0,
-            tuple(dict.fromkeys(op.name for op in iterate(stage.layers[0]))),
+            tuple(dict.fromkeys(op.name for chain in stage.layers[:1] for op in iterate(chain))),
         )
         for stage in estimator.stages
     )  # fmt: skip

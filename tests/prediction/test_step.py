@@ -125,6 +125,11 @@ def test_a_step_adds_up() -> None:
     assert found.evidence["operators_recorded"]
 
 
+def test_a_stack_may_have_no_layers() -> None:
+    """qwen3.5's tower has no deepstack mergers."""
+    assert predict("qwen3.5-9b", device="h200", advise=False, **SMALL).step_time_s.mid > 0
+
+
 def test_small_steps_wait_for_the_host() -> None:
     found = predict("llama-3.2-1b", device="h200", **SMALL)
     assert found.bound == "host"
