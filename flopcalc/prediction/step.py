@@ -20,7 +20,7 @@ from flopcalc.prediction.memory import (
     resize_batch,
 )
 from flopcalc.prediction.timeline import Place, Segment, Stack, find_place, order, run
-from flopcalc.prediction.work import OPTIMIZERS, Work, count_calls, make_work
+from flopcalc.prediction.work import OPTIMIZERS, Attention, Moved, Product, Work, count_calls, make_work
 from flopcalc.units import format_bytes
 from flopcalc.utilization import check_positive, hfu, mfu
 from flopcalc.workload import Workload
@@ -333,55 +333,60 @@ class Clock:
         self.found_notes: dict[str, None] = {}
 
     def add(self, work: Work, times: int, load: Workload) -> None:
-        fused = self.constants["compiled"]["moved"] if self.compiled else 1.0
+        """A micro-batch's work, so many times."""
+        is_first = not self.stacks
+        self.phase, self.times, self.stacks = load.phase, max(self.times, times), work.stacks
+        self._add_device(work, times)
+        self._add_host(work, times, count_calls(load), is_first)
+        self.is_recorded = self.is_recorded and work.is_recorded
+        self.found_notes |= dict.fromkeys(work.notes)
 
-        def put(
-            each: Any, kind: str, timed: Timed, calls: float, *, is_again: bool = False, is_joined: bool = False
-        ) -> None:  # fmt: skip
-            place = find_order(each.module, each.group, "again" if is_again else each.direction, work.stacks)
-            share = fused if is_joined else 1.0
-            seconds = timed.seconds * share * calls
-            if calls:
-                self.pieces.append(
-                    Piece(
-                        each.module, each.group, kind, seconds, seconds * timed.error, place, calls * share, is_joined
-                    )
-                )
-
+    def _add_device(self, work: Work, times: int) -> None:
         for product in work.products:
             timed = self.machine.time_product(product)
-            put(product, "products", timed, product.calls * times, is_again=product.is_again)
+            self._put(product, "products", timed, product.calls * times, is_again=product.is_again)
             self.flops += product.flops * times
             self.has_experts = self.has_experts or product.copies > 1
         for call in work.attention:
-            put(call, "attention", self.machine.time_attention(call), call.calls * times, is_again=call.is_again)
+            timed = self.machine.time_attention(call)
+            self._put(call, "attention", timed, call.calls * times, is_again=call.is_again)
         for moved in work.moved:
             timed = self.machine.time_moved(moved)
             if moved.direction == "optimizer":
                 if moved.kind not in self.constants["optimizer"]:
                     self.found_notes[f"{moved.kind} was not measured: its bytes at the fused one's speed"] = None
-                put(moved, "optimizer", timed, moved.calls)
+                self._put(moved, "optimizer", timed, moved.calls)
             else:
                 is_joined = moved.kind.startswith(_FUSED)
-                put(moved, "memory", timed, moved.calls * times, is_again=moved.is_again, is_joined=is_joined)
-        self.phase, self.times = load.phase, max(self.times, times)
-        self.stacks = work.stacks
-        host, weights = self.constants["host"], self.constants["host"][name_phase(load.phase)]
+                self._put(moved, "memory", timed, moved.calls * times, is_again=moved.is_again, is_joined=is_joined)
+
+    def _put(
+        self, each: Product | Attention | Moved, kind: str, timed: Timed, calls: float, *, is_again: bool = False,
+        is_joined: bool = False,
+    ) -> None:  # fmt: skip
+        if calls:
+            place = find_order(each.module, each.group, "again" if is_again else each.direction, self.stacks)
+            launches = calls * (self.constants["compiled"]["moved"] if self.compiled and is_joined else 1.0)
+            seconds = timed.seconds * launches
+            self.pieces.append(
+                Piece(each.module, each.group, kind, seconds, seconds * timed.error, place, launches, is_joined)
+            )
+
+    def _add_host(self, work: Work, times: int, calls: int, is_first: bool) -> None:
+        host, (per_call, per_unit) = self.constants["host"], self.constants["host"][name_phase(self.phase)]
         for each in work.hosted:
             many = each.many * (times if each.way != "optimizer" else 1)
-            seconds = many * find_unit(each.way, each.kind, host["units"]) * weights[1]
+            seconds = many * find_unit(each.way, each.kind, host["units"]) * per_unit
             if each.way == "again" and is_loud(each.kind):
                 seconds += many * host.get("again", 0.0)
             place = find_order(each.module, each.group, each.way, work.stacks, is_host=True)
             self.hosted.append(Hosted(place, seconds, many if each.kind == "read" else 0.0))
         # What a call takes beside its operators (masks, caches) comes before the layers; the rest is an optimizer's.
         before = max((i for i, stack in enumerate(work.stacks) if stack.layers), default=0) - 0.5
-        calls = count_calls(load) * times
-        plain = min(weights[0], host["forward"][0])
-        self.hosted.append(Hosted(Place(0, before), calls * plain, 0.0))
-        self.hosted.append(Hosted(Place(2), calls * (weights[0] - plain), 0.0))
-        self.is_recorded = self.is_recorded and work.is_recorded
-        self.found_notes |= dict.fromkeys(work.notes)
+        plain = min(per_call, host["forward"][0])
+        self.hosted.append(Hosted(Place(0, before), calls * times * plain, 0.0))
+        if is_first:
+            self.hosted.append(Hosted(Place(2), calls * (per_call - plain), 0.0))
 
     def busy_s(self) -> float:
         """Seconds in which the device computes, at the clock that the power limit leaves."""
