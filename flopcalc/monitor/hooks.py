@@ -197,12 +197,17 @@ def _is_call_known(module: Any) -> bool:
     )
 
 
+def _is_copied(module: Any, own: dict[str, Any]) -> bool:
+    """Whether this is a deep copy that took along what we left, as parametrized modules are copied."""
+    return "_parameters" in own and vars(module).get("_parameters") is not own["_parameters"]
+
+
 def _make_call(running: Running) -> Callable[..., Any]:
     """What stands in the module's place: see, the module's own call, done."""
     is_traced, look = running.is_traced, running.look
 
-    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_traced():
+    def call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if is_traced() or (module is not running.module and _is_copied(module, running.own)):
             return module._call_impl(*args, **kwargs)
         look(module, args, kwargs)
         output = module._call_impl(*args, **kwargs)
@@ -219,6 +224,7 @@ def _make_short_call(running: Running) -> Callable[..., Any]:
     To ask torch whether `torch.jit` traces costs as much as all else. While it does, sizes are tensors, whose hash is
     not that of a number: no such shape is found among `shapes`.
     """
+    from torch import nn
     from torch.nn.modules.module import (  # torch writes into these, and binds no others to their names
         _global_backward_hooks,
         _global_backward_pre_hooks,
@@ -226,9 +232,9 @@ def _make_short_call(running: Running) -> Callable[..., Any]:
         _global_forward_pre_hooks,
     )
 
-    is_traced, look = running.is_traced, running.look
+    is_traced, look, theirs = running.is_traced, running.look, nn.Module._call_impl
 
-    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         if is_traced():
             return module._call_impl(*args, **kwargs)
         try:
@@ -238,6 +244,8 @@ def _make_short_call(running: Running) -> Callable[..., Any]:
                 and not args
                 and len(kwargs) == running.count
                 and own["training"]
+                and type(module)._call_impl is theirs  # whoever patches torch's call, on a class or here, is called
+                and "_call_impl" not in own
                 and not own["_backward_hooks"]
                 and not own["_backward_pre_hooks"]
                 and not own["_forward_hooks"]
@@ -265,6 +273,8 @@ def _make_short_call(running: Running) -> Callable[..., Any]:
             output = module.forward(**kwargs)
             running.is_on = False
             return output
+        if module is not running.module and _is_copied(module, running.own):
+            return module._call_impl(*args, **kwargs)
         look(module, args, kwargs)
         output = module._call_impl(*args, **kwargs)
         if running.is_on:

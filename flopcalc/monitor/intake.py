@@ -72,7 +72,11 @@ class Copies:
         import torch
 
         free = self._free.get((tensor.shape, tensor.dtype))
-        held = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        if free:
+            held = free.pop()
+        else:
+            with torch.inference_mode(False):  # it is written into again, maybe outside of that
+                held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return held.copy_(tensor.detach(), non_blocking=True)
 
     def give_back(self, held: Any) -> None:

@@ -7,6 +7,7 @@ least every few seconds, before a step that is to be measured, and whenever anyt
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +47,8 @@ def keep(value: Any) -> Any:
     if value.__class__.__name__ != "Tensor":
         whole = find_whole(value) if is_tensor(value) else None
         if whole is None:
-            return value  # a number, or refused in words where values are read
+            # A number, or refused in words where values are read; an array may be filled anew by then.
+            return copy.copy(value) if hasattr(value, "__array__") else value
         value = whole
     elif value.requires_grad:
         value = value.detach()
@@ -175,21 +177,28 @@ class RunEntry:
                 if not is_tensor(tensor):
                     continue
                 found: Any = math.nan
-                if version >= 0 and tensor._version != version:
+                try:
+                    if version >= 0 and not tensor.is_inference() and tensor._version != version:
+                        self.is_overwritten = True
+                    elif tensor.is_cuda and copies is not None and tensor.numel() == 1:
+                        groups.setdefault((tensor.dtype, tensor.device), []).append((at, place, tensor))
+                    elif tensor.device.type == "cpu" and tensor.numel() == 1 and not tensor.is_complex():
+                        found = float(tensor.detach())  # at once: it may be written into again
+                    else:
+                        found = tensor.detach()  # read, or refused in words, with the others
+                except Exception:  # its memory is another's by now, as of a graph's output: the other values stay
                     self.is_overwritten = True
-                elif tensor.is_cuda and copies is not None and tensor.numel() == 1:
-                    groups.setdefault((tensor.dtype, tensor.device), []).append((at, place, tensor))
-                elif tensor.device.type == "cpu" and tensor.numel() == 1 and not tensor.is_complex():
-                    found = float(tensor.detach())  # at once: it may be written into again
-                else:
-                    found = tensor.detach()  # read, or refused in words, with the others
                 self._found[at, place] = found
         for taken in groups.values():
             import torch
 
-            with torch.no_grad():
-                stacked = torch.stack([tensor.reshape(()) if tensor.dim() else tensor for _, _, tensor in taken])
             assert copies is not None
+            try:
+                with torch.no_grad():
+                    stacked = torch.stack([tensor.reshape(()) if tensor.dim() else tensor for _, _, tensor in taken])
+            except Exception:  # as above
+                self.is_overwritten = True
+                continue
             self.waiting.append((copies.take(stacked), [(at, place) for at, place, _ in taken]))
 
     def make_step(self, calls: int) -> StepEntry:

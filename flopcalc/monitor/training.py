@@ -412,6 +412,8 @@ class TrainingMonitor(_Quick):
             return
         if every:
             until = min(until, (self._number // every + 1) * every - 1)
+        if type(kwargs.get(first.key[0][0])) is not self._running.kind:  # no call would be found alike
+            return
         if until > self._number and all(hasattr(kwargs.get(name), "shape") for name, _ in first.key):
             lane = digester.lane = Lane(kwargs, first, digester.intake, self._boundary)
             lane.factor = digester.source.factor(first.kind)
@@ -432,7 +434,10 @@ class TrainingMonitor(_Quick):
             entry = RunEntry(lane, self._copies, _clock())
             if entry.is_overwritten:
                 self._keeps_tensors = False
-                self.say("a tensor given to log_step was written into afterwards: a few of its values are not known")
+                self.say(
+                    "a tensor given to log_step was written into afterwards, or cannot be read any more: a few of its "
+                    "values are not known"
+                )
             if entry.waiting:
                 entry.end = self._marks.mark()
             self._is_ended = False

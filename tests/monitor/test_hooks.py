@@ -191,6 +191,31 @@ def test_a_deep_copy_is_idle(way: str) -> None:
     assert (running.calls, monitor.seen) == (0, [])
 
 
+class Half(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_deep_copy_of_a_module_that_was_parametrized_since_is_idle(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_known:
+        monkeypatch.setattr("flopcalc.monitor.hooks._is_call_known", lambda _: False)
+    module = Echo()
+    module.weight = torch.nn.Parameter(torch.ones(2))
+    running, monitor = hang(module, "around")
+    open_lane(running, {"input_ids": IDS})
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", Half())
+    twin = copy.deepcopy(module)
+    twin(input_ids=IDS)
+    twin(input_ids=OTHER)
+    assert (running.calls, monitor.seen) == (0, [])
+    module(input_ids=IDS)
+    bind_anew(module)(input_ids=IDS)
+    assert (running.calls, monitor.seen) == (2, [])
+
+
 def test_rows_get_their_boundaries() -> None:
     running = Running()
     lane = open_lane(running, {"input_ids": IDS})
@@ -406,7 +431,8 @@ def test_every_hook_that_comes_later_runs(register: Any) -> None:
 def test_a_bare_module_is_not_called_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = Twice(), torch.ones(2, 3)
     running, _ = open_on(module, x)
-    through = watch_torchs_call(monkeypatch)
+    through: list[int] = []  # torch's call asks this first
+    monkeypatch.setattr(torch._C, "_get_tracing_state", lambda: through.append(1))
     module(x=x)
     assert (through, running.calls) == ([], 1)
     vars(module)["forward"] = lambda x: x + 7
@@ -439,6 +465,43 @@ def test_another_torchs_call_is_never_left_out(is_own: bool, monkeypatch: pytest
     running, _ = open_on(module, x)
     module(x=x)
     assert (len(through), running.calls) == (1, 1)
+
+
+@pytest.mark.parametrize("place", ["torch", "class", "module"])
+def test_whoever_patches_torchs_call_in_a_lane_is_called(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = Twice(), torch.ones(2, 3)
+    running, monitor = open_on(module, x)
+    module(x=x)
+    through, theirs = [], torch.nn.Module._call_impl
+    if place == "module":
+        monkeypatch.setitem(vars(module), "_call_impl", lambda **kwargs: through.append(1) or theirs(module, **kwargs))
+    else:
+        monkeypatch.setattr(
+            torch.nn.Module if place == "torch" else Twice,
+            "_call_impl",
+            lambda self, **kwargs: through.append(1) or theirs(self, **kwargs),
+        )
+    module(x=x)
+    assert (through, running.calls, monitor.seen) == ([1], 2, [])
+
+
+class Named(torch.nn.Module):
+    def forward(self, x: torch.Tensor, **kwargs: int) -> int:
+        return int(x.sum()) + sum(kwargs.values())
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_model_may_give_its_arguments_any_name(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_known:
+        monkeypatch.setattr("flopcalc.monitor.hooks._is_call_known", lambda _: False)
+    module, x = Named(), torch.ones(2, 3)
+    names = {"module": 1, "args": 2, "kwargs": 4, "running": 8, "look": 16}
+    assert module(x=x, **names) == 37
+    running, monitor = hang(module, "around")
+    assert module(x=x, **names) == 37
+    open_lane(running, {"x": x, **names}, ("x",))
+    assert module(x=x, **names) == 37
+    assert (running.calls, len(monitor.seen)) == (1, 1)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

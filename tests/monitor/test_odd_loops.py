@@ -18,7 +18,7 @@ from tiny import CONFIG, list_hung, read_log
 
 from flopcalc import estimate_flops
 from flopcalc.monitor import TrainingMonitor
-from flopcalc.monitor.intake import find_whole
+from flopcalc.monitor.intake import Copies, find_whole
 
 STEPS = 30
 BATCH = {"input_ids": torch.arange(3, 11).reshape(2, 4), "labels": torch.arange(3, 11).reshape(2, 4)}
@@ -102,6 +102,68 @@ def test_one_odd_value_takes_no_other_with_it(tmp_path: Path) -> None:
         monitor.close()
     expected = [None if number == 10 else number for number in range(1, STEPS + 1)]
     assert [record["training/loss"] for record in read_steps(tmp_path)] == expected
+
+
+def test_one_value_of_inference_mode_takes_no_other_with_it(tmp_path: Path) -> None:
+    model = make_model()
+    monitor = make_monitor(tmp_path, model)
+    for number in range(1, STEPS + 1):
+        work(model, BATCH)
+        monitor.log_step(number, 0, in_inference(10.0) if number == 10 else torch.tensor(float(number)), 1.0, 0.1)
+    monitor.close()
+    assert [record["training/loss"] for record in read_steps(tmp_path)] == list(range(1, STEPS + 1))
+
+
+def test_one_value_that_cannot_be_read_any_more_takes_no_other_with_it(tmp_path: Path) -> None:
+    model = make_model()
+    monitor = make_monitor(tmp_path, model)
+    escaped: list[torch.Tensor] = []
+    torch.func.vmap(lambda x: escaped.append(x * 2) or x)(torch.ones(1))  # type: ignore[func-returns-value]
+    with pytest.warns(RuntimeWarning, match="cannot be read any more"):  # noqa: PT031 - said when they are handed over
+        for number in range(1, STEPS + 1):
+            work(model, BATCH)
+            monitor.log_step(number, 0, escaped[0] if number == 10 else torch.tensor(float(number)), 1.0, 0.1)
+        monitor.close()
+    expected = [None if number == 10 else number for number in range(1, STEPS + 1)]
+    assert [record["training/loss"] for record in read_steps(tmp_path)] == expected
+
+
+def test_an_array_that_is_filled_anew_is_read_when_it_is_given(tmp_path: Path) -> None:
+    model = make_model()
+    monitor = make_monitor(tmp_path, model)
+    loss = np.zeros(())
+    for number in range(1, STEPS + 1):
+        work(model, BATCH)
+        loss[...] = number
+        monitor.log_step(number, 0, loss, 1.0, 0.1)
+    monitor.close()
+    assert [record["training/loss"] for record in read_steps(tmp_path)] == list(range(1, STEPS + 1))
+
+
+class Marked(torch.Tensor):
+    """As torchvision's images."""
+
+
+def test_tensors_of_a_kind_of_their_own_open_no_lane(tmp_path: Path) -> None:
+    model = make_model()
+    monitor = make_monitor(tmp_path, model)
+    batch = {**BATCH, "input_ids": BATCH["input_ids"].as_subclass(Marked)}
+    for number in range(1, 4):
+        work(model, batch)
+        monitor.log_step(number, 0, 0.5, 1.0, 0.1)
+        assert monitor._lane is None
+    monitor.close()
+    flops = estimate_flops(model, batch=BATCH).total
+    assert [record["perf/model_flops"] for record in read_steps(tmp_path)] == [flops] * 3
+
+
+def test_a_copy_made_in_inference_mode_is_used_again_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, **_: empty(shape, dtype=dtype))  # not pinned
+    copies = Copies()
+    with torch.inference_mode():
+        copies.give_back(copies.take(torch.ones(3)))
+    assert copies.take(torch.full((3,), 2.0)).tolist() == [2, 2, 2]
 
 
 def test_a_tensor_that_is_written_into_is_copied_from_then_on(tmp_path: Path) -> None:
