@@ -17,7 +17,7 @@ from flopcalc.errors import CalibrationError
 from flopcalc.estimate import Estimator, bind
 from flopcalc.operators import classify
 from flopcalc.prediction.machine import SCHEMA, Machine, ProductShape, attention_features, find_step, time_shape
-from flopcalc.prediction.step import Clock, count_again, host_features, host_seconds, name_mode, name_phase
+from flopcalc.prediction.step import Clock, find_unit, is_loud, name_mode, name_phase
 from flopcalc.prediction.work import Work, count_calls, make_work
 from flopcalc.workload import Workload, make_workload
 
@@ -456,6 +456,28 @@ def fit_host(cases: Sequence[tuple[Modelled, float]], units: Mapping[str, float]
     return found
 
 
+def host_features(dispatched: Mapping[str, float], calls: int, units: Mapping[str, float]) -> tuple[float, float]:
+    """What host time is made of: calls of the model, and all that they dispatch in units of one addition."""
+    total = 0.0
+    for name, many in dispatched.items():
+        way, _, kind = name.partition(" ")
+        total += many * find_unit(way, kind, units)
+    return float(calls), total
+
+
+def host_seconds(constants: Mapping[str, Any], dispatched: Mapping[str, float], phase: str, calls: int) -> float:
+    """Seconds in which the host dispatches a step's operators; in phases without gradients, all calls together."""
+    features = host_features(dispatched, calls, constants["units"])
+    weights = constants[name_phase(phase)]
+    plain = sum(weight * feature for weight, feature in zip(weights, features, strict=True))
+    return float(plain + constants.get("again", 0.0) * count_again(dispatched))
+
+
+def count_again(dispatched: Mapping[str, float]) -> float:
+    """Operators with a kernel that checkpointing runs again."""
+    return sum(many for name, many in dispatched.items() if name.startswith("again ") and is_loud(name.split()[1]))
+
+
 def _has_waited(each: Modelled) -> bool:
     """Whether the host waits for the device in a step as small as this: where images enter, for large optimizers."""
     return bool(each.load.all_grids) or (
@@ -530,6 +552,7 @@ def fit_predictor(
     taken = [
         (model_case(case, configs(case["model"]), device), time_host(case, constants["probe_s"])) for case in hosts
     ]
+    # A module's own Python is more than an empty one's call, which the first calibration measured too.
     constants["host"] = fit_host(taken, {**_UNITS, **units, "module": _UNITS["module"]})
     check_whole(constants)
     constants["products"]["grouped"] = fit_grouped(modelled, constants)

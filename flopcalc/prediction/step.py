@@ -531,14 +531,6 @@ def find_order(module: str, group: str, way: str, stacks: tuple[Stack, ...], *, 
     return Place(0, stage, inner) if way == "forward" else Place(1, -stage, -inner)
 
 
-def host_seconds(constants: Mapping[str, Any], dispatched: Mapping[str, float], phase: str, calls: int) -> float:
-    """Seconds in which the host dispatches a step's operators; in phases without gradients, all calls together."""
-    features = host_features(dispatched, calls, constants["units"])
-    weights = constants[name_phase(phase)]
-    plain = sum(weight * feature for weight, feature in zip(weights, features, strict=True))
-    return float(plain + constants.get("again", 0.0) * count_again(dispatched))
-
-
 def name_phase(phase: str) -> str:
     """The phases that the host's time is told apart by: with gradients, without, and with a growing cache."""
     return phase if phase in ("train", "decode") else "forward"
@@ -554,11 +546,6 @@ def is_loud(kind: str) -> bool:
     return kind not in ("view", "make", "module", "node")
 
 
-def count_again(dispatched: Mapping[str, float]) -> float:
-    """Operators with a kernel that checkpointing runs again."""
-    return sum(many for name, many in dispatched.items() if name.startswith("again ") and is_loud(name.split()[1]))
-
-
 def find_unit(way: str, kind: str, units: Mapping[str, float]) -> float:
     """What the host takes for an operator, in units of an addition; one where that is not known.
 
@@ -571,15 +558,6 @@ def find_unit(way: str, kind: str, units: Mapping[str, float]) -> float:
     while kind and kind not in units:
         kind = kind.rpartition("_")[0]
     return units.get(kind, 1.0)
-
-
-def host_features(dispatched: Mapping[str, float], calls: int, units: Mapping[str, float]) -> tuple[float, float]:
-    """What host time is made of: calls of the model, and all that they dispatch in units of one addition."""
-    total = 0.0
-    for name, many in dispatched.items():
-        way, _, kind = name.partition(" ")
-        total += many * find_unit(way, kind, units)
-    return float(calls), total
 
 
 def _advise_fit(parts: list[tuple[Estimator, Workload, int]], settings: _Settings) -> str:

@@ -12,7 +12,6 @@ from flopcalc.errors import CalibrationError
 from flopcalc.measure import fit
 from flopcalc.measure.tables.runs import FIT_GRIDS, cut_config, make_case
 from flopcalc.prediction.machine import Machine, ProductShape, load_predictor, time_shape
-from flopcalc.prediction.step import host_seconds
 from flopcalc.prediction.work import count_calls
 
 LLAMA = {
@@ -231,7 +230,7 @@ def test_the_host_finds_what_its_steps_were_made_of() -> None:
                 case = make_case("x", phase, 1, 64, context=context, recompute=recompute)
                 each = fit.model_case(case, cut_config("llama-3.2-1b", layers))
                 calls = count_calls(each.load)
-                cases.append((each, host_seconds(truth, each.work.dispatched, phase, calls)))
+                cases.append((each, fit.host_seconds(truth, each.work.dispatched, phase, calls)))
     found = fit.fit_host(cases, units)
     for name in ("train", "forward", "decode"):
         assert found[name] == pytest.approx(truth[name], rel=0.02), name

@@ -13,6 +13,7 @@ import pytest
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError
 from flopcalc.estimate import bind
+from flopcalc.measure.fit import count_again, host_features, host_seconds
 from flopcalc.prediction.machine import (
     Machine,
     ProductShape,
@@ -22,7 +23,7 @@ from flopcalc.prediction.machine import (
     time_matrix,
     time_shape,
 )
-from flopcalc.prediction.step import count_again, find_unit, host_features, host_seconds, predict, predict_estimate
+from flopcalc.prediction.step import find_unit, predict, predict_estimate
 from flopcalc.prediction.work import Attention, Product, make_work
 from flopcalc.workload import Workload, make_workload
 
