@@ -38,58 +38,77 @@ MARKS = ("<!-- tables of predict_error.py -->", "<!-- end of tables -->")
 
 # Test models: the calibration measures none of them. Preset, layers kept (text, vision).
 TEST: dict[str, tuple[str, int, int]] = {
-    "llama-3.2-3b": ("llama-3.2-3b", 14, 0),
-    "qwen2.5-7b": ("qwen2.5-7b", 8, 0),
-    "qwen3-8b": ("qwen3-8b", 8, 0),
-    "mistral-nemo-12b": ("mistral-nemo-12b", 6, 0),
-    "phi-3-medium": ("phi-3-medium", 6, 0),
-    "starcoder2-7b": ("starcoder2-7b", 10, 0),
-    "smollm3-3b": ("smollm3-3b", 14, 0),
-    "gemma-7b": ("gemma-7b", 8, 0),
-    "olmo-2-13b": ("olmo-2-13b", 5, 0),
-    "pythia-2.8b": ("pythia-2.8b", 14, 0),
-    "stablelm-3b": ("stablelm-3b", 14, 0),
-    "qwen1.5-moe-a2.7b": ("qwen1.5-moe-a2.7b", 4, 0),
-    "qwen2-vl-7b": ("qwen2-vl-7b", 8, 32),
-    "qwen3-vl-4b": ("qwen3-vl-4b", 16, 24),
-    "llava-1.5-13b": ("llava-1.5-13b", 6, 24),
-    "paligemma-3b-224": ("paligemma-3b-224", 9, 27),
+    "llama-2-13b": ("llama-2-13b", 6, 0),
+    "llama-3.1-70b": ("llama-3.1-70b", 3, 0),
+    "qwen2.5-14b": ("qwen2.5-14b", 4, 0),
+    "qwen3-14b": ("qwen3-14b", 4, 0),
+    "phi-4": ("phi-4", 5, 0),
+    "opt-6.7b": ("opt-6.7b", 10, 0),
+    "aya-23-8b": ("aya-23-8b", 6, 0),
+    "pythia-6.9b": ("pythia-6.9b", 9, 0),
+    "olmo-2-32b": ("olmo-2-32b", 4, 0),
+    "gemma-3-12b": ("gemma-3-12b", 6, 1),
+    "mixtral-8x22b": ("mixtral-8x22b", 2, 0),
+    "qwen3-235b-a22b": ("qwen3-235b-a22b", 2, 0),
+    "qwen2-vl-72b": ("qwen2-vl-72b", 3, 32),
+    "qwen2.5-vl-32b": ("qwen2.5-vl-32b", 4, 8),
+    "qwen3-vl-32b": ("qwen3-vl-32b", 4, 27),
+    "gemma-3-4b": ("gemma-3-4b", 12, 27),
+    "qwen3-0.6b": ("qwen3-0.6b", 28, 0),
+    "qwen2.5-1.5b": ("qwen2.5-1.5b", 28, 0),
+    "smollm2-360m": ("smollm2-360m", 32, 0),
+    "pythia-410m": ("pythia-410m", 24, 0),
 }
 GRIDS = {
-    "qwen2-vl-7b": [[1, 40, 56]],
-    "qwen3-vl-4b": [[1, 32, 48]],
-    "llava-1.5-13b": [[1, 24, 24]],
-    "paligemma-3b-224": [[1, 16, 16]],
+    "qwen2-vl-72b": [[1, 32, 44]],
+    "qwen2.5-vl-32b": [[1, 24, 32]],
+    "qwen3-vl-32b": [[1, 36, 44]],
+    "gemma-3-4b": [[1, 64, 64]],
 }
-_SHORT = ("pythia-2.8b",)  # 2,048 positions
-_RECOMPUTED = ("llama-3.2-3b", "gemma-7b", "qwen3-vl-4b")
-_REPEATED = ("llama-3.2-3b", "qwen3-vl-4b")
+_SHORT = ("opt-6.7b", "pythia-6.9b")  # 2,048 positions
+_RECOMPUTED = ("llama-2-13b", "aya-23-8b", "qwen3-14b", "gemma-3-4b")
+_REPEATED = ("aya-23-8b", "qwen3-vl-32b", "qwen3-0.6b")
+# Whole models, small enough for the host to bound them. Of the wide ones few layers are kept, so that the device works
+# about as long as the host in the smallest training step: they have other small steps, or none.
+_SMALL = ("qwen3-0.6b", "qwen2.5-1.5b", "smollm2-360m", "pythia-410m")
+_WIDEST = ("llama-3.1-70b", "qwen2-vl-72b")
+_EXPERTS = ("mixtral-8x22b", "qwen3-235b-a22b")
+_SHOWN = ("qwen3-vl-32b", "gemma-3-4b")  # images in a small step
 
 
 def list_test_cases(model: str) -> Iterator[Json]:
-    """Large steps: the device is meant to bound most of them."""
+    """Large steps: the device is meant to bound them."""
     from flopcalc.measure.tables.runs import make_case
 
     grids = GRIDS.get(model, [])
-    yield make_case(model, "train", 5, 1152, grids)
-    yield make_case(model, "train", 4 if model in _SHORT else 2, 1792 if model in _SHORT else 3072, grids)
-    yield make_case(model, "train", 1, 1920 if model in _SHORT else 7168, grids)
+    is_short = model in _SHORT
+    if model in _SMALL:
+        return
+    yield make_case(model, "train", 6, 1408, grids)
+    yield make_case(model, "train", 5 if is_short else 3, 1536 if is_short else 2560, grids)
+    yield make_case(model, "train", 9 if is_short else 1, 960 if is_short else 6144, grids)
     if model in _RECOMPUTED:
-        yield make_case(model, "train", 4, 1664, grids, recompute="full")
-    yield make_case(model, "prefill", 3, 1700, grids)
+        yield make_case(model, "train", 5, 1536, grids, recompute="full")
+    yield make_case(model, "prefill", 4, 1900, grids)
 
 
 def list_host_cases(model: str) -> Iterator[Json]:
     """Small steps: the host is meant to bound them."""
     from flopcalc.measure.tables.runs import make_case
 
-    yield make_case(model, "train", 1, 80)
-    if model in GRIDS:
-        yield make_case(model, "train", 1, 1200, GRIDS[model])
-    if model in _RECOMPUTED:
-        yield make_case(model, "train", 1, 80, recompute="full")
-    yield make_case(model, "prefill", 1, 80)
-    yield make_case(model, "decode", 2, 2, context=700)
+    if model in _WIDEST:
+        return
+    if model in _SMALL:
+        yield make_case(model, "train", 1, 96)
+        yield make_case(model, "train", 2, 320)
+        yield make_case(model, "prefill", 2, 320)
+    if model in _SHOWN:
+        yield make_case(model, "train", 1, 1300, GRIDS[model])
+    if model in (*_RECOMPUTED, *_SMALL):
+        yield make_case(model, "train", 1, 96, recompute="full")
+    if model not in _EXPERTS:
+        yield make_case(model, "prefill", 1, 96)
+    yield make_case(model, "decode", 3, 2, context=600)
 
 
 def measure(out: Path, budget_s: float, device: str) -> None:
@@ -133,25 +152,20 @@ def keep(journal: Path, predictor: Path, out: Path) -> None:
 def get_config(name: str) -> Json:
     from flopcalc.measure.tables import runs
 
-    return runs.cut_config(*{**runs.MODELS, **TEST}[name])
+    return runs.cut_config(*TEST[name])
 
 
-def fit(profiles: Path, cases: Path, out: Path) -> None:
-    """Make a predictor as `flopcalc calibrate --predictor` does at its end.
-
-    The large training steps of the last test are fitted on too, now that its result is kept: the calibration measured
-    single steps, at a clock that a device does not keep up for long.
-    """
+def fit(profiles: Path, out: Path) -> None:
+    """Make a predictor as `flopcalc calibrate --predictor` does at its end."""
     from flopcalc.calibration import find_table, load_table
     from flopcalc.measure.fit import fit_predictor, save_predictor
+    from flopcalc.measure.tables import runs
 
     measured = _read(profiles)
-    provenance = {**measured["provenance"], "clock_also_from": "benchmarks/results/predict_cases.json, training steps"}
+    provenance = measured["provenance"]
     stored = {table: find_table(provenance["device_id"], table) for table in ("attention", "gemm")}
     alone = {table: load_table(path).records() if path else [] for table, path in stored.items()}
-    long = [case for case in _read(cases)["cases"] if case["phase"] == "train" and not case["is_host"]]
-    records = [*measured["cases"], *long]
-    constants = fit_predictor(records, get_config, provenance, alone["attention"], alone["gemm"])
+    constants = fit_predictor(measured["cases"], runs.get_config, provenance, alone["attention"], alone["gemm"])
     save_predictor(str(out), constants)
 
 
@@ -330,7 +344,7 @@ def main() -> int:
     if given.out is None:
         parser.error(f"{given.command} needs --out FILE")
     if given.command == "fit":
-        fit(given.profiles, given.cases, given.out)
+        fit(given.profiles, given.out)
     elif given.command == "keep":
         if given.journal is None or given.predictor is None:
             parser.error("keep needs --journal FILE and --predictor FILE")

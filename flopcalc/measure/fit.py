@@ -16,8 +16,17 @@ from typing import Any, NamedTuple
 from flopcalc.errors import CalibrationError
 from flopcalc.estimate import Estimator, bind
 from flopcalc.operators import classify
-from flopcalc.prediction.machine import SCHEMA, Machine, ProductShape, attention_features, find_step, time_shape
-from flopcalc.prediction.step import Clock, find_unit, is_loud, name_mode, name_phase
+from flopcalc.prediction.machine import (
+    SCHEMA,
+    GroupShape,
+    Machine,
+    ProductShape,
+    attention_features,
+    find_step,
+    time_grouped,
+    time_shape,
+)
+from flopcalc.prediction.step import Clock, find_unit, is_loud, name_factor, name_mode, name_phase
 from flopcalc.prediction.work import Work, count_calls, make_work
 from flopcalc.workload import Workload, make_workload
 
@@ -309,35 +318,115 @@ def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] 
     }
 
 
-def fit_grouped(cases: Sequence[Modelled], constants: Json) -> list[float]:
-    """What products of experts take: over the formula's time for as many at once, and more for each of them."""
-    plain = {**constants, "products": {**constants["products"], "grouped": [1.0, 0.0]}}
-    machine = Machine(constants["provenance"]["device_id"], "bf16", plain)
-    rows: list[tuple[Sequence[float], float]] = []
-    for case, _, _, work in cases:
-        if "operators" not in case or case["compiled"] or case["recompute"] != "none" or case["phase"] == "decode":
+def read_grouped(is_backward: bool, sizes: Sequence[Sequence[int]]) -> tuple[str, int, int, int, int]:
+    """Direction, experts, m, n, k of a grouped product, as autograd calls it."""
+    left, right, ends = sizes[:3]
+    if len(right) == 2:
+        return "wgrad", ends[0], left[1], left[0], right[1]
+    if is_backward:
+        return "dgrad", right[0], left[0], left[1], right[2]
+    return "forward", right[0], left[0], right[2], left[1]
+
+
+def fit_grouped(cases: Sequence[Modelled], calls: Iterable[Json] = (), units: float = 132.0) -> dict[str, list[float]]:
+    """Constants of `time_grouped` in each direction, from profiled steps and from calls that were timed by themselves.
+
+    Of all directions together first: what one direction's calls do not tell is taken from there. Of steps with few rows
+    an expert, nothing: a router without training leaves many experts out.
+    """
+    points = [
+        (call["direction"], call["copies"], call["m"], call["n"], call["k"], call["seconds"])
+        for call in calls
+        if "copies" in call
+    ]
+    for case, *_ in cases:
+        if "operators" not in case or case["compiled"] or case["recompute"] != "none":
             continue
-        seen = sum(row[6] * 1e-6 for row in case["operators"] if "grouped_mm" in row[0])
-        grouped = [each for each in work.products if each.copies > 1]
-        told = sum(machine.time_product(each).seconds * each.calls for each in grouped)
-        if seen and told:
-            rows.append(((told, sum(min(each.copies, each.m) * each.calls for each in grouped)), seen))
-    return _round(solve(rows, 2000)) if rows else [1.0, 0.0]
+        for name, is_backward, shapes, _, many, _, us, _ in case["operators"]:
+            if "grouped_mm" in name and us:
+                found = read_grouped(is_backward, ast.literal_eval(shapes))
+                if found[2] >= _LEAST_ROWS * found[1]:
+                    points.append((*found, us / many * 1e-6))
+    shared = _search_group(points, GroupShape(), units)
+    return {
+        way: _round(_search_group([point for point in points if point[0] == way], shared, units))
+        for way in ("forward", "dgrad", "wgrad")
+    }
+
+
+_LEAST_ROWS = 8
+_LEAST_CALLS = 8  # that tell the six constants of a direction
+_PULL = 0.05
+
+
+def _search_group(
+    points: Sequence[tuple[str, int, int, int, int, float]], start: GroupShape, units: float
+) -> GroupShape:
+    if len(points) < _LEAST_CALLS:
+        return start
+
+    def loss(constants: list[float]) -> float:
+        shape = GroupShape(*constants)
+        missed = sum(  # round at the bottom: a search by coordinates stops at edges
+            math.hypot(0.02, math.log(time_grouped(shape, units, way, copies, m, n, k) / seconds))
+            for way, copies, m, n, k, seconds in points
+        )
+        # What no call tells stays where it was.
+        return missed + _PULL * sum(math.log(value / usual) ** 2 for value, usual in zip(constants, start, strict=True))
+
+    return GroupShape(*search(loss, list(start), 100))
+
+
+_TELLING = 5  # different calls that tell the four constants of an attention kernel
+# What a query and a key of the longest row take, in pairs, for calls that do not tell: 128 queries are one processor's,
+# of about 130, and half of those are busy meanwhile.
+_QUERIES = {"forward": 130.0, "backward": 380.0}
+_ROW = 7500.0
 
 
 def fit_attention(points: Sequence[AttentionPoint]) -> Json:
-    """Per kernel, direction, mask and head dim: seconds of a call, of a query, of a pair, and of the longest row."""
-    groups: dict[tuple[str, str], list[tuple[Sequence[float], float]]] = {}
+    """Per kernel, direction, mask and head dim: seconds of a call, of a query, of a pair, and of the longest row.
+
+    Where the calls are few, or all large, or all of one length, they tell the seconds of a pair alone: the others then
+    follow from those, and a call takes as long as the shortest of all.
+    """
+    groups: dict[tuple[str, str], list[AttentionPoint]] = {}
+    least: dict[str, float] = {}
     for point in points:
-        features = attention_features(point.mask, point.batch, point.heads, point.kv_heads, point.length, point.keys)
-        name = f"{point.direction}/{point.mask}/{point.qk}"
-        groups.setdefault((point.kernel, name), []).append((features, point.seconds))
+        groups.setdefault((point.kernel, f"{point.direction}/{point.mask}/{point.qk}"), []).append(point)
+        least[point.direction] = min(point.seconds, least.get(point.direction, math.inf))
     found: dict[str, Json] = {}
-    for (kernel, name), rows in sorted(groups.items()):
-        if len(rows) < 3:  # pairs alone
-            rows = [((0.0, 0.0, features[2], 0.0), value) for features, value in rows]
-        found.setdefault(kernel, {})[name] = [float(f"{value:.5g}") for value in solve(rows)]
+    for (kernel, name), group in sorted(groups.items()):
+        first = group[0]
+        rows: list[tuple[Sequence[float], float]] = [
+            (attention_features(each.mask, each.batch, each.heads, each.kv_heads, each.length, each.keys), each.seconds)
+            for each in group
+        ]
+        if _tells(group, least[first.direction]):
+            # And a call without queries, that none of the others may be longer for.
+            values = solve([*rows, ((1.0, 0.0, 0.0, 0.0), least[first.direction])], 1000)
+        else:
+            query, row = (0.0, 0.0) if first.mask == "decode" else (_QUERIES[first.direction], _ROW)
+            start = 0.9 * least[first.direction]
+            pair = statistics.median(
+                (seconds - start) / (pairs + queries * query + longest * row)
+                for (_, queries, pairs, longest), seconds in rows
+            )
+            values = [start, pair * query, pair, pair * row]
+        found.setdefault(kernel, {})[name] = _round(values)
     return found
+
+
+def _tells(group: Sequence[AttentionPoint], least: float) -> bool:
+    """Whether calls differ in length and in how many heads they have, each for itself, and some are short."""
+    sizes = {(point.batch * point.heads, point.length, point.keys) for point in group}
+    heads, keys = ({size[i] for size in sizes} for i in (0, 2))
+    return (
+        len(sizes) >= _TELLING
+        and max(heads) >= 2 * min(heads)
+        and max(keys) >= 4 * min(keys)
+        and min(point.seconds for point in group) < 4 * least
+    )
 
 
 def fit_moved(points: Sequence[MovedPoint]) -> Json:
@@ -352,7 +441,7 @@ def fit_moved(points: Sequence[MovedPoint]) -> Json:
 
 
 # --- Whole steps ------------------------------------------------------------------------------------------------------
-_CATS = ("cat", "cat_one", "cat_strided", "cat_strided_wide")
+_CATS = ("cat", "cat_one", "cat_cache", "cat_strided", "cat_strided_wide")
 _ALONE = ("gather", "scatter", "embedding_backward", "loss", "norm", "norm_backward", "sort", "random")
 _LINEAR = (*_CATS, *_ALONE, "copy_strided_wide", "cast_strided", "other")
 
@@ -444,7 +533,7 @@ _UNITS = {"view": 0.4, "make": 0.6, "product": 2.2, "product_grouped": 2.5, "att
 
 def fit_host(cases: Sequence[tuple[Modelled, float]], units: Mapping[str, float]) -> Json:
     """Seconds of each thing that the host does, from steps that it bounds; (case, its seconds)."""
-    found: Json = {"units": dict(units)}
+    found: Json = {"units": dict(units), "types": {}}
     rows: dict[str, list[tuple[Sequence[float], float]]] = {phase: [] for phase in HOST_PHASES}
     for each, seconds in cases:
         if each.case["recompute"] == "none" and not _has_waited(each):
@@ -496,6 +585,67 @@ def fit_again(cases: Sequence[tuple[Modelled, float]], constants: Json) -> float
     return float(f"{max(0.0, statistics.median(found)):.4g}") if found else 0.0
 
 
+def fit_types(cases: Sequence[tuple[Modelled, float]], constants: Json) -> dict[str, dict[str, list[float]]]:
+    """Model type -> phase -> seconds of a call, and what its code takes over what its operators do by themselves.
+
+    Small steps of several depths tell, on a timeline with the probe after each. What a tower does is left when the same
+    phase without images is known.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    for has_images in (False, True):
+        rows: dict[tuple[str, str], list[tuple[tuple[float, float], float]]] = {}
+        for each, seconds in cases:
+            case, kind = each.case, each.work.model_type
+            phase = name_phase(case["phase"])
+            if bool(case["grids"]) is not has_images or case["recompute"] != "none" or _is_slow(each, constants):
+                continue
+            if has_images and phase not in found.get(kind, {}):
+                continue
+            name = name_factor("forward", "vision" if has_images else "", case["phase"])
+            rows.setdefault((kind, name), []).append(_list_parts(each, seconds, constants, found.get(kind, {}), name))
+        for (kind, name), entries in rows.items():
+            usual_s = 0.0 if has_images else constants["host"][name][0]
+            found.setdefault(kind, {})[name] = _round(solve_type(entries, usual_s))
+    return found
+
+
+_PULLS = (0.06, 0.2)  # steps repeat within 3 %; calls differ by half between model types, operators by a seventh
+
+
+def solve_type(rows: Sequence[tuple[tuple[float, float], float]], usual_s: float) -> tuple[float, float]:
+    """Seconds of a call and factor of operators: least squares of relative errors, drawn towards what is usual."""
+    scale = usual_s or 1e-3
+    table = [(calls / value, operators / value, 1.0) for (calls, operators), value in rows]
+    table += [(_PULLS[0] / scale, 0.0, _PULLS[0] * usual_s / scale), (0.0, _PULLS[1], _PULLS[1])]
+    aa, ab, bb, at, bt = (
+        sum(row[i] * row[j] for row in table) for i, j in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2))
+    )  # fmt: skip
+    call_s = max(0.0, (at * bb - bt * ab) / (aa * bb - ab * ab))
+    return call_s, (bt - ab * call_s) / bb
+
+
+def _is_slow(each: Modelled, constants: Json) -> bool:
+    """Whether the device has more than half as much to do as the host: then a step says little of the host."""
+    clock = _run_clock(each, constants)
+    return clock.device_s() > 0.5 * clock.host_s()
+
+
+def _list_parts(
+    each: Modelled, seconds: float, constants: Json, known: Mapping[str, Any], name: str
+) -> tuple[tuple[float, float], float]:
+    """How a step's seconds grow with both constants, and what of its seconds they are for."""
+    pause_s = constants["probe_s"][name_mode(each.case["phase"])]
+
+    def tell(call_s: float, factor: float) -> float:
+        types = {each.work.model_type: {**known, name: [call_s, factor]}}
+        clock = _run_clock(each, {**constants, "host": {**constants["host"], "types": types}})
+        return clock.step_s(1.0, pause_s)
+
+    usual, longer, slower = tell(1e-3, 1.0), tell(2e-3, 1.0), tell(1e-3, 1.5)
+    calls, operators = (longer - usual) / 1e-3, (slower - usual) / 0.5
+    return (calls, operators), seconds - (usual - 1e-3 * calls - operators)
+
+
 def fit_compiled(cases: Sequence[Modelled], constants: Json) -> Json:
     """Share of the memory-bound time that is left when a compiler has joined operators; host seconds of a launch."""
     shares, launches = [], []
@@ -526,6 +676,7 @@ def fit_predictor(
     """All constants of a device, from what `runs` measured and its tables attention and gemm where there are."""
     kept = list(records)
     device = provenance["device_id"]
+    calls = [call for record in kept for call in record.get("calls", ())]
     units: Json = next((record["units"] for record in kept if "units" in record), {})
     hosts = [record for record in kept if record.get("is_host")]
     modelled = [model_case(case, configs(case["model"]), device) for case in kept if case.get("is_host") is False]
@@ -539,7 +690,7 @@ def fit_predictor(
         "schema": SCHEMA,
         "provenance": provenance,
         "products": fit_products(points.products, _read_gemm(products)),
-        "attention": fit_attention([*points.attention, *_read_calls(attention)]),
+        "attention": fit_attention([*points.attention, *_read_calls([*attention, *calls])]),
         "moved": fit_moved([point for point in points.moved if point.kind not in _LINEAR]),
         "linear": linear,
         "optimizer": optimizer,
@@ -555,20 +706,26 @@ def fit_predictor(
     # A module's own Python is more than an empty one's call, which the first calibration measured too.
     constants["host"] = fit_host(taken, {**_UNITS, **units, "module": _UNITS["module"]})
     check_whole(constants)
-    constants["products"]["grouped"] = fit_grouped(modelled, constants)
+    constants["products"]["grouped"] = fit_grouped(modelled, calls, constants["products"]["shape"][-1])
+    constants["host"]["types"] = fit_types(taken, constants)
     constants["gaps"], constants["power"] = fit_device(modelled, constants)
     constants["compiled"] = fit_compiled(modelled, constants)
     return constants
 
 
 def _read_calls(rows: Iterable[Json]) -> list[AttentionPoint]:
-    """Calls of the table attention."""
-    return [
-        AttentionPoint(row["kernel"], row["direction"], row["mask"], row["batch"], row["heads"], row["heads"],
-                       row["qk_dim"], row["length"], row["length"], row["seconds"], 1)
-        for row in rows
-        if row["kernel"] != "eager" and row["qk_dim"] == row["v_dim"]
-    ]  # fmt: skip
+    """Calls of the table attention, and those that were timed for the predictor; a head dim is the mean of its two."""
+    found = []
+    for row in rows:
+        if row.get("kernel", "eager") == "eager":
+            continue
+        qk, v = (row["qk"], row["v"]) if "qk" in row else (row["qk_dim"], row["v_dim"])
+        row = {"kv_heads": row["heads"], "keys": row["length"], **row}
+        found.append(
+            AttentionPoint(row["kernel"], row["direction"], row["mask"], row["batch"], row["heads"], row["kv_heads"],
+                           (qk + v) // 2, row["length"], row["keys"], row["seconds"], 1)
+        )  # fmt: skip
+    return found
 
 
 def _read_gemm(rows: Iterable[Json]) -> list[ProductPoint]:

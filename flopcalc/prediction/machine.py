@@ -15,7 +15,7 @@ from flopcalc.devices import Device, find_device, parse_dtype, peak_flops_per_s
 from flopcalc.errors import DeviceError, SpecError
 from flopcalc.prediction.work import Attention, Moved, Product
 
-SCHEMA = 2
+SCHEMA = 3
 _TILES = ((128, 256), (256, 128), (128, 192), (192, 128), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64),
           (256, 64))  # fmt: skip
 
@@ -69,6 +69,52 @@ def time_matrix(shape: ProductShape, m: int, n: int, k: int, copies: int) -> flo
             best = min(best, taken)
     moved = 2 * (m * k + k * n + m * n) * copies
     return shape.start + max(best, moved / shape.bandwidth)
+
+
+class GroupShape(NamedTuple):
+    """How the time of experts' products in one call depends on their sizes: the tiles of all over the processors."""
+
+    rate: float = 790e12  # FLOP/s of full tiles
+    lead: float = 150.0  # what a tile costs beyond its k, in units of k
+    bandwidth: float = 2.9e12  # bytes/s where operands and result rule
+    small: float = 0.7  # rate of the tiles that experts with few rows get, over that of the others
+    turn: float = 1.1e-6  # seconds of a processor that turns to another expert
+    start: float = 3e-6
+
+    def scale(self, compute: float, memory: float) -> GroupShape:
+        """The same on a device that computes and reads faster by these factors."""
+        return self._replace(rate=self.rate * compute, bandwidth=self.bandwidth * memory, turn=self.turn / compute)
+
+
+def time_grouped(shape: GroupShape, units: float, direction: str, copies: int, m: int, n: int, k: int) -> float:
+    """Products of `copies` experts in one call, m rows in all, dealt out as a router deals that prefers none.
+
+    torch's kernel has two tiles, always in pairs: 128 x 256; with up to 128 rows an expert, 64 x 128.
+    """
+    mean = m / copies
+    if direction == "wgrad":
+        side, share, depth = 256, 1.0, mean + 32  # rows in steps of 64
+        pairs = float(-(-n // side) * -(-k // side))
+        moved = 2.0 * (m * n + m * k + copies * n * k)
+    else:
+        columns, depth = (k, n) if direction == "dgrad" else (n, k)
+        side, share = (128, shape.small) if mean <= 128 else (256, 1.0)
+        pairs = count_steps(mean, side) * -(-columns // side)
+        moved = 2.0 * (m * n + m * k + copies * -math.expm1(-mean) * n * k)  # of experts that got a row
+    area = side * side / 2
+    waves = max(1.0, copies * 2 * pairs / units)
+    turns = copies * min(1.0, 2 * pairs / units)  # an expert with fewer tiles than processors reaches some of them
+    computed = waves * area * 2 * (depth + shape.lead) * units / (shape.rate * share) + turns * shape.turn
+    return shape.start + max(computed, moved / shape.bandwidth)
+
+
+def count_steps(mean: float, size: int) -> float:
+    """Steps of `size` rows that an expert takes on average, its own rows being near the mean of all."""
+    if mean > 8 * size:
+        return mean / size + 0.5
+    spread = math.sqrt(2 * (mean + (0.1 * mean) ** 2))
+    more = sum(math.erfc((size * i - mean) / spread) / 2 for i in range(1, 2 + int(2 * mean / size)))
+    return -math.expm1(-mean) + more
 
 
 def find_step(n: int, k: int) -> int:
@@ -183,15 +229,10 @@ class Machine:
         error = _ERRORS["product"] if self.is_measured else _UNMEASURED
         if not min(m, n, k):
             return Timed(0.0, error, self.is_measured)
-        if copies > 1:  # experts: rows dealt out evenly, but for half a tile more that an uneven share leaves empty
-            copies = min(copies, m)
-            rows = m // copies + (64 if m >= 64 * copies else 0)
-            if direction == "wgrad":
-                seconds = time_matrix(self.shape, n, k, rows, copies)
-            else:
-                seconds = time_matrix(self.shape, rows, *((k, n) if direction == "dgrad" else (n, k)), copies)
-            factor, each = self.constants["products"]["grouped"]
-            return Timed(seconds * factor + copies * each / self.compute, 2 * error, self.is_measured)
+        if copies > 1:
+            group = GroupShape(*self.constants["products"]["grouped"][direction])
+            group = group.scale(self.compute, self.memory * 2 / self.width)
+            return Timed(time_grouped(group, self.shape.units, direction, copies, m, n, k), 2 * error, self.is_measured)
         seconds = time_shape(self.shape, direction, m, n, k)
         step = find_step(n, k)
         if step < 8:
@@ -274,7 +315,8 @@ class Machine:
             if found is None and name == "adamw-foreach":
                 per_byte, error = per_byte * _FOREACH, 2 * error
             return Timed(start + moved.tensors * per_tensor + size * per_byte / self.memory, error, self.is_measured)
-        linear = self.constants["linear"].get(name)
+        lines = self.constants["linear"]
+        linear = lines.get(name) or lines.get("cat" if name == "cat_cache" else "")
         if linear is not None:
             start, per_byte = linear
             return Timed(start + size * per_byte / self.memory, error, self.is_measured)

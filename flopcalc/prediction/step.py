@@ -330,6 +330,7 @@ class Clock:
         self.phase = "train"
         self.is_recorded = True
         self.has_experts = False
+        self.is_typed = True  # what the family's code costs the host was measured
         self.found_notes: dict[str, None] = {}
 
     def add(self, work: Work, times: int, load: Workload) -> None:
@@ -373,17 +374,25 @@ class Clock:
             )
 
     def _add_host(self, work: Work, times: int, calls: int, is_first: bool) -> None:
-        host, (per_call, per_unit) = self.constants["host"], self.constants["host"][name_phase(self.phase)]
+        host, phase = self.constants["host"], name_phase(self.phase)
+        per_call, per_unit = host[phase]
+        types = host["types"].get(work.model_type, {})
+        self.is_typed = self.is_typed and phase in types
         for each in work.hosted:
             many = each.many * (times if each.way != "optimizer" else 1)
             seconds = many * find_unit(each.way, each.kind, host["units"]) * per_unit
             if each.way == "again" and is_loud(each.kind):
                 seconds += many * host.get("again", 0.0)
+            _, factor = types.get(name_factor(each.way, each.group, self.phase), (0.0, 1.0))
             place = find_order(each.module, each.group, each.way, work.stacks, is_host=True)
-            self.hosted.append(Hosted(place, seconds, many if each.kind == "read" else 0.0))
+            self.hosted.append(Hosted(place, seconds * factor, many if each.kind == "read" else 0.0))
         # What a call takes beside its operators (masks, caches) comes before the layers; the rest is an optimizer's.
         before = max((i for i, stack in enumerate(work.stacks) if stack.layers), default=0) - 0.5
-        plain = min(per_call, host["forward"][0])
+        per_call, _ = types.get(phase, (per_call, 1.0))
+        plain = min(per_call, *types.get("forward", host["forward"])[:1])
+        if any(each.group == "vision" for each in work.hosted):
+            images_s, _ = types.get(f"vision {name_mode(self.phase)}", (0.0, 1.0))
+            self.hosted.append(Hosted(Place(0, before), times * images_s, 0.0))
         self.hosted.append(Hosted(Place(0, before), calls * times * plain, 0.0))
         if is_first:
             self.hosted.append(Hosted(Place(2), calls * (per_call - plain), 0.0))
@@ -539,6 +548,15 @@ def name_phase(phase: str) -> str:
 def name_mode(phase: str) -> str:
     """With gradients or without: kernels follow each other more closely in a forward pass, and one thread works."""
     return "train" if phase == "train" else "forward"
+
+
+def name_factor(way: str, group: str, phase: str) -> str:
+    """The factor of a model type that an operator's time on the host has; an optimizer's is everybody's."""
+    if way == "optimizer":
+        return way
+    if group in ("vision", "projector"):
+        return f"vision {name_mode(phase)}"
+    return name_phase(phase)
 
 
 def is_loud(kind: str) -> bool:

@@ -92,6 +92,7 @@ class Work(NamedTuple):
     stacks: tuple[Stack, ...]  # the model's stages in order of dataflow
     notes: tuple[str, ...] = ()
     is_recorded: bool = True  # the family's operators are known
+    model_type: str = ""
 
     @property
     def dispatched(self) -> dict[str, float]:
@@ -143,6 +144,8 @@ def make_work(
             kind = each.kind
             if kind == "cast":
                 kind = "cast_up" if each.writes > each.reads else "cast_down"
+            elif kind == "cat" and load.phase == "decode":  # a row behind many: far slower than halves side by side
+                kind = "cat_cache"
             moved.append(
                 Moved(each.module, each.group, each.direction, kind, each.reads, each.writes, each.count, each.is_again)
             )
@@ -172,7 +175,7 @@ def make_work(
     )  # fmt: skip
     return Work(
         tuple(maker.products), tuple(maker.attention), tuple(moved), tuple(hosted), stacks, tuple(notes),
-        found.is_recorded,
+        found.is_recorded, str(estimator.source.config["model_type"]),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 from flopcalc.errors import CalibrationError
 from flopcalc.measure import fit
 from flopcalc.measure.tables.runs import FIT_GRIDS, cut_config, make_case
-from flopcalc.prediction.machine import Machine, ProductShape, load_predictor, time_shape
+from flopcalc.prediction.machine import GroupShape, ProductShape, load_predictor, time_grouped, time_shape
 from flopcalc.prediction.work import count_calls
 
 LLAMA = {
@@ -112,39 +112,56 @@ MIXTRAL = {
 }  # fmt: skip
 
 
-def _set(grouped: list[float]) -> dict[str, Any]:
-    return {**SHIPPED, "products": {**SHIPPED["products"], "grouped": grouped}}
-
-
-def _profile_experts(grouped: list[float], batch: int, seq: int, **changed: Any) -> fit.Modelled:
-    """A step whose experts took what `grouped` says, told by its profile in two rows."""
+def _profile_experts(shape: GroupShape, batch: int, seq: int, **changed: Any) -> fit.Modelled:
+    """A step whose experts took what `shape` says, each product in a row of its own."""
     plain = fit.model_case({**make_case("mixtral", changed.pop("phase", "train"), batch, seq), **changed}, MIXTRAL)
-    machine = Machine("h200-sxm", "bf16", _set(grouped))
-    seconds = sum(machine.time_product(each).seconds * each.calls for each in plain.work.products if each.copies > 1)
-    rows = [[f"aten::{name}", False, "", "", 1, 1, 0.5e6 * seconds, "cutlass"]
-            for name in ("_grouped_mm", "_grouped_mm_backward")]  # fmt: skip
-    rows.append(["aten::mm", False, "", "", 1, 1, 1e6, "nvjet"])  # no part of it
+    rows: list[Any] = [["aten::mm", False, "[[8,8],[8,8]]", "", 1, 1, 1e6, "nvjet"]]  # no part of it
+    for each in plain.work.products:
+        if each.copies > 1:
+            m, n, k, copies = each.m, each.n, each.k, each.copies
+            shapes = {
+                "forward": [[m, k], [copies, k, n], [copies]],
+                "dgrad": [[m, n], [copies, n, k], [copies]],
+                "wgrad": [[n, m], [m, k], [copies]],
+            }
+            us = 2e6 * time_grouped(shape, 132.0, each.direction, copies, m, n, k)
+            is_backward = each.direction != "forward"
+            rows.append(["aten::_grouped_mm", is_backward, str(shapes[each.direction]), "", 2, 4, us, "cutlass"])
     return plain._replace(case={**plain.case, "operators": rows})
 
 
-@pytest.mark.parametrize("grouped", [[1.0, 0.0], [1.3, 0.0], [1.2, 2e-6]])
-def test_grouped_products_find_their_constants(grouped: list[float]) -> None:
-    cases = [_profile_experts(grouped, batch, seq) for batch, seq in ((1, 48), (1, 1024), (4, 2048), (1, 4096))]
-    factor, each = fit.fit_grouped(cases, _set([9.0, 9.0]))  # what stands there before does not matter
-    assert factor == pytest.approx(grouped[0], rel=1e-3)
-    assert each == pytest.approx(grouped[1], abs=2e-9)
+EXPERT_STEPS = [(1, 48), (1, 1024), (4, 2048), (1, 4096), (8, 4096)]
+
+
+@pytest.mark.parametrize(
+    "shape", [GroupShape(), GroupShape(rate=600e12, turn=3e-6), GroupShape(bandwidth=2e12, lead=300.0)]
+)
+def test_grouped_products_find_their_constants(shape: GroupShape) -> None:
+    """Or others that give the same seconds."""
+    cases = [_profile_experts(shape, batch, seq) for batch, seq in EXPERT_STEPS]
+    found = fit.fit_grouped(cases)
+    assert list(found) == ["forward", "dgrad", "wgrad"]
+    for case in cases:
+        for each in case.work.products:
+            if each.copies > 1:
+                sizes = (132.0, each.direction, each.copies, each.m, each.n, each.k)
+                told = time_grouped(GroupShape(*found[each.direction]), *sizes)
+                assert told == pytest.approx(time_grouped(shape, *sizes), rel=0.1)
 
 
 @pytest.mark.parametrize(
     "changed", [{"recompute": "full"}, {"compiled": True}, {"phase": "decode", "context": 64}]
 )  # fmt: skip
 def test_steps_that_tell_nothing_of_grouped_products(changed: dict[str, Any]) -> None:
-    assert fit.fit_grouped([_profile_experts([3.0, 0.0], 2, 64, **changed)], SHIPPED) == [1.0, 0.0]
-    plain = _profile_experts([1.5, 0.0], 2, 64)
-    other = _profile_experts([3.0, 0.0], 2, 64, **changed)
-    assert fit.fit_grouped([plain, other], SHIPPED)[0] == pytest.approx(1.5, rel=1e-3)
-    without = plain._replace(case={key: value for key, value in plain.case.items() if key != "operators"})
-    assert fit.fit_grouped([without], SHIPPED) == [1.0, 0.0]
+    usual = {way: list(GroupShape()) for way in ("forward", "dgrad", "wgrad")}
+    slow = [_profile_experts(GroupShape(rate=300e12), 2, 1024, **changed) for _ in range(9)]
+    assert fit.fit_grouped(slow) == usual
+    plain = [_profile_experts(GroupShape(rate=300e12), batch, seq) for batch, seq in EXPERT_STEPS]
+    assert fit.fit_grouped(plain)["wgrad"][0] == pytest.approx(300e12, rel=0.1)
+    without = [
+        each._replace(case={key: value for key, value in each.case.items() if key != "operators"}) for each in plain
+    ]
+    assert fit.fit_grouped(without) == usual
 
 
 TRUTH = {**SHIPPED, "gaps": {"train": 3e-6, "forward": 1.5e-6}, "power": [0.3, 0.6]}
@@ -255,8 +272,8 @@ def test_tables_of_calls_alone_are_read() -> None:
            "v_dim": 64, "length": 128, "seconds": 1e-5}  # fmt: skip
     rows = [row, {**row, "kernel": "eager"}, {**row, "v_dim": 32}]
     assert fit._read_calls(rows) == [
-        fit.AttentionPoint("cudnn", "forward", "causal", 2, 4, 4, 64, 128, 128, 1e-5, 1)
-    ]  # fmt: skip
+        fit.AttentionPoint("cudnn", "forward", "causal", 2, 4, 4, dim, 128, 128, 1e-5, 1) for dim in (64, 48)
+    ]
     gemm = {"direction": "dgrad", "m": 64, "n": 128, "k": 32, "seconds": 2e-6, "dtype": "bf16", "mode": "burst"}
     rows = [gemm, {**gemm, "mode": "sustained"}, {**gemm, "dtype": "fp32"}]
     assert fit._read_gemm(rows) == [fit.ProductPoint("dgrad", 64, 128, 32, 2e-6, 1)]

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flopcalc.config import load_config
+from flopcalc.measure.alone import list_rows, measure_calls
 from flopcalc.measure.calls import measure_units
+from flopcalc.measure.narrow import narrow
+from flopcalc.measure.probe import make_probe
 from flopcalc.measure.runner import Job
 from flopcalc.measure.tables import Bench, Json, counts, get_device, round_digits, summarize
 
@@ -27,6 +30,7 @@ MODELS: dict[str, tuple[str, int, int]] = {
     "gpt2-medium": ("gpt2-medium", 24, 0),
     "gemma-3-1b": ("gemma-3-1b", 13, 0),
     "olmo-2-7b": ("olmo-2-7b", 6, 0),
+    "mistral-large-123b": ("mistral-large-123b", 2, 0),
     "mixtral-8x7b": ("mixtral-8x7b", 2, 0),
     "qwen3-30b-a3b": ("qwen3-30b-a3b", 3, 0),
     "qwen2-vl-2b": ("qwen2-vl-2b", 28, 32),
@@ -36,10 +40,25 @@ MODELS: dict[str, tuple[str, int, int]] = {
     "qwen2.5-0.5b-short": ("qwen2.5-0.5b", 6, 0),
 }
 _COMPILED = ("llama-3.2-1b-short", "qwen2.5-0.5b-short")
+_WIDE = ("mistral-large-123b",)  # so wide that the host waits for the device in every training step
 _SETTLE_S = 1.5  # of work until a device at its power limit has found its clock
 _TRAIN = ((1, 48), (1, 1024), (4, 2048), (1, 4096))
 _AGAIN = ("llama-3.2-1b", "gemma-2b", "phi-3-mini", "mixtral-8x7b", "qwen2-vl-2b")  # recomputation, on the host
 FIT_GRIDS = {"qwen2-vl-2b": [[1, 36, 52]], "qwen2.5-vl-3b": [[1, 36, 48]], "llava-1.5-7b": [[1, 24, 24]]}
+
+# One preset of every recorded model type that SDPA knows, made narrow: what its code costs the host. With images where
+# it has a tower: sequence and patches.
+NARROW: dict[str, tuple[int, list[list[int]]]] = {
+    "llama-3.2-1b": (0, []), "qwen2.5-0.5b": (0, []), "qwen3-1.7b": (0, []), "mistral-7b": (0, []),
+    "gemma-2b": (0, []), "gemma-3-1b": (0, []), "phi-2": (0, []), "phi-3-medium": (0, []), "gpt2": (0, []),
+    "pythia-1b": (0, []), "opt-125m": (0, []), "olmo-2-7b": (0, []), "stablelm-2-1.6b": (0, []),
+    "starcoder2-7b": (0, []), "command-r-35b": (0, []), "smollm3-3b": (0, []), "mixtral-8x7b": (0, []),
+    "qwen1.5-moe-a2.7b": (0, []), "qwen3-30b-a3b": (0, []), "deepseek-v3": (0, []),
+    "qwen2-vl-2b": (128, [[1, 16, 16]]), "qwen2.5-vl-3b": (128, [[1, 16, 16]]), "qwen3-vl-2b": (128, [[1, 16, 16]]),
+    "llava-1.5-7b": (640, [[1, 24, 24]]), "llava-v1.6-mistral-7b": (0, []),
+    "paligemma-3b-224": (320, [[1, 16, 16]]), "gemma-3-27b": (320, [[1, 64, 64]]),
+}  # fmt: skip
+_DEPTHS = (4, 12)  # layers of narrow models: what a call costs, and what a layer does
 
 
 def list_cases(suite: str) -> Iterator[Json]:
@@ -332,36 +351,6 @@ class Runner:
         }  # fmt: skip
 
 
-def make_probe(bench: Bench, is_train: bool) -> Callable[[], float]:
-    """A fixed piece of a host's work, a few milliseconds of small layers; gives its seconds.
-
-    With a backward pass where the steps it stands beside have one: autograd's thread runs on another core, whose speed
-    is its own.
-    """
-    torch = bench.torch
-    torch.manual_seed(0)
-    layers = [
-        torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64))
-        for _ in range(12 if is_train else 36)
-    ]
-    stack = torch.nn.ModuleList(layers).to(bench.device, torch.bfloat16)
-    given = torch.randn(8, 64, device=bench.device, dtype=torch.bfloat16)
-
-    def probe() -> float:
-        start = time.perf_counter()
-        with torch.set_grad_enabled(is_train):
-            x = given
-            for layer in stack:
-                x = x + layer(x).view(8, 64) * 0.5
-        if is_train:
-            x.sum().backward()
-            for parameter in stack.parameters():
-                parameter.grad = None
-        return time.perf_counter() - start
-
-    return probe
-
-
 def profile_step(bench: Bench, step: Callable[[], Any]) -> Json:
     """Device time of every operator of one step, added up by name, shapes and dtypes; busy and whole time."""
     torch = bench.torch
@@ -423,7 +412,9 @@ def tally(events: Any, torch: Any) -> Json:
 
 
 def get_config(name: str) -> Json:
-    return cut_config(*MODELS[name])
+    """The config that a case's model stands for."""
+    preset, mark, layers = name.rpartition("-narrow-")
+    return narrow(dict(load_config(preset).config), int(layers)) if mark else cut_config(*MODELS[name])
 
 
 def plan(suite: str) -> list[Job]:
@@ -432,9 +423,12 @@ def plan(suite: str) -> list[Job]:
     for model in dict.fromkeys(case["model"] for case in list_cases(suite)):
         rows |= {name_case(case): {**case, "is_host": False} for case in list_cases(suite) if case["model"] == model}
         rows |= {f"host/{name_case(case)}": {**case, "is_host": True} for case in list_host_cases(suite, model)}
+    for case in list_narrow_cases(suite):
+        rows[f"host/{name_case(case)}"] = {**case, "is_host": True}
+    rows |= list_rows(suite)
     rows["host/units"] = {"is_host": True}
     args = {"device": get_device(suite), "suite": suite}
-    return [Job("runs", f"{__name__}:start", args, rows, timeout_s=180, expected_s=20 + 3.5 * len(rows))]
+    return [Job("runs", f"{__name__}:start", args, rows, timeout_s=180, expected_s=20 + 2.2 * len(rows))]
 
 
 def list_host_cases(suite: str, model: str) -> Iterator[Json]:
@@ -442,7 +436,7 @@ def list_host_cases(suite: str, model: str) -> Iterator[Json]:
     if suite == "test":
         yield make_case(model, "train", 1, 16)
         yield make_case(model, "prefill", 1, 16)
-    elif model not in _COMPILED:
+    elif model not in (*_COMPILED, *_WIDE):
         yield make_case(model, "train", 1, 64)
         if model in FIT_GRIDS:
             yield make_case(model, "train", 1, 1024, FIT_GRIDS[model])
@@ -450,6 +444,20 @@ def list_host_cases(suite: str, model: str) -> Iterator[Json]:
             yield make_case(model, "train", 1, 64, recompute="full")
         yield make_case(model, "prefill", 1, 64)
         yield make_case(model, "decode", 1, 2, context=512)
+
+
+def list_narrow_cases(suite: str) -> Iterator[Json]:
+    """Small steps of every model type, for the host alone."""
+    for preset, (seq, grids) in NARROW.items() if suite != "test" else ():
+        for layers in _DEPTHS:
+            model = f"{preset}-narrow-{layers}"
+            yield make_case(model, "train", 1, 64)
+            if grids:
+                yield make_case(model, "train", 1, seq, grids)
+            yield make_case(model, "prefill", 1, 64)
+            if grids:
+                yield make_case(model, "prefill", 1, seq, grids)
+            yield make_case(model, "decode", 1, 2, context=128)
 
 
 def start(args: Json) -> Callable[[Json], Json]:
@@ -466,10 +474,11 @@ def start(args: Json) -> Callable[[Json], Json]:
     def measure_row(row: Json) -> Json:
         if "model" not in row:
             runner.drop()
-            return {"units": measure_units(runner.bench)}
+            is_call = row.get("is_call")
+            return measure_calls(runner.bench, row) if is_call else {"units": measure_units(runner.bench)}
         case = {key: value for key, value in row.items() if key != "is_host"}
         found = (
-            runner.measure_host(case, 3 if is_test else 20) if row["is_host"] else runner.measure(case, profiled=True)
+            runner.measure_host(case, 3 if is_test else 16) if row["is_host"] else runner.measure(case, profiled=True)
         )
         return {**found, "is_host": row["is_host"]}
 

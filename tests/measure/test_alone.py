@@ -1,0 +1,180 @@
+"""Single calls: what is run, how it is found in a profile, and what a fit makes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flopcalc.measure import alone, fit
+from flopcalc.measure.tables import Bench
+from flopcalc.prediction.machine import GroupShape, attention_features, time_grouped
+
+ATTENTION = {
+    "kernel", "direction", "mask", "batch", "heads", "kv_heads", "qk", "v", "length", "keys", "seconds"
+}  # fmt: skip
+EXPERTS = {"direction", "copies", "m", "n", "k", "seconds"}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench("cpu")
+
+
+@pytest.fixture(scope="module")
+def found(bench: Bench) -> dict[str, list[dict[str, Any]]]:
+    return {name: alone.measure_calls(bench, row)["calls"] for name, row in alone.list_rows("test").items()}
+
+
+def test_every_mask_and_direction_runs(found: dict[str, list[dict[str, Any]]]) -> None:
+    calls = found["calls/attention/16"]
+    assert all(set(call) == ATTENTION for call in calls)
+    assert all(call["seconds"] > 0 and call["kernel"] == "flash" for call in calls)
+    # HF hands grouped keys over as they are where there is no mask, and repeats them where there is one.
+    assert [(call["mask"], call["direction"], call["kv_heads"]) for call in calls] == [
+        ("causal", "forward", 2), ("causal", "backward", 2), ("full", "forward", 2), ("full", "backward", 2),
+        ("window", "forward", 4), ("window", "backward", 4), ("decode", "forward", 2),
+    ]  # fmt: skip
+
+
+def test_every_direction_of_experts_runs(found: dict[str, list[dict[str, Any]]]) -> None:
+    calls = found["calls/experts"]
+    assert all(set(call) == EXPERTS and call["seconds"] > 0 for call in calls)
+    assert [(call["direction"], call["m"]) for call in calls] == [
+        (direction, m) for m in (4, 24) for direction in ("forward", "dgrad", "wgrad")
+    ]
+
+
+def test_calls_without_one_kernel_are_left_out(found: dict[str, list[dict[str, Any]]]) -> None:
+    assert found["calls/attention/24-16"] == []  # a CPU has no kernel for values of another width
+
+
+def test_a_refused_call_is_left_out(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = bench.random
+
+    def draw(*shape: int, **options: Any) -> Any:
+        if 16 in shape:
+            raise RuntimeError("out of memory")
+        return drawn(*shape, **options)
+
+    monkeypatch.setattr(bench, "random", draw)
+    sizes = [[1, 2, 2, length, length] for length in (4, 16, 6)]
+    row = {"is_call": True, "qk": 8, "v": 8, "sizes": {"full": sizes}}
+    assert [call["length"] for call in alone.measure_calls(bench, row)["calls"]] == [4, 4, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_backward", "shapes", "key", "more"),
+    [
+        ("_cudnn_attention_forward", False, [[2, 8, 64, 16], [2, 4, 64, 16], [2, 4, 64, 16]],
+         ("forward", 2, 8, 64, 64), {"kernel": "cudnn", "kv_heads": 4}),
+        ("_cudnn_attention_backward", True, [[2, 8, 64, 16], [2, 8, 64, 16], [2, 4, 64, 16], [2, 4, 64, 16]],
+         ("backward", 2, 8, 64, 64), {"kernel": "cudnn", "kv_heads": 4}),
+        ("_flash_attention_forward", False, [[2, 1, 8, 16], [2, 90, 4, 16], [2, 90, 4, 16]],
+         ("forward", 2, 8, 1, 90), {"kernel": "flash", "kv_heads": 4}),
+        ("_efficient_attention_backward", True, [[2, 64, 8, 16], [2, 64, 8, 16], [2, 64, 8, 16], [2, 64, 8, 16]],
+         ("backward", 2, 8, 64, 64), {"kernel": "efficient", "kv_heads": 8}),
+        ("_grouped_mm", False, [[96, 32], [8, 32, 64], [8], [], []], ("forward", 8, 96, 64, 32), {}),
+        ("_grouped_mm", True, [[96, 64], [8, 64, 32], [8], [], []], ("dgrad", 8, 96, 64, 32), {}),
+        ("_grouped_mm", True, [[64, 96], [96, 32], [8], [], []], ("wgrad", 8, 96, 64, 32), {}),
+    ],
+)  # fmt: skip
+def test_profiles_are_read(
+    name: str, is_backward: bool, shapes: list[list[int]], key: tuple[Any, ...], more: dict[str, Any]
+) -> None:
+    row = [f"aten::{name}", is_backward, str(shapes), "", 6, 12, 60.0, "kernel"]
+    outer = [f"aten::_scaled_dot_product{name}", is_backward, "[[1,1,1,1],[1,1,1,1]]", "", 6, 0, 0.0, ""]
+    other = ["aten::mm", False, "[[8,8],[8,8]]", "", 1, 1, 5.0, "nvjet"]
+    assert alone._read_profile([row, outer, other], True) == {key: (pytest.approx(1e-5), more)}
+
+
+def _list_sizes() -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+    for row in alone.list_rows("quick").values():
+        for mask, sizes in row.get("sizes", {}).items():
+            yield from ((mask, row["qk"], row["v"], tuple(size)) for size in sizes)
+
+
+def test_the_grid_fits_and_its_calls_differ() -> None:
+    rows = alone.list_rows("quick")
+    assert all(row["is_call"] for row in rows.values())
+    sizes = list(_list_sizes())
+    assert len({(mask, qk, batch, heads, *ends) for mask, qk, _, (batch, heads, _, *ends) in sizes}) == len(sizes)
+    for _, qk, v, (batch, heads, kv_heads, length, keys) in sizes:
+        assert heads % kv_heads == 0
+        assert 2 * batch * heads * max(length, keys) * max(qk, v) < 2e9
+    assert all(2 * math.prod(each) < 4e9 for each in rows["calls/experts"]["experts"])
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_attention_finds_what_calls_were_made_of(scale: float) -> None:
+    """Every kernel of the grid tells its four constants."""
+    truth = [scale * value for value in (6e-6, 1.2e-10, 8e-13, 5e-9)]
+    calls = [
+        {
+            "kernel": "cudnn", "direction": "forward", "mask": mask, "batch": batch, "heads": heads,
+            "kv_heads": kv_heads, "qk": qk, "v": v, "length": length, "keys": keys,
+            "seconds": sum(
+                value * size
+                for value, size in zip(
+                    truth, attention_features(mask, batch, heads, kv_heads, length, keys), strict=True
+                )
+            ),
+        }
+        for mask, qk, v, (batch, heads, kv_heads, length, keys) in _list_sizes()
+    ]  # fmt: skip
+    found = fit.fit_attention(fit._read_calls(calls))["cudnn"]
+    assert "forward/causal/160" in found  # 192 and 128
+    assert len(found) == sum(len(row.get("sizes", ())) for row in alone.list_rows("quick").values())
+    for call in calls:
+        values = found[f"forward/{call['mask']}/{(call['qk'] + call['v']) // 2}"]
+        sizes = attention_features(*(call[key] for key in ("mask", "batch", "heads", "kv_heads", "length", "keys")))
+        told = sum(value * size for value, size in zip(values, sizes, strict=True))
+        assert told == pytest.approx(call["seconds"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(16, 32, 1024), (8, 32, 2048), (4, 32, 4096), (1, 32, 16384)],  # as many tokens in each
+        [(1, 16, 1872)] * 9,
+        [(4, 16, 577)],
+    ],
+)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_calls_that_do_not_tell_do_not_explode(sizes: list[tuple[int, int, int]], direction: str) -> None:
+    def time_call(batch: int, heads: int, length: int) -> float:
+        _, queries, pairs, longest = attention_features("full", batch, heads, heads, length, length)
+        return 6e-6 + 2e-10 * queries + 7e-13 * pairs + 5e-9 * longest
+
+    points = [
+        fit.AttentionPoint("flash", direction, "full", batch, heads, heads, 64, length, length,
+                           time_call(batch, heads, length), 1)
+        for batch, heads, length in sizes
+    ]  # fmt: skip
+    short = fit.AttentionPoint("cudnn", direction, "causal", 1, 8, 8, 64, 48, 48, 6e-6, 1)
+    values = fit.fit_attention([*points, short])["flash"][f"{direction}/full/64"]
+    for size in ((1, 16, 64), (1, 16, 577), (8, 16, 729), (1, 16, 2300), (4, 32, 4096)):
+        features = attention_features("full", size[0], size[1], size[1], size[2], size[2])
+        told = sum(value * feature for value, feature in zip(values, features, strict=True))
+        assert told == pytest.approx(time_call(*size), rel=0.35)
+
+
+@pytest.mark.parametrize("shape", [GroupShape(), GroupShape(250e12, 100.0, 1.4e12, 0.6, 2e-6, 5e-6)])
+def test_experts_find_what_calls_were_made_of(shape: GroupShape) -> None:
+    row = alone.list_rows("quick")["calls/experts"]
+    calls = [
+        {"direction": way, "copies": copies, "m": mean * copies, "n": n, "k": k,
+         "seconds": time_grouped(shape, 132.0, way, copies, mean * copies, n, k)}
+        for copies, n, k in row["experts"]
+        for mean in row["rows"]
+        for way in ("forward", "dgrad", "wgrad")
+    ]  # fmt: skip
+    found = fit.fit_grouped([], calls)
+    for way, constants in found.items():
+        rate, lead, bandwidth, small, turn, _ = constants
+        assert (rate, lead, bandwidth) == pytest.approx((shape.rate, shape.lead, shape.bandwidth), rel=0.05)
+        assert turn == pytest.approx(shape.turn, rel=0.2)
+        if way != "wgrad":  # which has no small tiles
+            assert small == pytest.approx(shape.small, rel=0.05)
