@@ -26,7 +26,7 @@ from flopcalc.prediction.machine import (
     time_grouped,
     time_shape,
 )
-from flopcalc.prediction.step import Clock, find_unit, is_loud, name_factor, name_mode, name_phase
+from flopcalc.prediction.step import Clock, find_unit, name_factor, name_mode, name_phase
 from flopcalc.prediction.work import Work, count_calls, make_work
 from flopcalc.workload import Workload, make_workload
 
@@ -474,7 +474,7 @@ def fit_linear(cases: Sequence[Modelled]) -> tuple[Json, Json]:
     found = {kind: _round(solve(entries)) for kind, entries in sorted(rows.items())}
     if "cat" in found:
         weights = found["cat"]
-        found |= {kind: weights[2 * i : 2 * i + 2] for i, kind in enumerate(_CATS) if weights[2 * i + 1]}
+        found |= {kind: weights[2 * i : 2 * i + 2] for i, kind in enumerate(_CATS) if not i or weights[2 * i + 1]}
     return found, {kind: _round(solve(entries)) for kind, entries in optimizers.items()}
 
 
@@ -515,6 +515,69 @@ def fit_device(cases: Sequence[Modelled], constants: Json) -> tuple[dict[str, fl
 
     start, slope, train, forward = search(miss, [0.3, 0.2, 2e-6, 1e-6], 200) if walls else [1.0, 0.01, 2e-6, 1e-6]
     return dict(zip(("train", "forward"), _round((train, forward)), strict=True)), _round((start, slope))
+
+
+class Slowing(NamedTuple):
+    """How many times longer kernels take in a pass whose step keeps up such a share of the peak."""
+
+    start: float
+    slope: float
+
+    def at(self, rate: float) -> float:
+        return 1 + self.slope * max(0.0, rate - self.start)
+
+
+def fit_slowing(cases: Sequence[Modelled], constants: Json) -> tuple[list[float], dict[str, Slowing]]:
+    """Share of the peak that each step keeps up, and what that does to the clock in profiled steps.
+
+    A profiled step comes after a pause. Its forward pass begins at the full clock, its backward pass at a lower one where
+    the power limit is reached; so products of a forward pass look faster than those of a backward pass.
+    """
+    shape = ProductShape(*constants["products"]["shape"])
+    rates = []
+    seen: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
+    for each in cases:
+        clock = _run_clock(each, constants)
+        told = sum(piece.seconds for piece in clock.pieces)
+        rates.append(clock.flops / told / clock.machine.peak if told else 0.0)
+        sums: dict[str, list[float]] = {}
+        for point in read_points([each]).products:
+            if point.seconds > _LARGE_S and find_step(point.n, point.k) == 8:
+                way = "forward" if point.direction == "forward" else "backward"
+                both = sums.setdefault(way, [0.0, 0.0])
+                both[0] += point.seconds * point.calls
+                both[1] += time_shape(shape, point.direction, point.m, point.n, point.k) * point.calls
+        for way, (taken, usual) in sums.items():
+            if rates[-1] > _LEAST_RATE:
+                seen[way].append((rates[-1], taken / usual))
+    return rates, {way: _search_slowing(points) for way, points in seen.items()}
+
+
+_LARGE_S = 5e-5  # products that their FLOPs bound
+_LEAST_RATE = 0.1
+
+
+def _search_slowing(points: Sequence[tuple[float, float]]) -> Slowing:
+    if len(points) < _LEAST_CALLS:
+        return Slowing(1.0, 0.0)
+
+    def loss(values: list[float]) -> float:
+        usual, *rest = values
+        return sum(abs(math.log(ratio / (usual * Slowing(*rest).at(rate)))) for rate, ratio in points)
+
+    _, start, slope = search(loss, [1.0, 0.35, 0.3], 200)
+    return Slowing(start, slope)
+
+
+def at_full_clock(each: Modelled, rate: float, slowing: Mapping[str, Slowing]) -> Modelled:
+    """The same profiled case, its kernels as fast as a device is that need not save power."""
+    if "operators" not in each.case:
+        return each
+    rows = []
+    for name, is_backward, *about, us, kernel in each.case["operators"]:
+        way = "backward" if is_backward or "_fused_adam" in name else "forward"
+        rows.append([name, is_backward, *about, us / slowing[way].at(rate) if us else us, kernel])
+    return each._replace(case={**each.case, "operators": rows})
 
 
 def _run_clock(each: Modelled, constants: Json, compiled: bool = False) -> Clock:
@@ -563,8 +626,8 @@ def host_seconds(constants: Mapping[str, Any], dispatched: Mapping[str, float], 
 
 
 def count_again(dispatched: Mapping[str, float]) -> float:
-    """Operators with a kernel that checkpointing runs again."""
-    return sum(many for name, many in dispatched.items() if name.startswith("again ") and is_loud(name.split()[1]))
+    """Operators that checkpointing runs again."""
+    return sum(many for name, many in dispatched.items() if name.startswith("again "))
 
 
 def _has_waited(each: Modelled) -> bool:
@@ -609,12 +672,13 @@ def fit_types(cases: Sequence[tuple[Modelled, float]], constants: Json) -> dict[
     return found
 
 
-_PULLS = (0.06, 0.2)  # steps repeat within 3 %; calls differ by half between model types, operators by a seventh
+# Steps repeat within 3 %. Calls of model types differ by a fifth of the smallest step, operators by a seventh.
+_PULLS = (0.15, 0.2)
 
 
 def solve_type(rows: Sequence[tuple[tuple[float, float], float]], usual_s: float) -> tuple[float, float]:
     """Seconds of a call and factor of operators: least squares of relative errors, drawn towards what is usual."""
-    scale = usual_s or 1e-3
+    scale = min(value for _, value in rows)
     table = [(calls / value, operators / value, 1.0) for (calls, operators), value in rows]
     table += [(_PULLS[0] / scale, 0.0, _PULLS[0] * usual_s / scale), (0.0, _PULLS[1], _PULLS[1])]
     aa, ab, bb, at, bt = (
@@ -685,20 +749,19 @@ def fit_predictor(
         raise CalibrationError(
             "no profiled step shows a matrix product on a GPU: the profiler saw no kernels (is another one running?)"
         )
-    linear, optimizer = fit_linear(modelled)
     constants: Json = {
         "schema": SCHEMA,
         "provenance": provenance,
-        "products": fit_products(points.products, _read_gemm(products)),
-        "attention": fit_attention([*points.attention, *_read_calls([*attention, *calls])]),
-        "moved": fit_moved([point for point in points.moved if point.kind not in _LINEAR]),
-        "linear": linear,
-        "optimizer": optimizer,
+        **_fit_kernels(modelled, [*attention, *calls], products),
         "gaps": {"train": 2e-6, "forward": 1e-6},
         "power": [0.4, 0.2],
         "compiled": {"moved": 1.0, "launch_s": 0.0},
-        "error": {"device": 0.03, "host": 0.097, "late": 0.02, "compiled": 0.1},
+        "error": {"device": 0.035, "host": 0.075, "late": 0.02, "compiled": 0.1},
+        "host": {**dict.fromkeys(HOST_PHASES, [0.0, 0.0]), "units": {}, "types": {}},
     }
+    rates, slowing = fit_slowing(modelled, constants)
+    fast = [at_full_clock(each, rate, slowing) for each, rate in zip(modelled, rates, strict=True)]
+    constants |= _fit_kernels(fast, [*attention, *calls], products)
     constants["probe_s"] = find_probes(hosts)
     taken = [
         (model_case(case, configs(case["model"]), device), time_host(case, constants["probe_s"])) for case in hosts
@@ -706,11 +769,24 @@ def fit_predictor(
     # A module's own Python is more than an empty one's call, which the first calibration measured too.
     constants["host"] = fit_host(taken, {**_UNITS, **units, "module": _UNITS["module"]})
     check_whole(constants)
-    constants["products"]["grouped"] = fit_grouped(modelled, calls, constants["products"]["shape"][-1])
     constants["host"]["types"] = fit_types(taken, constants)
     constants["gaps"], constants["power"] = fit_device(modelled, constants)
     constants["compiled"] = fit_compiled(modelled, constants)
     return constants
+
+
+def _fit_kernels(cases: Sequence[Modelled], calls: Sequence[Json], products: Iterable[Json]) -> Json:
+    """The constants of single kernels, from profiled steps and from calls by themselves."""
+    points = read_points(cases)
+    linear, optimizer = fit_linear(cases)
+    found = fit_products(points.products, _read_gemm(products))
+    return {
+        "products": {**found, "grouped": fit_grouped(cases, calls, found["shape"][-1])},
+        "attention": fit_attention([*points.attention, *_read_calls(calls)]),
+        "moved": fit_moved([point for point in points.moved if point.kind not in _LINEAR]),
+        "linear": linear,
+        "optimizer": optimizer,
+    }
 
 
 def _read_calls(rows: Iterable[Json]) -> list[AttentionPoint]:

@@ -30,6 +30,7 @@ __all__ = ["OPTIMIZERS", "Prediction", "StepTime", "find_largest_batch", "predic
 _EXPERTS = 0.03  # relative error that experts add: rows are dealt out unevenly, and HF changes their code often
 # What another machine of the measured kind adds: clocks and power limits of devices, and CPUs, which differ far more.
 _OTHER = {"device": 0.04, "host": 0.2}
+_UNTYPED = 1.5  # how much wider where only operators tell the host's time, and no model of the type was measured
 _NEAR = 0.8  # a host that takes this much of the device's time may hold it up
 _WAKE = 15  # operators that the host queues before a device that ran empty has enough to do, from prefills of the fit
 _UNMEASURED = 0.35  # relative half width where published figures scale what was measured elsewhere
@@ -381,7 +382,7 @@ class Clock:
         for each in work.hosted:
             many = each.many * (times if each.way != "optimizer" else 1)
             seconds = many * find_unit(each.way, each.kind, host["units"]) * per_unit
-            if each.way == "again" and is_loud(each.kind):
+            if each.way == "again":
                 seconds += many * host.get("again", 0.0)
             _, factor = types.get(name_factor(each.way, each.group, self.phase), (0.0, 1.0))
             place = find_order(each.module, each.group, each.way, work.stacks, is_host=True)
@@ -458,6 +459,8 @@ class Clock:
             wide += math.sqrt(sum(piece.error**2 for piece in self.pieces)) / total if total else 0.0
             wide += _EXPERTS if self.has_experts else 0.0
             wide += float(floor["compiled"]) if self.compiled else 0.0
+        elif not self.is_typed:
+            wide *= _UNTYPED
         return wide if self.is_recorded else 2 * wide
 
     def late(self, bound: str, host_factor: float) -> float:
@@ -493,6 +496,7 @@ class Clock:
             "date": provenance.get("date"),
             "commit": provenance.get("commit"),
             "operators_recorded": self.is_recorded,
+            "host_measured": machine.is_measured and self.is_typed,
             "far_share": sum(p.seconds for p in self.pieces if p.error > 0.09 * p.seconds) / total,
         }
 
@@ -557,11 +561,6 @@ def name_factor(way: str, group: str, phase: str) -> str:
     if group in ("vision", "projector"):
         return f"vision {name_mode(phase)}"
     return name_phase(phase)
-
-
-def is_loud(kind: str) -> bool:
-    """Whether an operator launches a kernel."""
-    return kind not in ("view", "make", "module", "node")
 
 
 def find_unit(way: str, kind: str, units: Mapping[str, float]) -> float:

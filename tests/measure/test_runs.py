@@ -13,6 +13,7 @@ import torch
 from flopcalc.devices import load_devices
 from flopcalc.errors import CalibrationError, DeviceError
 from flopcalc.measure import predictor
+from flopcalc.measure.alone import list_rows
 from flopcalc.measure.calibrate import main
 from flopcalc.measure.runner import Outcome, Result
 from flopcalc.measure.tables import runs
@@ -27,9 +28,10 @@ def test_cases_run_and_are_profiled() -> None:
     measure = runs.start(job.args)
     found = {name: measure(row) for name, row in job.rows.items()}
     assert list(found) == [
-        "llama/train/2x48", "llama/decode/1x2/@16", "host/llama/train/1x16", "host/llama/prefill/1x16", "host/units"
+        "llama/train/2x48", "llama/decode/1x2/@16", "host/llama/train/1x16", "host/llama/prefill/1x16",
+        "calls/attention/16", "calls/attention/24-16", "calls/experts", "host/units",
     ]  # fmt: skip
-    *steps, units = found.values()
+    *steps, heads, others, experts, units = found.values()
     assert [record["is_host"] for record in steps] == [False, False, True, True]
     for record in steps:
         assert record["seconds"] > 0
@@ -40,6 +42,8 @@ def test_cases_run_and_are_profiled() -> None:
     for record in steps[2:]:
         assert record["ratio"] > 0
         assert "operators" not in record
+    assert [set(record) for record in (heads, others, experts)] == [{"calls"}] * 3
+    assert [len(record["calls"]) for record in (heads, others, experts)] == [7, 0, 6]  # a CPU has no kernel for 24-16
     assert set(units) == {"units"}
     assert set(units["units"]) >= {"pointwise", "view", "product", "attention", "attention_masked"}
 
@@ -141,6 +145,29 @@ def test_a_case_that_fails_drops_its_model(monkeypatch: pytest.MonkeyPatch) -> N
     assert dropped == [1]
 
 
+@pytest.mark.parametrize("name", ["calls/experts", "host/units"])
+def test_rows_without_a_model_have_the_device_to_themselves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model before them is dropped first."""
+    done: list[str] = []
+    monkeypatch.setattr(runs.Runner, "drop", lambda *_: done.append("drop"))
+    monkeypatch.setattr(runs, "measure_calls", lambda _, row: done.append("calls") or {"calls": [row]})
+    monkeypatch.setattr(runs, "measure_units", lambda _: done.append("units") or {"view": 0.4})
+    (job,) = runs.plan("test")
+    row = job.rows[name]
+    is_call = name == "calls/experts"
+    assert runs.start(job.args)(row) == ({"calls": [row]} if is_call else {"units": {"view": 0.4}})
+    assert done == ["drop", "calls" if is_call else "units"]
+
+
+def test_a_name_tells_its_config() -> None:
+    """A model that is cut, or one that is narrow, of a preset whose name has dashes of its own."""
+    from flopcalc.config import load_config
+    from flopcalc.measure.narrow import narrow
+
+    assert runs.get_config("llama-3.2-1b-short") == runs.cut_config("llama-3.2-1b", 6)
+    assert runs.get_config("qwen1.5-moe-a2.7b-narrow-12") == narrow(dict(load_config("qwen1.5-moe-a2.7b").config), 12)
+
+
 @pytest.mark.parametrize(
     ("preset", "layers", "vision"), [("llama-3.1-8b", 3, 0), ("qwen2-vl-2b", 2, 4), ("gpt2-medium", 5, 0)]
 )
@@ -154,12 +181,17 @@ def test_configs_are_cut_in_depth_alone(preset: str, layers: int, vision: int) -
 def test_every_case_has_its_own_name() -> None:
     (job,) = runs.plan("quick")
     hosts = [case for model in runs.MODELS for case in runs.list_host_cases("quick", model)]
-    cases, small = ({json.dumps(case) for case in found} for found in (runs.list_cases("quick"), hosts))
-    assert len(job.rows) == len(cases) + len(small) + 1  # the host's units
+    narrow = list(runs.list_narrow_cases("quick"))
+    cases, small = ({json.dumps(case) for case in found} for found in (runs.list_cases("quick"), [*hosts, *narrow]))
+    calls = [name for name, row in job.rows.items() if row.get("is_call")]
+    assert calls == list(list_rows("quick"))
+    assert len(job.rows) == len(cases) + len(small) + len(calls) + 1  # the host's units
     assert all(name.removeprefix("host/").startswith(row["model"]) for name, row in job.rows.items() if "model" in row)
     # A model is built once: all of its cases stand together.
     built = [row["model"] for row in job.rows.values() if "model" in row]
-    assert [model for i, model in enumerate(built) if not i or built[i - 1] != model] == list(runs.MODELS)
+    assert [model for i, model in enumerate(built) if not i or built[i - 1] != model] == [
+        *runs.MODELS, *(f"{preset}-narrow-{layers}" for preset in runs.NARROW for layers in (4, 12))
+    ]  # fmt: skip
 
 
 def _fake(
@@ -196,6 +228,13 @@ def test_a_calibration_ends_in_a_predictor(tmp_path: Path, monkeypatch: pytest.M
     assert {kind: told[kind] for kind in measured if kind != "module"} == {
         kind: unit for kind, unit in measured.items() if kind != "module"
     }
+    types = found["host"]["types"]
+    assert list(types) == ["llama"]
+    assert set(types["llama"]) == {"train", "forward", "decode"}
+    for call_s, factor in types["llama"].values():
+        assert call_s >= 0
+        assert factor == pytest.approx(1.0, rel=0.2)  # the host's own constants are of the same steps
+    assert all(len(line) == 2 for line in found["linear"].values())
     # What it wrote is what predict reads, as this machine's own.
     (tmp_path / "predictors").mkdir()
     Path(path).rename(tmp_path / "predictors" / "h200-sxm.json")

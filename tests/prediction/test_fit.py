@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from flopcalc.config import load_config
 from flopcalc.errors import CalibrationError
 from flopcalc.measure import fit
+from flopcalc.measure.narrow import narrow
 from flopcalc.measure.tables.runs import FIT_GRIDS, cut_config, make_case
 from flopcalc.prediction.machine import GroupShape, ProductShape, load_predictor, time_grouped, time_shape
 from flopcalc.prediction.work import count_calls
@@ -262,9 +264,142 @@ def test_steps_in_which_the_host_waits_tell_nothing_of_it() -> None:
         fit.model_case(images, cut_config("qwen2-vl-2b", 2, 2)),
         fit.model_case(make_case("mixtral", "train", 1, 64), MIXTRAL),
     ]
-    assert set(fit.fit_host([(each, 1.0) for each in waiting], {})) == {"units"}
+    assert set(fit.fit_host([(each, 1.0) for each in waiting], {})) == {"units", "types"}
     prefill = fit.model_case(make_case("mixtral", "prefill", 1, 64), MIXTRAL)
-    assert set(fit.fit_host([(prefill, 1.0)], {})) == {"units", "forward"}
+    assert set(fit.fit_host([(prefill, 1.0)], {})) == {"units", "types", "forward"}
+
+
+# --- What a model type's code takes -----------------------------------------------------------------------------------
+def _make_rows(call_s: float, factor: float, depths: tuple[int, ...]) -> list[tuple[tuple[float, float], float]]:
+    """Steps of so many layers, each layer a millisecond of operators."""
+    return [((1.0, 0.001 * depth), call_s + factor * 0.001 * depth) for depth in depths]
+
+
+@pytest.mark.parametrize(("call_s", "factor"), [(0.002, 1.0), (0.002, 1.15), (0.003, 1.0), (0.0015, 0.9), (0.004, 1.3)])
+def test_two_depths_tell_a_call_from_a_layer(call_s: float, factor: float) -> None:
+    rows = _make_rows(call_s, factor, (4, 12))
+    found = fit.solve_type(rows, 0.002)
+    assert found == (pytest.approx(call_s, abs=2e-4), pytest.approx(factor, rel=0.025))
+    for (calls, operators), value in rows:
+        assert calls * found[0] + operators * found[1] == pytest.approx(value, rel=0.015)
+    # Against many steps the usual has no weight.
+    assert fit.solve_type(rows * 1000, 0.002) == (pytest.approx(call_s, abs=1e-6), pytest.approx(factor, rel=1e-4))
+
+
+def test_the_usual_stays_the_usual() -> None:
+    assert fit.solve_type(_make_rows(0.002, 1.0, (4, 12)), 0.002) == pytest.approx((0.002, 1.0), rel=1e-12)
+    assert fit.solve_type(_make_rows(0.002, 1.0, (8,)), 0.002) == pytest.approx((0.002, 1.0), rel=1e-12)
+
+
+@pytest.mark.parametrize("more_s", [-0.001, 0.0005, 0.002])
+def test_one_depth_alone_draws_to_the_usual(more_s: float) -> None:
+    """What its seconds are more or less, both constants share: neither is all of it."""
+    rows = _make_rows(0.002 + more_s, 1.0, (8,))
+    call_s, factor = fit.solve_type(rows, 0.002)
+    assert call_s + 0.008 * factor == pytest.approx(0.01 + more_s, rel=0.01)
+    assert 0 < (call_s - 0.002) / more_s < 1
+    assert 0 < 0.008 * (factor - 1) / more_s < 1
+
+
+@pytest.mark.parametrize("usual_s", [0.0, 0.002])
+def test_a_call_takes_no_less_than_nothing(usual_s: float) -> None:
+    rows = _make_rows(-0.002, 1.25, (4, 12))
+    call_s, factor = fit.solve_type(rows, usual_s)
+    assert call_s == 0.0
+    ratios = [0.75, 13 / 12]  # what the operators alone would have to be multiplied with
+    assert min(ratios) < factor < max(ratios)
+
+
+TOWER = "qwen2-vl-2b"
+BARE: dict[str, Any] = {**SHIPPED, "host": {**SHIPPED["host"], "types": {}}}
+TYPES = {
+    "llama": {"train": [0.006, 1.2], "forward": [0.0015, 0.9], "decode": [0.002, 1.1]},
+    "qwen2_vl": {"train": [0.005, 1.1], "forward": [0.002, 1.05], "vision train": [0.001, 1.2],
+                 "vision forward": [0.0005, 0.9]},
+}  # fmt: skip
+
+
+def _make_host(case: dict[str, Any], layers: int, types: dict[str, Any] = TYPES) -> tuple[fit.Modelled, float]:
+    """A small step on a host for which each type takes what `types` says."""
+    each = fit.model_case(case, narrow(dict(load_config(case["model"]).config), layers))
+    clock = fit._run_clock(each, {**BARE, "host": {**BARE["host"], "types": types}})
+    return each, clock.step_s(1.0, BARE["probe_s"]["train" if case["phase"] == "train" else "forward"])
+
+
+def _make_hosts(types: dict[str, Any] = TYPES, model: str = "") -> list[tuple[fit.Modelled, float]]:
+    cases = [make_case("llama-3.2-1b", phase, 1, 64) for phase in ("train", "prefill")]
+    cases.append(make_case("llama-3.2-1b", "decode", 1, 2, context=128))
+    for phase in ("train", "prefill"):  # images first: their turn comes when the text's is done
+        cases += [make_case(TOWER, phase, 1, 128, [[1, 16, 16]]), make_case(TOWER, phase, 1, 64)]
+    return [_make_host(case, layers, types) for case in cases for layers in (4, 12) if model in case["model"]]
+
+
+def test_types_find_what_their_steps_were_made_of() -> None:
+    found = fit.fit_types(_make_hosts(), BARE)
+    assert {kind: set(phases) for kind, phases in found.items()} == {kind: set(each) for kind, each in TYPES.items()}
+    for kind, phases in TYPES.items():
+        for phase, (call_s, factor) in phases.items():
+            told_s, told = found[kind][phase]
+            assert told == pytest.approx(factor, rel=0.03), (kind, phase)
+            # Of an image, nothing is usual beside its operators.
+            usual_s = BARE["host"].get(phase, (0.0,))[0]
+            assert min(usual_s, call_s) - 1e-4 < told_s < max(usual_s, call_s) + 2e-4, (kind, phase)
+    # And steps of another depth take what they take.
+    for case in (make_case("llama-3.2-1b", "train", 1, 64), make_case(TOWER, "train", 1, 128, [[1, 16, 16]])):
+        assert _make_host(case, 8, found)[1] == pytest.approx(_make_host(case, 8)[1], rel=0.01)
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.3])
+def test_a_host_that_is_slower_in_all_has_a_factor(factor: float) -> None:
+    usual = {phase: [factor * BARE["host"][phase][0], factor] for phase in ("train", "forward", "decode")}
+    found = fit.fit_types(_make_hosts({"llama": usual}, "llama"), BARE)
+    for phase, (call_s, told) in found["llama"].items():
+        assert told == pytest.approx(factor, rel=0.03), phase
+        assert call_s == pytest.approx(usual[phase][0], rel=0.1), phase
+
+
+def test_images_come_after_the_text() -> None:
+    """Without steps of text there is nothing that a tower's could be told from."""
+    seen = [(each, seconds) for each, seconds in _make_hosts(model=TOWER) if each.case["grids"]]
+    assert len(seen) == 4
+    assert fit.fit_types(seen, BARE) == {}
+    text = [(each, seconds) for each, seconds in _make_hosts(model=TOWER) if each.case["phase"] == "train"]
+    assert set(fit.fit_types([*text, *seen], BARE)["qwen2_vl"]) == {"train", "vision train"}
+
+
+@pytest.mark.parametrize(
+    ("case", "layers"),
+    [
+        (make_case("llama-3.2-1b", "train", 32, 4096), 4),  # the device bounds it
+        (make_case("llama-3.2-1b", "train", 1, 64, recompute="full"), 4),
+    ],
+)
+def test_steps_that_tell_nothing_of_a_type(case: dict[str, Any], layers: int) -> None:
+    each, _ = _make_host(case, layers)
+    assert fit.fit_types([(each, 1.0)], BARE) == {}
+    plain = _make_hosts(model="llama")
+    assert fit.fit_types([*plain, (each, 1.0)], BARE) == fit.fit_types(plain, BARE)
+
+
+@pytest.mark.parametrize(("batch", "seq", "is_slow"), [(1, 64, False), (32, 4096, True)])
+def test_steps_that_the_device_bounds(batch: int, seq: int, is_slow: bool) -> None:
+    each, _ = _make_host(make_case("llama-3.2-1b", "train", batch, seq), 4)
+    clock = fit._run_clock(each, BARE)
+    assert (clock.device_s() > 0.5 * clock.host_s()) is is_slow
+    assert fit._is_slow(each, BARE) is is_slow
+
+
+def test_a_kind_has_two_constants_whatever_its_bytes_tell() -> None:
+    """Joins that take as long whatever their size: no seconds of a byte are left for them."""
+    cases = []
+    for batch, seq in ((1, 64), (2, 64), (4, 64), (8, 64)):
+        case = make_case("llama", "train", batch, seq)
+        each = fit.model_case(case, LLAMA)
+        rows = [["aten::cat", False, "", "", 1, 1, 100.0, "cat"]]
+        cases.append(each._replace(case={**case, "operators": rows}))
+    linear, _ = fit.fit_linear(cases)
+    assert "cat" in linear
+    assert {len(values) for values in linear.values()} == {2}
 
 
 def test_tables_of_calls_alone_are_read() -> None:

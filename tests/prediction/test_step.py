@@ -23,8 +23,8 @@ from flopcalc.prediction.machine import (
     time_matrix,
     time_shape,
 )
-from flopcalc.prediction.step import find_unit, predict, predict_estimate
-from flopcalc.prediction.work import Attention, Product, make_work
+from flopcalc.prediction.step import Clock, find_unit, name_factor, predict, predict_estimate
+from flopcalc.prediction.work import Attention, Moved, Product, make_work
 from flopcalc.workload import Workload, make_workload
 
 # One processor that does 2 FLOP a second on full tiles, no costs beside.
@@ -108,6 +108,25 @@ def test_units_of_the_host(way: str, kind: str, unit: float) -> None:
     assert find_unit(way, kind, units) == unit
 
 
+@pytest.mark.parametrize(
+    ("way", "group", "phase", "name"),
+    [
+        ("forward", "language", "train", "train"),
+        ("backward", "language", "train", "train"),
+        ("again", "language", "train", "train"),
+        ("forward", "language", "prefill", "forward"),
+        ("forward", "language", "forward", "forward"),
+        ("forward", "language", "decode", "decode"),
+        ("backward", "vision", "train", "vision train"),
+        ("forward", "vision", "prefill", "vision forward"),
+        ("forward", "projector", "prefill", "vision forward"),
+        ("optimizer", "vision", "train", "optimizer"),
+    ],
+)
+def test_names_of_factors(way: str, group: str, phase: str, name: str) -> None:
+    assert name_factor(way, group, phase) == name
+
+
 SMALL = {"batch_size": 1, "seq_len": 64}
 LARGE = {"batch_size": 8, "seq_len": 2048}
 
@@ -139,6 +158,133 @@ def test_small_steps_wait_for_the_host() -> None:
 
 
 IMAGES = {"batch_size": 1, "seq_len": 1024, "image_grid_thw": [[1, 36, 52]]}
+DECODE = {"batch_size": 1, "seq_len": 3, "phase": "decode", "context": 300}
+PREFILL = {**SMALL, "phase": "prefill"}
+
+
+def _run(
+    model: str, load: dict[str, Any], types: dict[str, Any], *, times: int = 1, optimizer: str = "none", **changed: Any
+) -> Clock:
+    """A step under the shipped constants, but for what model types take."""
+    shipped: dict[str, Any] = load_predictor("h200-sxm") or {}
+    constants = {**shipped, "host": {**shipped["host"], "types": types}, **changed}
+    clock = Clock(Machine("h200-sxm", "bf16", constants), compiled=False)
+    given = make_workload(**load)
+    clock.add(make_work(bind(model), given, optimizer=optimizer), times, given)
+    return clock
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize(("load", "phase"), [(SMALL, "train"), (PREFILL, "forward"), (DECODE, "decode")])
+def test_a_type_takes_its_factor(load: dict[str, Any], phase: str, factor: float) -> None:
+    """Where the host bounds a step and its calls take nothing beside, the step takes that much longer."""
+    plain, slower = (_run("llama-3.2-1b", load, {"llama": {phase: [0.0, each]}}) for each in (1.0, factor))
+    assert slower.host_s() == pytest.approx(factor * plain.host_s())
+    assert slower.device_s() == plain.device_s()
+    assert slower.step_s(10.0) == pytest.approx(factor * plain.step_s(10.0), rel=2e-3)
+
+
+def test_an_optimizer_is_everybodys() -> None:
+    plain, slower = (
+        _run("llama-3.2-1b", SMALL, {"llama": {"train": [0.0, each]}}, optimizer="adamw").host_s() for each in (1, 3)
+    )
+    alone = plain - _run("llama-3.2-1b", SMALL, {"llama": {"train": [0.0, 1]}}).host_s()
+    assert alone > 0
+    assert slower - alone == pytest.approx(3 * (plain - alone))
+
+
+@pytest.mark.parametrize(("load", "phase"), [(SMALL, "train"), (PREFILL, "forward"), (DECODE, "decode")])
+@pytest.mark.parametrize("types", [{}, {"llama": {}}, {"mistral": {"train": [9.0, 9.0], "forward": [9.0, 9.0]}}])
+def test_an_unknown_type_is_usual(load: dict[str, Any], phase: str, types: dict[str, Any]) -> None:
+    found = _run("llama-3.2-1b", load, types)
+    call_s, _ = found.constants["host"][phase]
+    usual = _run("llama-3.2-1b", load, {"llama": {phase: [call_s, 1.0]}})
+    assert found.host_s() == pytest.approx(usual.host_s())
+    assert found.step_s() == pytest.approx(usual.step_s())
+    assert not found.is_typed
+    assert usual.is_typed
+
+
+@pytest.mark.parametrize(
+    ("load", "phase", "calls"),
+    [
+        (SMALL, "train", 1),
+        (PREFILL, "forward", 1),
+        (DECODE, "decode", 3),  # a call for each token
+        ({**DECODE, "seq_len": 7}, "decode", 7),
+    ],
+)
+def test_a_calls_seconds_are_added_once_a_call(load: dict[str, Any], phase: str, calls: int) -> None:
+    plain, longer = (_run("llama-3.2-1b", load, {"llama": {phase: [each, 1.0]}}) for each in (0.0, 0.5))
+    assert longer.host_s() - plain.host_s() == pytest.approx(0.5 * calls)
+    assert longer.step_s() - plain.step_s() == pytest.approx(0.5 * calls, rel=0.01)
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_accumulated_batches_repeat_what_a_forward_pass_takes(times: int) -> None:
+    """The rest of a training step's call is an optimizer's, once."""
+
+    def time_host(train_s: float, forward_s: float) -> float:
+        types = {"llama": {"train": [train_s, 1.0], "forward": [forward_s, 1.0]}}
+        return _run("llama-3.2-1b", SMALL, types, times=times).host_s()
+
+    plain = time_host(0.0, 0.0)
+    assert time_host(0.5, 0.2) - plain == pytest.approx(0.2 * times + 0.3)
+    assert time_host(0.2, 0.5) - plain == pytest.approx(0.2 * times)  # no more than all of it
+
+
+@pytest.mark.parametrize(
+    ("phase", "text", "tower"), [("train", "train", "vision train"), ("prefill", "forward", "vision forward")]
+)
+def test_a_tower_has_a_factor_and_a_call_of_its_own(phase: str, text: str, tower: str) -> None:
+    def time_host(text_factor: float, tower_s: float, tower_factor: float, load: dict[str, Any] = IMAGES) -> float:
+        types = {"qwen2_vl": {text: [0.0, text_factor], tower: [tower_s, tower_factor]}}
+        return _run("qwen2-vl-2b", {**load, "phase": phase}, types).host_s()
+
+    whole = time_host(1, 0, 1)
+    texts, towers = time_host(2, 0, 1) - whole, time_host(1, 0, 2) - whole
+    assert min(texts, towers) > 0.1 * whole
+    assert texts + towers == pytest.approx(whole)
+    assert time_host(1, 0.5, 1) == pytest.approx(whole + 0.5)
+    assert time_host(3, 0.5, 1.5) == pytest.approx(3 * texts + 1.5 * towers + 0.5)
+    without = {"batch_size": 1, "seq_len": 1024}  # no images: neither counts
+    assert time_host(1, 0.5, 9, without) == time_host(1, 0, 1, without)
+
+
+def test_decoding_joins_rows_to_a_cache() -> None:
+    shipped: dict[str, Any] = load_predictor("h200-sxm") or {}
+    lines = {kind: line for kind, line in shipped["linear"].items() if kind != "cat_cache"}
+    load = {"batch_size": 16, "seq_len": 2, "phase": "decode", "context": 4000}
+    own = _run("llama-3.2-1b", load, {}).device_s()
+    without = _run("llama-3.2-1b", load, {}, linear=lines).device_s()
+    alike = _run("llama-3.2-1b", load, {}, linear={**lines, "cat_cache": lines["cat"]}).device_s()
+    assert own > 1.2 * without
+    assert without == alike  # a predictor that did not tell the two apart
+
+
+@pytest.mark.parametrize(
+    ("load", "kinds"),
+    [
+        (DECODE, {"cat_cache", "cat_strided"}),
+        (PREFILL, {"cat", "cat_one", "cat_strided"}),
+        (SMALL, {"cat", "cat_strided", "cat_strided_wide"}),
+    ],
+)
+def test_kinds_of_joins(load: dict[str, Any], kinds: set[str]) -> None:
+    work = make_work(bind("llama-3.2-1b"), make_workload(**load))
+    assert {moved.kind for moved in work.moved if moved.kind.startswith("cat")} == kinds
+    assert work.model_type == "llama"
+
+
+@pytest.mark.parametrize(("kind", "line"), [("cat_cache", (2e-6, 5e-13)), ("cat", (1e-6, 2e-13)), ("sort", (3e-6, 0))])
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_seconds_of_a_join(kind: str, line: tuple[float, float], has_cache: bool) -> None:
+    shipped: dict[str, Any] = load_predictor("h200-sxm") or {}
+    lines = {"cat": [1e-6, 2e-13], "sort": [3e-6, 0.0]} | ({"cat_cache": [2e-6, 5e-13]} if has_cache else {})
+    machine = Machine("h200-sxm", "bf16", {**shipped, "linear": lines})
+    start, per_byte = line if has_cache or kind != "cat_cache" else (1e-6, 2e-13)
+    moved = Moved("", "language", "forward", kind, 6e6, 4e6, 1, False)
+    assert machine.time_moved(moved).seconds == pytest.approx(start + 1e7 * per_byte)
 
 
 @pytest.mark.parametrize(

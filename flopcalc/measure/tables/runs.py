@@ -181,6 +181,9 @@ class Runner:
         torch = self.bench.torch
         self._take(case["model"])
         model = self.model
+        for module in model.modules():
+            if hasattr(module, "rope_deltas"):  # positions that a run with images has left behind
+                module.rope_deltas = None
         counts.prepare(model, "eager" if case["attention"] == "eager" else "", case["recompute"], case["phase"])
         called = torch.compile(model) if case["compiled"] else model
         batch = self._make_inputs(case)
