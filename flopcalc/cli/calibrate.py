@@ -24,7 +24,7 @@ _TABLES = "counts, padding, attention, gemm, memory, steps"
 @click.option("--resume/--fresh", "resume", default=None, help="Go on with a run (default), or forget it.")
 @click.option("--retry-failed", is_flag=True, help="Measure rows again that failed before.")
 @click.option(
-    "--predictor", is_flag=True, help="Whole steps instead of tables, about 10 min: what `flopcalc predict` reads."
+    "--predictor", is_flag=True, help="Whole steps instead of tables, about 12 min: what `flopcalc predict` reads."
 )
 @click.option("--check", is_flag=True, help="Measure a sample again; exit code 1 if the tables do not hold.")
 @click.pass_context

@@ -23,6 +23,7 @@ from flopcalc.prediction.machine import (
     ProductShape,
     attention_features,
     find_step,
+    slow_down,
     time_grouped,
     time_shape,
 )
@@ -354,6 +355,20 @@ def fit_grouped(cases: Sequence[Modelled], calls: Iterable[Json] = (), units: fl
     }
 
 
+def fit_patches(cases: Sequence[Modelled]) -> dict[str, list[float]]:
+    """Convolutions that make patches, far slower than a product of the same size: seconds of a call and of a FLOP."""
+    rows: dict[str, list[tuple[Sequence[float], float]]] = {}
+    for case, _, _, work in cases:
+        if "operators" not in case or case["compiled"] or case["recompute"] != "none":
+            continue
+        for way, name in (("forward", "aten::cudnn_convolution"), ("wgrad", "aten::convolution_backward")):
+            seen = sum(row[6] for row in case["operators"] if row[0] == name) * 1e-6
+            flops = sum(each.flops for each in work.products if each.is_patches and each.direction == way)
+            if seen and flops:
+                rows.setdefault(way, []).append(((1.0, flops), seen))
+    return {way: _round(solve(entries)) for way, entries in rows.items()}
+
+
 _LEAST_ROWS = 8
 _LEAST_CALLS = 8  # that tell the six constants of a direction
 _PULL = 0.05
@@ -506,15 +521,15 @@ def fit_device(cases: Sequence[Modelled], constants: Json) -> tuple[dict[str, fl
             walls.append((name_mode(case["phase"]), told, rate, clock.launches, case["seconds"] - idle_s))
 
     def miss(values: list[float]) -> float:
-        start, slope, train, forward = values
+        *power, train, forward = values
         gaps = {"train": train, "forward": forward}
         return sum(
-            abs(math.log((told * (1 + slope * max(0.0, rate - start)) + many * gaps[phase]) / seconds))
+            abs(math.log((told * slow_down(power, rate) + many * gaps[phase]) / seconds))
             for phase, told, rate, many, seconds in walls
         )
 
-    start, slope, train, forward = search(miss, [0.3, 0.2, 2e-6, 1e-6], 200) if walls else [1.0, 0.01, 2e-6, 1e-6]
-    return dict(zip(("train", "forward"), _round((train, forward)), strict=True)), _round((start, slope))
+    *power, train, forward = search(miss, [0.2, 0.7, 2e-6, 1e-6], 200) if walls else [1.0, 0.01, 2e-6, 1e-6]
+    return dict(zip(("train", "forward"), _round((train, forward)), strict=True)), _round(power)
 
 
 class Slowing(NamedTuple):
@@ -530,8 +545,8 @@ class Slowing(NamedTuple):
 def fit_slowing(cases: Sequence[Modelled], constants: Json) -> tuple[list[float], dict[str, Slowing]]:
     """Share of the peak that each step keeps up, and what that does to the clock in profiled steps.
 
-    A profiled step comes after a pause. Its forward pass begins at the full clock, its backward pass at a lower one where
-    the power limit is reached; so products of a forward pass look faster than those of a backward pass.
+    A profiled step comes after a pause. Its forward pass begins at the full clock, its backward pass at a lower one
+    where the power limit is reached; so products of a forward pass look faster than those of a backward pass.
     """
     shape = ProductShape(*constants["products"]["shape"])
     rates = []
@@ -754,10 +769,10 @@ def fit_predictor(
         "provenance": provenance,
         **_fit_kernels(modelled, [*attention, *calls], products),
         "gaps": {"train": 2e-6, "forward": 1e-6},
-        "power": [0.4, 0.2],
+        "power": [0.2, 0.7],
         "compiled": {"moved": 1.0, "launch_s": 0.0},
-        "error": {"device": 0.035, "host": 0.075, "late": 0.02, "compiled": 0.1},
-        "host": {**dict.fromkeys(HOST_PHASES, [0.0, 0.0]), "units": {}, "types": {}},
+        "error": {"device": 0.035, "host": 0.085, "late": 0.02, "compiled": 0.1},
+        "host": {**{phase: [0.0, 0.0] for phase in HOST_PHASES}, "units": {}, "types": {}},
     }
     rates, slowing = fit_slowing(modelled, constants)
     fast = [at_full_clock(each, rate, slowing) for each, rate in zip(modelled, rates, strict=True)]
@@ -781,7 +796,11 @@ def _fit_kernels(cases: Sequence[Modelled], calls: Sequence[Json], products: Ite
     linear, optimizer = fit_linear(cases)
     found = fit_products(points.products, _read_gemm(products))
     return {
-        "products": {**found, "grouped": fit_grouped(cases, calls, found["shape"][-1])},
+        "products": {
+            **found,
+            "grouped": fit_grouped(cases, calls, found["shape"][-1]),
+            "patches": fit_patches(cases),
+        },
         "attention": fit_attention([*points.attention, *_read_calls(calls)]),
         "moved": fit_moved([point for point in points.moved if point.kind not in _LINEAR]),
         "linear": linear,

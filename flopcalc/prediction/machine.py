@@ -117,6 +117,13 @@ def count_steps(mean: float, size: int) -> float:
     return -math.expm1(-mean) + more
 
 
+def slow_down(power: Sequence[float], rate: float) -> float:
+    """How many times longer work takes whose products keep up such a share of the peak: at the limit of its power a
+    device lowers its clock, the more the harder it works."""
+    start, steepness = power
+    return float(1 + steepness * max(0.0, rate - start) ** 2)
+
+
 def find_step(n: int, k: int) -> int:
     """The largest of 8, 4, 2, 1 that divides both widths: rows that do not start on 16 bytes get slower kernels."""
     return math.gcd(n, k, 8)
@@ -223,6 +230,11 @@ class Machine:
         self.find_product = lru_cache(maxsize=65536)(self._find_product)
 
     def time_product(self, product: Product) -> Timed:
+        line = self.constants["products"].get("patches", {}).get(product.direction)
+        if product.is_patches and line:
+            start, per_flop = line
+            error = 2 * _ERRORS["product"] if self.is_measured else _UNMEASURED
+            return Timed(start + per_flop * product.flops / product.calls / self.compute, error, self.is_measured)
         return self.find_product(product.direction, product.m, product.n, product.k, product.copies)
 
     def _find_product(self, direction: str, m: int, n: int, k: int, copies: int) -> Timed:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flopcalc.devices import Device, find_device, parse_dtype
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.estimate import KERNELS, Estimate, Estimator, bind
-from flopcalc.prediction.machine import Machine, Timed
+from flopcalc.prediction.machine import Machine, Timed, slow_down
 from flopcalc.prediction.memory import (
     Memory,
     can_resize,
@@ -352,6 +352,7 @@ class Clock:
         for call in work.attention:
             timed = self.machine.time_attention(call)
             self._put(call, "attention", timed, call.calls * times, is_again=call.is_again)
+            self.flops += call.flops * times
         for moved in work.moved:
             timed = self.machine.time_moved(moved)
             if moved.direction == "optimizer":
@@ -387,11 +388,14 @@ class Clock:
             _, factor = types.get(name_factor(each.way, each.group, self.phase), (0.0, 1.0))
             place = find_order(each.module, each.group, each.way, work.stacks, is_host=True)
             self.hosted.append(Hosted(place, seconds * factor, many if each.kind == "read" else 0.0))
-        # What a call takes beside its operators (masks, caches) comes before the layers; the rest is an optimizer's.
-        before = max((i for i, stack in enumerate(work.stacks) if stack.layers), default=0) - 0.5
+        # What a call takes beside its operators (masks, caches) comes before the layers; the rest is an optimizer's. It
+        # comes before what is read back there, but after what is read where images enter the text.
+        has_images = any(each.group == "vision" for each in work.hosted)
+        last = max((i for i, stack in enumerate(work.stacks) if stack.layers), default=0)
+        before = last - (0.4 if has_images else 0.6)
         per_call, _ = types.get(phase, (per_call, 1.0))
         plain = min(per_call, *types.get("forward", host["forward"])[:1])
-        if any(each.group == "vision" for each in work.hosted):
+        if has_images:
             images_s, _ = types.get(f"vision {name_mode(self.phase)}", (0.0, 1.0))
             self.hosted.append(Hosted(Place(0, before), times * images_s, 0.0))
         self.hosted.append(Hosted(Place(0, before), calls * times * plain, 0.0))
@@ -403,9 +407,7 @@ class Clock:
         busy = sum(piece.seconds for piece in self.pieces)
         if not busy:
             return 0.0
-        start, slope = self.constants["power"]
-        rate = self.flops / busy / self.machine.peak
-        return float(busy * (1 + slope * max(0.0, rate - start)))
+        return busy * slow_down(self.constants["power"], self.flops / busy / self.machine.peak)
 
     def device_s(self) -> float:
         return float(self.busy_s() + self.launches * self.constants["gaps"][name_mode(self.phase)])

@@ -32,6 +32,7 @@ class Product(NamedTuple):
     calls: float = 1  # in one step
     copies: int = 1  # experts: one grouped call over m rows in all, with this many weights
     is_again: bool = False  # recomputed
+    is_patches: bool = False  # a convolution that does not overlap: images to patches
 
     @property
     def flops(self) -> float:
@@ -56,6 +57,12 @@ class Attention(NamedTuple):
     calls: float = 1
     is_again: bool = False
     kernel: str = ""  # eager: plain products; flash, efficient, cudnn; without: the one that the device picks
+
+    @property
+    def flops(self) -> float:
+        """Of all calls, as a fused kernel computes them: scores once more on the way back."""
+        pairs = self.batch * self.heads * self.length * self.keys / (2 if self.mask == "causal" else 1)
+        return 2.0 * pairs * (self.qk + self.v) * self.calls * (2.5 if self.direction == "backward" else 1)
 
 
 class Moved(NamedTuple):
@@ -226,13 +233,19 @@ class _Maker:
         self, block: Block, op: Op, m: int, n: int, k: int, copies: int, owed: tuple[str, ...], row: Row
     ) -> None:  # fmt: skip
         calls = block.copies * self.steps
-        module = name_module(block, op)
+        module, is_conv = name_module(block, op), op.kind == "conv"
         if row.forward:
-            self.products.append(Product(module, block.group, op.part, "forward", m, n, k, calls, copies))
+            self.products.append(
+                Product(module, block.group, op.part, "forward", m, n, k, calls, copies, False, is_conv)
+            )
         for direction in owed:
-            self.products.append(Product(module, block.group, op.part, direction, m, n, k, calls, copies))
+            self.products.append(
+                Product(module, block.group, op.part, direction, m, n, k, calls, copies, False, is_conv)
+            )
         if self.is_train and row.recompute:
-            self.products.append(Product(module, block.group, op.part, "forward", m, n, k, calls, copies, True))
+            self.products.append(
+                Product(module, block.group, op.part, "forward", m, n, k, calls, copies, True, is_conv)
+            )
 
     def add_flops(self, block: Block, row: Row, value: int) -> None:
         """Products of activations (scans, fixed mixes): as one square product of as many FLOPs."""
@@ -270,7 +283,7 @@ class _Maker:
                 # HF's grid towers call attention once per image or window; all others once per batch.
                 one_by_one = feature[0] in ("frames", "windows")
                 # Where HF hands a mask over, the kernel goes through all pairs.
-                if 0 < window <= length or (not window and mask == "causal" and module in self.masked):
+                if 0 < window <= length or (mask == "causal" and module in self.masked):
                     mask = "window"
                 shapes.append((mask, 1 if one_by_one else many, length, length, many if one_by_one else 1))
         for mask, batch, length, known, calls in shapes:

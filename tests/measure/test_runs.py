@@ -15,6 +15,7 @@ from flopcalc.errors import CalibrationError, DeviceError
 from flopcalc.measure import predictor
 from flopcalc.measure.alone import list_rows
 from flopcalc.measure.calibrate import main
+from flopcalc.measure.examples import find_example, read_config
 from flopcalc.measure.runner import Outcome, Result
 from flopcalc.measure.tables import runs
 from flopcalc.prediction.machine import SCHEMA, load_predictor
@@ -24,22 +25,25 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def test_cases_run_and_are_profiled() -> None:
-    (job,) = runs.plan("test")
-    measure = runs.start(job.args)
-    found = {name: measure(row) for name, row in job.rows.items()}
-    assert list(found) == [
-        "llama/train/2x48", "llama/decode/1x2/@16", "host/llama/train/1x16", "host/llama/prefill/1x16",
-        "calls/attention/16", "calls/attention/24-16", "calls/experts", "host/units",
-    ]  # fmt: skip
-    *steps, heads, others, experts, units = found.values()
-    assert [record["is_host"] for record in steps] == [False, False, True, True]
-    for record in steps:
+    jobs = runs.plan("test")
+    assert {job.name: list(job.rows) for job in jobs} == {
+        "runs": ["llama/train/2x48", "llama/decode/1x2/@16",
+                 "calls/attention/16", "calls/attention/24-16", "calls/experts"],
+        "hosts": ["host/llama/train/1x16", "host/llama/prefill/1x16", "host/units"],
+    }  # fmt: skip
+    found = []
+    for job in jobs:
+        measure = runs.start(job.args)
+        found.append([measure(row) for row in job.rows.values()])
+    (*steps, heads, others, experts), (*small, units) = found
+    assert [record["is_host"] for record in (*steps, *small)] == [False, False, True, True]
+    for record in (*steps, *small):
         assert record["seconds"] > 0
         assert record["probe_s"] > 0
-    for record in steps[:2]:
+    for record in steps:
         assert {row[0] for row in record["operators"]} >= {"aten::mm", "aten::mul"}
         assert record["kernels"] == 0  # none without a GPU
-    for record in steps[2:]:
+    for record in small:
         assert record["ratio"] > 0
         assert "operators" not in record
     assert [set(record) for record in (heads, others, experts)] == [{"calls"}] * 3
@@ -112,6 +116,19 @@ def test_every_decoding_step_starts_behind_the_same_context(config: dict[str, An
         torch.testing.assert_close(seen[i][1].float(), whole[:, length].float(), rtol=0.05, atol=0.05)
 
 
+def test_a_step_forgets_where_images_were() -> None:
+    """HF's qwen2_vl keeps what images shift positions by; a text behind them would decode elsewhere."""
+    example = find_example("qwen2_vl")
+    config = read_config("qwen2_vl", example.configs[0])
+    runner = runs.Runner("cpu", lambda _: config)
+    case = runs.make_case("tiny", "prefill", 1, 6)
+    runner.make_step(case)()
+    runner.model.model.rope_deltas = torch.full((1, 1), -3)
+    runner.make_step(case)
+    assert runner.model.model.rope_deltas is None
+    assert [name for name, module in runner.model.named_modules() if hasattr(module, "rope_deltas")] == ["model"]
+
+
 def test_a_model_that_cannot_be_built_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is too large fails its own cases; those before and after it are measured."""
     built = []
@@ -139,7 +156,7 @@ def test_a_case_that_fails_drops_its_model(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(runs.Runner, "measure", lambda *_, **__: 1 / 0)
     dropped = []
     monkeypatch.setattr(runs.Runner, "drop", lambda *_: dropped.append(1))
-    (job,) = runs.plan("test")
+    job, _ = runs.plan("test")
     with pytest.raises(ZeroDivisionError):
         runs.start(job.args)(job.rows["llama/train/2x48"])
     assert dropped == [1]
@@ -152,7 +169,7 @@ def test_rows_without_a_model_have_the_device_to_themselves(name: str, monkeypat
     monkeypatch.setattr(runs.Runner, "drop", lambda *_: done.append("drop"))
     monkeypatch.setattr(runs, "measure_calls", lambda _, row: done.append("calls") or {"calls": [row]})
     monkeypatch.setattr(runs, "measure_units", lambda _: done.append("units") or {"view": 0.4})
-    (job,) = runs.plan("test")
+    job = next(job for job in runs.plan("test") if name in job.rows)
     row = job.rows[name]
     is_call = name == "calls/experts"
     assert runs.start(job.args)(row) == ({"calls": [row]} if is_call else {"units": {"view": 0.4}})
@@ -179,19 +196,30 @@ def test_configs_are_cut_in_depth_alone(preset: str, layers: int, vision: int) -
 
 
 def test_every_case_has_its_own_name() -> None:
-    (job,) = runs.plan("quick")
-    hosts = [case for model in runs.MODELS for case in runs.list_host_cases("quick", model)]
-    narrow = list(runs.list_narrow_cases("quick"))
-    cases, small = ({json.dumps(case) for case in found} for found in (runs.list_cases("quick"), [*hosts, *narrow]))
+    job, hosts = runs.plan("quick")
+    small = [case for model in runs.MODELS for case in runs.list_host_cases("quick", model)]
+    small += runs.list_narrow_cases()
+    cases, others = ({json.dumps(case) for case in found} for found in (runs.list_cases("quick"), small))
     calls = [name for name, row in job.rows.items() if row.get("is_call")]
     assert calls == list(list_rows("quick"))
-    assert len(job.rows) == len(cases) + len(small) + len(calls) + 1  # the host's units
-    assert all(name.removeprefix("host/").startswith(row["model"]) for name, row in job.rows.items() if "model" in row)
-    # A model is built once: all of its cases stand together.
-    built = [row["model"] for row in job.rows.values() if "model" in row]
-    assert [model for i, model in enumerate(built) if not i or built[i - 1] != model] == [
-        *runs.MODELS, *(f"{preset}-narrow-{layers}" for preset in runs.NARROW for layers in (4, 12))
-    ]  # fmt: skip
+    assert len(job.rows) == len(cases) + len(calls)
+    assert len(hosts.rows) == len(others) + 1  # the host's units
+    assert not set(job.rows) & set(hosts.rows)
+    for name, row in (job.rows | hosts.rows).items():
+        assert name.removeprefix("host/").startswith(row.get("model", ""))
+
+
+def test_profiles_and_the_hosts_own_time_are_jobs_apart() -> None:
+    """A process that has profiled launches more slowly from then on; each job builds a model once."""
+    job, hosts = runs.plan("quick")
+    assert (job.name, hosts.name) == ("runs", "hosts")
+    assert not any(row.get("is_host") for row in job.rows.values())
+    assert all(row["is_host"] and name.startswith("host/") for name, row in hosts.rows.items())
+    narrow = [f"{preset}-narrow-{layers}" for preset in runs.NARROW for layers in (4, 12)]
+    alone = [model for model in runs.MODELS if list(runs.list_host_cases("quick", model))]
+    for each, models in ((job, list(runs.MODELS)), (hosts, [*alone, *narrow])):
+        built = [row["model"] for row in each.rows.values() if "model" in row]
+        assert [model for i, model in enumerate(built) if not i or built[i - 1] != model] == models
 
 
 def _fake(

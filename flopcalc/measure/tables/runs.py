@@ -421,17 +421,22 @@ def get_config(name: str) -> Json:
 
 
 def plan(suite: str) -> list[Job]:
-    """One job: a model's cases, every one profiled, then its host's own time in small steps; then the next model's."""
-    rows: dict[str, Json] = {}
-    for model in dict.fromkeys(case["model"] for case in list_cases(suite)):
-        rows |= {name_case(case): {**case, "is_host": False} for case in list_cases(suite) if case["model"] == model}
-        rows |= {f"host/{name_case(case)}": {**case, "is_host": True} for case in list_host_cases(suite, model)}
-    for case in list_narrow_cases(suite):
-        rows[f"host/{name_case(case)}"] = {**case, "is_host": True}
+    """Two jobs: models' cases, every one profiled, and single calls; then the host's own time in small steps.
+
+    The second has its own process: one that has profiled launches kernels more slowly from then on.
+    """
+    rows: dict[str, Json] = {name_case(case): {**case, "is_host": False} for case in list_cases(suite)}
     rows |= list_rows(suite)
-    rows["host/units"] = {"is_host": True}
+    small = [case for model in MODELS for case in list_host_cases(suite, model)] if suite != "test" else []
+    small += list_host_cases(suite, "llama") if suite == "test" else list_narrow_cases()
+    hosts: dict[str, Json] = {f"host/{name_case(case)}": {**case, "is_host": True} for case in small}
+    hosts["host/units"] = {"is_host": True}
     args = {"device": get_device(suite), "suite": suite}
-    return [Job("runs", f"{__name__}:start", args, rows, timeout_s=180, expected_s=20 + 2.2 * len(rows))]
+    start = f"{__name__}:start"
+    return [
+        Job("runs", start, args, rows, timeout_s=180, expected_s=20 + 4.3 * len(rows)),
+        Job("hosts", start, args, hosts, timeout_s=180, expected_s=10 + 1.1 * len(hosts)),
+    ]
 
 
 def list_host_cases(suite: str, model: str) -> Iterator[Json]:
@@ -449,9 +454,9 @@ def list_host_cases(suite: str, model: str) -> Iterator[Json]:
         yield make_case(model, "decode", 1, 2, context=512)
 
 
-def list_narrow_cases(suite: str) -> Iterator[Json]:
+def list_narrow_cases() -> Iterator[Json]:
     """Small steps of every model type, for the host alone."""
-    for preset, (seq, grids) in NARROW.items() if suite != "test" else ():
+    for preset, (seq, grids) in NARROW.items():
         for layers in _DEPTHS:
             model = f"{preset}-narrow-{layers}"
             yield make_case(model, "train", 1, 64)
