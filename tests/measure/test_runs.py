@@ -15,7 +15,7 @@ from flopcalc.errors import CalibrationError, DeviceError
 from flopcalc.measure import predictor
 from flopcalc.measure.alone import list_rows
 from flopcalc.measure.calibrate import main
-from flopcalc.measure.examples import find_example, read_config
+from flopcalc.measure.examples import find_example
 from flopcalc.measure.runner import Outcome, Result
 from flopcalc.measure.tables import runs
 from flopcalc.prediction.machine import SCHEMA, load_predictor
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 def test_cases_run_and_are_profiled() -> None:
     jobs = runs.plan("test")
-    assert {job.name: list(job.rows) for job in jobs} == {
+    assert {job.id: list(job.rows) for job in jobs} == {
         "runs": ["llama/train/2x48", "llama/decode/1x2/@16",
                  "calls/attention/16", "calls/attention/24-16", "calls/experts"],
         "hosts": ["host/llama/train/1x16", "host/llama/prefill/1x16", "host/units"],
@@ -118,8 +118,7 @@ def test_every_decoding_step_starts_behind_the_same_context(config: dict[str, An
 
 def test_a_step_forgets_where_images_were() -> None:
     """HF's qwen2_vl keeps what images shift positions by; a text behind them would decode elsewhere."""
-    example = find_example("qwen2_vl")
-    config = read_config("qwen2_vl", example.configs[0])
+    config = find_example("qwen2_vl").configs[0]
     runner = runs.Runner("cpu", lambda _: config)
     case = runs.make_case("tiny", "prefill", 1, 6)
     runner.make_step(case)()
@@ -205,14 +204,14 @@ def test_every_case_has_its_own_name() -> None:
     assert len(job.rows) == len(cases) + len(calls)
     assert len(hosts.rows) == len(others) + 1  # the host's units
     assert not set(job.rows) & set(hosts.rows)
-    for name, row in (job.rows | hosts.rows).items():
+    for name, row in {**job.rows, **hosts.rows}.items():
         assert name.removeprefix("host/").startswith(row.get("model", ""))
 
 
 def test_profiles_and_the_hosts_own_time_are_jobs_apart() -> None:
     """A process that has profiled launches more slowly from then on; each job builds a model once."""
     job, hosts = runs.plan("quick")
-    assert (job.name, hosts.name) == ("runs", "hosts")
+    assert (job.id, hosts.id) == ("runs", "hosts")
     assert not any(row.get("is_host") for row in job.rows.values())
     assert all(row["is_host"] and name.startswith("host/") for name, row in hosts.rows.items())
     narrow = [f"{preset}-narrow-{layers}" for preset in runs.NARROW for layers in (4, 12)]

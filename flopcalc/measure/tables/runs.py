@@ -455,9 +455,9 @@ def list_host_cases(suite: str, model: str) -> Iterator[Json]:
 
 
 def list_narrow_cases() -> Iterator[Json]:
-    """Small steps of every model type, for the host alone."""
-    for preset, (seq, grids) in NARROW.items():
-        for layers in _DEPTHS:
+    """Small steps of every model type, for the host alone; a type's two depths minutes apart, at another pace."""
+    for layers in _DEPTHS:
+        for preset, (seq, grids) in NARROW.items():
             model = f"{preset}-narrow-{layers}"
             yield make_case(model, "train", 1, 64)
             if grids:
