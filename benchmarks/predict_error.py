@@ -117,7 +117,7 @@ def measure(out: Path, budget_s: float, device: str) -> None:
     from flopcalc.measure.tables import runs
 
     begun = time.monotonic()
-    runner = runs.Runner(device, lambda name: runs.cut_config(*TEST[name]))
+    runner = runs.Runner(device, get_config)
     kept: Json = {"provenance": describe_machine(device), "cases": [], "failures": []}
     for model, is_again in [(model, False) for model in TEST] + [(model, True) for model in _REPEATED]:
         for case in [*list_test_cases(model), *list_host_cases(model)]:
@@ -328,8 +328,10 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--journal", type=Path, help="keep: journal.jsonl of a calibration")
     parser.add_argument("--predictor", type=Path, help="keep: what that calibration wrote")
-    parser.add_argument("--profiles", type=Path, default=RESULTS / "predict_profiles.json.gz")
-    parser.add_argument("--cases", type=Path, default=RESULTS / "predict_cases.json")
+    parser.add_argument(
+        "--profiles", type=Path, default=RESULTS / "predict_profiles.json.gz", help="fit: what was kept"
+    )
+    parser.add_argument("--cases", type=Path, default=RESULTS / "predict_cases.json", help="report: what was measured")
     given = parser.parse_args()
     if given.command == "report":
         shown = report(given.cases, given.out)

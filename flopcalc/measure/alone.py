@@ -74,21 +74,24 @@ def measure_calls(bench: Bench, row: Json) -> Json:
     """All calls of a row; those that the device refuses are left out."""
     if "experts" in row:
         makers = [partial(_make_experts, bench, row["rows"], *each) for each in row["experts"]]
-        return {"calls": _measure(bench, makers)}
-    calls: list[Json] = []
+        return _measure(bench, makers)
+    found: Json = {"calls": [], "left_out": []}
     for mask, sizes in row["sizes"].items():  # a profile for each, for it does not tell them apart
-        calls += _measure(bench, [partial(_make_attention, bench, mask, row["qk"], row["v"], *size) for size in sizes])
-    return {"calls": calls}
+        makers = [partial(_make_attention, bench, mask, row["qk"], row["v"], *size) for size in sizes]
+        for key, entries in _measure(bench, makers).items():
+            found[key] += entries
+    return found
 
 
 Made = Iterator[tuple[Json, Callable[[], Any]]]  # a call's sizes, and the call
 
 
-def _measure(bench: Bench, makers: Sequence[Callable[[], Made]]) -> list[Json]:
-    """Run what each maker makes a few times, and find it again in the profile by its sizes."""
+def _measure(bench: Bench, makers: Sequence[Callable[[], Made]]) -> Json:
+    """Run what each maker makes a few times, and find it again in the profile by its sizes; and why others were not."""
     from flopcalc.measure.tables.runs import profile_step
 
     run: list[tuple[Json, float]] = []
+    refused: dict[str, None] = {}
 
     def step() -> None:
         run.clear()
@@ -101,7 +104,7 @@ def _measure(bench: Bench, makers: Sequence[Callable[[], Made]]) -> list[Json]:
                         call()
                     run.append((sizes, (time.perf_counter() - start) / _REPEATS))
             except RuntimeError as error:  # no kernel for it, or no memory
-                print(f"left out: {str(error).splitlines()[0]}", flush=True)
+                refused[str(error).splitlines()[0][:200]] = None
 
     seen = _read_profile(profile_step(bench, step)["operators"], bench.is_gpu)
     found = []
@@ -112,7 +115,7 @@ def _measure(bench: Bench, makers: Sequence[Callable[[], Made]]) -> list[Json]:
             told = seen.get(tuple(sizes[name] for name in _ATTENTION))
         if told is not None:
             found.append({**sizes, **told[1], "seconds": round_digits(told[0] if bench.is_gpu else host_s)})
-    return found
+    return {"calls": found, "left_out": list(refused)}
 
 
 _ATTENTION = ("direction", "batch", "heads", "length", "keys")

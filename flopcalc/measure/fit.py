@@ -103,7 +103,7 @@ def read_points(cases: Iterable[Modelled]) -> Points:
     """
     points = Points([], [], [])
     for case, estimator, _, work in cases:
-        if case["compiled"] or case["recompute"] != "none" or "operators" not in case:
+        if not _is_plain(case):
             continue
         # GPT-2 drops attention weights while it trains: another kernel, which no other family takes.
         has_dropout = case["phase"] == "train" and estimator.source.config["model_type"] == "gpt2"
@@ -132,6 +132,11 @@ def read_points(cases: Iterable[Modelled]) -> Points:
                 if moved and kernels:
                     points.moved.append(MovedPoint(*moved, each, calls))
     return points
+
+
+def _is_plain(case: Json) -> bool:
+    """Whether a case was profiled, and runs every operator once, as it is."""
+    return "operators" in case and not case["compiled"] and case["recompute"] == "none"
 
 
 def _list_layers(operators: Sequence[Sequence[Any]]) -> tuple[set[int], set[tuple[int, int]]]:
@@ -329,7 +334,7 @@ def read_grouped(is_backward: bool, sizes: Sequence[Sequence[int]]) -> tuple[str
     return "forward", right[0], left[0], right[2], left[1]
 
 
-def fit_grouped(cases: Sequence[Modelled], calls: Iterable[Json] = (), units: float = 132.0) -> dict[str, list[float]]:
+def fit_grouped(cases: Sequence[Modelled], calls: Iterable[Json], plain: ProductShape) -> dict[str, list[float]]:
     """Constants of `time_grouped` in each direction, from profiled steps and from calls that were timed by themselves.
 
     Of all directions together first: what one direction's calls do not tell is taken from there. Of steps with few rows
@@ -341,14 +346,18 @@ def fit_grouped(cases: Sequence[Modelled], calls: Iterable[Json] = (), units: fl
         if "copies" in call
     ]
     for case, *_ in cases:
-        if "operators" not in case or case["compiled"] or case["recompute"] != "none":
+        if not _is_plain(case):
             continue
         for name, is_backward, shapes, _, many, _, us, _ in case["operators"]:
             if "grouped_mm" in name and us:
                 found = read_grouped(is_backward, ast.literal_eval(shapes))
                 if found[2] >= _LEAST_ROWS * found[1]:
                     points.append((*found, us / many * 1e-6))
-    shared = _search_group(points, GroupShape(), units)
+    units = plain.units
+    usual = GroupShape()
+    # Where nothing tells of experts, as fast beside plain products as they are where both were measured.
+    start = usual._replace(rate=plain.rate * usual.rate / ProductShape().rate, bandwidth=0.8 * plain.bandwidth)
+    shared = _search_group(points, start, units)
     return {
         way: _round(_search_group([point for point in points if point[0] == way], shared, units))
         for way in ("forward", "dgrad", "wgrad")
@@ -359,7 +368,7 @@ def fit_patches(cases: Sequence[Modelled]) -> dict[str, list[float]]:
     """Convolutions that make patches, far slower than a product of the same size: seconds of a call and of a FLOP."""
     rows: dict[str, list[tuple[Sequence[float], float]]] = {}
     for case, _, _, work in cases:
-        if "operators" not in case or case["compiled"] or case["recompute"] != "none":
+        if not _is_plain(case):
             continue
         for way, name in (("forward", "aten::cudnn_convolution"), ("wgrad", "aten::convolution_backward")):
             seen = sum(row[6] for row in case["operators"] if row[0] == name) * 1e-6
@@ -466,7 +475,7 @@ def fit_linear(cases: Sequence[Modelled]) -> tuple[Json, Json]:
     rows: dict[str, list[tuple[Sequence[float], float]]] = {}
     optimizers: dict[str, list[tuple[Sequence[float], float]]] = {}
     for each in cases:
-        if "operators" not in each.case or each.case["compiled"] or each.case["recompute"] != "none":
+        if not _is_plain(each.case):
             continue
         seen: dict[str, float] = {}
         for name, *_, us, _ in each.case["operators"]:
@@ -798,7 +807,7 @@ def _fit_kernels(cases: Sequence[Modelled], calls: Sequence[Json], products: Ite
     return {
         "products": {
             **found,
-            "grouped": fit_grouped(cases, calls, found["shape"][-1]),
+            "grouped": fit_grouped(cases, calls, ProductShape(*found["shape"])),
             "patches": fit_patches(cases),
         },
         "attention": fit_attention([*points.attention, *_read_calls(calls)]),

