@@ -696,8 +696,8 @@ def fit_types(cases: Sequence[tuple[Modelled, float]], constants: Json) -> dict[
     return found
 
 
-# Steps repeat within 5 %. Calls of model types differ by a third of the smallest step, operators by a twelfth.
-_PULLS = (0.15, 0.6)
+# Steps repeat within 5 %. Calls of model types differ by a third of the smallest step, operators by an eighth.
+_PULLS = (0.15, 0.4)
 
 
 def solve_type(rows: Sequence[tuple[tuple[float, float], float]], usual_s: float) -> tuple[float, float]:

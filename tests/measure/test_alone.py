@@ -173,7 +173,9 @@ def test_experts_find_what_calls_were_made_of(shape: GroupShape) -> None:
         for mean in row["rows"]
         for way in ("forward", "dgrad", "wgrad")
     ]  # fmt: skip
-    found = fit.fit_grouped([], calls, ProductShape())
+    # Plain products of the same device are a little faster, and tell where to start.
+    plain = ProductShape()._replace(rate=1.08 * shape.rate, bandwidth=1.28 * shape.bandwidth)
+    found = fit.fit_grouped([], calls, plain)
     for way, constants in found.items():
         rate, lead, bandwidth, small, turn, _ = constants
         assert (rate, lead, bandwidth) == pytest.approx((shape.rate, shape.lead, shape.bandwidth), rel=0.05)
