@@ -201,6 +201,15 @@ def list_features(estimator: Estimator, load: Workload) -> dict[str, int]:
         "past": rows * past,
         "padded": rows * (seq + 1),
     }
+    windows = [
+        op.feature[2]
+        for stage in estimator.stages
+        for chain in dict.fromkeys(stage.layers)
+        for op in iterate(chain)
+        if op.kind == "attend" and op.feature[0] == "pairs" and 0 < op.feature[2] <= keys
+    ]
+    if is_decode and windows:  # a full window's cache: what it keeps, and with the new row
+        features |= {"held": rows * (min(windows) - 1), "filled": rows * min(windows)}
     if load.all_grids:
         grids = load.all_grids
         features |= {

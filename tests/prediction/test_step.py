@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -751,6 +752,52 @@ def test_an_audio_tower_without_audio_does_not_run() -> None:
     assert not any(moved.module.startswith("model.audio_tower") for moved in text.moved)
     assert any(moved.module.startswith("model.audio_tower.layers.*") for moved in heard.moved)
     assert sum(heard.dispatched.values()) > sum(text.dispatched.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "load", "lengths"),
+    [
+        ("phi-3-mini", {"phase": "decode", "batch_size": 16, "seq_len": 1}, (2000, 2046, 2100, 4000)),
+        ("mistral-7b-v0.1", {"phase": "decode", "batch_size": 16, "seq_len": 1}, (4000, 4096, 8000)),
+        ("gemma-3-1b", {"phase": "decode", "batch_size": 16, "seq_len": 1}, (500, 512, 600, 4000)),
+        ("mixtral-8x7b", {"phase": "prefill"}, (480, 511, 512, 513, 520, 600)),
+        ("deepseek-v3", {"phase": "prefill"}, (4000, 4096, 4100)),
+    ],
+)
+def test_more_work_takes_no_less(model: str, load: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    """Behind a window that is full, and where experts get more rows than their smaller tile has."""
+    name = "context" if load["phase"] == "decode" else "seq_len"
+    taken = [
+        predict(model, device="h200", memory=False, advise=False, **load, **{name: length}).device_s
+        for length in lengths
+    ]  # fmt: skip
+    assert all(later >= earlier * 0.999 for earlier, later in pairwise(taken)), taken
+
+
+def test_a_pause_is_part_of_shares_and_breakdown() -> None:
+    load = {"batch_size": 1, "seq_len": 2048, "phase": "prefill"}
+    plain, paused = (predict("llama-3.1-8b", device="h200", memory=False, advise=False, pause_s=pause, **load)
+                     for pause in (0.0, 0.1))  # fmt: skip
+    assert paused.mfu < plain.mfu
+    assert sum(paused.breakdown.values()) == pytest.approx(paused.step_time_s.mid + 0.1)
+    assert paused.tokens_per_s == pytest.approx(2048 / (paused.step_time_s.mid + 0.1))
+
+
+@pytest.mark.parametrize(("part", "key"), [("", "power"), ("host", "types"), ("products", "grouped")])
+def test_a_predictor_that_lacks_a_part_is_refused(
+    part: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = json.loads((Path(find_data_dir()) / "predictors" / "h200-sxm.json").read_text())
+    del (data[part] if part else data)[key]
+    (tmp_path / "predictors").mkdir()
+    (tmp_path / "predictors" / "h200-sxm.json").write_text(json.dumps(data))
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    load_predictor.cache_clear()
+    try:
+        with pytest.raises(FlopcalcError, match=f"{key} missing; `flopcalc calibrate --predictor` makes it again"):
+            predict("llama-3.2-1b", device="h200", seq_len=64)
+    finally:
+        load_predictor.cache_clear()
 
 
 @pytest.mark.parametrize(("text", "words"), [("{", "cannot be read"), ('{"schema": 99}', "schema 99")])

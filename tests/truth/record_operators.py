@@ -147,6 +147,15 @@ def widen(config: Json) -> Json:
     return resize(config, 2, 2, 1, 0) if has_one else config
 
 
+def lengthen(config: Json, more: int) -> Json:
+    """A longer window where it is a tiny one: else its length would look like a plain number."""
+    out = {key: lengthen(value, more) if isinstance(value, dict) else value for key, value in config.items()}
+    window = out.get("sliding_window")
+    if isinstance(window, int) and window < 8:
+        out["sliding_window"] = window + more
+    return out
+
+
 def _inner_types(config: Json) -> list[str]:
     return [str(value["model_type"]) for value in config.values() if isinstance(value, dict) and "model_type" in value]
 
@@ -186,8 +195,8 @@ def list_variants(example: Example) -> Iterator[tuple[list[Json], bool]]:
             continue
         seen.add(signature)
         configs = [base]
-        for factors in ((2, 1, 3, 10), (8, 4, 5, 14, 2), (2, 2, 2, 6)):
-            configs.append(resize(base, *factors))
+        for more, factors in enumerate(((2, 1, 3, 10), (8, 4, 5, 14, 2), (2, 2, 2, 6)), 1):
+            configs.append(lengthen(resize(base, *factors), more))
         for other in example.configs:
             if other is not tiny and _inner_types(other) == _inner_types(tiny):
                 configs.append(widen(deepen(put_flags(other, preset))))
