@@ -596,7 +596,10 @@ class _Reader:
                 f"layers of {path}: what their scans or selections of keys dispatch was not recorded; "
                 "they may take far longer"
             )
-        scope = Scope(self.features, list_sizes(stages, chain), self.dtype_bytes, "", guess)
+        features = self.features
+        if guess is not None and chain is not None and not any(op.kind == "attend" for op in iterate(chain)):
+            features = {**features, "past": 0, "pairs": features["tokens"]}  # a layer without attention keeps no keys
+        scope = Scope(features, list_sizes(stages, chain), self.dtype_bytes, "", guess)
         recorded: dict[str, dict[str, int]] = {phase: self._find_part(phase, "parts", path, signature, where)}
         if phase == "train":
             recorded["flow"] = self._find_part("flow", "parts", path, signature, where)

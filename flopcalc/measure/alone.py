@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from flopcalc.measure.fit import read_grouped
+from flopcalc.measure.profiling import profile_step
 from flopcalc.measure.tables import Bench, Json, round_digits
 
 _REPEATS = 6
@@ -88,8 +89,6 @@ Made = Iterator[tuple[Json, Callable[[], Any]]]  # a call's sizes, and the call
 
 def _measure(bench: Bench, makers: Sequence[Callable[[], Made]]) -> Json:
     """Run what each maker makes a few times, and find it again in the profile by its sizes; and why others were not."""
-    from flopcalc.measure.tables.runs import profile_step
-
     run: list[tuple[Json, float]] = []
     refused: dict[str, None] = {}
 

@@ -774,6 +774,15 @@ def test_more_work_takes_no_less(model: str, load: dict[str, Any], lengths: tupl
     assert all(later >= earlier * 0.999 for earlier, later in pairwise(taken)), taken
 
 
+def test_layers_without_attention_keep_no_keys() -> None:
+    load = {"phase": "decode", "batch_size": 4, "seq_len": 1}
+    short, long = (
+        predict("mamba-2.8b", device="h200", memory=False, advise=False, context=context, **load).device_s
+        for context in (100, 30000)
+    )
+    assert short == long
+
+
 def test_a_pause_is_part_of_shares_and_breakdown() -> None:
     load = {"batch_size": 1, "seq_len": 2048, "phase": "prefill"}
     plain, paused = (predict("llama-3.1-8b", device="h200", memory=False, advise=False, pause_s=pause, **load)
