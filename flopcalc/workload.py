@@ -245,6 +245,8 @@ def read_batch(
     if len(shape) < 2:
         raise WorkloadError(f"input_ids must be (batch, length), not of shape {tuple(shape)}")
     rows, seq = check_size(shape[0], "batch"), check_size(shape[1], "seq")
+    if not hasattr(ids, "shape") and not all(hasattr(row, "__len__") for row in ids):
+        raise WorkloadError(f"input_ids must be (batch, length): not all of its {rows} rows are lists")
     if not hasattr(ids, "shape") and any(len(row) != seq for row in ids):
         raise WorkloadError(f"input_ids: rows of different lengths; pad them to {seq} and give an attention_mask")
     grids: list[tuple[Grid, ...]] = []

@@ -391,6 +391,7 @@ IDS = [[1, 2, 3, 4], [5, 6, 7, 8]]
     ("batch", "words"),
     [
         ({"input_ids": [[1, 2, 3], [1]]}, "rows of different lengths"),
+        ({"input_ids": [[1, 2, 3], None]}, "not all of its 2 rows are lists"),
         ({"input_ids": IDS, "attention_mask": [[0] * 4, [0] * 4]}, "masks every position"),
         ({"input_ids": IDS, "pixel_values_videos": [[1.0]]}, "video_grid_thw"),
         ({"input_ids": IDS, "pixel_values": [[0.0]] * 99, "image_grid_thw": [[1, 4, 4]]}, "99 patches"),
