@@ -181,6 +181,17 @@ def _add_sizes(sizes: dict[str, int], path: str, chain: Chain) -> None:
             sizes["width"] = op.size
 
 
+def list_windows(estimator: Estimator, keys: int) -> list[int]:
+    """Windows of attention that are no longer than the keys: HF then hands a mask to SDPA."""
+    return [
+        op.feature[2]
+        for stage in estimator.stages
+        for chain in dict.fromkeys(stage.layers)
+        for op in iterate(chain)
+        if op.kind == "attend" and op.feature[0] == "pairs" and 0 < op.feature[2] <= keys
+    ]
+
+
 def list_features(estimator: Estimator, load: Workload) -> dict[str, int]:
     """Every sum of the workload that an expression may name; in decoding, of one call in the middle."""
     is_decode = load.phase == "decode"
@@ -201,13 +212,7 @@ def list_features(estimator: Estimator, load: Workload) -> dict[str, int]:
         "past": rows * past,
         "padded": rows * (seq + 1),
     }
-    windows = [
-        op.feature[2]
-        for stage in estimator.stages
-        for chain in dict.fromkeys(stage.layers)
-        for op in iterate(chain)
-        if op.kind == "attend" and op.feature[0] == "pairs" and 0 < op.feature[2] <= keys
-    ]
+    windows = list_windows(estimator, keys)
     if is_decode and windows:  # a full window's cache: what it keeps, and with the new row
         features |= {"held": rows * (min(windows) - 1), "filled": rows * min(windows)}
     if load.all_grids:
@@ -576,14 +581,7 @@ class _Reader:
         return stages[named[0]] if named else next((stages[other] for other in stages if other), None)
 
     def _is_masked(self) -> bool:
-        keys = self.features["keys"]
-        return any(
-            op.feature[0] == "pairs" and 0 < op.feature[2] <= keys
-            for stage in self.estimator.stages
-            for chain in dict.fromkeys(stage.layers)
-            for op in iterate(chain)
-            if op.kind == "attend"
-        )
+        return bool(list_windows(self.estimator, self.features["keys"]))
 
     def _read_part(
         self, path: str, chain: Chain | None, signature: str, where: str, state: _Layer, count: int, is_again: bool

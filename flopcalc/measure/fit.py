@@ -768,8 +768,7 @@ def fit_predictor(
     units: Json = next((record["units"] for record in kept if "units" in record), {})
     hosts = [record for record in kept if record.get("is_host")]
     modelled = [model_case(case, configs(case["model"]), device) for case in kept if case.get("is_host") is False]
-    points = read_points(modelled)
-    if not points.products:
+    if not read_points(modelled).products:
         raise CalibrationError(
             "no profiled step shows a matrix product on a GPU: the profiler saw no kernels (is another one running?)"
         )

@@ -382,7 +382,8 @@ class Clock:
         per_call, per_unit = host[phase]
         types = host["types"].get(work.model_type, {})
         has_images = any(each.group == "vision" for each in work.hosted)
-        asked = (phase, f"vision {name_mode(self.phase)}") if has_images else (phase,)
+        seen = name_factor("forward", "vision", self.phase)
+        asked = (phase, seen) if has_images else (phase,)
         self.is_typed = self.is_typed and all(name in types for name in asked)
         for each in work.hosted:
             many = each.many * (times if each.way != "optimizer" else 1)
@@ -399,7 +400,7 @@ class Clock:
         per_call, _ = types.get(phase, (per_call, 1.0))
         plain = min(per_call, types.get("forward", host["forward"])[0])
         if has_images:
-            images_s, _ = types.get(f"vision {name_mode(self.phase)}", (0.0, 1.0))
+            images_s, _ = types.get(seen, (0.0, 1.0))
             self.hosted.append(Hosted(Place(0, before), times * images_s, 0.0))
         self.hosted.append(Hosted(Place(0, before), calls * times * plain, 0.0))
         if is_first:

@@ -32,7 +32,7 @@ class Product(NamedTuple):
     calls: float = 1  # in one step
     copies: int = 1  # experts: one grouped call over m rows in all, with this many weights
     is_again: bool = False  # recomputed
-    is_patches: bool = False  # a convolution that does not overlap: images to patches
+    is_patches: bool = False  # a tower's convolution: images to patches
 
     @property
     def flops(self) -> float:
@@ -234,17 +234,12 @@ class _Maker:
     ) -> None:  # fmt: skip
         calls = block.copies * self.steps
         module, is_conv = name_module(block, op), op.kind == "conv" and block.group == "vision"
-        if row.forward:
+        ways = [("forward", False)] if row.forward else []
+        ways += [(direction, False) for direction in owed]
+        ways += [("forward", True)] if self.is_train and row.recompute else []
+        for direction, is_again in ways:
             self.products.append(
-                Product(module, block.group, op.part, "forward", m, n, k, calls, copies, False, is_conv)
-            )
-        for direction in owed:
-            self.products.append(
-                Product(module, block.group, op.part, direction, m, n, k, calls, copies, False, is_conv)
-            )
-        if self.is_train and row.recompute:
-            self.products.append(
-                Product(module, block.group, op.part, "forward", m, n, k, calls, copies, True, is_conv)
+                Product(module, block.group, op.part, direction, m, n, k, calls, copies, is_again, is_conv)
             )
 
     def add_flops(self, block: Block, row: Row, value: int) -> None:

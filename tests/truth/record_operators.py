@@ -32,7 +32,7 @@ from flopcalc.measure.dispatch import Event, Kept, Trace, trace_operators
 from flopcalc.measure.examples import Example, find_example, make_estimator, make_inputs
 from flopcalc.measure.models import build_model, floats_on_meta
 from flopcalc.measure.verify import prepare
-from flopcalc.operators import list_features, list_operators, list_sizes, sign, sign_outside
+from flopcalc.operators import list_features, list_operators, list_sizes, list_windows, sign, sign_outside
 from flopcalc.recipe import iterate
 from flopcalc.workload import Workload, make_workload
 
@@ -230,13 +230,7 @@ class Run:
 
 def is_masked(estimator: Estimator, keys: int) -> bool:
     """Whether HF makes a mask for SDPA: a window that is no longer than the keys."""
-    return any(
-        op.feature[0] == "pairs" and 0 < op.feature[2] <= keys
-        for stage in estimator.stages
-        for chain in stage.layers
-        for op in iterate(chain)
-        if op.kind == "attend"
-    )
+    return bool(list_windows(estimator, keys))
 
 
 def list_workloads(example: Example, phase: str, has_images: bool) -> list[Json]:
