@@ -38,42 +38,42 @@ MARKS = ("<!-- tables of predict_error.py -->", "<!-- end of tables -->")
 
 # Test models: the calibration measures none of them. Preset, layers kept (text, vision).
 TEST: dict[str, tuple[str, int, int]] = {
-    "llama-2-13b": ("llama-2-13b", 6, 0),
-    "llama-3.1-70b": ("llama-3.1-70b", 3, 0),
-    "qwen2.5-14b": ("qwen2.5-14b", 4, 0),
-    "qwen3-14b": ("qwen3-14b", 4, 0),
-    "phi-4": ("phi-4", 5, 0),
-    "opt-6.7b": ("opt-6.7b", 10, 0),
-    "aya-23-8b": ("aya-23-8b", 6, 0),
-    "pythia-6.9b": ("pythia-6.9b", 9, 0),
-    "olmo-2-32b": ("olmo-2-32b", 4, 0),
-    "gemma-3-12b": ("gemma-3-12b", 6, 1),
-    "mixtral-8x22b": ("mixtral-8x22b", 2, 0),
-    "qwen3-235b-a22b": ("qwen3-235b-a22b", 2, 0),
-    "qwen2-vl-72b": ("qwen2-vl-72b", 3, 32),
-    "qwen2.5-vl-32b": ("qwen2.5-vl-32b", 4, 8),
-    "qwen3-vl-32b": ("qwen3-vl-32b", 4, 27),
-    "gemma-3-4b": ("gemma-3-4b", 12, 27),
-    "qwen3-0.6b": ("qwen3-0.6b", 28, 0),
-    "qwen2.5-1.5b": ("qwen2.5-1.5b", 28, 0),
-    "smollm2-360m": ("smollm2-360m", 32, 0),
-    "pythia-410m": ("pythia-410m", 24, 0),
+    "yi-34b": ("yi-34b", 4, 0),
+    "llama-2-70b": ("llama-2-70b", 4, 0),
+    "llama-3.1-405b": ("llama-3.1-405b", 1, 0),
+    "qwen2.5-32b": ("qwen2.5-32b", 4, 0),
+    "qwen3-32b": ("qwen3-32b", 4, 0),
+    "phi-4-mini": ("phi-4-mini", 12, 0),
+    "command-r-35b": ("command-r-35b", 3, 0),
+    "command-r-plus-104b": ("command-r-plus-104b", 2, 0),
+    "gpt-neox-20b": ("gpt-neox-20b", 5, 0),
+    "pythia-12b": ("pythia-12b", 7, 0),
+    "qwen3-coder-480b-a35b": ("qwen3-coder-480b-a35b", 1, 0),
+    "qwen2.5-vl-72b": ("qwen2.5-vl-72b", 3, 8),
+    "qwen3-vl-8b": ("qwen3-vl-8b", 5, 27),
+    "gemma-3-27b": ("gemma-3-27b", 6, 12),
+    "paligemma-3b-448": ("paligemma-3b-448", 6, 27),
+    "smollm2-135m": ("smollm2-135m", 30, 0),
+    "gpt2-large": ("gpt2-large", 36, 0),
+    "gpt2-xl": ("gpt2-xl", 48, 0),
+    "pythia-1b": ("pythia-1b", 16, 0),
+    "opt-125m": ("opt-125m", 12, 0),
 }
 GRIDS = {
-    "qwen2-vl-72b": [[1, 32, 44]],
-    "qwen2.5-vl-32b": [[1, 24, 32]],
-    "qwen3-vl-32b": [[1, 36, 44]],
-    "gemma-3-4b": [[1, 64, 64]],
+    "qwen2.5-vl-72b": [[1, 28, 40]],
+    "qwen3-vl-8b": [[1, 36, 32]],
+    "gemma-3-27b": [[1, 64, 64]],
+    "paligemma-3b-448": [[1, 32, 32]],
 }
-_SHORT = ("opt-6.7b", "pythia-6.9b")  # 2,048 positions
-_RECOMPUTED = ("llama-2-13b", "aya-23-8b", "qwen3-14b", "gemma-3-4b")
-_REPEATED = ("aya-23-8b", "qwen3-vl-32b", "qwen3-0.6b")
+_SHORT = ("gpt-neox-20b", "pythia-12b")  # 2,048 positions
+_RECOMPUTED = ("phi-4-mini", "command-r-35b", "pythia-12b", "paligemma-3b-448")
+_REPEATED = ("phi-4-mini", "qwen3-vl-8b", "smollm2-135m")
 # Whole models, small enough for the host to bound them. Of the wide ones few layers are kept, so that the device works
 # about as long as the host in the smallest training step: they have other small steps, or none.
-_SMALL = ("qwen3-0.6b", "qwen2.5-1.5b", "smollm2-360m", "pythia-410m")
-_WIDEST = ("llama-3.1-70b", "qwen2-vl-72b")
-_EXPERTS = ("mixtral-8x22b", "qwen3-235b-a22b")
-_SHOWN = ("qwen3-vl-32b", "gemma-3-4b")  # images in a small step
+_SMALL = ("smollm2-135m", "gpt2-large", "gpt2-xl", "pythia-1b", "opt-125m")
+_WIDEST = ("llama-2-70b", "llama-3.1-405b", "command-r-35b", "command-r-plus-104b", "qwen2.5-vl-72b")
+_EXPERTS = ("qwen3-coder-480b-a35b",)
+_SHOWN = ("qwen3-vl-8b", "paligemma-3b-448")  # images in a small step
 
 
 def list_test_cases(model: str) -> Iterator[Json]:
@@ -84,12 +84,12 @@ def list_test_cases(model: str) -> Iterator[Json]:
     is_short = model in _SHORT
     if model in _SMALL:
         return
-    yield make_case(model, "train", 6, 1408, grids)
-    yield make_case(model, "train", 5 if is_short else 3, 1536 if is_short else 2560, grids)
-    yield make_case(model, "train", 9 if is_short else 1, 960 if is_short else 6144, grids)
+    yield make_case(model, "train", 7, 1216, grids)
+    yield make_case(model, "train", 4 if is_short else 2, 1984 if is_short else 3328, grids)
+    yield make_case(model, "train", 10 if is_short else 1, 896 if is_short else 5632, grids)
     if model in _RECOMPUTED:
-        yield make_case(model, "train", 5, 1536, grids, recompute="full")
-    yield make_case(model, "prefill", 4, 1900, grids)
+        yield make_case(model, "train", 4, 1728, grids, recompute="full")
+    yield make_case(model, "prefill", 5, 1500, grids)
 
 
 def list_host_cases(model: str) -> Iterator[Json]:
@@ -99,16 +99,16 @@ def list_host_cases(model: str) -> Iterator[Json]:
     if model in _WIDEST:
         return
     if model in _SMALL:
-        yield make_case(model, "train", 1, 96)
-        yield make_case(model, "train", 2, 320)
-        yield make_case(model, "prefill", 2, 320)
+        yield make_case(model, "train", 1, 112)
+        yield make_case(model, "train", 2, 288)
+        yield make_case(model, "prefill", 2, 288)
     if model in _SHOWN:
-        yield make_case(model, "train", 1, 1300, GRIDS[model])
+        yield make_case(model, "train", 1, 1100, GRIDS[model])
     if model in (*_RECOMPUTED, *_SMALL):
-        yield make_case(model, "train", 1, 96, recompute="full")
+        yield make_case(model, "train", 1, 112, recompute="full")
     if model not in _EXPERTS:
-        yield make_case(model, "prefill", 1, 96)
-    yield make_case(model, "decode", 3, 2, context=600)
+        yield make_case(model, "prefill", 1, 112)
+    yield make_case(model, "decode", 2, 2, context=450)
 
 
 def measure(out: Path, budget_s: float, device: str) -> None:

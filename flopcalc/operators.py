@@ -94,9 +94,9 @@ _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 # What a trace tells apart beyond a name: elementwise kernels whose tensors do not lie alike in memory, and what is no
 # operator at all.
 RECORDED_KINDS = frozenset(KINDS) - {"wrapper"} | {
-    "pointwise_mixed", "pointwise_strided", "pointwise_strided_mixed", "pointwise_strided_wide", "copy_strided",
-    "copy_strided_wide", "cast_strided", "cat_one", "cat_strided", "cat_strided_wide", "product_grouped",
-    "attention_masked", "module", "node",
+    "pointwise_mixed", "pointwise_strided", "pointwise_strided_mixed", "pointwise_strided_wide",
+    "pointwise_strided_across", "copy_strided", "copy_strided_wide", "copy_strided_across", "cast_strided",
+    "cat_one", "cat_strided", "cat_strided_wide", "product_grouped", "attention_masked", "module", "node",
 }  # fmt: skip
 
 

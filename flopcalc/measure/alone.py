@@ -1,7 +1,8 @@
-"""Single calls of attention and of experts' products, timed by themselves on the device: sizes go in, seconds come out.
+"""Single calls that are timed by themselves on the device: sizes go in, seconds come out.
 
-Whole steps show few head dims and expert shapes, each at few sizes; here one size changes at a time. A call's seconds
-are those of its kernels under the profiler, as in a profiled step: events around it would time the gaps beside it too.
+Whole steps show few head dims and expert shapes, each at few sizes, and their profiles do not tell how tensors lie in
+memory; here one size changes at a time. A call's seconds are those of its kernels under the profiler, as in a profiled
+step: events around it would time the gaps beside it too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _SIZES: dict[str, list[tuple[int, int, int, int, int]]] = {
     )],
     "window": [(batch, heads, heads // 4, length, length) for batch, heads, length in (
         (1, 32, 256), (1, 8, 1024), (4, 16, 1024), (1, 32, 2048), (4, 8, 2048), (1, 32, 4096), (1, 8, 8192),
+        # Rows of the mask that do not start on 16 bytes, and not even on 4.
+        (1, 32, 252), (1, 32, 1100), (2, 16, 1250), (4, 16, 1900), (1, 32, 2050), (4, 8, 601), (1, 8, 3001),
     )],
     "decode": [(batch, heads, kv, 1, keys) for batch, heads, kv, keys in (
         (1, 32, 8, 200), (16, 32, 8, 300), (16, 32, 32, 600), (3, 32, 8, 800), (4, 16, 2, 1000), (16, 12, 2, 2000),
@@ -53,21 +56,25 @@ _DIMS = {
 _EXPERTS = [(8, 28672, 4096), (8, 4096, 14336), (16, 12800, 4096), (16, 4096, 6400), (60, 2816, 2048),
             (60, 2048, 1408), (64, 2048, 2048), (64, 2048, 1024), (128, 1536, 2048), (128, 2048, 768)]  # fmt: skip
 _ROWS = [1, 4, 16, 64, 112, 200, 256, 512, 1024, 2048]  # of an expert on average
+# Images, patches of each, width: towers that go on with a convolution's result as it lies, channel by channel.
+_ACROSS = [(1, 64, 768), (1, 256, 768), (1, 256, 1152), (4, 256, 1152), (1, 729, 1152), (1, 1024, 1152),
+           (3, 1024, 1152), (1, 4096, 1152), (2, 4096, 1152), (4, 4096, 1152), (6, 4096, 1152)]  # fmt: skip
 
 
 def list_rows(suite: str) -> dict[str, Json]:
-    """Name -> what is measured at once: the sizes of one head dim by mask, or of all experts."""
-    dims, sizes, experts, rows = _DIMS, _SIZES, _EXPERTS, _ROWS
+    """Name -> what is measured at once: the sizes of one head dim by mask, of all experts, of transposed tensors."""
+    dims, sizes, experts, rows, across = _DIMS, _SIZES, _EXPERTS, _ROWS, _ACROSS
     if suite == "test":
         dims = {(16, 16): tuple(_SIZES), (24, 16): ("causal",)}
         sizes = {mask: [(1, 4, 2, 1 if mask == "decode" else 8, 8)] for mask in _SIZES}
-        experts, rows = [(4, 32, 16)], [1, 6]
+        experts, rows, across = [(4, 32, 16)], [1, 6], [(1, 6, 16), (2, 6, 16), (3, 6, 16)]
     found: dict[str, Json] = {}
     for (qk, v), masks in dims.items():
         chosen = {mask: [list(size) for size in sizes[mask]] for mask in masks}
         name = f"{qk}" if qk == v else f"{qk}-{v}"
         found[f"calls/attention/{name}"] = {"is_call": True, "qk": qk, "v": v, "sizes": chosen}
     found["calls/experts"] = {"is_call": True, "experts": [list(each) for each in experts], "rows": rows}
+    found["calls/across"] = {"is_call": True, "across": [list(each) for each in across]}
     return found
 
 
@@ -76,6 +83,8 @@ def measure_calls(bench: Bench, row: Json) -> Json:
     if "experts" in row:
         makers = [partial(_make_experts, bench, row["rows"], *each) for each in row["experts"]]
         return _measure(bench, makers)
+    if "across" in row:
+        return _measure(bench, [partial(_make_across, bench, *each) for each in row["across"]])
     found: Json = {"calls": [], "left_out": []}
     for mask, sizes in row["sizes"].items():  # a profile for each, for it does not tell them apart
         makers = [partial(_make_attention, bench, mask, row["qk"], row["v"], *size) for size in sizes]
@@ -108,10 +117,10 @@ def _measure(bench: Bench, makers: Sequence[Callable[[], Made]]) -> Json:
     seen = _read_profile(profile_step(bench, step)["operators"], bench.is_gpu)
     found = []
     for sizes, host_s in run:
-        if "copies" in sizes:
-            told = seen.get(tuple(sizes[name] for name in _GROUPED)) if bench.is_gpu else (host_s, {})
-        else:
-            told = seen.get(tuple(sizes[name] for name in _ATTENTION))
+        names = _GROUPED if "copies" in sizes else _MOVED if "kind" in sizes else _ATTENTION
+        told = seen.get(tuple(sizes[name] for name in names))
+        if names != _ATTENTION and not bench.is_gpu:  # no kernel is seen, nor asked for
+            told = (host_s, {})
         if told is not None:
             found.append({**sizes, **told[1], "seconds": round_digits(told[0] if bench.is_gpu else host_s)})
     return {"calls": found, "left_out": list(refused)}
@@ -119,6 +128,8 @@ def _measure(bench: Bench, makers: Sequence[Callable[[], Made]]) -> Json:
 
 _ATTENTION = ("direction", "batch", "heads", "length", "keys")
 _GROUPED = ("direction", "copies", "m", "n", "k")
+_MOVED = ("kind", "images", "patches", "width")
+_ACROSS_KINDS = {"aten::copy_": "copy_strided_across", "aten::add": "pointwise_strided_across"}
 
 
 def _read_profile(operators: Sequence[Sequence[Any]], is_gpu: bool) -> dict[tuple[Any, ...], tuple[float, Json]]:
@@ -126,10 +137,13 @@ def _read_profile(operators: Sequence[Sequence[Any]], is_gpu: bool) -> dict[tupl
     found: dict[tuple[Any, ...], tuple[float, Json]] = {}
     for name, is_backward, shapes, _, calls, _, us, _ in operators:
         kernel = next((kernel for kernel in _KERNELS if f"{kernel}_attention" in name), "")
-        if (is_gpu and not us) or not (kernel or "grouped_mm" in name):
+        if (is_gpu and not us) or not (kernel or "grouped_mm" in name or name in _ACROSS_KINDS):
             continue
         sizes = ast.literal_eval(shapes)
         seconds = us / calls * 1e-6
+        if name in _ACROSS_KINDS:
+            found[(_ACROSS_KINDS[name], *sizes[0])] = (seconds, {})
+            continue
         if not kernel:
             found[read_grouped(is_backward, sizes)] = (seconds, {})
             continue
@@ -189,6 +203,16 @@ def _make_experts(bench: Bench, rows: Sequence[int], copies: int, n: int, k: int
         yield sizes, forward
         for direction, wanted in (("dgrad", given), ("wgrad", weight)):
             yield {**sizes, "direction": direction}, bench.make_call(forward, direction, wanted)
+
+
+def _make_across(bench: Bench, images: int, patches: int, width: int) -> Made:
+    """A tensor whose neighbours are far apart in what is made of it: a copy in order, a sum with one that is."""
+    given = bench.random(images, width, patches).transpose(1, 2)
+    other = bench.random(images, patches, width)
+    sizes = {"images": images, "patches": patches, "width": width}
+    moved = 2 * images * patches * width
+    yield {**sizes, "kind": "copy_strided_across", "bytes": 2 * moved}, given.contiguous
+    yield {**sizes, "kind": "pointwise_strided_across", "bytes": 3 * moved}, partial(bench.torch.add, given, other)
 
 
 def _deal(bench: Bench, copies: int, mean: int) -> Any:

@@ -185,7 +185,24 @@ def _refine(kind: str, args: tuple[Any, ...], out: Any) -> str:
         return "pointwise_mixed" if is_alike else "pointwise_strided_mixed"  # a cast per element
     if is_alike:
         return kind
+    if kind != "cast" and any(_lies_across(tensor, out) for tensor in tensors):
+        return f"{kind}_strided_across"
     return f"{kind}_strided" + (wide if kind != "cast" else "")
+
+
+def _lies_across(tensor: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether neighbours in one are far apart in the other, as rows and columns of a transposed matrix."""
+    is_whole = _measure(tensor)[1] == tensor.numel()  # no entry stands for several
+    return is_whole and tensor.shape == out.shape and _find_inner(tensor) != _find_inner(out)
+
+
+def _find_inner(tensor: torch.Tensor) -> int:
+    """The dimension whose entries lie next to each other."""
+    strides = [
+        (stride, -i) for i, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+        if size > 1 and stride
+    ]  # fmt: skip
+    return -min(strides)[1] if strides else 0
 
 
 def _is_alike(out: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
@@ -224,6 +241,20 @@ def _describe(
     return [*found, (name, "read", (), ())] if is_reading else found
 
 
+# Their kernels take rows one after another: on a GPU a tensor that lies otherwise is copied first.
+_ORDERED = ("norm", "norm_backward", "softmax", "softmax_backward")
+
+
+def _list_copies(args: tuple[Any, ...]) -> list[tuple[str, str, Sizes, Sizes]]:
+    found: list[tuple[str, str, Sizes, Sizes]] = []
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, torch.Tensor) and leaf.numel() > 1 and not leaf.is_contiguous():
+            kind = "copy_strided_across" if _find_inner(leaf) != leaf.dim() - 1 else "copy_strided"
+            size = (_letter(leaf.dtype), leaf.numel())
+            found.append(("copy_", kind, _list_sizes(leaf), (size,)))
+    return found
+
+
 def _describe_moved(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> list[tuple[str, str, Sizes, Sizes]]:
@@ -235,6 +266,8 @@ def _describe_moved(
     if kind == "fill":
         return [(name, kind, (), written)]
     given = _list_sizes((args, kwargs))
+    if kind in _ORDERED:
+        return [*_list_copies(args), (name, kind, given, written)]
     if name in ("slice_backward", "select_backward", "constant_pad_nd"):
         return [("fill_", "fill", (), written), ("slice", "view", (), ()), ("copy_", "copy", given, given)]
     if kind == "cast":
@@ -300,26 +333,31 @@ class _Attend(torch.autograd.Function):
 
 @contextmanager
 def _fused(tracing: _Tracing) -> Iterator[None]:
-    """Inside, scaled_dot_product_attention is one operator, as a GPU's fused kernels are, and lists are seen made."""
+    """Inside, attention and dropout are one operator each, as a GPU's fused kernels are, and lists are seen made."""
     functional: Any = torch.nn.functional
-    before = functional.scaled_dot_product_attention
+    before, dropped = functional.scaled_dot_product_attention, functional.dropout
 
     def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         if query.dim() != 4:
             return before(query, key, value, attn_mask, *args, **kwargs)
         return _Attend.apply(tracing, attn_mask is not None, query, key, value)  # type: ignore[no-untyped-call]
 
+    def drop(given: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if not training or inplace or not 0 < p < 1:
+            return dropped(given, p, training, inplace)
+        return torch.native_dropout(given, p, True)[0]
+
     def tolist(tensor: torch.Tensor) -> Any:
         tracing.add("tolist", "read")  # no operator where the tensor is on the host, as it is here
         return list_values(tensor)
 
     list_values: Any = torch.Tensor.tolist
-    functional.scaled_dot_product_attention = attend
+    functional.scaled_dot_product_attention, functional.dropout = attend, drop
     torch.Tensor.tolist = tolist  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = before
+        functional.scaled_dot_product_attention, functional.dropout = before, dropped
         torch.Tensor.tolist = list_values  # type: ignore[method-assign]
 
 

@@ -23,6 +23,7 @@ from flopcalc.prediction.machine import (
     ProductShape,
     attention_features,
     find_step,
+    name_mask,
     slow_down,
     time_grouped,
     time_shape,
@@ -408,7 +409,7 @@ _QUERIES = {"forward": 130.0, "backward": 380.0}
 _ROW = 7500.0
 
 
-def fit_attention(points: Sequence[AttentionPoint]) -> Json:
+def fit_attention(points: Sequence[AttentionPoint], units: int) -> Json:
     """Per kernel, direction, mask and head dim: seconds of a call, of a query, of a pair, and of the longest row.
 
     Where the calls are few, or all large, or all of one length, they tell the seconds of a pair alone: the others then
@@ -417,20 +418,35 @@ def fit_attention(points: Sequence[AttentionPoint]) -> Json:
     groups: dict[tuple[str, str], list[AttentionPoint]] = {}
     least: dict[str, float] = {}
     for point in points:
-        groups.setdefault((point.kernel, f"{point.direction}/{point.mask}/{point.qk}"), []).append(point)
+        name = f"{point.direction}/{name_mask(point.mask, point.keys)}/{point.qk}"
+        groups.setdefault((point.kernel, name), []).append(point)
         least[point.direction] = min(point.seconds, least.get(point.direction, math.inf))
     found: dict[str, Json] = {}
     for (kernel, name), group in sorted(groups.items()):
         first = group[0]
         rows: list[tuple[Sequence[float], float]] = [
-            (attention_features(each.mask, each.batch, each.heads, each.kv_heads, each.length, each.keys), each.seconds)
+            (
+                attention_features(
+                    units,
+                    each.direction,
+                    each.mask,
+                    each.batch,
+                    each.heads,
+                    each.kv_heads,
+                    each.qk,
+                    each.length,
+                    each.keys,
+                ),
+                each.seconds,
+            )
             for each in group
         ]
         if _tells(group, least[first.direction]):
             # And a call without queries, that none of the others may be longer for.
             values = solve([*rows, ((1.0, 0.0, 0.0, 0.0), least[first.direction])], 1000)
         else:
-            query, row = (0.0, 0.0) if first.mask == "decode" else (_QUERIES[first.direction], _ROW)
+            query = 0.0 if first.mask == "decode" else _QUERIES[first.direction]
+            row = _ROW if first.mask == "causal" else 0.0  # waves of blocks already count the longest row
             start = 0.9 * least[first.direction]
             pair = statistics.median(
                 (seconds - start) / (pairs + queries * query + longest * row)
@@ -803,14 +819,17 @@ def _fit_kernels(cases: Sequence[Modelled], calls: Sequence[Json], products: Ite
     points = read_points(cases)
     linear, optimizer = fit_linear(cases)
     found = fit_products(points.products, _read_gemm(products))
+    shape = ProductShape(*found["shape"])
+    moved = [point for point in points.moved if point.kind not in _LINEAR]
+    moved += [MovedPoint(call["kind"], call["bytes"], call["seconds"], 1) for call in calls if "kind" in call]
     return {
         "products": {
             **found,
-            "grouped": fit_grouped(cases, calls, ProductShape(*found["shape"])),
+            "grouped": fit_grouped(cases, calls, shape),
             "patches": fit_patches(cases),
         },
-        "attention": fit_attention([*points.attention, *_read_calls(calls)]),
-        "moved": fit_moved([point for point in points.moved if point.kind not in _LINEAR]),
+        "attention": fit_attention([*points.attention, *_read_calls(calls)], round(shape.units)),
+        "moved": fit_moved(moved),
         "linear": linear,
         "optimizer": optimizer,
     }

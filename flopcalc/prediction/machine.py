@@ -15,7 +15,7 @@ from flopcalc.devices import Device, find_device, parse_dtype, peak_flops_per_s
 from flopcalc.errors import DeviceError, SpecError
 from flopcalc.prediction.work import Attention, Moved, Product
 
-SCHEMA = 3
+SCHEMA = 4
 _TILES = ((128, 256), (256, 128), (128, 192), (192, 128), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64),
           (256, 64))  # fmt: skip
 
@@ -133,18 +133,31 @@ def find_step(n: int, k: int) -> int:
 
 
 def attention_features(
-    mask: str, batch: int, heads: int, kv_heads: int, length: int, keys: int
+    units: int, direction: str, mask: str, batch: int, heads: int, kv_heads: int, dim: float, length: int, keys: int
 ) -> tuple[float, float, float, float]:
     """What the time of an attention call is made of: the call, its queries, its pairs in blocks, its longest row.
 
-    Decoding reads all keys once and computes next to nothing.
+    Decoding reads all keys once and computes next to nothing. Without a causal mask all blocks take equally long, so
+    that they come in waves over the processors; under one, short blocks fill the gaps that long ones leave.
     """
     each = batch * heads
     if mask == "decode":
         return 1.0, 0.0, float(batch * kv_heads * keys), float(keys)
-    blocks = -(-length // 128)
-    pairs = 128 * 128 * blocks * (blocks + 1) / 2 if mask == "causal" else float(length * keys)
-    return 1.0, float(each * length), each * pairs, float(keys)
+    if mask == "causal":
+        blocks = -(-length // 128)
+        return 1.0, float(each * length), each * 128 * 128 * blocks * (blocks + 1) / 2, float(keys)
+    # Forward a processor holds queries and goes over keys, on the way back the other way round.
+    held, passed = (length, keys) if direction == "forward" else (keys, length)
+    tile, step = (128, 128) if direction == "forward" else (128 if dim <= 128 else 64, 64)
+    rows = -(-each * -(-held // tile) // units) * units * tile
+    return 1.0, float(rows), float(rows * step * -(-passed // step)), float(keys)
+
+
+def name_mask(mask: str, keys: int) -> str:
+    """A mask that is handed over as a tensor has other kernels where its rows do not start on 16 bytes, or on 4."""
+    if mask != "window" or not keys % 8:
+        return mask
+    return "window-odd" if keys % 2 else "window-even"
 
 
 def read_curve(curve: Sequence[Sequence[float]], size: float) -> float:
@@ -312,8 +325,9 @@ class Machine:
             return Timed(flops / (0.4 * self.peak) + 5e-6, 2 * _UNMEASURED, False)
         (start, query, pair, row), scale = found
         _, queries, pairs, longest = attention_features(
-            call.mask, call.batch, call.heads, call.kv_heads, call.length, call.keys
-        )
+            round(self.shape.units), call.direction, call.mask, call.batch, call.heads, call.kv_heads,
+            (call.qk + call.v) / 2, call.length, call.keys,
+        )  # fmt: skip
         speed = self.compute if call.mask != "decode" else self.memory * 2 / self.width
         seconds = start + (queries * query + pairs * pair + longest * row) * scale / speed
         return Timed(seconds, error if scale == 1 else 2 * error, self.is_measured)
@@ -321,7 +335,7 @@ class Machine:
     def _find_attention(self, table: dict[str, Any], call: Attention) -> tuple[list[float], float] | None:
         """Constants of a call's direction, mask and head dim; those of the nearest head dim, scaled, else."""
         mean = (call.qk + call.v) / 2
-        for mask in (call.mask, "full"):
+        for mask in (name_mask(call.mask, call.keys), call.mask, "full"):
             dims = {
                 int(name.rpartition("/")[2]): value
                 for name, value in table.items()

@@ -66,11 +66,16 @@ EMPTY, PLACES = torch.ones(0, 3), torch.tensor([0, 1, 1])
 HEADS, MASK = torch.ones(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool)
 ROWS, EXPERTS = torch.ones(16, 16, dtype=torch.bfloat16), torch.ones(2, 16, 16, dtype=torch.bfloat16)
 ENDS = torch.tensor([8, 16], dtype=torch.int32)
+SQUARE = torch.ones(3, 3)
 
 
 def attend(given: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Looked up when it is called, as HF's code does: a trace stands in its place."""
     return torch.nn.functional.scaled_dot_product_attention(given, given, given, attn_mask=mask)
+
+
+def normalize(given: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(given, given.shape[-1:])
 
 
 @pytest.mark.parametrize(
@@ -84,6 +89,19 @@ def attend(given: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         (lambda: X * ROW, ["pointwise_strided_mixed"]),
         (lambda: X * X[0, 0].float(), ["view", "view", "cast", "pointwise"]),  # one number is no tensor to read
         (lambda: F.masked_fill(F > 0, 1.0), ["pointwise", "pointwise"]),
+        # Rows beside columns: neighbours in one are far apart in the other.
+        (lambda: SQUARE + SQUARE.t(), ["view", "pointwise_strided_across"]),
+        (lambda: SQUARE.t().contiguous(), ["view", "copy_strided_across"]),
+        (lambda: SQUARE.t() * 2, ["view", "pointwise"]),
+        (lambda: SQUARE + SQUARE[:, :1].expand(3, 3), ["view", "view", "pointwise_strided_wide"]),
+        (lambda: attend(HEADS, None).transpose(1, 2).clone(), ["attention", "view", "copy"]),
+        # Kernels that take rows in order: what lies otherwise is copied for them.
+        (lambda: normalize(SQUARE), ["norm"]),
+        (lambda: normalize(SQUARE.t()), ["view", "copy_strided_across", "norm"]),
+        (lambda: normalize(F[:, :2]), ["view", "copy_strided", "norm"]),
+        (lambda: SQUARE.t().softmax(-1), ["view", "copy_strided_across", "softmax"]),
+        (lambda: torch.nn.functional.dropout(F, 0.5), ["random"]),
+        (lambda: torch.nn.functional.dropout(F, 0.5, training=False), []),
         # Caches: the first keys come behind nothing.
         (lambda: torch.cat((EMPTY, F)), ["cat_one"]),
         (lambda: torch.cat((X, X)), ["cat"]),
@@ -124,6 +142,23 @@ def test_a_call_of_attention_has_one_kind_of_gradient(mask: torch.Tensor | None,
     assert seen == [("forward", kind), ("backward", "attention")]
 
 
+def test_a_norm_copies_what_lies_across_on_the_way_back_too() -> None:
+    model = Call(lambda: normalize(model.table(PLACES).t()).sum())
+    found = [(event.direction, event.kind) for event in trace_operators(model, model).events]
+    assert found.count(("forward", "copy_strided_across")) == 1
+    back = [kind for direction, kind in found if direction == "backward"]
+    assert back[back.index("norm_backward") - 1] == "copy_strided_across"
+
+
+def test_dropout_keeps_a_mask_of_bytes() -> None:
+    model = Call(lambda: torch.nn.functional.dropout(model.table(PLACES), 0.5).sum())
+    found = trace_operators(model, model)
+    assert [event.name for event in found.events if "dropout" in event.name] == [
+        "native_dropout", "native_dropout_backward"
+    ]  # fmt: skip
+    assert ("o", 18) in {(kept.letter, kept.elements) for kept in found.kept}
+
+
 def test_gradients_that_are_read_or_added_by_index() -> None:
     """Where images enter the text, the backward pass asks how many there are."""
     model = Call(lambda: torch.ones(3, 6).masked_scatter(MASK[:3, :1], model.table(PLACES)).sum())
@@ -136,12 +171,12 @@ def test_gradients_that_are_read_or_added_by_index() -> None:
 
 
 def test_lists_are_only_watched_while_a_trace_runs() -> None:
-    before, attend = torch.Tensor.tolist, torch.nn.functional.scaled_dot_product_attention
+    functional = torch.nn.functional
+    before = torch.Tensor.tolist, functional.scaled_dot_product_attention, functional.dropout
     model = Call(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trace_operators(model, model)
-    assert torch.Tensor.tolist is before
-    assert torch.nn.functional.scaled_dot_product_attention is attend
+    assert (torch.Tensor.tolist, functional.scaled_dot_product_attention, functional.dropout) == before
 
 
 def test_no_loss_no_backward() -> None:

@@ -28,7 +28,7 @@ def test_cases_run_and_are_profiled() -> None:
     jobs = runs.plan("test")
     assert {job.id: list(job.rows) for job in jobs} == {
         "runs": ["llama/train/2x48", "llama/decode/1x2/@16",
-                 "calls/attention/16", "calls/attention/24-16", "calls/experts"],
+                 "calls/attention/16", "calls/attention/24-16", "calls/experts", "calls/across"],
         "hosts": ["host/llama/train/1x16", "host/llama/prefill/1x16", "host/units"],
     }  # fmt: skip
     found = []

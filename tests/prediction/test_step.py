@@ -20,6 +20,7 @@ from flopcalc.prediction.machine import (
     ProductShape,
     attention_features,
     load_predictor,
+    name_mask,
     read_curve,
     slow_down,
     time_matrix,
@@ -59,16 +60,52 @@ def test_bytes_bound_a_thin_product() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "length", "keys", "expected"),
+    ("direction", "mask", "dim", "length", "keys", "expected"),
     [
-        ("causal", 128, 128, (1.0, 6 * 128.0, 6 * 128.0 * 128, 128.0)),
-        ("causal", 200, 200, (1.0, 6 * 200.0, 6 * 3 * 128.0 * 128, 200.0)),  # blocks of 128
-        ("full", 100, 100, (1.0, 600.0, 60000.0, 100.0)),
-        ("decode", 1, 500, (1.0, 0.0, 1000.0, 500.0)),  # keys of two rows with one head each
+        ("forward", "causal", 64, 128, 128, (1.0, 6 * 128.0, 6 * 128.0 * 128, 128.0)),
+        ("forward", "causal", 64, 200, 200, (1.0, 6 * 200.0, 6 * 3 * 128.0 * 128, 200.0)),  # blocks of 128
+        # Six blocks on four processors: two waves of them, each over the keys in steps of 128.
+        ("forward", "full", 64, 100, 100, (1.0, 8 * 128.0, 8 * 128.0 * 128, 100.0)),
+        ("forward", "window", 64, 130, 260, (1.0, 12 * 128.0, 12 * 128.0 * 384, 260.0)),
+        ("backward", "full", 64, 130, 260, (1.0, 20 * 128.0, 20 * 128.0 * 192, 260.0)),  # blocks of keys
+        ("backward", "full", 256, 64, 64, (1.0, 8 * 64.0, 8 * 64.0 * 64, 64.0)),
+        ("forward", "decode", 64, 1, 500, (1.0, 0.0, 1000.0, 500.0)),  # keys of two rows with one head each
     ],
 )
-def test_attention_features(mask: str, length: int, keys: int, expected: tuple[float, ...]) -> None:
-    assert attention_features(mask, 2, 3, 1, length, keys) == expected
+def test_attention_features(
+    direction: str, mask: str, dim: int, length: int, keys: int, expected: tuple[float, ...]
+) -> None:
+    assert attention_features(4, direction, mask, 2, 3, 1, dim, length, keys) == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "keys", "name"),
+    [
+        ("window", 1024, "window"),
+        ("window", 1900, "window-even"),
+        ("window", 601, "window-odd"),
+        ("causal", 1900, "causal"),
+        ("full", 577, "full"),
+    ],
+)
+def test_names_of_masks(mask: str, keys: int, name: str) -> None:
+    assert name_mask(mask, keys) == name
+
+
+def test_a_mask_whose_rows_start_anywhere_has_its_own_seconds() -> None:
+    constants = load_predictor("h200-sxm")
+    assert constants is not None
+    cudnn = dict(constants["attention"]["cudnn"])
+    aligned, even = (
+        Attention("", "", "forward", "window", 2, 8, 8, 128, 128, keys, keys, 512) for keys in (1024, 1020)
+    )
+    cudnn["forward/window-even/128"] = [2 * value for value in cudnn["forward/window/128"]]
+    machine = Machine("h200-sxm", "bf16", {**constants, "attention": {"cudnn": cudnn}})
+    seconds = machine.time_attention(aligned).seconds
+    assert machine.time_attention(even).seconds == pytest.approx(2 * seconds, rel=0.01)
+    cudnn = {name: value for name, value in cudnn.items() if "even" not in name}  # not measured: as fast as others
+    machine = Machine("h200-sxm", "bf16", {**constants, "attention": {"cudnn": cudnn}})
+    assert machine.time_attention(even).seconds == pytest.approx(seconds, rel=0.01)
 
 
 @pytest.mark.parametrize(

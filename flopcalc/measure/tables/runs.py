@@ -52,12 +52,12 @@ FIT_GRIDS = {"qwen2-vl-2b": [[1, 36, 52]], "qwen2.5-vl-3b": [[1, 36, 48]], "llav
 NARROW: dict[str, tuple[int, list[list[int]]]] = {
     "llama-3.2-1b": (0, []), "qwen2.5-0.5b": (0, []), "qwen3-1.7b": (0, []), "mistral-7b": (0, []),
     "gemma-2b": (0, []), "gemma-3-1b": (0, []), "phi-2": (0, []), "phi-3-medium": (0, []), "gpt2": (0, []),
-    "pythia-1b": (0, []), "opt-125m": (0, []), "olmo-2-7b": (0, []), "stablelm-2-1.6b": (0, []),
-    "starcoder2-7b": (0, []), "command-r-35b": (0, []), "smollm3-3b": (0, []), "mixtral-8x7b": (0, []),
+    "pythia-410m": (0, []), "opt-6.7b": (0, []), "olmo-2-7b": (0, []), "stablelm-2-1.6b": (0, []),
+    "starcoder2-7b": (0, []), "aya-23-8b": (0, []), "smollm3-3b": (0, []), "mixtral-8x7b": (0, []),
     "qwen1.5-moe-a2.7b": (0, []), "qwen3-30b-a3b": (0, []), "deepseek-v3": (0, []),
     "qwen2-vl-2b": (128, [[1, 16, 16]]), "qwen2.5-vl-3b": (128, [[1, 16, 16]]), "qwen3-vl-2b": (128, [[1, 16, 16]]),
     "llava-1.5-7b": (640, [[1, 24, 24]]), "llava-v1.6-mistral-7b": (0, []),
-    "paligemma-3b-224": (320, [[1, 16, 16]]), "gemma-3-27b": (320, [[1, 64, 64]]),
+    "paligemma-3b-224": (320, [[1, 16, 16]]), "gemma-3-12b": (320, [[1, 64, 64]]),
 }  # fmt: skip
 _DEPTHS = (4, 12)  # layers of narrow models: what a call costs, and what a layer does
 
