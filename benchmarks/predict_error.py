@@ -112,19 +112,25 @@ def list_host_cases(model: str) -> Iterator[Json]:
 
 
 def measure(out: Path, budget_s: float, device: str) -> None:
-    """Run all test cases, model by model, then some of them again; keep what is there after each case."""
+    """Run all test cases, model by model, then some of them again; keep what is there after each case.
+
+    Cases that `out` has already are not run again: a run that was stopped goes on.
+    """
     from flopcalc.measure.provenance import describe_machine
     from flopcalc.measure.tables import runs
 
     begun = time.monotonic()
     runner = runs.Runner(device, get_config)
-    kept: Json = {"provenance": describe_machine(device), "cases": [], "failures": []}
+    kept = _resume(out, describe_machine(device))
+    done = {(runs.name_case(case), case["is_host"], case["is_again"]) for case in kept["cases"]}
     for model, is_again in [(model, False) for model in TEST] + [(model, True) for model in _REPEATED]:
         for case in [*list_test_cases(model), *list_host_cases(model)]:
             is_host = case in list(list_host_cases(model))
             name = runs.name_case(case)
+            if (name, is_host, is_again) in done:
+                continue
             if time.monotonic() - begun > budget_s:
-                kept["failures"].append({"case": name, "is_again": is_again, "reason": "no time was left"})
+                kept["failures"].append({"case": name, "is_again": is_again, "reason": _NO_TIME})
                 continue
             try:
                 found = runner.measure_host(case) if is_host else runner.measure(case)
@@ -137,6 +143,19 @@ def measure(out: Path, budget_s: float, device: str) -> None:
                 runner.drop()
             out.write_text(json.dumps(kept))
     out.write_text(json.dumps(kept))
+
+
+def _resume(out: Path, provenance: Json) -> Json:
+    """What a run before has measured of the same machine; what it had no time for, or failed at, is tried again."""
+    if not out.exists():
+        return {"provenance": provenance, "cases": [], "failures": []}
+    kept = _read(out)
+    if kept["provenance"] != provenance:
+        raise SystemExit(f"{out} is of another machine or version: give another --out, or remove it")
+    return {**kept, "failures": []}
+
+
+_NO_TIME = "no time was left"
 
 
 # --- Fit and report ---------------------------------------------------------------------------------------------------

@@ -795,7 +795,7 @@ def fit_predictor(
         "gaps": {"train": 2e-6, "forward": 1e-6},
         "power": [0.2, 0.7],
         "compiled": {"moved": 1.0, "launch_s": 0.0},
-        "error": {"device": 0.035, "host": 0.085, "late": 0.02, "compiled": 0.1},
+        "error": {"device": 0.035, "host": 0.08, "late": 0.02, "compiled": 0.1},
         "host": {**{phase: [0.0, 0.0] for phase in HOST_PHASES}, "units": {}, "types": {}},
     }
     rates, slowing = fit_slowing(modelled, constants)

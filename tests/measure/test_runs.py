@@ -35,7 +35,7 @@ def test_cases_run_and_are_profiled() -> None:
     for job in jobs:
         measure = runs.start(job.args)
         found.append([measure(row) for row in job.rows.values()])
-    (*steps, heads, others, experts), (*small, units) = found
+    (*steps, heads, others, experts, across), (*small, units) = found
     assert [record["is_host"] for record in (*steps, *small)] == [False, False, True, True]
     for record in (*steps, *small):
         assert record["seconds"] > 0
@@ -46,8 +46,9 @@ def test_cases_run_and_are_profiled() -> None:
     for record in small:
         assert record["ratio"] > 0
         assert "operators" not in record
-    assert [set(record) for record in (heads, others, experts)] == [{"calls", "left_out"}] * 3
-    assert [len(record["calls"]) for record in (heads, others, experts)] == [7, 0, 6]  # a CPU has no kernel for 24-16
+    alone = (heads, others, experts, across)
+    assert [set(record) for record in alone] == [{"calls", "left_out"}] * 4
+    assert [len(record["calls"]) for record in alone] == [7, 0, 6, 6]  # a CPU has no kernel for 24-16
     assert set(units) == {"units"}
     assert set(units["units"]) >= {"pointwise", "view", "product", "attention", "attention_masked"}
 

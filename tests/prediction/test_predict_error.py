@@ -165,6 +165,63 @@ def test_a_calibration_is_kept(script: Any, tmp_path: Path, is_whole: bool) -> N
     assert outs[0].read_bytes() == outs[1].read_bytes()  # no time stamp inside
 
 
+def _fake_runner(ran: list[str], stop_at: int) -> type:
+    from flopcalc.measure.tables.runs import name_case
+
+    class Runner:
+        def __init__(self, *_: Any) -> None: ...
+
+        def measure(self, case: dict[str, Any]) -> dict[str, Any]:
+            if len(ran) == stop_at:
+                raise KeyboardInterrupt
+            ran.append(name_case(case))
+            if ran[-1].startswith("pythia-1b/decode") and len(ran) < 20:
+                raise RuntimeError("out of memory")
+            return {**case, "seconds": 0.1}
+
+        measure_host = measure
+
+        def drop(self) -> None: ...
+
+    return Runner
+
+
+def test_a_stopped_measurement_goes_on(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every case once, what failed or had no time once more; never with another machine's."""
+    from flopcalc.measure import provenance
+    from flopcalc.measure.tables import runs
+
+    out = tmp_path / "cases.json"
+    monkeypatch.setattr(script, "TEST", {name: script.TEST[name] for name in ("pythia-1b", "opt-125m")})
+    monkeypatch.setattr(script, "_REPEATED", ("opt-125m",))
+    monkeypatch.setattr(provenance, "describe_machine", lambda _: {"device": "a"})
+    planned = [runs.name_case(case) for model in script.TEST for case in script.list_host_cases(model)]
+    again = [runs.name_case(case) for case in script.list_host_cases("opt-125m")]
+    ran: list[str] = []
+    monkeypatch.setattr(runs, "Runner", _fake_runner(ran, 8))
+    with pytest.raises(KeyboardInterrupt):
+        script.measure(out, 60, "cpu")
+    assert ran == planned[:8]
+    monkeypatch.setattr(runs, "Runner", _fake_runner(ran, -1))
+    script.measure(out, -1, "cpu")  # no time at all
+    kept = json.loads(out.read_text())
+    assert len(kept["cases"]) == 7
+    assert {each["reason"] for each in kept["failures"]} == {"no time was left"}
+    script.measure(out, 60, "cpu")
+    failed = next(name for name in planned if name.startswith("pythia-1b/decode"))
+    assert ran == [*planned[:8], failed, *planned[8:], *again]
+    kept = json.loads(out.read_text())
+    assert [each["case"] for each in kept["failures"]] == [failed]
+    script.measure(out, 60, "cpu")
+    kept = json.loads(out.read_text())
+    assert kept["failures"] == []
+    assert [case["is_again"] for case in kept["cases"]].count(True) == len(again)
+    assert len(kept["cases"]) == len(planned) + len(again)
+    monkeypatch.setattr(provenance, "describe_machine", lambda _: {"device": "b"})
+    with pytest.raises(SystemExit, match="another machine"):
+        script.measure(out, 60, "cpu")
+
+
 def test_a_report_leaves_the_surroundings_as_they_were(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from flopcalc.prediction.machine import load_predictor
 
