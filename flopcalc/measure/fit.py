@@ -18,6 +18,7 @@ from flopcalc.estimate import Estimator, bind
 from flopcalc.operators import classify
 from flopcalc.prediction.machine import (
     SCHEMA,
+    STREAMED,
     GroupShape,
     Machine,
     ProductShape,
@@ -528,7 +529,7 @@ def fit_device(cases: Sequence[Modelled], constants: Json) -> tuple[dict[str, fl
     From steps that the device bounds beyond doubt: it was busy nearly all of the time. The clock falls with the share
     of the peak that a step's products keep up.
     """
-    walls: list[tuple[str, float, float, float, float]] = []
+    walls: list[tuple[str, float, float, float, float, float]] = []
     for each in cases:
         case = each.case
         if case["compiled"] or case["phase"] == "decode" or case["recompute"] != "none" or case["spread"] > 0.1:
@@ -541,16 +542,17 @@ def fit_device(cases: Sequence[Modelled], constants: Json) -> tuple[dict[str, fl
             is_bound = clock.host_s() * pace < 0.6 * clock.device_s()
         if is_bound and each.work.is_recorded:
             told = sum(piece.seconds for piece in clock.pieces)
-            rate = clock.flops / told / clock.machine.peak
+            rate = clock.rate()
             idle_s = clock.step_s(pace) - clock.device_s()  # until the host has queued something
-            walls.append((name_mode(case["phase"]), told, rate, clock.launches, case["seconds"] - idle_s))
+            seconds = case["seconds"] - idle_s
+            walls.append((name_mode(case["phase"]), told, clock.clocked_s(), rate, clock.launches, seconds))
 
     def miss(values: list[float]) -> float:
         *power, train, forward = values
         gaps = {"train": train, "forward": forward}
         return sum(
-            abs(math.log((told * slow_down(power, rate) + many * gaps[phase]) / seconds))
-            for phase, told, rate, many, seconds in walls
+            abs(math.log((told + (slow_down(power, rate) - 1) * clocked + many * gaps[phase]) / seconds))
+            for phase, told, clocked, rate, many, seconds in walls
         )
 
     *power, train, forward = search(miss, [0.2, 0.7, 2e-6, 1e-6], 200) if walls else [1.0, 0.01, 2e-6, 1e-6]
@@ -578,8 +580,7 @@ def fit_slowing(cases: Sequence[Modelled], constants: Json) -> tuple[list[float]
     seen: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
     for each in cases:
         clock = _run_clock(each, constants)
-        told = sum(piece.seconds for piece in clock.pieces)
-        rates.append(clock.flops / told / clock.machine.peak if told else 0.0)
+        rates.append(clock.rate())
         sums: dict[str, list[float]] = {}
         for point in read_points([each]).products:
             if point.seconds > _LARGE_S and find_step(point.n, point.k) == 8:
@@ -598,15 +599,17 @@ _LEAST_RATE = 0.1
 
 
 def _search_slowing(points: Sequence[tuple[float, float]]) -> Slowing:
+    """The start whose line misses least; of each start, the line is that of the least squares."""
     if len(points) < _LEAST_CALLS:
         return Slowing(1.0, 0.0)
-
-    def loss(values: list[float]) -> float:
-        usual, *rest = values
-        return sum(abs(math.log(ratio / (usual * Slowing(*rest).at(rate)))) for rate, ratio in points)
-
-    _, start, slope = search(loss, [1.0, 0.35, 0.3], 200)
-    return Slowing(start, slope)
+    best, found = math.inf, Slowing(1.0, 0.0)
+    for start in (0.01 * i for i in range(10, 70)):
+        usual, steepness = solve([((1.0, max(0.0, rate - start)), ratio) for rate, ratio in points])
+        tried = Slowing(start, steepness / usual)
+        missed = sum(abs(math.log(ratio / (usual * tried.at(rate)))) for rate, ratio in points)
+        if missed < best:
+            best, found = missed, tried
+    return found
 
 
 def at_full_clock(each: Modelled, rate: float, slowing: Mapping[str, Slowing]) -> Modelled:
@@ -614,10 +617,23 @@ def at_full_clock(each: Modelled, rate: float, slowing: Mapping[str, Slowing]) -
     if "operators" not in each.case:
         return each
     rows = []
-    for name, is_backward, *about, us, kernel in each.case["operators"]:
-        way = "backward" if is_backward or "_fused_adam" in name else "forward"
-        rows.append([name, is_backward, *about, us / slowing[way].at(rate) if us else us, kernel])
+    for name, is_backward, shapes, dtypes, calls, launches, us, kernel in each.case["operators"]:
+        slower = slowing["backward" if is_backward else "forward"].at(rate)
+        if not us or _is_streamed(name, shapes, dtypes, kernel):
+            slower = 1.0
+        rows.append([name, is_backward, shapes, dtypes, calls, launches, us and us / slower, kernel])
     return each._replace(case={**each.case, "operators": rows})
+
+
+def _is_streamed(name: str, shapes: str, dtypes: str, kernel: str) -> bool:
+    """Whether memory alone bounds an operator."""
+    if not name or "_fused_adam" in name:
+        return bool(name)
+    kind = classify(name)
+    if kind in ("product", "attention"):
+        return False
+    moved = _read_moved(name, kind, ast.literal_eval(shapes), dtypes.split(","), kernel)
+    return moved is not None and moved[0] in STREAMED
 
 
 def _run_clock(each: Modelled, constants: Json, compiled: bool = False) -> Clock:
@@ -636,15 +652,13 @@ _UNITS = {"view": 0.4, "make": 0.6, "product": 2.2, "product_grouped": 2.5, "att
 
 def fit_host(cases: Sequence[tuple[Modelled, float]], units: Mapping[str, float]) -> Json:
     """Seconds of each thing that the host does, from steps that it bounds; (case, its seconds)."""
-    found: Json = {"units": dict(units), "types": {}}
+    found: Json = {"units": dict(units), "types": {}, "again": [0.0, 0.0]}
     rows: dict[str, list[tuple[Sequence[float], float]]] = {phase: [] for phase in HOST_PHASES}
     for each, seconds in cases:
         if each.case["recompute"] == "none" and not _has_waited(each):
             features = host_features(each.work.dispatched, count_calls(each.load), units)
             rows[name_phase(each.load.phase)].append((features, seconds))
     found |= {phase: _round(solve(entries, 4000)) for phase, entries in rows.items() if entries}
-    if "train" in found:
-        found["again"] = fit_again(cases, found)
     return found
 
 
@@ -657,19 +671,6 @@ def host_features(dispatched: Mapping[str, float], calls: int, units: Mapping[st
     return float(calls), total
 
 
-def host_seconds(constants: Mapping[str, Any], dispatched: Mapping[str, float], phase: str, calls: int) -> float:
-    """Seconds in which the host dispatches a step's operators; in phases without gradients, all calls together."""
-    features = host_features(dispatched, calls, constants["units"])
-    weights = constants[name_phase(phase)]
-    plain = sum(weight * feature for weight, feature in zip(weights, features, strict=True))
-    return float(plain + constants.get("again", 0.0) * count_again(dispatched))
-
-
-def count_again(dispatched: Mapping[str, float]) -> float:
-    """Operators that checkpointing runs again."""
-    return sum(many for name, many in dispatched.items() if name.startswith("again "))
-
-
 def _has_waited(each: Modelled) -> bool:
     """Whether the host waits for the device in a step as small as this: where images enter, for large optimizers."""
     return bool(each.load.all_grids) or (
@@ -677,15 +678,35 @@ def _has_waited(each: Modelled) -> bool:
     )
 
 
-def fit_again(cases: Sequence[tuple[Modelled, float]], constants: Json) -> float:
-    """Host seconds of an operator that checkpointing runs again, beyond an operator's usual ones."""
-    found = []
-    for each, seconds in cases:
-        again = count_again(each.work.dispatched)
-        if again and each.load.phase == "train" and not _has_waited(each):
-            told = host_seconds({**constants, "again": 0.0}, each.work.dispatched, "train", 1)
-            found.append((seconds - told) / again)
-    return float(f"{max(0.0, statistics.median(found)):.4g}") if found else 0.0
+def fit_again(cases: Sequence[tuple[Modelled, float]], larger: Iterable[Modelled], constants: Json) -> list[float]:
+    """Host seconds of a checkpoint, and of an operator that it runs again, beyond those of the operators themselves.
+
+    From small steps with recomputation (and their seconds), and from larger ones that the host still bounds.
+    """
+    host = {**constants["host"], "again": [0.0, 0.0]}
+    usual_s = constants["probe_s"]["train"]
+    paced = [(each, each.case["seconds"] / each.case["probe_s"] * usual_s, 0.0) for each in larger]
+    rows: list[tuple[tuple[float, float], float]] = []
+    for each, seconds, pause_s in (*((each, seconds, usual_s) for each, seconds in cases), *paced):
+        if each.case["recompute"] == "none" or each.case["grids"] or each.case["compiled"]:
+            continue
+        clock = _run_clock(each, {**constants, "host": host})
+        left_s = seconds - clock.step_s(1.0, pause_s)
+        if left_s > 0 and clock.device_s() < 0.5 * clock.host_s():
+            rows.append((count_again(each.work), left_s))
+    if not rows:
+        return [0.0, 0.0]
+    # Layers of most models dispatch about as many operators: where steps do not tell the two apart, half of each.
+    checkpoint_s, operator_s = (statistics.median(left_s / 2 / many[i] for many, left_s in rows) for i in range(2))
+    scaled = [((checkpoints, operator_s * operators), left_s) for (checkpoints, operators), left_s in rows]
+    checkpoint_s, factor = solve_type(scaled, checkpoint_s)
+    return _round((checkpoint_s, max(0.0, factor) * operator_s))
+
+
+def count_again(work: Work) -> tuple[float, float]:
+    """Checkpoints, and operators that they run again."""
+    again = [each for each in work.hosted if each.way == "again"]
+    return sum(each.many for each in again if each.is_checkpoint), sum(each.many for each in again)
 
 
 def fit_types(cases: Sequence[tuple[Modelled, float]], constants: Json) -> dict[str, dict[str, list[float]]]:
@@ -708,6 +729,8 @@ def fit_types(cases: Sequence[tuple[Modelled, float]], constants: Json) -> dict[
             rows.setdefault((kind, name), []).append(_list_parts(each, seconds, constants, found.get(kind, {}), name))
         for (kind, name), entries in rows.items():
             usual_s = 0.0 if has_images else constants["host"][name][0]
+            if has_images:  # what they take beside a tower's layers is recorded: a factor, and no seconds of a call
+                entries = [((0.0, operators), value) for (_, operators), value in entries]
             found.setdefault(kind, {})[name] = _round(solve_type(entries, usual_s))
     return found
 
@@ -796,7 +819,7 @@ def fit_predictor(
         "power": [0.2, 0.7],
         "compiled": {"moved": 1.0, "launch_s": 0.0},
         "error": {"device": 0.035, "host": 0.08, "late": 0.02, "compiled": 0.1},
-        "host": {**{phase: [0.0, 0.0] for phase in HOST_PHASES}, "units": {}, "types": {}},
+        "host": {**{phase: [0.0, 0.0] for phase in HOST_PHASES}, "units": {}, "types": {}, "again": [0.0, 0.0]},
     }
     rates, slowing = fit_slowing(modelled, constants)
     fast = [at_full_clock(each, rate, slowing) for each, rate in zip(modelled, rates, strict=True)]
@@ -809,6 +832,7 @@ def fit_predictor(
     constants["host"] = fit_host(taken, {**_UNITS, **units, "module": _UNITS["module"]})
     check_whole(constants)
     constants["host"]["types"] = fit_types(taken, constants)
+    constants["host"]["again"] = fit_again(taken, modelled, constants)
     constants["gaps"], constants["power"] = fit_device(modelled, constants)
     constants["compiled"] = fit_compiled(modelled, constants)
     return constants

@@ -127,6 +127,10 @@ def slow_down(power: Sequence[float], rate: float) -> float:
     return float(1 + steepness * max(0.0, rate - start) ** 2)
 
 
+# Kinds of operators that the memory alone bounds: a lower clock of the processors does not slow them down.
+STREAMED = frozenset(("pointwise", "copy", "cast_down", "fill", "softmax", "reduce"))
+
+
 def find_step(n: int, k: int) -> int:
     """The largest of 8, 4, 2, 1 that divides both widths: rows that do not start on 16 bytes get slower kernels."""
     return math.gcd(n, k, 8)
@@ -201,7 +205,7 @@ _KEYS = {
     "": ("provenance", "products", "attention", "moved", "linear", "optimizer", "gaps", "power", "compiled", "error",
          "host", "probe_s"),
     "products": ("shape", "residuals", "unaligned", "grouped"),
-    "host": ("train", "forward", "decode", "units", "types"),
+    "host": ("train", "forward", "decode", "units", "types", "again"),
 }  # fmt: skip
 
 

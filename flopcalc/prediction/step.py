@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flopcalc.devices import Device, find_device, parse_dtype
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.estimate import KERNELS, Estimate, Estimator, bind
-from flopcalc.prediction.machine import Machine, Timed, slow_down
+from flopcalc.prediction.machine import STREAMED, Machine, Timed, slow_down
 from flopcalc.prediction.memory import (
     Memory,
     can_resize,
@@ -58,6 +58,7 @@ class Piece(NamedTuple):
     place: Place = Place(0)
     launches: float = 0.0
     is_joined: bool = False  # a compiler joins it to others
+    is_streamed: bool = False  # memory alone bounds it, whatever the clock
 
 
 class Prediction(NamedTuple):
@@ -360,26 +361,39 @@ class Clock:
             if moved.direction == "optimizer":
                 if moved.kind not in self.constants["optimizer"]:
                     self.found_notes[f"{moved.kind} was not measured: its bytes at the fused one's speed"] = None
-                self._put(moved, "optimizer", timed, moved.calls)
+                self._put(moved, "optimizer", timed, moved.calls, is_streamed=True)
             else:
-                is_joined = moved.kind.startswith(_FUSED)
-                self._put(moved, "memory", timed, moved.calls * times, is_again=moved.is_again, is_joined=is_joined)
+                self._put(
+                    moved, "memory", timed, moved.calls * times, is_again=moved.is_again,
+                    is_joined=moved.kind.startswith(_FUSED), is_streamed=moved.kind in STREAMED,
+                )  # fmt: skip
 
     def _put(
         self, each: Product | Attention | Moved, kind: str, timed: Timed, calls: float, *, is_again: bool = False,
-        is_joined: bool = False,
+        is_joined: bool = False, is_streamed: bool = False,
     ) -> None:  # fmt: skip
         if calls:
             place = find_order(each.module, each.group, "again" if is_again else each.direction, self.stacks)
             launches = calls * (self.constants["compiled"]["moved"] if self.compiled and is_joined else 1.0)
             seconds = timed.seconds * launches
             self.pieces.append(
-                Piece(each.module, each.group, kind, seconds, seconds * timed.error, place, launches, is_joined)
+                Piece(
+                    each.module,
+                    each.group,
+                    kind,
+                    seconds,
+                    seconds * timed.error,
+                    place,
+                    launches,
+                    is_joined,
+                    is_streamed,
+                )
             )
 
     def _add_host(self, work: Work, times: int, calls: int, is_first: bool) -> None:
         host, phase = self.constants["host"], name_phase(self.phase)
         per_call, per_unit = host[phase]
+        per_checkpoint, per_again = host["again"]
         types = host["types"].get(work.model_type, {})
         has_images = any(each.group == "vision" for each in work.hosted)
         seen = name_factor("forward", "vision", self.phase)
@@ -388,20 +402,18 @@ class Clock:
         for each in work.hosted:
             many = each.many * (times if each.way != "optimizer" else 1)
             seconds = many * find_unit(each.way, each.kind, host["units"]) * per_unit
-            if each.way == "again":
-                seconds += many * host.get("again", 0.0)
             _, factor = types.get(name_factor(each.way, each.group, self.phase), (0.0, 1.0))
+            seconds *= factor
+            if each.way == "again":
+                seconds += many * (per_again + each.is_checkpoint * per_checkpoint)
             place = find_order(each.module, each.group, each.way, work.stacks, is_host=True)
-            self.hosted.append(Hosted(place, seconds * factor, many if each.kind == "read" else 0.0))
+            self.hosted.append(Hosted(place, seconds, many if each.kind == "read" else 0.0))
         # What a call takes beside its operators (masks, caches) comes before the layers; the rest is an optimizer's. It
         # comes before what is read back there, but after what is read where images enter the text.
         last = max((i for i, stack in enumerate(work.stacks) if stack.layers), default=0)
         before = last - (_AFTER_IMAGES if has_images else _BEFORE_READS)
         per_call, _ = types.get(phase, (per_call, 1.0))
         plain = min(per_call, types.get("forward", host["forward"])[0])
-        if has_images:
-            images_s, _ = types.get(seen, (0.0, 1.0))
-            self.hosted.append(Hosted(Place(0, before), times * images_s, 0.0))
         self.hosted.append(Hosted(Place(0, before), calls * times * plain, 0.0))
         if is_first:
             self.hosted.append(Hosted(Place(2), calls * (per_call - plain), 0.0))
@@ -413,7 +425,16 @@ class Clock:
             return 0.0
         if not self.machine.is_measured:  # what such a device keeps up is taken from what others were seen to
             return busy
-        return busy * slow_down(self.constants["power"], self.flops / busy / self.machine.peak)
+        return busy + (slow_down(self.constants["power"], self.rate()) - 1) * self.clocked_s()
+
+    def rate(self) -> float:
+        """Share of the peak that products and attention keep up at the full clock, the optimizer's time aside."""
+        seconds = sum(piece.seconds for piece in self.pieces if piece.kind != "optimizer")
+        return self.flops / seconds / self.machine.peak if seconds else 0.0
+
+    def clocked_s(self) -> float:
+        """Seconds, at the full clock, of what a lower one slows down."""
+        return sum(piece.seconds for piece in self.pieces if not piece.is_streamed)
 
     def device_s(self) -> float:
         return float(self.busy_s() + self.launches * self.constants["gaps"][name_mode(self.phase)])

@@ -372,7 +372,7 @@ class Step:
                     # whose input is the residual, the text's embeddings and the input.
                     is_tower = stage.group in _TOWERS
                     held += self._find_stream(placed) * (2 if is_tower else 3)
-                    held += max(self._list_working(placed, written_out, gathers, casts, mask))
+                    held += max(self._list_working(placed, written_out, gathers, casts, mask, is_tower))
                     if is_tower:
                         tower = max(tower, held)
                     else:
@@ -391,11 +391,12 @@ class Step:
         return total
 
     def _list_working(
-        self, placed: list[_Placed], written_out: set[str], gathers: dict[str, int], casts: dict[str, int], mask: int
-    ) -> list[int]:
+        self, placed: list[_Placed], written_out: set[str], gathers: dict[str, int], casts: dict[str, int], mask: int,
+        is_tower: bool,
+    ) -> list[int]:  # fmt: skip
         """Bytes beside the residual stream at every moment of one layer's forward pass without autograd."""
         stream = self._find_stream(placed)
-        working = [self._count_working(placed, i, stream, written_out, casts) for i in range(len(placed))]
+        working = [self._count_working(placed, i, stream, written_out, casts, is_tower) for i in range(len(placed))]
         for i, entry in enumerate(placed):
             if entry.op.kind == "attend":  # SDPA makes numbers of the booleans
                 working[i] += self.bytes * mask
@@ -412,7 +413,7 @@ class Step:
         return working
 
     def _count_working(
-        self, placed: list[_Placed], i: int, stream: int, written_out: set[str], casts: dict[str, int]
+        self, placed: list[_Placed], i: int, stream: int, written_out: set[str], casts: dict[str, int], is_tower: bool
     ) -> int:
         """Bytes beside the residual stream while one op runs; the normed stream stays until its block is done."""
         op, rows = placed[i].op, placed[i].rows
@@ -426,9 +427,13 @@ class Step:
                 return stream + width + (2 * FLOAT + self.bytes) * op.heads * placed[i].rows
             before = next((entry for entry in reversed(placed[:i]) if entry.op.kind == "linear"), None)
             queries = before.rows * op.heads * op.qk if before is not None else 0
-            is_float = casts.get(op.name, 0) == FLOAT * queries > 0
-            # The rotation's products; of a tower that rotates in float32 also both operands, rotated and not.
-            return stream + width + queries * (6 * FLOAT if is_float else 3 * self.bytes)
+            if before is None or not casts.get(op.name, 0) == FLOAT * queries > 0:
+                return stream + width + 3 * self.bytes * queries  # the rotation's products
+            # In float32 both operands stay, and what is rotated: queries, then keys beside the rotated queries. The
+            # normed stream of a language's layer is its residual's third, which only comes behind attention.
+            keys = min(queries, before.rows * _find_cached([entry.op for entry in placed[:i]], op) // 2)
+            rotated = queries + keys + max(3 * queries, queries + 3 * keys)
+            return (stream if is_tower else 0) + width + FLOAT * rotated
         if op.kind == "pointwise":
             wide, rows, branches = _find_width(placed, i)
             return stream + self.bytes * rows * wide * max(1 + branches, 4 if op.name in written_out else 0)

@@ -88,6 +88,11 @@ class Dispatched(NamedTuple):
     kind: str
     many: float
 
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is the call of a whole layer that is run again."""
+        return self.way == "again" and self.kind == "module" and self.module.endswith(".*")
+
 
 class Work(NamedTuple):
     """A step's work, and the operators that the host dispatches."""

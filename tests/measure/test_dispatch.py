@@ -119,6 +119,9 @@ def normalize(given: torch.Tensor) -> torch.Tensor:
         (lambda: torch.tensor([]), ["view"]),  # nothing to copy
         (lambda: torch.masked_select(ROW, PLACES > 0), ["pointwise", "gather", "read"]),
         (lambda: torch.unique_consecutive(PLACES), ["sort", "read"]),
+        (lambda: ROW[PLACES > 0], ["pointwise", "gather", "read"]),
+        (lambda: ROW[PLACES], ["gather"]),
+        (lambda: ROW.index_put((PLACES > 0,), torch.ones(2)), ["pointwise", "fill", "scatter", "read"]),
         (lambda: torch.repeat_interleave(ROW, 2), None),
     ],
 )

@@ -157,6 +157,8 @@ FORWARD: dict[str, tuple[dict[str, Any], list[list[int]], float]] = {
     "qwen3_moe, narrow experts": (make_experts("qwen3_moe", 256, 8), [], 0.02),  # weighed in bf16
     "olmoe": (make_experts("olmoe", 256, 8, head_dim=64, eos_token_id=0), [], 0.02),
     "deepseek_v3": (make_experts("deepseek_v3", 256, 8, **LATENT), [], 0.02),
+    "cohere": (make_text("cohere", head_dim=64), [], 0.02),
+    "cohere, wide heads": (make_text("cohere", head_dim=64, intermediate_size=768), [], 0.05),  # rotated in float32
     "gemma3 with a window": (make_text("gemma3_text", sliding_window=256, **TIED), [], 0.02),
     "qwen2_5_vl with small images": (VISION, [[1, 16, 24]], 0.02),
     "qwen2_5_vl with large images": (VISION, [[1, 36, 52]], 0.05),  # the tower is widest

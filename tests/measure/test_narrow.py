@@ -112,7 +112,7 @@ def test_every_case_is_the_hosts() -> None:
     ]
     assert [runs.name_case(case) for case in cases if case["model"] == "qwen2-vl-2b-narrow-12"] == [
         f"qwen2-vl-2b-narrow-12/{name}"
-        for name in ("train/1x64", "train/1x128/1x16x16", "prefill/1x64", "prefill/1x128/1x16x16", "decode/1x2/@128")
+        for name in ("train/1x64", "train/1x640/1x48x48", "prefill/1x64", "prefill/1x640/1x48x48", "decode/1x2/@128")
     ]
     slow = [
         runs.name_case(case)

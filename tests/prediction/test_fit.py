@@ -14,7 +14,7 @@ from flopcalc.measure import fit
 from flopcalc.measure.narrow import narrow
 from flopcalc.measure.tables.runs import FIT_GRIDS, cut_config, make_case
 from flopcalc.prediction.machine import GroupShape, ProductShape, load_predictor, time_grouped, time_shape
-from flopcalc.prediction.step import name_mode
+from flopcalc.prediction.step import name_mode, name_phase
 from flopcalc.prediction.work import count_calls
 
 LLAMA = {
@@ -180,7 +180,7 @@ def test_experts_that_were_not_measured_are_as_fast_as_plain_products_tell(faste
 
 # --- Kernels at the full clock ----------------------------------------------------------------------------------------
 BF16 = "c10::BFloat16,c10::BFloat16"
-SLOWING = {"forward": fit.Slowing(0.3, 0.4), "backward": fit.Slowing(0.25, 0.8)}
+SLOWING = {"forward": fit.Slowing(0.34, 0.6), "backward": fit.Slowing(0.32, 1.2)}
 STEADY = {"forward": fit.Slowing(1.0, 0.0), "backward": fit.Slowing(1.0, 0.0)}
 BUSY = [
     ("train", batch, seq)
@@ -205,13 +205,13 @@ def _profile_products(phase: str, batch: int, seq: int) -> fit.Modelled:
 def _slow_down(each: fit.Modelled, rate: float) -> fit.Modelled:
     rows = []
     for name, is_backward, *about, us, kernel in each.case["operators"]:
-        way = "backward" if is_backward or "adam" in name else "forward"
-        rows.append([name, is_backward, *about, us * SLOWING[way].at(rate), kernel])
+        slower = SLOWING["backward" if is_backward else "forward"].at(rate)
+        rows.append([name, is_backward, *about, us * slower if "mm" in name else us, kernel])  # of memory's, none
     return each._replace(case={**each.case, "operators": rows})
 
 
 @pytest.mark.parametrize(
-    ("rate", "slower"), [(0.0, 1.0), (0.25, 1.0), (0.3, 1.04), (0.5, 1.2)]
+    ("rate", "slower"), [(0.0, 1.0), (0.32, 1.0), (0.37, 1.06), (0.52, 1.24)]
 )  # fmt: skip
 def test_a_pass_slows_down_in_proportion(rate: float, slower: float) -> None:
     assert SLOWING["backward"].at(rate) == pytest.approx(slower)
@@ -223,19 +223,21 @@ def test_kernels_come_back_to_the_full_clock() -> None:
     assert all(slowing.at(rate) == pytest.approx(1.0, abs=1e-3) for slowing in found.values() for rate in rates)
     for each, rate in zip(fast, rates, strict=True):
         clock = fit._run_clock(each, SHIPPED)
-        assert rate * clock.machine.peak * sum(piece.seconds for piece in clock.pieces) == pytest.approx(clock.flops)
-    assert min(rates) < 0.2 < 0.43 < max(rates)
+        seconds = sum(piece.seconds for piece in clock.pieces if piece.kind != "optimizer")
+        assert rate * clock.machine.peak * seconds == pytest.approx(clock.flops)
+    assert min(rates) < 0.3 < 0.44 < max(rates)
     slow = [_slow_down(each, rate) for each, rate in zip(fast, rates, strict=True)]
     told, found = fit.fit_slowing(slow, SHIPPED)
     assert told == rates  # they come from the step, not from its profile
     for each, rate, truth in zip(slow, rates, fast, strict=True):
         again = fit.at_full_clock(each, rate, found)
         taken, expected = ([row[-2] for row in case.case["operators"]] for case in (again, truth))
-        assert taken == pytest.approx(expected, rel=0.01)
+        assert taken == pytest.approx(expected, rel=0.02)
         rest = [[*row[:-2], row[-1]] for row in again.case["operators"]]
         assert rest == [[*row[:-2], row[-1]] for row in truth.case["operators"]]
         assert again[1:] == truth[1:]
-    assert slow[-1].case["operators"][-1][-2] > 1.1 * 900.0  # and that was no small change
+    first, last = (case[-1].case["operators"][-3][-2] for case in (fast, slow))
+    assert last > 1.1 * first  # and that was no small change
 
 
 def test_what_has_no_kernels_stays_as_it_is() -> None:
@@ -369,20 +371,40 @@ def test_small_steps_at_the_usual_pace(case: dict[str, Any], seconds: float) -> 
 
 def test_the_host_finds_what_its_steps_were_made_of() -> None:
     units = SHIPPED["host"]["units"]
-    truth = {"units": units, "train": [0.004, 3e-5], "forward": [0.001, 2e-5], "decode": [0.002, 1e-5], "again": 5e-5}
+    truth = {"train": [0.004, 3e-5], "forward": [0.001, 2e-5], "decode": [0.002, 1e-5]}
     cases = []
     for phase, context in (("train", 0), ("prefill", 0), ("decode", 100)):
         for layers in (2, 8, 16):
-            for recompute in ("none", "full") if phase == "train" else ("none",):
-                case = make_case("x", phase, 1, 64, context=context, recompute=recompute)
-                each = fit.model_case(case, cut_config("llama-3.2-1b", layers))
-                calls = count_calls(each.load)
-                cases.append((each, fit.host_seconds(truth, each.work.dispatched, phase, calls)))
+            each = fit.model_case(make_case("x", phase, 1, 64, context=context), cut_config("llama-3.2-1b", layers))
+            features = fit.host_features(each.work.dispatched, count_calls(each.load), units)
+            weights = truth[name_phase(phase)]
+            cases.append((each, sum(weight * size for weight, size in zip(weights, features, strict=True))))
     found = fit.fit_host(cases, units)
-    for name in ("train", "forward", "decode"):
-        assert found[name] == pytest.approx(truth[name], rel=0.02), name
-    assert found["again"] == pytest.approx(truth["again"], rel=0.02)
+    for name, weights in truth.items():
+        assert found[name] == pytest.approx(weights, rel=0.02), name
     assert found["units"] == units
+
+
+@pytest.mark.parametrize("again", [[2e-3, 1e-5], [5e-4, 3e-5]])
+def test_checkpoints_find_what_steps_were_made_of(again: list[float]) -> None:
+    """Layers with few operators and with many tell a checkpoint from what it runs, in steps of every size."""
+    probe_s = SHIPPED["probe_s"]["train"]
+    truth = {**SHIPPED, "host": {**SHIPPED["host"], "again": again}}
+    small, larger = [], []
+    for model, layers in (("gpt2-medium", 24), ("llama-3.2-1b", 16), ("gemma-3-1b", 13)):
+        for seq, cases in ((64, small), (96, larger)):
+            each = fit.model_case(make_case(model, "train", 1, seq, recompute="full"), cut_config(model, layers))
+            clock = fit._run_clock(each, truth)
+            cases.append((each, clock.step_s(1.0, probe_s if cases is small else 0.0)))
+    # The larger ones were measured on a host at half its pace.
+    paced = [
+        each._replace(case={**each.case, "seconds": 2 * seconds, "probe_s": 2 * probe_s}) for each, seconds in larger
+    ]
+    found = fit.fit_again(small, paced, SHIPPED)  # drawn to half and half: only nearly the same
+    for each, seconds in small:
+        clock = fit._run_clock(each, {**SHIPPED, "host": {**SHIPPED["host"], "again": found}})
+        assert clock.step_s(1.0, probe_s) == pytest.approx(seconds, rel=0.05)
+    assert fit.fit_again([], [], SHIPPED) == [0.0, 0.0]
 
 
 def test_steps_in_which_the_host_waits_tell_nothing_of_it() -> None:
@@ -392,9 +414,9 @@ def test_steps_in_which_the_host_waits_tell_nothing_of_it() -> None:
         fit.model_case(images, cut_config("qwen2-vl-2b", 2, 2)),
         fit.model_case(make_case("mixtral", "train", 1, 64), MIXTRAL),
     ]
-    assert set(fit.fit_host([(each, 1.0) for each in waiting], {})) == {"units", "types"}
+    assert set(fit.fit_host([(each, 1.0) for each in waiting], {})) == {"units", "types", "again"}
     prefill = fit.model_case(make_case("mixtral", "prefill", 1, 64), MIXTRAL)
-    assert set(fit.fit_host([(prefill, 1.0)], {})) == {"units", "types", "forward"}
+    assert set(fit.fit_host([(prefill, 1.0)], {})) == {"units", "types", "again", "forward"}
 
 
 # --- What a model type's code takes -----------------------------------------------------------------------------------
@@ -452,8 +474,8 @@ TOWER = "qwen2-vl-2b"
 BARE: dict[str, Any] = {**SHIPPED, "host": {**SHIPPED["host"], "types": {}}}
 TYPES = {
     "llama": {"train": [0.006, 1.2], "forward": [0.0015, 0.9], "decode": [0.002, 1.1]},
-    "qwen2_vl": {"train": [0.005, 1.1], "forward": [0.002, 1.05], "vision train": [0.001, 1.2],
-                 "vision forward": [0.0005, 0.9]},
+    "qwen2_vl": {"train": [0.005, 1.1], "forward": [0.002, 1.05], "vision train": [0.0, 1.2],
+                 "vision forward": [0.0, 0.9]},  # a tower has no seconds of a call
 }  # fmt: skip
 
 

@@ -57,9 +57,8 @@ def test_every_test_case_was_measured_and_is_shown(script: Any) -> None:
         for case in cases
     }
     kept = json.loads((RESULTS / "predict_cases.json").read_text())
-    # One was measured a little later: the page tells.
-    assert [each["case"] for each in kept["failures"] if not each["is_again"]] == ["qwen2.5-vl-32b/decode/3x2/@600"]
-    assert {each["reason"] for each in kept["failures"] if each["is_again"]} == {"no time was left"}
+    # All but the protocol's repetitions: the page tells what stands in their place.
+    assert {(each["is_again"], each["reason"]) for each in kept["failures"]} == {(True, "no time was left")}
     assert {name(case) for case in kept["cases"] if not case["is_again"]} == planned
     for file in ("predict_error.json", "predict_error_blind.json"):
         shown = [name(case) for case in json.loads((RESULTS / file).read_text())["cases"]]
@@ -109,13 +108,8 @@ def test_the_page_tells_the_blind_result() -> None:
         f"memory {100 * memory['median']:.1f} % and {100 * memory['worst']:.1f} %; {100 * every['inside']:.1f} % of "
         f"all inside at a mean width of {100 * every['width']:.1f} %"
     ) in _fold(PAGE)
-    rest = [case for case in kept["cases"] if not case["model"].startswith("gemma-3")]
-    worst = max(abs(case["error"]) for case in rest if case["bound"] == "device")
-    inside = sum(case["is_inside"] for case in rest) / len(rest)
-    assert (
-        f"without gemma-3 the worst device-bound case is {100 * worst:.1f} % off, and {100 * inside:.0f} % of all are "
-        "inside"
-    ) in _fold(PAGE)
+    outside = sum(not case["is_inside"] for case in kept["cases"])
+    assert f"{outside} of {every['cases']} cases lie outside their interval" in _fold(PAGE)
 
 
 def test_the_page_says_what_the_predictor_has_seen_since(script: Any, tmp_path: Path, monkeypatch: Any) -> None:
