@@ -225,9 +225,9 @@ def _is_dense(laid: list[tuple[int, int]]) -> bool:
     return True
 
 
-# On a GPU the size of their result is read back before it can be made.
-_INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+# On a GPU the size of their result is read back before it can be made; of the second only where booleans index.
 _READING = ("masked_scatter_backward", "masked_select", "unique_consecutive", "_unique2", "unique_dim")
+_INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
 
 
 def _describe(
@@ -239,7 +239,7 @@ def _describe(
         return [(name, "read" if out.numel() else "view", (), ())]
     found = _describe_moved(func, name, args, kwargs, out)
     is_reading = name in _READING or (name == "repeat_interleave" and isinstance(args[-1], torch.Tensor))
-    if name in _INDEXED:  # where booleans are true is counted first
+    if name in _INDEXED:
         is_reading = any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in tree_leaves(args[1]))
     return [*found, (name, "read", (), ())] if is_reading else found
 

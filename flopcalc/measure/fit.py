@@ -426,20 +426,7 @@ def fit_attention(points: Sequence[AttentionPoint], units: int) -> Json:
     for (kernel, name), group in sorted(groups.items()):
         first = group[0]
         rows: list[tuple[Sequence[float], float]] = [
-            (
-                attention_features(
-                    units,
-                    each.direction,
-                    each.mask,
-                    each.batch,
-                    each.heads,
-                    each.kv_heads,
-                    each.qk,
-                    each.length,
-                    each.keys,
-                ),
-                each.seconds,
-            )
+            (attention_features(units, *each[1:9]), each.seconds)  # from its direction to its keys
             for each in group
         ]
         if _tells(group, least[first.direction]):
@@ -605,6 +592,8 @@ def _search_slowing(points: Sequence[tuple[float, float]]) -> Slowing:
     best, found = math.inf, Slowing(1.0, 0.0)
     for start in (0.01 * i for i in range(10, 70)):
         usual, steepness = solve([((1.0, max(0.0, rate - start)), ratio) for rate, ratio in points])
+        if not usual:
+            continue
         tried = Slowing(start, steepness / usual)
         missed = sum(abs(math.log(ratio / (usual * tried.at(rate)))) for rate, ratio in points)
         if missed < best:
@@ -685,9 +674,10 @@ def fit_again(cases: Sequence[tuple[Modelled, float]], larger: Iterable[Modelled
     """
     host = {**constants["host"], "again": [0.0, 0.0]}
     usual_s = constants["probe_s"]["train"]
-    paced = [(each, each.case["seconds"] / each.case["probe_s"] * usual_s, 0.0) for each in larger]
+    steps = [(each, seconds, usual_s) for each, seconds in cases]
+    steps += [(each, each.case["seconds"] / each.case["probe_s"] * usual_s, 0.0) for each in larger]
     rows: list[tuple[tuple[float, float], float]] = []
-    for each, seconds, pause_s in (*((each, seconds, usual_s) for each, seconds in cases), *paced):
+    for each, seconds, pause_s in steps:
         if each.case["recompute"] == "none" or each.case["grids"] or each.case["compiled"]:
             continue
         clock = _run_clock(each, {**constants, "host": host})

@@ -128,7 +128,7 @@ def slow_down(power: Sequence[float], rate: float) -> float:
 
 
 # Kinds of operators that the memory alone bounds: a lower clock of the processors does not slow them down.
-STREAMED = frozenset(("pointwise", "copy", "cast_down", "fill", "softmax", "reduce"))
+STREAMED = frozenset(("pointwise", "copy", "cast_down", "fill", "softmax", "softmax_backward", "reduce"))
 
 
 def find_step(n: int, k: int) -> int:

@@ -376,18 +376,9 @@ class Clock:
             place = find_order(each.module, each.group, "again" if is_again else each.direction, self.stacks)
             launches = calls * (self.constants["compiled"]["moved"] if self.compiled and is_joined else 1.0)
             seconds = timed.seconds * launches
+            error = seconds * timed.error
             self.pieces.append(
-                Piece(
-                    each.module,
-                    each.group,
-                    kind,
-                    seconds,
-                    seconds * timed.error,
-                    place,
-                    launches,
-                    is_joined,
-                    is_streamed,
-                )
+                Piece(each.module, each.group, kind, seconds, error, place, launches, is_joined, is_streamed)
             )
 
     def _add_host(self, work: Work, times: int, calls: int, is_first: bool) -> None:
