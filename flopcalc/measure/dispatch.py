@@ -239,7 +239,7 @@ def _describe(
         return [(name, "read" if out.numel() else "view", (), ())]
     found = _describe_moved(func, name, args, kwargs, out)
     is_reading = name in _READING or (name == "repeat_interleave" and isinstance(args[-1], torch.Tensor))
-    if name in _INDEXED:
+    if name in _INDEXED and not (len(args) > 2 and args[2].numel() == 1):  # one number is filled in where they are true
         is_reading = any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in tree_leaves(args[1]))
     return [*found, (name, "read", (), ())] if is_reading else found
 

@@ -407,6 +407,7 @@ _TELLING = 5  # different calls that tell the four constants of an attention ker
 # What a query and a key of the longest row take, in pairs, for calls that do not tell: 128 queries are one processor's,
 # of about 130, and half of those are busy meanwhile.
 _QUERIES = {"forward": 130.0, "backward": 380.0}
+_WAVED = 50.0  # a query's, where whole waves of blocks are counted
 _ROW = 7500.0
 
 
@@ -433,8 +434,8 @@ def fit_attention(points: Sequence[AttentionPoint], units: int) -> Json:
             # And a call without queries, that none of the others may be longer for.
             values = solve([*rows, ((1.0, 0.0, 0.0, 0.0), least[first.direction])], 1000)
         else:
-            query = 0.0 if first.mask == "decode" else _QUERIES[first.direction]
-            row = _ROW if first.mask == "causal" else 0.0  # waves of blocks already count the longest row
+            usual = {"decode": (0.0, 0.0), "causal": (_QUERIES[first.direction], _ROW)}
+            query, row = usual.get(first.mask, (_WAVED, 0.0))  # waves of blocks already count the longest row
             start = 0.9 * least[first.direction]
             pair = statistics.median(
                 (seconds - start) / (pairs + queries * query + longest * row)
@@ -675,15 +676,17 @@ def fit_again(cases: Sequence[tuple[Modelled, float]], larger: Iterable[Modelled
     host = {**constants["host"], "again": [0.0, 0.0]}
     usual_s = constants["probe_s"]["train"]
     steps = [(each, seconds, usual_s) for each, seconds in cases]
-    steps += [(each, each.case["seconds"] / each.case["probe_s"] * usual_s, 0.0) for each in larger]
+    paced = [each for each in larger if "probe_s" in each.case]
+    steps += [(each, each.case["seconds"] / each.case["probe_s"] * usual_s, 0.0) for each in paced]
     rows: list[tuple[tuple[float, float], float]] = []
     for each, seconds, pause_s in steps:
         if each.case["recompute"] == "none" or each.case["grids"] or each.case["compiled"]:
             continue
         clock = _run_clock(each, {**constants, "host": host})
         left_s = seconds - clock.step_s(1.0, pause_s)
-        if left_s > 0 and clock.device_s() < 0.5 * clock.host_s():
-            rows.append((count_again(each.work), left_s))
+        many = count_again(each.work)
+        if min(left_s, *many) > 0 and clock.device_s() < 0.5 * clock.host_s():
+            rows.append((many, left_s))
     if not rows:
         return [0.0, 0.0]
     # Layers of most models dispatch about as many operators: where steps do not tell the two apart, half of each.
@@ -766,21 +769,28 @@ def _list_parts(
 def fit_compiled(cases: Sequence[Modelled], constants: Json) -> Json:
     """Share of the memory-bound time that is left when a compiler has joined operators; host seconds of a launch."""
     shares, launches = [], []
-    gap = constants["gaps"]["train"]
     for each in cases:
-        if each.case["compiled"]:
-            clock = _run_clock(each, constants)
-            kept = dict.fromkeys(("joined", "other"), 0.0)
-            for piece in clock.pieces:
-                kept["joined" if piece.is_joined else "other"] += piece.seconds
-            left = each.case["seconds"] - each.case.get("kernels", 0) * gap - kept["other"]
-            shares.append(left / kept["joined"])
-            if each.case.get("kernels"):
-                launches.append(each.case["queued_s"] / each.case["kernels"])
+        case = each.case
+        if not case["compiled"]:
+            continue
+        shares.append(_find_share(each, constants))
+        clock = _run_clock(each, {**constants, "compiled": {"moved": shares[-1], "launch_s": 0.0}}, True)
+        if "queued_s" in case and "probe_s" in case:
+            launches.append(case["queued_s"] / case["probe_s"] * constants["probe_s"]["train"] / clock.launches)
     return {
         "moved": float(f"{statistics.fmean(shares):.3g}") if shares else 1.0,
         "launch_s": float(f"{statistics.fmean(launches):.3g}") if launches else 0.0,
     }
+
+
+def _find_share(each: Modelled, constants: Json) -> float:
+    """The share with which a compiled step takes what it was measured to take."""
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        share = (low + high) / 2
+        clock = _run_clock(each, {**constants, "compiled": {"moved": share, "launch_s": 0.0}}, True)
+        low, high = (low, share) if clock.device_s() > each.case["seconds"] else (share, high)
+    return (low + high) / 2
 
 
 def fit_predictor(

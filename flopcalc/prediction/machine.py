@@ -206,6 +206,9 @@ _KEYS = {
          "host", "probe_s"),
     "products": ("shape", "residuals", "unaligned", "grouped"),
     "host": ("train", "forward", "decode", "units", "types", "again"),
+    "moved": ("pointwise_strided",),
+    "optimizer": ("adamw",),
+    "gaps": ("train", "forward"),
 }  # fmt: skip
 
 

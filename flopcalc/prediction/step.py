@@ -60,6 +60,10 @@ class Piece(NamedTuple):
     is_joined: bool = False  # a compiler joins it to others
     is_streamed: bool = False  # memory alone bounds it, whatever the clock
 
+    def slow_down(self, slower: float) -> float:
+        """Seconds at a clock that makes others take so many times longer."""
+        return self.seconds if self.is_streamed else self.seconds * slower
+
 
 class Prediction(NamedTuple):
     """What a step will take, and what the figure rests on."""
@@ -411,12 +415,14 @@ class Clock:
 
     def busy_s(self) -> float:
         """Seconds in which the device computes, at the clock that the power limit leaves."""
-        busy = sum(piece.seconds for piece in self.pieces)
-        if not busy:
-            return 0.0
+        slower = self.slower()
+        return sum(piece.slow_down(slower) for piece in self.pieces)
+
+    def slower(self) -> float:
+        """How many times longer the power limit makes what the clock bounds."""
         if not self.machine.is_measured:  # what such a device keeps up is taken from what others were seen to
-            return busy
-        return busy + (slow_down(self.constants["power"], self.rate()) - 1) * self.clocked_s()
+            return 1.0
+        return slow_down(self.constants["power"], self.rate())
 
     def rate(self) -> float:
         """Share of the peak that products and attention keep up at the full clock, the optimizer's time aside."""
@@ -445,14 +451,15 @@ class Clock:
         device_s = self.device_s()
         if self.compiled or not self.pieces:
             return max(device_s - pause_s, self.host_s() * host_factor)
-        scale = device_s / sum(piece.seconds for piece in self.pieces)
+        slower, gap_s = self.slower(), self.constants["gaps"][name_mode(self.phase)]
         found: dict[Place, Segment] = {}
         many = self.times
         for piece in self.pieces:
             at = found.get(piece.place, _NOTHING)
             share = 1 if piece.place.way == 2 else many
             found[piece.place] = at._replace(
-                device_s=at.device_s + piece.seconds * scale / share, launches=at.launches + piece.launches / share
+                device_s=at.device_s + (piece.slow_down(slower) + piece.launches * gap_s) / share,
+                launches=at.launches + piece.launches / share,
             )
         for each in self.hosted:
             at = found.get(each.place, _NOTHING)

@@ -121,6 +121,7 @@ def normalize(given: torch.Tensor) -> torch.Tensor:
         (lambda: torch.unique_consecutive(PLACES), ["sort", "read"]),
         (lambda: ROW[PLACES > 0], ["pointwise", "gather", "read"]),
         (lambda: ROW[PLACES], ["gather"]),
+        (lambda: ROW.index_put((PLACES > 0,), ROW[0]), ["pointwise", "view", "scatter"]),  # filled in
         (lambda: ROW.index_put((PLACES > 0,), torch.ones(2)), ["pointwise", "fill", "scatter", "read"]),
         (lambda: torch.repeat_interleave(ROW, 2), None),
     ],

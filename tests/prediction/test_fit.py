@@ -615,3 +615,21 @@ def test_a_predictor_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="cannot be written: Is a directory"):
         fit.save_predictor(str(tmp_path / "x.json"), {"schema": 1})
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "x.json"]  # nothing half written
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_compiled_steps_find_what_they_were_made_of(share: float) -> None:
+    """Also where the host was slow when they were queued, and the device at its power limit."""
+    truth = {**SHIPPED, "compiled": {"moved": share, "launch_s": 4e-5}}
+    cases = []
+    for seq, pace in ((2048, 1.0), (4096, 1.5)):
+        case = make_case("llama-3.2-1b", "train", 4, seq, compiled=True)
+        each = fit.model_case(case, cut_config("llama-3.2-1b", 6))
+        clock = fit._run_clock(each, truth, True)
+        probe_s = pace * SHIPPED["probe_s"]["train"]
+        seen = {"seconds": clock.device_s(), "queued_s": pace * clock.host_s(), "probe_s": probe_s}
+        cases.append(each._replace(case={**case, **seen}))
+    found = fit.fit_compiled(cases, SHIPPED)
+    assert found["moved"] == pytest.approx(share, rel=0.01)
+    assert found["launch_s"] == pytest.approx(4e-5, rel=0.01)
+    assert fit.fit_compiled([], SHIPPED) == {"moved": 1.0, "launch_s": 0.0}

@@ -188,7 +188,16 @@ def test_a_lower_clock_slows_what_memory_does_not_bound() -> None:
     assert 0 < optimizer < streamed < whole
     assert clock.rate() == pytest.approx(clock.flops / (whole - optimizer) / clock.machine.peak)
     slower = slow_down([0.1, 2.0], clock.rate())
+    assert clock.slower() == slower > 1
     assert clock.busy_s() == pytest.approx(streamed + slower * (whole - streamed))
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "phi-2"])
+def test_small_steps_do_not_get_shorter_with_more_tokens(model: str) -> None:
+    """Gaps are those of the kernels beside the optimizer, which the host leaves standing at the end."""
+    steps = [predict(model, device="h200", seq_len=seq, memory=False, advise=False) for seq in (1, 100, 256, 500)]
+    for one, other in pairwise(step.step_time_s.mid for step in steps):
+        assert other > 0.995 * one
 
 
 @pytest.mark.parametrize(
@@ -865,7 +874,11 @@ def test_a_pause_is_part_of_shares_and_breakdown() -> None:
     assert paused.tokens_per_s == pytest.approx(2048 / (paused.step_time_s.mid + 0.1))
 
 
-@pytest.mark.parametrize(("part", "key"), [("", "power"), ("host", "types"), ("products", "grouped")])
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [("", "power"), ("host", "types"), ("host", "again"), ("products", "grouped"), ("moved", "pointwise_strided"),
+     ("optimizer", "adamw"), ("gaps", "forward")],
+)  # fmt: skip
 def test_a_predictor_that_lacks_a_part_is_refused(
     part: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
