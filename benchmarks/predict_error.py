@@ -130,7 +130,7 @@ def measure(out: Path, budget_s: float, device: str) -> None:
             if (name, is_host, is_again) in done:
                 continue
             if time.monotonic() - begun > budget_s:
-                kept["failures"].append({"case": name, "is_again": is_again, "reason": _NO_TIME})
+                kept["failures"].append({"case": name, "is_again": is_again, "reason": "no time was left"})
                 continue
             try:
                 found = runner.measure_host(case) if is_host else runner.measure(case)
@@ -153,9 +153,6 @@ def _resume(out: Path, provenance: Json) -> Json:
     if kept["provenance"] != provenance:
         raise SystemExit(f"{out} is of another machine or version: give another --out, or remove it")
     return {**kept, "failures": []}
-
-
-_NO_TIME = "no time was left"
 
 
 # --- Fit and report ---------------------------------------------------------------------------------------------------

@@ -211,8 +211,9 @@ def _make_across(bench: Bench, images: int, patches: int, width: int) -> Made:
     other = bench.random(images, patches, width)
     sizes = {"images": images, "patches": patches, "width": width}
     moved = 2 * images * patches * width
-    yield {**sizes, "kind": "copy_strided_across", "bytes": 2 * moved}, given.contiguous
-    yield {**sizes, "kind": "pointwise_strided_across", "bytes": 3 * moved}, partial(bench.torch.add, given, other)
+    copied, added = _ACROSS_KINDS.values()
+    yield {**sizes, "kind": copied, "bytes": 2 * moved}, given.contiguous
+    yield {**sizes, "kind": added, "bytes": 3 * moved}, partial(bench.torch.add, given, other)
 
 
 def _deal(bench: Bench, copies: int, mean: int) -> Any:

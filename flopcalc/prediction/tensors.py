@@ -430,7 +430,8 @@ class Step:
             if before is None or not casts.get(op.name, 0) == FLOAT * queries > 0:
                 return stream + width + 3 * self.bytes * queries  # the rotation's products
             # In float32 both operands stay, and what is rotated: queries, then keys beside the rotated queries. The
-            # normed stream of a language's layer is its residual's third, which only comes behind attention.
+            # third stream that a language's layer holds, the residual behind attention, is not there yet: the normed
+            # one stands in its place.
             keys = min(queries, before.rows * _find_cached([entry.op for entry in placed[:i]], op) // 2)
             rotated = queries + keys + max(3 * queries, queries + 3 * keys)
             return (stream if is_tower else 0) + width + FLOAT * rotated
