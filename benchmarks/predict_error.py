@@ -11,6 +11,8 @@ The protocol, fixed before anything was measured:
   between runs of a fixed probe, since a shared host changes its speed by half from one second to the next (`probe`: the
   middle ratio to the probe around a step, times the middle probe). How long the probe took tells the `host_factor` of
   both; what `predict` says of small steps has the same pause after each.
+- Small steps and those with images, parts of which wait for the host, are measured in three rounds, seconds apart: the
+  middle one counts.
 - A case is called device-bound or host-bound by its prediction. All cases count and are shown.
 - At the end some cases are measured once more: the difference is what a repetition alone makes.
 """
@@ -38,42 +40,50 @@ MARKS = ("<!-- tables of predict_error.py -->", "<!-- end of tables -->")
 
 # Test models: the calibration measures none of them. Preset, layers kept (text, vision).
 TEST: dict[str, tuple[str, int, int]] = {
-    "yi-34b": ("yi-34b", 4, 0),
-    "llama-2-70b": ("llama-2-70b", 4, 0),
-    "llama-3.1-405b": ("llama-3.1-405b", 1, 0),
-    "qwen2.5-32b": ("qwen2.5-32b", 4, 0),
-    "qwen3-32b": ("qwen3-32b", 4, 0),
-    "phi-4-mini": ("phi-4-mini", 12, 0),
-    "command-r-35b": ("command-r-35b", 3, 0),
-    "command-r-plus-104b": ("command-r-plus-104b", 2, 0),
-    "gpt-neox-20b": ("gpt-neox-20b", 5, 0),
-    "pythia-12b": ("pythia-12b", 7, 0),
-    "qwen3-coder-480b-a35b": ("qwen3-coder-480b-a35b", 1, 0),
-    "qwen2.5-vl-72b": ("qwen2.5-vl-72b", 3, 8),
-    "qwen3-vl-8b": ("qwen3-vl-8b", 5, 27),
-    "gemma-3-27b": ("gemma-3-27b", 6, 12),
-    "paligemma-3b-448": ("paligemma-3b-448", 6, 27),
-    "smollm2-135m": ("smollm2-135m", 30, 0),
-    "gpt2-large": ("gpt2-large", 36, 0),
-    "gpt2-xl": ("gpt2-xl", 48, 0),
-    "pythia-1b": ("pythia-1b", 16, 0),
-    "opt-125m": ("opt-125m", 12, 0),
+    "deepseek-llm-67b": ("deepseek-llm-67b", 3, 0),
+    "deepseek-coder-33b": ("deepseek-coder-33b", 4, 0),
+    "falcon3-10b": ("falcon3-10b", 5, 0),
+    "yi-6b": ("yi-6b", 8, 0),
+    "llama-3.1-minitron-4b-width": ("llama-3.1-minitron-4b-width", 10, 0),
+    "mistral-small-24b": ("mistral-small-24b", 4, 0),
+    "qwen1.5-110b": ("qwen1.5-110b", 3, 0),
+    "qwen2-57b-a14b": ("qwen2-57b-a14b", 3, 0),
+    "starcoder2-15b": ("starcoder2-15b", 4, 0),
+    "opt-13b": ("opt-13b", 5, 0),
+    "japanese-gpt-neox-3.6b": ("japanese-gpt-neox-3.6b", 14, 0),
+    "cerebras-gpt-6.7b": ("cerebras-gpt-6.7b", 8, 0),
+    "qwen2.5-vl-7b": ("qwen2.5-vl-7b", 10, 6),
+    "llava-llama-3-8b": ("llava-llama-3-8b", 6, 24),
+    "paligemma-3b-896": ("paligemma-3b-896", 6, 27),
+    "olmo-2-1b": ("olmo-2-1b", 16, 0),
+    "gemma-3-270m": ("gemma-3-270m", 18, 0),
+    "h2o-danube3-500m": ("h2o-danube3-500m", 16, 0),
+    "phi-1.5": ("phi-1.5", 24, 0),
+    "cerebras-gpt-590m": ("cerebras-gpt-590m", 18, 0),
 }
 GRIDS = {
-    "qwen2.5-vl-72b": [[1, 28, 40]],
-    "qwen3-vl-8b": [[1, 36, 32]],
-    "gemma-3-27b": [[1, 64, 64]],
-    "paligemma-3b-448": [[1, 32, 32]],
+    "qwen2.5-vl-7b": [[1, 28, 36]],
+    "llava-llama-3-8b": [[1, 24, 24]],
+    "paligemma-3b-896": [[1, 64, 64]],
 }
-_SHORT = ("gpt-neox-20b", "pythia-12b")  # 2,048 positions
-_RECOMPUTED = ("phi-4-mini", "command-r-35b", "pythia-12b", "paligemma-3b-448")
-_REPEATED = ("phi-4-mini", "qwen3-vl-8b", "smollm2-135m")
+_TRAINED = {
+    "usual": ((6, 1360), (3, 2464), (1, 6720)),
+    "short": ((6, 1360), (4, 1880), (9, 1000)),
+    "shown": ((6, 1360), (4, 1880), (3, 2464)),
+    "long": ((3, 4320), (2, 4600), (1, 5200)),
+}
+_SHORT = ("opt-13b", "japanese-gpt-neox-3.6b", "cerebras-gpt-6.7b")  # 2,048 positions
+_LONG = ("paligemma-3b-896",)  # 4,096 positions are one image's
+_RECOMPUTED = ("falcon3-10b", "mistral-small-24b", "japanese-gpt-neox-3.6b")
+_ROUNDS, _STEPS = 3, 10  # of a small step, and how many in each
+_REPEATED = ("yi-6b", "llava-llama-3-8b", "h2o-danube3-500m")
 # Whole models, small enough for the host to bound them. Of the wide ones few layers are kept, so that the device works
-# about as long as the host in the smallest training step: they have other small steps, or none.
-_SMALL = ("smollm2-135m", "gpt2-large", "gpt2-xl", "pythia-1b", "opt-125m")
-_WIDEST = ("llama-2-70b", "llama-3.1-405b", "command-r-35b", "command-r-plus-104b", "qwen2.5-vl-72b")
-_EXPERTS = ("qwen3-coder-480b-a35b",)
-_SHOWN = ("qwen3-vl-8b", "paligemma-3b-448")  # images in a small step
+# about as long as the host in the smallest training step, or in every small one: they have other small steps, or none.
+_SMALL = ("olmo-2-1b", "gemma-3-270m", "h2o-danube3-500m", "phi-1.5", "cerebras-gpt-590m")
+_WIDEST = ("qwen1.5-110b",)
+_EXPERTS = ("qwen2-57b-a14b",)
+_AGAIN = ("falcon3-10b", "japanese-gpt-neox-3.6b", *_SMALL)  # recomputation in a small step
+_SHOWN = ("llava-llama-3-8b",)  # images in a small step
 
 
 def list_test_cases(model: str) -> Iterator[Json]:
@@ -81,15 +91,16 @@ def list_test_cases(model: str) -> Iterator[Json]:
     from flopcalc.measure.tables.runs import make_case
 
     grids = GRIDS.get(model, [])
-    is_short = model in _SHORT
     if model in _SMALL:
         return
-    yield make_case(model, "train", 7, 1216, grids)
-    yield make_case(model, "train", 4 if is_short else 2, 1984 if is_short else 3328, grids)
-    yield make_case(model, "train", 10 if is_short else 1, 896 if is_short else 5632, grids)
+    kind = "long" if model in _LONG else "short" if model in _SHORT else "shown" if grids else "usual"
+    asked = (2, 4400) if model in _LONG else (5, 1580)
+    for i, (batch, seq) in enumerate(_TRAINED[kind]):
+        if grids or i != list(TEST).index(model) % 3:  # of text, two of the three: minutes are few
+            yield make_case(model, "train", batch, seq, grids)
     if model in _RECOMPUTED:
-        yield make_case(model, "train", 4, 1728, grids, recompute="full")
-    yield make_case(model, "prefill", 5, 1500, grids)
+        yield make_case(model, "train", 4, 1840, grids, recompute="full")
+    yield make_case(model, "prefill", *asked, grids)
 
 
 def list_host_cases(model: str) -> Iterator[Json]:
@@ -99,16 +110,25 @@ def list_host_cases(model: str) -> Iterator[Json]:
     if model in _WIDEST:
         return
     if model in _SMALL:
-        yield make_case(model, "train", 1, 112)
-        yield make_case(model, "train", 2, 288)
-        yield make_case(model, "prefill", 2, 288)
+        yield make_case(model, "train", 1, 104)
+        yield make_case(model, "train", 2, 304)
+        yield make_case(model, "prefill", 2, 304)
     if model in _SHOWN:
-        yield make_case(model, "train", 1, 1100, GRIDS[model])
-    if model in (*_RECOMPUTED, *_SMALL):
-        yield make_case(model, "train", 1, 112, recompute="full")
+        yield make_case(model, "train", 1, 1150, GRIDS[model])
+    if model in _AGAIN:
+        yield make_case(model, "train", 1, 104, recompute="full")
     if model not in _EXPERTS:
-        yield make_case(model, "prefill", 1, 112)
-    yield make_case(model, "decode", 2, 2, context=450)
+        yield make_case(model, "prefill", 1, 104)
+    yield make_case(model, "decode", 3, 2, context=520)
+
+
+def list_rounds(model: str) -> Iterator[tuple[Json, bool, int]]:
+    """A model's cases, whether each is a small step, its round: all of them once, then what the host has part in."""
+    small = list(list_host_cases(model))
+    large = list(list_test_cases(model))
+    for i in range(_ROUNDS):
+        yield from ((case, False, i) for case in large if not i or case["grids"])
+        yield from ((case, True, i) for case in small)
 
 
 def measure(out: Path, budget_s: float, device: str) -> None:
@@ -122,27 +142,46 @@ def measure(out: Path, budget_s: float, device: str) -> None:
     begun = time.monotonic()
     runner = runs.Runner(device, get_config)
     kept = _resume(out, describe_machine(device))
-    done = {(runs.name_case(case), case["is_host"], case["is_again"]) for case in kept["cases"]}
-    for model, is_again in [(model, False) for model in TEST] + [(model, True) for model in _REPEATED]:
-        for case in [*list_test_cases(model), *list_host_cases(model)]:
-            is_host = case in list(list_host_cases(model))
-            name = runs.name_case(case)
-            if (name, is_host, is_again) in done:
-                continue
-            if time.monotonic() - begun > budget_s:
-                kept["failures"].append({"case": name, "is_again": is_again, "reason": "no time was left"})
-                continue
-            try:
-                found = runner.measure_host(case) if is_host else runner.measure(case)
-                kept["cases"].append({**found, "is_host": is_host, "is_again": is_again})
-                print(f"{time.monotonic() - begun:6.1f} s  {name}", flush=True)
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}"[:300]
-                kept["failures"].append({"case": name, "is_again": is_again, "reason": reason})
-                print(f"{time.monotonic() - begun:6.1f} s  {name}  failed: {reason}", flush=True)
-                runner.drop()
-            out.write_text(json.dumps(kept))
+    done = {_identify(case) for case in kept["cases"]}
+    rounds = [(*each, False) for model in TEST for each in list_rounds(model)]
+    rounds += [(*each, True) for model in _REPEATED for each in list_rounds(model) if not each[2]]
+    for case, is_host, i, is_again in rounds:
+        marked = {**case, "is_host": is_host, "round": i, "is_again": is_again}
+        name = runs.name_case(case)
+        if _identify(marked) in done:
+            continue
+        failed = {"case": name, "round": i, "is_again": is_again}
+        if time.monotonic() - begun > budget_s:
+            kept["failures"].append({**failed, "reason": "no time was left"})
+            continue
+        try:
+            found = runner.measure_host(case, _STEPS) if is_host else runner.measure(case)
+            kept["cases"].append({**found, **marked})
+            print(f"{time.monotonic() - begun:6.1f} s  {name}", flush=True)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"[:300]
+            kept["failures"].append({**failed, "reason": reason})
+            print(f"{time.monotonic() - begun:6.1f} s  {name}  failed: {reason}", flush=True)
+            runner.drop()
+        out.write_text(json.dumps(kept))
     out.write_text(json.dumps(kept))
+
+
+def _identify(case: Json) -> tuple[str, bool, int, bool]:
+    from flopcalc.measure.tables import runs
+
+    return runs.name_case(case), case["is_host"], case["round"], case["is_again"]
+
+
+def join_rounds(cases: list[Json]) -> list[Json]:
+    """Of every case, the round in the middle; repetitions stand aside."""
+    from flopcalc.measure.tables import runs
+
+    found: dict[tuple[str, bool], list[Json]] = {}
+    for case in cases:
+        if not case["is_again"]:
+            found.setdefault((runs.name_case(case), case["is_host"]), []).append(case)
+    return [sorted(rounds, key=_scale)[(len(rounds) - 1) // 2] for rounds in found.values()]
 
 
 def _resume(out: Path, provenance: Json) -> Json:
@@ -197,7 +236,7 @@ def report(tested: Path, out: Path | None) -> str:
 
     test = _read(tested)
     with calibrated_here() as constants:
-        rows = [_compare(case, constants["probe_s"]) for case in test["cases"] if not case["is_again"]]
+        rows = [_compare(case, constants["probe_s"]) for case in join_rounds(test["cases"])]
     device, host = ([row for row in rows if row["bound"] == bound] for bound in ("device", "host"))
     summary = [
         _summarize(device, "device-bound steps"),
@@ -296,16 +335,18 @@ def _summarize(rows: list[Json], name: str) -> Json:
     }
 
 
+def _scale(case: Json) -> float:
+    """What a case's measurements are compared by: seconds; of small steps, times of the probe."""
+    return float(case["ratio"]) if case["is_host"] else _take(case)
+
+
 def _list_repeated(cases: list[Json]) -> list[float]:
-    """How far a case's repetition lies from its first measurement; of small steps, in times of the probe."""
+    """How far a case's repetition lies from the one that counts."""
     from flopcalc.measure.tables import runs
 
-    def scale(case: Json) -> float:
-        return float(case["ratio"]) if case["is_host"] else _take(case)
-
-    first = {(runs.name_case(case), case["is_host"]): case for case in cases if not case["is_again"]}
+    first = {(runs.name_case(case), case["is_host"]): case for case in join_rounds(cases)}
     again = [case for case in cases if case["is_again"]]
-    return [abs(scale(case) / scale(first[runs.name_case(case), case["is_host"]]) - 1) for case in again]
+    return [abs(_scale(case) / _scale(first[runs.name_case(case), case["is_host"]]) - 1) for case in again]
 
 
 def _sum_up(name: str, errors: list[float]) -> Json:

@@ -147,9 +147,62 @@ def _count_keys(op: Op, ops: list[Op]) -> int:
     return op.heads
 
 
-def sign_outside(stages: Iterable[Stage]) -> str:
+def sign_layer(stage: Stage, chain: Chain, switches: str = "") -> str:
+    """As sign, of one of a stage's layers; the language model's with its switches."""
+    return f"{sign(chain)} {switches}".rstrip() if stage.group == "language" else sign(chain)
+
+
+def sign_outside(stages: Iterable[Stage], switches: str = "") -> str:
     """As sign, of everything that is not a repeated layer."""
-    return " ".join(f"{stage.path}[{sign(stage.layers[0])}]" for stage in stages if not stage.repeated)
+    parts = [f"{stage.path}[{sign(stage.layers[0])}]" for stage in stages if not stage.repeated]
+    return " ".join([*parts, switches]).rstrip()
+
+
+# What a language model's config says that changes HF's operators though no op shows it: a key, and its other names.
+SWITCHES: dict[str, tuple[str, ...]] = {
+    "hidden_act": ("hidden_activation", "activation_function"),
+    "attention_dropout": ("attn_pdrop",),
+    "hidden_dropout": ("resid_pdrop", "residual_dropout", "dropout"),
+    "embedding_dropout": ("embd_pdrop",),
+    "use_parallel_residual": (),
+    "partial_rotary_factor": ("rotary_pct",),
+}
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "swish": "silu"}  # one operator all the same
+
+
+def find_language(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The language model's type and its config, which lies inside another where there is a tower."""
+    inner = config.get("text_config")
+    own = inner if isinstance(inner, Mapping) else config
+    return str(own.get("model_type", config.get("model_type"))), own
+
+
+def read_switches(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Those switches that a language model's config sets."""
+    inner = [config.get(key) for key in ("rope_parameters", "rope_scaling")]
+    tables = [config, *(table for table in inner if isinstance(table, Mapping))]
+    found = {
+        key: [table[name] for name in (key, *names) for table in tables if table.get(name) is not None]
+        for key, names in SWITCHES.items()
+    }
+    return {key: values[0] for key, values in found.items() if values}
+
+
+def sign_switches(config: Mapping[str, Any], usual: Mapping[str, Mapping[str, Any]]) -> str:
+    """The switches that a config sets otherwise than is usual: model type of the language -> switch -> value."""
+    name, own = find_language(config)
+    given, known = read_switches(own), usual.get(name, {})
+    said = {key: (_say_switch(key, given.get(key, value)), _say_switch(key, value)) for key, value in known.items()}
+    return " ".join(f"{key}={value}" for key, (value, other) in said.items() if value != other)
+
+
+def _say_switch(key: str, value: Any) -> str:
+    """A switch's value so far as it matters: any dropout is one."""
+    if isinstance(value, str):
+        return _ACTIVATIONS.get(value, value)
+    if isinstance(value, bool) or key.endswith("dropout"):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else format_value(value)
 
 
 _ATTRIBUTES = ("n_in", "n_out", "size", "heads", "qk", "v", "copies", "active", "times")
@@ -352,6 +405,7 @@ class Operators(NamedTuple):
     saved: tuple[Saved, ...]
     notes: tuple[str, ...]
     is_recorded: bool
+    has_dropout: bool = False  # attention drops weights of the language model while it trains
 
 
 _AGAIN = "install flopcalc again, or make the file with tests/truth/record_operators.py"
@@ -405,6 +459,7 @@ def unpack(data: dict[str, Any]) -> dict[str, Any]:
         for key, stages in data["parts"].items()
     }
     return {
+        "usual": {name: dict(table) for name, table in data.get("usual", {}).items()},
         "signatures": data["signatures"],
         "blocks": [[rows[number] for number in block] for block in data["blocks"]],
         "parts": parts,
@@ -478,6 +533,7 @@ class _Reader:
                     "install flopcalc again"
                 )
         self.data: dict[str, Any] = data
+        self.switches = sign_switches(estimator.source.config, data["usual"])
         self.states = self._find_states()
 
     def _note(self, text: str) -> None:
@@ -487,7 +543,9 @@ class _Reader:
         for stage in self.estimator.stages:
             if stage.repeated and (self.has_images or stage.group not in ("vision", "projector")):
                 self._read_stage(stage)
-        self._read_part("", None, sign_outside(self.estimator.stages), "*", self.states["", None], 1, False)
+        self._read_part(
+            "", None, sign_outside(self.estimator.stages, self.switches), "*", self.states["", None], 1, False
+        )
         rows = tuple(
             Operator(module, group, direction, kind, reads, writes, count, is_again)
             for (module, group, direction, kind, reads, writes, is_again), count in self.rows.items()
@@ -495,7 +553,12 @@ class _Reader:
         saved = tuple(
             Saved(module, group, size, count, is_again) for (module, group, size, is_again), count in self.saved.items()
         )
-        return Operators(rows, saved, tuple(self.notes), self.is_recorded)
+        return Operators(rows, saved, tuple(self.notes), self.is_recorded, self._has_dropout())
+
+    def _has_dropout(self) -> bool:
+        name, own = find_language(self.estimator.source.config)
+        switches = {**self.data["usual"].get(name, {}), **read_switches(own)}
+        return self.load.phase == "train" and bool(switches.get("attention_dropout"))
 
     def _find_states(self) -> dict[tuple[str, int | None], _Layer]:
         """What trains and where gradients pass, from the core's own rows in order of execution."""
@@ -541,7 +604,7 @@ class _Reader:
         for number, chain in enumerate(stage.layers, stage.first):
             where = "first" if number == stage.first else "last" if number == last else "*"
             state = self.states.get((stage.path, number), _NOTHING)
-            key = (sign(chain), where, state, chain)
+            key = (sign_layer(stage, chain, self.switches), where, state, chain)
             alike[key] = alike.get(key, 0) + 1
         is_again = stage.checkpoint and self.load.phase == "train" and self.estimator.recipe.recompute != "none"
         for (signature, where, state, chain), count in alike.items():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flopcalc import operators
+from flopcalc.config import load_config
 from flopcalc.errors import FlopcalcError, SpecError
 from flopcalc.estimate import bind
 from flopcalc.operators import KINDS, MissingSizeError, Operators, Scope, classify, list_operators
@@ -217,6 +218,26 @@ SEEN = {"image_grid_thw": [[1, 16, 16]]}
           **{(f"model.layers.*.{name}", "forward"): 32 for name in (
               "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "post_feedforward_layernorm")}}),
         ("llama-3.1-8b", {}, "pointwise_strided_mixed", {}),
+        # Dropout runs in training alone, and where the config has any.
+        ("gpt2", {}, "random",
+         {("transformer.h.*.attn.resid_dropout", "forward"): 12, ("transformer.h.*.mlp.dropout", "forward"): 12,
+          ("transformer.drop", "forward"): 1}),
+        ("gpt2", {"phase": "forward"}, "random", {}),
+        ("cerebras-gpt-590m", {}, "random", {}),
+        ("starcoder2-3b", {}, "random",
+         {("model", "forward"): 1, ("model.layers.*.self_attn", "forward"): 30, ("model.layers.*.mlp", "forward"): 30}),
+        ("starcoder2-7b", {}, "random", {}),
+        # A GELU of eight operators, and one of one.
+        ("gpt2", {"phase": "forward"}, "pointwise",
+         {("transformer", "forward"): 2, ("transformer.h.*", "forward"): 24,
+          ("transformer.h.*.mlp.act", "forward"): 8 * 12}),
+        ("cerebras-gpt-590m", {"phase": "forward"}, "pointwise",
+         {("transformer", "forward"): 2, ("transformer.h.*", "forward"): 2 * 18,
+          ("transformer.h.*.mlp.act", "forward"): 18}),
+        # Heads that are rotated whole: nothing is put behind the rotated part.
+        ("japanese-gpt-neox-3.6b", {"phase": "forward"}, "cat_one",
+         {("gpt_neox.layers.*.attention", "forward"): 2 * 36}),
+        ("pythia-1b", {"phase": "forward"}, "cat_one", {}),
     ],
 )  # fmt: skip
 def test_kinds_that_are_told_apart(
@@ -227,6 +248,85 @@ def test_kinds_that_are_told_apart(
         if row.kind == kind:
             found[row.module, row.direction] += row.count
     assert found == expected
+
+
+USUAL = {"a": {"hidden_act": "silu", "attention_dropout": 0.0, "hidden_dropout": 0.1, "partial_rotary_factor": 0.25,
+               "use_parallel_residual": True}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "signed"),
+    [
+        ({}, ""),
+        ({"hidden_act": "swish", "hidden_dropout": 0.5, "rotary_pct": 0.25}, ""),
+        ({"hidden_activation": "gelu_new"}, "hidden_act=gelu_new"),
+        ({"activation_function": "gelu_pytorch_tanh"}, "hidden_act=gelu"),
+        ({"attn_pdrop": 0.1, "resid_pdrop": 0}, "attention_dropout=on hidden_dropout=off"),
+        ({"embd_pdrop": 0.1}, ""),  # this type does not read it
+        ({"hidden_act": None}, ""),
+        ({"use_parallel_residual": False}, "use_parallel_residual=off"),
+        ({"rotary_pct": 1.0}, "partial_rotary_factor=1"),
+        ({"partial_rotary_factor": 1}, "partial_rotary_factor=1"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.4}}, "partial_rotary_factor=0.4"),
+        ({"rope_scaling": {"partial_rotary_factor": float("nan")}}, "partial_rotary_factor=nan"),
+        ({"model_type": "b", "hidden_act": "relu"}, ""),  # nothing is known of it
+        ({"model_type": "b", "text_config": {"model_type": "a", "hidden_act": "relu"}}, "hidden_act=relu"),
+        ({"hidden_act": "relu", "text_config": {}}, ""),
+    ],
+)
+def test_switches_that_are_not_the_usual_ones(config: dict[str, Any], signed: str) -> None:
+    assert operators.sign_switches({"model_type": "a", **config}, USUAL) == signed
+
+
+@pytest.mark.parametrize(
+    ("preset", "change", "path"),
+    [
+        ("gpt2", {}, ""),
+        ("gpt2", {"resid_pdrop": 0.3}, ""),
+        ("gpt2", {"activation_function": "relu"}, "transformer.h"),
+        ("gpt2", {"resid_pdrop": 0.0}, "transformer.h"),
+        ("cerebras-gpt-590m", {}, ""),
+        ("cerebras-gpt-590m", {"activation_function": "gelu_pytorch_tanh"}, ""),
+        ("cerebras-gpt-590m", {"attn_pdrop": 0.1}, "transformer.h"),
+        ("starcoder2-3b", {}, ""),
+        ("starcoder2-3b", {"embedding_dropout": 0.0}, "model.layers"),
+        ("starcoder2-7b", {}, ""),
+        ("japanese-gpt-neox-3.6b", {}, ""),
+        ("japanese-gpt-neox-3.6b", {"rotary_pct": 0.5}, "gpt_neox.layers"),
+        ("pythia-1b", {"use_parallel_residual": False}, "gpt_neox.layers"),
+        ("phi-1.5", {}, ""),
+        ("phi-2", {}, ""),
+        ("phi-2", {"partial_rotary_factor": 0.75}, "model.layers"),
+        ("llama-2-7b", {}, ""),  # as many heads of keys as of queries
+        ("llama-2-7b", {"hidden_act": "gelu"}, "model.layers"),
+        ("llama-3.1-8b", {"attention_dropout": 0.1}, "model.layers"),
+        ("llava-1.5-7b", {}, ""),
+        ("bakllava-7b", {}, ""),  # a language model with a window
+        ("qwen2-vl-2b", {"hidden_act": "gelu"}, "model.language_model.layers"),
+    ],
+)
+def test_a_variant_that_was_not_recorded_is_named(preset: str, change: dict[str, Any], path: str) -> None:
+    config = load_config(preset).config
+    found = list_operators(bind({**config, **change}), make_workload(1, 64))
+    told = f"layers of {path}: this kind was not recorded; the nearest stands in"
+    assert found.notes == ((told,) if path else ())
+    assert found.is_recorded
+    assert found.rows
+
+
+def test_the_nearest_variant_stands_in() -> None:
+    """One switch apart: another's operators, and the model's own sizes."""
+    config = load_config("gpt2").config
+    load = make_workload(1, 64)
+    odd = list_operators(bind({**config, "activation_function": "relu"}), load)
+    assert odd.rows == list_operators(bind("gpt2"), load).rows
+
+
+def test_a_file_without_usual_switches_is_read_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {**operators.load_file("llama"), "usual": {}}
+    monkeypatch.setattr(operators, "load_file", lambda _: data)
+    config = load_config("llama-3.1-8b").config
+    assert list_operators(bind({**config, "hidden_act": "gelu"}), make_workload(1, 64)).notes == ()
 
 
 def test_a_tower_that_reads_in_every_layer() -> None:
@@ -298,6 +398,11 @@ def test_unknown_attention() -> None:
             '{"rows": [], "kept_rows": [], "layouts": [], "parts": {}, "signatures": [], "kept": [], "saved": {}, '
             '"blocks": [[7]]}',
             r"odd\.json: damaged: list index out of range",
+        ),
+        (
+            '{"rows": [], "kept_rows": [], "layouts": [], "parts": {}, "signatures": [], "kept": [], "saved": {}, '
+            '"blocks": [], "usual": {"llama": 7}}',
+            r"odd\.json: damaged: 'int' object is not iterable",
         ),
     ],
 )

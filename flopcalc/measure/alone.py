@@ -16,6 +16,7 @@ from typing import Any
 from flopcalc.measure.fit import read_grouped
 from flopcalc.measure.profiling import profile_step
 from flopcalc.measure.tables import Bench, Json, round_digits
+from flopcalc.measure.tables.gemm import DIRECTIONS, make_product
 
 _REPEATS = 6
 _SWEPT_BYTES = 2**28
@@ -25,6 +26,10 @@ _SIZES: dict[str, list[tuple[int, int, int, int, int]]] = {
     "causal": [(batch, heads, kv, length, length) for batch, heads, kv, length in (
         (1, 32, 8, 64), (1, 16, 8, 384), (8, 16, 2, 512), (1, 32, 32, 1024), (4, 32, 8, 1152), (1, 12, 2, 2048),
         (4, 16, 8, 2048), (1, 32, 8, 4096), (1, 8, 8, 8192),
+    )],
+    # Causal too, with weights of attention dropped.
+    "dropout": [(batch, heads, kv, length, length) for batch, heads, kv, length in (
+        (1, 16, 16, 64), (1, 16, 16, 384), (8, 16, 16, 512), (4, 32, 4, 1152), (1, 12, 12, 2048), (4, 16, 4, 2048),
     )],
     # Towers, which have as many heads of keys: windows, and whole images.
     "full": [(batch, heads, heads, length, length) for batch, heads, length in (
@@ -44,11 +49,11 @@ _SIZES: dict[str, list[tuple[int, int, int, int, int]]] = {
 # Head dims of queries and of values, and the masks that models with them use: 72 is a tower's alone, 192 that of
 # multi-head latent attention.
 _DIMS = {
-    (64, 64): ("causal", "full", "window", "decode"),
+    (64, 64): ("causal", "dropout", "full", "window", "decode"),
     (72, 72): ("full",),
     (80, 80): ("causal", "full", "decode"),
     (96, 96): ("causal", "window", "decode"),
-    (128, 128): ("causal", "full", "window", "decode"),
+    (128, 128): ("causal", "dropout", "full", "window", "decode"),
     (256, 256): ("causal", "window", "decode"),
     (192, 128): ("causal", "decode"),
 }
@@ -60,14 +65,27 @@ _ROWS = [1, 4, 16, 64, 112, 200, 256, 512, 1024, 2048]  # of an expert on averag
 _ACROSS = [(1, 64, 768), (1, 256, 768), (1, 256, 1152), (4, 256, 1152), (1, 729, 1152), (1, 1024, 1152),
            (3, 1024, 1152), (1, 4096, 1152), (2, 4096, 1152), (4, 4096, 1152), (6, 4096, 1152)]  # fmt: skip
 
+# Outputs and inputs of linear layers of no model: narrow to wide, with projections of few keys, and heads of 33,000 to
+# 254,000 words. Models' own rows are often powers of two, which fill a device's tiles: these are not. No two layers are
+# each other's transpose, and no rows are a width, for a profile does not tell how an operand lies.
+_LAYERS = [(2304, 1920), (6656, 1920), (1920, 5632), (3328, 2816), (9728, 2816), (2816, 7680), (4608, 4352),
+           (1280, 4352), (12800, 4352), (4352, 11520), (6400, 5888), (18432, 5888), (5888, 16384), (9216, 8704),
+           (1152, 8704), (26624, 8704), (8704, 24576), (33280, 4352), (49920, 2816), (131584, 3328), (155648, 5888),
+           (253952, 2304)]  # fmt: skip
+_LAYER_ROWS = [1260, 2600, 4480, 5400, 6800, 7560, 9000]
+_LAYER_REPEATS = 3
+_RESTS = 1.5  # times as long as a product takes, so that none lowers the clock of the next
+
 
 def list_rows(suite: str) -> dict[str, Json]:
-    """Name -> what is measured at once: the sizes of one head dim by mask, of all experts, of transposed tensors."""
+    """Name -> what is measured at once: the sizes of one head dim by mask, all experts, transposed tensors, layers."""
     dims, sizes, experts, rows, across = _DIMS, _SIZES, _EXPERTS, _ROWS, _ACROSS
+    layers, layer_rows = _LAYERS, _LAYER_ROWS
     if suite == "test":
         dims = {(16, 16): tuple(_SIZES), (24, 16): ("causal",)}
         sizes = {mask: [(1, 4, 2, 1 if mask == "decode" else 8, 8)] for mask in _SIZES}
         experts, rows, across = [(4, 32, 16)], [1, 6], [(1, 6, 16), (2, 6, 16), (3, 6, 16)]
+        layers, layer_rows = [(32, 16), (24, 8)], [6, 12]
     found: dict[str, Json] = {}
     for (qk, v), masks in dims.items():
         chosen = {mask: [list(size) for size in sizes[mask]] for mask in masks}
@@ -75,6 +93,7 @@ def list_rows(suite: str) -> dict[str, Json]:
         found[f"calls/attention/{name}"] = {"is_call": True, "qk": qk, "v": v, "sizes": chosen}
     found["calls/experts"] = {"is_call": True, "experts": [list(each) for each in experts], "rows": rows}
     found["calls/across"] = {"is_call": True, "across": [list(each) for each in across]}
+    found["calls/products"] = {"is_call": True, "layers": [list(each) for each in layers], "rows": layer_rows}
     return found
 
 
@@ -85,6 +104,9 @@ def measure_calls(bench: Bench, row: Json) -> Json:
         return _measure(bench, makers)
     if "across" in row:
         return _measure(bench, [partial(_make_across, bench, *each) for each in row["across"]])
+    if "layers" in row:
+        makers = [partial(_make_layer, bench, row["rows"], *each) for each in row["layers"]]
+        return _measure(bench, makers, _LAYER_REPEATS)
     found: Json = {"calls": [], "left_out": []}
     for mask, sizes in row["sizes"].items():  # a profile for each, for it does not tell them apart
         makers = [partial(_make_attention, bench, mask, row["qk"], row["v"], *size) for size in sizes]
@@ -96,7 +118,7 @@ def measure_calls(bench: Bench, row: Json) -> Json:
 Made = Iterator[tuple[Json, Callable[[], Any]]]  # a call's sizes, and the call
 
 
-def _measure(bench: Bench, makers: Sequence[Callable[[], Made]]) -> Json:
+def _measure(bench: Bench, makers: Sequence[Callable[[], Made]], repeats: int = _REPEATS) -> Json:
     """Run what each maker makes a few times, and find it again in the profile by its sizes; and why others were not."""
     run: list[tuple[Json, float]] = []
     refused: dict[str, None] = {}
@@ -108,17 +130,17 @@ def _measure(bench: Bench, makers: Sequence[Callable[[], Made]]) -> Json:
             try:
                 for sizes, call in make():
                     start = time.perf_counter()
-                    for _ in range(_REPEATS):
+                    for _ in range(repeats):
                         call()
-                    run.append((sizes, (time.perf_counter() - start) / _REPEATS))
+                    run.append((sizes, (time.perf_counter() - start) / repeats))
             except RuntimeError as error:  # no kernel for it, or no memory
                 refused[str(error).splitlines()[0][:200]] = None
 
     seen = _read_profile(profile_step(bench, step)["operators"], bench.is_gpu)
     found = []
     for sizes, host_s in run:
-        names = _GROUPED if "copies" in sizes else _MOVED if "kind" in sizes else _ATTENTION
-        told = seen.get(tuple(sizes[name] for name in names))
+        names = next(names for names in (_GROUPED, _MOVED, _PRODUCT, _ATTENTION) if sizes.keys() >= set(names))
+        told = seen.get(tuple(sizes[name] for name in names) if names != _PRODUCT else _list_sizes(**sizes))
         if names != _ATTENTION and not bench.is_gpu:  # no kernel is seen, nor asked for
             told = (host_s, {})
         if told is not None:
@@ -129,18 +151,24 @@ def _measure(bench: Bench, makers: Sequence[Callable[[], Made]]) -> Json:
 _ATTENTION = ("direction", "batch", "heads", "length", "keys")
 _GROUPED = ("direction", "copies", "m", "n", "k")
 _MOVED = ("kind", "images", "patches", "width")
+_PRODUCT = ("direction", "m", "n", "k")
 _ACROSS_KINDS = {"aten::copy_": "copy_strided_across", "aten::add": "pointwise_strided_across"}
 
 
 def _read_profile(operators: Sequence[Sequence[Any]], is_gpu: bool) -> dict[tuple[Any, ...], tuple[float, Json]]:
     """Sizes -> seconds, and the kernel of attention with the heads of keys that it was given."""
     found: dict[tuple[Any, ...], tuple[float, Json]] = {}
-    for name, is_backward, shapes, _, calls, _, us, _ in operators:
+    for name, is_backward, shapes, _, calls, launched, us, _ in operators:
         kernel = next((kernel for kernel in _KERNELS if f"{kernel}_attention" in name), "")
-        if (is_gpu and not us) or not (kernel or "grouped_mm" in name or name in _ACROSS_KINDS):
+        if (is_gpu and not us) or not (kernel or "grouped_mm" in name or name in (*_ACROSS_KINDS, "aten::mm")):
+            continue
+        if launched % calls:  # the profiler has lost a kernel
             continue
         sizes = ast.literal_eval(shapes)
         seconds = us / calls * 1e-6
+        if name == "aten::mm":
+            found[(*sizes[0], sizes[1][1])] = (seconds, {})
+            continue
         if name in _ACROSS_KINDS:
             found[(_ACROSS_KINDS[name], *sizes[0])] = (seconds, {})
             continue
@@ -177,14 +205,15 @@ def _make_attention(
         given = torch.ones(length, keys, dtype=torch.bool, device=bench.device).tril().triu(-(length // 2))
         given = given.expand(batch, 1, length, keys)
     module = torch.nn.Module()
-    module.num_key_value_groups, module.is_causal = heads // kv_heads, mask == "causal"
+    module.num_key_value_groups, module.is_causal = heads // kv_heads, mask in ("causal", "dropout")
+    dropout = 0.1 if mask == "dropout" else 0.0
 
     # A token's keys were last read before all of the model's weights: no cache of the device holds them.
     swept = torch.empty(_SWEPT_BYTES if is_decode and bench.is_gpu else 0, dtype=torch.uint8, device=bench.device)
 
     def forward() -> Any:
         swept.zero_()
-        return sdpa_attention_forward(module, *inputs, given)[0]
+        return sdpa_attention_forward(module, *inputs, given, dropout=dropout)[0]
 
     sizes = {"direction": "forward", "mask": mask, "batch": batch, "heads": heads, "kv_heads": kv_heads, "qk": qk,
              "v": v, "length": length, "keys": keys}  # fmt: skip
@@ -203,6 +232,28 @@ def _make_experts(bench: Bench, rows: Sequence[int], copies: int, n: int, k: int
         yield sizes, forward
         for direction, wanted in (("dgrad", given), ("wgrad", weight)):
             yield {**sizes, "direction": direction}, bench.make_call(forward, direction, wanted)
+
+
+def _make_layer(bench: Bench, rows: Sequence[int], n: int, k: int) -> Made:
+    """Products of a linear layer, in every direction; a rest after each, or the device lowers its clock."""
+    for m in rows:
+        rest_s = _RESTS * 2 * m * n * k / 7e14 if bench.is_gpu else 0.0
+        for direction in DIRECTIONS:
+            yield (
+                {"direction": direction, "m": m, "n": n, "k": k},
+                partial(_rest, bench, make_product(bench, direction, m, n, k), rest_s),
+            )
+
+
+def _rest(bench: Bench, call: Callable[[], Any], rest_s: float) -> None:
+    call()
+    bench.synchronize()
+    time.sleep(rest_s)
+
+
+def _list_sizes(direction: str, m: int, n: int, k: int) -> tuple[int, int, int]:
+    """Rows, inner size and columns of the product that a layer's direction is."""
+    return {"forward": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}[direction]
 
 
 def _make_across(bench: Bench, images: int, patches: int, width: int) -> Made:

@@ -104,14 +104,13 @@ def read_points(cases: Iterable[Modelled]) -> Points:
     Recomputed steps stand aside: a product that stops a recomputation is noted and never run.
     """
     points = Points([], [], [])
-    for case, estimator, _, work in cases:
+    for case, _, _, work in cases:
         if not _is_plain(case):
             continue
-        # GPT-2 drops attention weights while it trains: another kernel, which no other family takes.
-        has_dropout = case["phase"] == "train" and estimator.source.config["model_type"] == "gpt2"
         masks: dict[tuple[int, int, int], set[str]] = {}
         for call in work.attention:
-            masks.setdefault((call.batch, call.heads, call.length), set()).add(call.mask)
+            mask = "dropout" if call.has_dropout and call.mask == "causal" else call.mask
+            masks.setdefault((call.batch, call.heads, call.length), set()).add(mask)
         rows, weights = _list_layers(case["operators"])
         for name, is_backward, shapes, dtypes, calls, kernels, us, kernel in case["operators"]:
             if not us or not name:
@@ -123,7 +122,7 @@ def read_points(cases: Iterable[Modelled]) -> Points:
                 product = _read_product(name, is_backward, sizes, kinds, rows, weights)
                 if product:
                     points.products.append(ProductPoint(*product, each, calls))
-            elif kind == "attention" and not has_dropout:
+            elif kind == "attention":
                 attended = _read_attention(name, sizes, masks, each, calls)
                 if attended:
                     points.attention.append(attended)
@@ -226,7 +225,7 @@ def _read_moved(name: str, kind: str, sizes: list[list[int]], kinds: list[str], 
 
 # --- Curves -----------------------------------------------------------------------------------------------------------
 def fit_curve(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:
-    """(size, seconds, weight) -> median seconds per half octave of size, sorted."""
+    """(size, seconds, weight) -> median seconds per half octave of size, sorted; never fewer for more bytes."""
     bins: dict[int, list[tuple[float, float, float]]] = {}
     for size, seconds, weight in points:
         bins.setdefault(round(2 * math.log2(max(size, 1))), []).append((size, seconds, weight))
@@ -235,7 +234,15 @@ def fit_curve(points: Sequence[tuple[float, float, float]]) -> list[tuple[float,
         per_byte = _weighted_median([(seconds / max(size, 1), weight) for size, seconds, weight in found])
         middle = math.exp(statistics.fmean(math.log(max(size, 1)) for size, _, _ in found))
         curve.append((middle, per_byte * middle))
-    return sorted(curve)
+    curve.sort()
+    # Neighbours that fall are joined to their middle, until none does.
+    levels: list[list[float]] = []
+    for _, seconds in curve:
+        levels.append([seconds])
+        while len(levels) > 1 and statistics.median(levels[-2]) > statistics.median(levels[-1]):
+            levels[-2:] = [levels[-2] + levels[-1]]
+    risen = [statistics.median(level) for level in levels for _ in level]
+    return [(size, seconds) for (size, _), seconds in zip(curve, risen, strict=True)]
 
 
 def _weighted_median(values: list[tuple[float, float]]) -> float:
@@ -403,6 +410,7 @@ def _search_group(
     return GroupShape(*search(loss, list(start), 100))
 
 
+_ALONE_CALLS = 4  # as much as a product counts in the fit that was timed by itself: steps have a call per layer
 _TELLING = 5  # different calls that tell the four constants of an attention kernel
 # What a query and a key of the longest row take, in pairs, for calls that do not tell: 128 queries are one processor's,
 # of about 130, and half of those are busy meanwhile.
@@ -434,7 +442,8 @@ def fit_attention(points: Sequence[AttentionPoint], units: int) -> Json:
             # And a call without queries, that none of the others may be longer for.
             values = solve([*rows, ((1.0, 0.0, 0.0, 0.0), least[first.direction])], 1000)
         else:
-            usual = {"decode": (0.0, 0.0), "causal": (_QUERIES[first.direction], _ROW)}
+            causal = (_QUERIES[first.direction], _ROW)
+            usual = {"decode": (0.0, 0.0), "causal": causal, "dropout": causal}
             query, row = usual.get(first.mask, (_WAVED, 0.0))  # waves of blocks already count the longest row
             start = 0.9 * least[first.direction]
             pair = statistics.median(
@@ -842,7 +851,7 @@ def _fit_kernels(cases: Sequence[Modelled], calls: Sequence[Json], products: Ite
     """The constants of single kernels, from profiled steps and from calls by themselves."""
     points = read_points(cases)
     linear, optimizer = fit_linear(cases)
-    found = fit_products(points.products, _read_gemm(products))
+    found = fit_products([*points.products, *_read_layers(calls)], _read_gemm(products))
     shape = ProductShape(*found["shape"])
     moved = [point for point in points.moved if point.kind not in _LINEAR]
     moved += [MovedPoint(call["kind"], call["bytes"], call["seconds"], 1) for call in calls if "kind" in call]
@@ -872,6 +881,15 @@ def _read_calls(rows: Iterable[Json]) -> list[AttentionPoint]:
                            (qk + v) // 2, row["length"], row["keys"], row["seconds"], 1)
         )  # fmt: skip
     return found
+
+
+def _read_layers(rows: Iterable[Json]) -> list[ProductPoint]:
+    """Products that were timed for the predictor, one by one and at the full clock."""
+    return [
+        ProductPoint(row["direction"], row["m"], row["n"], row["k"], row["seconds"], _ALONE_CALLS)
+        for row in rows
+        if "m" in row and "copies" not in row
+    ]
 
 
 def _read_gemm(rows: Iterable[Json]) -> list[ProductPoint]:

@@ -147,7 +147,7 @@ def attention_features(
     each = batch * heads
     if mask == "decode":
         return 1.0, 0.0, float(batch * kv_heads * keys), float(keys)
-    if mask == "causal":
+    if mask in ("causal", "dropout"):
         blocks = -(-length // 128)
         return 1.0, float(each * length), each * 128 * 128 * blocks * (blocks + 1) / 2, float(keys)
     # Forward a processor holds queries and goes over keys, on the way back the other way round.
@@ -342,7 +342,8 @@ class Machine:
     def _find_attention(self, table: dict[str, Any], call: Attention) -> tuple[list[float], float] | None:
         """Constants of a call's direction, mask and head dim; those of the nearest head dim, scaled, else."""
         mean = (call.qk + call.v) / 2
-        for mask in (name_mask(call.mask, call.keys), call.mask, "full"):
+        masks = (name_mask(call.mask, call.keys), call.mask, "full")
+        for mask in ("dropout", *masks) if call.has_dropout and call.mask == "causal" else masks:
             dims = {
                 int(name.rpartition("/")[2]): value
                 for name, value in table.items()

@@ -57,6 +57,7 @@ class Attention(NamedTuple):
     calls: float = 1
     is_again: bool = False
     kernel: str = ""  # eager: plain products; flash, efficient, cudnn; without: the one that the device picks
+    has_dropout: bool = False  # weights are dropped: another kernel
 
     @property
     def flops(self) -> float:
@@ -136,7 +137,7 @@ def make_work(
     found = _list_operators(estimator, load, "eager" if kernel == "eager" else "sdpa", dtype_bytes)
     masked = {each.module for each in found.rows if each.kind == "attention_masked"}
     masked -= {each.module for each in found.rows if each.kind == "attention" and each.direction == "forward"}
-    maker = _Maker(load, kernel, masked)
+    maker = _Maker(load, kernel, masked, found.has_dropout)
     rows = estimator.rows(load, "hardware")
     keys = _find_key_heads(estimator)
     for block, row, value in rows:
@@ -207,8 +208,8 @@ def _find_key_heads(estimator: Estimator) -> dict[str, int]:
 class _Maker:
     """Turns rows of the core into calls."""
 
-    def __init__(self, load: Workload, kernel: str, masked: set[str]) -> None:
-        self.load, self.kernel, self.masked = load, kernel, masked
+    def __init__(self, load: Workload, kernel: str, masked: set[str], has_dropout: bool) -> None:
+        self.load, self.kernel, self.masked, self.has_dropout = load, kernel, masked, has_dropout
         self.is_train = load.phase == "train"
         self.steps = count_calls(load)
         self.products: list[Product] = []
@@ -293,6 +294,7 @@ class _Maker:
                               window, calls * block.copies,
                         is_again,
                         self.kernel,
+                        self.has_dropout and block.group == "language",
                     )
                 )  # fmt: skip
 

@@ -17,6 +17,7 @@ ATTENTION = {
     "kernel", "direction", "mask", "batch", "heads", "kv_heads", "qk", "v", "length", "keys", "seconds"
 }  # fmt: skip
 EXPERTS = {"direction", "copies", "m", "n", "k", "seconds"}
+LAYERS = {"direction", "m", "n", "k", "seconds"}
 ACROSS = {"kind", "images", "patches", "width", "bytes", "seconds"}
 _list_features = partial(attention_features, 132)
 
@@ -35,7 +36,8 @@ def test_every_mask_and_direction_runs(found: dict[str, list[dict[str, Any]]]) -
     calls = found["calls/attention/16"]
     assert all(set(call) == ATTENTION for call in calls)
     assert all(call["seconds"] > 0 and call["kernel"] == "flash" for call in calls)
-    # HF hands grouped keys over as they are where there is no mask, and repeats them where there is one.
+    # HF hands grouped keys over as they are where there is no mask, and repeats them where there is one. A CPU has no
+    # kernel that drops weights.
     assert [(call["mask"], call["direction"], call["kv_heads"]) for call in calls] == [
         ("causal", "forward", 2), ("causal", "backward", 2), ("full", "forward", 2), ("full", "backward", 2),
         ("window", "forward", 4), ("window", "backward", 4), ("decode", "forward", 2),
@@ -48,6 +50,38 @@ def test_every_direction_of_experts_runs(found: dict[str, list[dict[str, Any]]])
     assert [(call["direction"], call["m"]) for call in calls] == [
         (direction, m) for m in (4, 24) for direction in ("forward", "dgrad", "wgrad")
     ]
+
+
+def test_every_direction_of_layers_runs(found: dict[str, list[dict[str, Any]]]) -> None:
+    calls = found["calls/products"]
+    assert all(set(call) == LAYERS and call["seconds"] > 0 for call in calls)
+    assert [(call["direction"], call["m"], call["n"], call["k"]) for call in calls] == [
+        (direction, m, *layer)
+        for layer in ((32, 16), (24, 8))
+        for m in (6, 12)
+        for direction in ("forward", "dgrad", "wgrad")
+    ]
+    assert [point[:4] for point in fit._read_layers(calls)] == [tuple(call.values())[:4] for call in calls]
+    assert not fit._read_layers([*found["calls/experts"], *found["calls/attention/16"], *found["calls/across"]])
+
+
+def test_layers_are_told_apart_by_their_sizes() -> None:
+    """A profile shows rows, inner size and columns of a product, not how its operands lie."""
+    row = alone.list_rows("quick")["calls/products"]
+    sizes = [
+        alone._list_sizes(direction, m, n, k)
+        for n, k in row["layers"]
+        for m in row["rows"]
+        for direction in ("forward", "dgrad", "wgrad")
+    ]
+    assert len(set(sizes)) == len(sizes)
+    assert all(2 * max(a * b, b * c, a * c) < 5e9 for a, b, c in sizes)
+
+
+def test_calls_whose_kernels_were_lost_are_left_out() -> None:
+    lost = ["aten::mm", False, "[[8,4],[4,2]]", "", 3, 2, 10.0, "nvjet"]
+    kept = ["aten::mm", False, "[[8,4],[4,6]]", "", 3, 6, 30.0, "nvjet"]  # two kernels each
+    assert alone._read_profile([lost, kept], True) == {(8, 4, 6): (pytest.approx(1e-5), {})}
 
 
 def test_tensors_that_lie_across_run(found: dict[str, list[dict[str, Any]]]) -> None:
@@ -96,6 +130,7 @@ def test_a_refused_call_is_left_out(bench: Bench, monkeypatch: pytest.MonkeyPatc
         ("_grouped_mm", False, [[96, 32], [8, 32, 64], [8], [], []], ("forward", 8, 96, 64, 32), {}),
         ("_grouped_mm", True, [[96, 64], [8, 64, 32], [8], [], []], ("dgrad", 8, 96, 64, 32), {}),
         ("_grouped_mm", True, [[64, 96], [96, 32], [8], [], []], ("wgrad", 8, 96, 64, 32), {}),
+        ("mm", False, [[96, 32], [32, 64]], (96, 32, 64), {}),
         ("copy_", False, [[2, 64, 32], [2, 64, 32], []], ("copy_strided_across", 2, 64, 32), {}),
         ("add", False, [[2, 64, 32], [2, 64, 32], []], ("pointwise_strided_across", 2, 64, 32), {}),
     ],
@@ -105,7 +140,7 @@ def test_profiles_are_read(
 ) -> None:
     row = [f"aten::{name}", is_backward, str(shapes), "", 6, 12, 60.0, "kernel"]
     outer = [f"aten::_scaled_dot_product{name}", is_backward, "[[1,1,1,1],[1,1,1,1]]", "", 6, 0, 0.0, ""]
-    other = ["aten::mm", False, "[[8,8],[8,8]]", "", 1, 1, 5.0, "nvjet"]
+    other = ["aten::bmm", False, "[[2,8,8],[2,8,8]]", "", 1, 1, 5.0, "nvjet"]
     assert alone._read_profile([row, outer, other], True) == {key: (pytest.approx(1e-5), more)}
 
 

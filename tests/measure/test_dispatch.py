@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "truth"))
 
 import record_operators
 
+from flopcalc.config import load_config
 from flopcalc.measure.dispatch import trace_operators
 from flopcalc.measure.examples import find_example
 
@@ -213,6 +214,29 @@ LLAMA = {
 )
 def test_llama_of_other_sizes(phase: str, attention: str, workload: dict[str, int]) -> None:
     assert record_operators.compare(find_example("llama"), LLAMA, phase, attention, workload) == {}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("phase", ["train", "prefill"])
+@pytest.mark.parametrize(
+    "preset",
+    ["cerebras-gpt-590m", "gpt2", "starcoder2-3b", "starcoder2-7b", "japanese-gpt-neox-3.6b", "phi-1.5", "phi-2",
+     "llama-2-7b"],
+)  # fmt: skip
+def test_switches_of_published_models(preset: str, phase: str) -> None:
+    """What is read is what HF dispatches with a published config's activation, dropouts, rotation and heads of keys."""
+    config = load_config(preset).config
+    example = find_example(str(config["model_type"]))
+    asked = record_operators.describe(record_operators.make_estimator(example, config))
+    made = [
+        record_operators.make_tiny(example, tiny, config)
+        for tiny in [*example.configs, *record_operators.list_stand_ins(example, config)]
+    ]
+    (tiny, *_) = [
+        each for each in made if record_operators.describe(record_operators.make_estimator(example, each)) == asked
+    ]
+    tiny = record_operators.set_window(record_operators.resize(tiny, 6, 2, 5, 4), 4096)
+    assert record_operators.compare(example, tiny, phase, "sdpa", {"batch": 3, "seq": 31}) == {}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -28,14 +28,14 @@ def test_cases_run_and_are_profiled() -> None:
     jobs = runs.plan("test")
     assert {job.id: list(job.rows) for job in jobs} == {
         "runs": ["llama/train/2x48", "llama/decode/1x2/@16",
-                 "calls/attention/16", "calls/attention/24-16", "calls/experts", "calls/across"],
+                 "calls/attention/16", "calls/attention/24-16", "calls/experts", "calls/across", "calls/products"],
         "hosts": ["host/llama/train/1x16", "host/llama/prefill/1x16", "host/units"],
     }  # fmt: skip
     found = []
     for job in jobs:
         measure = runs.start(job.args)
         found.append([measure(row) for row in job.rows.values()])
-    (*steps, heads, others, experts, across), (*small, units) = found
+    (*steps, heads, others, experts, across, layers), (*small, units) = found
     assert [record["is_host"] for record in (*steps, *small)] == [False, False, True, True]
     for record in (*steps, *small):
         assert record["seconds"] > 0
@@ -46,9 +46,9 @@ def test_cases_run_and_are_profiled() -> None:
     for record in small:
         assert record["ratio"] > 0
         assert "operators" not in record
-    alone = (heads, others, experts, across)
-    assert [set(record) for record in alone] == [{"calls", "left_out"}] * 4
-    assert [len(record["calls"]) for record in alone] == [7, 0, 6, 6]  # a CPU has no kernel for 24-16
+    alone = (heads, others, experts, across, layers)
+    assert [set(record) for record in alone] == [{"calls", "left_out"}] * 5
+    assert [len(record["calls"]) for record in alone] == [7, 0, 6, 6, 12]  # a CPU has no kernel for 24-16
     assert set(units) == {"units"}
     assert set(units["units"]) >= {"pointwise", "view", "product", "attention", "attention_masked"}
 
@@ -203,19 +203,23 @@ def test_every_case_has_its_own_name() -> None:
     calls = [name for name, row in job.rows.items() if row.get("is_call")]
     assert calls == list(list_rows("quick"))
     assert len(job.rows) == len(cases) + len(calls)
-    assert len(hosts.rows) == len(others) + 1  # the host's units
+    again = [name for name in hosts.rows if name.endswith("/again")]
+    assert len(hosts.rows) == len(others) + len(again) + 1  # the host's units
+    assert again == [
+        f"host/{runs.name_case(case)}/again" for case in runs.list_narrow_cases((12,)) if case["phase"] == "train"
+    ]
     assert not set(job.rows) & set(hosts.rows)
     for name, row in {**job.rows, **hosts.rows}.items():
         assert name.removeprefix("host/").startswith(row.get("model", ""))
 
 
 def test_profiles_and_the_hosts_own_time_are_jobs_apart() -> None:
-    """Nothing of the profiler is left where the host is timed; each job builds a model once, compiled ones first."""
+    """Nothing of the profiler is left where the host is timed; compiled models first, narrow ones again last."""
     job, hosts = runs.plan("quick")
     assert (job.id, hosts.id) == ("runs", "hosts")
     assert not any(row.get("is_host") for row in job.rows.values())
     assert all(row["is_host"] and name.startswith("host/") for name, row in hosts.rows.items())
-    narrow = [f"{preset}-narrow-{layers}" for layers in (4, 12) for preset in runs.NARROW]
+    narrow = [f"{preset}-narrow-{layers}" for layers in (4, 12, 12) for preset in runs.NARROW]
     alone = [model for model in runs.MODELS if list(runs.list_host_cases("quick", model))]
     compiled = [case["model"] for case in runs.list_cases("quick") if case["compiled"]]
     others = [model for model in runs.MODELS if model not in compiled]

@@ -57,9 +57,15 @@ def test_every_test_case_was_measured_and_is_shown(script: Any) -> None:
         for case in cases
     }
     kept = json.loads((RESULTS / "predict_cases.json").read_text())
-    # All but the protocol's repetitions: the page tells what stands in their place.
-    assert {(each["is_again"], each["reason"]) for each in kept["failures"]} == {(True, "no time was left")}
+    assert kept["failures"] == []
     assert {name(case) for case in kept["cases"] if not case["is_again"]} == planned
+    done = sorted(script._identify(case) for case in kept["cases"] if not case["is_again"])
+    rounds = [
+        script._identify({**case, "is_host": is_host, "round": i, "is_again": False})
+        for model in script.TEST
+        for case, is_host, i in script.list_rounds(model)
+    ]
+    assert done == sorted(rounds)
     for file in ("predict_error.json", "predict_error_blind.json"):
         shown = [name(case) for case in json.loads((RESULTS / file).read_text())["cases"]]
         assert set(shown) == planned
@@ -165,11 +171,11 @@ def _fake_runner(ran: list[str], stop_at: int) -> type:
     class Runner:
         def __init__(self, *_: Any) -> None: ...
 
-        def measure(self, case: dict[str, Any]) -> dict[str, Any]:
+        def measure(self, case: dict[str, Any], _: int = 0) -> dict[str, Any]:
             if len(ran) == stop_at:
                 raise KeyboardInterrupt
             ran.append(name_case(case))
-            if ran[-1].startswith("pythia-1b/decode") and len(ran) < 20:
+            if ran[-1].startswith("phi-1.5/decode") and len(ran) < 10:
                 raise RuntimeError("out of memory")
             return {**case, "seconds": 0.1}
 
@@ -186,11 +192,12 @@ def test_a_stopped_measurement_goes_on(script: Any, tmp_path: Path, monkeypatch:
     from flopcalc.measure.tables import runs
 
     out = tmp_path / "cases.json"
-    monkeypatch.setattr(script, "TEST", {name: script.TEST[name] for name in ("pythia-1b", "opt-125m")})
-    monkeypatch.setattr(script, "_REPEATED", ("opt-125m",))
+    monkeypatch.setattr(script, "TEST", {name: script.TEST[name] for name in ("phi-1.5", "cerebras-gpt-590m")})
+    monkeypatch.setattr(script, "_REPEATED", ("cerebras-gpt-590m",))
     monkeypatch.setattr(provenance, "describe_machine", lambda _: {"device": "a"})
-    planned = [runs.name_case(case) for model in script.TEST for case in script.list_host_cases(model)]
-    again = [runs.name_case(case) for case in script.list_host_cases("opt-125m")]
+    planned = [runs.name_case(case) for model in script.TEST for case, *_ in script.list_rounds(model)]
+    again = [runs.name_case(case) for case in script.list_host_cases("cerebras-gpt-590m")]
+    assert len(planned) == 3 * 2 * len(again)
     ran: list[str] = []
     monkeypatch.setattr(runs, "Runner", _fake_runner(ran, 8))
     with pytest.raises(KeyboardInterrupt):
@@ -202,7 +209,7 @@ def test_a_stopped_measurement_goes_on(script: Any, tmp_path: Path, monkeypatch:
     assert len(kept["cases"]) == 7
     assert {each["reason"] for each in kept["failures"]} == {"no time was left"}
     script.measure(out, 60, "cpu")
-    failed = next(name for name in planned if name.startswith("pythia-1b/decode"))
+    failed = next(name for name in planned if name.startswith("phi-1.5/decode"))
     assert ran == [*planned[:8], failed, *planned[8:], *again]
     kept = json.loads(out.read_text())
     assert [each["case"] for each in kept["failures"]] == [failed]
@@ -214,6 +221,39 @@ def test_a_stopped_measurement_goes_on(script: Any, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(provenance, "describe_machine", lambda _: {"device": "b"})
     with pytest.raises(SystemExit, match="another machine"):
         script.measure(out, 60, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "middle"), [((0.3,), 0.3), ((0.3, 0.2), 0.2), ((0.3, 0.1, 0.2), 0.2), ((0.9, 0.2, 0.3), 0.3)]
+)
+@pytest.mark.parametrize("is_host", [True, False])
+def test_the_middle_round_counts(script: Any, is_host: bool, seconds: tuple[float, ...], middle: float) -> None:
+    """Of small steps by their ratio to the probe, of others by their seconds; repetitions are no rounds."""
+    from flopcalc.measure.tables.runs import make_case
+
+    def measured(taken: float, i: int, is_again: bool) -> dict[str, Any]:
+        kept = {"ratio": taken, "seconds": 1 / taken} if is_host else {"ratio": 1 / taken, "seconds": taken}
+        marks = {"is_host": is_host, "round": i, "is_again": is_again}
+        return {**make_case("yi-6b", "prefill", 1, 104), **kept, **marks}
+
+    rounds = [measured(taken, i, False) for i, taken in enumerate(seconds)]
+    cases = [*rounds, measured(2 * middle, 0, True)]
+    found = script.join_rounds(cases)
+    assert [each["round"] for each in found] == [seconds.index(middle)]
+    assert script._list_repeated(cases) == [pytest.approx(1.0)]
+
+
+def test_the_host_has_part_in_what_is_measured_in_rounds(script: Any) -> None:
+    for model in script.TEST:
+        rounds = list(script.list_rounds(model))
+        assert [(case, is_host) for case, is_host, i in rounds if i == 0] == [
+            *((case, False) for case in script.list_test_cases(model)),
+            *((case, True) for case in script.list_host_cases(model)),
+        ]
+        for i in (1, 2):
+            assert [(case, is_host) for case, is_host, j in rounds if j == i] == [
+                (case, is_host) for case, is_host, j in rounds if j == 0 and (is_host or case["grids"])
+            ]
 
 
 def test_a_report_leaves_the_surroundings_as_they_were(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:

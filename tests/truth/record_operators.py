@@ -15,7 +15,7 @@ import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -32,7 +32,18 @@ from flopcalc.measure.dispatch import Event, Kept, Trace, trace_operators
 from flopcalc.measure.examples import Example, find_example, make_estimator, make_inputs
 from flopcalc.measure.models import build_model, floats_on_meta
 from flopcalc.measure.verify import prepare
-from flopcalc.operators import list_features, list_operators, list_sizes, list_windows, sign, sign_outside
+from flopcalc.operators import (
+    SWITCHES,
+    find_language,
+    list_features,
+    list_operators,
+    list_sizes,
+    list_windows,
+    read_switches,
+    sign_layer,
+    sign_outside,
+    sign_switches,
+)
 from flopcalc.recipe import iterate
 from flopcalc.workload import Workload, make_workload
 
@@ -79,6 +90,11 @@ PHASES = ("train", "flow", "forward", "prefill", "decode")
 _WIDTHS = {"hidden_size", "embed_dim", "n_embd", "d_model", "word_embed_proj_dim", "out_hidden_size", "projection_dim"}
 _HEADS = {"num_attention_heads", "num_key_value_heads", "num_heads", "n_head"}
 _INNER = {"intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner"}
+_FLAGS = {
+    "sliding_window",
+    *SWITCHES,
+    *(name for names in SWITCHES.values() for name in names),
+}  # numbers that are none
 
 
 def resize(config: Json, widths: int, heads: int, inner: int, words: int, keys: int = 0) -> Json:
@@ -121,7 +137,7 @@ def put_flags(tiny: Json, published: Json) -> Json:
     for key, value in published.items():
         if isinstance(value, dict) and isinstance(tiny.get(key), dict):
             out[key] = put_flags(tiny[key], value)
-        elif isinstance(value, (bool, str, float)) or key == "sliding_window":
+        elif isinstance(value, (bool, str, float)) or key in _FLAGS:
             out[key] = value
     out.pop("architectures", None)
     return out
@@ -145,6 +161,53 @@ def widen(config: Json) -> Json:
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
     has_one = any(part.get("num_key_value_heads") == 1 for part in parts)
     return resize(config, 2, 2, 1, 0) if has_one else config
+
+
+def ungroup(config: Json) -> Json:
+    """As many heads of keys as there are heads, in the language model."""
+    out = deepcopy(config)
+    own = out.get("text_config", out)
+    if "num_key_value_heads" in own:
+        own["num_key_value_heads"] = own["num_attention_heads"]
+    return out
+
+
+def retype(config: Json, model_type: str) -> Json:
+    """The same with a language model of another type."""
+    return {**config, "text_config": {**config["text_config"], "model_type": model_type}}
+
+
+def round_heads(example: Example, config: Json) -> Json:
+    """Longer heads where the share of one that is rotated is no even number, as it is in every real model."""
+    share = find_share(config)
+    stages = make_estimator(example, config).stages if share != 1 else ()
+    ops = [op for stage in stages if stage.group == "language" for chain in stage.layers for op in iterate(chain)]
+    is_even = all(op.qk * share % 2 == 0 for op in ops if op.kind == "attend")
+    return config if is_even else resize(config, share.denominator, 1, 1, 0)
+
+
+def find_share(config: Mapping[str, Any]) -> Fraction:
+    """How much of a head is rotated."""
+    name, own = find_language(config)
+    share = {**find_usual(name), **read_switches(own)}.get("partial_rotary_factor", 1)
+    return Fraction(share).limit_denominator(64)
+
+
+@cache
+def find_usual(model_type: str) -> Json:
+    """The switches as a language model's config class sets them where a config says nothing."""
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return {}
+    return read_switches(CONFIG_MAPPING[model_type]().get_text_config().to_dict())
+
+
+def find_switches(estimator: Estimator) -> str:
+    """The switches that a model's config sets otherwise than its class."""
+    config = estimator.source.config
+    name = find_language(config)[0]
+    return sign_switches(config, {name: find_usual(name)})
 
 
 def lengthen(config: Json, more: int) -> Json:
@@ -180,12 +243,13 @@ def list_variants(example: Example) -> Iterator[tuple[list[Json], bool]]:
     seen = set()
     presets = list_presets().get(example.model_type, [])
     flags = [(tiny, preset, True) for preset in presets for tiny in example.configs]
+    flags += [(tiny, preset, True) for preset in presets for tiny in list_stand_ins(example, preset)]
     flags += [(tiny, tiny, not presets) for tiny in example.configs]
     for tiny, preset, is_whole in flags:
         if [t for t in _inner_types(preset) if t not in _inner_types(tiny)]:
             continue
-        base = widen(deepen(put_flags(tiny, preset)))
         try:
+            base = make_tiny(example, tiny, preset)
             estimator = make_estimator(example, base)
         except FlopcalcError as error:
             print("   ", example.model_type, "left out:", error, file=sys.stderr)
@@ -199,14 +263,40 @@ def list_variants(example: Example) -> Iterator[tuple[list[Json], bool]]:
             configs.append(lengthen(resize(base, *factors), more))
         for other in example.configs:
             if other is not tiny and _inner_types(other) == _inner_types(tiny):
-                configs.append(widen(deepen(put_flags(other, preset))))
+                with suppress(FlopcalcError):
+                    configs.append(make_tiny(example, other, preset))
         alike = [config for config in configs if _is_alike(example, config, signature)]
         yield alike[:3], is_whole
 
 
+def make_tiny(example: Example, tiny: Json, preset: Json) -> Json:
+    """A tiny config with a published one's flags, large enough to show what real ones do."""
+    return round_heads(example, widen(deepen(put_flags(tiny, preset))))
+
+
+def list_stand_ins(example: Example, preset: Json) -> Iterator[Json]:
+    """Tiny configs made for a published one of which no example has the kind: of language, or of heads of keys."""
+    tinies = example.configs
+    own = find_language(preset)[0]
+    types = [each for each in _inner_types(preset) if each != own]
+    if "text_config" in preset and not any(own in _inner_types(tiny) for tiny in tinies):
+        near = [tiny for tiny in tinies if "text_config" in tiny and all(each in _inner_types(tiny) for each in types)]
+        tinies = [retype(tiny, own) for tiny in near[:1]]
+        yield from tinies
+    try:
+        signature = describe(make_estimator(example, preset))
+    except FlopcalcError:
+        return
+    if "+grouped" not in signature:
+        yield from map(ungroup, tinies)
+
+
 def describe(estimator: Estimator) -> str:
-    kinds = sorted({f"{stage.path}: {sign(chain)}" for stage in estimator.stages for chain in stage.layers})
-    return "\n".join([sign_outside(estimator.stages), *kinds])
+    switches = find_switches(estimator)
+    kinds = sorted(
+        {f"{stage.path}: {sign_layer(stage, chain, switches)}" for stage in estimator.stages for chain in stage.layers}
+    )
+    return "\n".join([sign_outside(estimator.stages, switches), *kinds])
 
 
 def _is_alike(example: Example, config: Json, signature: str) -> bool:
@@ -356,16 +446,22 @@ def fold(name: str) -> str:
 # --- Fitting ----------------------------------------------------------------------------------------------------------
 
 _NUMBERS = (1, 2, 3, 4, 6, 8)
-_COEFFICIENTS = {
-    each: (each.numerator != 1) + (each.denominator != 1) + (each.numerator > 4) + (each.denominator > 4)
-    for each in {Fraction(n, d) for n in _NUMBERS for d in (1, 2, 3, 4, 8)}
-}
+
+
+@cache
+def list_coefficients(part: int = 1) -> dict[Fraction, int]:
+    """Coefficients with their costs; those of a share of a head come with its denominator."""
+    return {
+        each: (each.numerator != 1) + (each.denominator != 1) + (each.numerator > 4) + (each.denominator > 4)
+        for each in {Fraction(n, d) for n in _NUMBERS for d in (1, 2, 3, 4, 8, part)}
+    }
 
 
 class Fitter:
     """Finds coefficient x feature x sizes for numbers that were seen in several runs."""
 
-    def __init__(self, features: list[Mapping[str, int]], sizes: list[Mapping[str, int]]) -> None:
+    def __init__(self, features: list[Mapping[str, int]], sizes: list[Mapping[str, int]], part: int = 1) -> None:
+        self.coefficients = list_coefficients(part)
         names = [name for name in sizes[0] if all(name in other for other in sizes)]
         self.features: dict[tuple[int, ...], str] = {}
         for name in features[0]:
@@ -401,7 +497,7 @@ class Fitter:
                 ):
                     continue
                 coefficient = Fraction(numbers[0], bottom)
-                cost = _COEFFICIENTS.get(coefficient)
+                cost = self.coefficients.get(coefficient)
                 if cost is None:
                     continue
                 names, distance = self._name(used, module)
@@ -596,6 +692,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[Row, ...], int] = {}
+        self.usual: dict[str, Json] = {}  # language's model type -> its config class's switches
         self.signatures: dict[str, int] = {}
         self.parts: dict[str, Any] = {}
         self.saved: dict[str, Any] = {}
@@ -683,11 +780,17 @@ class Recording:
 
         versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
         kept = [json.loads(text) for text in self.kept]
-        return pack(versions, list(self.signatures), self._prune(), self.parts, kept, self.saved)
+        return pack(versions, self.usual, list(self.signatures), self._prune(), self.parts, kept, self.saved)
 
 
 def pack(
-    versions: Json, signatures: list[str], blocks: list[Any], parts: dict[str, Any], kept: list[Any], saved: Json
+    versions: Json,
+    usual: Json,
+    signatures: list[str],
+    blocks: list[Any],
+    parts: dict[str, Any],
+    kept: list[Any],
+    saved: Json,
 ) -> str:
     """The text of a file; flopcalc.operators.unpack reads it."""
     rows: dict[str, int] = {}
@@ -712,7 +815,7 @@ def pack(
         "signatures": map(json.dumps, signatures), "rows": rows, "blocks": map(json.dumps, numbered),
         "layouts": layouts, "kept_rows": kept_rows, "kept": map(json.dumps, kept_numbers),
     }  # fmt: skip
-    lines = [f'"versions": {json.dumps(versions)}']
+    lines = [f'"versions": {json.dumps(versions)}', f'"usual": {json.dumps(usual)}']
     for name, texts in tables.items():
         inside = ",\n".join(texts)
         lines.append(f'"{name}": [\n{inside}\n]')
@@ -743,7 +846,9 @@ def _name_kept(found: tuple[Any, Any]) -> tuple[str, str, str]:
 
 def make_fitter(chosen: list[tuple[Run, Any]]) -> Fitter:
     return Fitter(
-        [each.features for each, _ in chosen], [list_sizes(each.estimator.stages, chain) for each, chain in chosen]
+        [each.features for each, _ in chosen],
+        [list_sizes(each.estimator.stages, chain) for each, chain in chosen],
+        find_share(chosen[0][0].estimator.source.config).denominator,
     )
 
 
@@ -753,18 +858,19 @@ def list_widths(runs: list[Run]) -> tuple[int, ...]:
 
 def _find_spots(each: Run) -> dict[tuple[str, int | None], Spot]:
     spots: dict[tuple[str, int | None], Spot] = {}
+    switches = find_switches(each.estimator)
     for stage in each.estimator.stages:
         if not stage.repeated:
             continue
         kinds: dict[str, list[int]] = defaultdict(list)
         for number, chain in enumerate(stage.layers, stage.first):
-            kinds[sign(chain)].append(number)
+            kinds[sign_layer(stage, chain, switches)].append(number)
         last = stage.first + len(stage.layers) - 1
         for signature, numbers in kinds.items():
             for number in numbers:
                 where = "first" if number == stage.first else "last" if number == last else "*"
                 spots[stage.path, number] = (stage.path, signature, where)
-    spots["", None] = ("", sign_outside(each.estimator.stages), "*")
+    spots["", None] = ("", sign_outside(each.estimator.stages, switches), "*")
     return spots
 
 
@@ -812,6 +918,8 @@ def record(model_type: str) -> Recording:
     example = find_example(model_type)
     recording = Recording()
     for configs, is_whole in list_variants(example):
+        for name in (model_type, find_language(configs[0])[0]):  # a config may leave out what its inner one is
+            recording.usual[name] = find_usual(name)
         for attention in ("sdpa", "eager") if is_whole else ("sdpa",):
             for has_images in (True, False) if example.images else (False,):
                 kept: dict[str, dict[str, list[Run]]] = defaultdict(dict)
