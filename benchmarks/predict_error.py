@@ -127,7 +127,7 @@ def list_rounds(model: str) -> Iterator[tuple[Json, bool, int]]:
     small = list(list_host_cases(model))
     large = list(list_test_cases(model))
     for i in range(_ROUNDS):
-        yield from ((case, False, i) for case in large if not i or case["grids"])
+        yield from ((case, False, i) for case in large if not i)
         yield from ((case, True, i) for case in small)
 
 
