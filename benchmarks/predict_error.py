@@ -11,8 +11,7 @@ The protocol, fixed before anything was measured:
   between runs of a fixed probe, since a shared host changes its speed by half from one second to the next (`probe`: the
   middle ratio to the probe around a step, times the middle probe). How long the probe took tells the `host_factor` of
   both; what `predict` says of small steps has the same pause after each.
-- Small steps and those with images, parts of which wait for the host, are measured in three rounds, seconds apart: the
-  middle one counts.
+- Small steps are measured in three rounds, seconds apart: the middle one counts.
 - A case is called device-bound or host-bound by its prediction. All cases count and are shown.
 - At the end some cases are measured once more: the difference is what a repetition alone makes.
 """
@@ -123,12 +122,10 @@ def list_host_cases(model: str) -> Iterator[Json]:
 
 
 def list_rounds(model: str) -> Iterator[tuple[Json, bool, int]]:
-    """A model's cases, whether each is a small step, its round: all of them once, then what the host has part in."""
+    """A model's cases, whether each is a small step, and its round: large steps once, small ones in every round."""
+    yield from ((case, False, 0) for case in list_test_cases(model))
     small = list(list_host_cases(model))
-    large = list(list_test_cases(model))
-    for i in range(_ROUNDS):
-        yield from ((case, False, i) for case in large if not i)
-        yield from ((case, True, i) for case in small)
+    yield from ((case, True, i) for i in range(_ROUNDS) for case in small)
 
 
 def measure(out: Path, budget_s: float, device: str) -> None:
