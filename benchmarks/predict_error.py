@@ -95,7 +95,7 @@ def list_test_cases(model: str) -> Iterator[Json]:
     kind = "long" if model in _LONG else "short" if model in _SHORT else "shown" if grids else "usual"
     asked = (2, 4400) if model in _LONG else (5, 1580)
     for i, (batch, seq) in enumerate(_TRAINED[kind]):
-        if grids or i != list(TEST).index(model) % 3:  # of text, two of the three: minutes are few
+        if grids or i != list(TEST).index(model) % 3:  # of text, two of the three
             yield make_case(model, "train", batch, seq, grids)
     if model in _RECOMPUTED:
         yield make_case(model, "train", 4, 1840, grids, recompute="full")
@@ -186,7 +186,7 @@ def _resume(out: Path, provenance: Json) -> Json:
     if not out.exists():
         return {"provenance": provenance, "cases": [], "failures": []}
     kept = _read(out)
-    if kept["provenance"] != provenance:
+    if kept["provenance"] != provenance or any("round" not in case for case in kept["cases"]):
         raise SystemExit(f"{out} is of another machine or version: give another --out, or remove it")
     return {**kept, "failures": []}
 

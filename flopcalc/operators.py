@@ -167,6 +167,8 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "use_parallel_residual": (),
     "partial_rotary_factor": ("rotary_pct",),
 }
+_OUTSIDE = ("embedding_dropout", "partial_rotary_factor")  # what is outside of layers has these alone
+_DISTANCES = {"hidden_act": 4}  # of variants that differ: an activation may be seven operators or one
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "swish": "silu"}  # one operator all the same
 
 
@@ -179,8 +181,11 @@ def find_language(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def read_switches(config: Mapping[str, Any]) -> dict[str, Any]:
     """Those switches that a language model's config sets."""
-    inner = [config.get(key) for key in ("rope_parameters", "rope_scaling")]
-    tables = [config, *(table for table in inner if isinstance(table, Mapping))]
+    tables = [config]
+    for key in ("rope_parameters", "rope_scaling"):  # for all layers, or for each of their kinds
+        table = config.get(key)
+        if isinstance(table, Mapping):
+            tables += [table, *(inner for inner in table.values() if isinstance(inner, Mapping))]
     found = {
         key: [table[name] for name in (key, *names) for table in tables if table.get(name) is not None]
         for key, names in SWITCHES.items()
@@ -198,11 +203,18 @@ def sign_switches(config: Mapping[str, Any], usual: Mapping[str, Mapping[str, An
 
 def _say_switch(key: str, value: Any) -> str:
     """A switch's value so far as it matters: any dropout is one."""
+    if key.endswith("dropout") or key.startswith("use_"):
+        return "on" if _is_on(value) else "off"
     if isinstance(value, str):
         return _ACTIVATIONS.get(value, value)
-    if isinstance(value, bool) or key.endswith("dropout"):
-        return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else format_value(value)
+
+
+def _is_on(value: Any) -> bool:
+    try:
+        return bool(float(value))
+    except (TypeError, ValueError):
+        return bool(value)
 
 
 _ATTRIBUTES = ("n_in", "n_out", "size", "heads", "qk", "v", "copies", "active", "times")
@@ -558,7 +570,7 @@ class _Reader:
     def _has_dropout(self) -> bool:
         name, own = find_language(self.estimator.source.config)
         switches = {**self.data["usual"].get(name, {}), **read_switches(own)}
-        return self.load.phase == "train" and bool(switches.get("attention_dropout"))
+        return self.load.phase == "train" and _is_on(switches.get("attention_dropout"))
 
     def _find_states(self) -> dict[tuple[str, int | None], _Layer]:
         """What trains and where gradients pass, from the core's own rows in order of execution."""
@@ -630,12 +642,30 @@ class _Reader:
             kinds = {self.data["signatures"][int(number)]: entry for number, entry in found.items()}
             entry = kinds.get(signature)
             if entry is None:
-                nearest = min(kinds, key=lambda other: len({*other.split()} ^ {*signature.split()}))
+                apart = {other: self._tell_apart(path, signature, other) for other in kinds}
+                nearest = min(kinds, key=lambda other: sum(_DISTANCES.get(key, 1) for key in apart[other]))
                 entry = kinds[nearest]
-                if path:
+                if path and apart[nearest]:
                     self._note(f"layers of {path}: this kind was not recorded; the nearest stands in")
+                elif "embedding_dropout" in apart[nearest]:
+                    self._note("embeddings: whether they drop was recorded otherwise; the nearest stands in")
             return entry.get(where, entry["*"])
         return {} if table == "parts" else None
+
+    def _tell_apart(self, path: str, one: str, other: str) -> list[str]:
+        """What one signature has and the other has not, so far as it matters here: switches by name, ops as ""."""
+        found = []
+        for sign in {*one.split()} ^ {*other.split()}:
+            key, is_switch, _ = sign.partition("=")
+            if not is_switch:
+                found.append("")
+            elif key.endswith("dropout") and self.load.phase != "train":
+                continue
+            elif key == "attention_dropout" and self.attention != "eager":  # a kernel's own
+                continue
+            elif (key in _OUTSIDE) if not path else key != "embedding_dropout":
+                found.append(key)
+        return found
 
     def _find_like(self, stages: dict[str, Any], path: str) -> Any:
         """The layers of another model that come nearest: vision for vision, text for text."""

@@ -11,9 +11,11 @@ import pytest
 
 from flopcalc import operators
 from flopcalc.config import load_config
+from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError, SpecError
 from flopcalc.estimate import bind
 from flopcalc.operators import KINDS, MissingSizeError, Operators, Scope, classify, list_operators
+from flopcalc.prediction.work import make_work
 from flopcalc.workload import make_workload
 
 T, D, FF, V, LAYERS = 2 * 100, 4096, 14336, 128256, 32  # Llama 3.1 8B, two rows of a hundred tokens
@@ -284,22 +286,25 @@ def test_switches_that_are_not_the_usual_ones(config: dict[str, Any], signed: st
         ("gpt2", {}, ""),
         ("gpt2", {"resid_pdrop": 0.3}, ""),
         ("gpt2", {"activation_function": "relu"}, "transformer.h"),
-        ("gpt2", {"resid_pdrop": 0.0}, "transformer.h"),
+        ("gpt2", {"resid_pdrop": 0.0}, ""),  # recorded of a tiny one
         ("cerebras-gpt-590m", {}, ""),
         ("cerebras-gpt-590m", {"activation_function": "gelu_pytorch_tanh"}, ""),
-        ("cerebras-gpt-590m", {"attn_pdrop": 0.1}, "transformer.h"),
+        ("cerebras-gpt-590m", {"attn_pdrop": 0.1}, ""),  # inside a kernel
         ("starcoder2-3b", {}, ""),
-        ("starcoder2-3b", {"embedding_dropout": 0.0}, "model.layers"),
+        ("starcoder2-3b", {"residual_dropout": 0.0}, ""),  # layers of 7b, embeddings of 3b
+        ("starcoder2-3b", {"embedding_dropout": 0.0}, ""),  # and the other way round
+        ("phi-2", {"resid_pdrop": 0.1}, "model.layers"),
         ("starcoder2-7b", {}, ""),
         ("japanese-gpt-neox-3.6b", {}, ""),
         ("japanese-gpt-neox-3.6b", {"rotary_pct": 0.5}, "gpt_neox.layers"),
         ("pythia-1b", {"use_parallel_residual": False}, "gpt_neox.layers"),
+        ("pythia-1b", {"use_parallel_residual": 1}, ""),
         ("phi-1.5", {}, ""),
         ("phi-2", {}, ""),
         ("phi-2", {"partial_rotary_factor": 0.75}, "model.layers"),
         ("llama-2-7b", {}, ""),  # as many heads of keys as of queries
         ("llama-2-7b", {"hidden_act": "gelu"}, "model.layers"),
-        ("llama-3.1-8b", {"attention_dropout": 0.1}, "model.layers"),
+        ("llama-3.1-8b", {"attention_dropout": 0.1}, ""),
         ("llava-1.5-7b", {}, ""),
         ("bakllava-7b", {}, ""),  # a language model with a window
         ("qwen2-vl-2b", {"hidden_act": "gelu"}, "model.language_model.layers"),
@@ -314,6 +319,67 @@ def test_a_variant_that_was_not_recorded_is_named(preset: str, change: dict[str,
     assert found.rows
 
 
+def test_embeddings_that_drop_are_named() -> None:
+    config = load_config("phi-2").config
+    found = list_operators(bind({**config, "embd_pdrop": 0.1}), make_workload(1, 64))
+    assert found.notes == ("embeddings: whether they drop was recorded otherwise; the nearest stands in",)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("preset", "change"),
+    [
+        ("gpt2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+        ("phi-2", {"resid_pdrop": 0.1}),
+        ("llama-3.1-8b", {"attention_dropout": 0.1}),
+    ],
+)
+def test_dropout_is_nothing_outside_of_training(
+    preset: str, change: dict[str, Any], attention: str, phase: str
+) -> None:
+    """The same operators as without it, and no note."""
+    load = make_workload(1, 1 if phase == "decode" else 64, phase=phase, context=64 if phase == "decode" else None)
+    config = load_config(preset).config
+    told = list_operators(bind({**config, **change}), load, attention)
+    assert told == list_operators(bind(preset), load, attention)
+
+
+def test_attention_drops_eagerly_with_operators_of_its_own() -> None:
+    config = load_config("llama-3.1-8b").config
+    found = list_operators(bind({**config, "attention_dropout": 0.1}), make_workload(1, 64), "eager")
+    assert found.notes == ("layers of model.layers: this kind was not recorded; the nearest stands in",)
+
+
+@pytest.mark.parametrize(
+    ("preset", "change", "phase", "has_dropout"),
+    [
+        ("gpt2", {}, "train", True),  # as its class says
+        ("gpt2", {}, "prefill", False),
+        ("gpt2", {"attn_pdrop": 0}, "train", False),
+        ("gpt2", {"attn_pdrop": "0.0"}, "train", False),
+        ("starcoder2-15b", {}, "train", True),
+        ("starcoder2-7b", {}, "train", False),
+        ("llama-3.1-8b", {"attention_dropout": 0.1}, "train", True),
+        ("llama-3.1-8b", {"attention_dropout": None}, "train", False),
+    ],
+)
+def test_configs_tell_whether_attention_drops(
+    preset: str, change: dict[str, Any], phase: str, has_dropout: bool
+) -> None:
+    estimator = bind({**load_config(preset).config, **change})
+    load = make_workload(1, 64, phase=phase)
+    assert list_operators(estimator, load).has_dropout is has_dropout
+    calls = make_work(estimator, load).attention
+    assert calls
+    assert {call.has_dropout for call in calls} == {has_dropout}
+
+
+def test_a_rotated_share_may_stand_with_its_kind_of_layer() -> None:
+    inner = {"full_attention": {"partial_rotary_factor": 0.4}}
+    assert operators.read_switches({"rope_parameters": inner}) == {"partial_rotary_factor": 0.4}
+
+
 def test_the_nearest_variant_stands_in() -> None:
     """One switch apart: another's operators, and the model's own sizes."""
     config = load_config("gpt2").config
@@ -323,7 +389,9 @@ def test_the_nearest_variant_stands_in() -> None:
 
 
 def test_a_file_without_usual_switches_is_read_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = {**operators.load_file("llama"), "usual": {}}
+    written = json.loads((Path(find_data_dir()) / "operators" / "llama.json").read_text())
+    del written["usual"]
+    data = operators.unpack(written)
     monkeypatch.setattr(operators, "load_file", lambda _: data)
     config = load_config("llama-3.1-8b").config
     assert list_operators(bind({**config, "hidden_act": "gelu"}), make_workload(1, 64)).notes == ()

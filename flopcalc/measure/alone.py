@@ -1,8 +1,8 @@
 """Single calls that are timed by themselves on the device: sizes go in, seconds come out.
 
-Whole steps show few head dims and expert shapes, each at few sizes, and their profiles do not tell how tensors lie in
-memory; here one size changes at a time. A call's seconds are those of its kernels under the profiler, as in a profiled
-step: events around it would time the gaps beside it too.
+Whole steps show few head dims, layers and expert shapes, each at few sizes, products at a clock that the power limit
+has lowered, and their profiles do not tell how tensors lie in memory; here one size changes at a time. A call's seconds
+are those of its kernels under the profiler, as in a profiled step: events around it would time the gaps beside it too.
 """
 
 from __future__ import annotations

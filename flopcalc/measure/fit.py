@@ -410,7 +410,7 @@ def _search_group(
     return GroupShape(*search(loss, list(start), 100))
 
 
-_ALONE_CALLS = 4  # as much as a product counts in the fit that was timed by itself: steps have a call per layer
+_ALONE_CALLS = 4  # how much a product that was timed by itself counts: in steps, each call does
 _TELLING = 5  # different calls that tell the four constants of an attention kernel
 # What a query and a key of the longest row take, in pairs, for calls that do not tell: 128 queries are one processor's,
 # of about 130, and half of those are busy meanwhile.

@@ -337,13 +337,33 @@ class Machine:
         )  # fmt: skip
         speed = self.compute if call.mask != "decode" else self.memory * 2 / self.width
         seconds = start + (queries * query + pairs * pair + longest * row) * scale / speed
+        if call.has_dropout and call.mask == "causal":
+            seconds *= self._find_dropping((table, *tables.values()), call)
         return Timed(seconds, error if scale == 1 else 2 * error, self.is_measured)
+
+    def _find_dropping(self, tables: Sequence[dict[str, Any]], call: Attention) -> float:
+        """How many times longer a causal call takes that drops weights, at the nearest head dim where both were seen."""
+        mean = (call.qk + call.v) / 2
+        for table in tables:
+            names = {name.rpartition("/")[2]: name for name in table if name.startswith(f"{call.direction}/dropout/")}
+            dims = [dim for dim in names if f"{call.direction}/causal/{dim}" in table]
+            if dims:
+                dim = min(dims, key=lambda dim: abs(math.log(int(dim) / mean)))
+                features = attention_features(
+                    round(self.shape.units), call.direction, "causal", call.batch, call.heads, call.kv_heads, int(dim),
+                    call.length, call.keys,
+                )  # fmt: skip
+                dropping, plain = (
+                    sum(value * feature for value, feature in zip(table[name], features, strict=True))
+                    for name in (names[dim], f"{call.direction}/causal/{dim}")
+                )
+                return float(dropping / plain)
+        return 1.0
 
     def _find_attention(self, table: dict[str, Any], call: Attention) -> tuple[list[float], float] | None:
         """Constants of a call's direction, mask and head dim; those of the nearest head dim, scaled, else."""
         mean = (call.qk + call.v) / 2
-        masks = (name_mask(call.mask, call.keys), call.mask, "full")
-        for mask in ("dropout", *masks) if call.has_dropout and call.mask == "causal" else masks:
+        for mask in (name_mask(call.mask, call.keys), call.mask, "full"):
             dims = {
                 int(name.rpartition("/")[2]): value
                 for name, value in table.items()

@@ -13,9 +13,9 @@ from flopcalc.errors import CalibrationError
 from flopcalc.measure import fit
 from flopcalc.measure.narrow import narrow
 from flopcalc.measure.tables.runs import FIT_GRIDS, cut_config, make_case
-from flopcalc.prediction.machine import GroupShape, ProductShape, load_predictor, time_grouped, time_shape
+from flopcalc.prediction.machine import GroupShape, Machine, ProductShape, load_predictor, time_grouped, time_shape
 from flopcalc.prediction.step import name_mode, name_phase
-from flopcalc.prediction.work import count_calls
+from flopcalc.prediction.work import Attention, count_calls
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
@@ -40,6 +40,46 @@ def test_search_finds_a_minimum() -> None:
 def test_curve_takes_the_weighted_median_of_each_half_octave() -> None:
     curve = fit.fit_curve([(1000, 1.0, 1), (1000, 2.0, 5), (1000, 9.0, 1), (4000, 3.0, 1)])
     assert curve == [(pytest.approx(1000), pytest.approx(2.0)), (pytest.approx(4000), pytest.approx(3.0))]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "risen"),
+    [
+        ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0)),
+        ((2.0, 1.0), (1.5, 1.5)),
+        ((1.0, 9.0, 2.0, 2.1, 8.0), (1.0, 2.1, 2.1, 2.1, 8.0)),  # one that lies out moves its neighbours little
+        ((3.0, 2.0, 1.0), (2.0, 2.0, 2.0)),
+    ],
+)
+def test_curves_never_fall(seconds: tuple[float, ...], risen: tuple[float, ...]) -> None:
+    curve = fit.fit_curve([(4.0**i, each, 1) for i, each in enumerate(seconds, 1)])
+    assert [each for _, each in curve] == pytest.approx(risen)
+
+
+def test_attention_that_drops_is_a_kernel_of_its_own() -> None:
+    """Few calls tell a pair's seconds; a model's own calls are found under the same name."""
+    plain = [fit.AttentionPoint("cudnn", "forward", "causal", 1, 8, 8, 64, n, n, n * 1e-8, 1) for n in (64, 512, 2048)]
+    dropping = [point._replace(mask="dropout", seconds=2 * point.seconds) for point in plain]
+    found = fit.fit_attention([*plain, *dropping], 132)["cudnn"]
+    assert set(found) == {"forward/causal/64", "forward/dropout/64"}
+    (_, query, pair, row), (_, slower_query, slower_pair, slower_row) = found.values()
+    assert slower_pair > 2 * pair
+    assert (slower_query / slower_pair, slower_row / slower_pair) == pytest.approx((query / pair, row / pair), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("device", "dim", "length"),
+    [("h200", 64, 1024), ("h200", 96, 1024), ("h200", 256, 1024), ("h200", 128, 4096), ("a100-sxm-80gb", 64, 1024)],
+)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_dropping_takes_longer_everywhere(device: str, dim: int, length: int, direction: str) -> None:
+    """At head dims and on kernels where it was not measured too."""
+    machine = Machine(device)
+    call = Attention("attn", "language", direction, "causal", 8, 12, 12, dim, dim, length, length)
+    plain, dropping = (machine.time_attention(each).seconds for each in (call, call._replace(has_dropout=True)))
+    assert 1.1 < dropping / plain < 2.5
+    masked = call._replace(mask="window", window=length)
+    assert machine.time_attention(masked) == machine.time_attention(masked._replace(has_dropout=True))
 
 
 def test_products_find_their_constants() -> None:
@@ -97,6 +137,14 @@ def test_profiles_are_read(row: list[Any], expected: object) -> None:
     layer = ["aten::mm", False, "[[64,64],[64,128]]", "c10::BFloat16,c10::BFloat16", 1, 1, 0.0, ""]
     points = fit.read_points([_profiled([layer, row])])
     assert [*points.products, *points.attention, *points.moved] == [expected]
+
+
+def test_calls_that_drop_are_read_as_such() -> None:
+    row = ["aten::_cudnn_attention_forward", False, "[[2,4,32,16],[2,2,32,16],[2,2,32,16]]",
+           "c10::BFloat16,c10::BFloat16,c10::BFloat16", 2, 6, 6.0, "philox"]  # fmt: skip
+    case = {**make_case("llama", "train", 2, 32), "operators": [row]}
+    modelled = fit.model_case(case, {**LLAMA, "attention_dropout": 0.1})
+    assert [point.mask for point in fit.read_points([modelled]).attention] == ["dropout"]
 
 
 def test_without_kernels_there_is_nothing_to_fit() -> None:
