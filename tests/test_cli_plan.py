@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,33 @@ def test_small_runs_and_one_device() -> None:
     assert lines[0] == "llama-3.2-1b (1.24B parameters) on 1 × NVIDIA H200"
     days, hours = (float(word) for word in lines[5].split()[-4:-2])
     assert 0 < days < hours < 0.1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shown", "note"),
+    [
+        ("1", "131.07K tokens", "1 token given, less than one step: one whole step, 131.07K tokens, taken"),
+        ("1e18", "1,000,000T tokens", ""),
+    ],
+)
+def test_the_smallest_and_the_largest_run(tokens: str, shown: str, note: str) -> None:
+    output = invoke(*SMALL, "--tokens", tokens, "--top", "1").output
+    lines = output.splitlines()
+    assert lines[1] == f"{shown}, 64 × 2,048 tokens a step, bf16"
+    assert all(re.fullmatch(r"[\d,]+(\.\d+)?", word) for word in lines[5].split()[-4:])
+    assert note in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "note"),
+    [
+        ("qwen2.5-vl-7b", "no image given, so the vision tower is not counted; add one with --image 1024x768"),
+        ("mamba-2.8b", "what the layers' scans or selections of keys take was never measured"),
+    ],
+)
+def test_what_is_not_counted_or_measured_is_noted(model: str, note: str) -> None:
+    output = " ".join(invoke(*SMALL, "--model", model).output.split())
+    assert output.count(note) == 1
 
 
 def test_encoder_and_decoder() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from decimal import Decimal
 from typing import Any
 
 import click
@@ -108,11 +109,11 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
     )
     found = found._replace(notes=(*asked.notes, *notes, *found.notes))
     if plot_file is not None:
-        planning.plot(found, plot_file)
+        found.plot(plot_file)
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
         return
-    click.echo(_format(found))
+    click.echo(_format(found, planning.format_tokens(found.tokens)))
     if plot_file is not None:
         click.echo(f"written: {plot_file}")
 
@@ -135,13 +136,13 @@ def _read_price(text: str | None) -> float | None:
         raise FlopcalcError(f"--price: {format_value(text)} is no number of USD per GPU-hour") from None
 
 
-def _format(found: Any) -> str:
+def _format(found: Any, tokens: str) -> str:
     """The readable report of a Plan."""
     step = f"{found.global_batch:,} × {found.seq:,} tokens a step"
     lines = [
         f"{found.model} ({format_parameters(found.parameters)} parameters) on {found.gpus:,} × {found.device.name}"
         + (f", {found.interconnect.id}" if found.gpus > 1 else ""),
-        f"{format_parameters(found.tokens)} tokens, {step}, {found.dtype}",
+        f"{tokens}, {step}, {found.dtype}",
         "",
     ]
     headers = ["layout", "step", "from … to", "MFU", "HFU", "memory", "days", "GPU-hours", "MWh", "k USD"]
@@ -183,7 +184,9 @@ def _format(found: Any) -> str:
 
 def _shorten(value: float) -> str:
     """A number with one digit behind the point while there are few before it; small ones with two that count."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+    if value >= 1:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    return f"{Decimal(f'{value:.2g}'):f}"  # never 1.2e-05
 
 
 def _wrap(label: str, text: str) -> list[str]:

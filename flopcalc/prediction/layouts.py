@@ -387,9 +387,10 @@ def find_problem(layout: Layout, cut: Cut, gpus: int, global_batch: int) -> tupl
         text = f"dp {dp} · micro-batch {layout.micro_batch} does not divide a global batch of {global_batch} sequences"
         return "batch", text
     batches = global_batch // (dp * layout.micro_batch)
-    if layout.virtual > 1 and (pp == 1 or batches % pp):
-        text = f"{layout.virtual} virtual stages need micro-batches in multiples of pp {pp} > 1, not {batches}"
-        return "virtual", text
+    if layout.virtual > 1 and pp == 1:
+        return "virtual", f"{layout.virtual} virtual stages need a pipeline: pp of 2 or more, not 1"
+    if layout.virtual > 1 and batches % pp:
+        return "virtual", f"{layout.virtual} virtual stages need micro-batches in multiples of pp {pp}, not {batches}"
     if layout.zero and dp * cp == 1:
         return "zero", f"zero {layout.zero} needs more than one data-parallel device"
     return None

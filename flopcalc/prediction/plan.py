@@ -46,6 +46,9 @@ _REASONS = {
     "recompute": ("recompute",),
     "compute": ("products", "attention", "memory_bound", "optimizer", "overhead"),
 }
+# How many times wider the interval is where layers have scans or selections of keys: as predict's, of types whose
+# operators were not recorded.
+SCAN_WIDTH = 2.0
 
 
 class Planned(NamedTuple):
@@ -154,6 +157,10 @@ class Plan(NamedTuple):
                 front.append(point)
         return front
 
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw days over memory for every layout that fits, into a .png, .svg or .pdf (needs matplotlib)."""
+        plot(self, path)
+
 
 Degree: TypeAlias = int | Sequence[int] | None
 
@@ -202,11 +209,17 @@ def plan(
     total_tokens = parse_tokens(tokens)
     notes: list[str] = []
     sample = _make_sample(estimator, seq_len, workload, notes)
+    notes += [note for note in estimator.notes(sample) if "convention hardware" not in note]  # a plan has none
     if global_batch is None:
         global_batch = choose_batch(gpus, sample.tokens)
         size = format_parameters(global_batch * sample.tokens)
         notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, taken")
     global_batch = check_size(global_batch, "global batch")
+    whole = global_batch * sample.tokens
+    if total_tokens < whole:
+        few, many = format_tokens(total_tokens), format_tokens(whole)
+        notes.append(f"{few} given, less than one step: one whole step, {many}, taken")
+        total_tokens = whole
     given = dict(zip(DEGREES, (dp, tp, pp, virtual, cp, ep, zero, micro_batch, recompute), strict=True))
     fixed = {name: check_fixed(name, _listed(value)) for name, value in given.items() if value is not None}
     cut = make_cut(estimator, sample)
@@ -218,8 +231,10 @@ def plan(
     repeated = _count_repeated(estimator, sample)
     capacity = find_capacity(found)
     searched = _search(cut, clock, gpus, global_batch, fixed, capacity)
+    width = SCAN_WIDTH if cut.layer.other_flops else 1.0
 
     def finish(layout: Layout, step: Step, memory: Occupied) -> Planned:
+        step = step._replace(below=width * step.below, above=width * step.above)
         executed = sum(counts[1][:2]) + repeated[layout.recompute]
         speed = global_batch / step.seconds
         hours = total_tokens / (speed * sample.tokens) / 3600
@@ -241,6 +256,11 @@ def plan(
     losers = _explain(best[0], ranked, searched.misfits, capacity, finish)
     is_measured = clock.machine.is_measured
     notes += _list_notes(best[0], net, rate, found, kind if not is_measured else "")
+    if cut.layer.other_flops:
+        notes.append(
+            "what the layers' scans or selections of keys take was never measured: they may take far longer, and the "
+            "interval is wider for it"
+        )
     if sample.decoder is not None:
         notes.append("encoder and decoder: a pipeline's stages are counted with the mean of both kinds of layers")
     return Plan(
@@ -350,7 +370,7 @@ def _explain(
         nearest = finish(*entries[0])
         slower = nearest.step.seconds / best.step.seconds - 1
         if reason == "memory":
-            word = f"{-slower:.0%} faster" if slower < 0 else f"{slower:.0%} slower"
+            word = f"{abs(slower):.0%} {'faster' if slower < 0 else 'slower'}" if abs(slower) >= 0.005 else "as fast"
             text = f"{describe_missing(nearest.memory, capacity)}; would be {word}"
         else:
             names = _REASONS[reason]
@@ -358,7 +378,9 @@ def _explain(
             most = max(parts, key=lambda name: parts[name] - best.step.parts[PARTS.index(name)])
             old, new = best.step.parts[PARTS.index(most)], parts[most]
             before = format_seconds(old) if old else "none"
-            text = f"{slower:.1%} slower: {most.replace('_', ' ')} {format_seconds(new)} of a step against {before}"
+            text = f"{slower:.1%} slower" if slower >= 0.0005 else "as fast"
+            if new > old:
+                text += f": {most.replace('_', ' ')} {format_seconds(new)} of a step against {before}"
         losers.append(Loser(reason, len(entries), nearest, text))
     return sorted(losers, key=lambda loser: -loser.layouts)
 
@@ -467,10 +489,17 @@ def parse_tokens(value: float | str) -> int:
     return round(number)
 
 
-def plot(found: Plan, path: str) -> None:
-    """Draw step time over memory for every layout that fits, and the front that no other beats (needs matplotlib)."""
+def format_tokens(value: int) -> str:
+    """1 -> '1 token', 2 * 10**12 -> '2.00T tokens', 10**18 -> '1,000,000T tokens'."""
+    number = f"{value // 10**12:,}T" if value >= 10**15 else format_parameters(value)
+    return f"{number} token{'s' * (value != 1)}"
+
+
+def plot(found: Plan, path: str | os.PathLike[str]) -> None:
+    """Draw days over memory for every layout that fits, and the front that no other beats (needs matplotlib)."""
+    path = os.fspath(path)
     if not os.path.splitext(path)[1]:
-        raise FlopcalcError(f"--plot {format_value(path)}: give a file name that ends in .png, .svg or .pdf")
+        raise FlopcalcError(f"plot {format_value(path)}: give a file name that ends in .png, .svg or .pdf")
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -486,13 +515,15 @@ def plot(found: Plan, path: str) -> None:
         [size / gib for _, size, _ in front], [s * days for s, _, _ in front], "o-", ms=4, color="C3", label="front"
     )
     axes.set_xlabel("memory a device (GiB)")
-    axes.set_ylabel(f"days for {format_parameters(found.tokens)} tokens")
+    axes.set_ylabel(f"days for {format_tokens(found.tokens)}")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_title(f"{found.model} on {found.gpus} x {found.device.name}")
     if found.price is not None:
-        rate = found.price.usd_per_gpu_hour * found.gpus * 24 / 1e6
+        rate = found.price.usd_per_gpu_hour * found.gpus * 24
+        is_large = rate * days * max(found.points)[0] >= 1e6
+        rate /= 1e6 if is_large else 1
 
         def to_money(days: Any) -> Any:
             return days * rate
@@ -501,7 +532,7 @@ def plot(found: Plan, path: str) -> None:
             return money / rate
 
         money = axes.secondary_yaxis("right", functions=(to_money, to_days))
-        money.set_ylabel("million USD")
+        money.set_ylabel("million USD" if is_large else "USD")
         money.yaxis.set_major_formatter("{x:g}")
         money.yaxis.set_minor_formatter("{x:g}")
     axes.legend()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,10 @@ from flopcalc.prediction.layouts import (
 from flopcalc.prediction.machine import Timed
 from flopcalc.prediction.money import count_energy, find_price
 from flopcalc.prediction.network import find_interconnect, time_message
-from flopcalc.prediction.plan import Plan, choose_batch, parse_tokens, plan
+from flopcalc.prediction.plan import SCAN_WIDTH, Plan, choose_batch, format_tokens, parse_tokens, plan
 from flopcalc.workload import block_pairs
 
+ROOT = Path(__file__).resolve().parents[2]
 GPT = {
     "model_type": "gpt2", "n_embd": 1024, "n_layer": 16, "n_head": 16, "n_inner": 4096, "vocab_size": 32000,
     "n_positions": 4096,
@@ -454,7 +458,8 @@ def test_a_faster_layout_that_does_not_fit_is_named() -> None:
         ({"tp": 2.0}, "tp must be a whole number of at least 1, not 2.0"),
         ({"device": "a100-sxm-80gb", "dtype": "fp8"}, "has no known fp8 peak: plan with --dtype bf16 or fp16"),
         ({"tp": 8, "dp": 16}, "no layout divides"),
-        ({"tp": 2, "virtual": 4, "pp": 1}, "no layout divides: 4 virtual stages need micro-batches"),
+        ({"tp": 2, "virtual": 4, "pp": 1}, "4 virtual stages need a pipeline: pp of 2 or more, not 1"),
+        ({"virtual": 2, "pp": 8, "dp": 8, "micro_batch": 8}, "need micro-batches in multiples of pp 8, not 1"),
         ({"recipe": {"freeze": ["*"]}}, "nothing trains under this recipe"),
     ],
 )
@@ -549,3 +554,146 @@ def test_what_is_frozen_has_no_way_back() -> None:
         assert tower
         assert all(linear.has_wgrad is flows for linear in tower)
         assert all(core.has_backward is flows for core in first.cores)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (1, "1 token"), (2, "2 tokens"), (2 * 10**12, "2.00T tokens"), (999 * 10**12, "999.00T tokens"),
+        (10**15, "1,000T tokens"), (10**18, "1,000,000T tokens"),
+    ],
+)  # fmt: skip
+def test_tokens_in_words(tokens: int, text: str) -> None:
+    assert format_tokens(tokens) == text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "taken", "note"),
+    [
+        (1, 64 * 2048, "1 token given, less than one step: one whole step, 131.07K tokens, taken"),
+        ("100k", 64 * 2048, "100.00K tokens given, less than one step: one whole step, 131.07K tokens, taken"),
+        (64 * 2048, 64 * 2048, None),
+        (10**6, 10**6, None),
+    ],
+)
+def test_at_least_one_step_is_planned(tokens: int | str, taken: int, note: str | None) -> None:
+    found = make_plan(tokens=tokens, tp=1, pp=1, zero=0, micro_batch=1)
+    assert found.tokens == taken
+    assert [text for text in found.notes if "less than one step" in text] == ([] if note is None else [note])
+    best = found.best[0]
+    assert best.days == pytest.approx(taken / (64 * 2048) * best.step.seconds / 86400)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_wider"),
+    [("mamba-2.8b", True), ("deepseek-v3.2", True), ("llama-3.1-8b", False), ("mixtral-8x7b", False)],
+)
+def test_scans_are_said_and_widen(model: str, is_wider: bool) -> None:
+    fixed: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 3, "micro_batch": 1, "recompute": "full"}
+    found = plan(model, tokens="1B", device="h200", gpus=256, seq_len=2048, global_batch=256, **fixed)
+    assert len([note for note in found.notes if "scans or selections of keys" in note]) == is_wider
+    step = Clock(cut_model(model), "h200", find_interconnect("hgx-h200", "h200"), 256).time(found.best[0].layout)
+    times = SCAN_WIDTH if is_wider else 1.0
+    assert found.best[0].step == (step.parts, times * step.below, times * step.above)
+
+
+@pytest.mark.parametrize(
+    ("model", "seq", "note"),
+    [
+        ("qwen2.5-vl-7b", 2048, "no image given, so the vision tower is not counted; add one with --image 1024x768"),
+        ("llama-3.1-8b", 262144, "length 262144 is beyond max_position_embeddings = 131072"),
+    ],
+)
+def test_what_an_estimate_notes_a_plan_notes(model: str, seq: int, note: str) -> None:
+    found = plan(
+        model, tokens="1B", device="h200", gpus=64, seq_len=seq, global_batch=64, pp=1, zero=3, recompute="full"
+    )
+    assert found.notes.count(note) == 1
+
+
+def test_a_plan_has_no_conventions() -> None:
+    """What a recipe's own recomputation would add is no note of a plan, which decides on it."""
+    plain, again = (make_plan(recipe={"recompute": repeat}, tp=1, pp=1).notes for repeat in ("none", "full"))
+    assert plain == again
+
+
+def test_a_difference_that_rounds_to_nothing_is_none() -> None:
+    """On one device of round numbers a larger micro-batch takes as long, whether it fits or not."""
+    found = plan("llama-3.2-1b", tokens="1B", device="h200", gpus=1, seq_len=2048, global_batch=64, recompute="none")
+    losers = {str(loser.nearest.layout): loser.text for loser in found.losers}
+    assert losers["dp1 zero0 mb2"] == "as fast"
+    assert losers["dp1 zero0 mb32"].endswith("; would be as fast")
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = make_plan(tp=1, pp=1)
+    found.plot(tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").read_text(encoding="utf-8").startswith("<?xml")
+    found.plot(str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(FlopcalcError, match=r"^plot '.*': give a file name that ends in .png, .svg or .pdf$"):
+        found.plot(tmp_path / "plan")
+
+
+@pytest.mark.parametrize(("tokens", "unit"), [("1B", "USD"), ("100T", "million USD")])
+def test_money_beside_a_plot(tokens: str, unit: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # letters, not their outlines
+    make_plan(tokens=tokens, price=2.0, tp=1, pp=1).plot(tmp_path / "plan.svg")
+    assert re.findall(r">((?:million )?USD)<", (tmp_path / "plan.svg").read_text(encoding="utf-8")) == [unit]
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = make_plan(tp=1, pp=1)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(FlopcalcError, match=r"^a plot needs matplotlib: pip install 'flopcalc\[plot\]'$"):
+        found.plot(tmp_path / "plan.svg")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+PAGE = " ".join((ROOT / "docs" / "planning.md").read_text(encoding="utf-8").split())
+RUNS = json.loads((ROOT / "benchmarks" / "results" / "published_runs.json").read_text(encoding="utf-8"))["rows"]
+
+
+@pytest.mark.parametrize(
+    ("words", "runs", "device"),
+    [
+        ("**ZeRO-3 in the Megatron paper** (six runs, N to N %)", "megatron21-t2-zero-3", ""),
+        ("**torchtitan on H100** (N to N %)", "torchtitan", "h100"),
+        ("On A100 the error is N to N %", "torchtitan", "a100"),
+        ("on H200, in fp8 alone, N and N %", "torchtitan", "h200"),
+        ("**MPT on H100** (N to N %)", "mpt", "h100"),
+        ("On A100 at 2,048 tokens: N to N %", "mpt.*-s2048", "a100"),
+        ("**Pythia** (N, N %)", "pythia", ""),
+        ("**Experts** on B200 (N, N %)", "nemo.*(DeepSeek|Qwen3)", "b200"),
+        ("Qwen3 with the plain all-to-all (N %)", "qwen3-235B-h100-256-d", ""),
+        ("or FSDP (N %)", "qwen3-235B-h100-256-c", ""),
+        ("NeMo's Llama 3 8B of 2024 (N %)", "nemo-24.07-LLAMA3-8B", ""),
+        ("Nemotron-4 15B on many devices (N to N %)", "nemotron4-15B", ""),
+        ("**BLOOM** (N %)", "bloom", ""),
+    ],
+)
+def test_the_pages_misses_are_the_runs(words: str, runs: str, device: str) -> None:
+    told = re.search(re.escape(words).replace("N\\ ", r"([−+][\d.]+)\ ").replace("N,", r"([−+][\d.]+),"), PAGE)
+    assert told is not None
+    errors = [100 * row["error"] for row in RUNS if re.match(runs, row["id"]) and device in row["devices"]]
+    # The file keeps four digits, the page one behind the point: both rounded from the same number.
+    ends = sorted({min(errors), max(errors)})
+    assert sorted(float(word.replace("−", "-")) for word in told.groups()) == pytest.approx(ends, abs=0.06)
+
+
+def test_the_pages_counts_are_the_runs() -> None:
+    memory = {row["id"]: row["memory_gib"] for row in RUNS}
+    for words in (
+        f"of {len(RUNS)} published runs",
+        f"{sum(row['fits'] for row in RUNS)} of the {len(RUNS)} fit on paper",
+        f"Llama 3 comes out at {memory['llama3-405B-8192-s8192']:.0f} GiB of 80",
+        f"DeepSeek-V3 at {memory['deepseek-v3-h800-2048']:.0f} (",
+        f"divided by {clock_module.SUSTAINED}",
+        f"gives back {clock_module.CONTENTION:.0%}".replace("%", " %"),
+        f"{clock_module.OVERHEAD:.0%} on everything".replace("%", " %"),
+    ):
+        assert words in PAGE
+    assert len([row for row in RUNS if "zero-3" in row["id"]]) == 6
