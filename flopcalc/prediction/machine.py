@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import sys
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.devices import Device, find_device, parse_dtype, peak_flops_per_s
-from flopcalc.errors import DeviceError, SpecError
+from flopcalc.errors import DeviceError, SpecError, format_value
 from flopcalc.prediction.work import Attention, Moved, Product
 
 SCHEMA = 4
@@ -187,7 +190,7 @@ def load_predictor(device_id: str) -> dict[str, Any] | None:
         try:
             with open(path, encoding="utf-8") as file:
                 data = json.load(file)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise SpecError(
                 f"{path}: cannot be read: {error}; `flopcalc calibrate --predictor` makes it again"
             ) from None
@@ -196,32 +199,120 @@ def load_predictor(device_id: str) -> dict[str, Any] | None:
                 f"{path}: schema {data.get('schema') if isinstance(data, dict) else None!r}, this version reads "
                 f"{SCHEMA}; `flopcalc calibrate --predictor` makes it again"
             )
-        _check_keys(path, data)
+        if fault := _find_fault(data, _FORM):
+            raise SpecError(f"{path}: {fault.lstrip('.: ')}; `flopcalc calibrate --predictor` makes it again")
+        measured = data["provenance"]["device_id"]
+        if measured != device_id:
+            raise SpecError(
+                f"{path}: was measured on {format_value(measured)}, not on {device_id!r}: remove it, or run `flopcalc "
+                f"calibrate --predictor` on {device_id!r}"
+            )
         return {**data, "is_own": folder == find_user_dir()}
     return None
 
 
-_KEYS = {
-    "": ("provenance", "products", "attention", "moved", "linear", "optimizer", "gaps", "power", "compiled", "error",
-         "host", "probe_s"),
-    "products": ("shape", "residuals", "unaligned", "grouped"),
-    "host": ("train", "forward", "decode", "units", "types", "again"),
-    "moved": ("pointwise_strided",),
-    "optimizer": ("adamw",),
-    "gaps": ("train", "forward"),
-}  # fmt: skip
+class _Each(NamedTuple):
+    """A mapping of any names, or of those that match, whose values are all of one form."""
+
+    form: Any
+    needed: tuple[str, ...] = ()
+    names: str = ".*"
 
 
-def _check_keys(path: str, data: dict[str, Any]) -> None:
-    """Refuse a file that a prediction could not be made of."""
-    for part, names in _KEYS.items():
-        inside = data.get(part, {}) if part else data
-        missing = [name for name in names if not isinstance(inside, dict) or name not in inside]
-        if missing:
-            raise SpecError(
-                f"{path}: {part + ': ' if part else ''}{', '.join(missing)} missing; `flopcalc calibrate --predictor` "
-                "makes it again"
-            )
+class _Rule(NamedTuple):
+    """A form, what its values must keep beyond it, and the words that say of one that it does not."""
+
+    form: Any
+    holds: Callable[[Any], bool]
+    words: str
+
+
+_MOST = sys.float_info.max
+_ANY, _FROM_0, _POSITIVE, _FROM_1 = -_MOST, 0.0, sys.float_info.min, 1.0
+_NUMBERS = {_ANY: "finite number", _FROM_0: "number of 0 or more", _POSITIVE: "positive number",
+            _FROM_1: "number of 1 or more"}  # fmt: skip
+_CURVE = _Rule(
+    [(_POSITIVE, _POSITIVE)],
+    lambda points: bool(points) and all(low[0] < high[0] for low, high in pairwise(points)),
+    "is no curve of rising sizes",
+)
+_CALL = _Rule((_FROM_0,) * 4, any, "is 0 throughout")
+_LINE = (_FROM_0, _FROM_0)
+# The form of a predictor's file. A dict: a mapping of these names (with ? where one may be absent) and maybe others; a
+# tuple: a list of so many values; a list: one of any length; a number: one from there on. What a fit may leave at 0, or
+# make negative, may be so here: all that `calibrate --predictor` writes is read.
+_FORM = {
+    "provenance": {"device_id": str},
+    "products": {
+        "shape": (*(_POSITIVE,) * 8, _FROM_1),
+        "residuals": [(str, _FROM_1, _FROM_1, _FROM_1, _POSITIVE)],
+        "unaligned": _Each(_Each(_POSITIVE), names="[1-9][0-9]*"),
+        "grouped": dict.fromkeys(("forward", "dgrad", "wgrad"), (_POSITIVE,) * 6),
+        "patches?": _Each(_LINE),
+    },
+    "attention": _Rule(
+        _Each(_Each(_CALL, names=".*/[1-9][0-9]*")),
+        lambda tables: bool(tables) and all(tables.values()),
+        "lacks entries",
+    ),
+    "moved": _Each(_CURVE, ("pointwise_strided",)),
+    "linear": _Each(_LINE),
+    "optimizer": _Each((_FROM_0,) * 3, ("adamw",)),
+    "gaps": dict.fromkeys(("train", "forward"), _FROM_0),
+    "power": _LINE,
+    "compiled": dict.fromkeys(("moved", "launch_s"), _FROM_0),
+    "error": dict.fromkeys(("device", "host", "late", "compiled"), _FROM_0),
+    "host": {
+        **dict.fromkeys(("train", "forward", "decode", "again"), _LINE),
+        "units": _Each(_FROM_0),
+        "types": _Each(_Each((_FROM_0, _ANY))),
+    },
+    "probe_s": dict.fromkeys(("train", "forward"), _POSITIVE),
+}
+
+
+def _find_fault(value: Any, form: Any) -> str:
+    """Where a value is not of its form, and how; nothing where it is."""
+    if type(form) is float:
+        is_right = type(value) in (float, int) and form <= value <= _MOST
+        return "" if is_right else f": {format_value(value)} is no {_NUMBERS[form]}"
+    if form is str:
+        return "" if isinstance(value, str) else f": {format_value(value)} is no text"
+    if isinstance(form, _Rule):
+        fault = _find_fault(value, form.form)
+        return fault or ("" if form.holds(value) else f": {format_value(value)} {form.words}")
+    if isinstance(form, (dict, _Each)):
+        return _find_fault_inside(value, form)
+    if not isinstance(value, list):
+        return f": {format_value(value)} is no list"
+    if isinstance(form, list):
+        form = form * len(value)
+    if len(value) != len(form):
+        return f": a list of {len(value)}, not of {len(form)}"
+    for i, each in enumerate(value):
+        if fault := _find_fault(each, form[i]):
+            return f"[{i}]{fault}"
+    return ""
+
+
+def _find_fault_inside(value: Any, form: dict[str, Any] | _Each) -> str:
+    """The same of a mapping."""
+    if not isinstance(value, dict):
+        return f": {format_value(value)} is no mapping"
+    if isinstance(form, _Each):
+        needed: Sequence[str] = form.needed
+        parts = dict.fromkeys(value, form.form)
+        if strange := [name for name in value if not re.fullmatch(form.names, name)]:
+            return f": {format_value(strange[0])} unknown"
+    else:
+        needed = [name for name in form if not name.endswith("?")]
+        parts = {name.rstrip("?"): part for name, part in form.items()}
+    if missing := [name for name in needed if name not in value]:
+        return f": {', '.join(missing)} missing"
+    for name, part in parts.items():
+        if name in value and (fault := _find_fault(value[name], part)):
+            return f".{name}{fault}"
+    return ""
 
 
 MEASURED_ON = "h200-sxm"  # where the shapes of curves come from for devices that were not measured
@@ -229,7 +320,7 @@ _ERRORS = {"product": 0.05, "attention": 0.06, "moved": 0.08}
 _UNMEASURED = 0.3  # relative error of a time that is scaled from another device by published figures
 # Share of its peak that a large product keeps up on devices that were not measured, by the start of their id; of all
 # others, Hopper's. Set before the first comparison with published runs (benchmarks/published_runs.py).
-_SHARES = {"a100": 0.83, "tpu": 0.82}
+_SHARES = {"a100": 0.83, "a800": 0.83, "tpu": 0.82}
 _SHARE = 0.72
 _FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of the fused one's single pass: 21 / 7
 
@@ -342,7 +433,7 @@ class Machine:
         return Timed(seconds, error if scale == 1 else 2 * error, self.is_measured)
 
     def _find_dropping(self, tables: Sequence[dict[str, Any]], call: Attention) -> float:
-        """How many times longer a causal call takes that drops weights, at the nearest head dim where both were seen."""
+        """How many times longer a causal call takes that drops weights, at the nearest head dim with both."""
         mean = (call.qk + call.v) / 2
         for table in tables:
             names = {name.rpartition("/")[2]: name for name in table if name.startswith(f"{call.direction}/dropout/")}

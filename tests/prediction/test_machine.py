@@ -1,0 +1,184 @@
+"""A predictor's file: what a fit may write is read, and what is broken is refused with its place."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopcalc.data import find_data_dir
+from flopcalc.errors import SpecError
+from flopcalc.prediction.machine import Machine, load_predictor
+
+Json = dict[str, Any]
+Keep = Callable[..., Path]
+AGAIN = "; `flopcalc calibrate --predictor` makes it again"
+
+
+@pytest.fixture
+def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a predictor of a device into the user's folder; its path."""
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    (tmp_path / "predictors").mkdir()
+
+    def write(data: Any, device: str = "h200-sxm") -> Path:
+        path = tmp_path / "predictors" / f"{device}.json"
+        path.write_text(data if isinstance(data, str) else json.dumps(data))
+        load_predictor.cache_clear()
+        return path
+
+    yield write
+    load_predictor.cache_clear()
+
+
+def _change(place: tuple[str | int, ...], value: Any) -> Json:
+    """The shipped predictor with another value in one place."""
+    data: Any = json.loads((Path(find_data_dir()) / "predictors" / "h200-sxm.json").read_text())
+    inside = data
+    for name in place[:-1]:
+        inside = inside[name]
+    inside[place[-1]] = value
+    return data  # type: ignore[no-any-return]
+
+
+CAUSAL = ("attention", "cudnn", "backward/causal/128")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "fault"),
+    [
+        (("attention",), {}, "attention: {} lacks entries"),
+        (("attention",), None, "attention: None is no mapping"),
+        (("attention", "flash"), None, "attention.flash: None is no mapping"),
+        (("attention",), {"flash": {}}, "attention: {'flash': {}} lacks entries"),
+        (("attention", "cudnn", "forward/causal/x"), [1, 1, 1, 1], "attention.cudnn: 'forward/causal/x' unknown"),
+        (CAUSAL, [1, 1, 1], "attention.cudnn.backward/causal/128: a list of 3, not of 4"),
+        (CAUSAL, [0, 0, 0, 0], "attention.cudnn.backward/causal/128: [0, 0, 0, 0] is 0 throughout"),
+        ((*CAUSAL, 2), -1e-12, "attention.cudnn.backward/causal/128[2]: -1e-12 is no number of 0 or more"),
+        (("compiled",), {}, "compiled: moved, launch_s missing"),
+        (("compiled",), None, "compiled: None is no mapping"),
+        (("compiled", "moved"), "1", "compiled.moved: '1' is no number of 0 or more"),
+        (("error",), {}, "error: device, host, late, compiled missing"),
+        (("error",), None, "error: None is no mapping"),
+        (("error", "device"), -1, "error.device: -1 is no number of 0 or more"),
+        (("error", "late"), True, "error.late: True is no number of 0 or more"),
+        (("power",), {}, "power: {} is no list"),
+        (("power",), None, "power: None is no list"),
+        (("power",), [0.2, 0.7, 1], "power: a list of 3, not of 2"),
+        (("provenance",), {}, "provenance: device_id missing"),
+        (("provenance",), None, "provenance: None is no mapping"),
+        (("provenance", "device_id"), 5, "provenance.device_id: 5 is no text"),
+        (("linear",), None, "linear: None is no mapping"),
+        (("linear", "cat"), [1e-6] * 10, "linear.cat: a list of 10, not of 2"),
+        (("optimizer", "adamw"), [0, 0], "optimizer.adamw: a list of 2, not of 3"),
+        (("gaps", "train"), None, "gaps.train: None is no number of 0 or more"),
+        (("products",), [], "products: [] is no mapping"),
+        (("products", "shape"), [1.0, 2.0, 3.0], "products.shape: a list of 3, not of 9"),
+        (("products", "shape"), math.nan, "products.shape: nan is no list"),
+        (("products", "shape", 0), 0, "products.shape[0]: 0 is no positive number"),
+        (("products", "shape", 1), math.nan, "products.shape[1]: nan is no positive number"),
+        (("products", "shape", 6), math.inf, "products.shape[6]: inf is no positive number"),
+        (("products", "shape", 8), 0.4, "products.shape[8]: 0.4 is no number of 1 or more"),
+        (("products", "residuals", 3, 1), 0, "products.residuals[3][1]: 0 is no number of 1 or more"),
+        (("products", "residuals", 3, 0), [], "products.residuals[3][0]: [] is no text"),
+        (("products", "unaligned", "odd"), {}, "products.unaligned: 'odd' unknown"),
+        (("products", "unaligned", "4"), {"wgrad": 0}, "products.unaligned.4.wgrad: 0 is no positive number"),
+        (("products", "grouped"), {"forward": [1] * 6}, "products.grouped: dgrad, wgrad missing"),
+        (("products", "grouped", "wgrad", 5), 0, "products.grouped.wgrad[5]: 0 is no positive number"),
+        (("products", "patches"), None, "products.patches: None is no mapping"),
+        (("moved", "copy"), [], "moved.copy: [] is no curve of rising sizes"),
+        (("moved", "copy"), [[8, 1.0], [8, 2.0]], "moved.copy: [[8, 1.0], [8, 2.0]] is no curve of rising sizes"),
+        (("moved", "copy", 0), 8, "moved.copy[0]: 8 is no list"),
+        (("moved", "copy", 0, 1), 0.0, "moved.copy[0][1]: 0.0 is no positive number"),
+        (("host", "train"), "a", "host.train: 'a' is no list"),
+        (("host", "units", "view"), -1, "host.units.view: -1 is no number of 0 or more"),
+        (("host", "types", "llama"), [], "host.types.llama: [] is no mapping"),
+        (("host", "types", "llama", "train", 1), math.nan, "host.types.llama.train[1]: nan is no finite number"),
+        (("probe_s",), None, "probe_s: None is no mapping"),
+        (("probe_s", "train"), 10**400, "probe_s.train: 1" + "0" * 56 + "… is no positive number"),
+    ],
+)
+def test_a_broken_part_is_named(place: tuple[str | int, ...], value: Any, fault: str, keep: Keep) -> None:
+    path = keep(_change(place, value))
+    with pytest.raises(SpecError) as caught:
+        Machine("h200")
+    assert str(caught.value) == f"{path}: {fault}{AGAIN}"
+
+
+def test_a_missing_part_of_the_whole_is_named(keep: Keep) -> None:
+    data = _change(("power",), None)
+    del data["power"], data["gaps"]
+    path = keep(data)
+    with pytest.raises(SpecError) as caught:
+        Machine("h200")
+    assert str(caught.value) == f"{path}: gaps, power missing{AGAIN}"
+
+
+def test_a_file_too_deep_to_read_is_named(keep: Keep) -> None:
+    path = keep("[" * 100_000)
+    with pytest.raises(SpecError, match=r"cannot be read: .*makes it again") as caught:
+        Machine("h200")
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("products", "patches"), {}),  # no convolution was profiled
+        (("products", "unaligned"), {}),
+        (("linear",), {}),
+        (("linear", "cat"), [0.0, 0.0]),
+        (("optimizer",), {"adamw": [0.0, 0.0, 3.7e-13]}),
+        (("moved",), {"pointwise_strided": [[1024, 1.768e-06]]}),
+        (("compiled",), {"moved": 1.0, "launch_s": 0.0}),  # no compiled step was measured
+        (("power",), [1.0, 0.01]),
+        (("host", "types"), {}),
+        (("host", "types", "llama"), {"train": [0.0, -0.1]}),  # of steps that tell the two badly
+        (("host", "again"), [0.0, 0.0]),
+        (("host", "decode"), [0.0, 1.2e-05]),
+        (("attention",), {"flash": {"forward/decode/128": [6e-6, 0.0, 2e-12, 0.0]}}),
+        (("more",), None),  # what is not read
+        (("provenance", "commit"), None),
+    ],
+)
+def test_what_a_fit_may_leave_is_read(place: tuple[str | int, ...], value: Any, keep: Keep) -> None:
+    data = _change(place, value)
+    keep(data)
+    machine = Machine("h200")
+    assert machine.is_measured
+    assert machine.constants == {**data, "is_own": True}
+
+
+@pytest.mark.parametrize("part", ["products patches", "attention dropout"])
+def test_a_file_of_before_is_read(part: str, keep: Keep) -> None:
+    data = _change(("more",), None)
+    if part == "products patches":
+        del data["products"]["patches"]
+    else:
+        for kernel, table in data["attention"].items():
+            data["attention"][kernel] = {name: value for name, value in table.items() if "/dropout/" not in name}
+    keep(data)
+    assert Machine("h200").constants == {**data, "is_own": True}
+
+
+def test_a_predictor_of_another_device_is_refused(keep: Keep) -> None:
+    shipped = _change(("more",), None)
+    path = keep(shipped, "h100-sxm")
+    with pytest.raises(SpecError) as caught:
+        Machine("h100-sxm")
+    assert str(caught.value) == (
+        f"{path}: was measured on 'h200-sxm', not on 'h100-sxm': remove it, or run `flopcalc calibrate --predictor` on "
+        "'h100-sxm'"
+    )
+    assert Machine("h200").is_measured
+
+
+@pytest.mark.parametrize(("device", "share"), [("a100-sxm-80gb", 0.83), ("a800-sxm-80gb", 0.83), ("a10", 0.72),
+                                               ("a40", 0.72), ("h100-sxm", 0.72), ("tpu-v4", 0.82)])  # fmt: skip
+def test_share_of_the_peak_on_a_device_that_was_not_measured(device: str, share: float) -> None:
+    machine = Machine(device)
+    assert machine.shape.rate == pytest.approx(share * machine.peak, rel=1e-12)
