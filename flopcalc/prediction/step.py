@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.devices import Device, find_device, parse_dtype
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.estimate import KERNELS, Estimate, Estimator, bind
+from flopcalc.operators import load_file
 from flopcalc.prediction.machine import STREAMED, Machine, Timed, slow_down
 from flopcalc.prediction.memory import (
     Memory,
@@ -32,6 +35,10 @@ _EXPERTS = 0.03  # relative error that experts add: rows are dealt out unevenly,
 _OTHER = {"device": 0.04, "host": 0.2}
 _UNTYPED = 1.5  # how much wider where only operators tell the host's time, and no model of the type was measured
 _BEFORE_READS, _AFTER_IMAGES = 0.6, 0.4  # before the layers; what is read back there stands at 0.5
+_LONGEST = {"causal": 8192, "window": 8192, "full": 4096, "decode": 4000}  # mask -> most keys in measure/alone.py
+_BEYOND = 2  # times the longest that was measured: a note says so
+_FAR = 0.5  # of the device's time, in sizes with no measured call near them: a note says so
+_EAGER = ("gpt_oss",)  # without SDPA in HF, beside types that were recorded with eager attention alone
 _NEAR = 0.8  # a host that takes this much of the device's time may hold it up
 _WAKE = 15  # operators that the host queues before a device that ran empty has enough to do, from prefills of the fit
 _UNMEASURED = 0.35  # relative half width where published figures scale what was measured elsewhere
@@ -144,7 +151,7 @@ def predict(
         raise WorkloadError(f"grad_accum belongs to phase train, not {phase}")
     return predict_estimate(
         estimate * grad_accum, device=device, dtype=dtype, optimizer=optimizer, compiled=compiled, memory=memory,
-        attention_kernel=kernel, host_factor=host_factor, pause_s=pause_s, advise=advise,
+        attention_kernel=attention_kernel, host_factor=host_factor, pause_s=pause_s, advise=advise,
     )  # fmt: skip
 
 
@@ -185,15 +192,19 @@ def predict_estimate(
         near = format_nearest(str(optimizer), OPTIMIZERS)
         raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(OPTIMIZERS)}")
     kernel = _find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
-    settings = _Settings(Machine(device, dtype), optimizer, compiled, kernel, host_factor, pause_s)
-    parts = list(estimate.terms)
-    if any(estimator.recipe.clipping != "none" for estimator, _, _ in parts):
+    machine = Machine(device, dtype)
+    if any(estimator.recipe.clipping != "none" for estimator, _, _ in estimate.terms):
         raise RecipeError("per-sample clipping is counted, not predicted: leave --clipping out")
-    if any(estimator.origin == "trace" for estimator, _, _ in parts):
+    if any(estimator.origin == "trace" for estimator, _, _ in estimate.terms):
         raise WorkloadError("a traced model has no op list to predict from: it needs a spec")
+    estimate, kernel, notes = _settle_kernel(estimate, kernel, is_asked=attention_kernel != "auto")
+    settings = _Settings(machine, optimizer, compiled, kernel, host_factor, pause_s)
+    parts = list(estimate.terms)
     prediction = _predict(estimate, settings)
     if memory:
-        prediction = _add_memory(prediction, settings.find_memory(parts), settings.machine.device)
+        prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
+        notes += ["memory is the eager step's: a compiled one keeps less"] if compiled else []
+    prediction = prediction._replace(notes=(*prediction.notes, *notes))
     if advise and prediction.fits is False:
         return prediction._replace(advice=_advise_fit(parts, settings))
     return prediction._replace(advice=_advise(estimate, prediction, settings)) if advise else prediction
@@ -204,6 +215,7 @@ def find_largest_batch(
 ) -> int | None:  # fmt: skip
     """The largest micro-batch of the same samples that fits, 0 if none does; None where samples differ."""
     kernel = _find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
+    estimate, kernel, _ = _settle_kernel(estimate, kernel, is_asked=attention_kernel != "auto")
     (estimator, load, times), *others = estimate.terms
     settings = _Settings(Machine(device, dtype), optimizer, False, kernel, 1.0)
     return settings.find_largest(estimator, load, times) if not others else None
@@ -268,6 +280,31 @@ def _find_kernel(device: Device, dtype: str, kernel: str) -> str:
     return "efficient" if is_wide else device.sdpa or "flash"
 
 
+def _settle_kernel(estimate: Estimate, kernel: str, *, is_asked: bool) -> tuple[Estimate, str, list[str]]:
+    """The kernel that HF's own code runs, the FLOPs under it, and what is to be said: some types have no SDPA."""
+    kinds = [_name_type(estimator) for estimator, _, _ in estimate.terms if not _has_sdpa(estimator)]
+    if not kinds or kernel == "eager":
+        return estimate, kernel, []
+    if is_asked:
+        return estimate, kernel, [f"HF has no SDPA for {kinds[0]}: kernel {kernel} is timed beside eager's operators"]
+    changed = sum(
+        (_change(estimator, kernel="eager") or estimator).estimate(load) * times
+        for estimator, load, times in estimate.terms
+    )
+    return changed or estimate, "eager", [f"HF has no SDPA for {kinds[0]}: attention is eager, as plain products"]
+
+
+def _name_type(estimator: Estimator) -> str:
+    return str(estimator.source.config["model_type"])
+
+
+def _has_sdpa(estimator: Estimator) -> bool:
+    """Whether HF's model takes SDPA: those recorded with eager attention alone do not, nor some never recorded."""
+    kind = _name_type(estimator)
+    recorded = load_file(kind)
+    return kind not in _EAGER and (recorded is None or any("sdpa" in key.split() for key in recorded["parts"]))
+
+
 def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
     """Time alone."""
     machine, compiled = settings.machine, settings.compiled
@@ -281,7 +318,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
     device_s, host_s = clock.device_s(), clock.host_s() * settings.host_factor
     mid = clock.step_s(settings.host_factor, settings.pause_s)
     bound = "device" if device_s >= host_s else "host"
-    error = clock.error(bound)
+    error = clock.error(bound, clock.host_share(mid, settings.host_factor, settings.pause_s))
     seconds = StepTime(mid * (1 - error), mid, mid * (1 + error) * (1 + clock.late(bound, settings.host_factor)))
     share: dict[str, Any] = {"device": machine.device.id, "dtype": machine.dtype}
     whole = mid + settings.pause_s
@@ -298,7 +335,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         None,
         "",
         clock.evidence(),
-        tuple(clock.notes()),
+        tuple(clock.notes(bound)),
     )
 
 
@@ -339,6 +376,7 @@ class Clock:
         self.is_recorded = True
         self.has_experts = False
         self.is_typed = True  # what the family's code costs the host was measured
+        self.long_keys = (0, 0)  # of attention far longer than any measured; the longest that was
         self.found_notes: dict[str, None] = {}
 
     def add(self, work: Work, times: int, load: Workload) -> None:
@@ -360,6 +398,9 @@ class Clock:
             timed = self.machine.time_attention(call)
             self._put(call, "attention", timed, call.calls * times, is_again=call.is_again)
             self.flops += call.flops * times
+            longest = _LONGEST.get(call.mask, max(_LONGEST.values()))
+            if call.keys > _BEYOND * longest:
+                self.long_keys = max(self.long_keys, (call.keys, longest))
         for moved in work.moved:
             timed = self.machine.time_moved(moved)
             if moved.direction == "optimizer":
@@ -475,12 +516,22 @@ class Clock:
         total = run([*(once * shown), *last], pause_s, wake_s)
         return total + (many - shown) * run(once, 0.0, wake_s) if many > shown else total
 
-    def error(self, bound: str) -> float:
+    def host_share(self, mid: float, host_factor: float = 1.0, pause_s: float = 0.0) -> float:
+        """How far a step of `mid` seconds follows its host, 0 to 1: how much longer on one that takes 20 % longer."""
+        if not mid:
+            return 0.0
+        other = self.step_s(host_factor * (1 + _OTHER["host"]), pause_s)
+        return min(1.0, max(0.0, (other / mid - 1) / _OTHER["host"]))
+
+    def error(self, bound: str, host_share: float = 0.0) -> float:
         """Relative half width: errors of many operators average out in part, those they share do not."""
         floor = self.constants["error"]
         if not self.machine.is_measured:
             return _UNMEASURED if self.is_recorded else 1.5 * _UNMEASURED
-        wide = float(floor[bound]) + (0.0 if self.machine.is_own else _OTHER[bound])
+        wide = float(floor[bound])
+        if not self.machine.is_own:
+            mixed = host_share * _OTHER["host"] + (1 - host_share) * _OTHER["device"]
+            wide += max(_OTHER[bound], mixed)
         times = 1.0 if self.is_recorded else 2.0
         if bound == "device":
             total = sum(piece.seconds for piece in self.pieces)
@@ -513,7 +564,6 @@ class Clock:
 
     def evidence(self) -> dict[str, Any]:
         machine = self.machine
-        total = sum(piece.seconds for piece in self.pieces) or 1.0
         provenance = machine.constants.get("provenance", {})
         return {
             "device": machine.device.id,
@@ -523,12 +573,23 @@ class Clock:
             "torch": provenance.get("torch"),
             "date": provenance.get("date"),
             "commit": provenance.get("commit"),
+            "predictor": {
+                "origin": "own" if machine.is_own else "shipped",
+                "path": _find_path(machine),
+                "device": provenance.get("device_id"),
+                "date": provenance.get("date"),
+            },
             "operators_recorded": self.is_recorded,
             "host_measured": machine.is_measured and self.is_typed,
-            "far_share": sum(p.seconds for p in self.pieces if p.error > 0.09 * p.seconds) / total,
+            "far_share": self.far_share(),
         }
 
-    def notes(self) -> list[str]:
+    def far_share(self) -> float:
+        """Share of the device's time that is of calls unlike measured ones."""
+        total = sum(piece.seconds for piece in self.pieces) or 1.0
+        return sum(piece.seconds for piece in self.pieces if piece.error > 0.09 * piece.seconds) / total
+
+    def notes(self, bound: str) -> list[str]:
         notes = list(self.found_notes)
         if self.has_experts:
             notes.append("experts are taken as evenly loaded")
@@ -536,13 +597,32 @@ class Clock:
             notes.insert(0, _tell_unmeasured(self.machine))
         elif self.machine.dtype != "bf16":
             notes.append(f"measured in bf16; {self.machine.dtype} is taken as alike")
+        if self.long_keys[0]:
+            notes.append(
+                "attention over {:,} keys lies beyond what was measured, at most {:,}: the interval may be too "
+                "narrow".format(*self.long_keys)
+            )
+        # Experts have no calls nearby at any size, but a formula fitted to theirs, and a note of their own.
+        if bound == "device" and self.machine.is_measured and not self.has_experts and self.far_share() > _FAR:
+            notes.append(
+                f"{100 * self.far_share():.0f} % of the device's time is of sizes with no measured call near them: "
+                "formulas alone tell it"
+            )
         if self.machine.is_measured and self.is_recorded and not self.is_typed and not self.compiled:
             notes.append("what this model type's own code takes on the host was not measured: its operators alone tell")
-        if not self.compiled:
+        if self.compiled:
+            notes.append("compiled times rest on two measured models")
+        else:
             notes.append(
                 "host time is of the measured machine's CPU; --host-factor tells how many times longer yours takes"
             )
         return notes
+
+
+def _find_path(machine: Machine) -> str:
+    """The file that the constants come from."""
+    folder = find_user_dir() if machine.is_own else find_data_dir()
+    return os.path.join(folder, "predictors", f"{machine.constants['provenance']['device_id']}.json")
 
 
 def _tell_unmeasured(machine: Machine) -> str:
@@ -612,21 +692,23 @@ def _advise_fit(parts: list[tuple[Estimator, Workload, int]], settings: _Setting
     device = settings.machine.device
     (estimator, load, times), *others = parts
     if load.phase == "train" and estimator.recipe.recompute == "none":
-        changed = [(_change_recompute(each, "full"), other, many) for each, other, many in parts]
+        changed = [(_change(each, recompute="full"), other, many) for each, other, many in parts]
         again = [(each, other, many) for each, other, many in changed if each is not None]
         if len(again) == len(parts) and settings.find_memory(again).fits(device):
             return "recomputation (--recompute full): the step then fits"
     if not others and (most := settings.find_largest(estimator, load, times)):
         return f"a smaller batch: {most} is the largest that fits"
-    return "several devices: `flopcalc plan` finds a layout that fits"
+    if load.phase == "train":
+        return "several devices: `flopcalc plan` finds a layout that fits"
+    return "several devices that share the model: one does not hold it"
 
 
-def _change_recompute(estimator: Estimator, recompute: str) -> Estimator | None:
-    """The same model under another recomputation; None where it cannot be made again, as of some live models."""
+def _change(estimator: Estimator, *, recompute: str = "", kernel: str = "") -> Estimator | None:
+    """The same model under another recomputation or kernel; None where it cannot be made again, as some live models."""
     try:
         return Estimator(
-            estimator.source, estimator.recipe._replace(recompute=recompute), estimator.convention,
-            estimator.attention_kernel, {estimator.spec.name: estimator.spec},
+            estimator.source, estimator.recipe._replace(recompute=recompute or estimator.recipe.recompute),
+            estimator.convention, kernel or estimator.attention_kernel, {estimator.spec.name: estimator.spec},
         )  # fmt: skip
     except FlopcalcError:
         return None
@@ -646,7 +728,7 @@ def _advise(estimate: Estimate, now: Prediction, settings: _Settings) -> str:
 
     if not settings.compiled:
         gain("compile the model (--compile)", estimate, compiled=True)
-    if settings.kernel == "eager":
+    if settings.kernel == "eager" and _has_sdpa(estimate.terms[0][0]):
         kernel = _find_kernel(device, settings.machine.dtype, "auto")
         gain("fused attention in place of eager", estimate, kernel=kernel)
     if settings.optimizer == "adamw-foreach":
@@ -657,7 +739,7 @@ def _advise(estimate: Estimate, now: Prediction, settings: _Settings) -> str:
         if fits(estimator, double, times):
             gain("a batch twice as large", estimator.estimate(double) * times)
     if estimator.recipe.recompute != "none" and load.phase == "train" and not others:
-        plain = _change_recompute(estimator, "none")
+        plain = _change(estimator, recompute="none")
         if plain is not None and fits(plain, load, times):
             gain("no recomputation: the activations fit", plain.estimate(load) * times)
     best = max(tried, default=(0.0, ""))
