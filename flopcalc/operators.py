@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from flopcalc.count import Row
+from flopcalc.count import Row, adapter_flops, product_flops
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError, SpecError, format_value
 from flopcalc.estimate import Estimator
@@ -260,10 +260,9 @@ def list_windows(estimator: Estimator, keys: int) -> list[int]:
 def list_features(estimator: Estimator, load: Workload) -> dict[str, int]:
     """Every sum of the workload that an expression may name; in decoding, of one call in the middle."""
     is_decode = load.phase == "decode"
-    rows, seq = load.rows, 1 if is_decode else load.seq
-    past = load.context + (load.seq - 1) // 2 if is_decode else 0
+    call = _find_call(load)
+    rows, seq, past = load.rows, call.seq, call.context if is_decode else 0
     keys = seq + past
-    call = load.replace(seq=1, context=past) if is_decode else load
     features = {
         "one": 1,
         "tokens": rows * seq,
@@ -299,6 +298,11 @@ def list_features(estimator: Estimator, load: Workload) -> dict[str, int]:
                 side = int(op.feature[1]) * int(op.feature[2])
                 features["panes"] = sum(t * -(-h // side) * -(-w // side) for t, h, w in load.all_grids)
     return features
+
+
+def _find_call(load: Workload) -> Workload:
+    """One call of the model: in decoding the one in the middle, else the whole step."""
+    return load.replace(seq=1, context=load.context + (load.seq - 1) // 2) if load.phase == "decode" else load
 
 
 def _name_feature(feature: Feature) -> str:
@@ -491,7 +495,7 @@ def list_operators(estimator: Estimator, load: Workload, attention: str = "sdpa"
 
 
 class _Layer(NamedTuple):
-    """What of a layer, or of all outside layers, trains."""
+    """What of a layer, or of all outside layers, trains; and what is adapted, in other phases too."""
 
     flows: bool  # gradients pass
     weights: frozenset[str]  # modules whose own weights train
@@ -518,6 +522,15 @@ _ADAPTER: list[tuple[str, str, int, str, str]] = [
     ("b", "pointwise", 1, "x*rows*in + x*rows*in", "x*rows*in"),
 ]
 _NOTHING = _Layer(False, frozenset(), frozenset(), frozenset())
+
+
+def _find_rank(row: Row) -> int:
+    """The rank of the adapter that a module's forward pass goes through, by what it adds; 0 without one."""
+    op = row.op
+    if op.kind not in ("linear", "conv", "embed") or op.feature[0] == "executed":  # folded into the weight
+        return 0
+    own = product_flops(op) if op.feature[0] != "needed" else 0  # a folded adapter has a row of its own
+    return max(0, row.forward - own) // sum(adapter_flops(op, 1))
 
 
 class _Reader:
@@ -594,6 +607,8 @@ class _Reader:
                 adapted.add((name, row.trainable // max(1, op.n_in + (op.n_out or op.size))))
             elif trains:
                 weights.add(name.rpartition(".")[0] if op.kind == "param" else name)
+            elif not is_train and (rank := _find_rank(row)):
+                adapted.add((name, rank))
             starts = op.kind in ("embed", "conv") and layer is None  # no gradient comes into it
             if not trains and (starts or not is_passing):
                 silent.add(name)
@@ -657,11 +672,10 @@ class _Reader:
         found = []
         for sign in {*one.split()} ^ {*other.split()}:
             key, is_switch, _ = sign.partition("=")
+            is_inside = key == "attention_dropout" and self.attention != "eager"  # a kernel's own
             if not is_switch:
                 found.append("")
-            elif key.endswith("dropout") and self.load.phase != "train":
-                continue
-            elif key == "attention_dropout" and self.attention != "eager":  # a kernel's own
+            elif is_inside or (key.endswith("dropout") and self.load.phase != "train"):
                 continue
             elif (key in _OUTSIDE) if not path else key != "embedding_dropout":
                 found.append(key)
@@ -747,12 +761,16 @@ class _Reader:
             for stage in self.estimator.stages:
                 if not stage.repeated:
                     ops |= {join(stage.path, op.name): op for op in iterate(stage.layers[0])}
+        is_train = self.load.phase == "train"
+        call = _find_call(self.load)
         for name, rank in sorted(state.adapted):
             op = ops.get(name.replace("#", "*"))
             if op is None or op.kind != "linear" or op.copies > 1:
                 self._note(f"{name}: the operators of its adapter were not recorded")
                 continue
-            rows = evaluate_feature(op.feature, self.load, "full") * op.times
+            rows = evaluate_feature(op.feature, call, "full") * op.times
+            if not rows and not is_train:
+                continue
             scope = Scope({"rows": rows}, {"in": op.n_in, "out": op.n_out, "rank": rank}, self.dtype_bytes)
             module = f"{path}.*.{name}" if path else name
             group = self._find_group(path, name)
@@ -760,6 +778,8 @@ class _Reader:
             table = [row for row in _ADAPTER if row[1] != "cast" or self.dtype_bytes != 4]
             for again in (False, True) if is_again else (False,):
                 self._add_table([row for row in table if row[0] == "f"], scope, module, group, count, again)
+            if not is_train:
+                continue
             self._add_table([row for row in table if row[0] == "b"], scope, module, group, count, False)
             texts = ("f*rows*in", "f*rows*rank") if self.dtype_bytes != 4 else ("f*rows*rank",)
             for text in texts:

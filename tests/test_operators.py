@@ -508,3 +508,69 @@ def test_files_are_whole() -> None:
         }
         assert used == set(range(len(data["blocks"]))), path
         assert {row[1] for row in data["rows"]} <= operators.RECORDED_KINDS, path
+
+
+def count_ahead(preset: str, recipe: dict[str, Any], seq: int, **workload: Any) -> Counter[tuple[Any, ...]]:
+    """Calls of the forward pass: module, kind, bytes of one row's reads and writes."""
+    load = make_workload(2, seq, **workload)
+    rows = 2 * (1 if load.phase == "decode" else seq)
+    calls: Counter[tuple[Any, ...]] = Counter()
+    for row in list_operators(bind(preset, recipe=recipe), load).rows:
+        if row.direction == "forward" and not row.is_again:
+            calls[row.module, row.kind, row.reads / rows, row.writes / rows] += row.count
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("workload", "times"),
+    [
+        ({"seq": 100, "phase": "prefill"}, 1),
+        ({"seq": 100, "phase": "forward"}, 1),
+        ({"seq": 1, "phase": "decode", "context": 50}, 1),
+        ({"seq": 3, "phase": "decode", "context": 50}, 3),
+    ],
+)
+@pytest.mark.parametrize(
+    ("preset", "recipe", "modules"),
+    [
+        ("llama-3.1-8b", {"lora": {"r": 8, "targets": ["all-linear"]}}, 7 * LAYERS),
+        ("llama-3.1-8b", {"lora": {"r": 8, "targets": ["q_proj"]}, "recompute": "full"}, LAYERS),
+        ("llama-3.1-8b", {"lora": {"r": 8, "targets": ["q_proj"], "save": ["lm_head"]}}, LAYERS),
+        ("mixtral-8x7b", {"lora": {"r": 8, "targets": ["all-linear"]}}, 5 * 32),  # the router's too, no expert's
+        ("qwen2-vl-2b", {"lora": {"r": 8, "targets": ["q_proj", "fc1"]}}, 28),  # a tower that sees nothing
+    ],
+)
+def test_adapters_run_without_training_too(
+    preset: str, recipe: dict[str, Any], modules: int, workload: dict[str, Any], times: int
+) -> None:
+    """Each phase grows by what the forward pass of training grows."""
+    more = count_ahead(preset, recipe, 100) - count_ahead(preset, {}, 100)
+    assert sum(more.values()) == 16 * modules
+    found = count_ahead(preset, recipe, **workload) - count_ahead(preset, {}, **workload)
+    assert found == {key: times * calls for key, calls in more.items()}
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("name", ["q_proj", "q_proj.lora_A"])
+def test_adapters_that_are_frozen_run_too(name: str, phase: str) -> None:
+    load: dict[str, Any] = {"seq": 1, "phase": phase}
+    lora = {"lora": {"r": 8, "targets": ["q_proj", "v_proj"]}}
+    assert read({**lora, "freeze": [f"model.layers.*.self_attn.{name}"]}, **load) == read(lora, **load)
+    assert read(lora, **load).saved == ()
+
+
+def test_adapters_expand_a_latent_cache_in_its_middle() -> None:
+    """kv_b_proj reads all of the keys: two rows of 50 + 1 before the second of three tokens, and that token."""
+    recipe = {"lora": {"r": 8, "targets": ["kv_b_proj"]}}
+    load = make_workload(2, 3, phase="decode", context=50)
+    rows = list_operators(bind("deepseek-v3", recipe=recipe), load).rows
+    read_once = 2 * 52 * 512 * 2
+    assert [(row.reads, row.writes, row.count) for row in rows if row.kind == "cast" and row.reads == read_once] == [
+        (read_once, 2 * read_once, 3 * 61)
+    ]
+
+
+def test_trained_biases_are_no_adapters() -> None:
+    recipe = {"train_only": ["*.bias"]}
+    load = make_workload(2, 100, phase="prefill")
+    assert list_operators(bind("qwen2.5-3b", recipe=recipe), load) == list_operators(bind("qwen2.5-3b"), load)

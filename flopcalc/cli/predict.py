@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from flopcalc.cli.options import make_estimate, model_option, read_float, workload_options
+from flopcalc.cli.options import Asked, make_estimate, model_option, read_float, workload_options
 from flopcalc.devices import DTYPES
 from flopcalc.errors import DeviceError, WorkloadError
-from flopcalc.units import format_seconds, parse_size
+from flopcalc.units import format_bytes, format_seconds, parse_size
+
+if TYPE_CHECKING:
+    from flopcalc.prediction.step import Prediction
 
 # Spelled out here and not read from flopcalc.prediction: --help must not load it.
 OPTIMIZERS = ("adamw", "adamw-foreach", "none")
@@ -64,15 +67,18 @@ def predict(
         "device": device, "dtype": options["dtype"], "optimizer": optimizer,
         "attention_kernel": options["attention_kernel"],
     }  # fmt: skip
-    asked = make_estimate(model, {**options, "device": device, "convention": "hardware"})
+    options |= {"device": device, "convention": "hardware"}
+    asked = make_estimate(model, options)
     found = predict_estimate(
         asked.estimate, compiled=compiled, host_factor=read_float(host_factor, "--host-factor") or 1.0, **settings
     )
-    notes = [*found.notes, *asked.notes]
+    notes = _list_notes(asked, found, optimizer)
+    kept = _compare_recompute(model, options, asked, found, settings) if memory else None
     if as_json:
         shown = found.to_dict()
         shown["notes"] = notes
         if memory:
+            shown["memory_bytes"]["activations_by_recompute"] = kept
             shown["memory_bytes"]["largest_batch"] = find_largest_batch(asked.estimate, **settings)
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
@@ -102,13 +108,46 @@ def predict(
 
         click.echo("")
         click.echo(format_memory(found.memory, device))
+        if kept is not None:
+            none, full = format_bytes(kept["none"]), format_bytes(kept["full"])
+            click.echo(f"activations kept: {none} without recomputation, {full} with --recompute full")
         largest = find_largest_batch(asked.estimate, **settings)
         if largest is not None:
             click.echo(f"largest batch that fits: {largest or 'none'}")
+        notes += [f"memory: {note}" for note in found.memory.notes if note not in notes]
     click.echo("")
     click.echo(f"helps most: {found.advice}")
     for note in notes:
         click.echo(f"note: {note}")
+
+
+def _list_notes(asked: Asked, found: Prediction, optimizer: str) -> list[str]:
+    """What a reader should know of the prediction, of the workload and of options that change nothing, each once."""
+    notes = [*found.notes, *asked.notes]
+    phase = asked.estimate.terms[0][1].phase
+    source = click.get_current_context().get_parameter_source("optimizer")
+    if phase != "train" and optimizer != "none" and source is click.core.ParameterSource.COMMANDLINE:
+        notes.append(f"phase {phase} has no optimizer's step, so --optimizer {optimizer} changes nothing")
+    return list(dict.fromkeys(notes))
+
+
+def _compare_recompute(
+    model: str, options: dict[str, Any], asked: Asked, found: Prediction, settings: dict[str, Any]
+) -> dict[str, int] | None:
+    """Bytes of activations that autograd keeps without recomputation and with it; None where nothing trains."""
+    from flopcalc.prediction.step import predict_estimate
+
+    if options["phase"] != "train" or not asked.estimate.parameters["trainable"]:
+        return None
+    kept = {}
+    for word in ("none", "full"):
+        other = found
+        if word != options["recompute"]:
+            changed = make_estimate(model, {**options, "recompute": word}).estimate
+            other = predict_estimate(changed, advise=False, **settings)
+        assert other.memory is not None
+        kept[word] = other.memory.activations
+    return kept
 
 
 def _format_rate(rate: float) -> str:

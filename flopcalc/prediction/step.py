@@ -39,6 +39,7 @@ _LONGEST = {"causal": 8192, "window": 8192, "full": 4096, "decode": 4000}  # mas
 _BEYOND = 2  # times the longest that was measured: a note says so
 _FAR = 0.5  # of the device's time, in sizes with no measured call near them: a note says so
 _EAGER = ("gpt_oss",)  # without SDPA in HF, beside types that were recorded with eager attention alone
+_COUNTING = ("kernel ", "tile padding ")  # an estimate's notes on how HFU's FLOPs were counted, not on the workload
 _NEAR = 0.8  # a host that takes this much of the device's time may hold it up
 _WAKE = 15  # operators that the host queues before a device that ran empty has enough to do, from prefills of the fit
 _UNMEASURED = 0.35  # relative half width where published figures scale what was measured elsewhere
@@ -204,6 +205,7 @@ def predict_estimate(
     if memory:
         prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
         notes += ["memory is the eager step's: a compiled one keeps less"] if compiled else []
+    notes += [note for note in estimate.notes if not note.startswith(_COUNTING)]
     prediction = prediction._replace(notes=(*prediction.notes, *notes))
     if advise and prediction.fits is False:
         return prediction._replace(advice=_advise_fit(parts, settings))

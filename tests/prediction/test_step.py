@@ -980,7 +980,7 @@ def test_near_balance_the_interval_holds_a_faster_host() -> None:
 )
 def test_sizes_beyond_measured_ones_are_said(model: str, load: dict[str, Any], starts: list[str]) -> None:
     found = predict(model, device="h200", memory=False, advise=False, **load)
-    said = [note for note in found.notes if "beyond" in note or "near them" in note]
+    said = [note for note in found.notes if "beyond what" in note or "near them" in note]
     assert len(said) == len(starts), said
     assert all(note.startswith(start) for note, start in zip(said, starts, strict=True)), said
 
