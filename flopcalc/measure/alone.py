@@ -237,18 +237,16 @@ def _make_experts(bench: Bench, rows: Sequence[int], copies: int, n: int, k: int
 def _make_layer(bench: Bench, rows: Sequence[int], n: int, k: int) -> Made:
     """Products of a linear layer, in every direction; a rest after each, or the device lowers its clock."""
     for m in rows:
-        rest_s = _RESTS * 2 * m * n * k / 7e14 if bench.is_gpu else 0.0
         for direction in DIRECTIONS:
-            yield (
-                {"direction": direction, "m": m, "n": n, "k": k},
-                partial(_rest, bench, make_product(bench, direction, m, n, k), rest_s),
-            )
+            call = make_product(bench, direction, m, n, k)
+            yield {"direction": direction, "m": m, "n": n, "k": k}, partial(_rest, bench, call)
 
 
-def _rest(bench: Bench, call: Callable[[], Any], rest_s: float) -> None:
+def _rest(bench: Bench, call: Callable[[], Any]) -> None:
+    start = time.perf_counter()
     call()
     bench.synchronize()
-    time.sleep(rest_s)
+    time.sleep(_RESTS * (time.perf_counter() - start))
 
 
 def _list_sizes(direction: str, m: int, n: int, k: int) -> tuple[int, int, int]:

@@ -12,7 +12,6 @@ from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.devices import Device, find_device, parse_dtype
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.estimate import KERNELS, Estimate, Estimator, bind
-from flopcalc.operators import load_file
 from flopcalc.prediction.machine import STREAMED, Machine, Timed, slow_down
 from flopcalc.prediction.memory import (
     Memory,
@@ -22,6 +21,7 @@ from flopcalc.prediction.memory import (
     predict_memory,
     resize_batch,
 )
+from flopcalc.prediction.tensors import has_sdpa
 from flopcalc.prediction.timeline import Place, Segment, Stack, find_place, order, run
 from flopcalc.prediction.work import OPTIMIZERS, Attention, Moved, Product, Work, count_calls, make_work
 from flopcalc.units import format_bytes
@@ -301,10 +301,8 @@ def _name_type(estimator: Estimator) -> str:
 
 
 def _has_sdpa(estimator: Estimator) -> bool:
-    """Whether HF's model takes SDPA: those recorded with eager attention alone do not, nor some never recorded."""
-    kind = _name_type(estimator)
-    recorded = load_file(kind)
-    return kind not in _EAGER and (recorded is None or any("sdpa" in key.split() for key in recorded["parts"]))
+    """As has_sdpa, and of types that were never recorded, some that HF gives none."""
+    return _name_type(estimator) not in _EAGER and has_sdpa(estimator)
 
 
 def _predict(estimate: Estimate, settings: _Settings) -> Prediction:

@@ -56,7 +56,7 @@ class Step:
         # In decoding the last call is the largest, and one call is there at a time.
         self.call = _find_last_call(load) if load.phase == "decode" else load
         self.bytes = dtype_bytes
-        self.attention = "eager" if attention == "eager" or not _has_sdpa(estimator) else "sdpa"
+        self.attention = "eager" if attention == "eager" or not has_sdpa(estimator) else "sdpa"
         self.has_cudnn = attention in ("sdpa", "auto", "cudnn")
         self.joined: set[str] = set()  # stages whose attention reads queries that a concatenation made
         self.values: dict[Any, int] = {}
@@ -473,7 +473,7 @@ def _list_ops(block: Block) -> list[Op]:
     return [row.op for row in block.rows]
 
 
-def _has_sdpa(estimator: Estimator) -> bool:
+def has_sdpa(estimator: Estimator) -> bool:
     """Whether HF's model takes SDPA: those recorded with eager attention alone do not."""
     recorded = load_file(str(estimator.source.config["model_type"]))
     return recorded is None or any(key.split()[0] == "sdpa" for key in recorded["saved"])
