@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from flopcalc.errors import FlopcalcError
-from flopcalc.measure.runner import LiveTable
+from flopcalc.measure.jobs.runner import LiveTable
 from flopcalc.measure.sweep.matrix import CHILD, make_matrix
 from flopcalc.measure.sweep.run import Swept, run_sweep
 from flopcalc.measure.sweep.summary import format_summary, summarize

@@ -549,7 +549,7 @@ class PictureLoop(Loop):
 
 def check_agreement(loop: Loop) -> Row:
     """HFU as the default mode reports it, against what the counter saw, over the device's own time of those steps."""
-    from flopcalc.measure import cupti
+    from flopcalc.measure.counters import cupti
 
     skipped, steps = 6, loop.scale.agreement_steps
     with watch(loop, "smart", skip_first=skipped, detail_every=steps) as watching:
@@ -988,7 +988,7 @@ def run_model(name: str, options: argparse.Namespace, path: str, deadline: Deadl
     """All parts of one model; a part that fails leaves its reason, and the others go on."""
     import torch
 
-    from flopcalc.measure.provenance import describe_machine
+    from flopcalc.measure.calibrate.provenance import describe_machine
 
     place = Place(torch.cuda.is_available())
     if not place.is_gpu:

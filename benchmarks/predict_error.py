@@ -2,9 +2,9 @@
 
 The protocol, fixed before anything was measured:
 
-- `flopcalc calibrate --predictor` measures the models of flopcalc/measure/tables/runs.py; the predictor that is tested
-  is made of these alone. `keep` takes its records out of the journal into benchmarks/results, `fit` makes the predictor
-  of them again.
+- `flopcalc calibrate --predictor` measures the models of flopcalc/measure/predictor/runs.py; the predictor that is
+  tested is made of these alone. `keep` takes its records out of the journal into benchmarks/results, `fit` makes the
+  predictor of them again.
 - `measure` times the models of TEST, at lengths and batches that no fit has seen, on the same machine right after.
   Nobody looks at them before the predictor is frozen, that is committed; then `report` predicts every case once.
 - Large steps are timed without pause by the device's clock (`wall`: the middle of all steps). Small ones are timed
@@ -87,7 +87,7 @@ _SHOWN = ("llava-llama-3-8b",)  # images in a small step
 
 def list_test_cases(model: str) -> Iterator[Json]:
     """Large steps: the device is meant to bound them."""
-    from flopcalc.measure.tables.runs import make_case
+    from flopcalc.measure.predictor.runs import make_case
 
     grids = GRIDS.get(model, [])
     if model in _SMALL:
@@ -104,7 +104,7 @@ def list_test_cases(model: str) -> Iterator[Json]:
 
 def list_host_cases(model: str) -> Iterator[Json]:
     """Small steps: the host is meant to bound them."""
-    from flopcalc.measure.tables.runs import make_case
+    from flopcalc.measure.predictor.runs import make_case
 
     if model in _WIDEST:
         return
@@ -133,8 +133,8 @@ def measure(out: Path, budget_s: float, device: str) -> None:
 
     Cases that `out` has already are not run again: a run that was stopped goes on.
     """
-    from flopcalc.measure.provenance import describe_machine
-    from flopcalc.measure.tables import runs
+    from flopcalc.measure.calibrate.provenance import describe_machine
+    from flopcalc.measure.predictor import runs
 
     begun = time.monotonic()
     runner = runs.Runner(device, get_config)
@@ -165,14 +165,14 @@ def measure(out: Path, budget_s: float, device: str) -> None:
 
 
 def _identify(case: Json) -> tuple[str, bool, int, bool]:
-    from flopcalc.measure.tables import runs
+    from flopcalc.measure.predictor import runs
 
     return runs.name_case(case), case["is_host"], case["round"], case["is_again"]
 
 
 def join_rounds(cases: list[Json]) -> list[Json]:
     """Of every case, the round in the middle; repetitions stand aside."""
-    from flopcalc.measure.tables import runs
+    from flopcalc.measure.predictor import runs
 
     found: dict[tuple[str, bool], list[Json]] = {}
     for case in cases:
@@ -202,16 +202,16 @@ def keep(journal: Path, predictor: Path, out: Path) -> None:
 
 
 def get_config(name: str) -> Json:
-    from flopcalc.measure.tables import runs
+    from flopcalc.measure.predictor import runs
 
     return runs.cut_config(*TEST[name])
 
 
 def fit(profiles: Path, out: Path) -> None:
     """Make a predictor as `flopcalc calibrate --predictor` does at its end."""
-    from flopcalc.calibration import find_table, load_table
-    from flopcalc.measure.fit import fit_predictor, save_predictor
-    from flopcalc.measure.tables import runs
+    from flopcalc.hardware.tables import find_table, load_table
+    from flopcalc.measure.predictor import runs
+    from flopcalc.measure.predictor.fit import fit_predictor, save_predictor
 
     measured = _read(profiles)
     provenance = measured["provenance"]
@@ -229,7 +229,7 @@ def _read(path: Path) -> Json:
 
 def report(tested: Path, out: Path | None) -> str:
     """Every test case: measured, predicted, error, inside the interval or not; then the sums, the two bounds apart."""
-    from flopcalc.measure.tables import runs
+    from flopcalc.measure.predictor import runs
 
     test = _read(tested)
     with calibrated_here() as constants:
@@ -339,7 +339,7 @@ def _scale(case: Json) -> float:
 
 def _list_repeated(cases: list[Json]) -> list[float]:
     """How far a case's repetition lies from the one that counts."""
-    from flopcalc.measure.tables import runs
+    from flopcalc.measure.predictor import runs
 
     first = {(runs.name_case(case), case["is_host"]): case for case in join_rounds(cases)}
     again = [case for case in cases if case["is_again"]]
@@ -354,7 +354,7 @@ def _sum_up(name: str, errors: list[float]) -> Json:
 
 
 def _print_report(rows: list[Json], summary: list[Json], name_case: Any) -> str:
-    from flopcalc.report import format_grid
+    from flopcalc.report.estimate import format_grid
 
     lines = [
         [name_case(row), row["clock"], row["bound"], f"{1e3 * row['measured_s']:.2f}",

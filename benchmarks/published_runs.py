@@ -1,7 +1,7 @@
 """Predicts the step times of published training runs from their papers' settings, beside what was printed.
 
 Protocol. Sources in alphabetical order; every second one (the first, third, …) may be used to choose the constants of
-flopcalc/prediction/plan.py (OVERHEAD, CONTENTION and the widths of the interval), the others are only predicted. The
+flopcalc/planning/plan.py (OVERHEAD, CONTENTION and the widths of the interval), the others are only predicted. The
 split is by source and not by run, since the runs of one source share a framework and a machine.
 
     python benchmarks/published_runs.py --out benchmarks/results/published_runs.json --page docs/planning.md
@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flopcalc.config import load_config
-from flopcalc.estimate import Estimator, bind
-from flopcalc.prediction.clock import PARTS, Clock, Execution
-from flopcalc.prediction.layouts import Cut, Layout, count_memory, find_problem, make_cut
+from flopcalc.core.estimate.estimate import Estimator, bind
+from flopcalc.core.model.config import load_config
+from flopcalc.planning.clock import PARTS, Clock, Execution
+from flopcalc.planning.layouts import Cut, Layout, count_memory, find_problem, make_cut
+from flopcalc.planning.network import find_interconnect
 from flopcalc.prediction.memory import find_capacity
-from flopcalc.prediction.network import find_interconnect
 
 HERE = Path(__file__).parent
 GIB = 1 << 30

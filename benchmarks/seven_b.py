@@ -12,8 +12,8 @@ import json
 from datetime import UTC, datetime
 
 from flopcalc import make_workload
-from flopcalc.measure.provenance import describe_machine
-from flopcalc.measure.witness import crosscheck
+from flopcalc.measure.calibrate.provenance import describe_machine
+from flopcalc.measure.counters.witness import crosscheck
 
 MODEL = "qwen2.5-7b"
 LENGTHS = (512, 1024, 2048)

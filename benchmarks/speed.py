@@ -17,7 +17,7 @@ import timeit
 from collections.abc import Callable, Sequence
 
 import flopcalc
-from flopcalc.spec import load_spec
+from flopcalc.core.spec.spec import load_spec
 
 ROUNDS = 40
 BASE = [sys.executable, "-c", "import click, json, tomllib, dataclasses"]

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from flopcalc import bind
-from flopcalc.calibration import Table, find_table, load_table
-from flopcalc.estimate import Estimate
-from flopcalc.measure.tables.counts import CONFIGS, get_grids
-from flopcalc.recipe import join
-from flopcalc.report import format_grid
+from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.recipe.recipe import join
+from flopcalc.hardware.tables import Table, find_table, load_table
+from flopcalc.measure.calibrate.tables.counts import CONFIGS, get_grids
+from flopcalc.report.estimate import format_grid
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "crosscheck.md"
@@ -156,8 +156,8 @@ def write_counts(counts: Table, padding: Table) -> Iterator[str]:
     yield "## Steps of six families"
     yield ""
     yield (
-        "A few layers of each family at real widths (`flopcalc/measure/tables/counts.py`), one step. `executed` is "
-        "what the tensor cores did, read by CUPTI; beside it, how far it lies from three counts:"
+        "A few layers of each family at real widths (`flopcalc/measure/calibrate/tables/counts.py`), one step. "
+        "`executed` is what the tensor cores did, read by CUPTI; beside it, how far it lies from three counts:"
     )
     yield ""
     yield "- `rule`: convention hardware from the config alone: blocks of 128, no padding."

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flopcalc.coverage import Mapping, describe_specs, load_coverage
+from flopcalc.core.spec.coverage import Mapping, describe_specs, load_coverage
 from flopcalc.data import list_data_files, load_toml
 
 HERE = Path(__file__).resolve().parent

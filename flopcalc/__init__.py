@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Any
 from flopcalc._version import __version__
 
 if TYPE_CHECKING:
-    from flopcalc.devices import peak_flops_per_s
-    from flopcalc.errors import ConfigError, DeviceError, FlopcalcError, RecipeError, SpecError, WorkloadError
-    from flopcalc.estimate import Estimate, Estimator, bind, estimate_flops
-    from flopcalc.monitor.precise import calculate_mfu_with_profiler, calculate_precise_mfu
-    from flopcalc.monitor.training import TrainingMonitor
-    from flopcalc.prediction.plan import Plan, plan
-    from flopcalc.prediction.step import Prediction, predict
-    from flopcalc.recipe import Lora, Recipe, make_recipe
-    from flopcalc.utilization import (
+    from flopcalc.core.estimate.estimate import Estimate, Estimator, bind, estimate_flops
+    from flopcalc.core.estimate.utilization import (
         Utilization,
         calculate_mfu,
         get_gpu_peak_flops,
@@ -23,7 +16,14 @@ if TYPE_CHECKING:
         mfu,
         profile_model_flops,
     )
-    from flopcalc.workload import Workload, make_workload
+    from flopcalc.core.recipe.recipe import Lora, Recipe, make_recipe
+    from flopcalc.core.workload.workload import Workload, make_workload
+    from flopcalc.errors import ConfigError, DeviceError, FlopcalcError, RecipeError, SpecError, WorkloadError
+    from flopcalc.hardware.devices import peak_flops_per_s
+    from flopcalc.monitor.precise import calculate_mfu_with_profiler, calculate_precise_mfu
+    from flopcalc.monitor.training import TrainingMonitor
+    from flopcalc.planning.plan import Plan, plan
+    from flopcalc.prediction.step import Prediction, predict
 
 __all__ = [
     "__version__",
@@ -46,13 +46,20 @@ __all__ = [
 
 # Public name -> module: loaded when first used, so that the command line starts with what it needs alone.
 _HOMES = {
-    "estimate": ("estimate_flops", "bind", "Estimate", "Estimator"),
-    "workload": ("Workload", "make_workload"),
-    "recipe": ("Recipe", "make_recipe", "Lora"),
-    "utilization": ("mfu", "hfu", "Utilization", "profile_model_flops", "calculate_mfu", "get_gpu_peak_flops"),
-    "devices": ("peak_flops_per_s",),
+    "core.estimate.estimate": ("estimate_flops", "bind", "Estimate", "Estimator"),
+    "core.workload.workload": ("Workload", "make_workload"),
+    "core.recipe.recipe": ("Recipe", "make_recipe", "Lora"),
+    "core.estimate.utilization": (
+        "mfu",
+        "hfu",
+        "Utilization",
+        "profile_model_flops",
+        "calculate_mfu",
+        "get_gpu_peak_flops",
+    ),
+    "hardware.devices": ("peak_flops_per_s",),
     "prediction.step": ("predict", "Prediction"),
-    "prediction.plan": ("plan", "Plan"),
+    "planning.plan": ("plan", "Plan"),
     "monitor.training": ("TrainingMonitor",),
     "monitor.precise": ("calculate_mfu_with_profiler", "calculate_precise_mfu"),
     "errors": ("FlopcalcError", "ConfigError", "SpecError", "WorkloadError", "RecipeError", "DeviceError"),

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flopcalc import estimate_flops, expr, spec
+from flopcalc import estimate_flops
 from flopcalc.cli import _COMMANDS, main
 from flopcalc.cli.estimate import estimate as estimate_command
+from flopcalc.core.spec import expressions as expr
+from flopcalc.core.spec import spec
+from flopcalc.core.workload.workload import UNITS
 from flopcalc.data import list_data_files
-from flopcalc.devices import load_devices
-from flopcalc.workload import UNITS
+from flopcalc.hardware.devices import load_devices
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

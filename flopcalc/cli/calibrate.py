@@ -46,7 +46,7 @@ def calibrate(
     """
     from argparse import Namespace
 
-    from flopcalc.measure.calibrate import describe_command, run_command
+    from flopcalc.measure.calibrate.run import describe_command, run_command
 
     options = Namespace(
         suite=suite, tables=tables, out=out, work=work, resume=resume is True, fresh=resume is False,

@@ -6,12 +6,12 @@ import json
 
 import click
 
-from flopcalc.config import load_preset
-from flopcalc.coverage import describe_specs, load_coverage
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.config import load_preset
+from flopcalc.core.spec.coverage import describe_specs, load_coverage
 from flopcalc.data import list_data_files, load_toml
-from flopcalc.devices import load_devices
-from flopcalc.estimate import Estimator
-from flopcalc.report import format_grid
+from flopcalc.hardware.devices import load_devices
+from flopcalc.report.estimate import format_grid
 from flopcalc.units import format_number, format_parameters
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from flopcalc.cli.options import complete_model, make_estimate, trace_option, workload_options
+from flopcalc.core.estimate.estimate import CONVENTIONS, KERNELS
+from flopcalc.core.recipe.recipe import CLIPPING, RECOMPUTE
+from flopcalc.core.workload.workload import PHASES
 from flopcalc.errors import WorkloadError, format_nearest
-from flopcalc.estimate import CONVENTIONS, KERNELS
-from flopcalc.recipe import CLIPPING, RECOMPUTE
-from flopcalc.report import format_grid
+from flopcalc.report.estimate import format_grid
 from flopcalc.units import format_flops, format_parameters
-from flopcalc.workload import PHASES
 
 _SETTABLE = (
     "batch", "seq", "decoder_seq", "text", "lengths", "grad_accum", "image", "image_grid", "video_grid", "audio",

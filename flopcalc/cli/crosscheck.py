@@ -12,15 +12,15 @@ import click
 
 from flopcalc._version import __version__
 from flopcalc.cli.options import make_estimate, model_option
-from flopcalc.config import load_config
+from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.model.config import load_config
+from flopcalc.core.recipe.recipe import RECOMPUTE
 from flopcalc.errors import FlopcalcError
-from flopcalc.estimate import Estimate
-from flopcalc.recipe import RECOMPUTE
-from flopcalc.report import format_grid
+from flopcalc.report.estimate import format_grid
 from flopcalc.units import format_flops, format_parameters, parse_size
 
 if TYPE_CHECKING:
-    from flopcalc.measure.witness import Crosscheck
+    from flopcalc.measure.counters.witness import Crosscheck
 
 _EXTRA = ("torch", "transformers", "peft", "fvcore")
 # What make_estimate also wants, and a cross-check leaves alone.
@@ -67,7 +67,7 @@ def crosscheck(
     source = load_config(model, download=options["download"])
     depth = None if layers is None else parse_size(layers, "--layers")
     try:
-        from flopcalc.measure import witness
+        from flopcalc.measure.counters import witness
 
         witness.check_kind(source)
         source = witness.cut_layers(source, depth)

@@ -52,7 +52,7 @@ def estimate(model: str, depth: str | None, by: str | None, style: str | None, a
             ]
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
-    from flopcalc import report
+    from flopcalc.report import estimate as report
 
     if style == "csv":
         click.echo(report.format_csv(asked.estimate, by or "component", levels))

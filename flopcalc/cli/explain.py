@@ -10,13 +10,13 @@ from typing import Any
 import click
 
 from flopcalc.cli.options import make_estimate, model_option, workload_options
-from flopcalc.count import Row
+from flopcalc.core.count.count import Row
+from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.model.ops import Op
+from flopcalc.core.recipe.recipe import join
+from flopcalc.core.workload.workload import Feature
 from flopcalc.errors import WorkloadError
-from flopcalc.estimate import Estimate
-from flopcalc.ops import Op
-from flopcalc.recipe import join
 from flopcalc.units import format_flops
-from flopcalc.workload import Feature
 
 _FEATURES = {
     "tokens": "tokens",

@@ -9,7 +9,7 @@ import click
 
 from flopcalc.monitor.log import METRICS, find_series, load_log, sparkline, summarize
 from flopcalc.monitor.log import plot as plot_log
-from flopcalc.report import format_grid
+from flopcalc.report.estimate import format_grid
 from flopcalc.units import format_parameters, format_rate
 
 _MOST_EVENTS = 20

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from flopcalc.config import Source, load_config
+from flopcalc.core.estimate.estimate import CONVENTIONS, KERNELS, Estimate, Estimator, bind
+from flopcalc.core.estimate.utilization import Utilization, check_positive, describe_measured_mfu, find_peak, hfu, mfu
+from flopcalc.core.model.config import Source, load_config
+from flopcalc.core.recipe.recipe import CLIPPING, RECOMPUTE, Recipe, make_recipe
+from flopcalc.core.workload.workload import PHASES, Grid, make_workload
 from flopcalc.data import list_data_files
-from flopcalc.devices import DTYPES, detect_device, find_device, load_devices, parse_dtype
 from flopcalc.errors import DeviceError, WorkloadError
-from flopcalc.estimate import CONVENTIONS, KERNELS, Estimate, Estimator, bind
-from flopcalc.recipe import CLIPPING, RECOMPUTE, Recipe, make_recipe
+from flopcalc.hardware.devices import DTYPES, detect_device, find_device, load_devices, parse_dtype
 from flopcalc.units import format_rate, parse_size, parse_sizes
-from flopcalc.utilization import Utilization, check_positive, describe_measured_mfu, find_peak, hfu, mfu
-from flopcalc.workload import PHASES, Grid, make_workload
 
 MAX_IMAGES = 1_000_000  # per batch: they are listed one by one
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -144,7 +144,7 @@ def _find_traced(source: Source, recipe: Recipe, options: Mapping[str, Any]) -> 
         is_given = name in options and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if is_given and not (name == "convention" and options[name] == "full"):
             raise WorkloadError(f"--trace counts what HF's code executes: it takes no --{name.replace('_', '-')}")
-    from flopcalc.traced import find_traced
+    from flopcalc.core.estimate.traced import find_traced
 
     return find_traced(source, recipe, options["phase"], bool(options["image_grid"]))
 

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from flopcalc.cli.options import complete_device, make_estimate, model_option
-from flopcalc.devices import DTYPES
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
-from flopcalc.report import format_grid
+from flopcalc.hardware.devices import DTYPES
+from flopcalc.report.estimate import format_grid
 from flopcalc.units import format_bytes, format_parameters, format_seconds, parse_size, parse_sizes
 
 _DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch")
@@ -78,7 +78,7 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
     Searches data, tensor, pipeline, context and expert parallelism, ZeRO, micro-batch and recomputation for what fits,
     and says why the others lose. Options with several values narrow the search.
     """
-    from flopcalc.prediction import plan as planning  # only where used: estimate starts without it
+    from flopcalc.planning import plan as planning  # only where used: estimate starts without it
 
     notes: list[str] = []
     has_length = options["seq"] is not None or options["text"] is not None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flopcalc.cli.options import Asked, make_estimate, model_option, read_float, workload_options
-from flopcalc.devices import DTYPES
 from flopcalc.errors import DeviceError, WorkloadError
+from flopcalc.hardware.devices import DTYPES
 from flopcalc.units import format_bytes, format_seconds, parse_size
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def predict(
             shown["memory_bytes"]["largest_batch"] = find_largest_batch(asked.estimate, **settings)
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
-    from flopcalc.report import format_grid
+    from flopcalc.report.estimate import format_grid
 
     seconds = found.step_time_s
     interval = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
@@ -160,7 +160,7 @@ def _percent(share: float) -> str:
 
 def _find_name(name: str) -> str:
     """The device's id; auto is this machine's own."""
-    from flopcalc.devices import detect_device, find_device
+    from flopcalc.hardware.devices import detect_device, find_device
 
     if name != "auto":
         return find_device(name, needs_all=True).id

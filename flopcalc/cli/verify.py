@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flopcalc.config import load_config
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.config import load_config
+from flopcalc.core.recipe.recipe import RECOMPUTE, iterate, make_recipe
+from flopcalc.core.workload.workload import PHASES
 from flopcalc.data import list_data_files
 from flopcalc.errors import FlopcalcError, WorkloadError
-from flopcalc.estimate import Estimator
-from flopcalc.recipe import RECOMPUTE, iterate, make_recipe
-from flopcalc.report import format_grid
+from flopcalc.report.estimate import format_grid
 from flopcalc.units import parse_size, parse_sizes
-from flopcalc.workload import PHASES
 
 if TYPE_CHECKING:
-    from flopcalc.measure.compare import Verdict
-    from flopcalc.measure.examples import Example
+    from flopcalc.measure.hf.compare import Verdict
+    from flopcalc.measure.hf.examples import Example
 
 _SHOWN = 12  # rows that differ, per case
 _SMALL = 2 * 10**9  # parameters that any machine has memory for
@@ -55,7 +55,7 @@ def verify(types: tuple[str, ...], config: str | None, every: bool, as_json: boo
     if sum((bool(types), config is not None, every)) != 1:
         raise FlopcalcError("say what to verify: one of --model-type T, --config PATH, --all")
     try:
-        from flopcalc.measure.verify import prepare
+        from flopcalc.measure.hf.verify import prepare
     except ImportError as error:
         raise FlopcalcError(f"verify needs {error.name}: pip install 'flopcalc[measure]'") from None
     prepare()
@@ -86,7 +86,7 @@ def verify(types: tuple[str, ...], config: str | None, every: bool, as_json: boo
 
 
 def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options: dict[str, Any]) -> Any:
-    from flopcalc.measure.examples import find_example, list_cases
+    from flopcalc.measure.hf.examples import find_example, list_cases
 
     recipe = make_recipe(freeze=options["freeze"], lora=options["lora"], recompute=options["recompute"])
     asked = {key: value for key, value in recipe.to_dict().items() if value and value != "none"}
@@ -122,8 +122,8 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
 
 def _check_fits(model_type: str, configs: list[dict[str, Any]], workload: dict[str, Any], example: Example) -> None:
     """Sizes that no config of a model type can take are the asker's mistake, not a difference."""
-    from flopcalc.measure.compare import make_load
-    from flopcalc.measure.examples import make_estimator
+    from flopcalc.measure.hf.compare import make_load
+    from flopcalc.measure.hf.examples import make_estimator
 
     refused: FlopcalcError | None = None
     for keys in configs:
@@ -154,7 +154,7 @@ def _run(
     keys: dict[str, Any], workload: dict[str, Any], recipe: dict[str, Any], example: Example | None, device: str | None
 ) -> Verdict:
     """One case; where no device was asked for, on meta, or in memory if HF reads values and the model is small."""
-    from flopcalc.measure.verify import verify as run
+    from flopcalc.measure.hf.verify import verify as run
 
     try:
         return run(keys, workload, recipe, example=example, device=device or "meta")

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from flopcalc._version import __version__
 from flopcalc.errors import FlopcalcError
-from flopcalc.monitor.intake import Copies, Intake, Snapshot, Work, is_tensor
+from flopcalc.monitor.batch import Copies, Intake, Snapshot, Work, is_tensor
 from flopcalc.monitor.keys import CORE, SCHEMA
 from flopcalc.monitor.meter import Meter, Peak, Step, split_by_dataset
+from flopcalc.monitor.modes import Counts, Factor, Source
+from flopcalc.monitor.ranks import Gathered, Say, Side, combine, open_side
 from flopcalc.monitor.settings import Settings
-from flopcalc.monitor.side import Gathered, Say, Side, combine, open_side
 from flopcalc.monitor.sinks import LOG_NAME, Outbox, make_sinks
-from flopcalc.monitor.sources import Counts, Factor, Source
 
 if TYPE_CHECKING:
     from flopcalc.monitor.lane import Row, RunEntry

@@ -11,8 +11,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
+from flopcalc.core.recipe.recipe import strip
 from flopcalc.errors import FlopcalcError
-from flopcalc.recipe import strip
 
 _KEPT = 256  # counts of copies that are kept
 # Floats by name, where only a shape is known.
@@ -51,7 +51,7 @@ class Counters:
 
     def start(self) -> None:
         """NotMeasured where no counter can be read."""
-        from flopcalc.measure import cupti
+        from flopcalc.measure.counters import cupti
 
         if not self.is_on_gpu():
             raise NotMeasured("the model is not on a CUDA device", is_final=True)
@@ -134,7 +134,7 @@ class Profiler:
         try:
             import torch
 
-            from flopcalc.measure.torch_profiler import Live
+            from flopcalc.measure.counters.torch_profiler import Live
 
             # Without a live model there is nothing to mark, and the operators are seen all the same.
             live = Live(strip(self._model) if isinstance(self._model, torch.nn.Module) else torch.nn.Module())
@@ -202,7 +202,7 @@ class Copy:
         return sum(self._kept[key] * times for key, times in Counter(signatures).items())
 
     def _count_missing(self, module: Any, missing: Mapping[Hashable, Mapping[str, Any]]) -> None:
-        from flopcalc.measure.tracing import copy_to_meta, count_copy
+        from flopcalc.measure.trace.polynomials import copy_to_meta, count_copy
 
         made = copy_to_meta(module)
         for key, batch in missing.items():
@@ -266,7 +266,7 @@ def list_tensor_dtypes(model: Any, wanted: str | None = None) -> list[str]:
     """Dtypes whose tensor cores may be at work, likeliest first; behind fp32 weights may be an autocast."""
     import torch
 
-    from flopcalc.measure.cupti import TENSOR_COUNTERS
+    from flopcalc.measure.counters.cupti import TENSOR_COUNTERS
 
     tf32 = ["tf32"] if _allows_tf32() else []
     if wanted is not None:

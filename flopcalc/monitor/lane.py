@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flopcalc.monitor.batch import Copies, Intake, Snapshot, find_whole, is_tensor
 from flopcalc.monitor.digest import VALUES, ReportEntry, StepEntry
-from flopcalc.monitor.intake import Copies, Intake, Snapshot, find_whole, is_tensor
-from flopcalc.monitor.sources import Factor
+from flopcalc.monitor.modes import Factor
 
 if TYPE_CHECKING:
     from flopcalc.monitor.hooks import Running

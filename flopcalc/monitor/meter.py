@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from flopcalc.monitor.ranks import Combined, Sums
 from flopcalc.monitor.settings import Settings
-from flopcalc.monitor.side import Combined, Sums
 
 CAUSES = ("start", "data", "eval", "checkpoint", "stall", "measure", "redone", "other")
 _RECENT = 64  # steps whose median a stall is told by

@@ -7,13 +7,13 @@ import os
 import sys
 from typing import Any
 
-from flopcalc import utilization
-from flopcalc.devices import detect_device, find_device, parse_dtype
+from flopcalc.core.estimate import utilization
+from flopcalc.core.recipe.recipe import strip
 from flopcalc.errors import FlopcalcError
+from flopcalc.hardware.devices import detect_device, find_device, parse_dtype
 from flopcalc.monitor.meter import Peak
+from flopcalc.monitor.ranks import Say
 from flopcalc.monitor.settings import Settings
-from flopcalc.monitor.side import Say
-from flopcalc.recipe import strip
 
 # What the command line calls so is a key here.
 _OPTIONS = {

@@ -8,8 +8,11 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from flopcalc.devices import find_device, parse_dtype
+from flopcalc.core.estimate.utilization import check_positive, find_peak
+from flopcalc.core.recipe.recipe import strip, unwrap
 from flopcalc.errors import DeviceError, FlopcalcError, format_nearest, format_value
+from flopcalc.hardware.devices import find_device, parse_dtype
+from flopcalc.monitor.batch import bind_eager, bind_live
 from flopcalc.monitor.instruments import (
     Copy,
     Counters,
@@ -19,12 +22,9 @@ from flopcalc.monitor.instruments import (
     is_profiled,
     list_tensor_dtypes,
 )
-from flopcalc.monitor.intake import bind_eager, bind_live
+from flopcalc.monitor.modes import HIGHEST, LOWEST, Counts
 from flopcalc.monitor.settings import MODES
-from flopcalc.monitor.sources import HIGHEST, LOWEST, Counts
-from flopcalc.recipe import strip, unwrap
 from flopcalc.units import check_size
-from flopcalc.utilization import check_positive, find_peak
 
 # Smart's factors: a model -> what trains and is recomputed -> the factor and where it comes from.
 _smart: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[float, str, str | None]]] = weakref.WeakKeyDictionary()
@@ -289,7 +289,7 @@ def _run_under(instrument: Counters | Profiler, model: Any, batch: int, seq: int
     """One training step of random tokens; the random numbers that follow are those that would have followed anyway."""
     import torch
 
-    from flopcalc.measure.witness import ready_step, synchronize
+    from flopcalc.measure.counters.witness import ready_step, synchronize
 
     live = strip(model)
     device = find_torch_device(live)
@@ -315,7 +315,7 @@ def _count_step(instrument: Counters | Profiler, step: Callable[[], None]) -> in
 
 
 def _make_batch(model: Any, batch: int, seq: int, device: Any) -> dict[str, Any]:
-    from flopcalc.measure.models import make_batch
+    from flopcalc.measure.hf.models import make_batch
 
     config = getattr(unwrap(model), "config", None)
     if config is None or not hasattr(config, "get_text_config"):

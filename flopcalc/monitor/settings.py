@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from flopcalc.devices import parse_dtype
 from flopcalc.errors import ConfigError, FlopcalcError, format_nearest, format_value
+from flopcalc.hardware.devices import parse_dtype
 from flopcalc.monitor.keys import STYLES
 
 MODES = ("smart", "profiler", "estimate", "hybrid")

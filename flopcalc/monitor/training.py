@@ -17,10 +17,9 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar
 
+from flopcalc.core.recipe.recipe import strip
 from flopcalc.errors import FlopcalcError
-from flopcalc.monitor.digest import VALUES, Digester, NoteEntry, ReportEntry, StepEntry, find_kind, make_plain_report
-from flopcalc.monitor.hooks import Caller, DtypeHook, Running, StepContext, Watched
-from flopcalc.monitor.intake import (
+from flopcalc.monitor.batch import (
     Copies,
     Intake,
     Shape,
@@ -30,8 +29,11 @@ from flopcalc.monitor.intake import (
     is_tensor,
     name_arguments,
 )
+from flopcalc.monitor.digest import VALUES, Digester, NoteEntry, ReportEntry, StepEntry, find_kind, make_plain_report
+from flopcalc.monitor.hooks import Caller, DtypeHook, Running, StepContext, Watched
 from flopcalc.monitor.keys import CORE
 from flopcalc.monitor.lane import STEPS, Lane, RunEntry, keep
+from flopcalc.monitor.modes import make_source
 from flopcalc.monitor.place import (
     find_dtype,
     find_known_device,
@@ -42,9 +44,7 @@ from flopcalc.monitor.place import (
     is_capturing,
 )
 from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, load_settings
-from flopcalc.monitor.sources import make_source
 from flopcalc.monitor.timing import Flight, Marks
-from flopcalc.recipe import strip
 
 _POLL_S = 1.0  # the worker looks this often
 _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink

@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_dir, find_user_dir
-from flopcalc.devices import Device, find_device, parse_dtype, peak_flops_per_s
 from flopcalc.errors import DeviceError, SpecError, format_value
+from flopcalc.hardware.devices import Device, find_device, parse_dtype, peak_flops_per_s
 from flopcalc.prediction.work import Attention, Moved, Product
 
 SCHEMA = 4

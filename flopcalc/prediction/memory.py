@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flopcalc.devices import Device, find_device, parse_dtype
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_nearest, format_value
-from flopcalc.estimate import Estimator
-from flopcalc.operators import list_operators
+from flopcalc.hardware.devices import Device, find_device, parse_dtype
+from flopcalc.prediction.operators import list_operators
 from flopcalc.prediction.tensors import FLOAT, Step
 from flopcalc.units import format_bytes, format_share
-from flopcalc.workload import Workload
 
 __all__ = [
     "OPTIMIZERS",

@@ -8,10 +8,12 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.core.estimate.estimate import KERNELS, Estimate, Estimator, bind
+from flopcalc.core.estimate.utilization import check_positive, hfu, mfu
+from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, find_user_dir
-from flopcalc.devices import Device, find_device, parse_dtype
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
-from flopcalc.estimate import KERNELS, Estimate, Estimator, bind
+from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.machine import STREAMED, Machine, Timed, slow_down
 from flopcalc.prediction.memory import (
     Memory,
@@ -25,8 +27,6 @@ from flopcalc.prediction.tensors import has_sdpa
 from flopcalc.prediction.timeline import Place, Segment, Stack, find_place, order, run
 from flopcalc.prediction.work import OPTIMIZERS, Attention, Moved, Product, Work, count_calls, make_work
 from flopcalc.units import format_bytes
-from flopcalc.utilization import check_positive, hfu, mfu
-from flopcalc.workload import Workload
 
 __all__ = ["OPTIMIZERS", "Prediction", "StepTime", "find_largest_batch", "predict", "predict_estimate"]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
-from flopcalc.count import Block
+from flopcalc.core.count.count import Block
+from flopcalc.core.estimate.estimate import KERNELS, Estimator
+from flopcalc.core.model.ops import Chain, Op, Stage
+from flopcalc.core.recipe.recipe import iterate
+from flopcalc.core.workload.workload import Workload, evaluate_feature
 from flopcalc.errors import RecipeError, format_nearest, format_value
-from flopcalc.estimate import KERNELS, Estimator
-from flopcalc.operators import Operator, Operators, Saved, load_file
-from flopcalc.ops import Chain, Op, Stage
-from flopcalc.recipe import iterate
-from flopcalc.workload import Workload, evaluate_feature
+from flopcalc.prediction.operators import Operator, Operators, Saved, load_file
 
 __all__ = ["FLOAT", "Part", "Step"]
 

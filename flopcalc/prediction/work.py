@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from flopcalc.count import Block, Row, product_flops
-from flopcalc.estimate import Estimator
-from flopcalc.operators import Operator, Operators, list_operators
-from flopcalc.ops import Op
+from flopcalc.core.count.count import Block, Row, product_flops
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.ops import Op
+from flopcalc.core.recipe.recipe import iterate
+from flopcalc.core.workload.workload import Feature, Workload, attention_calls, evaluate_feature
+from flopcalc.prediction.operators import Operator, Operators, list_operators
 from flopcalc.prediction.timeline import Stack
-from flopcalc.recipe import iterate
-from flopcalc.workload import Feature, Workload, attention_calls, evaluate_feature
 
 # Kinds of operators that cost the host alone: no kernel, or one that is timed as a product or an attention call.
 HOST_ONLY = (

@@ -9,7 +9,7 @@ from typing import Any
 import notebook_run
 import pytest
 
-from flopcalc.calibration import FOLDER, SHAPES, list_tables, save_table
+from flopcalc.hardware.tables import FOLDER, SHAPES, list_tables, save_table
 
 for _name in ("nbclient", "nbformat", "ipykernel", "matplotlib"):
     pytest.importorskip(_name)

@@ -27,13 +27,14 @@ from typing import Any
 import pytest
 import torch
 from loop import Clock, Outcome, conclude, make_batches, make_model, train, update, work
+from places import HELPERS
 from tiny import CONFIG, list_hung, read_log
 
 import flopcalc
 from flopcalc.monitor import TrainingMonitor, sinks, training
 from flopcalc.monitor.settings import MODES
 
-HERE = Path(__file__).parent
+HERE = HELPERS
 PACKAGE = os.path.dirname(flopcalc.__file__)
 MONITOR = os.path.dirname(training.__file__)
 SETTINGS = os.path.join(MONITOR, "settings.py")
@@ -218,7 +219,7 @@ def test_without_a_gpu_mfu_is_not_known_and_that_is_all(tmp_path: Path, alone: O
 def test_without_nvml_and_counters_another_source_stands_in(
     mode: str, tmp_path: Path, alone: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("pynvml", "flopcalc.measure.cupti", "flopcalc.measure.gpm"):
+    for name in ("pynvml", "flopcalc.measure.counters.cupti", "flopcalc.measure.counters.gpm"):
         monkeypatch.setitem(sys.modules, name, None)
     model = make_model()
     with said():
@@ -233,7 +234,7 @@ def test_without_nvml_and_counters_another_source_stands_in(
 
 
 def test_counters_that_are_refused_do_no_harm(tmp_path: Path, alone: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flopcalc.measure import cupti
+    from flopcalc.measure.counters import cupti
     from flopcalc.monitor import instruments
 
     def refuse(*_: Any, **__: Any) -> None:

@@ -19,6 +19,7 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from loop import Clock
 from peft import LoraConfig, get_peft_model
+from places import HELPERS
 from tiny import (
     CONFIG,
     Recorder,
@@ -608,7 +609,7 @@ def test_a_model_that_is_not_hugging_faces_trains_without_a_count(tmp_path: Path
 TWO_RANKS = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(__import__('os').pathsep)
 from test_hf import FlopcalcCallback, CONFIG, list_losses, make_trainer
 import os, json, torch
 folder = Path(sys.argv[2]) / f"rank{os.environ['RANK']}"
@@ -628,7 +629,7 @@ def test_of_two_ranks_only_the_first_writes(tmp_path: Path) -> None:
         "MASTER_PORT": str(find_port()),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-c", TWO_RANKS, str(Path(__file__).parent), str(tmp_path)]
+    command = [sys.executable, "-c", TWO_RANKS, f"{HELPERS}{os.pathsep}{Path(__file__).parent}", str(tmp_path)]
     ranks = [
         subprocess.Popen(
             command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE,

@@ -14,8 +14,8 @@ import torch
 from tiny import CONFIG, list_hung, make_llama, make_text, pad
 
 from flopcalc.monitor import TrainingMonitor
+from flopcalc.monitor.batch import Snapshot
 from flopcalc.monitor.hooks import Caller, Running, _is_call_known
-from flopcalc.monitor.intake import Snapshot
 from flopcalc.monitor.lane import Lane, RunEntry
 
 IDS = torch.zeros(2, 8, dtype=torch.long)

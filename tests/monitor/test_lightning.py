@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger
 from loop import Clock
 from peft import LoraConfig, get_peft_model
+from places import HELPERS
 from tiny import (
     CONFIG,
     Recorder,
@@ -487,7 +488,7 @@ trainer.fit(Module(), loader)
 
 @pytest.mark.parametrize("packages", ["pytorch_lightning,pytorch_lightning", "lightning.pytorch,pytorch_lightning"])
 def test_both_packages_work(packages: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PACKAGES, str(Path(__file__).parent), str(tmp_path), packages]
+    command = [sys.executable, "-c", PACKAGES, str(HELPERS), str(tmp_path), packages]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert [line["global_step"] for line in read_log(tmp_path / "flopcalc.jsonl")] == [1, 2]

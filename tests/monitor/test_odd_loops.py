@@ -18,7 +18,7 @@ from tiny import CONFIG, list_hung, read_log
 
 from flopcalc import estimate_flops
 from flopcalc.monitor import TrainingMonitor
-from flopcalc.monitor.intake import Copies, find_whole
+from flopcalc.monitor.batch import Copies, find_whole
 
 STEPS = 30
 BATCH = {"input_ids": torch.arange(3, 11).reshape(2, 4), "labels": torch.arange(3, 11).reshape(2, 4)}

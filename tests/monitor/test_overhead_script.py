@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from places import ROOT
 from tiny import list_hung
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "monitor_overhead.py"
+SCRIPT = ROOT / "benchmarks" / "monitor_overhead.py"
 
 
 @pytest.fixture
@@ -239,6 +240,6 @@ def test_files_are_joined_by_model(script: Any, tmp_path: Path) -> None:
 
 
 def test_the_page_shows_the_committed_results(script: Any) -> None:
-    root = Path(__file__).parents[2]
+    root = ROOT
     table = script.format_table(script.read_results(str(root / "benchmarks/results" / script.NAME)))
     assert table.strip() in (root / "docs/monitor.md").read_text()

@@ -9,23 +9,23 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from places import TRUTH
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from flopcalc import FlopcalcError, estimate_flops  # noqa: E402
-from flopcalc.measure import cupti, torch_profiler, tracing  # noqa: E402
-from flopcalc.measure.models import apply_recipe, build_model  # noqa: E402
+from flopcalc.measure.counters import cupti, torch_profiler  # noqa: E402
+from flopcalc.measure.hf.models import apply_recipe, build_model  # noqa: E402
+from flopcalc.measure.trace import polynomials as tracing  # noqa: E402
 from flopcalc.monitor import precise  # noqa: E402
 from flopcalc.monitor.instruments import Counters, NotMeasured, Profiler  # noqa: E402
 from flopcalc.monitor.precise import MeasuredMfu, calculate_mfu_with_profiler, calculate_precise_mfu  # noqa: E402
 
-TRUTH = Path(__file__).parent.parent / "truth"
 CONFIG = json.loads((TRUTH / "llama.json").read_text())["models"][0]["config"]
 MODES = {
     "estimate": "estimate",
@@ -243,7 +243,7 @@ def test_a_model_that_no_spec_describes(mode: str, convention: str) -> None:
 def test_nan_and_why(
     mode: str, arguments: Any, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flopcalc.utilization.detect_device", lambda: None)
+    monkeypatch.setattr("flopcalc.core.estimate.utilization.detect_device", lambda: None)
     model = build()
     with pytest.warns(RuntimeWarning, match=words) as seen:
         found = calculate_precise_mfu(model, *arguments, mode, **options)
@@ -255,7 +255,7 @@ def test_nan_and_why(
 
 
 def test_without_a_peak_the_count_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flopcalc.utilization.detect_device", lambda: None)
+    monkeypatch.setattr("flopcalc.core.estimate.utilization.detect_device", lambda: None)
     model = build()
     with pytest.warns(RuntimeWarning, match="no GPU found"):
         found = calculate_mfu_with_profiler(model, 2, 24, 0.5)

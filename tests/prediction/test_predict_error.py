@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "prediction.md"
 
@@ -34,7 +34,7 @@ def test_the_report_is_what_comes_out(script: Any, tmp_path: Path) -> None:
 
 
 def test_the_calibration_measured_no_test_model(script: Any) -> None:
-    from flopcalc.measure.tables.runs import MODELS, NARROW
+    from flopcalc.measure.predictor.runs import MODELS, NARROW
 
     fitted = {preset for preset, *_ in MODELS.values()} | set(NARROW)
     assert not {preset for preset, *_ in script.TEST.values()} & fitted
@@ -45,7 +45,7 @@ def test_the_calibration_measured_no_test_model(script: Any) -> None:
 
 
 def test_every_test_case_was_measured_and_is_shown(script: Any) -> None:
-    from flopcalc.measure.tables.runs import name_case
+    from flopcalc.measure.predictor.runs import name_case
 
     def name(case: Any) -> tuple[str, bool]:
         return name_case(case), case.get("is_host", case.get("clock") == "probe")
@@ -125,7 +125,7 @@ def test_the_page_tells_the_blind_result() -> None:
 
 def test_the_page_says_what_the_predictor_has_seen_since(script: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """It is fitted on nothing of the test; that it is the one which was tested is said as long as it is true."""
-    from flopcalc.measure import fit
+    from flopcalc.measure.predictor import fit
 
     taken: list[Any] = []
     monkeypatch.setattr(fit, "fit_predictor", lambda records, *_: taken.extend(records) or {})
@@ -171,7 +171,7 @@ def test_a_calibration_is_kept(script: Any, tmp_path: Path, is_whole: bool) -> N
 
 
 def _fake_runner(ran: list[str], stop_at: int) -> type:
-    from flopcalc.measure.tables.runs import name_case
+    from flopcalc.measure.predictor.runs import name_case
 
     class Runner:
         def __init__(self, *_: Any) -> None: ...
@@ -193,8 +193,8 @@ def _fake_runner(ran: list[str], stop_at: int) -> type:
 
 def test_a_stopped_measurement_goes_on(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every case once, what failed or had no time once more; never with another machine's."""
-    from flopcalc.measure import provenance
-    from flopcalc.measure.tables import runs
+    from flopcalc.measure.calibrate import provenance
+    from flopcalc.measure.predictor import runs
 
     out = tmp_path / "cases.json"
     monkeypatch.setattr(script, "TEST", {name: script.TEST[name] for name in ("phi-1.5", "cerebras-gpt-590m")})
@@ -234,7 +234,7 @@ def test_a_stopped_measurement_goes_on(script: Any, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("is_host", [True, False])
 def test_the_middle_round_counts(script: Any, is_host: bool, seconds: tuple[float, ...], middle: float) -> None:
     """Of small steps by their ratio to the probe, of others by their seconds; repetitions are no rounds."""
-    from flopcalc.measure.tables.runs import make_case
+    from flopcalc.measure.predictor.runs import make_case
 
     def measured(taken: float, i: int, is_again: bool) -> dict[str, Any]:
         kept = {"ratio": taken, "seconds": 1 / taken} if is_host else {"ratio": 1 / taken, "seconds": taken}

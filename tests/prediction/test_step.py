@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from flopcalc.core.estimate.estimate import bind
+from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError
-from flopcalc.estimate import bind
-from flopcalc.measure.fit import count_again, host_features
+from flopcalc.measure.predictor.fit import count_again, host_features
 from flopcalc.prediction.machine import (
     Machine,
     ProductShape,
@@ -28,7 +29,6 @@ from flopcalc.prediction.machine import (
 )
 from flopcalc.prediction.step import Clock, find_largest_batch, find_unit, name_factor, predict, predict_estimate
 from flopcalc.prediction.work import Attention, Moved, Product, make_work
-from flopcalc.workload import Workload, make_workload
 
 # One processor that does 2 FLOP a second on full tiles, no costs beside.
 PLAIN = ProductShape(2.0, 0.0, 0.0, 0.5, 0.25, 0.125, 1e9, 0.0, 1.0)
@@ -919,7 +919,7 @@ def test_to_dict_is_json() -> None:
 
 @pytest.mark.parametrize("model", ["qwen2.5-vl-3b", "qwen2-vl-2b", "qwen3-vl-2b"])
 def test_the_host_dispatches_every_call_of_attention(model: str) -> None:
-    from flopcalc.estimate import bind
+    from flopcalc.core.estimate.estimate import bind
 
     load = make_workload(2, 1536, image_grid_thw=[[1, 44, 60]] * 2)
     work = make_work(bind(model), load)
@@ -986,7 +986,7 @@ def test_sizes_beyond_measured_ones_are_said(model: str, load: dict[str, Any], s
 
 
 def test_the_longest_attention_is_what_calibration_times() -> None:
-    from flopcalc.measure.alone import _SIZES
+    from flopcalc.measure.predictor.single_calls import _SIZES
     from flopcalc.prediction.step import _LONGEST
 
     assert {mask: max(keys for *_, keys in _SIZES[mask]) for mask in _LONGEST} == _LONGEST

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flopcalc.estimate import bind
+from flopcalc.core.estimate.estimate import bind
+from flopcalc.core.workload.workload import make_workload
 from flopcalc.prediction.timeline import Place, Segment, Stack, find_place, order, run
 from flopcalc.prediction.work import make_work
-from flopcalc.workload import make_workload
 
 LAYER = ("input_layernorm", "self_attn.q_proj", "self_attn", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 TEXT = (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from flopcalc.config import load_preset
+from flopcalc.core.model.config import load_preset
 from flopcalc.data import list_data_files
 
 Json = dict[str, Any]

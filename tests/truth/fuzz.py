@@ -51,8 +51,8 @@ def fuzz(name: str) -> list[str]:
     """What differs silently for one type."""
     from transformers import AutoConfig
 
-    from flopcalc.measure.examples import find_example, list_cases, make_estimator
-    from flopcalc.measure.verify import prepare, verify
+    from flopcalc.measure.hf.examples import find_example, list_cases, make_estimator
+    from flopcalc.measure.hf.verify import prepare, verify
 
     prepare()
     example = find_example(name)

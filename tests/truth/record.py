@@ -18,7 +18,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from cases import FAMILIES, Model  # noqa: E402
 
-from flopcalc.measure.models import measure  # noqa: E402
+from flopcalc.measure.hf.models import measure  # noqa: E402
 
 SCHEMA = 1
 _LAYER = re.compile(r"^(.*?\.(?:layers|h|blocks))\.(\d+)(?=\.|$)")

@@ -103,7 +103,7 @@ def list_configs(name: str) -> list[tuple[Json, bool]]:
     """Tiny configs of a type, with whether they are taken through every recipe; all of them with an untied head too."""
     if name in DEEP:
         return [(config, number == 0) for number, config in enumerate(DEEP[name][0])]
-    from flopcalc.measure.examples import find_example
+    from flopcalc.measure.hf.examples import find_example
 
     configs = find_example(name).configs
     untied = [{**config, "tie_word_embeddings": False} for config in configs]
@@ -181,9 +181,9 @@ def count_step(config: Json, workload: Json, recipe: Json, clipping: str) -> dic
     import torch
 
     from flopcalc import bind
-    from flopcalc.measure.examples import find_example, make_inputs, takes
-    from flopcalc.measure.flop_counter import count_flops
-    from flopcalc.measure.models import apply_recipe, build_model
+    from flopcalc.measure.counters.flop_counter import count_flops
+    from flopcalc.measure.hf.examples import find_example, make_inputs, takes
+    from flopcalc.measure.hf.models import apply_recipe, build_model
 
     example = find_example(config["model_type"])
     estimator = bind(config)
@@ -286,7 +286,7 @@ def main() -> int:
     unknown = set(options.types) - set(list_types())
     if unknown:
         parser.error(f"not in model_specs/clipping.toml: {', '.join(sorted(unknown))}")
-    from flopcalc.measure.verify import prepare
+    from flopcalc.measure.hf.verify import prepare
 
     prepare()
     FOLDER.mkdir(exist_ok=True)

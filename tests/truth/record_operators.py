@@ -24,15 +24,17 @@ from typing import Any
 
 import torch
 
-from flopcalc.config import load_config
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.config import load_config
+from flopcalc.core.recipe.recipe import iterate
+from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.data import list_data_files
 from flopcalc.errors import FlopcalcError
-from flopcalc.estimate import Estimator
-from flopcalc.measure.dispatch import Event, Kept, Trace, trace_operators
-from flopcalc.measure.examples import Example, find_example, make_estimator, make_inputs
-from flopcalc.measure.models import build_model, floats_on_meta
-from flopcalc.measure.verify import prepare
-from flopcalc.operators import (
+from flopcalc.measure.hf.examples import Example, find_example, make_estimator, make_inputs
+from flopcalc.measure.hf.models import build_model, floats_on_meta
+from flopcalc.measure.hf.verify import prepare
+from flopcalc.measure.trace.dispatch import Event, Kept, Trace, trace_operators
+from flopcalc.prediction.operators import (
     SWITCHES,
     find_language,
     list_features,
@@ -44,8 +46,6 @@ from flopcalc.operators import (
     sign_outside,
     sign_switches,
 )
-from flopcalc.recipe import iterate
-from flopcalc.workload import Workload, make_workload
 
 Json = dict[str, Any]
 FOLDER = Path(__file__).parents[2] / "model_specs" / "operators"
@@ -792,7 +792,7 @@ def pack(
     kept: list[Any],
     saved: Json,
 ) -> str:
-    """The text of a file; flopcalc.operators.unpack reads it."""
+    """The text of a file; flopcalc.prediction.operators.unpack reads it."""
     rows: dict[str, int] = {}
     kept_rows: dict[str, int] = {}
     layouts: dict[str, int] = {}

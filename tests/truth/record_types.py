@@ -32,7 +32,7 @@ WITH = ("torch", "transformers", "peft")
 
 def record_case(example: Any, config: dict[str, Any], case: Any) -> dict[str, Any]:
     """One trace: totals, parameters, and a row per module."""
-    from flopcalc.measure.verify import trace
+    from flopcalc.measure.hf.verify import trace
 
     workload, recipe = case
     where = f"{example.model_type} {json.dumps(workload)} {json.dumps(recipe)}"
@@ -48,7 +48,7 @@ def record_case(example: Any, config: dict[str, Any], case: Any) -> dict[str, An
 
 def record(name: str, only: int | None = None) -> dict[str, Any]:
     """Every case of every tiny config of a type; `only`: so many of the first cases of the first config."""
-    from flopcalc.measure.examples import find_example, list_cases
+    from flopcalc.measure.hf.examples import find_example, list_cases
 
     example = find_example(name)
     configs = []
@@ -119,7 +119,7 @@ def _describe(told: dict[str, Any] | None, case: dict[str, Any]) -> str:
 
 def is_recorded(name: str) -> bool:
     """Whether exactly the cases of a type's example are recorded, with the installed libraries."""
-    from flopcalc.measure.examples import find_example, list_cases
+    from flopcalc.measure.hf.examples import find_example, list_cases
 
     path = TYPES / f"{name}.json"
     if not path.exists():
@@ -168,7 +168,7 @@ def main() -> int:
         parser.error(f"no example of {', '.join(sorted(unknown))}")
     TYPES.mkdir(exist_ok=True)
     failed = False
-    from flopcalc.measure.verify import prepare
+    from flopcalc.measure.hf.verify import prepare
 
     with ProcessPoolExecutor(options.jobs, initializer=prepare) as pool:
         names = [name for name in options.types or known if not (options.missing and is_recorded(name))]

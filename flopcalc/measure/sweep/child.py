@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flopcalc.config import Source, load_config
-from flopcalc.count import score_flops
-from flopcalc.devices import find_device, peak_flops_per_s
+from flopcalc.core.count.count import score_flops
+from flopcalc.core.estimate.estimate import Estimate, bind
+from flopcalc.core.model.config import Source, load_config
+from flopcalc.core.workload.workload import make_workload
 from flopcalc.errors import DeviceError
-from flopcalc.estimate import Estimate, bind
-from flopcalc.measure.flop_counter import count_flops
-from flopcalc.measure.models import make_batch
-from flopcalc.measure.provenance import describe_machine, find_version
+from flopcalc.hardware.devices import find_device, peak_flops_per_s
+from flopcalc.measure.calibrate.provenance import describe_machine, find_version
+from flopcalc.measure.counters.flop_counter import count_flops
+from flopcalc.measure.hf.models import make_batch
 from flopcalc.measure.sweep.matrix import TRAINERS, find_model
 from flopcalc.measure.sweep.trainers import Trainer, TrainerError, make_trainer
-from flopcalc.workload import make_workload
 
 Json = dict[str, Any]
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -307,7 +307,7 @@ def _measure_flops(run: _Run) -> tuple[int | None, str | None]:
     kind = {"fp32": "tf32"}.get(run.dtype, run.dtype)
     if kind == "tf32" and not torch.backends.cuda.matmul.allow_tf32:
         return None, "fp32 without TF32 runs on no tensor core: nothing to count"
-    from flopcalc.measure import cupti
+    from flopcalc.measure.counters import cupti
 
     try:
         with cupti.HardwareCounter([cupti.TENSOR_COUNTERS[kind]]) as counter, counter.measure() as sample:

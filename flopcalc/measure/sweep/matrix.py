@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.config import MAX_JSON_CHARACTERS, load_config
+from flopcalc.core.model.config import MAX_JSON_CHARACTERS, load_config
 from flopcalc.data import find_data_file, load_toml
 from flopcalc.errors import DeviceError, FlopcalcError, find_nearest, format_nearest, format_value
-from flopcalc.measure.jobs import Job
+from flopcalc.measure.jobs.job import Job
 from flopcalc.units import MAX_SIZE, check_size
 
 Json = dict[str, Any]
@@ -227,7 +227,7 @@ def _make_number(is_zero_allowed: bool) -> Callable[[str, Any], float]:
 
 
 def _check_dtype(name: str, value: Any) -> str:
-    from flopcalc.devices import parse_dtype
+    from flopcalc.hardware.devices import parse_dtype
 
     try:
         return _make_choice(DTYPES)(name, value if value == "auto" else parse_dtype(value))

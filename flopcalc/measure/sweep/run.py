@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc._version import __version__
 from flopcalc.errors import format_value
-from flopcalc.measure.provenance import find_version
-from flopcalc.measure.runner import Progress, Result, run_jobs
+from flopcalc.measure.calibrate.provenance import find_version
+from flopcalc.measure.jobs.runner import Progress, Result, run_jobs
 from flopcalc.measure.sweep.matrix import BASELINE, CHILD, Configuration, SweepError
 
 if TYPE_CHECKING:
-    from flopcalc.measure.launchers import Launcher
+    from flopcalc.measure.jobs.launchers import Launcher
 
 Json = dict[str, Any]
 RESULTS = "results.jsonl"

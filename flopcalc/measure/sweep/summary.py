@@ -10,7 +10,7 @@ from typing import Any
 
 from flopcalc.measure.sweep.matrix import BASELINE, TRAINERS, SweepError
 from flopcalc.measure.sweep.run import get_value
-from flopcalc.report import format_grid
+from flopcalc.report.estimate import format_grid
 from flopcalc.units import format_bytes, format_flops, format_seconds
 
 Json = dict[str, Any]

@@ -1,0 +1,1 @@
+"""What is computed: specs, workloads, models, recipes, counts, estimates; pure Python."""

@@ -1,0 +1,1 @@
+"""FLOP formulas and their coefficients."""

@@ -1,0 +1,1 @@
+"""A bound model and a workload become an Estimate."""

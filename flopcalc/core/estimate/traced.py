@@ -1,0 +1,323 @@
+"""A traced model: exact polynomials of the workload, solved from a few traces, in place of a spec; no torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from fractions import Fraction
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+from flopcalc._version import __version__
+from flopcalc.core.count.count import Block, Row
+from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.model.config import Source
+from flopcalc.core.model.ops import Op
+from flopcalc.core.recipe.recipe import Recipe
+from flopcalc.core.spec.expressions import Names, evaluate
+from flopcalc.core.spec.spec import Spec
+from flopcalc.core.workload.workload import Workload, make_workload
+from flopcalc.errors import FlopcalcError, WorkloadError, format_value
+
+SCHEMA = 2
+_LIBRARIES = ("torch", "transformers", "peft")
+WHY_FULL = (
+    "traced: what HF's code executes (convention full); what the model needs (model) and what fused kernels "
+    "execute (hardware) cannot be seen in a trace"
+)
+
+
+class Polynomials(NamedTuple):
+    """Per phase and kind of workload: FLOPs of every module as exact sums of coefficient x monomial."""
+
+    phase: str
+    has_images: bool
+    monomials: tuple[str, ...]  # expressions in b, n, c, images, patches, pairs
+    rows: dict[str, tuple[tuple[Fraction, ...], ...]]  # module path -> forward, backward, recompute coefficients
+    reached: int = 0  # the largest length (or number of cached keys) at which it was checked
+    limit: int = 0  # a window or chunk of the config that is too large to trace beyond; 0: none
+
+
+class Traced(NamedTuple):
+    """What is kept of a traced model."""
+
+    name: str
+    model_type: str
+    parameters: dict[str, int]  # total and trainable; a trace cannot see how many one token reaches
+    made_with: dict[str, str]
+    visual: dict[str, Any]  # how images fill the sequence: {} for a text model
+    polynomials: tuple[Polynomials, ...]
+    axes: dict[str, list[str | None]]  # of the example batch: 'b', 'n' or None per axis
+
+
+class TracedEstimator(Estimator):
+    """An Estimator whose FLOPs come from traced polynomials."""
+
+    origin = "trace"
+
+    def __init__(self, traced: Traced, source: Source, recipe: Recipe) -> None:
+        made_with = ", ".join(f"{library} {version}" for library, version in traced.made_with.items())
+        self.traced = traced
+        self.source = source
+        self.recipe = recipe
+        self.convention = "full"
+        self.attention_kernel = "eager"
+        self.kernel_table = self.tile_table = None
+        self.vision = self.audio = None
+        self.stages = ()
+        self.has_decoder = False
+        self._totals: dict[tuple[str, bool], tuple[tuple[Fraction, ...], ...]] = {}
+        empty: dict[str, Any] = {name: {} for name in Spec._fields}
+        self.spec = Spec(**{
+            **empty, "name": traced.model_type, "file": "", "architecture": traced.name,
+            "source": f"traced with {made_with}", "required": (), "stacks": [], "is_tower": False,
+        })  # fmt: skip
+        self.identity = ("trace", traced.name, id(traced), recipe, "full", "eager")  # type: ignore[assignment]
+
+    def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
+        if load.decoder is not None or load.clips:
+            raise WorkloadError("traced: one length alone was solved for, without a decoder's length or audio")
+        self._check_grids(load)
+        forward, backward, recompute, _ = self.count(load, "full")
+        return Estimate(((self, load, 1),), forward, backward, recompute, notes)
+
+    def estimate_batch(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        phase: str = "train",
+        logits: int | str | None = None,
+        read_device: bool = True,
+    ) -> Estimate:
+        """FLOPs of one step on a real batch; without input_ids its sizes are read as the example's were."""
+        if "input_ids" in batch or "inputs_embeds" in batch:
+            return super().estimate_batch(batch, phase=phase, logits=logits, read_device=read_device)
+        sizes: dict[str, int] = {}
+        for name, axes in self.traced.axes.items():
+            for kind, size in zip(axes, getattr(batch.get(name), "shape", ()), strict=False):
+                if kind is not None and sizes.setdefault(kind, int(size)) != size:
+                    raise WorkloadError(f"{name}: axis {kind!r} is {size}, elsewhere in the batch {sizes[kind]}")
+        if set(sizes) != {"b", "n"}:
+            raise WorkloadError(f"the batch needs what the model was traced with: {', '.join(self.traced.axes)}")
+        return self.estimate(make_workload(sizes["b"], sizes["n"], phase=phase, logits=logits))
+
+    def count(self, load: Workload, convention: str) -> tuple[int, int, int, int]:
+        found = self._find(load, convention)
+        values = [_sum_monomial(text, load) for text in found.monomials]
+        key = (found.phase, found.has_images)
+        if key not in self._totals:
+            self._totals[key] = _add_rows(found)
+        total = _make_row("the model", self._totals[key], values)
+        return total.forward, total.backward, total.recompute, 0  # a trace clips nothing
+
+    def rows(self, load: Workload, convention: str) -> list[tuple[Block, Row, int]]:
+        found = self._find(load, convention)
+        values = [_sum_monomial(text, load) for text in found.monomials]
+        return [
+            (Block(path, None, "language", ()), _make_row(path, coefficients, values), 1)
+            for path, coefficients in found.rows.items()
+        ]
+
+    def parameters(self) -> dict[str, int]:
+        return dict(self.traced.parameters)
+
+    def notes(self, load: Workload) -> list[str]:
+        notes = [WHY_FULL]
+        if load.documents is not None:
+            notes.append("traced: the batch counts as full rows, padding and packed documents included")
+        reached = self._find(load, "full").reached
+        if load.seq + load.context > reached:
+            notes.append(f"traced: the polynomial was checked up to length {reached}")
+        return notes
+
+    def _check_grids(self, load: Workload) -> None:
+        merge = int(self.traced.visual.get("merge", 1))
+        for t, h, w in load.all_grids:
+            if not self.traced.visual.get("tokens") and (t != 1 or h % merge or w % merge):
+                raise WorkloadError(f"traced: grid {t},{h},{w} must be 1,H,W with H and W multiples of {merge}")
+        visual = self.count_visual_tokens(load)
+        if visual > load.tokens:
+            raise WorkloadError(f"{visual} visual tokens do not fit in {load.tokens} tokens")
+
+    def count_visual_tokens(self, load: Workload) -> int:
+        visual = self.traced.visual
+        if visual.get("tokens"):
+            return int(visual["tokens"]) * len(load.all_grids)
+        merge = int(visual.get("merge", 1))
+        return sum(t * h * w for t, h, w in load.all_grids) // merge**2
+
+    def _find(self, load: Workload, convention: str) -> Polynomials:
+        if convention != "full":
+            raise FlopcalcError(WHY_FULL)
+        has_images = bool(load.all_grids)
+        if load.logits not in ("all", "last" if load.phase == "prefill" else "all"):
+            raise WorkloadError(f"traced: logits {load.logits} were not traced; all of them for {load.phase}")
+        for found in self.traced.polynomials:
+            if found.phase == load.phase and found.has_images == has_images:
+                if found.limit and load.seq + load.context > found.limit:
+                    raise WorkloadError(
+                        f"traced: length {load.seq + load.context} is beyond a window or chunk of {found.limit}, where "
+                        "the count changes its form and nothing was traced"
+                    )
+                return found
+        known = ", ".join(f"{p.phase}{' with images' if p.has_images else ''}" for p in self.traced.polynomials)
+        raise WorkloadError(
+            f"traced for {known}; not for {load.phase}{' with images' if has_images else ''}: trace it again for that"
+        )
+
+
+def _add_rows(found: Polynomials) -> tuple[tuple[Fraction, ...], ...]:
+    """Coefficients of the whole model."""
+    many = range(len(found.monomials))
+    return tuple(
+        tuple(sum((rows[way][i] for rows in found.rows.values()), Fraction(0)) for i in many) for way in range(3)
+    )
+
+
+def _make_row(path: str, coefficients: tuple[tuple[Fraction, ...], ...], values: list[int]) -> Row:
+    sums = [sum((c * v for c, v in zip(each, values, strict=True) if c), Fraction(0)) for each in coefficients]
+    if any(value.denominator != 1 or value < 0 for value in sums):
+        raise WorkloadError(f"traced: the polynomial of {path!r} gives {format_value(sums)} here: outside what holds")
+    op = Op("traced", "", _guess_part(path), ("calls",))
+    return Row(op, int(sums[0]), int(sums[1]), int(sums[2]))
+
+
+def _guess_part(path: str) -> str:
+    """A component from the module's path; a trace knows names only."""
+    words = f"{path.lower()}."
+    for part, hints in (
+        ("lm_head", ("lm_head", "embed_out", "output_projection")), ("projector", ("projector", "merger", "connector")),
+        ("vision", ("vision", "visual")), ("audio", ("audio",)), ("router", ("router", "mlp.gate.")),
+        ("ssm", ("mixer", "mamba", "linear_attn")), ("mlp", ("mlp", "expert", "feed_forward", "fc1", "fc2")),
+        ("attention_projections", ("attn.", "attention.")), ("attention_scores", ("attn", "attention")),
+    ):  # fmt: skip
+        if any(hint in words for hint in hints):
+            return part
+    return "other"
+
+
+@lru_cache(maxsize=65536)
+def _sum_monomial(text: str, load: Workload) -> int:
+    """A monomial's value; in decoding its sum over the new tokens, each with all before it cached."""
+    grids = load.all_grids
+    fixed = {
+        "b": load.rows, "images": len(grids), "patches": sum(t * h * w for t, h, w in grids),
+        "pairs": sum(t * (h * w) ** 2 for t, h, w in grids),
+    }  # fmt: skip
+    calls: Iterable[tuple[int, int]] = [(load.seq, 0)]
+    if load.phase == "decode":
+        calls = [(1, load.context + j) for j in range(load.seq)]
+    return sum(int(evaluate(text, Names({**fixed, "n": n, "c": c}))) for n, c in calls)
+
+
+# --- The cache on disk ------------------------------------------------------------------------------------------------
+
+
+def find_cache_dir() -> str:
+    """Where traces are kept: $FLOPCALC_CACHE, else $XDG_CACHE_HOME/flopcalc."""
+    chosen = os.environ.get("FLOPCALC_CACHE")
+    if chosen:
+        return chosen
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "flopcalc")
+
+
+def make_key(identity: Mapping[str, Any]) -> str:
+    """A file's name for whatever decides a trace: config, recipe, library versions, kind of workload."""
+    text = json.dumps({"schema": SCHEMA, **identity}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+def read_versions() -> dict[str, str]:
+    """Versions of the libraries that a trace depends on, without importing them."""
+    found = {"flopcalc": __version__}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def find_traced(source: Source, recipe: Recipe, phase: str, has_images: bool) -> TracedEstimator:
+    """The estimator of a config that is counted from HF's own code: kept from before, else traced now."""
+    identity = {"config": source.config, "recipe": recipe.to_dict(), "phase": phase, "images": has_images}
+    key = make_key({**identity, **read_versions()})
+    traced = load_trace(key)
+    if traced is None:
+        try:
+            from flopcalc.measure.trace.polynomials import trace_config  # torch: only where nothing is kept
+        except ImportError as error:
+            raise FlopcalcError(f"--trace needs {error.name}: pip install 'flopcalc[measure]'") from None
+        traced = trace_config(source, recipe, phase, has_images, key)
+    return TracedEstimator(traced, source, recipe)
+
+
+def load_trace(key: str) -> Traced | None:
+    """A kept trace, or None: a file that is missing, cut short or of another schema is traced anew."""
+    path = os.path.join(find_cache_dir(), "traces", f"{key}.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = json.load(file)
+        if data["schema"] != SCHEMA:
+            return None
+        polynomials = tuple(
+            Polynomials(
+                entry["phase"],
+                entry["has_images"],
+                tuple(entry["monomials"]),
+                {
+                    name: tuple(tuple(Fraction(value) for value in each) for each in coefficients)
+                    for name, coefficients in entry["rows"].items()
+                },
+                entry["reached"],
+                entry["limit"],
+            )
+            for entry in data["polynomials"]
+        )
+        return Traced(
+            data["name"],
+            data["model_type"],
+            data["parameters"],
+            data["made_with"],
+            data["visual"],
+            polynomials,
+            data["axes"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def save_trace(key: str, traced: Traced) -> str | None:
+    """Keep a trace; a disk that refuses costs the next call a new trace, not this one its answer: then why."""
+    folder = os.path.join(find_cache_dir(), "traces")
+    data = {
+        "schema": SCHEMA,
+        **{
+            field: getattr(traced, field)
+            for field in ("name", "model_type", "parameters", "made_with", "visual", "axes")
+        },
+        "polynomials": [
+            {
+                "phase": entry.phase,
+                "has_images": entry.has_images,
+                "monomials": entry.monomials,
+                "reached": entry.reached,
+                "limit": entry.limit,
+                "rows": {name: [[str(v) for v in each] for each in rows] for name, rows in entry.rows.items()},
+            }
+            for entry in traced.polynomials
+        ],
+    }
+    path = os.path.join(folder, f"{key}.json")
+    part = f"{path}.{os.getpid()}.part"
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump(data, file)
+        os.replace(part, path)
+    except OSError as error:
+        return f"the trace could not be kept in {folder}: {error.strerror}"
+    return None

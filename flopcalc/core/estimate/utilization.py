@@ -1,0 +1,159 @@
+"""MFU and HFU: an estimate, a step time and a peak in; a share of the hardware out, never clamped."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from flopcalc.core.estimate.estimate import Estimate, estimate_flops
+from flopcalc.errors import DeviceError, FlopcalcError, format_value
+from flopcalc.hardware.devices import detect_device, find_device, parse_dtype, peak_flops_per_s
+from flopcalc.units import check_size
+
+
+class Utilization(NamedTuple):
+    """A share of a peak; `value` is None where the peak is not known, and `note` says why."""
+
+    value: float | None
+    peak_flops_per_s: float | None  # of one device
+    device: str | None
+    dtype: str
+    note: str | None = None
+
+    def __float__(self) -> float:
+        return math.nan if self.value is None else self.value
+
+    def to_dict(self) -> dict[str, Any] | None:
+        if self.value is None:
+            return None
+        return {
+            "value": self.value,
+            "peak_flops_per_s": self.peak_flops_per_s,
+            "device": self.device,
+            "dtype": self.dtype,
+        }
+
+
+def mfu(
+    estimate: Estimate,
+    step_time_s: float,
+    *,
+    device: str | None = None,
+    dtype: Any = "bf16",
+    peak: float | None = None,
+    num_devices: int = 1,
+) -> Utilization:
+    """Model FLOPs utilization: convention `full` if the estimate is of it, else `model`; never `hardware`."""
+    convention = "full" if estimate.convention == "full" else "model"
+    return _share(estimate.total_under(convention), "MFU", step_time_s, device, dtype, peak, num_devices)
+
+
+def hfu(
+    estimate: Estimate,
+    step_time_s: float,
+    *,
+    device: str | None = None,
+    dtype: Any = "bf16",
+    peak: float | None = None,
+    num_devices: int = 1,
+) -> Utilization:
+    """Hardware FLOPs utilization: convention `hardware`, recomputation included."""
+    return _share(estimate.total_under("hardware"), "HFU", step_time_s, device, dtype, peak, num_devices)
+
+
+def _share(
+    flops: int, what: str, step_time_s: float, device: str | None, dtype: Any, peak: float | None, num_devices: int
+) -> Utilization:
+    check_positive(step_time_s, "step time")
+    check_size(num_devices, "num_devices")
+    name, rate, note = find_peak(device, dtype, peak)
+    kind = parse_dtype(dtype)
+    if rate is None:
+        return Utilization(None, None, name, kind, note)
+    try:
+        value = flops / (step_time_s * rate * num_devices)
+    except (ZeroDivisionError, OverflowError):
+        value = math.inf
+    if math.isinf(value):
+        raise FlopcalcError(f"{what} of {flops} FLOPs in {step_time_s} s at {rate} FLOP/s is beyond any number")
+    if value > 1:
+        note = f"{what} is {value:.3f}, above 1: the peak, the step time, the device count or the workload is wrong"
+    return Utilization(value, rate, name, kind, note)
+
+
+def find_peak(device: str | None, dtype: Any, peak: float | None) -> tuple[str | None, float | None, str | None]:
+    """Device name, its peak in FLOP/s and a note where there is none: a given peak wins over the table."""
+    if peak is not None:
+        check_positive(peak, "peak")
+    if device == "auto":
+        found = detect_device()
+        if found is None:
+            return None, peak, None if peak else "no GPU found on this machine: name one with --device, or give --peak"
+        try:
+            device = find_device(found).id
+        except DeviceError:
+            missing = f"the GPU found here, {found!r}, is not in the table: give its dense peak with --peak FLOPS_PER_S"
+            return found, peak, None if peak else missing
+    if peak is not None:
+        try:
+            return find_device(device).name if device else None, peak, None
+        except DeviceError:
+            return device, peak, None  # not in the table, and need not be
+    if device is None:
+        raise DeviceError("MFU needs a peak: name a --device, or give --peak FLOPS_PER_S")
+    return find_device(device).name, peak_flops_per_s(device, dtype), None
+
+
+def describe_measured_mfu(device: str, estimate: Estimate) -> str | None:
+    """What training steps measured on a device reached, as a sentence; None without a steps table for it.
+
+    Rows of like size (within a factor of 4 in FLOPs) if there are any, else all of the kind (text or images).
+    """
+    from flopcalc.hardware.tables import find_table, load_table
+
+    path = find_table(find_device(device).id, "steps")
+    load = estimate.terms[0][1]
+    if path is None or load.phase != "train":
+        return None
+    table = load_table(path)
+    flops = estimate.total_under("model")
+    has_images = bool(load.all_grids)
+    rows = [row for row in table.records() if row["mfu"] and bool(row["images"]) == has_images]
+    near = [row for row in rows if 0.25 <= row["model_flops"] / flops <= 4]
+    chosen = near or rows
+    if not chosen:
+        return None
+    low, high = min(row["mfu"] for row in chosen), max(row["mfu"] for row in chosen)
+    sizes = sorted(row["model_flops"] / flops for row in chosen)
+    about = table.provenance
+    return (
+        f"{len(chosen)} training steps of other models measured on {about.get('device')} "
+        f"({str(about.get('date'))[:10]}), of {sizes[0]:.2g} to {sizes[-1]:.2g} times these FLOPs, reached an MFU of "
+        f"{100 * low:.0f} to {100 * high:.0f} %: measured elsewhere, not a prediction"
+    )
+
+
+def check_positive(value: Any, what: str) -> float:
+    is_number = not isinstance(value, (bool, str, bytes)) and hasattr(value, "__float__")
+    if not is_number or not (0 < value < math.inf):
+        raise FlopcalcError(f"{what} must be a positive number, not {format_value(value)}")
+    return float(value)
+
+
+# --- the founding documents' names, as thin aliases -------------------------------------------------------------------
+def profile_model_flops(model: Any, batch: Any) -> int:
+    """FLOPs of one training step of a HF model on a batch (convention `model`)."""
+    return estimate_flops(model, batch=batch).total
+
+
+def calculate_mfu(flops: float, step_time_s: float, peak_flops: float) -> float:
+    """FLOPs over time over peak; not clamped."""
+    return flops / check_positive(step_time_s, "step time") / check_positive(peak_flops, "peak")
+
+
+def get_gpu_peak_flops(device: str = "auto", dtype: Any = "bf16") -> float:
+    """The dense peak of a device, by default this machine's own GPU; an error where it is not known."""
+    _, rate, note = find_peak(device, dtype, None)
+    if rate is None:
+        raise DeviceError(note or "no peak known")
+    return rate

@@ -1,0 +1,1 @@
+"""A config and its spec become stages of operations."""

@@ -1,0 +1,224 @@
+"""Rules by which image processors resize a picture to a grid of patches; they join the tiling rules in RULES."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+from flopcalc.core.model.tiling import RULES
+from flopcalc.core.workload.workload import Grid
+from flopcalc.errors import ConfigError, WorkloadError, format_value
+
+__all__ = ["RULES"]
+
+_MAX_ASPECT = 200
+
+
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: int = 1
+) -> tuple[int, int]:
+    """Qwen's rule: both sides a multiple of `factor`, the area within limits, the aspect kept as far as that allows.
+
+    Some processors count an image as a video of so many `frames` against the limits.
+    """
+    if max(height, width) / min(height, width) > _MAX_ASPECT:
+        raise WorkloadError(f"image {width}x{height}: the longer side is more than {_MAX_ASPECT} times the shorter")
+    # Floats and Python's round-half-even on purpose: the processor computes it so, and ties differ otherwise.
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    if frames * new_height * new_width > max_pixels:
+        beta = math.sqrt(frames * height * width / max_pixels)
+        new_height = max(factor, math.floor(height / beta / factor) * factor)
+        new_width = max(factor, math.floor(width / beta / factor) * factor)
+    elif frames * new_height * new_width < min_pixels:
+        beta = math.sqrt(min_pixels / (frames * height * width))
+        new_height = math.ceil(height * beta / factor) * factor
+        new_width = math.ceil(width * beta / factor) * factor
+    return new_height, new_width
+
+
+def _whole(values: dict[str, Any], key: str) -> int:
+    value = values[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"preprocessor_config.json: {key} must be a positive whole number, not {format_value(value)}")
+    return value
+
+
+def _grid(height: int, width: int, values: dict[str, Any]) -> Grid:
+    patch: int = values["patch"]
+    return (1, height // patch, width // patch)
+
+
+def _smart(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Qwen's rule; `frames` counts an image as so many, `small` says how one smaller than a token grows first."""
+    factor = values["patch"] * values["merge"]
+    small = values.get("small", "no")
+    if small == "scale" and (height < factor or width < factor):
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    elif small == "stretch":
+        if height < factor:
+            width, height = round((width * factor) / height), factor
+        if width < factor:
+            height, width = round((height * factor) / width), factor
+    least, most = _whole(values, "min_pixels"), _whole(values, "max_pixels")
+    return _grid(*smart_resize(height, width, factor, least, most, values.get("frames", 1)), values)
+
+
+def _longest_edge(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Pixtral: shrunk until the longest side fits, then both sides up to whole tokens."""
+    factor = values["patch"] * values["merge"]
+    most = _whole(values, "size.longest_edge")
+    ratio = max(height / most, width / most)
+    if ratio > 1:
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
+    high, wide = (((side - 1) // factor + 1) * factor for side in (height, width))
+    return _grid(high, wide, values)
+
+
+def _navit(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Kimi: never enlarged; within so many patches in all and a side, then padded to whole tokens."""
+    patch = values["patch"]
+    most = _whole(values, "size.max_height") * patch
+    count = max(1.0, height // patch) * max(1.0, width // patch)
+    scale = min(1.0, math.sqrt(_whole(values, "max_patches") / count), most / height, most / width)
+    factor = patch * values["merge"]
+    sides = (min(max(1, int(side * scale)), most) for side in (height, width))
+    high, wide = (math.ceil(side / factor) * factor for side in sides)
+    return _grid(high, wide, values)
+
+
+def _nearest_aspect(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Muse: of the grids next to the exact one, under a cap of tokens, that nearest in aspect."""
+    factor, most = values["patch"] * values["merge"], _whole(values, "max_image_tokens")
+    rows, columns = height / factor, width / factor
+    ratio = columns / rows
+    if rows * columns > most:
+        rows = (most / ratio) ** 0.5
+        columns = rows * ratio
+    # A set as in the processor: where two are equally near, its order decides.
+    around = set(product([math.floor(rows), math.ceil(rows)], [math.floor(columns), math.ceil(columns)]))
+    fitting = [(a, b) for a, b in list(around) if a >= 1 and b >= 1 and a * b <= most]
+    fitting = fitting or [(max(1, round(rows)), max(1, round(columns)))]
+    high, wide = min(fitting, key=lambda grid: abs(grid[0] / grid[1] - height / width))
+    return _grid(high * factor, wide * factor, values)
+
+
+def _budget(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """GLM-5-Next: both sides up to whole tokens, within limits of tokens; too large an image shrinks till it fits."""
+    factor = values["patch"] * values["merge"]
+    least, most = _whole(values, "min_image_tokens"), _whole(values, "max_image_tokens")
+    high, wide = math.ceil(height / factor), math.ceil(width / factor)
+    if high * wide < least:
+        frames = values["frames"]
+        scale = math.sqrt(least * frames * factor**2 / (frames * height * width))
+        high, wide = (math.ceil(max(1, math.ceil(side * scale)) / factor) for side in (height, width))
+    if high * wide > most:
+        low, top, (high, wide) = 1, height, (1, 1)
+        while low <= top:
+            middle = (low + top) // 2
+            rows = math.ceil(middle / factor)
+            columns = math.ceil(max(1, math.floor(width * middle / height)) / factor)
+            if rows * columns <= most:
+                (high, wide), low = (rows, columns), middle + 1
+            else:
+                top = middle - 1
+    return _grid(high * factor, wide * factor, values)
+
+
+def _slices(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
+    """MiniCPM-V: the whole image, and slices of about scale_resolution² if it is larger."""
+    scale, most = _whole(values, "scale_resolution"), _whole(values, "max_slice_nums")
+    factor = values["patch"] * (2 if values["downsample_mode"] == "4x" else 4)
+
+    def fit(high: float, wide: float, enlarge: bool) -> tuple[int, int]:
+        if high * wide > scale * scale or enlarge:
+            aspect = wide / high
+            high = int(scale / math.sqrt(aspect))
+            wide = int(high * aspect)
+        return _nearest(high, factor), _nearest(wide, factor)
+
+    count = min(math.ceil(width * height / (scale * scale)), most) if values["slice_mode"] else 1
+    if count <= 1:
+        return [_grid(*fit(height, width, True), values)]
+    best, closest = (1, 1), math.inf
+    for slices in (count - 1, count, count + 1):
+        for rows in range(1, slices + 1) if 1 < slices <= most else ():
+            if slices % rows:
+                continue
+            error = abs(math.log(width / height) - math.log(slices // rows / rows))
+            if error < closest or (error == closest and rows > best[0]):
+                best, closest = (rows, slices // rows), error
+    rows, columns = best
+    high, wide = fit(_nearest(height, rows) / rows, _nearest(width, columns) / columns, True)
+    return [_grid(*fit(height, width, False), values), *[_grid(high, wide, values)] * (rows * columns)]
+
+
+def _nearest(length: float, step: int) -> int:
+    return max(round(length / step) * step, step)
+
+
+def _whole_and_crops(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Step-3.7: one view of the whole, and square crops of larger or longer images: t is 1 and the crops."""
+    side, crop, most = values["size.height"], values["patch_size"], values["max_image_size"]
+    if min(width, height) < 32 and max(width / height, height / width) > 4:
+        width = height = max(width, height)
+    if max(height, width) > most:
+        scale = most / max(height, width)
+        width, height = int(width * scale), int(height * scale)
+    short, long = min(height, width), max(height, width)
+    if long <= side:
+        window = short if long / short > 1.5 else 0
+    else:
+        window = min(short, crop) if long / short > 4 else crop
+    if not window:
+        return (1, 1, 1)
+    rows, columns = (
+        max(1, length // window + (length % window > 0.2 * window)) if length >= window else 1
+        for length in (height, width)
+    )
+    return (1 + rows * columns, rows, columns)
+
+
+def _cut(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Inkling: cut into patches as it is, the last ones padded; enlarged first if the processor says so."""
+    fraction = values["rescale_image_frac"]
+    if fraction is not None:
+        long = max(height, width)
+        target = long * fraction
+        if values["rescale_image_max_upscaled_long_edge"] is not None:
+            target = min(target, max(values["rescale_image_max_upscaled_long_edge"], long))
+        height, width = (math.floor(side * (target / long) + 0.5) for side in (height, width))
+    return (1, math.ceil(height / values["patch"]), math.ceil(width / values["patch"]))
+
+
+def _within(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Fuyu: shrunk until it fits, the last patches padded."""
+    most_high, most_wide = _whole(values, "size.height"), _whole(values, "size.width")
+    if width > most_wide or height > most_high:
+        scale = min(most_high / height, most_wide / width)
+        height, width = int(height * scale), int(width * scale)
+    return (1, math.ceil(height / values["patch"]), math.ceil(width / values["patch"]))
+
+
+def _most_patches(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Pix2Struct, Kosmos-2.5: scaled up or down to as many patches as are allowed, the aspect kept."""
+    most, patch = _whole(values, "max_patches"), values["patch"]
+    scale = math.sqrt(most * (patch / height) * (patch / width))
+    rows, columns = (max(min(math.floor(scale * side / patch), most), 1) for side in (height, width))
+    return (1, rows, columns)
+
+
+RULES |= {
+    "most_patches": _most_patches,
+    "within": _within,
+    "smart": _smart,
+    "longest_edge": _longest_edge,
+    "navit": _navit,
+    "nearest_aspect": _nearest_aspect,
+    "budget": _budget,
+    "slices": _slices,
+    "whole_and_crops": _whole_and_crops,
+    "cut": _cut,
+}

@@ -1,0 +1,1 @@
+"""What trains, what is recomputed, what is clipped."""

@@ -1,0 +1,1 @@
+"""The language of model specs."""

@@ -1,0 +1,94 @@
+"""Which model types of transformers' auto mappings have a spec, which have none, and why."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from flopcalc.core.spec.spec import Spec, find_spec, load_spec
+from flopcalc.data import find_data_dir, list_data_files, load_toml
+
+
+class Entry(NamedTuple):
+    """One model type of a mapping."""
+
+    model_type: str
+    architecture: str  # the HF class that the mapping names
+    spec: str | None  # the spec that counts this class
+    reason: str | None  # why there is none
+
+
+class Mapping(NamedTuple):
+    """One auto mapping of transformers."""
+
+    name: str
+    auto_class: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def supported(self) -> int:
+        return sum(entry.spec is not None for entry in self.entries)
+
+
+class Coverage(NamedTuple):
+    """All mappings of one release."""
+
+    release: str
+    mappings: tuple[Mapping, ...]
+
+
+def load_coverage() -> Coverage:
+    """The mappings of model_specs/coverage.toml, each type with its spec or the reason why it has none."""
+    tables = load_toml(os.path.join(find_data_dir(), "coverage.toml"))
+    reasons: dict[str, str] = tables.get("reasons", {})
+    mappings = tuple(
+        Mapping(
+            name,
+            mapping["auto_class"],
+            tuple(
+                _find(model_type, architecture, reasons.get(model_type))
+                for model_type, architecture in mapping["types"].items()
+            ),
+        )
+        for name, mapping in tables["mappings"].items()
+    )
+    return Coverage(tables["release"], mappings)
+
+
+def _find(model_type: str, architecture: str, reason: str | None) -> Entry:
+    spec = find_spec(model_type)
+    if spec is None:
+        return Entry(model_type, architecture, None, reason)
+    if spec.architecture == architecture:
+        return Entry(model_type, architecture, spec.name, None)
+    return Entry(model_type, architecture, spec.variants.get(architecture), reason)
+
+
+class Described(NamedTuple):
+    """A spec for readers: what it takes, and what it was derived from."""
+
+    spec: Spec
+    inputs: str
+    parents: tuple[str, ...]
+
+
+def describe_specs() -> dict[str, Described]:
+    """Every spec that is a model by itself, by name."""
+    found = {}
+    for name, path in list_data_files("specs").items():
+        spec = load_spec(path)
+        if spec.is_tower:
+            continue
+        kinds = ["text", *(["images"] if spec.vision else []), *(["audio"] if spec.audio else [])]
+        found[name] = Described(spec, ", ".join(kinds), tuple(_list_parents(path)))
+    return found
+
+
+def _list_parents(path: str) -> list[str]:
+    parents: list[str] = []
+    tables: dict[str, Any] = load_toml(path)
+    files = list_data_files("specs")
+    while "extends" in tables:
+        parents.append(tables["extends"])
+        tables = load_toml(files[tables["extends"]])
+    return parents

@@ -1,0 +1,432 @@
+"""Specs: TOML files in, checked Spec values out; bind(spec, config) gives the scope in which its dims have values."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from flopcalc.core.spec.expressions import MissingNameError, evaluate, find_names, parse
+from flopcalc.core.workload.workload import UNITS
+from flopcalc.data import find_data_file, get_stem, load_toml
+from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
+
+# Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
+_SPEC_KEYS = {
+    "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
+    "checks", "stack", "vision", "audio", "positions", "variants", "rename", "main_input",
+    "reentrant",
+}  # fmt: skip
+_STACK_KEYS = {
+    "path", "repeat", "first", "stream", "side", "rows", "needed", "part", "checkpoint", "ops", "when", "dead", "reads",
+    "joins", "adds", "untrained", "reversible", "input_gradient",
+    "use", "config", "flat", "rename", "set", "defaults", "only",
+}  # fmt: skip
+_AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
+_VISION_KEYS = {
+    "kind", "patch", "merge", "side", "most", "tokens", "videos", "pixels", "sizes", "grid", "flattened", "canvas",
+}  # fmt: skip
+_POSITION_KEYS = {"kind", "limit"}
+_OP_COMMON = {"op", "name", "when", "rows", "needed", "less", "times", "part", "from", "detached", "again", "unused"}
+OP_KEYS: dict[str, set[str]] = {
+    "linear": _OP_COMMON
+    | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding", "at", "flops"}
+    | {"adapts", "numbered"},
+    "conv": _OP_COMMON | {"in", "out", "bias", "param", "input_embedding", "at"},
+    "attend": _OP_COMMON | {"heads", "qk", "v", "span", "mask", "window", "length"},
+    "product": _OP_COMMON | {"flops", "backward"},
+    "norm": _OP_COMMON | {"dim", "bias", "tied", "copies"},
+    "embed": _OP_COMMON | {"count", "dim", "tied", "input_embedding"},
+    "param": _OP_COMMON | {"size", "tied"},
+    "pointwise": _OP_COMMON,
+    "dropout": _OP_COMMON | {"p"},
+}
+PARTS = (
+    "vision", "audio", "projector", "attention_projections", "attention_scores", "mlp", "router", "ssm", "lm_head",
+    "other",
+)  # fmt: skip
+ROWS = ("tokens", "logits", "cached", "patches", "merged", "images", "tiles")
+SIDES = ("encoder", "decoder")
+SPANS = ("seq", "frames", "windows", "images", "tiles")
+MASKS = ("causal", "full")
+# What the values of these keys are; anything else in a stack or an op is a string, most of them expressions.
+_KEY_TYPES: dict[str, tuple[type, ...]] = {
+    "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool,), "flat": (bool,),
+    "reversible": (bool,), "input_gradient": (bool,),
+    "input_embedding": (bool, str), "detached": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
+    "pixels": (dict,),
+    **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
+    **dict.fromkeys(("flops", "backward"), (str, int)),
+    **dict.fromkeys(("length", "repeat", "first"), (str, int)),
+}  # fmt: skip
+_KINDS = {"vision": ("grid", "fixed", "tiles"), "positions": ("learned", "rotary")}
+WORDS = {
+    "op",
+    "block",
+    "name",
+    "rows",
+    "needed",
+    "less",
+    "part",
+    "span",
+    "mask",
+    "param",
+    "from",
+    "at",
+    "under",
+    "with",
+}  # keys of an op that hold no expression
+MAX_LAYERS = 10_000
+
+
+class Spec(NamedTuple):
+    """One architecture: where its dims stand in a config, and its stacks of ops in dataflow order."""
+
+    name: str
+    file: str
+    architecture: str
+    source: str
+    required: tuple[str, ...]
+    defaults: dict[str, Any]
+    renamed: dict[str, list[str]]  # config key -> names that other releases give it
+    dims: dict[str, list[str]]
+    blocks: dict[str, list[Any]]
+    checks: dict[str, str]  # what must hold of a config, in words -> expression
+    stacks: list[dict[str, Any]]
+    vision: dict[str, Any]
+    audio: dict[str, str]
+    positions: dict[str, str]
+    variants: dict[str, str]  # HF class -> spec to take instead of this one
+    rename: dict[str, str]  # path prefix -> new prefix, in stacks taken from a spec that it extends
+    is_tower: bool  # part of a model, not one by itself
+    reentrant: str = ""  # what a reader should know of reentrant checkpointing here
+    main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
+
+
+def find_spec(model_type: str) -> Spec | None:
+    """The spec of a model_type, or None."""
+    path = find_data_file("specs", model_type)
+    return load_spec(path) if path else None
+
+
+@lru_cache(maxsize=1024)
+def load_spec(path: str) -> Spec:
+    """Read, merge with what it extends, and check one spec file."""
+    tables = _load_tables(path, ())
+    _check_tables(tables, path)
+    spec = Spec(
+        name=get_stem(path),
+        file=os.path.basename(path),
+        architecture=_text(tables, "architecture", path),
+        source=_text(tables, "source", path),
+        required=tuple(tables.get("required", ())),
+        defaults=tables.get("defaults", {}),
+        renamed=tables.get("renamed", {}),
+        dims={name: _candidates(value, name, path) for name, value in tables.get("dims", {}).items()},
+        blocks=tables.get("blocks", {}),
+        checks=tables.get("checks", {}),
+        stacks=tables.get("stack", []),
+        vision=tables.get("vision", {}),
+        audio=tables.get("audio", {}),
+        positions=tables.get("positions", {}),
+        variants=tables.get("variants", {}),
+        rename=tables.get("rename", {}),
+        is_tower=bool(tables.get("tower", False)),
+        reentrant=str(tables.get("reentrant", "")),
+        main_input=str(tables.get("main_input", "input_ids")),
+    )
+    _check_spec(spec, path)
+    return spec
+
+
+def _load_tables(path: str, above: tuple[str, ...]) -> dict[str, Any]:
+    tables = load_toml(path)
+    _check_keys(tables, _SPEC_KEYS, path)
+    base_name = tables.pop("extends", None)
+    names = ("defaults", "renamed", "dims", "checks", "blocks", "vision", "audio", "positions", "variants", "rename")
+    for key in names:
+        if not isinstance(tables.get(key, {}), dict):
+            raise SpecError(f"{path}: [{key}] must be a table")
+    if base_name is None:
+        return tables
+    if base_name in above or base_name == get_stem(path):
+        raise SpecError(f"{path}: extends {base_name!r}, which leads back to it")
+    beside = os.path.join(os.path.dirname(path), f"{base_name}.toml")
+    base_path = beside if os.path.isfile(beside) else find_data_file("specs", str(base_name))
+    if base_path is None:
+        raise SpecError(f"{path}: extends {base_name!r}, which is no spec")
+    base = _load_tables(base_path, (*above, get_stem(path)))
+    base.pop("variants", None)
+    merged = {**base, **tables}
+    for key in ("defaults", "renamed", "dims", "checks", "blocks"):
+        merged[key] = {**base.get(key, {}), **tables.get(key, {})}
+    rename = tables.get("rename", {})
+    merged["rename"] = {old: rename_path(new, rename) for old, new in base.get("rename", {}).items()} | rename
+    # "none" takes a default of the other spec back: TOML has no null.
+    merged["defaults"] = {key: value for key, value in merged["defaults"].items() if value != "none"}
+    return merged
+
+
+def rename_path(path: str, rename: dict[str, str]) -> str:
+    """A module path with the longest matching prefix replaced."""
+    found = max((old for old in rename if path == old or path.startswith(f"{old}.")), key=len, default=None)
+    return path if found is None else rename[found] + path[len(found) :]
+
+
+def _check_tables(tables: dict[str, Any], path: str) -> None:
+    """The kinds of value that TOML may hold where a spec wants others."""
+    if not _is_names(tables.get("required", [])):
+        raise SpecError(f"{path}: required must be a list of config keys")
+    for key, names in tables.get("renamed", {}).items():
+        if not _is_names(names):
+            raise SpecError(f"{path}: [renamed] {key} must be a list of names")
+    stacks = tables.get("stack", [])
+    if not isinstance(stacks, list) or not all(isinstance(stack, dict) for stack in stacks):
+        raise SpecError(f"{path}: stacks are written [[stack]], one table each")
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _text(tables: dict[str, Any], key: str, path: str) -> str:
+    value = tables.get(key)
+    if not isinstance(value, str) or not value:
+        raise SpecError(f'{path}: needs {key} = "…"')
+    return value
+
+
+def _candidates(value: Any, name: str, path: str) -> list[str]:
+    listed = value if isinstance(value, list) else [value]
+    if not listed or not all(isinstance(entry, (str, int)) for entry in listed):
+        raise SpecError(f"{path}: dim {name!r} must be an expression or a list of them")
+    return [str(entry).lower() if isinstance(entry, bool) else str(entry) for entry in listed]
+
+
+def _check_keys(table: dict[str, Any], known: set[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            raise SpecError(f"{where}: unknown key {key!r}.{format_nearest(key, known)}")
+
+
+def _check_types(table: dict[str, Any], where: str) -> None:
+    for key, value in table.items():
+        kinds = _KEY_TYPES.get(key, (str,))
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise SpecError(f"{where}: {key} must be a {wanted}, not {format_value(value)}")
+    for key in ("tied", "reads"):
+        if key in table and not (_is_names(table[key]) and len(table[key]) == 2):
+            raise SpecError(f"{where}: {key} must be two strings, not {format_value(table[key])}")
+    for key in ("rename", "set"):
+        if not _is_names(list(table.get(key, {}).values())):
+            raise SpecError(f"{where}: {key} must map names to strings")
+    if not _is_names(table.get("joins", [])):
+        raise SpecError(f"{where}: joins must be a list of streams")
+
+
+def _check_expression(text: str, where: str) -> None:
+    try:
+        parse(text)
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}") from None
+
+
+def _check_spec(spec: Spec, path: str) -> None:
+    for name, entries in spec.dims.items():
+        for entry in entries:
+            _check_expression(entry, f"{path}: dim {name!r}")
+    for table, known, label in (
+        (spec.vision, _VISION_KEYS, "vision"), (spec.audio, _AUDIO_KEYS, "audio"),
+        (spec.positions, _POSITION_KEYS, "positions"),
+    ):  # fmt: skip
+        where = f"{path}: [{label}]"
+        _check_keys(table, known, where)
+        _check_types(table, where)
+        if table and label in _KINDS and table.get("kind") not in _KINDS[label]:
+            raise SpecError(f"{where} needs kind = {' or '.join(map(repr, _KINDS[label]))}")
+        pixels: Any = table.get("pixels", {})
+        plain = {"kind", "videos", "pixels", "input", "sizes", "flattened", "canvas"}
+        texts = {key: table[key] for key in table.keys() - plain}
+        texts |= {key: str(text) for key, text in pixels.items() if key != "rule"}
+        for key, text in texts.items():
+            _check_expression(text, f"{where} {key}")
+    if not spec.stacks:
+        raise SpecError(f"{path}: needs at least one [[stack]]")
+    for stack in spec.stacks:
+        where = f"{path}: stack {stack.get('path') or stack.get('use')!r}"
+        _check_keys(stack, _STACK_KEYS, where)
+        _check_types(stack, where)
+        for key in stack.keys() & {"repeat", "first", "when", "dead", "untrained"}:
+            _check_expression(str(stack[key]), f"{where} {key}")
+        if "use" in stack and "config" not in stack:
+            raise SpecError(f'{where}: needs config = "…", the key that holds the inner config')
+        if "use" not in stack:
+            if "path" not in stack:
+                raise SpecError(f"{where}: needs a path")
+            for key, words in (("part", PARTS), ("side", SIDES)):
+                if key in stack and stack[key] not in words:
+                    raise SpecError(f"{where}: {key} {stack[key]!r} unknown.{format_nearest(stack[key], words)}")
+            _check_rows(stack, where)
+            try:
+                _check_ops(stack.get("ops", []), spec, where)
+            except RecursionError:
+                raise SpecError(f"{where}: a block leads back to itself") from None
+
+
+def _check_ops(items: Any, spec: Spec, where: str) -> None:
+    if not isinstance(items, list):
+        raise SpecError(f"{where}: ops must be a list")
+    for item in items:
+        if isinstance(item, list):
+            _check_ops(item, spec, where)
+        elif isinstance(item, str):
+            if item not in spec.blocks:
+                raise SpecError(f"{where}: no block {item!r}.{format_nearest(item, spec.blocks)}")
+            _check_ops(spec.blocks[item], spec, f"{where}, block {item!r}")
+        elif isinstance(item, dict) and "block" in item:
+            _check_keys(item, {"block", "when", "under", "checkpoint", "with"}, f"{where}, block {item['block']!r}")
+            _check_expression(str(item.get("when", "true")), f"{where}, block {item['block']!r}, when")
+            _check_ops([item["block"]], spec, where)
+        elif isinstance(item, dict):
+            _check_op(item, where)
+        else:
+            raise SpecError(f"{where}: {item!r} is neither an op, a list of ops nor a block's name")
+
+
+def _check_op(op: dict[str, Any], where: str) -> None:
+    kind = op.get("op")
+    if not isinstance(kind, str) or kind not in OP_KEYS:
+        raise SpecError(f"{where}: unknown op {kind!r}.{format_nearest(str(kind), OP_KEYS)}")
+    where = f"{where}, op {op.get('name', kind)!r}"
+    _check_keys(op, OP_KEYS[kind], where)
+    _check_types(op, where)
+    _check_rows(op, where)
+    for key, known in (("part", PARTS), ("span", SPANS), ("mask", MASKS)):
+        if key in op and op[key] not in known:
+            raise SpecError(f"{where}: {key} {op[key]!r} unknown.{format_nearest(op[key], known)}")
+    for key, value in op.items():
+        if isinstance(value, str) and key not in WORDS:
+            _check_expression(value, f"{where}, {key}")
+
+
+def _check_rows(table: dict[str, Any], where: str) -> None:
+    """`rows` and `needed`: a word, or 'UNIT: EXPRESSION', the sum of it over the workload's units."""
+    for key in ("rows", "needed", "less"):
+        text = table.get(key)
+        if text is None or text in ROWS:
+            continue
+        unit, colon, expression = text.partition(":")
+        if not colon:
+            raise SpecError(f"{where}: {key} {text!r} unknown.{format_nearest(text, ROWS)}")
+        if unit not in UNITS:
+            raise SpecError(f"{where}: {key} {text!r}: no unit {unit!r}.{format_nearest(unit, UNITS)}")
+        _check_expression(expression, f"{where}, {key}")
+
+
+class BoundDims:
+    """The names of a spec with their values under one config; dims are computed when first asked for."""
+
+    __slots__ = ("_depends", "_fixed", "_layered", "config", "defaults", "extra", "layer", "spec", "where")
+
+    def __init__(
+        self, spec: Spec, config: dict[str, Any], where: str, settings: dict[str, Any] | None = None,
+        defaults: dict[str, Any] | None = None, extra: dict[str, Spec] | None = None,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        self.extra = extra or {}  # specs that the user added for this call, by model_type
+        self.config = config
+        self.where = where
+        self.defaults = {**spec.defaults, **(defaults or {})}
+        self.layer: int | None = None
+        self._fixed: dict[str, Any] = dict(settings or {})
+        self._layered: dict[str, Any] = {}
+        self._depends: dict[str, bool] = {}
+
+    def set_layer(self, layer: int | None) -> None:
+        self.layer = layer
+        self._layered = {}
+
+    def lookup(self, name: str) -> Any:
+        if name == "i":
+            if self.layer is None:
+                raise SpecError(f"{self.spec.file}: 'i' used outside a repeated stack")
+            return self.layer
+        if name in self._fixed:
+            return self._fixed[name]
+        if name in self._layered:
+            return self._layered[name]
+        entries = self.spec.dims.get(name)
+        if entries is None:
+            return self._read_config(name)
+        value = self._first(name, entries)
+        (self._layered if self.depends_on_layer(name) else self._fixed)[name] = value
+        return value
+
+    def depends_on_layer(self, name: str) -> bool:
+        """Whether a name's value changes from layer to layer, directly or through other dims."""
+        known = self._depends.get(name)
+        if known is None:
+            self._depends[name] = False  # a cycle ends here; evaluation reports it
+            known = name == "i" or (
+                name not in self._fixed
+                and any(
+                    self.depends_on_layer(inner)
+                    for entry in self.spec.dims.get(name, ())
+                    for inner in find_names(entry)
+                )
+            )
+            self._depends[name] = known
+        return known
+
+    def evaluate(self, text: str) -> Any:
+        return evaluate(text, self)
+
+    def _first(self, name: str, entries: list[str]) -> Any:
+        # The first entry whose config keys are all present. The name itself, inside, means the config's key.
+        missing: MissingNameError | None = None
+        for entry in entries:
+            try:
+                if entry == name:
+                    return self._read_config(name)
+                return evaluate(entry, self)
+            except MissingNameError as error:
+                missing = missing or error
+            except RecursionError:
+                raise SpecError(f"{self.spec.file}: dim {name!r} is defined by itself") from None
+        assert missing is not None
+        raise missing
+
+    def _read_config(self, name: str) -> Any:
+        for key in (name, *self.spec.renamed.get(name, ())):
+            is_given, value = find_key(self.config, key)
+            if is_given:
+                break
+        else:
+            value = self.defaults.get(name)
+        if value is None:
+            raise MissingNameError(name)
+        return value
+
+
+def find_key(config: dict[str, Any], dotted: str) -> tuple[bool, Any]:
+    """Whether a config gives a (dotted) key, if only as null, and its value."""
+    value: Any = config
+    for key in dotted.split("."):
+        if not isinstance(value, dict) or key not in value:
+            return False, None
+        value = value[key]
+    return True, value
+
+
+def bind(spec: Spec, config: dict[str, Any], where: str, extra: dict[str, Spec] | None = None) -> BoundDims:
+    """A spec's dims under a config, after checking that the config has what the spec cannot do without."""
+    check_required(spec, config, where)
+    return BoundDims(spec, config, where, extra=extra)
+
+
+def check_required(spec: Spec, config: dict[str, Any], where: str) -> None:
+    for key in spec.required:
+        if all(config.get(name) is None for name in (key, *spec.renamed.get(key, ()))):
+            near = format_nearest(key, [name for name, value in config.items() if value is not None])
+            raise ConfigError(f"{where}: missing key {key!r}, which {spec.name!r} needs.{near}")

@@ -1,0 +1,1 @@
+"""Devices, interconnects, prices and measured tables."""

@@ -1,0 +1,175 @@
+"""What a device's kernels execute beyond need: its measured tables in, constants of attention and tile padding out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from flopcalc.core.count.count import KernelShape
+from flopcalc.core.workload.workload import BLOCK
+from flopcalc.hardware.tables import Table, find_table, load_table
+
+_ATTENTION_SHAPE = re.compile(r"(causal|full) b(\d+) h(\d+) s(\d+) d(\d+)/(\d+)")
+
+
+class KernelTable(NamedTuple):
+    """Constants of one kernel on one device, and the lengths that each head dim was measured over."""
+
+    shapes: tuple[tuple[tuple[int, int], KernelShape], ...]
+    device: str
+    date: str
+    ranges: tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # (qk, v) -> shortest and longest
+    # (qk, v, mask, length) -> direction -> FLOPs executed for one head of one sequence, where exactly that was measured
+    calls: dict[tuple[int, int, str, int], dict[str, int]]
+
+    def describe(self, asked: Mapping[tuple[int, int], Iterable[tuple[str, int]]]) -> str:
+        """Which table was used for (qk, v) -> {(mask, length)}, and what of it the table does not cover."""
+        known, ranges = dict(self.shapes), dict(self.ranges)
+        text = f"executed pairs as measured on {self.device} (attention table of {self.date})"
+        missing = sorted(width for width in asked if width not in known)
+        if missing:
+            shown = ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in missing)
+            text += f"; it has no constants for head dim {shown}: blocks of 128 taken"
+        calls = [
+            (width, mask, length)
+            for width, found in asked.items()
+            for mask, length in found
+            if width in known and (*width, mask, length) not in self.calls
+        ]
+        outside = sorted({n for width, _, n in calls if not ranges[width][0] <= n <= ranges[width][1]})
+        ragged = sorted({n for _, _, n in calls if n % BLOCK} - set(outside))
+        if outside:
+            text += f"; length {_list(outside)} lies outside what was measured there"
+        if ragged:
+            text += f"; length {_list(ragged)} fills no whole block, and what the kernel pads there is not counted"
+        if any(mask == "window" for _, mask, _ in calls):
+            text += "; windows were not measured: the causal block size is taken for them"
+        return text
+
+
+def _list(lengths: list[int]) -> str:
+    return ", ".join(map(str, lengths[:3])) + (", …" if len(lengths) > 3 else "")
+
+
+def find_kernel_table(device_id: str, kernel: str) -> KernelTable | None:
+    """The constants of a kernel on a device, or None where no table has them."""
+    path = find_table(device_id, "attention")
+    beside = find_table(device_id, "padding")
+    return read_kernel_table(load_table(path), kernel, load_table(beside) if beside else None) if path else None
+
+
+def read_kernel_table(table: Table, kernel: str, padding: Table | None = None) -> KernelTable | None:
+    """Constants from the rows whose executed FLOPs were counted by the hardware, and those rows by themselves."""
+    rows = [row for row in table.select(kernel=kernel) if row["executed_flops"]]
+    shapes = {}
+    for width in sorted({(row["qk_dim"], row["v_dim"]) for row in rows}):
+        mine = [row for row in rows if (row["qk_dim"], row["v_dim"]) == width]
+        shape = _read_shape(mine)
+        if shape is not None:
+            shapes[width] = shape
+    if not shapes:
+        return None
+    ranges = {}
+    for width in shapes:
+        lengths = [row["length"] for row in rows if (row["qk_dim"], row["v_dim"]) == width]
+        ranges[width] = (min(lengths), max(lengths))
+    about = table.provenance
+    return KernelTable(
+        tuple(shapes.items()),
+        str(about.get("device")),
+        str(about.get("date"))[:10],
+        tuple(ranges.items()),
+        _read_calls(rows, padding.select(kernel=kernel) if padding is not None else []),
+    )
+
+
+def _read_calls(
+    attention: list[dict[str, Any]], padding: list[dict[str, Any]]
+) -> dict[tuple[int, int, str, int], dict[str, int]]:
+    """What one head of one sequence executes, for the lengths that fill no whole block: no constant describes them."""
+    found: dict[tuple[int, int, str, int], dict[str, int]] = {}
+    rows = [
+        (row["qk_dim"], row["v_dim"], row["mask"], row["length"], row["batch"] * row["heads"], row) for row in attention
+    ]
+    for row in padding:
+        match = _ATTENTION_SHAPE.fullmatch(str(row["shape"]))
+        if match:
+            batch, heads, length, qk, v = (int(size) for size in match.groups()[1:])
+            rows.append((qk, v, match.group(1), length, batch * heads, row))
+    for qk, v, mask, length, heads, row in rows:
+        executed = row["executed_flops"]
+        if length % BLOCK and executed is not None and executed % heads == 0:
+            found.setdefault((qk, v, mask, length), {})[row["direction"]] = executed // heads
+    return {call: both for call, both in found.items() if len(both) == 2}
+
+
+class TileTable(NamedTuple):
+    """What products of exactly these sizes execute beyond need: (m, n, k) -> direction -> FLOPs."""
+
+    excess: dict[tuple[int, int, int], dict[str, int]]
+    device: str
+
+    def find(self, m: int, n: int, k: int) -> dict[str, int] | None:
+        """Excess of a product forward, for its input's gradient (dgrad) and its weight's (wgrad), where measured."""
+        return self.excess.get((m, n, k))
+
+
+def find_tile_table(device_id: str) -> TileTable | None:
+    """The products whose executed FLOPs were counted on a device, each alone; None without tables."""
+    excess: dict[tuple[int, int, int], dict[str, int]] = {}
+    device = ""
+    for name in ("gemm", "padding"):
+        path = find_table(device_id, name)
+        if path is None:
+            continue
+        table = load_table(path)
+        device = str(table.provenance.get("device"))
+        for row in table.records():
+            size = _read_size(name, row)
+            if size is not None and row["executed_flops"] is not None:
+                m, n, k = size
+                excess.setdefault(size, {})[row["direction"]] = row["executed_flops"] - 2 * m * n * k
+    return TileTable(excess, device) if excess else None
+
+
+def _read_size(table: str, row: dict[str, Any]) -> tuple[int, int, int] | None:
+    """(m, n, k) of a plain bf16 product; None for attention, experts and convolutions."""
+    if table == "gemm":
+        return (row["m"], row["n"], row["k"]) if row["dtype"] == "bf16" and row["mode"] == "burst" else None
+    sizes = str(row["shape"]).split("x")
+    is_plain = len(sizes) == 3 and all(size.isdigit() for size in sizes) and "embed" not in row["module"]
+    return (int(sizes[0]), int(sizes[1]), int(sizes[2])) if is_plain else None
+
+
+def _read_shape(rows: list[dict[str, Any]]) -> KernelShape | None:
+    """The constants that reproduce every row exactly; None if no constants do (then the rule of 128 stands)."""
+    found = {}
+    for direction in ("forward", "backward"):
+        mine = [row for row in rows if row["direction"] == direction]
+        # Executed over needed where no pair is masked and the length fills its blocks: padding of the head dim alone.
+        pads = {
+            _per_pair(row) / row["length"] ** 2 for row in mine if row["mask"] == "full" and row["length"] % 128 == 0
+        }
+        if len(pads) != 1:
+            return None
+        pad = pads.pop()
+        # Executed pairs have the form S (S + block) / 2, with one block for every length.
+        blocks = {
+            2 * _per_pair(row) / pad / row["length"] - row["length"]
+            for row in mine
+            if row["mask"] == "causal" and row["length"] % 128 == 0
+        }
+        if len(blocks) != 1 or (block := blocks.pop()).denominator != 1 or block < 0:
+            return None
+        found[direction] = (int(block), (pad.numerator, pad.denominator))
+    forward, backward = found["forward"], found["backward"]
+    return KernelShape(forward[0], backward[0], forward[1], backward[1])
+
+
+def _per_pair(row: dict[str, Any]) -> Fraction:
+    """Executed FLOPs in units of what one pair needs: 2 (qk + v) forward, 2 (3 qk + 2 v) backward, per head."""
+    qk, v = row["qk_dim"], row["v_dim"]
+    need = qk + v if row["direction"] == "forward" else 3 * qk + 2 * v
+    return Fraction(row["executed_flops"], 2 * need * row["batch"] * row["heads"])

@@ -1,0 +1,1 @@
+"""Independent counters of a running step."""

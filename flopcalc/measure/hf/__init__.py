@@ -1,0 +1,1 @@
+"""Hugging Face models: built, run and compared."""

@@ -1,0 +1,128 @@
+"""Results of a run go in, the same results come back after any end of the process: the journal and lock of a folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import IO
+
+from flopcalc.errors import format_value
+from flopcalc.measure.jobs.job import Json, Result, RunnerError
+
+
+class Journal:
+    """Results on disk, one JSON line each, behind a first line that says what run they belong to."""
+
+    def __init__(self, folder: str, identity: Json, fresh: bool = False) -> None:
+        self.path = os.path.join(folder, "journal.jsonl")
+        self.results: list[Result] = []
+        try:
+            if fresh:
+                with suppress(FileNotFoundError):
+                    os.unlink(self.path)
+            self._file: IO[bytes] = open(self.path, "ab+")  # noqa: SIM115 - closed in __exit__
+        except OSError as error:
+            raise _make_error(self.path, error) from None
+        try:
+            self._read(identity)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _read(self, identity: Json) -> None:
+        self._file.seek(0)
+        stored: Json = {}
+        end = 0
+        for number, line in enumerate(self._file):
+            if not line.endswith(b"\n"):
+                break  # a write that was cut off: that row runs again
+            try:
+                entry = json.loads(line)
+                if number == 0:
+                    stored = dict(entry["run"])
+                else:
+                    self.results.append(Result(**entry))
+            except (ValueError, KeyError, TypeError) as error:
+                raise RunnerError(
+                    f"{self.path}: line {number + 1} is damaged ({error}): run with --fresh to start again"
+                ) from None
+            end += len(line)
+        if self.results:
+            self._check(stored, identity)
+            self._file.truncate(end)
+        else:  # nothing was measured yet: nothing that another identity could contradict
+            self._file.truncate(0)
+            self._write({"run": identity})
+
+    def _check(self, stored: Json, identity: Json) -> None:
+        for name in sorted(stored.keys() | identity.keys()):
+            if stored.get(name) != identity.get(name):
+                raise RunnerError(
+                    f"{self.path} was begun with {name} = {format_value(stored.get(name))}, now it is "
+                    f"{format_value(identity.get(name))}: run with --fresh to start again, or choose another folder"
+                )
+
+    def append(self, result: Result) -> None:
+        self._write(result._asdict())
+        self.results.append(result)
+
+    def _write(self, entry: Json) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            self._file.write(json.dumps(entry).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise RunnerError(
+                f"{self.path}: {_describe(error)}; the rows before it are kept, run again to go on"
+            ) from None
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+
+@contextmanager
+def lock_folder(folder: str) -> Iterator[None]:
+    """One run per folder; the kernel frees the lock when its process ends, so none is ever stale."""
+    path = os.path.join(folder, "lock")
+    with ExitStack() as stack:
+        try:
+            make_folder(folder)
+            file = stack.enter_context(open(path, "ab+", 0))  # unbuffered: nothing is left to write at its end
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(str(os.getpid()).encode())
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read(20).decode("ascii", "replace").strip() or "unknown"
+            raise RunnerError(
+                f"{folder} is in use by another run (process {holder}): wait for it, or stop it"
+            ) from None
+        except OSError as error:
+            raise _make_error(path, error) from None
+        yield
+
+
+def make_folder(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise _make_error(path, error) from None
+
+
+def _make_error(path: str, error: OSError) -> RunnerError:
+    return RunnerError(f"{path}: {_describe(error)}; choose a folder that can be written to")
+
+
+def _describe(error: OSError) -> str:
+    return "disk full" if error.errno == errno.ENOSPC else error.strerror or str(error)

@@ -1,0 +1,1 @@
+"""A GPU measured into a predictor."""

@@ -1,0 +1,80 @@
+"""A host goes in; how long it takes for one call of each kind of operator comes out, in units of an addition."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flopcalc.measure.calibrate.tables import Bench
+
+_ROUNDS = 9
+_CALLS = 25  # between two looks at the clock
+
+
+def make_calls(bench: Bench) -> dict[str, list[Callable[[], Any]]]:
+    """Kind -> calls of it on tensors so small that the device waits for the host."""
+    torch = bench.torch
+    functional = torch.nn.functional
+
+    def draw(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.randn(*shape, device=bench.device).to(dtype)
+
+    x, y, matrix, row = draw(8, 64), draw(8, 64), draw(64, 64), draw(64)
+    wide, heads, base = draw(8, 64, dtype=torch.float32), draw(1, 4, 64, 64), draw(16, 64)
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.bool, device=bench.device).tril()
+    places = torch.randint(0, 4, (16,), device=bench.device)
+    found: dict[str, list[Callable[[], Any]]] = {
+        "pointwise": [lambda: x + y, lambda: x * y, lambda: -x, lambda: functional.silu(x), lambda: wide.pow(2),
+                      lambda: torch.rsqrt(wide)],
+        "view": [lambda: x.view(8, 4, 16), lambda: x.transpose(0, 1), lambda: x[..., :32], lambda: x.unsqueeze(0)],
+        "make": [lambda: torch.empty_like(x)],
+        "fill": [lambda: torch.zeros_like(x), lambda: torch.arange(8, device=bench.device)],
+        "cast": [lambda: x.to(torch.float32), lambda: wide.to(torch.bfloat16)],
+        "copy": [lambda: x.clone(), lambda: matrix.t().contiguous()],
+        "cat": [lambda: torch.cat((x, y), -1)],
+        "reduce": [lambda: wide.mean(-1, keepdim=True), lambda: x.sum(0)],
+        "norm": [lambda: functional.layer_norm(x, (64,), row, row)],
+        "softmax": [lambda: functional.softmax(wide, -1)],
+        "gather": [lambda: functional.embedding(places, base), lambda: base[places]],
+        "scatter": [lambda: base.index_add(0, places, base)],
+        "sort": [lambda: torch.topk(wide, 2, -1), lambda: torch.sort(places), lambda: torch.cumsum(places, 0),
+                 lambda: torch.histc(wide, bins=4, min=0, max=3)],
+        "product": [lambda: torch.mm(x, matrix), lambda: torch.addmm(row, x, matrix)],
+        "attention": [lambda: functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)],
+        "attention_masked": [lambda: functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)],
+    }  # fmt: skip
+    if bench.is_gpu and hasattr(torch, "_grouped_mm"):
+        experts, ends = draw(4, 64, 64), torch.tensor([4, 8, 12, 16], device=bench.device, dtype=torch.int32)
+        found["product_grouped"] = [lambda: torch._grouped_mm(base, experts, offs=ends)]
+    return found
+
+
+def measure_units(bench: Bench) -> dict[str, float]:
+    """Kind -> its calls' seconds over those of an addition that is timed beside them."""
+    with bench.torch.no_grad():
+        calls = make_calls(bench)
+        one = calls["pointwise"][0]
+        return {
+            kind: round(statistics.fmean(_compare(bench, call, one) for call in found), 3)
+            for kind, found in calls.items()
+        }
+
+
+def _compare(bench: Bench, call: Callable[[], Any], one: Callable[[], Any]) -> float:
+    """A host changes its speed all the time: both are timed in turns, and the middle ratio counts."""
+    ratios = []
+    for _ in range(_ROUNDS):
+        taken = [_time(bench, each) for each in (one, call, one)]
+        ratios.append(2 * taken[1] / (taken[0] + taken[2]))
+    return statistics.median(ratios)
+
+
+def _time(bench: Bench, call: Callable[[], Any]) -> float:
+    call()
+    bench.synchronize()
+    start = time.perf_counter()
+    for _ in range(_CALLS):
+        call()
+    return time.perf_counter() - start

@@ -1,0 +1,75 @@
+"""`calibrate --predictor`: cases of whole steps go in; the constants that `flopcalc predict` reads come out."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from typing import Any
+
+from flopcalc.data import find_user_dir
+from flopcalc.errors import CalibrationError, DeviceError
+from flopcalc.hardware.devices import find_device
+from flopcalc.hardware.tables import find_table, load_table
+from flopcalc.measure.calibrate.provenance import has_gpu
+from flopcalc.measure.calibrate.run import IDENTITY, probe_machine
+from flopcalc.measure.jobs.runner import Progress, run_jobs
+from flopcalc.measure.predictor import runs
+from flopcalc.measure.predictor.fit import fit_predictor, save_predictor
+
+Json = dict[str, Any]
+FOLDER = "predictors"
+_SUITE = "quick"  # the only one: constants that are fitted on less would not hold
+
+
+def calibrate_predictor(
+    out: str | None = None,
+    *,
+    work: str | None = None,
+    fresh: bool = False,
+    retry_failed: bool = False,
+    command: str = "flopcalc calibrate --predictor",
+    progress: Progress | None = None,
+) -> str | None:
+    """Measure this machine and write <out>/<device-id>.json; its path, or None where the run was stopped.
+
+    Resumable like the tables: what was measured lies in the journal.
+    """
+    if not has_gpu():
+        raise DeviceError("calibrate needs an NVIDIA GPU and found none on this machine")
+    folder = out or os.path.join(find_user_dir(), FOLDER)
+    work = work or os.path.join(folder, ".run")
+    machine = probe_machine(_SUITE, work)
+    _check_device(machine)
+    jobs = runs.plan(_SUITE)
+    state = os.path.join(work, f"{machine['device_id']}-predictor")
+    identity = {key: machine.get(key) for key in IDENTITY}
+    outcome = run_jobs(jobs, state, identity=identity, fresh=fresh, retry_failed=retry_failed, progress=progress)
+    if outcome.stopped:
+        return None
+    found = [result.data for result in outcome.results if result.is_ok]
+    if not any("operators" in record for record in found) or not any(record.get("is_host") for record in found):
+        failed = next((result.detail for result in outcome.results if not result.is_ok), "nothing ran")
+        raise CalibrationError(f"too little was measured to fit a predictor: {failed}")
+    stored = {table: find_table(machine["device_id"], table) for table in ("attention", "gemm")}
+    alone = {table: load_table(path).records() if path else [] for table, path in stored.items()}
+    provenance = {**machine, "command": command, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
+    constants = fit_predictor(found, runs.get_config, provenance, alone["attention"], alone["gemm"])
+    path = os.path.join(folder, f"{machine['device_id']}.json")
+    save_predictor(path, constants)
+    return path
+
+
+def _check_device(machine: Json) -> None:
+    """Refuse, before anything is measured, a device whose peak or bandwidth is not known."""
+    try:
+        device = find_device(machine["device_id"])
+    except DeviceError:
+        missing = "entry"
+    else:
+        missing = "bf16 peak" if "bf16" not in device.peak_tflops else ""
+        missing = missing or ("memory bandwidth" if device.bandwidth_gb_per_s is None else "")
+    if missing:
+        raise DeviceError(
+            f"{machine['device']} has no {missing} in the device table, and a predictor needs it: add it to "
+            f"{os.path.join(find_user_dir(), 'devices.toml')}"
+        )

@@ -1,0 +1,1 @@
+"""Steps traced: polynomials, operators and recorded truth."""

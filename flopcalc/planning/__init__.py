@@ -1,0 +1,1 @@
+"""Many devices: layouts, their time, memory and cost."""

@@ -1,0 +1,1 @@
+"""Estimates, predictions and plans as tables, JSON, CSV, Markdown and HTML."""

@@ -1,0 +1,161 @@
+"""`flopcalc plan`: what is printed, as text, JSON and a plot, and how bad input is answered."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from places import ROOT
+
+from flopcalc.cli.plan import plan
+from flopcalc.errors import FlopcalcError
+
+RUN = ["--model", "llama-3.2-1b", "--tokens", "100B", "--device", "h200", "--gpus", "16", "--seq", "2048"]
+SMALL = [*RUN, "--global-batch", "64", "--pp", "1,2", "--virtual", "1", "--zero", "0,1", "--micro-batch", "1,2"]
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(plan, arguments, catch_exceptions=False)
+
+
+def test_text() -> None:
+    result = invoke(*SMALL, "--top", "2", "--price", "2.5")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert lines[0] == "llama-3.2-1b (1.24B parameters) on 16 × NVIDIA H200, hgx-h200"
+    assert lines[1] == "100.00B tokens, 64 × 2,048 tokens a step, bf16"
+    assert " ".join(lines[3].split()) == "layout step from … to MFU HFU memory days GPU-hours MWh k USD"
+    assert len([line for line in lines if line.startswith(("dp", "tp", "pp"))]) == 2
+    assert any(line.startswith("searched") and "layouts divide" in line for line in lines)
+    assert any(line.startswith("lost: ") for line in lines)
+    assert "times of one device as measured on NVIDIA H200" in result.output
+    assert max(map(len, lines)) <= 130
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    page = ROOT / "docs" / "planning.md"
+    command, _, shown = page.read_text(encoding="utf-8").partition("$ flopcalc plan ")[2].partition("\n")
+    assert shown.startswith(invoke(*command.split()).output + "```\n")
+
+
+def test_json() -> None:
+    found = json.loads(invoke(*SMALL, "--top", "1", "--json").output)
+    assert (found["model"], found["gpus"], found["global_batch"]) == ("llama-3.2-1b", 16, 64)
+    entry: dict[str, Any] = found["best"][0]
+    assert entry["step_time_s"]["low"] < entry["step_time_s"]["mid"] < entry["step_time_s"]["high"]
+    assert 0 < entry["mfu"] < 1
+    assert entry["usd"]["mid"] == pytest.approx(entry["gpu_hours"]["mid"] * found["price"]["usd_per_gpu_hour"])
+    assert {loser["reason"] for loser in found["losers"]} <= {
+        "memory", "bubble", "communication", "recompute", "compute",
+    }  # fmt: skip
+
+
+def test_images_and_lora_are_counted() -> None:
+    given = ["--model", "qwen2.5-vl-7b", "--tokens", "1B", "--device", "h200", "--gpus", "8", "--text", "512"]
+    given += ["--image", "560x560", "--global-batch", "16", "--tp", "1,2", "--micro-batch", "1", "--json", "--top", "1"]
+    full = json.loads(invoke(*given).output)
+    lora = json.loads(invoke(*given, "--lora", "r=16,targets=q_proj+v_proj").output)
+    assert full["seq"] == 512 + 400
+    states = [found["best"][0]["memory_bytes"]["optimizer"] for found in (full, lora)]
+    assert states[1] < states[0] / 50
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    result = invoke(*SMALL, "--plot", str(path))
+    assert f"written: {path}" in result.output
+    assert path.read_text(encoding="utf-8").startswith("<?xml")
+    for name, words in (
+        ("plan.nope", "nope"),
+        ("plan", "give a file name that ends in .png"),
+        ("nowhere/plan.png", "plan.png: cannot be written: No such file"),
+    ):
+        with pytest.raises(FlopcalcError, match=words):
+            invoke(*SMALL, "--plot", str(tmp_path / name))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(FlopcalcError, match=r"a plot needs matplotlib: pip install 'flopcalc\[plot\]'"):
+        invoke(*SMALL, "--plot", str(tmp_path / "plan.svg"))
+
+
+def test_small_runs_and_one_device() -> None:
+    lines = invoke(
+        *SMALL, "--gpus", "1", "--pp", "1", "--zero", "0", "--tokens", "1M", "--top", "1"
+    ).output.splitlines()
+    assert lines[0] == "llama-3.2-1b (1.24B parameters) on 1 × NVIDIA H200"
+    days, hours = (float(word) for word in lines[5].split()[-4:-2])
+    assert 0 < days < hours < 0.1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shown", "note"),
+    [
+        ("1", "131.07K tokens", "1 token given, less than one step: one whole step, 131.07K tokens, taken"),
+        ("1e18", "1,000,000T tokens", ""),
+    ],
+)
+def test_the_smallest_and_the_largest_run(tokens: str, shown: str, note: str) -> None:
+    output = invoke(*SMALL, "--tokens", tokens, "--top", "1").output
+    lines = output.splitlines()
+    assert lines[1] == f"{shown}, 64 × 2,048 tokens a step, bf16"
+    assert all(re.fullmatch(r"[\d,]+(\.\d+)?", word) for word in lines[5].split()[-4:])
+    assert note in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "note"),
+    [
+        ("qwen2.5-vl-7b", "no image given, so the vision tower is not counted; add one with --image 1024x768"),
+        ("mamba-2.8b", "what the layers' scans or selections of keys take was never measured"),
+    ],
+)
+def test_what_is_not_counted_or_measured_is_noted(model: str, note: str) -> None:
+    output = " ".join(invoke(*SMALL, "--model", model).output.split())
+    assert output.count(note) == 1
+
+
+def test_encoder_and_decoder() -> None:
+    given = ["--model", "t5-v1.1-xl", "--tokens", "1B", "--device", "h200", "--gpus", "8", "--tp", "1", "--pp", "1,2"]
+    result = invoke(*given, "--seq", "512", "--decoder-seq", "128", "--virtual", "1", "--zero", "1")
+    assert "× 640 tokens a step" in result.output
+    assert "the mean of both kinds of layers" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--price", "cheap"], "--price: 'cheap' is no number of USD per GPU-hour"),
+        (["--price", "0"], "give a positive number of USD"),
+        (["--tp", "two"], "--tp: 'two' is not a whole number"),
+        (["--tp", "3"], "tp 3 does not divide 16 devices"),
+        (["--gpus", "-1"], "--gpus must be at least 1"),
+        (["--tokens", "0"], "tokens must be a number from 1"),
+        (["--device", "h2000"], "lists them; your own devices.toml adds one, with its peaks, bandwidth and memory"),
+        (["--interconnect", "string"], "interconnect 'string' unknown"),
+        (["--recompute", "all"], "recompute 'all' unknown"),
+        (["--dtype", "int7"], "dtype 'int7' unknown"),
+        (["--image", "100x100"], "is a text model: it takes no images"),
+        (["--dtype", "fp4"], "a plan is for training in bf16, fp16, fp8, not fp4"),
+        (["--device", "l4"], "no interconnect is known for NVIDIA L4"),
+    ],
+)
+def test_bad_input(arguments: list[str], words: str) -> None:
+    with pytest.raises(FlopcalcError) as error:
+        invoke(*RUN, *arguments)
+    assert words in str(error.value)
+
+
+def test_a_length_that_was_not_given() -> None:
+    with pytest.raises(
+        FlopcalcError, match=r"beyond the 1024 positions.*no length was given, so 4096 tokens were taken"
+    ):
+        invoke("--model", "gpt2", "--tokens", "1B", "--device", "h200", "--gpus", "8")

@@ -1,0 +1,140 @@
+"""MFU and HFU: exact shares, never clamped, None with a note where no peak is known."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+import flopcalc
+from flopcalc import DeviceError, FlopcalcError, Utilization, bind, calculate_mfu, get_gpu_peak_flops, hfu, mfu
+from flopcalc.core.estimate.utilization import find_peak, profile_model_flops
+
+MODEL = "sweep-tiny"
+RECIPE = {"recompute": "full"}
+
+
+def test_mfu_is_flops_over_time_and_peak() -> None:
+    estimate = bind(MODEL)(4, 128)
+    share = mfu(estimate, 0.5, peak=1e12, num_devices=2)
+    assert share.value == estimate.total / (0.5 * 1e12 * 2)
+    assert share == Utilization(share.value, 1e12, None, "bf16", None)
+    assert float(share) == share.value
+    assert share.to_dict() == {"value": share.value, "peak_flops_per_s": 1e12, "device": None, "dtype": "bf16"}
+
+
+def test_mfu_is_never_of_convention_hardware() -> None:
+    needed, full, executed = (
+        bind(MODEL, recipe=RECIPE, convention=convention)(4, 256) for convention in ("model", "full", "hardware")
+    )
+    assert needed.total < full.total < executed.total
+    arguments: dict[str, Any] = {"peak": 1e12}
+    assert mfu(executed, 1, **arguments).value == needed.total / 1e12
+    assert mfu(full, 1, **arguments).value == full.total / 1e12
+    for estimate in (needed, full, executed):
+        assert hfu(estimate, 1, **arguments).value == executed.total / 1e12
+
+
+def test_device_and_dtype() -> None:
+    share = mfu(bind(MODEL)(1, 64), 1e-3, device="h200", dtype="fp8")
+    assert (share.device, share.dtype, share.peak_flops_per_s) == ("NVIDIA H200", "fp8", 1978.9e12)
+    assert mfu(bind(MODEL)(1, 64), 1e-3, device="h200", peak=5e12).peak_flops_per_s == 5e12
+
+
+def test_above_one_is_reported_as_is() -> None:
+    share = mfu(bind(MODEL)(1, 64), 1.0, peak=1000.0)
+    assert share.value is not None
+    assert share.value > 1
+    assert share.note is not None
+    assert "MFU is" in share.note
+    assert "above 1" in share.note
+
+
+@pytest.mark.parametrize("found", [None, "NVIDIA Unheard-of 9000"])
+def test_unknown_detected_device_gives_none_and_a_note(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
+    monkeypatch.setattr("flopcalc.core.estimate.utilization.detect_device", lambda: found)
+    share = mfu(bind(MODEL)(1, 64), 1.0, device="auto")
+    assert share.value is None
+    assert share.to_dict() is None
+    assert math.isnan(float(share))
+    assert share.note is not None
+    assert "--peak" in share.note
+    assert found is None or found in share.note
+    with pytest.raises(DeviceError, match="--peak"):
+        get_gpu_peak_flops()
+    assert mfu(bind(MODEL)(1, 64), 1.0, device="auto", peak=1e12).value is not None
+    with pytest.raises(FlopcalcError, match="peak must be a positive number"):
+        mfu(bind(MODEL)(1, 64), 1.0, device="auto", peak=-1e12)
+
+
+def test_detected_device_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flopcalc.core.estimate.utilization.detect_device", lambda: "NVIDIA L4")
+    assert get_gpu_peak_flops() == 121e12
+    assert find_peak("auto", "bf16", None) == ("NVIDIA L4", 121e12, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"step_time_s": 0}, "step time must be a positive number, not 0"),
+        ({"step_time_s": -1.0}, "step time"),
+        ({"step_time_s": math.nan}, "step time"),
+        ({"step_time_s": math.inf}, "step time"),
+        ({"step_time_s": "1"}, "step time"),
+        ({"step_time_s": True}, "step time"),
+        ({"peak": 0}, "peak must be a positive number"),
+        ({"peak": math.nan}, "peak"),
+        ({"peak": "1e12"}, "peak"),
+        ({"peak": 1e-300, "step_time_s": 1e-300}, "beyond any number"),
+        ({"num_devices": 0}, "num_devices must be at least 1"),
+        ({"num_devices": 1.5}, "num_devices must be a whole number"),
+        ({"dtype": "fp7"}, "dtype 'fp7' unknown"),
+        ({"peak": None}, "MFU needs a peak"),
+        ({"peak": None, "device": "h100"}, "is ambiguous"),
+        ({"peak": None, "device": "h2000"}, "unknown"),
+        ({"peak": None, "device": 5}, "named by a string"),
+        ({"peak": None, "device": "t4", "dtype": "bf16"}, "no known bf16 peak"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], words: str) -> None:
+    estimate = bind(MODEL)(1, 64)
+    with pytest.raises(FlopcalcError) as caught:
+        mfu(estimate, **{"step_time_s": 1.0, "peak": 1e12, **arguments})
+    assert words in str(caught.value)
+
+
+def test_founding_names() -> None:
+    assert calculate_mfu(10.0, 2.0, 5.0) == 1.0
+    assert get_gpu_peak_flops("h200") == 989.4e12
+    batch = {"input_ids": [[0] * 16]}
+    assert profile_model_flops(MODEL, batch) == flopcalc.estimate_flops(MODEL, seq_len=16).total
+    with pytest.raises(FlopcalcError, match="step time"):
+        calculate_mfu(10.0, 0.0, 5.0)
+
+
+def test_measured_mfu_comes_from_steps_of_like_size_and_kind(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flopcalc.core.estimate.utilization import describe_measured_mfu
+    from flopcalc.hardware.tables import save_table
+
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    estimate = flopcalc.estimate_flops("llama-3.2-1b", seq_len=2048)
+    flops = estimate.total
+    about = {"device": "X", "device_id": "a40", "date": "2026-11-15", "torch": "2", "command": "flopcalc calibrate"}
+    rows = [
+        {"model": "near", "batch": 1, "seq": 1, "images": "", "model_flops": flops * 2, "mfu": 0.25, "seconds": 1.0},
+        {"model": "near too", "batch": 1, "seq": 1, "images": "", "model_flops": flops, "mfu": 0.5, "seconds": 1.0},
+        {"model": "far", "batch": 1, "seq": 1, "images": "", "model_flops": flops * 9, "mfu": 0.9, "seconds": 1.0},
+        {"model": "vlm", "batch": 1, "seq": 1, "images": "1x2x2", "model_flops": flops, "mfu": 0.1, "seconds": 1.0},
+    ]
+    rows = [{"attention": "sdpa", "recompute": "none", **row} for row in rows]
+    save_table(str(tmp_path / "calibration" / "a40"), "steps", about, rows)
+    said = describe_measured_mfu("a40", estimate)
+    assert said is not None
+    assert "2 training steps" in said
+    assert "25 to 50 %" in said
+    assert "measured elsewhere, not a prediction" in said
+    assert describe_measured_mfu("a40", flopcalc.estimate_flops("llama-3.2-1b", seq_len=2048, phase="forward")) is None
+    assert describe_measured_mfu("l4", estimate) is None
+    image = flopcalc.estimate_flops("qwen2-vl-2b", seq_len=2048, image_grid_thw=[[1, 36, 52]])
+    assert "10 to 10 %" in str(describe_measured_mfu("a40", image))

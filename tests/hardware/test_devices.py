@@ -1,0 +1,227 @@
+"""The device table: every row sound, no name in two rows, variants kept apart, unknown names refused."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopcalc import DeviceError, SpecError, peak_flops_per_s
+from flopcalc.core.estimate.estimate import KERNELS
+from flopcalc.hardware.devices import DTYPES, Device, detect_device, find_device, load_devices, parse_dtype
+
+DEVICES = load_devices()[0]
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[\s_-]+", "", name).lower()
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.id)
+def test_row_is_sound(device: Device) -> None:
+    assert device.source
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", device.date)
+    assert device.peak_tflops
+    assert set(device.peak_tflops) <= set(DTYPES)
+    assert all(type(peak) is float and 0 < peak < 1e6 for peak in device.peak_tflops.values())
+    assert device.sdpa is None or device.sdpa in KERNELS[1:]
+    for value in (device.memory_gb, device.bandwidth_gb_per_s, device.tdp_w):
+        assert value is None or value > 0
+    assert device.id == device.id.lower()
+    # A faster format is never slower than a finer one.
+    peaks = device.peak_tflops
+    for fast, slow in (("bf16", "fp32"), ("fp16", "fp32"), ("fp8", "bf16"), ("fp4", "fp8"), ("fp16", "tf32")):
+        if fast in peaks and slow in peaks:
+            assert peaks[fast] >= peaks[slow], (fast, slow)
+
+
+def test_no_name_stands_in_two_rows() -> None:
+    owners: dict[str, str] = {}
+    for device in DEVICES:
+        for name in {plain(name) for name in (device.id, device.name, *device.aliases)}:
+            assert owners.setdefault(name, device.id) == device.id, name
+
+
+def test_ambiguous_names_list_devices_and_are_none_themselves() -> None:
+    devices, ambiguous = load_devices()
+    ids = {device.id for device in devices}
+    names = {plain(name) for device in devices for name in (device.id, device.name, *device.aliases)}
+    for short, variants in ambiguous.items():
+        assert len(variants) > 1
+        assert set(variants) <= ids
+        assert plain(short) not in names
+
+
+@pytest.mark.parametrize(
+    ("name", "device_id", "bf16"),
+    [
+        ("H100 SXM", "h100-sxm", 989.4e12),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm", 989.4e12),
+        ("h100-pcie", "h100-pcie", 756e12),
+        ("NVIDIA H100 PCIe", "h100-pcie", 756e12),
+        ("NVIDIA H100 NVL", "h100-nvl", 835e12),
+        ("h200", "h200-sxm", 989.4e12),
+        ("NVIDIA H200", "h200-sxm", 989.4e12),
+        ("l40", "l40", 181.05e12),
+        ("NVIDIA L40", "l40", 181.05e12),
+        ("l40s", "l40s", 362.05e12),
+        ("NVIDIA L40S", "l40s", 362.05e12),
+        ("l4", "l4", 121e12),
+        ("a40", "a40", 149.7e12),
+        ("NVIDIA A40", "a40", 149.7e12),
+        ("a4000", "rtx-a4000", 76.7e12),
+        ("NVIDIA RTX A4000", "rtx-a4000", 76.7e12),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80gb", 312e12),
+    ],
+)
+def test_variants_do_not_mix(name: str, device_id: str, bf16: float) -> None:
+    assert find_device(name).id == device_id
+    assert peak_flops_per_s(name) == bf16
+
+
+@pytest.mark.parametrize("name", ["H200-SXM", "h200 sxm", "  H200_sxm ", "nvidia h200", "NVIDIA-H200", "H200 Sxm"])
+def test_case_spaces_and_dashes_do_not_matter(name: str) -> None:
+    assert find_device(name).id == "h200-sxm"
+
+
+@pytest.mark.parametrize(
+    "name", ["h200x", "h20 0 x", "NVIDIA H200 NVL", "H100 CNX", "L40G", "A4", "", "gpu", "RTX A5000"]
+)
+def test_unknown_devices_get_no_neighbours_number(name: str) -> None:
+    with pytest.raises(DeviceError, match=r"unknown.*--peak"):
+        find_device(name)
+
+
+def test_a_peak_by_hand_is_offered_where_it_is_enough() -> None:
+    with pytest.raises(DeviceError) as error:
+        find_device("h200x", needs_all=True)
+    assert "--peak" not in str(error.value)
+    assert "your own devices.toml adds one" in str(error.value)
+
+
+def test_unknown_device_names_the_nearest() -> None:
+    with pytest.raises(DeviceError, match="Did you mean h200-sxm"):
+        find_device("h200-sxn")
+
+
+@pytest.mark.parametrize(("name", "count"), [("h100", 3), ("A100", 4), ("a100-80gb", 2), ("V100", 4)])
+def test_ambiguous_device_lists_its_variants(name: str, count: int) -> None:
+    with pytest.raises(DeviceError, match="is ambiguous: say which of") as caught:
+        find_device(name)
+    assert len(str(caught.value).split("say which of ")[1].split(", ")) == count
+
+
+@pytest.mark.parametrize("name", [None, 5, ["h200"], b"h200"])
+def test_a_device_is_named_by_a_string(name: Any) -> None:
+    with pytest.raises(DeviceError, match="named by a string"):
+        find_device(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [("bf16", "bf16"), ("bfloat16", "bf16"), ("torch.bfloat16", "bf16"), ("half", "fp16"), ("FP8", "fp8"),
+     ("torch.float8_e4m3fn", "fp8"), ("float", "fp32")],
+)  # fmt: skip
+def test_parse_dtype(given: str, dtype: str) -> None:
+    assert parse_dtype(given) == dtype
+
+
+def test_unknown_dtype_and_missing_peak() -> None:
+    with pytest.raises(DeviceError, match="Did you mean bf16"):
+        parse_dtype("bf61")
+    with pytest.raises(DeviceError, match="has no known bf16 peak; known: fp16"):
+        peak_flops_per_s("v100s", "bf16")
+
+
+@pytest.fixture
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    load_devices.cache_clear()
+    yield tmp_path
+    load_devices.cache_clear()
+
+
+ROW = "[[device]]\nid = 'mine'\nname = 'My Card'\nsource = 's'\ndate = '2026-01-01'\npeak_tflops = { bf16 = 7 }\n"
+
+
+def test_user_devices(user_folder: Path) -> None:
+    (user_folder / "devices.toml").write_text(ROW + "[ambiguous]\nmy = ['mine', 'l4']\n")
+    assert peak_flops_per_s("my card") == 7e12
+    assert find_device("h200").id == "h200-sxm"
+    with pytest.raises(DeviceError, match="say which of mine, l4"):
+        find_device("MY")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (ROW.replace("id = 'mine'", ""), "'id' is missing"),
+        (ROW.replace("source = 's'", ""), "'source' is missing"),
+        (ROW.replace("{ bf16 = 7 }", "{ bf16 = 'x' }"), "could not convert"),
+        (ROW.replace("{ bf16 = 7 }", "5"), "'int' object"),
+        ("device = 5", "[[device]]"),
+        ("device = [5]", "device 5"),
+        ("ambiguous = 5", "[ambiguous]"),
+        ("x = [", "not valid TOML"),
+    ],
+)
+def test_bad_user_devices(user_folder: Path, text: str, words: str) -> None:
+    (user_folder / "devices.toml").write_text(text)
+    with pytest.raises(SpecError) as caught:
+        load_devices()
+    assert words in str(caught.value)
+    assert "devices.toml" in str(caught.value)
+
+
+# --- detection --------------------------------------------------------------------------------------------------------
+def test_detect_asks_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    asked: list[list[str]] = []
+
+    def answer(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, "NVIDIA H200\nNVIDIA H200\n", "")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    assert detect_device() == "NVIDIA H200"
+    assert asked[0][0] == "nvidia-smi"
+
+
+@pytest.mark.parametrize(
+    "trouble", [FileNotFoundError("nvidia-smi"), subprocess.TimeoutExpired("nvidia-smi", 10), PermissionError("x")]
+)
+def test_detect_without_a_gpu(monkeypatch: pytest.MonkeyPatch, trouble: Exception) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise trouble
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert detect_device() is None
+
+
+def test_detect_with_empty_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, "\n", ""))
+    assert detect_device() is None
+
+
+@pytest.mark.parametrize(("available", "expected"), [(True, "NVIDIA L4"), (False, None)])
+def test_detect_asks_an_imported_torch(monkeypatch: pytest.MonkeyPatch, available: bool, expected: str | None) -> None:
+    cuda = types.SimpleNamespace(is_available=lambda: available, get_device_name=lambda: "NVIDIA L4")
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    assert detect_device() == expected
+
+
+def test_a_broken_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bool:
+        raise RuntimeError("driver")
+
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=fail)))
+    assert detect_device() is None

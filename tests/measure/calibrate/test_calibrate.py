@@ -1,0 +1,318 @@
+"""`calibrate` on the CPU: the real code path at tiny sizes, and a table of known rows for resume and check."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import HELPERS
+
+from flopcalc.errors import CalibrationError, DeviceError
+from flopcalc.hardware import tables as calibration
+from flopcalc.hardware.tables import Shape, load_table
+from flopcalc.measure.calibrate import run as module
+from flopcalc.measure.calibrate import tables
+from flopcalc.measure.calibrate.run import calibrate, check, main
+from flopcalc.measure.jobs.runner import Job, RunnerError
+
+if find_spec("torch") is None:  # asked, not imported: the fake table's worker processes load this file too
+    pytest.skip("needs torch", allow_module_level=True)
+
+Json = dict[str, Any]
+HERE = "test_calibrate"
+ABOUT = {"device": "fake", "device_id": "cpu", "date": "2026-11-15", "torch": "1", "command": "flopcalc calibrate"}
+MACHINE = {"device": "fake", "device_id": "cpu", "torch": "1"}
+
+
+# --- a table of known rows ------------------------------------------------------------------------------------------
+def plan(_suite: str) -> list[Job]:
+    folder = os.environ["FAKE_TABLE"]
+    rows = {f"n{i}": {"n": i} for i in range(5)}
+    return [Job(f"fake-{name}", f"{HERE}:start", {"name": name, "folder": folder}, rows) for name in "ab"]
+
+
+def start(args: Json) -> Callable[[Json], Json]:
+    return lambda row: measure(args, row)
+
+
+def measure(args: Json, row: Json) -> Json:
+    folder = Path(args["folder"])
+    mark = f"{args['name']}{row['n']}"
+    if (folder / f"kill-{mark}").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (folder / f"stop-{mark}").exists():
+        (folder / f"stop-{mark}").unlink()
+        os.kill(int(os.environ["FAKE_RUNNER"]), signal.SIGINT)
+    slower = 1.3 if (folder / "slower").exists() else 1.1
+    count = row["n"] * 7 + (folder / "more").exists()
+    return {"name": args["name"], "n": row["n"], "seconds": (row["n"] + 1) * slower, "count": count}
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Only the fake table, no GPU and no torch process."""
+    monkeypatch.syspath_prepend(str(HELPERS))
+    monkeypatch.setenv("FAKE_TABLE", str(tmp_path))
+    monkeypatch.setenv("FAKE_RUNNER", str(os.getpid()))
+    monkeypatch.setattr(module, "probe_machine", lambda *_: dict(MACHINE))
+    for registry in (tables.TABLES, module.TABLES):
+        monkeypatch.setitem(registry, "fake", (HERE, "plan", ""))
+    monkeypatch.setitem(calibration.SHAPES, "fake", Shape(("name", "n"), ("seconds",), ("count",)))
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+    return tmp_path
+
+
+def read(path: str) -> list[tuple[Any, ...]]:
+    return list(load_table(path).rows)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(fake: Path) -> None:
+    whole = calibrate("test", str(fake / "whole"), tables=["fake"])
+    (fake / "stop-a2").touch()
+    cut = calibrate("test", str(fake / "cut"), tables=["fake"])
+    assert cut.stopped
+    assert cut.files == {}
+    assert 0 < cut.ran < 10
+    rest = calibrate("test", str(fake / "cut"), tables=["fake"])
+    assert rest.ran == 10 - cut.ran
+    assert read(rest.files["fake"]) == read(whole.files["fake"])
+    assert calibrate("test", str(fake / "cut"), tables=["fake"]).ran == 0
+    assert calibrate("test", str(fake / "cut"), tables=["fake"], fresh=True).ran == 10
+
+
+def test_a_killed_row_is_a_failure_with_its_parameters(fake: Path) -> None:
+    (fake / "kill-a3").touch()
+    written = calibrate("test", str(fake / "out"), tables=["fake"])
+    table = load_table(written.files["fake"])
+    assert len(table.rows) == 9
+    (failure,) = table.failures
+    assert (failure["row"], failure["reason"], failure["n"]) == ("n3", "killed", 3)
+    (fake / "kill-a3").unlink()
+    again = calibrate("test", str(fake / "out"), tables=["fake"], retry_failed=True)
+    assert (again.ran, again.rows["fake"], again.failures["fake"]) == (1, 10, 0)
+
+
+def test_provenance_says_where_and_how(fake: Path) -> None:
+    written = calibrate("test", str(fake / "out"), tables=["fake"], command="flopcalc calibrate --suite test")
+    about = load_table(written.files["fake"]).provenance
+    assert about["command"] == "flopcalc calibrate --suite test"
+    assert about["suite"] == "test"
+    assert {"date", "statistic", "repeats", "device", "device_id"} <= about.keys()
+
+
+def test_other_versions_refuse_to_resume(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrate("test", str(fake / "out"), tables=["fake"])
+    for name, value in {"torch": "2", "commit": "abc", "power_limit_w": 500.0}.items():
+        monkeypatch.setattr(module, "probe_machine", lambda *_, name=name, value=value: {**MACHINE, name: value})
+        with pytest.raises(RunnerError, match=f"begun with {name} = "):
+            calibrate("test", str(fake / "out"), tables=["fake"])
+
+
+def test_a_run_that_measures_nothing_leaves_the_table_as_it_is(fake: Path) -> None:
+    (fake / "kill-b1").touch()
+    out = str(fake / "out")
+    first = calibrate("test", out, tables=["fake"], command="first")
+    path = Path(first.files["fake"])
+    before = path.read_bytes()
+    again = calibrate("test", out, tables=["fake"], command="second")
+    assert (again.ran, again.files, again.rows, again.failures) == (0, first.files, {"fake": 9}, {"fake": 1})
+    assert path.read_bytes() == before
+    (fake / "kill-b1").unlink()
+    calibrate("test", out, tables=["fake"], command="third", retry_failed=True)
+    assert load_table(str(path)).provenance["command"] == "third"
+    # A file that is gone, or holds other rows (the run was killed before it wrote), is written from the journal.
+    whole = read(str(path))
+    path.unlink()
+    calibrate("test", out, tables=["fake"])
+    assert read(str(path)) == whole
+    path.write_bytes(before)
+    assert calibrate("test", out, tables=["fake"]).ran == 0
+    assert read(str(path)) == whole
+
+
+def test_a_table_without_a_row_is_not_written(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(fake / "out")
+    words = ["--suite", "test", "--out", out, "--tables", "fake"]
+    marks = [fake / f"kill-{name}{i}" for name in "ab" for i in range(5)]
+    for mark in marks:
+        mark.touch()
+    assert main(words) == 1
+    path = Path(out, "cpu", "fake.json")
+    assert not path.exists()  # it would stand before a shipped one
+    for mark in marks:
+        mark.unlink()
+    assert main([*words, "--retry-failed"]) == 0
+    before = path.read_bytes()
+    for mark in marks:
+        mark.touch()
+    capsys.readouterr()
+    assert main([*words, "--fresh"]) == 1
+    shown = capsys.readouterr()
+    assert "fake: no row was measured (10 failed), so it was not written" in shown.err
+    assert shown.out == ""
+    assert path.read_bytes() == before
+
+
+def test_check_holds_or_says_what_does_not(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(fake / "out")
+    calibrate("test", out, tables=["fake"])
+    found = check(out, "test", tables=["fake"])
+    assert found.differences == []
+    assert found.rows == {"fake": 6}
+    assert main(["--suite", "test", "--out", out, "--tables", "fake", "--check"]) == 0
+    (fake / "slower").touch()
+    assert {d.column for d in check(out, "test", tables=["fake"]).differences} == {"seconds"}
+    (fake / "slower").unlink()
+    (fake / "more").touch()
+    assert {d.column for d in check(out, "test", tables=["fake"]).differences} == {"count"}
+    assert main(["--suite", "test", "--out", out, "--tables", "fake", "--check"]) == 1
+    assert "DOES NOT HOLD" in capsys.readouterr().out
+    (fake / "more").unlink()
+    (fake / "kill-a0").touch()
+    assert {d.column for d in check(out, "test", tables=["fake"]).differences} == {"status"}
+    with pytest.raises(CalibrationError, match="no stored tables"):
+        check(str(fake / "nothing"), "test", tables=["fake"])
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+def test_without_a_gpu_it_refuses_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "has_gpu", lambda: False)
+    assert main(["--suite", "quick", "--out", str(tmp_path)]) == 2
+    assert main(["--check", "--out", str(tmp_path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == "flopcalc: calibrate needs an NVIDIA GPU and found none on this machine\n" * 2
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_probe_that_is_interrupted_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_jobs: Any, folder: str, **_options: Any) -> None:
+        os.makedirs(folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run_jobs", interrupt)
+    assert main(["--suite", "test", "--work", str(tmp_path), "--out", str(tmp_path / "out")]) == 130
+    assert os.listdir(tmp_path) == []
+
+
+def test_wrong_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--suite", "slow", "--out", str(tmp_path)]) == 2
+    assert main(["--suite", "test", "--tables", "gem", "--out", str(tmp_path)]) == 2
+    assert main(["--suite", "test", "--resume", "--fresh", "--out", str(tmp_path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert "Did you mean gemm" in lines[1]
+
+
+def test_the_command_takes_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    from flopcalc.cli.calibrate import calibrate as command
+
+    seen: list[Any] = []
+
+    def fake_run(options: Any, _command: str) -> int:
+        seen.append(options)
+        return 1
+
+    monkeypatch.setattr(module, "run_command", fake_run)
+    done = CliRunner().invoke(command, ["--suite", "full", "--fresh", "--check", "--tables", "gemm"])
+    assert done.exit_code == 1
+    parsed = module.make_parser().parse_args(["--suite", "full", "--fresh", "--check", "--tables", "gemm"])
+    assert vars(seen[0]) == vars(parsed)
+    monkeypatch.setattr(module, "has_gpu", lambda: False)
+    with pytest.raises(DeviceError):
+        calibrate("quick", "/nowhere")
+
+
+def test_plans_are_torch_free_and_their_rows_json() -> None:
+    import subprocess
+
+    code = (
+        "import sys, json\nfrom flopcalc.measure.calibrate.tables import TABLES, plan_table\n"
+        "print(json.dumps({s: {t: sum(len(j.rows) for j in plan_table(t, s)) for t in TABLES} for s in "
+        "('quick', 'full', 'test')}))\nassert 'torch' not in sys.modules and 'click' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    sizes = json.loads(done.stdout)
+    assert all(sizes["full"][table] >= sizes["quick"][table] > 0 for table in sizes["quick"])
+    assert sizes["quick"]["gemm"] > 450
+
+
+# --- the real tables at tiny sizes ------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, calibration.Table]:
+    """The test suite's tables, each row run in this process."""
+    out = tmp_path_factory.mktemp("tables")
+    found = {}
+    for table in tables.TABLES:
+        if table in ("counts", "steps"):
+            jobs = [job for job in tables.plan_table(table, "test") if job.id.endswith(("llama", "qwen2_5_vl"))]
+        else:
+            jobs = tables.plan_table(table, "test")
+        records: list[Json] = []
+        for job in jobs:
+            name, _, function = job.call.partition(":")
+            run = getattr(sys.modules[name] if name in sys.modules else __import__(name), function)(job.args)
+            for row in job.rows.values():
+                data = run(json.loads(json.dumps(row)))
+                records += data if isinstance(data, list) else [data]
+        records = tables.finish_table(table, json.loads(json.dumps(records)))
+        found[table] = load_table(calibration.save_table(str(out), table, ABOUT, records))
+    return found
+
+
+def test_every_record_fills_its_tables_keys(measured: dict[str, calibration.Table]) -> None:
+    for name, table in measured.items():
+        keys = [tuple(record[key] for key in calibration.SHAPES[name].keys) for record in table.records()]
+        assert keys, name
+        assert len(set(keys)) == len(keys), name
+        assert all(None not in key for key in keys), name
+
+
+def test_counts_agree_with_the_counter_where_attention_is_eager(measured: dict[str, calibration.Table]) -> None:
+    rows = measured["counts"].select(kernel="eager")
+    assert {row["recompute"] for row in rows} == {"none", "full"}
+    assert all(row["flop_counter"] == row["analytic_hardware"] for row in rows)
+    assert all(row["profiler"] is not None for row in rows)
+    assert all(row["executed"] is None for row in rows)  # no counter on a CPU: null, never a guess
+
+
+def test_padding_rows_sum_to_the_step(measured: dict[str, calibration.Table]) -> None:
+    for family in ("llama", "qwen2_5_vl"):
+        (step,) = measured["counts"].select(family=family, kernel="eager", recompute="none")
+        rows = measured["padding"].select(family=family)
+        kept = [row for row in rows if row["kernel"] in ("", "eager")]
+        # Eager code multiplies all pairs: a causal call's needed half becomes a whole.
+        length = step["seq"]
+        total = sum(
+            row["needed_flops"] * row["calls"] * (2 * length if row["shape"].startswith("causal") else length + 1)
+            for row in kept
+        )
+        assert total == step["analytic_hardware"] * (length + 1)
+
+
+def test_memory_factors_are_relative_to_a_copy(measured: dict[str, calibration.Table]) -> None:
+    table = measured["memory"]
+    assert table.select(op="copy")[0]["factor"] == pytest.approx(1.0, rel=1e-3)
+    assert table.select(op="hf_rms_norm", direction="backward")[0]["factor"] > 0
+    assert {"launch_queued", "launch_graph", "host_per_op"} <= {row["op"] for row in table.records()}
+
+
+def test_a_worker_process_measures_the_same_table(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    assert main(["--suite", "test", "--out", out, "--work", str(tmp_path / "work"), "--tables", "gemm,attention"]) == 0
+    assert sorted(os.listdir(os.path.join(out, "cpu"))) == ["attention.json", "gemm.json"]
+    assert os.listdir(out) == ["cpu"]
+    table = load_table(os.path.join(out, "cpu", "gemm.json"))
+    assert table.provenance["device_id"] == "cpu"
+    assert {row["mode"] for row in table.records()} == {"burst", "sustained"}

@@ -1,0 +1,73 @@
+"""Presets bind alike raw and through transformers' own config class, and build the model that they describe."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+from flopcalc import bind
+from flopcalc.core.model.config import load_preset
+from flopcalc.data import list_data_files, load_toml
+from flopcalc.measure.hf.models import build_model
+
+FILES = list_data_files("presets")
+PRESETS = [name for name, path in FILES.items() if "alias" not in load_toml(path)]
+ALIASES = [name for name in FILES if name not in PRESETS]
+PUBLISHED = [name for name in PRESETS if "published_parameters" in load_toml(FILES[name])]
+UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def make_workload(estimator: Any) -> dict[str, Any]:
+    """A workload of any kind that a preset takes."""
+    decoder = {"decoder_seq_len": 55} if estimator.has_decoder else {}
+    return {"batch_size": 2, "seq_len": 77 if decoder else 777, **decoder}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_raw_and_through_autoconfig(name: str) -> None:
+    source = load_preset(FILES[name])
+    config = AutoConfig.for_model(**source.config)
+    raw, through = bind(source), bind(config)
+    assert raw.stages == through.stages
+    # What a pixel rule reads, `dims`, is the config itself, which differs by the defaults that were filled in.
+    assert (raw.vision is None) == (through.vision is None)
+    if raw.vision is not None and through.vision is not None:
+        assert raw.vision._replace(dims=None) == through.vision._replace(dims=None)
+    load = make_workload(raw)
+    assert raw(**load).to_dict()["modules"] == through(**load).to_dict()["modules"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_equal_the_hf_model(name: str) -> None:
+    source = load_preset(FILES[name])
+    # The class that the published file names; where transformers has none so named, the one that the config picks.
+    named = [one for one in source.config.get("architectures", ()) if hasattr(transformers, one)]
+    with torch.device("meta"):
+        model = build_model(source.config, device="meta", architecture=named[0] if named else None)
+    assert bind(source).parameters()["total"] == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_total(name: str) -> None:
+    """Within half a unit of the published figure's last digit, unless a note says what that figure leaves out."""
+    table = load_toml(FILES[name])
+    if "published_note" in table:
+        assert table["published_note"].strip()
+        return
+    text = table["published_parameters"]
+    figure, unit = Decimal(text[:-1]), UNITS[text[-1]]
+    half = Decimal(1).scaleb(int(figure.as_tuple().exponent)) / 2
+    assert abs(Decimal(bind(name).parameters()["total"]) / unit - figure) <= half
+    assert "published_parameters: " in table["source"]
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_alias_is_its_target(name: str) -> None:
+    target = load_toml(FILES[name])["alias"]
+    assert target in PRESETS
+    assert bind(name)(1, 128).to_dict() == bind(target)(1, 128).to_dict()

@@ -1,0 +1,213 @@
+"""Pixels to patches: our grids equal those of transformers' own PIL image processors."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import importlib.util
+import itertools
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.image_transforms import divide_to_patches
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from flopcalc import WorkloadError, bind
+from flopcalc.core.model.config import load_preset
+from flopcalc.core.model.vision import Vision
+from flopcalc.data import list_data_files
+from flopcalc.measure.hf.examples import find_example
+
+SIZES = [
+    (28, 28),
+    (14, 300),
+    (640, 480),
+    (1024, 768),
+    (1036, 1036),
+    (3000, 40),
+    (42, 42),
+    (70, 98),
+    (4096, 2160),
+    (1, 150),
+]
+PRESETS = ["qwen2-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-4b"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", PRESETS)
+def test_grid_equals_the_processor(name: str, size: tuple[int, int]) -> None:
+    source = load_preset(list_data_files("presets")[name])
+    vision = bind(source).vision
+    assert vision is not None
+    assert source.preprocessor is not None
+    processor = Qwen2VLImageProcessorPil(**source.preprocessor)
+    theirs = processor(Image.new("RGB", size), return_tensors="np")["image_grid_thw"][0].tolist()
+    grid, notes = vision.grid_of_pixels(*size, source.preprocessor)
+    assert list(grid) == theirs
+    assert notes == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_class_defaults_are_used_with_a_note(size: tuple[int, int]) -> None:
+    vision = bind("qwen2-vl-7b").vision
+    assert vision is not None
+    grid, notes = vision.grid_of_pixels(*size, None)
+    theirs = Qwen2VLImageProcessorPil()(Image.new("RGB", size), return_tensors="np")["image_grid_thw"][0].tolist()
+    assert list(grid) == theirs
+    assert len(notes) == 1
+
+
+@pytest.mark.parametrize("size", [(336, 336), (1024, 768), (50, 700)])
+def test_clip_crops_to_one_square(size: tuple[int, int]) -> None:
+    source = load_preset(list_data_files("presets")["llava-1.5-7b"])
+    vision = bind(source).vision
+    assert vision is not None
+    assert source.preprocessor is not None
+    pixels = CLIPImageProcessorPil(**source.preprocessor)(Image.new("RGB", size), return_tensors="np")["pixel_values"]
+    patch = source.config["vision_config"]["patch_size"]
+    assert vision.grid_of_pixels(*size, source.preprocessor)[0] == (
+        1,
+        pixels.shape[2] // patch,
+        pixels.shape[3] // patch,
+    )
+
+
+# --- Grids of any size: the rules of [vision.pixels] ---------------------------------------------------------------
+
+ODD_SIZES = [(28, 28), (13, 300), (641, 479), (1024, 767), (3001, 40), (5, 7), (71, 99), (1603, 899), (29, 3000)]
+LIMITS: list[dict[str, Any] | None] = [None, {"size": {"shortest_edge": 50_000, "longest_edge": 400_000}}]
+# model type -> module and class of its PIL processor
+SMART = {
+    "glm4v": "glm4v.image_processing_pil_glm4v.Glm4vImageProcessorPil",
+    "glm46v": "glm46v.image_processing_pil_glm46v.Glm46VImageProcessorPil",
+    "glmga": "glmga.image_processing_pil_glmga.GlmgaImageProcessorPil",
+    "cosmos3_edge": "cosmos3_edge.image_processing_pil_cosmos3_edge.Cosmos3EdgeImageProcessorPil",
+    "ernie4_5_vl_moe": "ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe.Ernie4_5_VLMoeImageProcessorPil",
+    "hunyuan_vl": "hunyuan_vl.image_processing_pil_hunyuan_vl.HunYuanVLImageProcessorPil",
+    "paddleocr_vl": "paddleocr_vl.image_processing_pil_paddleocr_vl.PaddleOCRVLImageProcessorPil",
+    "exaone4_5": "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+    "hyperclovax_vision_v2": "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+}
+
+
+def _find_vision(model_type: str, patch: int) -> Vision:
+    """The image input of a type's first example, with the patches of its real models."""
+    config = copy.deepcopy(find_example(model_type).configs[0])
+    config["vision_config"] |= {"patch_size": patch, "window_size": 8 * patch}
+    vision = bind(config).vision
+    assert vision is not None
+    return vision
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"transformers.models.{module}"), name)
+
+
+def _list_grids(vision: Vision, size: tuple[int, int], preprocessor: dict[str, Any] | None) -> list[list[int]] | None:
+    try:
+        return [list(grid) for grid in vision.grids_of_pixels(*size, preprocessor)[0]]
+    except WorkloadError:
+        return None
+
+
+@pytest.mark.parametrize("preprocessor", LIMITS)
+@pytest.mark.parametrize("model_type", SMART)
+def test_smart_rules(model_type: str, preprocessor: dict[str, Any] | None) -> None:
+    processor = _load(SMART[model_type])(**(preprocessor or {}))
+    vision = _find_vision(model_type, processor.patch_size)
+    for size in ODD_SIZES:
+        try:
+            theirs = processor(Image.new("RGB", size), return_tensors="np")["image_grid_thw"].tolist()
+        except ValueError:  # too long
+            theirs = None
+        assert _list_grids(vision, size, preprocessor) == theirs, size
+
+
+@pytest.mark.parametrize("preprocessor", [None, {"min_image_tokens": 40, "max_image_tokens": 300}])
+def test_budget_of_tokens(preprocessor: dict[str, Any] | None) -> None:
+    processor = _load("glm5_next.image_processing_pil_glm5_next.Glm5NextImageProcessorPil")(**(preprocessor or {}))
+    vision = _find_vision("glm5_next", 14)
+    for size in ODD_SIZES:
+        theirs = processor(Image.new("RGB", size), return_tensors="np")["image_grid_thw"].tolist()
+        assert _list_grids(vision, size, preprocessor) == theirs, size
+
+
+@pytest.mark.parametrize("preprocessor", [None, {"size": {"longest_edge": 1540}}])
+@pytest.mark.parametrize("model_type", ["mistral3", "mistral_large4", "lighton_ocr"])
+def test_longest_edge(model_type: str, preprocessor: dict[str, Any] | None) -> None:
+    whole = {"height": 28, "width": 28}  # the processor's patch is the model's times its merge
+    processor = PixtralImageProcessorPil(patch_size=whole, **(preprocessor or {}))
+    vision = _find_vision(model_type, 14)
+    for size in ODD_SIZES:
+        (height, width), *_ = processor(Image.new("RGB", size), return_tensors="np")["image_sizes"]
+        assert _list_grids(vision, size, preprocessor) == [[1, height // 14, width // 14]], size
+
+
+@pytest.mark.parametrize("preprocessor", [None, {"max_slice_nums": 4, "scale_resolution": 336}, {"slice_mode": False}])
+@pytest.mark.parametrize("model_type", ["minicpmv4_6", "minicpmv4_7"])
+def test_slices(model_type: str, preprocessor: dict[str, Any] | None) -> None:
+    path = "minicpmv4_6.image_processing_pil_minicpmv4_6.MiniCPMV4_6ImageProcessorPil"
+    processor = _load(path)(**(preprocessor or {}))
+    vision = _find_vision(model_type, 14)
+    for size in ODD_SIZES:
+        theirs = processor(Image.new("RGB", size), return_tensors="np")["target_sizes"].tolist()
+        assert _list_grids(vision, size, preprocessor) == [[1, *grid] for grid in theirs], size
+
+
+def _extract(module: str, name: str) -> Any:
+    """A function of a processor that cannot be imported without torchvision."""
+    spec = importlib.util.find_spec(f"transformers.models.{module.partition('.')[0]}")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / f"{module.partition('.')[2]}.py").read_text()
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    scope: dict[str, Any] = {"math": math, "itertools": itertools}
+    exec(compile(ast.Module(functions, []), module, "exec"), scope)
+    return scope[name]
+
+
+def test_rules_of_processors_that_need_torchvision() -> None:
+    navit = _extract("kimi_k25.image_processing_kimi_k25", "navit_resize")
+    muse = _extract("muse_glimmer.image_processing_muse_glimmer", "smart_resize")
+    minimax = _extract("minimax_m3_vl.image_processing_minimax_m3_vl", "smart_resize")
+    for size in [size for size in ODD_SIZES if max(size) / min(size) < 200] + [(8000, 7001)]:
+        width, height = size
+        found = {
+            "kimi_k25": navit(height, width, 14, 2, 16384, 512)[1],
+            "muse_glimmer": muse(height, width, 28, 4096),
+            "muse_spark": muse(height, width, 28, 4096),
+            "minimax_m3_vl": minimax(height, width, 28, 4 * 28 * 28, 451584),
+        }
+        for model_type, (high, wide) in found.items():
+            grids = _list_grids(_find_vision(model_type, 14), size, None)
+            assert grids == [[1, high // 14, wide // 14]], (model_type, size)
+
+
+def test_whole_and_crops() -> None:
+    processor = _load("step3p7.image_processing_step3p7.Step3p7ImageProcessor")
+    self = SimpleNamespace(max_image_size=3024, _is_extreme_aspect=processor._is_extreme_aspect)
+    config = copy.deepcopy(find_example("step3p7").configs[0])
+    config["vision_config"] |= {"patch_size": 14, "image_size": 728}
+    vision = bind(config).vision
+    assert vision is not None
+    for size in ODD_SIZES:
+        _, (wide, high), window, *_ = processor._plan_patches(self, *size, 728, 504)
+        crops = len(range(0, high, window)) * len(range(0, wide, window)) if window else 0
+        assert vision.grid_of_pixels(*size, None)[0][0] == 1 + crops, size
+
+
+@pytest.mark.parametrize("size", ODD_SIZES)
+def test_cut_into_patches(size: tuple[int, int]) -> None:
+    vision = bind(find_example("inkling_mm_model").configs[0]).vision
+    assert vision is not None
+    patches = divide_to_patches(np.zeros((3, size[1], size[0])), 40)
+    assert vision.count_tokens(vision.grid_of_pixels(*size, None)[0]) == len(patches)

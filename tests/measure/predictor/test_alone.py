@@ -1,0 +1,243 @@
+"""Single calls: what is run, how it is found in a profile, and what a fit makes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from flopcalc.measure.calibrate.tables import Bench
+from flopcalc.measure.predictor import fit
+from flopcalc.measure.predictor import single_calls as alone
+from flopcalc.prediction.machine import GroupShape, ProductShape, attention_features, name_mask, time_grouped
+
+ATTENTION = {
+    "kernel", "direction", "mask", "batch", "heads", "kv_heads", "qk", "v", "length", "keys", "seconds"
+}  # fmt: skip
+EXPERTS = {"direction", "copies", "m", "n", "k", "seconds"}
+LAYERS = {"direction", "m", "n", "k", "seconds"}
+ACROSS = {"kind", "images", "patches", "width", "bytes", "seconds"}
+_list_features = partial(attention_features, 132)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench("cpu")
+
+
+@pytest.fixture(scope="module")
+def found(bench: Bench) -> dict[str, list[dict[str, Any]]]:
+    return {name: alone.measure_calls(bench, row)["calls"] for name, row in alone.list_rows("test").items()}
+
+
+def test_every_mask_and_direction_runs(found: dict[str, list[dict[str, Any]]]) -> None:
+    calls = found["calls/attention/16"]
+    assert all(set(call) == ATTENTION for call in calls)
+    assert all(call["seconds"] > 0 and call["kernel"] == "flash" for call in calls)
+    # HF hands grouped keys over as they are where there is no mask, and repeats them where there is one. A CPU has no
+    # kernel that drops weights.
+    assert [(call["mask"], call["direction"], call["kv_heads"]) for call in calls] == [
+        ("causal", "forward", 2), ("causal", "backward", 2), ("full", "forward", 2), ("full", "backward", 2),
+        ("window", "forward", 4), ("window", "backward", 4), ("decode", "forward", 2),
+    ]  # fmt: skip
+
+
+def test_every_direction_of_experts_runs(found: dict[str, list[dict[str, Any]]]) -> None:
+    calls = found["calls/experts"]
+    assert all(set(call) == EXPERTS and call["seconds"] > 0 for call in calls)
+    assert [(call["direction"], call["m"]) for call in calls] == [
+        (direction, m) for m in (4, 24) for direction in ("forward", "dgrad", "wgrad")
+    ]
+
+
+def test_every_direction_of_layers_runs(found: dict[str, list[dict[str, Any]]]) -> None:
+    calls = found["calls/products"]
+    assert all(set(call) == LAYERS and call["seconds"] > 0 for call in calls)
+    assert [(call["direction"], call["m"], call["n"], call["k"]) for call in calls] == [
+        (direction, m, *layer)
+        for layer in ((32, 16), (24, 8))
+        for m in (6, 12)
+        for direction in ("forward", "dgrad", "wgrad")
+    ]
+    assert [point[:4] for point in fit._read_layers(calls)] == [tuple(call.values())[:4] for call in calls]
+    assert not fit._read_layers([*found["calls/experts"], *found["calls/attention/16"], *found["calls/across"]])
+
+
+def test_layers_are_told_apart_by_their_sizes() -> None:
+    """A profile shows rows, inner size and columns of a product, not how its operands lie."""
+    row = alone.list_rows("quick")["calls/products"]
+    sizes = [
+        alone._list_sizes(direction, m, n, k)
+        for n, k in row["layers"]
+        for m in row["rows"]
+        for direction in ("forward", "dgrad", "wgrad")
+    ]
+    assert len(set(sizes)) == len(sizes)
+    assert all(2 * max(a * b, b * c, a * c) < 5e9 for a, b, c in sizes)
+
+
+def test_calls_whose_kernels_were_lost_are_left_out() -> None:
+    lost = ["aten::mm", False, "[[8,4],[4,2]]", "", 3, 2, 10.0, "nvjet"]
+    kept = ["aten::mm", False, "[[8,4],[4,6]]", "", 3, 6, 30.0, "nvjet"]  # two kernels each
+    assert alone._read_profile([lost, kept], True) == {(8, 4, 6): (pytest.approx(1e-5), {})}
+
+
+def test_tensors_that_lie_across_run(found: dict[str, list[dict[str, Any]]]) -> None:
+    calls = found["calls/across"]
+    assert all(set(call) == ACROSS and call["seconds"] > 0 for call in calls)
+    assert [(call["kind"], call["bytes"]) for call in calls] == [
+        (kind, images * moved)
+        for images in (1, 2, 3)
+        for kind, moved in (("copy_strided_across", 4 * 6 * 16), ("pointwise_strided_across", 6 * 6 * 16))
+    ]
+    points = [fit.MovedPoint(call["kind"], call["bytes"], call["seconds"], 1) for call in calls]
+    assert list(fit.fit_moved(points)) == ["copy_strided_across", "pointwise_strided_across"]
+
+
+def test_calls_without_one_kernel_are_left_out(found: dict[str, list[dict[str, Any]]]) -> None:
+    assert found["calls/attention/24-16"] == []  # a CPU has no kernel for values of another width
+
+
+def test_a_refused_call_is_left_out(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = bench.random
+
+    def draw(*shape: int, **options: Any) -> Any:
+        if 16 in shape:
+            raise RuntimeError("out of memory")
+        return drawn(*shape, **options)
+
+    monkeypatch.setattr(bench, "random", draw)
+    sizes = [[1, 2, 2, length, length] for length in (4, 16, 6)]
+    row = {"is_call": True, "qk": 8, "v": 8, "sizes": {"full": sizes}}
+    found = alone.measure_calls(bench, row)
+    assert [call["length"] for call in found["calls"]] == [4, 4, 6, 6]
+    assert found["left_out"] == ["out of memory"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_backward", "shapes", "key", "more"),
+    [
+        ("_cudnn_attention_forward", False, [[2, 8, 64, 16], [2, 4, 64, 16], [2, 4, 64, 16]],
+         ("forward", 2, 8, 64, 64), {"kernel": "cudnn", "kv_heads": 4}),
+        ("_cudnn_attention_backward", True, [[2, 8, 64, 16], [2, 8, 64, 16], [2, 4, 64, 16], [2, 4, 64, 16]],
+         ("backward", 2, 8, 64, 64), {"kernel": "cudnn", "kv_heads": 4}),
+        ("_flash_attention_forward", False, [[2, 1, 8, 16], [2, 90, 4, 16], [2, 90, 4, 16]],
+         ("forward", 2, 8, 1, 90), {"kernel": "flash", "kv_heads": 4}),
+        ("_efficient_attention_backward", True, [[2, 64, 8, 16], [2, 64, 8, 16], [2, 64, 8, 16], [2, 64, 8, 16]],
+         ("backward", 2, 8, 64, 64), {"kernel": "efficient", "kv_heads": 8}),
+        ("_grouped_mm", False, [[96, 32], [8, 32, 64], [8], [], []], ("forward", 8, 96, 64, 32), {}),
+        ("_grouped_mm", True, [[96, 64], [8, 64, 32], [8], [], []], ("dgrad", 8, 96, 64, 32), {}),
+        ("_grouped_mm", True, [[64, 96], [96, 32], [8], [], []], ("wgrad", 8, 96, 64, 32), {}),
+        ("mm", False, [[96, 32], [32, 64]], (96, 32, 64), {}),
+        ("copy_", False, [[2, 64, 32], [2, 64, 32], []], ("copy_strided_across", 2, 64, 32), {}),
+        ("add", False, [[2, 64, 32], [2, 64, 32], []], ("pointwise_strided_across", 2, 64, 32), {}),
+    ],
+)  # fmt: skip
+def test_profiles_are_read(
+    name: str, is_backward: bool, shapes: list[list[int]], key: tuple[Any, ...], more: dict[str, Any]
+) -> None:
+    row = [f"aten::{name}", is_backward, str(shapes), "", 6, 12, 60.0, "kernel"]
+    outer = [f"aten::_scaled_dot_product{name}", is_backward, "[[1,1,1,1],[1,1,1,1]]", "", 6, 0, 0.0, ""]
+    other = ["aten::bmm", False, "[[2,8,8],[2,8,8]]", "", 1, 1, 5.0, "nvjet"]
+    assert alone._read_profile([row, outer, other], True) == {key: (pytest.approx(1e-5), more)}
+
+
+def _list_sizes() -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+    for row in alone.list_rows("quick").values():
+        for mask, sizes in row.get("sizes", {}).items():
+            yield from ((mask, row["qk"], row["v"], tuple(size)) for size in sizes)
+
+
+def test_the_grid_fits_and_its_calls_differ() -> None:
+    rows = alone.list_rows("quick")
+    assert all(row["is_call"] for row in rows.values())
+    sizes = list(_list_sizes())
+    assert len({(mask, qk, batch, heads, *ends) for mask, qk, _, (batch, heads, _, *ends) in sizes}) == len(sizes)
+    for _, qk, v, (batch, heads, kv_heads, length, keys) in sizes:
+        assert heads % kv_heads == 0
+        assert 2 * batch * heads * max(length, keys) * max(qk, v) < 2e9
+    assert all(2 * math.prod(each) < 4e9 for each in rows["calls/experts"]["experts"])
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_attention_finds_what_calls_were_made_of(scale: float) -> None:
+    """Every kernel of the grid tells its four constants."""
+    truth = [scale * value for value in (6e-6, 1.2e-10, 8e-13, 5e-9)]
+    calls = [
+        {
+            "kernel": "cudnn", "direction": "forward", "mask": mask, "batch": batch, "heads": heads,
+            "kv_heads": kv_heads, "qk": qk, "v": v, "length": length, "keys": keys,
+            "seconds": sum(
+                value * size
+                for value, size in zip(
+                    truth,
+                    _list_features("forward", mask, batch, heads, kv_heads, (qk + v) // 2, length, keys),
+                    strict=True,
+                )
+            ),
+        }
+        for mask, qk, v, (batch, heads, kv_heads, length, keys) in _list_sizes()
+    ]  # fmt: skip
+    found = fit.fit_attention(fit._read_calls(calls), 132)["cudnn"]
+    assert "forward/causal/160" in found  # 192 and 128
+    masks = [mask for row in alone.list_rows("quick").values() for mask in row.get("sizes", ())]
+    assert len(found) == len(masks) + 2 * masks.count("window")  # and those whose rows start anywhere
+    for call in calls:
+        dim = (call["qk"] + call["v"]) // 2
+        values = found[f"forward/{name_mask(call['mask'], call['keys'])}/{dim}"]
+        sizes = _list_features(
+            "forward", *(call[key] for key in ("mask", "batch", "heads", "kv_heads")), dim, call["length"], call["keys"]
+        )
+        told = sum(value * size for value, size in zip(values, sizes, strict=True))
+        assert told == pytest.approx(call["seconds"], rel=0.08)  # the shortest call of all is taken for one of nothing
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(16, 32, 1024), (8, 32, 2048), (4, 32, 4096), (1, 32, 16384)],  # as many tokens in each
+        [(1, 16, 1872)] * 9,
+        [(4, 16, 577)],
+    ],
+)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_calls_that_do_not_tell_do_not_explode(sizes: list[tuple[int, int, int]], direction: str) -> None:
+    def time_call(batch: int, heads: int, length: int) -> float:
+        _, queries, pairs, longest = _list_features(direction, "full", batch, heads, heads, 64, length, length)
+        return 6e-6 + 6e-11 * queries + 7e-13 * pairs + 3e-9 * longest
+
+    points = [
+        fit.AttentionPoint("flash", direction, "full", batch, heads, heads, 64, length, length,
+                           time_call(batch, heads, length), 1)
+        for batch, heads, length in sizes
+    ]  # fmt: skip
+    short = fit.AttentionPoint("cudnn", direction, "causal", 1, 8, 8, 64, 48, 48, 6e-6, 1)
+    values = fit.fit_attention([*points, short], 132)["flash"][f"{direction}/full/64"]
+    for size in ((1, 16, 64), (1, 16, 577), (8, 16, 729), (1, 16, 2300), (4, 32, 4096)):
+        features = _list_features(direction, "full", size[0], size[1], size[1], 64, size[2], size[2])
+        told = sum(value * feature for value, feature in zip(values, features, strict=True))
+        assert told == pytest.approx(time_call(*size), rel=0.35)
+
+
+@pytest.mark.parametrize("shape", [GroupShape(), GroupShape(250e12, 100.0, 1.4e12, 0.6, 2e-6, 5e-6)])
+def test_experts_find_what_calls_were_made_of(shape: GroupShape) -> None:
+    row = alone.list_rows("quick")["calls/experts"]
+    calls = [
+        {"direction": way, "copies": copies, "m": mean * copies, "n": n, "k": k,
+         "seconds": time_grouped(shape, 132.0, way, copies, mean * copies, n, k)}
+        for copies, n, k in row["experts"]
+        for mean in row["rows"]
+        for way in ("forward", "dgrad", "wgrad")
+    ]  # fmt: skip
+    # Plain products of the same device are a little faster, and tell where to start.
+    plain = ProductShape()._replace(rate=1.08 * shape.rate, bandwidth=1.28 * shape.bandwidth)
+    found = fit.fit_grouped([], calls, plain)
+    for way, constants in found.items():
+        rate, lead, bandwidth, small, turn, _ = constants
+        assert (rate, lead, bandwidth) == pytest.approx((shape.rate, shape.lead, shape.bandwidth), rel=0.05)
+        assert turn == pytest.approx(shape.turn, rel=0.2)
+        if way != "wgrad":  # which has no small tiles
+            assert small == pytest.approx(shape.small, rel=0.05)

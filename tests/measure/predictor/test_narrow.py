@@ -1,0 +1,170 @@
+"""Narrow models: the same code as published ones, hardly any work for a device; and the probe beside them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from flopcalc.core.estimate.estimate import bind
+from flopcalc.core.model.config import load_config
+from flopcalc.data import find_data_dir, list_data_files
+from flopcalc.measure.calibrate.tables import Bench
+from flopcalc.measure.hf.models import build_model, count_parameters
+from flopcalc.measure.predictor import fit, runs
+from flopcalc.measure.predictor import host_probe as probe
+from flopcalc.measure.predictor.narrow import narrow
+from flopcalc.prediction.machine import load_predictor
+
+PRESETS = list(runs.NARROW)
+SHIPPED: dict[str, Any] = load_predictor("h200-sxm") or {}
+MOST = 80e6  # parameters besides the vocabulary: sixteen experts are most of them
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_it_builds_with_the_parameters_that_are_counted(preset: str) -> None:
+    config = runs.get_config(f"{preset}-narrow-4")
+    model = build_model(config, "sdpa", None, "meta", torch.bfloat16)
+    total, _ = count_parameters(model)
+    assert total == bind(config).parameters()["total"]
+    tables = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    assert total - sum(table.numel() for table in tables) < MOST
+
+
+def _has_sdpa(preset: str) -> bool:
+    (name,) = bind(preset).source.config.get("architectures") or [bind(preset).spec.architecture]
+    return bool(getattr(transformers, name)._supports_sdpa)
+
+
+def test_every_recorded_type_that_can_be_measured_is() -> None:
+    """A type that is recorded anew, or gets its first preset, belongs into `runs.NARROW`."""
+    recorded = {path.stem for path in (Path(find_data_dir()) / "operators").glob("*.json")}
+    presets = {str(load_config(name).config["model_type"]): name for name in list_data_files("presets")}
+    without = {kind for kind in recorded & set(presets) if not _has_sdpa(presets[kind])}
+    assert without == {"gemma2"}
+    assert recorded - set(presets) == {"glm4", "granite", "olmoe"}
+    types = [load_config(preset).config["model_type"] for preset in PRESETS]
+    assert len(types) == len(set(types))
+    assert set(types) == (recorded & set(presets)) - without
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_layers_are_those_asked_for_and_a_tower_has_twice_as_many(preset: str, layers: int) -> None:
+    config = runs.get_config(f"{preset}-narrow-{layers}")
+    stages = [len(stage.layers) for stage in bind(config).stages if stage.repeated]
+    assert stages[-1] == layers
+    assert stages[:1] == [2 * layers if "vision_config" in config else layers]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_given_config_is_left_alone(preset: str) -> None:
+    config = dict(load_config(preset).config)
+    before = copy.deepcopy(config)
+    assert narrow(config, 4) != before
+    assert config == before
+
+
+def _model(preset: str, config: dict[str, Any], *, is_seen: bool) -> fit.Modelled:
+    seq, grids = runs.NARROW[preset] if is_seen else (0, [])
+    return fit.model_case(runs.make_case(preset, "train", 1, seq or 64, grids), config)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_host_does_what_it_does_for_the_published_model(preset: str) -> None:
+    """The same kinds of operators, from the same records, and as many with every further layer."""
+    config = dict(load_config(preset).config)
+    for is_seen in (False, True):
+        whole = _model(preset, config, is_seen=is_seen).work
+        four, eight, twelve = (
+            _model(preset, runs.get_config(f"{preset}-narrow-{n}"), is_seen=is_seen).work for n in (4, 8, 12)
+        )
+        assert set(four.dispatched) == set(whole.dispatched)
+        assert four.notes == whole.notes
+        assert four.is_recorded
+        for kind, many in eight.dispatched.items():
+            assert twelve.dispatched[kind] - many == pytest.approx(many - four.dispatched[kind]), kind
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_heads_are_grouped_as_published(preset: str) -> None:
+    def list_heads(config: dict[str, Any]) -> set[tuple[Any, ...]]:
+        calls = _model(preset, config, is_seen=True).work.attention
+        return {(each.qk, each.v, each.kv_heads == each.heads, each.kv_heads == 1) for each in calls}
+
+    config = dict(load_config(preset).config)
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    found, published = list_heads(runs.get_config(f"{preset}-narrow-4")), list_heads(config)
+    if not any(key in text for key in ("num_attention_heads", "n_head")):  # left to the class: each head has its keys
+        published = {(qk, v, True, False) for qk, v, *_ in published}
+    assert found == published
+
+
+def test_every_case_is_the_hosts() -> None:
+    """What a device has to do in a narrow step, it does in half of the host's time: each tells of the host."""
+    cases = list(runs.list_narrow_cases())
+    # All types at one depth, then all at the other: whatever slows the host for a while, it slows one of the two.
+    assert list(dict.fromkeys(case["model"] for case in cases)) == [
+        f"{preset}-narrow-{layers}" for layers in (4, 12) for preset in PRESETS
+    ]
+    assert [runs.name_case(case) for case in cases if case["model"] == "qwen2-vl-2b-narrow-12"] == [
+        f"qwen2-vl-2b-narrow-12/{name}"
+        for name in ("train/1x64", "train/1x640/1x48x48", "prefill/1x64", "prefill/1x640/1x48x48", "decode/1x2/@128")
+    ]
+    slow = [
+        runs.name_case(case)
+        for case in cases
+        if fit._is_slow(fit.model_case(case, runs.get_config(case["model"])), SHIPPED)
+    ]
+    assert slow == []
+
+
+@pytest.fixture(scope="module")
+def runner() -> runs.Runner:
+    return runs.Runner("cpu", runs.get_config)
+
+
+@pytest.mark.parametrize(("phase", "context"), [("train", 0), ("prefill", 0), ("decode", 12)])
+def test_a_narrow_step_is_measured(runner: runs.Runner, phase: str, context: int) -> None:
+    case = runs.make_case("gpt2-narrow-4", phase, 1, 2, context=context)
+    record = runner.measure_host(case, 2)
+    assert {key: record[key] for key in case} == case
+    assert min(record[key] for key in ("seconds", "probe_s", "ratio")) > 0
+    assert record["steps"] == 2
+    assert set(runner.probes) >= {phase == "train"}
+
+
+@pytest.mark.parametrize(("is_train", "layers"), [(True, 2), (False, 6)])
+def test_the_probe(is_train: bool, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does the same each time, with a backward pass or without, and leaves nothing behind."""
+    made: list[Any] = []
+    seen: list[int] = []
+    ran: list[bool] = []
+    make = probe._make_layer
+
+    def make_layer(given: Any) -> Any:
+        made.append(make(given))
+        made[-1].register_forward_hook(lambda _, __, out: ran.append(out.requires_grad))
+        for parameter in made[-1].parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: seen.append(1))
+        return made[-1]
+
+    monkeypatch.setattr(probe, "_make_layer", make_layer)
+    run = probe.make_probe(Bench("cpu"), is_train)
+    assert len(made) == layers
+    parameters = [parameter for layer in made for parameter in layer.parameters()]
+    assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
+    before = [parameter.detach().clone() for parameter in parameters]
+    for _ in range(2):
+        seen.clear()
+        ran.clear()
+        assert run() > 0
+        assert ran == [is_train] * layers
+        assert torch.is_grad_enabled()
+        assert len(seen) == (len(parameters) if is_train else 0)
+        assert all(parameter.grad is None for parameter in parameters)
+    assert all(torch.equal(*pair) for pair in zip(before, parameters, strict=True))
