@@ -12,9 +12,8 @@ import click
 from flopcalc.cli.options import make_estimate, model_option, workload_options
 from flopcalc.core.count.count import Row
 from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.core.model.ops import Op
-from flopcalc.core.recipe.recipe import join
-from flopcalc.core.workload.workload import Feature
+from flopcalc.core.model.ops import Op, join
+from flopcalc.core.workload.sums import Feature
 from flopcalc.errors import WorkloadError
 from flopcalc.units import format_flops
 

@@ -10,7 +10,8 @@ import click
 
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
-from flopcalc.core.recipe.recipe import RECOMPUTE, iterate, make_recipe
+from flopcalc.core.model.ops import iterate
+from flopcalc.core.recipe.recipe import RECOMPUTE, make_recipe
 from flopcalc.core.workload.workload import PHASES
 from flopcalc.data import list_data_files
 from flopcalc.errors import FlopcalcError, WorkloadError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimator, bind
-from flopcalc.core.recipe.recipe import strip, unwrap
+from flopcalc.core.recipe.live import strip, unwrap
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import WorkloadError
 

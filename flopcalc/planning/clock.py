@@ -7,7 +7,7 @@ from functools import cache
 from math import sqrt
 from typing import NamedTuple
 
-from flopcalc.core.workload.workload import block_pairs
+from flopcalc.core.workload.sums import block_pairs
 from flopcalc.hardware.devices import find_device
 from flopcalc.planning.layouts import Cut, Layout, Linear, Place, split_layers
 from flopcalc.planning.network import Interconnect, time_collective, time_message, time_routing

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from flopcalc.core.count.count import Block, Row, product_flops
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Op
-from flopcalc.core.recipe.recipe import iterate, join
-from flopcalc.core.workload.workload import Workload, attention_calls
+from flopcalc.core.model.ops import Op, iterate, join
+from flopcalc.core.workload.sums import attention_calls
+from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import RecipeError, WorkloadError, format_value
 from flopcalc.units import format_bytes
 

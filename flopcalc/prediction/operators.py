@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from flopcalc.core.count.count import Row, adapter_flops, product_flops
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Chain, Op, Stage
-from flopcalc.core.recipe.recipe import iterate, join
-from flopcalc.core.workload.workload import Feature, Workload, evaluate_feature
+from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join
+from flopcalc.core.workload.sums import Feature, evaluate_feature
+from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError, SpecError, format_value
 

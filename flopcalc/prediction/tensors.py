@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from flopcalc.core.count.count import Block
 from flopcalc.core.estimate.estimate import KERNELS, Estimator
-from flopcalc.core.model.ops import Chain, Op, Stage
-from flopcalc.core.recipe.recipe import iterate
-from flopcalc.core.workload.workload import Workload, evaluate_feature
+from flopcalc.core.model.ops import Chain, Op, Stage, iterate
+from flopcalc.core.workload.sums import evaluate_feature
+from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import RecipeError, format_nearest, format_value
 from flopcalc.prediction.operators import Operator, Operators, Saved, load_file
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from flopcalc.core.count.count import Block, Row, product_flops
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Op
-from flopcalc.core.recipe.recipe import iterate
-from flopcalc.core.workload.workload import Feature, Workload, attention_calls, evaluate_feature
+from flopcalc.core.model.ops import Op, iterate
+from flopcalc.core.workload.sums import Feature, attention_calls, evaluate_feature
+from flopcalc.core.workload.workload import Workload
 from flopcalc.prediction.operators import Operator, Operators, list_operators
 from flopcalc.prediction.timeline import Stack
 

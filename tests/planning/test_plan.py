@@ -14,7 +14,7 @@ from places import ROOT
 
 from flopcalc.core.estimate.estimate import bind
 from flopcalc.core.model.config import load_config
-from flopcalc.core.workload.workload import block_pairs
+from flopcalc.core.workload.sums import block_pairs
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import FlopcalcError, SpecError
 from flopcalc.hardware.devices import find_device

@@ -26,7 +26,7 @@ import torch
 
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
-from flopcalc.core.recipe.recipe import iterate
+from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.data import list_data_files
 from flopcalc.errors import FlopcalcError

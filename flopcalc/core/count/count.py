@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from flopcalc.core.model.ops import Chain, Op, Stage
-from flopcalc.core.recipe.recipe import ALL_TRAIN, STATELESS, Resolver, State, iterate, join
-from flopcalc.core.workload.workload import BLOCK, Feature, block_pairs
+from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join
+from flopcalc.core.recipe.resolver import ALL_TRAIN, STATELESS, Resolver, State
+from flopcalc.core.workload.sums import BLOCK, Feature, block_pairs
 
 
 class Row(NamedTuple):

@@ -20,34 +20,17 @@ from flopcalc.core.count.count import (
     weight_parameters,
 )
 from flopcalc.core.model.config import Source, load_config
-from flopcalc.core.model.ops import Chain, Op, Stage, expand
+from flopcalc.core.model.ops import Chain, Op, Stage, expand, iterate, join
 from flopcalc.core.model.vision import Vision, bind_vision
-from flopcalc.core.recipe.recipe import (
-    STATELESS,
-    Recipe,
-    Resolver,
-    check_clipped,
-    check_clipping,
-    iterate,
-    join,
-    make_recipe,
-    read_recipe,
-    read_recompute,
-    strip,
-    unwrap,
-)
+from flopcalc.core.recipe.live import read_recipe, read_recompute, strip, unwrap
+from flopcalc.core.recipe.recipe import Recipe, check_clipping, make_recipe
+from flopcalc.core.recipe.resolver import STATELESS, Resolver, check_clipped
 from flopcalc.core.spec.expressions import MissingNameError
 from flopcalc.core.spec.spec import PARTS, Spec, find_spec, load_spec
 from flopcalc.core.spec.spec import bind as bind_spec
-from flopcalc.core.workload.workload import (
-    Feature,
-    Grid,
-    Workload,
-    attention_calls,
-    evaluate_feature,
-    make_workload,
-    read_batch,
-)
+from flopcalc.core.workload.batch import read_batch
+from flopcalc.core.workload.sums import Feature, attention_calls, evaluate_feature
+from flopcalc.core.workload.workload import Grid, Workload, make_workload
 from flopcalc.data import find_data_dir, list_data_files, load_toml
 from flopcalc.errors import ConfigError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.hardware.devices import find_device

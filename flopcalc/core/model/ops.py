@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +18,7 @@ from flopcalc.core.spec.spec import (
     find_spec,
     rename_path,
 )
-from flopcalc.core.workload.workload import UNITS, Feature
+from flopcalc.core.workload.sums import UNITS, Feature
 from flopcalc.errors import ConfigError, SpecError, format_value
 
 
@@ -542,3 +542,18 @@ def _format_origin(dims: BoundDims, text: str) -> str:
                 keys[name] = None
     shown = [f"{key} is {format_value(find_key(dims.config, key)[1])}" for key in keys]
     return f" ({', '.join(shown)})" if shown else ""
+
+
+def iterate(chain: Any) -> Iterable[Op]:
+    """Every op of a chain in order of execution."""
+    for item in chain:
+        if isinstance(item, Op):
+            yield item
+        else:
+            yield from iterate(item)
+
+
+def join(path: str, name: str) -> str:
+    if name.startswith("/"):
+        return name[1:]
+    return f"{path}.{name}" if name else path

@@ -13,8 +13,10 @@ import pytest
 from flopcalc import bind, estimate_flops
 from flopcalc.cli import main
 from flopcalc.core.estimate.estimate import Estimate, Estimator
-from flopcalc.core.recipe.recipe import CLIPPING, check_clipping, join, make_recipe
-from flopcalc.core.workload.workload import Workload, evaluate_feature
+from flopcalc.core.model.ops import join
+from flopcalc.core.recipe.recipe import CLIPPING, check_clipping, make_recipe
+from flopcalc.core.workload.sums import evaluate_feature
+from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import FlopcalcError, RecipeError
 from flopcalc.measure.hf.compare import make_load

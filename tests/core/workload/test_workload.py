@@ -9,16 +9,9 @@ from typing import Any
 import pytest
 
 from flopcalc import WorkloadError, bind, make_workload
-from flopcalc.core.workload.workload import (
-    Workload,
-    block_pairs,
-    causal_pairs,
-    decode_pairs,
-    evaluate_feature,
-    read_batch,
-    read_grids,
-    window_pairs,
-)
+from flopcalc.core.workload.batch import read_batch
+from flopcalc.core.workload.sums import block_pairs, causal_pairs, decode_pairs, evaluate_feature, window_pairs
+from flopcalc.core.workload.workload import Workload, read_grids
 
 Grid = tuple[int, int, int]
 Mask = list[list[bool]]

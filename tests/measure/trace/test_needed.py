@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flopcalc import bind
-from flopcalc.core.recipe.recipe import join
+from flopcalc.core.model.ops import join
 from flopcalc.data import list_data_files
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.measure.hf.examples import Example, find_example

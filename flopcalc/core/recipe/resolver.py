@@ -1,0 +1,303 @@
+"""A recipe asked per parameter: how each operation takes part in training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from fnmatch import translate
+from typing import NamedTuple
+
+from flopcalc.core.model.ops import Op, Stage, iterate, join
+from flopcalc.core.recipe.recipe import WORDS, Recipe
+from flopcalc.errors import RecipeError, format_value
+
+
+class State(NamedTuple):
+    """How one op takes part in training."""
+
+    weight: bool = True
+    bias: bool = True
+    rank: int = 0  # of its adapter, 0 without one
+    adapter_a: bool = True
+    adapter_b: bool = True
+    saved_copy: bool = False  # PEFT keeps a frozen original beside a module in modules_to_save
+
+
+ALL_TRAIN = State()
+
+
+STATELESS = ("attend", "product", "pointwise", "dropout")  # kinds of op without parameters
+
+
+class Resolver:
+    """Answers, for an op at a path, how it trains under a recipe; remembers which patterns matched."""
+
+    def __init__(self, recipe: Recipe, stages: tuple[Stage, ...]) -> None:
+        self.recipe = recipe
+        self.is_trivial = not (recipe.freeze or recipe.train_only or recipe.lora or recipe.trained is not None)
+        self._only = [_Pattern(pattern) for pattern in recipe.train_only]
+        self._freeze = [_Pattern(pattern) for pattern in recipe.freeze]
+        self._targets = [_Suffix(target) for target in recipe.lora.targets] if recipe.lora else []
+        self._save = [_Ending(name) for name in recipe.lora.save] if recipe.lora else []
+        self._adapts_any = False
+        self._ranks = dict(recipe.adapters)
+        # Target names that PEFT maps to bare parameters (fused experts, routers), for modules no longer of that name.
+        self._mapped = {name for stage in stages for op in _iterate_kinds(stage) for name in op.targets}
+        # Where it does, it turns 'all-linear' into last names, which a convolution may share ('proj').
+        self._last_names = {
+            (op.name or stage.path).rpartition(".")[2]
+            for stage in (stages if self._mapped else ())
+            for op in _iterate_kinds(stage)
+            if op.kind == "linear" and op.part != "lm_head"
+        }
+        if recipe.lora is not None:
+            self._check_fused(stages)
+        # Modules whose weight is one tensor: a pattern that names either sets both.
+        self._aliases: dict[str, list[tuple[str, str]]] = {}
+        if not self.is_trivial:
+            self._find_aliases(stages)
+
+    def _find_aliases(self, stages: tuple[Stage, ...]) -> None:
+        groups = {f"{stage.path}.weight": stage.group for stage in stages}
+        for stage in stages:
+            for layer, op in (
+                (layer, op) for layer, chain in enumerate(stage.layers, stage.first) for op in iterate(chain)
+            ):
+                if op.tied:
+                    path = f"{stage.path}.{layer}" if stage.repeated else stage.path
+                    own = _weight_name(op, join(path, op.name))
+                    names = self._aliases.setdefault(op.tied, [(op.tied, groups.get(op.tied, stage.group))])
+                    names.append((own, stage.group))
+                    self._aliases[own] = names
+
+    def _check_fused(self, stages: tuple[Stage, ...]) -> None:
+        for fused in {op.targets for stage in stages for op in _iterate_kinds(stage) if len(op.targets) > 1}:
+            present = [name for name in fused if self._names(name)]
+            if present and len(present) < len(fused):
+                raise RecipeError(
+                    f"lora targets {', '.join(fused)} are fused into one parameter: give all of them, or none"
+                )
+
+    def _names(self, mapped: str) -> bool:
+        """Whether some target names a mapped parameter; marks it as used."""
+        hit = False
+        for target in self._targets:
+            if target.text in ("all-linear", mapped) or target.text.endswith(f".{mapped}"):
+                target.is_used = hit = True
+        return hit
+
+    def resolve(self, op: Op, path: str, group: str) -> State:
+        """The state of the op whose module is `path`, in the part of the model that `group` names."""
+        if self.is_trivial:
+            return ALL_TRAIN
+        if self.recipe.trained is not None:
+            return self._resolve_live(op, path)
+        weight_name = _weight_name(op, path)
+        bias_name = f"{path}.{op.bias_name}"
+        if self.recipe.lora is None:
+            return State(self._trains(weight_name, group), self._trains(bias_name, group) if op.bias else False)
+        rank, saved = self._rank(op, path), self._saves(op, path)
+        if saved and rank:
+            if not any(ending.names(path) for ending in self._save):
+                raise RecipeError(
+                    f"lora save {', '.join(self.recipe.lora.save)} is the end of {path} too, which lora adapts: PEFT "
+                    "would copy the adapter; give the whole last name of what is to be saved"
+                )
+            rank = 0  # PEFT adapts nothing that it saves
+        self._adapts_any = self._adapts_any or rank > 0
+        return State(
+            weight=saved and not self._frozen(weight_name, group),
+            bias=saved and op.bias and not self._frozen(bias_name, group),
+            rank=rank,
+            adapter_a=not self._frozen(f"{path}.lora_A.default.weight", group),
+            adapter_b=not self._frozen(f"{path}.lora_B.default.weight", group),
+            saved_copy=saved,
+        )
+
+    def _resolve_live(self, op: Op, path: str) -> State:
+        assert self.recipe.trained is not None
+        trained = self.recipe.trained
+        path = path.replace("*", str(op.numbered[0]))  # a module per copy: the first speaks for all
+        weight_name = _weight_name(op, path)
+        names = [name for name, _ in self._aliases.get(weight_name, [(weight_name, "")])]
+        bias_name = f"{path}.{op.bias_name}"
+        adapted = weight_name if op.targets else path
+        saved = f"{weight_name} saved" in trained
+        return State(
+            weight=saved or any(name in trained for name in names),
+            bias=not trained.isdisjoint((bias_name, f"{bias_name} saved")),
+            rank=self._ranks.get(adapted, 0),
+            adapter_a=f"{adapted}.lora_A" in trained,
+            adapter_b=f"{adapted}.lora_B" in trained,
+            saved_copy=saved,
+        )
+
+    def _rank(self, op: Op, path: str) -> int:
+        assert self.recipe.lora is not None
+        rank = self.recipe.lora.r
+        if op.is_bare:
+            # PEFT adds the ranks of the targets that were fused into one parameter.
+            hits = [self._names(name) for name in op.targets]  # a list: every target must be seen
+            return rank * len(hits) if hits and all(hits) else 0
+        if op.kind not in ("linear", "conv", "embed"):
+            return 0
+        matched = False
+        is_mapped = path.rpartition(".")[2] in self._mapped
+        for target in self._targets:
+            if target.text == "all-linear":
+                # PEFT: every linear module but the head; convolutions and embeddings are not linear.
+                is_named = op.kind == "conv" and path.rpartition(".")[2] in self._last_names
+                hit = is_named or (op.kind == "linear" and op.adapts)
+                target.is_used = target.is_used or hit
+            else:
+                hit = target.matches(path)
+            matched = matched or hit
+        return rank if matched and not is_mapped else 0
+
+    def _saves(self, op: Op, path: str) -> bool:
+        if op.is_bare or op.kind == "param":
+            return False  # no module
+        hits = [ending.matches(path) for ending in self._save]  # a list: every one must be seen
+        return any(hits)
+
+    def _trains(self, name: str, group: str) -> bool:
+        aliases = self._aliases.get(name) or [(name, group)]
+        # No short cut: every pattern must see every name, so that one which matches nothing is found.
+        chosen = not self._only
+        for pattern in self._only:
+            for alias, word in aliases:
+                if pattern.matches(alias, word):
+                    chosen = True
+        return not self._frozen(name, group) and chosen
+
+    def _frozen(self, name: str, group: str) -> bool:
+        hit = False
+        for pattern in self._freeze:
+            for alias, word in self._aliases.get(name) or [(name, group)]:
+                if pattern.matches(alias, word):
+                    hit = True
+        return hit
+
+    def check_used(self, paths: Callable[[], Iterable[str]]) -> None:
+        """An error for a pattern or target that matched nothing."""
+        for what, patterns in (
+            ("freeze", self._freeze), ("train-only", self._only), ("lora target", self._targets),
+            ("lora save", self._save),
+        ):  # fmt: skip
+            for pattern in patterns:
+                if not pattern.is_used:
+                    known = sorted({path.rsplit(".", 1)[-1] for path in paths()})
+                    shown = ", ".join(known[:24])
+                    raise RecipeError(
+                        f"{what} {format_value(pattern.text)} matches no module of this model; "
+                        f"module names end in: {shown}"
+                    )
+        if self._save:
+            inner = {
+                ".".join(names[:many]) for names in (path.split(".") for path in paths()) for many in range(len(names))
+            }
+            whole = sorted(path for path in inner if path and any(ending.matches(path) for ending in self._save))
+            if whole:
+                raise RecipeError(f"lora save: {whole[0]} holds other modules; name those that are to be saved")
+        if self._targets and not self._adapts_any:
+            raise RecipeError("lora: every target is in save too, and PEFT adapts nothing that it saves")
+
+
+def check_clipped(stages: tuple[Stage, ...], resolver: Resolver, clipping: str) -> None:
+    """Every module that trains must be one whose clipping was proven by a count; an error names the first other."""
+    trains_any = False
+    for stage in stages:
+        for layer, chain in enumerate(stage.layers):
+            path = f"{stage.path}.{stage.first + layer}" if stage.repeated else stage.path
+            for op in iterate(chain):
+                if op.kind in STATELESS or op.frozen or (op.detached and op.kind == "param"):
+                    continue
+                where = join(path, op.name)
+                state = resolver.resolve(op, where, stage.group)
+                adapts = state.rank > 0 and (state.adapter_a or state.adapter_b)
+                trains = state.weight or (state.bias and op.bias) or adapts
+                trains_any = trains_any or trains
+                problem = _find_obstacle(op, state, stage.dead[layer], clipping) if trains else ""
+                if problem:
+                    raise RecipeError(f"clipping {clipping}: {where} {problem}")
+    if not trains_any:
+        raise RecipeError(f"clipping {clipping}: nothing trains under this recipe, so there is nothing to clip")
+
+
+def _find_obstacle(op: Op, state: State, is_dead: bool, clipping: str) -> str:
+    """Why Opacus cannot clip a module that trains, or why its count is not proven; empty if neither."""
+    advice = "; freeze it, or leave clipping out"
+    if clipping == "ghost" and op.tied and state.weight and not state.saved_copy:
+        return (
+            f"is tied to {op.tied}, which ghost clipping refuses: untie them (tie_word_embeddings = false), "
+            "freeze them, or take clipping hooks or fast"
+        )
+    if op.copies > 1 or op.times > 1:
+        what = "modules: not proven by a count" if op.kind == "norm" else "experts, whose rows are not samples"
+        return f"is a stack of {what}{advice}"
+    if is_dead or op.unused or op.detached:
+        return f"gets no gradient, so Opacus finds no per-sample gradient{advice}"
+    if op.kind == "embed" and state.rank:
+        return "has LoRA's matrices as bare parameters, which Opacus gives no per-sample gradient: leave it out of lora"
+    is_plain = op.kind in ("linear", "embed", "norm") and not (op.is_bare or op.at or op.again or op.source)
+    if not is_plain or (op.kind == "linear" and op.feature not in (("tokens",), ("logits",))):
+        return f"is no plain linear layer, embedding or norm: not proven by a count{advice}"
+    return ""
+
+
+class _Pattern:
+    """A glob over dotted names, or one of the words; matches a name or any of its parents."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.is_used = False
+        self._regex = re.compile(translate(text))
+
+    def matches(self, name: str, group: str) -> bool:
+        hit = self.text == group if self.text in WORDS else self._matches_path(name)
+        self.is_used = self.is_used or hit
+        return hit
+
+    def _matches_path(self, name: str) -> bool:
+        while True:
+            if self._regex.match(name):
+                return True
+            name, dot, _ = name.rpartition(".")
+            if not dot:
+                return False
+
+
+class _Suffix:
+    """PEFT's rule: a module's name is the target, or ends in a dot and the target."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.is_used = False
+
+    def names(self, path: str) -> bool:
+        """Whether the text is a whole last name, or several."""
+        return path == self.text or path.endswith("." + self.text)
+
+    def matches(self, path: str) -> bool:
+        hit = self.names(path)
+        self.is_used = self.is_used or hit
+        return hit
+
+
+class _Ending(_Suffix):
+    """PEFT's rule for modules to save: a module's name ends in the text, be there a dot before it or not."""
+
+    def matches(self, path: str) -> bool:
+        hit = path.endswith(self.text)
+        self.is_used = self.is_used or hit
+        return hit
+
+
+def _iterate_kinds(stage: Stage) -> Iterable[Op]:
+    """Every op of a stage, layers that are alike taken once."""
+    for chain in dict.fromkeys(stage.layers):
+        yield from iterate(chain)
+
+
+def _weight_name(op: Op, path: str) -> str:
+    return path if op.kind == "param" else f"{path}.{op.param}"
