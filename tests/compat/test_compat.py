@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -132,6 +132,8 @@ def test_a_lost_key_is_seen() -> None:
 
 def test_options() -> None:
     """Every command, option, choice and default; new ones are fine."""
+    for call in (["-h"], ["estimate", "-h"], ["--version"]):
+        assert table.run_command(call).code == 0
     found = table.list_options()
     for command, options in table.load_record("options").items():
         assert command in found, command
