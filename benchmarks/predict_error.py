@@ -354,7 +354,7 @@ def _sum_up(name: str, errors: list[float]) -> Json:
 
 
 def _print_report(rows: list[Json], summary: list[Json], name_case: Any) -> str:
-    from flopcalc.report.estimate import format_grid
+    from flopcalc.grids import format_grid
 
     lines = [
         [name_case(row), row["clock"], row["bound"], f"{1e3 * row['measured_s']:.2f}",

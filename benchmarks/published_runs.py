@@ -16,7 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flopcalc.core.estimate.estimate import Estimator, bind
+from flopcalc.api import bind
+from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.planning.clock import PARTS, Clock, Execution
 from flopcalc.planning.layouts import Cut, Layout, count_memory, find_problem, make_cut

@@ -16,9 +16,9 @@ from typing import Any
 from flopcalc import bind
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.ops import join
+from flopcalc.grids import format_grid
 from flopcalc.hardware.tables import Table, find_table, load_table
 from flopcalc.measure.calibrate.tables.counts import CONFIGS, get_grids
-from flopcalc.report.estimate import format_grid
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "crosscheck.md"

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flopcalc._moved import install_old_paths
 from flopcalc._version import __version__
 
 if TYPE_CHECKING:
-    from flopcalc.core.estimate.estimate import Estimate, Estimator, bind, estimate_flops
-    from flopcalc.core.estimate.utilization import (
-        Utilization,
-        calculate_mfu,
-        get_gpu_peak_flops,
-        hfu,
-        mfu,
-        profile_model_flops,
-    )
+    from flopcalc.api import bind, estimate_flops
+    from flopcalc.compat import calculate_mfu, get_gpu_peak_flops, profile_model_flops
+    from flopcalc.core.estimate.estimate import Estimate, Estimator
+    from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
     from flopcalc.core.recipe.recipe import Lora, Recipe, make_recipe
     from flopcalc.core.workload.workload import Workload, make_workload
     from flopcalc.errors import ConfigError, DeviceError, FlopcalcError, RecipeError, SpecError, WorkloadError
@@ -37,7 +33,7 @@ __all__ = [
     "predict", "Prediction", "plan", "Plan",
     # in the training loop
     "TrainingMonitor",
-    # the founding documents' names
+    # older names that training code still imports
     "profile_model_flops", "calculate_mfu", "get_gpu_peak_flops",
     "calculate_mfu_with_profiler", "calculate_precise_mfu",
     # errors
@@ -46,17 +42,12 @@ __all__ = [
 
 # Public name -> module: loaded when first used, so that the command line starts with what it needs alone.
 _HOMES = {
-    "core.estimate.estimate": ("estimate_flops", "bind", "Estimate", "Estimator"),
+    "api": ("estimate_flops", "bind"),
+    "compat": ("profile_model_flops", "calculate_mfu", "get_gpu_peak_flops"),
+    "core.estimate.estimate": ("Estimate", "Estimator"),
     "core.workload.workload": ("Workload", "make_workload"),
     "core.recipe.recipe": ("Recipe", "make_recipe", "Lora"),
-    "core.estimate.utilization": (
-        "mfu",
-        "hfu",
-        "Utilization",
-        "profile_model_flops",
-        "calculate_mfu",
-        "get_gpu_peak_flops",
-    ),
+    "core.estimate.utilization": ("mfu", "hfu", "Utilization"),
     "hardware.devices": ("peak_flops_per_s",),
     "prediction.step": ("predict", "Prediction"),
     "planning.plan": ("plan", "Plan"),
@@ -64,6 +55,8 @@ _HOMES = {
     "monitor.precise": ("calculate_mfu_with_profiler", "calculate_precise_mfu"),
     "errors": ("FlopcalcError", "ConfigError", "SpecError", "WorkloadError", "RecipeError", "DeviceError"),
 }
+
+install_old_paths()
 
 
 def __getattr__(name: str) -> Any:

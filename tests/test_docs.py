@@ -25,7 +25,7 @@ from flopcalc.cli import _COMMANDS, main
 from flopcalc.cli.estimate import estimate as estimate_command
 from flopcalc.core.spec import expressions as expr
 from flopcalc.core.spec import spec
-from flopcalc.core.workload.sums import UNITS
+from flopcalc.core.spec.row_units import UNITS
 from flopcalc.data import list_data_files
 from flopcalc.hardware.devices import load_devices
 

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from flopcalc.errors import CalibrationError, format_nearest
+from flopcalc.grids import format_grid
 from flopcalc.hardware.tables import SHAPES, Table, find_folder_tables, list_tables, load_table
-from flopcalc.report.estimate import format_grid
 
 
 @click.group()

@@ -6,12 +6,12 @@ import json
 
 import click
 
-from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.api import bind
 from flopcalc.core.model.config import load_preset
 from flopcalc.core.spec.coverage import describe_specs, load_coverage
 from flopcalc.data import list_data_files, load_toml
+from flopcalc.grids import format_grid
 from flopcalc.hardware.devices import load_devices
-from flopcalc.report.estimate import format_grid
 from flopcalc.units import format_number, format_parameters
 
 
@@ -53,7 +53,7 @@ def models(coverage: bool, as_json: bool) -> None:
             {
                 "name": name,
                 "model_type": source.config["model_type"],
-                "parameters": Estimator(source).parameters()["total"],
+                "parameters": bind(source).parameters()["total"],
                 "hub_id": tables.get("hub_id"),
                 "source": source.reference,
             }

@@ -16,7 +16,7 @@ from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import load_config
 from flopcalc.core.recipe.recipe import RECOMPUTE
 from flopcalc.errors import FlopcalcError
-from flopcalc.report.estimate import format_grid
+from flopcalc.grids import format_grid
 from flopcalc.units import format_flops, format_parameters, parse_size
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
+from flopcalc.grids import format_grid
 from flopcalc.monitor.log import METRICS, find_series, load_log, sparkline, summarize
 from flopcalc.monitor.log import plot as plot_log
-from flopcalc.report.estimate import format_grid
 from flopcalc.units import format_parameters, format_rate
 
 _MOST_EVENTS = 20

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from flopcalc.core.estimate.estimate import CONVENTIONS, KERNELS, Estimate, Estimator, bind
+from flopcalc.api import bind
+from flopcalc.core.estimate.counted import KERNELS
+from flopcalc.core.estimate.estimate import CONVENTIONS, Estimate, Estimator
 from flopcalc.core.estimate.utilization import Utilization, check_positive, describe_measured_mfu, find_peak, hfu, mfu
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import CLIPPING, RECOMPUTE, Recipe, make_recipe
@@ -144,7 +146,7 @@ def _find_traced(source: Source, recipe: Recipe, options: Mapping[str, Any]) -> 
         is_given = name in options and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if is_given and not (name == "convention" and options[name] == "full"):
             raise WorkloadError(f"--trace counts what HF's code executes: it takes no --{name.replace('_', '-')}")
-    from flopcalc.core.estimate.traced import find_traced
+    from flopcalc.api import find_traced
 
     return find_traced(source, recipe, options["phase"], bool(options["image_grid"]))
 

@@ -11,8 +11,8 @@ import click
 
 from flopcalc.cli.options import complete_device, make_estimate, model_option
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
+from flopcalc.grids import format_grid
 from flopcalc.hardware.devices import DTYPES
-from flopcalc.report.estimate import format_grid
 from flopcalc.units import format_bytes, format_parameters, format_seconds, parse_size, parse_sizes
 
 _DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch")

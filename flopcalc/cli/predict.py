@@ -82,7 +82,7 @@ def predict(
             shown["memory_bytes"]["largest_batch"] = find_largest_batch(asked.estimate, **settings)
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
-    from flopcalc.report.estimate import format_grid
+    from flopcalc.grids import format_grid
 
     seconds = found.step_time_s
     interval = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"

@@ -231,7 +231,7 @@ def _take_settings(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _run(configurations: Sequence[Configuration], options: Mapping[str, Any], can_go_on: bool = True) -> int:
     """Exit code: 0 all ok, 1 some failed, 130 stopped before the last one."""
-    from flopcalc.core.estimate.estimate import bind
+    from flopcalc.api import bind
     from flopcalc.measure.jobs.launchers import make_launcher
     from flopcalc.measure.jobs.runner import LiveTable
     from flopcalc.measure.sweep.matrix import find_model

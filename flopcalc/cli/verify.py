@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flopcalc.api import bind
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import iterate
@@ -15,7 +16,7 @@ from flopcalc.core.recipe.recipe import RECOMPUTE, make_recipe
 from flopcalc.core.workload.workload import PHASES
 from flopcalc.data import list_data_files
 from flopcalc.errors import FlopcalcError, WorkloadError
-from flopcalc.report.estimate import format_grid
+from flopcalc.grids import format_grid
 from flopcalc.units import parse_size, parse_sizes
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _run(
     except RuntimeError as error:
         if device is not None:
             raise
-        if Estimator(load_config(keys)).parameters()["total"] > _SMALL:
+        if bind(keys).parameters()["total"] > _SMALL:
             words = str(error).partition("\n")[0][:200]
             raise FlopcalcError(f"HF cannot run it on meta ({words}): --device cpu builds it in memory") from None
     return run(keys, workload, recipe, example=example, device="cpu")

@@ -6,8 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.core.estimate.estimate import Estimator, bind
-from flopcalc.core.recipe.live import strip, unwrap
+from flopcalc.api import bind
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.live import strip, unwrap
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import WorkloadError
 
@@ -242,8 +243,7 @@ def bind_live(model: Any, device: str | None, dtype: str | None) -> Estimator:
 
 def bind_eager(estimator: Estimator) -> Estimator:
     """The same model as an operator counter sees it: hardware with the eager kernel."""
-    plain = estimator.source._replace(module=None)  # what trains is in the recipe already read
-    return Estimator(plain, estimator.recipe, "hardware", "eager", {estimator.spec.name: estimator.spec})
+    return estimator.change(convention="hardware", attention_kernel="eager")
 
 
 def name_arguments(forward: Callable[..., Any]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-from flopcalc.core.recipe.live import strip
+from flopcalc.core.model.live import strip
 from flopcalc.errors import FlopcalcError
 
 _KEPT = 256  # counts of copies that are kept

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from flopcalc.core.estimate import utilization
-from flopcalc.core.recipe.live import strip
+from flopcalc.core.model.live import strip
 from flopcalc.errors import FlopcalcError
 from flopcalc.hardware.devices import detect_device, find_device, parse_dtype
 from flopcalc.monitor.meter import Peak

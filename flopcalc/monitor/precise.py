@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.utilization import check_positive, find_peak
-from flopcalc.core.recipe.live import strip, unwrap
+from flopcalc.core.model.live import strip, unwrap
 from flopcalc.errors import DeviceError, FlopcalcError, format_nearest, format_value
 from flopcalc.hardware.devices import find_device, parse_dtype
 from flopcalc.monitor.batch import bind_eager, bind_live

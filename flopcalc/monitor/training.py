@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar
 
-from flopcalc.core.recipe.live import strip
+from flopcalc.core.model.live import strip
 from flopcalc.errors import FlopcalcError
 from flopcalc.monitor.batch import (
     Copies,

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from flopcalc.core.estimate.estimate import Estimator, bind
+from flopcalc.core.estimate.binding import bind_config as bind
+from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError, format_value
 from flopcalc.hardware.devices import Device, find_device, parse_dtype

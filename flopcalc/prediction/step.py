@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.core.estimate.estimate import KERNELS, Estimate, Estimator, bind
+from flopcalc.core.estimate.binding import bind_config as bind
+from flopcalc.core.estimate.counted import KERNELS
+from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.utilization import check_positive, hfu, mfu
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, find_user_dir
@@ -233,7 +235,7 @@ class _Settings(NamedTuple):
     host_factor: float
     pause_s: float = 0.0
 
-    def find_memory(self, parts: list[tuple[Estimator, Workload, int]]) -> Memory:
+    def find_memory(self, parts: Sequence[tuple[Estimator, Workload, int]]) -> Memory:
         """The largest micro-batch's."""
         is_adding = sum(times for _, _, times in parts) > 1
         found = [
@@ -687,7 +689,7 @@ def find_unit(way: str, kind: str, units: Mapping[str, float]) -> float:
     return units.get(kind, 1.0)
 
 
-def _advise_fit(parts: list[tuple[Estimator, Workload, int]], settings: _Settings) -> str:
+def _advise_fit(parts: Sequence[tuple[Estimator, Workload, int]], settings: _Settings) -> str:
     """What would make a step fit that does not."""
     device = settings.machine.device
     (estimator, load, times), *others = parts
@@ -706,10 +708,7 @@ def _advise_fit(parts: list[tuple[Estimator, Workload, int]], settings: _Setting
 def _change(estimator: Estimator, *, recompute: str = "", kernel: str = "") -> Estimator | None:
     """The same model under another recomputation or kernel; None where it cannot be made again, as some live models."""
     try:
-        return Estimator(
-            estimator.source, estimator.recipe._replace(recompute=recompute or estimator.recipe.recompute),
-            estimator.convention, kernel or estimator.attention_kernel, {estimator.spec.name: estimator.spec},
-        )  # fmt: skip
+        return estimator.change(recompute=recompute, attention_kernel=kernel)
     except FlopcalcError:
         return None
 

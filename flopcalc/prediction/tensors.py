@@ -10,7 +10,8 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from flopcalc.core.count.count import Block
-from flopcalc.core.estimate.estimate import KERNELS, Estimator
+from flopcalc.core.estimate.counted import KERNELS
+from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate
 from flopcalc.core.workload.sums import evaluate_feature
 from flopcalc.core.workload.workload import Workload

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from flopcalc.api import bind
 from flopcalc.cli import main
-from flopcalc.core.estimate.estimate import bind
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.prediction.memory import predict_memory
 from flopcalc.units import format_bytes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flopcalc import DeviceError, SpecError, peak_flops_per_s
-from flopcalc.core.estimate.estimate import KERNELS
+from flopcalc.core.estimate.counted import KERNELS
 from flopcalc.hardware.devices import DTYPES, Device, detect_device, find_device, load_devices, parse_dtype
 
 DEVICES = load_devices()[0]

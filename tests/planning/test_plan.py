@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from places import ROOT
 
-from flopcalc.core.estimate.estimate import bind
+from flopcalc.api import bind
 from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.sums import block_pairs
 from flopcalc.data import find_data_dir, load_toml

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flopcalc.core.estimate.estimate import bind
+from flopcalc.api import bind
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import DeviceError, RecipeError, WorkloadError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flopcalc.core.estimate.estimate import bind
+from flopcalc.api import bind
 from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.data import find_data_dir

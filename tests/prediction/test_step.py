@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flopcalc.core.estimate.estimate import bind
+from flopcalc.api import bind
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError
@@ -919,7 +919,7 @@ def test_to_dict_is_json() -> None:
 
 @pytest.mark.parametrize("model", ["qwen2.5-vl-3b", "qwen2-vl-2b", "qwen3-vl-2b"])
 def test_the_host_dispatches_every_call_of_attention(model: str) -> None:
-    from flopcalc.core.estimate.estimate import bind
+    from flopcalc.api import bind
 
     load = make_workload(2, 1536, image_grid_thw=[[1, 44, 60]] * 2)
     work = make_work(bind(model), load)

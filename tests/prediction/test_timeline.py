@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flopcalc.core.estimate.estimate import bind
+from flopcalc.api import bind
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.prediction.timeline import Place, Segment, Stack, find_place, order, run
 from flopcalc.prediction.work import make_work

@@ -12,7 +12,8 @@ import pytest
 
 from flopcalc import Utilization, bind
 from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.report.estimate import NOT_COUNTED, breakdown, format_csv, format_estimate, format_grid, format_html
+from flopcalc.grids import format_grid, format_html
+from flopcalc.report.estimate import NOT_COUNTED, breakdown, format_csv, format_estimate
 
 TEXT = "llama-3.1-8b"
 

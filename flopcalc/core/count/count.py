@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join
 from flopcalc.core.recipe.resolver import ALL_TRAIN, STATELESS, Resolver, State
 from flopcalc.core.workload.sums import BLOCK, Feature, block_pairs
@@ -27,6 +28,10 @@ class Row(NamedTuple):
     trainable: int = 0
     owes_weight: bool = False  # backward holds the gradient of its weight, not only of its input
     clipping: int = 0  # of per-sample clipping, beyond what plain training needs
+
+    @property
+    def flops(self) -> Flops:
+        return Flops(self.forward, self.backward, self.recompute, self.clipping)
 
 
 class Block(NamedTuple):
@@ -464,12 +469,11 @@ def _count_layer(
     return tuple(layer.rows), out
 
 
-def sum_coefficients(blocks: tuple[Block, ...], direction: str) -> dict[Feature, int]:
-    """Coefficient per feature of one direction (a Row's 'forward', 'clipping', …) over the whole model."""
-    totals: dict[Feature, int] = {}
+def sum_coefficients(blocks: tuple[Block, ...]) -> dict[Feature, Flops]:
+    """Coefficients per feature over the whole model."""
+    totals: dict[Feature, Flops] = {}
     for block in blocks:
         for row in block.rows:
-            value = getattr(row, direction)
-            if value:
-                totals[row.op.feature] = totals.get(row.op.feature, 0) + value * block.copies
+            if any(row.flops):
+                totals[row.op.feature] = totals.get(row.op.feature, NO_FLOPS) + row.flops * block.copies
     return totals

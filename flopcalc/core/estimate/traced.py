@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 from flopcalc._version import __version__
 from flopcalc.core.count.count import Block, Row
-from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.count.flops import Flops
+from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Op
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.expressions import Names, evaluate
 from flopcalc.core.spec.spec import Spec
+from flopcalc.core.workload.batch import read_batch
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 
@@ -66,24 +68,27 @@ class TracedEstimator(Estimator):
         self.recipe = recipe
         self.convention = "full"
         self.attention_kernel = "eager"
-        self.kernel_table = self.tile_table = None
         self.vision = self.audio = None
         self.stages = ()
-        self.has_decoder = False
+        self.has_decoder = self.has_text_encoder = False
         self._totals: dict[tuple[str, bool], tuple[tuple[Fraction, ...], ...]] = {}
         empty: dict[str, Any] = {name: {} for name in Spec._fields}
         self.spec = Spec(**{
             **empty, "name": traced.model_type, "file": "", "architecture": traced.name,
             "source": f"traced with {made_with}", "required": (), "stacks": [], "is_tower": False,
         })  # fmt: skip
-        self.identity = ("trace", traced.name, id(traced), recipe, "full", "eager")  # type: ignore[assignment]
+        self.identity = ("trace", traced.name, id(traced), recipe, "full", "eager")
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
         if load.decoder is not None or load.clips:
             raise WorkloadError("traced: one length alone was solved for, without a decoder's length or audio")
         self._check_grids(load)
-        forward, backward, recompute, _ = self.count(load, "full")
-        return Estimate(((self, load, 1),), forward, backward, recompute, notes)
+        return Estimate((Term(self, load, 1),), self.count(load, "full"), notes)
+
+    def change(self, *, recompute: str = "", convention: str = "", attention_kernel: str = "") -> TracedEstimator:
+        if recompute or convention != "full" or attention_kernel != "eager":
+            raise FlopcalcError(WHY_FULL)
+        return self
 
     def estimate_batch(
         self,
@@ -95,7 +100,8 @@ class TracedEstimator(Estimator):
     ) -> Estimate:
         """FLOPs of one step on a real batch; without input_ids its sizes are read as the example's were."""
         if "input_ids" in batch or "inputs_embeds" in batch:
-            return super().estimate_batch(batch, phase=phase, logits=logits, read_device=read_device)
+            load, notes = read_batch(batch, phase=phase, logits=logits, read_device=read_device)
+            return self.estimate(load, tuple(notes))
         sizes: dict[str, int] = {}
         for name, axes in self.traced.axes.items():
             for kind, size in zip(axes, getattr(batch.get(name), "shape", ()), strict=False):
@@ -105,14 +111,14 @@ class TracedEstimator(Estimator):
             raise WorkloadError(f"the batch needs what the model was traced with: {', '.join(self.traced.axes)}")
         return self.estimate(make_workload(sizes["b"], sizes["n"], phase=phase, logits=logits))
 
-    def count(self, load: Workload, convention: str) -> tuple[int, int, int, int]:
+    def count(self, load: Workload, convention: str) -> Flops:
         found = self._find(load, convention)
         values = [_sum_monomial(text, load) for text in found.monomials]
         key = (found.phase, found.has_images)
         if key not in self._totals:
             self._totals[key] = _add_rows(found)
         total = _make_row("the model", self._totals[key], values)
-        return total.forward, total.backward, total.recompute, 0  # a trace clips nothing
+        return total.flops
 
     def rows(self, load: Workload, convention: str) -> list[tuple[Block, Row, int]]:
         found = self._find(load, convention)
@@ -241,18 +247,10 @@ def read_versions() -> dict[str, str]:
     return found
 
 
-def find_traced(source: Source, recipe: Recipe, phase: str, has_images: bool) -> TracedEstimator:
-    """The estimator of a config that is counted from HF's own code: kept from before, else traced now."""
+def make_trace_key(source: Source, recipe: Recipe, phase: str, has_images: bool) -> str:
+    """The name under which the trace of a config is kept."""
     identity = {"config": source.config, "recipe": recipe.to_dict(), "phase": phase, "images": has_images}
-    key = make_key({**identity, **read_versions()})
-    traced = load_trace(key)
-    if traced is None:
-        try:
-            from flopcalc.measure.trace.polynomials import trace_config  # torch: only where nothing is kept
-        except ImportError as error:
-            raise FlopcalcError(f"--trace needs {error.name}: pip install 'flopcalc[measure]'") from None
-        traced = trace_config(source, recipe, phase, has_images, key)
-    return TracedEstimator(traced, source, recipe)
+    return make_key({**identity, **read_versions()})
 
 
 def load_trace(key: str) -> Traced | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from flopcalc.core.estimate.estimate import Estimate, estimate_flops
+from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.hardware.devices import detect_device, find_device, parse_dtype, peak_flops_per_s
 from flopcalc.units import check_size
@@ -138,22 +138,3 @@ def check_positive(value: Any, what: str) -> float:
     if not is_number or not (0 < value < math.inf):
         raise FlopcalcError(f"{what} must be a positive number, not {format_value(value)}")
     return float(value)
-
-
-# --- the founding documents' names, as thin aliases -------------------------------------------------------------------
-def profile_model_flops(model: Any, batch: Any) -> int:
-    """FLOPs of one training step of a HF model on a batch (convention `model`)."""
-    return estimate_flops(model, batch=batch).total
-
-
-def calculate_mfu(flops: float, step_time_s: float, peak_flops: float) -> float:
-    """FLOPs over time over peak; not clamped."""
-    return flops / check_positive(step_time_s, "step time") / check_positive(peak_flops, "peak")
-
-
-def get_gpu_peak_flops(device: str = "auto", dtype: Any = "bf16") -> float:
-    """The dense peak of a device, by default this machine's own GPU; an error where it is not known."""
-    _, rate, note = find_peak(device, dtype, None)
-    if rate is None:
-        raise DeviceError(note or "no peak known")
-    return rate

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names
+from flopcalc.core.spec.row_units import UNITS
 from flopcalc.core.spec.spec import (
     MAX_LAYERS,
     SPANS,
@@ -18,7 +19,7 @@ from flopcalc.core.spec.spec import (
     find_spec,
     rename_path,
 )
-from flopcalc.core.workload.sums import UNITS, Feature
+from flopcalc.core.workload.sums import Feature
 from flopcalc.errors import ConfigError, SpecError, format_value
 
 

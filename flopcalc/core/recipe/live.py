@@ -10,19 +10,6 @@ from flopcalc.errors import RecipeError
 _WRAPPERS = ("_orig_mod.", "module.", "_module.", "base_model.model.")
 
 
-def strip(model: Any) -> Any:
-    """The model inside torch.compile, DDP, Opacus and their like; PEFT's wrapper stays, for its adapters are read."""
-    inside = getattr(model, "_modules", {})
-    inner = next((inside[name] for name in ("_orig_mod", "module", "_module") if inside.get(name) is not None), None)
-    return model if inner is None else strip(inner)
-
-
-def unwrap(model: Any) -> Any:
-    """The HF model inside those and PEFT."""
-    model = strip(model)
-    return unwrap(model.get_base_model()) if hasattr(model, "get_base_model") else model
-
-
 def read_recipe(model: Any, recompute: str | None = None) -> tuple[Recipe, dict[str, int], dict[str, str]]:
     """The recipe of a live model from requires_grad and PEFT adapters, and its parameters' sizes by plain name.
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, find_names, parse
-from flopcalc.core.workload.sums import UNITS
+from flopcalc.core.spec.row_units import UNITS
 from flopcalc.data import find_data_file, get_stem, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 

@@ -60,6 +60,12 @@ class Workload:
             return own
         return self.decoder.tokens + (0 if self.phase == "decode" else own)
 
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence, cached ones included."""
+        longest = max(self.documents) if self.layout == "packed" and self.documents else self.seq
+        return longest + self.context
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Workload) and all(getattr(self, k) == getattr(other, k) for k in self.__slots__)
 

@@ -15,7 +15,7 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
-from flopcalc.core.estimate.estimate import bind
+from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import WORDS, Recipe, make_recipe
 from flopcalc.core.workload.workload import Workload

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flopcalc.core.estimate.estimate import bind
+from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.workload.workload import Workload, make_workload
 
 __all__ = ["Verdict", "compare", "make_load"]

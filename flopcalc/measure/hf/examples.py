@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.spec.expressions import MissingNameError, evaluate
 from flopcalc.core.spec.spec import find_key
@@ -117,11 +118,7 @@ def list_cases(example: Example, config: Json) -> Iterator[tuple[Json, Json]]:
 
 
 def make_estimator(example: Example, config: Json) -> Estimator:
-    from flopcalc.core.model.config import load_config
-
-    return Estimator(
-        load_config({**({"architectures": [example.architecture]} if example.architecture else {}), **config})
-    )
+    return bind_config({**({"architectures": [example.architecture]} if example.architecture else {}), **config})
 
 
 # --- Inputs -------------------------------------------------------------------------------------------------

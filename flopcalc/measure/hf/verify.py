@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flopcalc.core.estimate.estimate import bind
+from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.model.config import load_config
 from flopcalc.measure.counters.flop_counter import Counted, count_flops
 from flopcalc.measure.hf.compare import Verdict, compare

@@ -13,7 +13,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.core.estimate.estimate import Estimator, bind
+from flopcalc.core.estimate.binding import bind_config as bind
+from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.errors import CalibrationError
 from flopcalc.prediction.machine import (

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from flopcalc.core.count.count import score_flops
-from flopcalc.core.estimate.estimate import Estimate, bind
+from flopcalc.core.estimate.binding import bind_config as bind
+from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.errors import DeviceError

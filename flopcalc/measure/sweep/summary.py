@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from flopcalc.grids import format_grid
 from flopcalc.measure.sweep.matrix import BASELINE, TRAINERS, SweepError
 from flopcalc.measure.sweep.run import get_value
-from flopcalc.report.estimate import format_grid
 from flopcalc.units import format_bytes, format_flops, format_seconds
 
 Json = dict[str, Any]

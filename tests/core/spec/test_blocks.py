@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flopcalc.core.estimate.estimate import Estimate, bind
+from flopcalc.api import bind
+from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.workload.workload import make_workload
 

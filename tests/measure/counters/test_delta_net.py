@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from flopcalc.core.estimate.estimate import bind  # noqa: E402
+from flopcalc.api import bind  # noqa: E402
 from flopcalc.core.workload.workload import make_workload  # noqa: E402
 
 CHUNK = 64

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flopcalc.core.estimate.estimate import bind
+from flopcalc.api import bind
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.measure.hf.models import apply_recipe, build_model, floats_on_meta, make_batch
 from flopcalc.prediction.memory import predict_memory

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from flopcalc.core.estimate.estimate import bind
+from flopcalc.api import bind
 from flopcalc.core.model.config import load_config
 from flopcalc.data import find_data_dir, list_data_files
 from flopcalc.measure.calibrate.tables import Bench

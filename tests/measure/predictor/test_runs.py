@@ -190,7 +190,7 @@ def test_a_name_tells_its_config() -> None:
     ("preset", "layers", "vision"), [("llama-3.1-8b", 3, 0), ("qwen2-vl-2b", 2, 4), ("gpt2-medium", 5, 0)]
 )
 def test_configs_are_cut_in_depth_alone(preset: str, layers: int, vision: int) -> None:
-    from flopcalc.core.estimate.estimate import bind
+    from flopcalc.api import bind
 
     stages = [stage for stage in bind(runs.cut_config(preset, layers, vision)).stages if stage.repeated]
     assert [len(stage.layers) for stage in stages] == ([vision, layers] if vision else [layers])

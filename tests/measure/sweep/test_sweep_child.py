@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("opacus")
 
-from flopcalc.core.estimate.estimate import bind  # noqa: E402
+from flopcalc.api import bind  # noqa: E402
 from flopcalc.errors import DeviceError, RecipeError  # noqa: E402
 from flopcalc.hardware.devices import peak_flops_per_s  # noqa: E402
 from flopcalc.measure.counters import cupti  # noqa: E402

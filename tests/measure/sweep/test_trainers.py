@@ -14,7 +14,7 @@ pytest.importorskip("opacus")
 
 from torch import Tensor, nn  # noqa: E402
 
-from flopcalc.core.estimate.estimate import bind  # noqa: E402
+from flopcalc.api import bind  # noqa: E402
 from flopcalc.measure.calibrate.tables.counts import get_config  # noqa: E402
 from flopcalc.measure.counters.flop_counter import count_flops  # noqa: E402
 from flopcalc.measure.hf.models import build_model  # noqa: E402

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from flopcalc import bind, make_workload
-from flopcalc.core.estimate.traced import find_cache_dir, find_traced
+from flopcalc.api import find_traced
+from flopcalc.core.estimate.traced import find_cache_dir
 from flopcalc.core.model.config import load_config
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.errors import FlopcalcError, WorkloadError

@@ -247,7 +247,7 @@ def measure(bench: Bench, model: Any, family: str, config: Json, grids: list[lis
 
 def count_analytic(config: Json, grids: list[list[int]], row: Json) -> Json:
     """FLOPs of the same step under each convention, from the config alone; and the model's parameters."""
-    from flopcalc.core.estimate.estimate import bind
+    from flopcalc.core.estimate.binding import bind_config as bind
 
     estimator = bind(
         config, recipe={"recompute": row["recompute"]}, convention="hardware", attention_kernel=row["kernel"]
@@ -312,7 +312,7 @@ def plan_padding(suite: str) -> list[Job]:
 
 def list_calls(config: Json, grids: list[list[int]], seq: int, batch: int, kernels: tuple[str, ...]) -> Iterator[Json]:
     """Products and attention calls of one training step with everything trained, and how often each is called."""
-    from flopcalc.core.estimate.estimate import bind
+    from flopcalc.core.estimate.binding import bind_config as bind
     from flopcalc.core.workload.workload import make_workload
 
     estimator = bind(config, recipe={"recompute": "full"}, convention="hardware", attention_kernel="flash")

@@ -1,0 +1,105 @@
+"""The public functions that join the rooms: a model and its work in; an estimator or an estimate out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flopcalc.core.estimate.binding import bind_config
+from flopcalc.core.estimate.estimate import Estimate, Estimator, check_no_sizes
+from flopcalc.core.estimate.traced import TracedEstimator, load_trace, make_trace_key
+from flopcalc.core.model.config import Source
+from flopcalc.core.recipe.recipe import Recipe
+from flopcalc.errors import FlopcalcError
+
+
+def bind(
+    model: Any,
+    example_batch: Mapping[str, Any] | None = None,
+    *,
+    recipe: Recipe | Mapping[str, Any] | None = None,
+    convention: str | None = None,
+    attention_kernel: str = "auto",
+    device: str | None = None,
+    dtype: str = "bf16",
+    spec: str | os.PathLike[str] | None = None,
+    download: bool = False,
+    phases: Iterable[str] = ("train", "forward"),
+    dims: Mapping[str, Any] | None = None,
+    clipping: str | None = None,
+) -> Estimator:
+    """The fast estimator of a model for a loop: a callable with estimate_flops' workload arguments.
+
+    With `example_batch` (keyword arguments of its forward) any torch.nn.Module is traced instead of read from a spec:
+    for `phases`, under convention full; `dims` says which axes are batch ('b') and length ('n') where it is not plain.
+
+    The convention is model unless said otherwise. `device` says which kernel "auto" stands for (without one it is
+    SDPA's flash kernel), and whose measured constants convention hardware uses; they were measured in bf16, so another
+    `dtype` takes none. `clipping` is the recipe's, for a live model too, which cannot say it itself.
+    """
+    if example_batch is None:
+        return bind_config(
+            model, recipe=recipe, convention="model" if convention is None else convention,
+            attention_kernel=attention_kernel, device=device, dtype=dtype, spec=spec, download=download,
+            clipping=clipping,
+        )  # fmt: skip
+    if recipe is not None or spec is not None or convention not in (None, "full") or clipping is not None:
+        raise FlopcalcError(
+            "a module that is traced says itself what trains, under convention full: give neither recipe, spec, "
+            "clipping nor another convention with example_batch"
+        )
+    from flopcalc.measure.trace.polynomials import trace_module  # torch: only where a module is traced
+
+    return trace_module(model, example_batch, phases=tuple(phases), dims=dims)
+
+
+def find_traced(source: Source, recipe: Recipe, phase: str, has_images: bool) -> TracedEstimator:
+    """The estimator of a config that is counted from HF's own code: kept from before, else traced now."""
+    key = make_trace_key(source, recipe, phase, has_images)
+    traced = load_trace(key)
+    if traced is None:
+        try:
+            from flopcalc.measure.trace.polynomials import trace_config  # torch: only where nothing is kept
+        except ImportError as error:
+            raise FlopcalcError(f"--trace needs {error.name}: pip install 'flopcalc[measure]'") from None
+        traced = trace_config(source, recipe, phase, has_images, key)
+    return TracedEstimator(traced, source, recipe)
+
+
+def estimate_flops(
+    model: Any,
+    *,
+    batch_size: int = 1,
+    seq_len: int | None = None,
+    image_grid_thw: Any = None,
+    video_grid_thw: Any = None,
+    lengths: Iterable[int] | None = None,
+    batch: Mapping[str, Any] | None = None,
+    phase: str = "train",
+    context: int | None = None,
+    logits: int | str | None = None,
+    decoder_seq_len: int | None = None,
+    clips: Iterable[int] | None = None,
+    audio: Iterable[float] | None = None,
+    recipe: Recipe | Mapping[str, Any] | None = None,
+    convention: str = "model",
+    attention_kernel: str = "auto",
+    device: str | None = None,
+    spec: str | os.PathLike[str] | None = None,
+    clipping: str | None = None,
+) -> Estimate:
+    """FLOPs of one step, exactly: `model` is a preset's name, a path, a mapping, a HF config or a HF model."""
+    estimator = bind(
+        model, recipe=recipe, convention=convention, attention_kernel=attention_kernel, device=device, spec=spec,
+        clipping=clipping,
+    )  # fmt: skip
+    if batch is not None:
+        check_no_sizes(
+            batch_size, seq_len, lengths, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips, audio
+        )
+        return estimator.estimate_batch(batch, phase=phase, logits=logits)
+    return estimator(
+        batch_size, seq_len, image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw, lengths=lengths,
+        phase=phase, context=context, logits=logits, decoder_seq_len=decoder_seq_len, clips=clips, audio=audio,
+    )  # fmt: skip

@@ -1,0 +1,70 @@
+"""A model's name, path, config or live module becomes a CountedEstimator, with a device's tables where one is named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from flopcalc.core.estimate.counted import CountedEstimator
+from flopcalc.core.model.bound import bind_model
+from flopcalc.core.model.config import load_config
+from flopcalc.core.model.live import strip
+from flopcalc.core.recipe.live import read_recompute
+from flopcalc.core.recipe.recipe import Recipe, make_recipe
+from flopcalc.core.spec.spec import Spec, load_spec
+from flopcalc.errors import ConfigError, RecipeError, format_value
+from flopcalc.hardware.devices import find_device
+from flopcalc.hardware.kernels import find_kernel_table, find_tile_table
+
+
+def bind_config(
+    model: Any,
+    *,
+    recipe: Recipe | Mapping[str, Any] | None = None,
+    convention: str = "model",
+    attention_kernel: str = "auto",
+    device: str | None = None,
+    dtype: str = "bf16",
+    spec: str | os.PathLike[str] | None = None,
+    download: bool = False,
+    clipping: str | None = None,
+) -> CountedEstimator:
+    """The estimator of a model that a spec describes; see flopcalc.bind for the arguments."""
+    kernels, tiles = None, None
+    if device is not None:
+        found = find_device(device)
+        attention_kernel = (found.sdpa or "flash") if attention_kernel == "auto" else attention_kernel
+        if attention_kernel != "eager" and dtype == "bf16":
+            kernels, tiles = find_kernel_table(found.id, attention_kernel), find_tile_table(found.id)
+    specs: dict[str, Spec] = {}
+    # DDP and Opacus hide the config of what they wrap.
+    source = load_config(model if hasattr(model, "config") else strip(model), download=download)
+    if spec is not None:
+        added = load_spec(os.fspath(spec))
+        specs[added.name] = added
+    if isinstance(recipe, Mapping):
+        is_said = "recompute" in recipe or source.module is None
+        recipe = _read_recipe(recipe)
+        recipe = recipe if is_said else recipe._replace(recompute=read_recompute(source.module))
+    elif recipe is not None and not isinstance(recipe, Recipe):
+        raise RecipeError(f"a recipe is a mapping or what make_recipe() gives, not {format_value(recipe)}")
+    bound = bind_model(source, specs)
+    estimator = CountedEstimator(bound, recipe, convention, attention_kernel, kernels, tiles, clipping)
+    if specs and bound.spec.name not in specs and not _uses_inner(source.config, specs):
+        raise ConfigError(
+            f"{spec} describes model_type {next(iter(specs))!r}, but {source.where} is {source.config['model_type']!r}"
+        )
+    return estimator
+
+
+def _read_recipe(given: Mapping[str, Any]) -> Recipe:
+    known = ("freeze", "train_only", "lora", "recompute", "clipping")
+    for key in given:
+        if key not in known:
+            raise RecipeError(f"recipe: unknown key {format_value(key)}; known: {', '.join(known)}")
+    return make_recipe(**given)
+
+
+def _uses_inner(config: Mapping[str, Any], specs: Mapping[str, Spec]) -> bool:
+    return any(isinstance(value, Mapping) and value.get("model_type") in specs for value in config.values())

@@ -1,0 +1,177 @@
+"""What a model cannot take is refused in words: images, audio, lengths, phases, and live models unlike their spec."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+from flopcalc.core.count.count import bias_parameters, weight_parameters
+from flopcalc.core.model.bound import BoundModel, is_same_class
+from flopcalc.core.model.live import unwrap
+from flopcalc.core.model.ops import Chain, iterate, join
+from flopcalc.core.recipe.recipe import Recipe, check_clipping
+from flopcalc.core.recipe.resolver import STATELESS, Resolver, check_clipped
+from flopcalc.core.workload.workload import Workload
+from flopcalc.data import find_data_dir, load_toml
+from flopcalc.errors import ConfigError, RecipeError, WorkloadError
+
+
+def check_workload(model: BoundModel, load: Workload) -> Workload:
+    """The workload with grids that the model's tower takes, or an error that says what does not fit."""
+    if load.phase in ("prefill", "decode"):
+        _check_decodes(model, load.phase)
+    if load.grids or load.videos:
+        load = _check_images(model, load)
+    if model.has_decoder or load.decoder is not None:
+        _check_decoder(model, load)
+    if load.clips:
+        _check_audio(model, load)
+    if model.position_limit and model.position_kind == "learned":
+        for side in (load, load.decoder):
+            if side is not None and side.longest > model.position_limit:
+                raise WorkloadError(
+                    f"length {side.longest} is beyond the {model.position_limit} positions that {model.name} learned"
+                )
+    return load
+
+
+def _check_images(model: BoundModel, load: Workload) -> Workload:
+    vision = model.vision
+    if vision is None:
+        what = "takes no images" if model.audio is not None else "is a text model: it takes no images"
+        raise WorkloadError(f"{model.name} {what}")
+    if load.videos and not vision.takes_videos:
+        raise WorkloadError(f"{model.name} takes no videos")
+    if vision.kind != "grid":
+        load = load.replace(grids=tuple([vision.check_grid(grid, "image grid") for grid in load.grids]))
+    else:
+        merge = vision.merge
+        for grid in load.grids + load.videos:
+            if grid[1] % merge or grid[2] % merge or not grid[0]:
+                vision.check_grid(grid, "grid")
+    visual, tokens = model.count_visual_tokens(load), load.tokens
+    if visual > tokens:
+        raise WorkloadError(
+            f"{visual} visual tokens do not fit in {tokens} tokens: --seq counts them in (--text adds them instead)"
+        )
+    return load
+
+
+def _check_decodes(model: BoundModel, phase: str) -> None:
+    """An encoder reads the whole text at once: it has no cache to fill or to read."""
+    if model.has_decoder:
+        return
+    masks = {
+        op.feature[:2]
+        for stage in model.stages
+        for chain in stage.layers
+        for op in iterate(chain)
+        if op.kind == "attend" and stage.stream == "language"
+    }
+    if model.spec.architecture.endswith("ForMaskedLM") or masks == {("pairs", "full")}:
+        raise WorkloadError(
+            f"{model.name} is an encoder: it does not decode, so there is no phase {phase}; "
+            "forward is one pass over the text, train a whole step"
+        )
+
+
+def _check_decoder(model: BoundModel, load: Workload) -> None:
+    name = model.name
+    if not model.has_decoder:
+        raise WorkloadError(f"{name} is no encoder-decoder: it takes no --decoder-seq (decoder_seq_len)")
+    if load.decoder is None:
+        raise WorkloadError(f"{name} has a decoder: give its length too (--decoder-seq N, decoder_seq_len=N)")
+    if model.has_text_encoder and not load.seq:
+        raise WorkloadError(f"{name} is an encoder-decoder: give the encoder's length too (--seq N, seq_len=N)")
+    if not model.has_text_encoder and load.seq:
+        raise WorkloadError(f"{name} has no encoder of text: leave --seq out, its length is --decoder-seq")
+    if not model.has_text_encoder and model.audio is not None and len(load.clips) != load.rows:
+        raise WorkloadError(
+            f"{name} takes one clip of audio per sample, not {len(load.clips)} for {load.rows}: --audio SECONDS"
+        )
+
+
+def _check_audio(model: BoundModel, load: Workload) -> None:
+    if model.audio is None:
+        raise WorkloadError(f"{model.name} takes no audio")
+    most = model.audio.most
+    if most and max(load.clips) > most:
+        longest, rate = max(load.clips), model.audio.rate
+        raise WorkloadError(
+            f"{model.name} takes clips of at most {float(most / rate):g} s ({most} frames), "
+            f"not {float(longest / rate):g} s ({longest} frames)"
+        )
+    tokens = sum(map(model.audio.count_tokens, load.clips))
+    if load.decoder is None and tokens > load.tokens:
+        raise WorkloadError(
+            f"{tokens} audio tokens do not fit in {load.tokens} tokens: --seq counts them in (--text adds them)"
+        )
+
+
+def find_clipping(spec_name: str) -> str:
+    """How a model type's per-sample work was proven by a count, 'linear' or 'functorch'; empty if it was not."""
+    tables = load_toml(os.path.join(find_data_dir(), "clipping.toml"))
+    return next((how for how in ("linear", "functorch") if spec_name in tables[how]), "")
+
+
+def check_clipping_recipe(model: BoundModel, recipe: Recipe, resolver: Resolver) -> None:
+    """What Opacus cannot clip, and what no count has proven, is refused."""
+    clipping, name = recipe.clipping, model.name
+    check_clipping(clipping, recipe.recompute)
+    if model.vision is not None or model.audio is not None or model.has_decoder:
+        what = "an encoder and a decoder" if model.has_decoder else "a tower, whose rows are not samples"
+        raise RecipeError(f"clipping {clipping}: {name} has {what}; clipping is counted for plain text models")
+    check_clipped(model.stages, resolver, clipping)
+    if not find_clipping(model.spec.name):
+        raise RecipeError(
+            f"clipping {clipping}: no count of an Opacus step has proven it for model_type {model.spec.name!r}; "
+            "it is for llama, qwen2, gpt_neox and what else model_specs/clipping.toml lists"
+        )
+
+
+def check_live(model: BoundModel, sizes: dict[str, int], names: dict[str, str]) -> None:
+    """The live model's parameters must be the spec's, by name and size: else its FLOPs would not be.
+
+    The spec may know a shared tensor by any of its names, but by one alone. A model without a head whose weight is
+    the embedding's has the same parameters, so its class is asked too; own and remote classes may have any name.
+    """
+    spec = model.spec
+    classes = type(unwrap(model.source.module)).__mro__
+    is_known = any(is_same_class(each.__name__, spec.architecture) for each in classes)
+    if not is_known and any(each.__module__.startswith("transformers.models.") for each in classes):
+        raise ConfigError(
+            f"{classes[0].__name__} is another class than {spec.architecture}, which spec {spec.name!r} "
+            "describes: give that model, or its config; bind(model, example_batch) counts any module by a trace"
+        )
+    expected: dict[str, int] = {}
+    for stage in model.stages:
+        for layer, chain in enumerate(stage.layers, stage.first):
+            path = f"{stage.path}.{layer}" if stage.repeated else stage.path
+            expected |= _parameter_sizes(chain, path)
+    tensors = Counter(names.get(name, name) for name in expected)
+    extra = sorted(name for name in sizes if names[name] not in tensors)
+    missing = sorted(name for name in expected if name not in sizes or tensors[names[name]] > 1)
+    resized = sorted(name for name, size in sizes.items() if expected.get(name, size) != size)
+    if extra or missing or resized:
+        shown = ", ".join((extra or missing or resized)[:3])
+        what = "has parameters that the spec lacks" if extra else "lacks parameters of the spec"
+        what = what if extra or missing else "has parameters of another size than its config says"
+        raise ConfigError(f"{model.name} {what} ({shown}): spec {spec.name!r} describes {spec.architecture}")
+
+
+def _parameter_sizes(chain: Chain, path: str) -> dict[str, int]:
+    """Every parameter of a chain by its full name, with its number of elements."""
+    sizes = {}
+    for op in iterate(chain):
+        if op.kind in STATELESS or op.again:
+            continue
+        module = join(path, op.name)
+        if not op.tied:
+            sizes[module if op.kind == "param" else f"{module}.{op.param}"] = weight_parameters(op)
+        if op.bias:
+            sizes[f"{module}.{op.bias_name}"] = bias_parameters(op)
+        if "*" in op.name:  # a module per copy
+            for name in [name for name in sizes if "*" in name]:
+                size = sizes.pop(name) // op.copies
+                sizes |= {name.replace("*", copy): size for copy in op.copy_names}
+    return sizes

@@ -1,0 +1,224 @@
+"""CountedEstimator: a bound model, a recipe and a convention in; exact FLOPs of any workload out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flopcalc.core.count.count import Block, Mode, count, sum_coefficients
+from flopcalc.core.count.flops import Flops
+from flopcalc.core.estimate.checks import check_clipping_recipe, check_live, check_workload, find_clipping
+from flopcalc.core.estimate.estimate import CONVENTIONS, Estimate, Estimator, Term
+from flopcalc.core.estimate.notes import describe_kernels, describe_work
+from flopcalc.core.estimate.padding import CountedRow, list_padding
+from flopcalc.core.model.bound import BoundModel
+from flopcalc.core.model.ops import join
+from flopcalc.core.recipe.live import read_recipe
+from flopcalc.core.recipe.recipe import Recipe, make_recipe
+from flopcalc.core.recipe.resolver import Resolver
+from flopcalc.core.workload.batch import read_batch
+from flopcalc.core.workload.sums import Feature, evaluate_feature
+from flopcalc.core.workload.workload import Workload
+from flopcalc.errors import FlopcalcError, RecipeError, format_value
+from flopcalc.hardware.kernels import KernelTable, TileTable
+
+KERNELS = ("auto", "eager", "flash", "efficient", "cudnn")
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """The rows of one counting mode, and their sums per feature, ready to be multiplied."""
+
+    blocks: tuple[Block, ...]
+    terms: tuple[tuple[Feature, Flops], ...]
+
+
+class CountedEstimator(Estimator):
+    """A model counted from its spec, under one recipe and one convention."""
+
+    origin = "spec"
+
+    def __init__(
+        self,
+        model: BoundModel,
+        recipe: Recipe | None = None,
+        convention: str = "model",
+        attention_kernel: str = "auto",
+        kernel_table: KernelTable | None = None,
+        tile_table: TileTable | None = None,
+        clipping: str | None = None,
+    ) -> None:
+        if convention not in CONVENTIONS:
+            raise FlopcalcError(f"convention {format_value(convention)} unknown; known: {', '.join(CONVENTIONS)}")
+        if attention_kernel not in KERNELS:
+            raise FlopcalcError(
+                f"attention kernel {format_value(attention_kernel)} unknown; known: {', '.join(KERNELS)}"
+            )
+        self.model = model
+        self.source, self.spec, self.stages = model.source, model.spec, model.stages
+        self.vision, self.audio = model.vision, model.audio
+        self.has_decoder, self.has_text_encoder = model.has_decoder, model.has_text_encoder
+        self.convention = convention
+        # Without a device that says better, torch's SDPA is taken to pick its flash kernel.
+        self.attention_kernel = "flash" if attention_kernel == "auto" else attention_kernel
+        self.kernel_table = kernel_table  # what was measured of the kernel on the device asked for
+        self.tile_table = tile_table  # and of products, by their exact sizes
+        self.recipe = _join_recipe(model, recipe, clipping)
+        # Two estimators of one identity count alike: the model under one recipe, however often it was bound.
+        self.identity = (model.name, self.stages, self.recipe, convention, self.attention_kernel)
+        self._clips = self.recipe.clipping != "none"
+        self._is_functorch = self._clips and find_clipping(self.spec.name) == "functorch"
+        self._resolver = Resolver(self.recipe, self.stages)
+        self._coefficients: dict[Mode, Coefficients] = {}
+        self._chosen: dict[tuple[bool, bool, str], tuple[Coefficients, str]] = {}
+        if not self._resolver.is_trivial:
+            self._count_mode(True, True, convention)
+            if self.recipe.trained is None:
+                self._resolver.check_used(self._paths)
+        if self._clips:
+            check_clipping_recipe(model, self.recipe, self._resolver)
+
+    def change(self, *, recompute: str = "", convention: str = "", attention_kernel: str = "") -> CountedEstimator:
+        """The same model and what trains of it, under another recomputation, convention or kernel."""
+        return CountedEstimator(
+            self.model,
+            self.recipe._replace(recompute=recompute or self.recipe.recompute),
+            convention or self.convention,
+            attention_kernel or self.attention_kernel,
+        )
+
+    def estimate_batch(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        phase: str = "train",
+        logits: int | str | None = None,
+        read_device: bool = True,
+    ) -> Estimate:
+        """FLOPs of one step on a real batch, as given to the model."""
+        audio = (self.audio.key, self.audio.axis) if self.audio is not None else None
+        grids = None
+        if self.vision is not None and isinstance(batch, Mapping):  # read_batch says what is wrong with another
+            grids = self.vision.read_sizes(batch, read_device)
+        load, notes = read_batch(
+            batch, phase=phase, logits=logits, read_device=read_device, has_decoder=self.has_decoder, audio=audio,
+            images=grids or (),
+        )  # fmt: skip
+        return self.estimate(load if grids is None else load.replace(grids=grids), tuple(notes))
+
+    def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
+        """FLOPs of one step on a workload."""
+        load = check_workload(self.model, load)
+        if self._clips and load.phase != "train":
+            raise RecipeError(f"clipping {self.recipe.clipping} belongs to phase train, not {load.phase}")
+        return Estimate((Term(self, load, 1),), self.count(load, self.convention), notes)
+
+    def count_visual_tokens(self, load: Workload) -> int:
+        return self.model.count_visual_tokens(load)
+
+    def count(self, load: Workload, convention: str) -> Flops:
+        """FLOPs of one step under a convention."""
+        coefficients, counting = self._choose(load, convention)
+        forward = backward = recompute = clipping = 0
+        for feature, flops in coefficients.terms:
+            value = evaluate_feature(feature, load, counting)
+            forward += flops.forward * value
+            backward += flops.backward * value
+            recompute += flops.recompute * value
+            clipping += flops.clipping * value
+        total = Flops(forward, backward, recompute, clipping)
+        if convention == "hardware":
+            for block, row, value in self._list_padding(coefficients, load, counting):
+                total += row.flops * (value * block.copies)
+        return total if load.phase == "train" else Flops(total.forward)
+
+    def rows(self, load: Workload, convention: str) -> list[CountedRow]:
+        """Every row of the model with the value of its feature under a convention."""
+        coefficients, counting = self._choose(load, convention)
+        rows = [
+            (block, row, evaluate_feature(row.op.feature, load, counting))
+            for block in coefficients.blocks
+            for row in block.rows
+        ]
+        return rows + (self._list_padding(coefficients, load, counting) if convention == "hardware" else [])
+
+    def parameters(self) -> dict[str, int]:
+        """Parameters: all (tied once, adapters included), those one token reaches, those that train."""
+        # Parameters are the same in every mode: take one that was counted.
+        counted = next(iter(self._coefficients.values()), None) or self._count_mode(False, False, self.convention)
+        total = inactive = trainable = 0
+        for block in counted.blocks:
+            for row in block.rows:
+                total += row.parameters * block.copies
+                inactive += row.inactive * block.copies
+                trainable += row.trainable * block.copies
+        return {"total": total, "active": total - inactive, "trainable": trainable}
+
+    def notes(self, load: Workload) -> list[str]:
+        """What a reader of the numbers should know."""
+        notes = describe_work(self, self.model, load)
+        if self.convention == "hardware" and self.attention_kernel != "eager":
+            coefficients, counting = self._choose(load, "hardware")
+            padding = self._list_padding(coefficients, load, counting)
+            notes += describe_kernels(self, load, self.kernel_table, self.tile_table, padding)
+        return notes
+
+    def _list_padding(self, coefficients: Coefficients, load: Workload, counting: str) -> list[CountedRow]:
+        if self.attention_kernel == "eager":
+            return []
+        return list_padding(
+            coefficients.blocks, load, counting, self.kernel_table, self.tile_table, self.recipe.clipping
+        )
+
+    def _choose(self, load: Workload, convention: str) -> tuple[Coefficients, str]:
+        """The coefficients for a workload, and how its features are to be counted."""
+        key = (bool(load.grids or load.videos), bool(load.clips), convention)
+        found = self._chosen.get(key)
+        if found is None:
+            counting = convention
+            if convention == "hardware":
+                counting = "full" if self.attention_kernel == "eager" else self.attention_kernel
+            found = self._chosen[key] = (self._count_mode(*key), counting)
+        return found
+
+    def _count_mode(self, has_images: bool, has_audio: bool, convention: str) -> Coefficients:
+        is_hardware = convention == "hardware"
+        mode = Mode(
+            has_images,
+            has_audio,
+            is_hardware and self.attention_kernel != "eager",
+            self.recipe.recompute if is_hardware else "none",
+            self.kernel_table.shapes if is_hardware and self.kernel_table is not None else (),
+            is_hardware,
+            self.recipe.clipping if is_hardware else "none",
+            is_hardware and self._is_functorch,
+        )
+        found = self._coefficients.get(mode)
+        if found is None:
+            blocks = count(self.stages, self._resolver, mode)
+            found = self._coefficients[mode] = Coefficients(blocks, tuple(sum_coefficients(blocks).items()))
+        return found
+
+    def _paths(self) -> Iterable[str]:
+        return {
+            join(block.path, row.op.name)
+            for block in self._count_mode(True, True, self.convention).blocks
+            for row in block.rows
+        }
+
+
+def _join_recipe(model: BoundModel, recipe: Recipe | None, clipping: str | None) -> Recipe:
+    """The recipe that holds: a live model says itself what trains, a recipe what it cannot say."""
+    if model.source.module is not None and (recipe is None or recipe.trained is None):
+        if recipe is not None and (recipe.freeze or recipe.train_only or recipe.lora):
+            raise RecipeError(
+                "a live model itself says what trains (requires_grad and PEFT): change it there, or pass its config"
+            )
+        live, sizes, names = read_recipe(model.source.module, None if recipe is None else recipe.recompute)
+        check_live(model, sizes, names)
+        recipe = live if recipe is None else live._replace(clipping=recipe.clipping)
+    recipe = recipe if recipe is not None else make_recipe()
+    if clipping is not None and recipe.clipping not in ("none", clipping):
+        raise RecipeError(f"clipping {format_value(clipping)} contradicts the recipe's, {recipe.clipping}")
+    return recipe if clipping is None else recipe._replace(clipping=clipping)

@@ -1,0 +1,72 @@
+"""What a reader of an estimate should know, in sentences: what was left out, assumed, or taken from a table."""
+
+from __future__ import annotations
+
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.estimate.padding import CountedRow
+from flopcalc.core.model.bound import BoundModel, find_architecture, is_same_class
+from flopcalc.core.workload.sums import attention_calls
+from flopcalc.core.workload.workload import Workload
+from flopcalc.errors import format_value
+from flopcalc.hardware.kernels import KernelTable, TileTable
+from flopcalc.units import format_flops
+
+
+def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> list[str]:
+    """Notes on the model, its inputs and its recipe."""
+    notes = []
+    spec, recipe = model.spec, estimator.recipe
+    named = "" if model.source.module is not None else find_architecture(model.source)
+    if named and not is_same_class(named, spec.architecture):
+        notes.append(f"the config names {format_value(named)[1:-1]}; counted as {spec.architecture}")
+    if model.vision is not None and not load.all_grids and load.phase != "decode":
+        example = "--image 1024x768" if model.vision.kind == "grid" else "--image 336x336"
+        notes.append(f"no image given, so the vision tower is not counted; add one with {example}")
+    if model.audio is not None and not load.clips and load.phase != "decode":
+        notes.append("no audio given, so the audio tower is not counted; add some with --audio SECONDS")
+    longest = max(side.longest for side in (load, load.decoder) if side is not None)
+    if model.position_limit and model.position_kind == "rotary" and longest > model.position_limit:
+        notes.append(f"length {longest} is beyond max_position_embeddings = {model.position_limit}")
+    if recipe.recompute != "none" and estimator.convention != "hardware" and load.phase == "train":
+        again = estimator.count(load, "hardware").recompute
+        notes.append(f"recomputation would add {format_flops(again)} ({again}) under convention hardware")
+    if recipe.clipping != "none" and estimator.convention != "hardware":
+        extra = estimator.count(load, "hardware").clipping
+        notes.append(f"clipping would add {format_flops(extra)} ({extra}) under convention hardware")
+    if load.phase == "train" and not estimator.parameters()["trainable"]:
+        notes.append("nothing trains under this recipe, so there is no backward pass")
+    side = load.decoder or load
+    if isinstance(side.logits, int) and side.logits > side.seq:
+        notes.append(f"logits asked for {side.logits} positions, a sequence has {side.seq}: all of them counted")
+    if spec.reentrant and recipe.recompute == "full-reentrant" and load.phase == "train":
+        notes.append(spec.reentrant)
+    if recipe.recompute != "none" and load.phase != "train":
+        notes.append(f"phase {load.phase} has no backward pass, so nothing is recomputed")
+    return notes
+
+
+def describe_kernels(
+    estimator: Estimator,
+    load: Workload,
+    kernels: KernelTable | None,
+    tiles: TileTable | None,
+    padding: list[CountedRow],
+) -> list[str]:
+    """What the hardware count takes from tables, and where a query lies outside them."""
+    notes = []
+    if load.phase != "decode" and kernels is None:
+        backward = "; backward forms the scores again" if load.phase == "train" else ""
+        rule = f"causal attention counted in blocks of 128, no measured table{backward}"
+        notes.append(f"kernel {estimator.attention_kernel}: {rule}")
+    elif load.phase != "decode" and kernels is not None:
+        asked: dict[tuple[int, int], set[tuple[str, int]]] = {}
+        for _, row, value in estimator.rows(load, "hardware"):
+            if row.op.kind == "attend" and row.op.feature[0] != "padding" and value:
+                calls = attention_calls(row.op.feature, load, row.op.times)
+                asked.setdefault((row.op.qk, row.op.v), set()).update(calls)
+        notes.append(f"kernel {estimator.attention_kernel}: {kernels.describe(asked)}")
+    padded = sum(row.op.kind == "linear" for _, row, _ in padding)
+    if padded and tiles is not None:
+        products = f"{padded} product{'s' if padded > 1 else ''}"
+        notes.append(f"tile padding of {products} as measured on {tiles.device} (tables gemm and padding)")
+    return notes

@@ -1,0 +1,113 @@
+"""A config and its spec become a BoundModel: stages of operations, towers and positions, all sizes known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flopcalc.core.model.audio import Audio, bind_audio
+from flopcalc.core.model.config import Source
+from flopcalc.core.model.live import unwrap
+from flopcalc.core.model.ops import Stage, expand, iterate
+from flopcalc.core.model.vision import Vision, bind_vision
+from flopcalc.core.spec.expressions import MissingNameError
+from flopcalc.core.spec.spec import BoundDims, Spec, find_spec
+from flopcalc.core.spec.spec import bind as bind_spec
+from flopcalc.core.workload.workload import Workload
+from flopcalc.data import list_data_files
+from flopcalc.errors import ConfigError, format_nearest, format_value
+
+_SUPPORTED_HINT = (
+    "`flopcalc models` lists what is supported; --trace counts it from HF's own code, --spec FILE adds your own"
+)
+
+
+@dataclass(frozen=True)
+class BoundModel:
+    """A model under one config: what it consists of, and what it takes."""
+
+    source: Source
+    spec: Spec
+    stages: tuple[Stage, ...]
+    vision: Vision | None
+    audio: Audio | None
+    has_decoder: bool
+    has_text_encoder: bool
+    position_kind: str  # 'learned', 'rotary' or nothing
+    position_limit: int  # 0: none is known
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def count_visual_tokens(self, load: Workload) -> int:
+        if self.vision is None:
+            return 0
+        videos = sum(self.vision.count_tokens(grid, True) for grid in load.videos)
+        return sum(self.vision.count_tokens(grid) for grid in load.grids) + videos
+
+
+def bind_model(source: Source, specs: Mapping[str, Spec] | None = None) -> BoundModel:
+    """The model that a config describes; `specs` are the user's own, by model type."""
+    extra = dict(specs or {})
+    spec = _find_spec(source, extra)
+    dims = bind_spec(spec, source.config, source.where, extra)
+    stages = expand(dims)
+    ops = [op for stage in stages for chain in stage.layers[:1] for op in iterate(chain)]
+    return BoundModel(
+        source=source,
+        spec=spec,
+        stages=stages,
+        vision=bind_vision(dims),
+        audio=bind_audio(dims) if spec.audio else None,
+        has_decoder=any("decoder" in op.feature[:2] for op in ops),
+        has_text_encoder=any(
+            op.feature[0] in ("tokens", "pairs") or op.feature[:2] == ("sum", "sequence") for op in ops
+        ),
+        position_kind=spec.positions.get("kind", ""),
+        position_limit=_read_limit(dims),
+    )
+
+
+def find_architecture(source: Source, spec: Spec | None = None) -> str:
+    """The HF class: a live model's own, or the one that it extends and a spec knows; else the first in the config."""
+    if source.module is not None:
+        names = [each.__name__ for each in type(unwrap(source.module)).__mro__]
+        known = (spec.architecture, *spec.variants) if spec is not None else ()
+        return next((name for name in names if name in known), names[0])
+    named = source.config.get("architectures")
+    return str(named[0]) if isinstance(named, (list, tuple)) and named else ""
+
+
+def is_same_class(named: str, architecture: str) -> bool:
+    """Whether two names mean one class: remote code and releases differ in underscores and case alone."""
+    return named == architecture or named.replace("_", "").lower() == architecture.replace("_", "").lower()
+
+
+def _find_spec(source: Source, specs: dict[str, Spec]) -> Spec:
+    model_type: str = source.config["model_type"]
+    spec = specs.get(model_type) or find_spec(model_type)
+    named = find_architecture(source, spec)
+    variant = spec.variants.get(named) if spec is not None else None
+    if variant is not None:
+        spec = specs.get(variant) or find_spec(variant)
+    if spec is None:
+        near = format_nearest(model_type, list_data_files("specs"))
+        raise ConfigError(f"{source.where}: model_type {format_value(model_type)} has no spec.{near} {_SUPPORTED_HINT}")
+    if spec.is_tower:
+        raise ConfigError(f"{source.where}: {model_type!r} is a part of other models, not one by itself")
+    return spec
+
+
+def _read_limit(dims: BoundDims) -> int:
+    text = dims.spec.positions.get("limit")
+    if text is None:
+        return 0
+    try:
+        value: Any = dims.evaluate(text)
+    except MissingNameError:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{dims.where}: {text} must be a positive whole number, not {format_value(value)}")
+    return value
