@@ -12,8 +12,8 @@ import pytest
 
 from flopcalc import Utilization, bind
 from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.grids import format_grid, format_html
-from flopcalc.report.estimate import NOT_COUNTED, breakdown, format_csv, format_estimate
+from flopcalc.grids import format_grid
+from flopcalc.report.estimate import NOT_COUNTED, format_csv, format_estimate
 
 TEXT = "llama-3.1-8b"
 
@@ -35,7 +35,7 @@ def test_csv_holds_exact_rows(by: str) -> None:
 
 
 def test_breakdown_by_module_is_cut_to_depth() -> None:
-    headers, rows = breakdown(make(), "module", 2)
+    headers, rows = make().breakdown("module", 2)
     assert headers == ["path", "kind", "count", "forward", "backward", "recompute", "clipping", "parameters"]
     assert [row[0] for row in rows] == ["model.embed_tokens", "model.layers", "model.norm", "lm_head"]
 
@@ -114,7 +114,7 @@ def test_html_escapes(tmp_path: Path) -> None:
         "num_attention_heads": 2, "vocab_size": 9,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    html = format_html(bind(folder)(1, 8))
+    html = bind(folder)(1, 8)._repr_html_()
     assert "a&lt;b&gt;" in html
     assert "<b>" not in html
     assert html.count("<tr>") == 6

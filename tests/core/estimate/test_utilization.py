@@ -9,7 +9,8 @@ import pytest
 
 import flopcalc
 from flopcalc import DeviceError, FlopcalcError, Utilization, bind, calculate_mfu, get_gpu_peak_flops, hfu, mfu
-from flopcalc.core.estimate.utilization import find_peak, profile_model_flops
+from flopcalc.compat import profile_model_flops
+from flopcalc.core.estimate.utilization import find_peak
 
 MODEL = "sweep-tiny"
 RECIPE = {"recompute": "full"}
