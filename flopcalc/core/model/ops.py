@@ -277,14 +277,10 @@ class _Builder:
         texts |= {
             text.partition(":")[2]
             for item in self._flatten(items)
-            for text in (
-                item.get("rows", self.rows),
-                item.get("needed", self.needed),
-                item.get("less", ""),
-                item.get("cache_rows", ""),
-            )  # fmt: skip
+            for text in (item.get("rows", self.rows), item.get("needed", self.needed), item.get("less", ""))
             if ":" in text
         }
+        texts |= {item["cache_rows"].partition(":")[2] for item in self._flatten(items) if "cache_rows" in item}
         tied = [item["tied"] for item in self._flatten(items) if "tied" in item]
         texts |= {condition for condition, _ in tied} | {name for _, target in tied for name in _BRACES.findall(target)}
         texts |= {name for item in self._flatten(items) for name in _BRACES.findall(item.get("name", ""))}
