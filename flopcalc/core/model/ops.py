@@ -17,6 +17,7 @@ from flopcalc.core.spec.spec import (
     check_required,
     find_key,
     find_spec,
+    keeps_keys,
     rename_path,
 )
 from flopcalc.core.workload.sums import Feature
@@ -58,6 +59,10 @@ class Op(NamedTuple):
     numbered: tuple[int | str, ...] = (0, 1)  # the copies that are modules (*): first number and step, or their names
     adapts: bool = True  # LoRA's all-linear reaches it, as every linear module but the head
     at: str = ""  # the module that multiplies by its weight, if not its own
+    kv_heads: int = 0  # heads of keys and values
+    cache: int = 0  # elements that each position leaves in the layer's cache, as HF's code caches
+    cache_rows: Feature = ()  # how many positions the cache holds after a call; () where it holds none
+    latent: int = 0  # elements of the compressed latent per position, where attention is latent
 
     @property
     def bias_name(self) -> str:
@@ -275,6 +280,7 @@ class _Builder:
             for text in (item.get("rows", self.rows), item.get("needed", self.needed), item.get("less", ""))
             if ":" in text
         }
+        texts |= {item["cache_rows"].partition(":")[2] for item in self._flatten(items) if "cache_rows" in item}
         tied = [item["tied"] for item in self._flatten(items) if "tied" in item]
         texts |= {condition for condition, _ in tied} | {name for _, target in tied for name in _BRACES.findall(target)}
         texts |= {name for item in self._flatten(items) for name in _BRACES.findall(item.get("name", ""))}
@@ -382,8 +388,13 @@ class _Builder:
                 if "less" in item:
                     feature = ("minus", feature, self._feature(item["less"]))
             part = part if part in ("vision", "audio", "projector") else "attention_scores"
+            heads, qk, v = size("heads"), size("qk"), size("v", 0)
+            kv_heads = size("kv_heads", default=str(heads))
+            cache = size("cache", 0, default=str(kv_heads * (qk + v) if keeps_keys(item) else 0))
             return Op(
-                kind, name, part, feature, times, heads=size("heads"), qk=size("qk"), v=size("v", 0), detached=detached,
+                kind, name, part, feature, times, heads=heads, qk=qk, v=v, detached=detached,
+                kv_heads=kv_heads, cache=cache, cache_rows=self._cache_rows(item) if cache else (),
+                latent=size("latent", 0, default="0"),
             )  # fmt: skip
         if kind == "product":
             flops = size("flops", 0)
@@ -450,6 +461,14 @@ class _Builder:
             length = size("length")
             return (span,), length * length
         raise SpecError(f"{self.dims.spec.file}: span {span!r} unknown; known: {', '.join(SPANS)}")
+
+    def _cache_rows(self, item: dict[str, Any]) -> Feature:
+        """Positions that a layer's cache holds: those said, else all of its own side's that its window lets it see."""
+        if "cache_rows" in item:
+            return self._sum(item["cache_rows"])
+        unit = "decoder" if self.side == "decoder" else "sequence"
+        window = self.dims.evaluate(item["window"]) if "window" in item else None
+        return ("sum", unit, "n + c" if window is None else f"min(n + c, {window})", ())
 
     def _features(self, item: dict[str, Any]) -> Feature:
         feature = self._feature(item.get("rows", self.rows))

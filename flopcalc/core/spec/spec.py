@@ -33,7 +33,8 @@ OP_KEYS: dict[str, set[str]] = {
     | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding", "at", "flops"}
     | {"adapts", "numbered"},
     "conv": _OP_COMMON | {"in", "out", "bias", "param", "input_embedding", "at"},
-    "attend": _OP_COMMON | {"heads", "qk", "v", "span", "mask", "window", "length"},
+    "attend": _OP_COMMON
+    | {"heads", "qk", "v", "span", "mask", "window", "length", "kv_heads", "cache", "cache_rows", "latent"},
     "product": _OP_COMMON | {"flops", "backward"},
     "norm": _OP_COMMON | {"dim", "bias", "tied", "copies"},
     "embed": _OP_COMMON | {"count", "dim", "tied", "input_embedding"},
@@ -56,7 +57,7 @@ _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "input_embedding": (bool, str), "detached": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
     "pixels": (dict,),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
-    **dict.fromkeys(("flops", "backward"), (str, int)),
+    **dict.fromkeys(("flops", "backward", "kv_heads", "cache", "latent"), (str, int)),
     **dict.fromkeys(("length", "repeat", "first"), (str, int)),
 }  # fmt: skip
 _KINDS = {"vision": ("grid", "fixed", "tiles"), "positions": ("learned", "rotary")}
@@ -67,6 +68,7 @@ WORDS = {
     "rows",
     "needed",
     "less",
+    "cache_rows",
     "part",
     "span",
     "mask",
@@ -305,18 +307,29 @@ def _check_op(op: dict[str, Any], where: str) -> None:
     for key, known in (("part", PARTS), ("span", SPANS), ("mask", MASKS)):
         if key in op and op[key] not in known:
             raise SpecError(f"{where}: {key} {op[key]!r} unknown.{format_nearest(op[key], known)}")
+    if kind == "attend" and keeps_keys(op) and "kv_heads" not in op:
+        raise SpecError(f'{where}: needs kv_heads = "…", the heads of keys and values that a layer has')
     for key, value in op.items():
         if isinstance(value, str) and key not in WORDS:
             _check_expression(value, f"{where}, {key}")
 
 
+def keeps_keys(op: dict[str, Any]) -> bool:
+    """Whether an attend op of a spec may decode, so that its keys and values stay in a cache."""
+    if "rows" in op:
+        return str(op["rows"]).partition(":")[0] in ("sequence", "document", "decoder")
+    return (op.get("span", "seq"), op.get("mask", "causal")) == ("seq", "causal")
+
+
 def _check_rows(table: dict[str, Any], where: str) -> None:
-    """`rows` and `needed`: a word, or 'UNIT: EXPRESSION', the sum of it over the workload's units."""
-    for key in ("rows", "needed", "less"):
+    """`rows` and its like: a word, or 'UNIT: EXPRESSION', the sum of it over the workload's units."""
+    for key in ("rows", "needed", "less", "cache_rows"):
         text = table.get(key)
-        if text is None or text in ROWS:
+        if text is None or (text in ROWS and key != "cache_rows"):
             continue
         unit, colon, expression = text.partition(":")
+        if not colon and key == "cache_rows":
+            raise SpecError(f'{where}: cache_rows must be "UNIT: EXPRESSION", not {text!r}')
         if not colon:
             raise SpecError(f"{where}: {key} {text!r} unknown.{format_nearest(text, ROWS)}")
         if unit not in UNITS:

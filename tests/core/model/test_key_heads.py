@@ -1,0 +1,178 @@
+"""Key heads and caches: what a spec says of an attention, held against the config and the widths of its projections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopcalc import SpecError, bind
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.config import load_config
+from flopcalc.core.model.ops import Chain, Op, Stage
+from flopcalc.core.spec.spec import load_spec
+from flopcalc.core.workload.workload import evaluate_feature, make_workload
+from flopcalc.data import list_data_files, load_toml
+
+PRESETS = [name for name, path in list_data_files("presets").items() if "alias" not in load_toml(path)]
+# Config keys that say how many heads of keys and values a layer has, by hand: the first that is there counts.
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+HEADS = ("num_attention_heads", "n_head", "num_heads")
+KEYS = ("k_proj", "key", "k", "kv_b_proj")  # projections that write keys alone, or a head's keys and values
+FUSED = ("qkv_proj", "query_key_value", "qkv", "Wqkv", "c_attn")  # queries, keys and values in one
+
+
+def list_ops(chain: Chain) -> Iterator[Op]:
+    for item in chain:
+        if isinstance(item, Op):
+            yield item
+        else:
+            for branch in item:
+                yield from list_ops(branch)
+
+
+def list_layers(stages: tuple[Stage, ...]) -> Iterator[tuple[Stage, int, list[Op]]]:
+    for stage in stages:
+        for layer, chain in enumerate(stage.layers):
+            yield stage, layer, list(list_ops(chain))
+
+
+def read_key_heads(config: dict[str, Any], layer: int) -> int:
+    """Key heads of a layer of the language model, from its config alone."""
+    text = {**config, **config.get("text_config", {})}
+    kind = text["model_type"]
+    if kind == "falcon" and text.get("multi_query", True) and not text.get("new_decoder_architecture"):
+        return 1
+    if kind in ("deepseek_v4",):
+        return 1
+    heads = next((int(text[key]) for key in HEADS if key in text), 32)  # a LLaVA config leaves llama's default out
+    if "kv_lora_rank" in text:
+        return heads  # latent attention: every head has its own keys
+    if kind == "gemma4_text" and text["layer_types"][layer] == "full_attention" and text.get("attention_k_eq_v"):
+        return int(text["num_global_key_value_heads"])
+    return next((int(text[key]) for key in KEY_HEADS if text.get(key) is not None), heads)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_key_heads_are_those_of_the_config(name: str) -> None:
+    source = load_config(name)
+    seen = 0
+    for stage, layer, ops in list_layers(Estimator(source).stages):
+        for i, op in enumerate(ops):
+            if op.kind != "attend":
+                continue
+            if stage.group == "language":
+                assert op.kv_heads == read_key_heads(source.config, layer), (stage.path, layer)
+                seen += 1
+            assert op.heads % op.kv_heads == 0
+            check_widths(ops[:i], op)
+    assert seen or source.config["model_type"] in ("mamba", "falcon_mamba")
+
+
+def check_widths(before: list[Op], op: Op) -> None:
+    """The projections before an attention are as wide as its key heads."""
+    for other in before:
+        module, _, last = other.name.rpartition(".")
+        if other.kind != "linear" or module != op.name:
+            continue
+        if last == "kv_b_proj":
+            assert other.n_out >= op.kv_heads * op.v
+        elif last in KEYS:
+            assert other.n_out == op.kv_heads * op.qk
+        elif last in FUSED:
+            assert other.n_out == op.heads * op.qk + op.kv_heads * (op.qk + op.v)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "kv_heads", "cache", "latent"),
+    [
+        ("phi-4", 40, 10, 2 * 10 * 128, 0),
+        ("phi-3-medium", 40, 10, 2 * 10 * 128, 0),
+        ("falcon-7b", 32, 1, 2 * 64, 0),
+        ("llama-3.1-8b", 32, 8, 2 * 8 * 128, 0),
+        ("gpt2", 12, 12, 2 * 768, 0),
+        ("deepseek-v3", 61, 128, 512 + 64, 512 + 64),
+        ("deepseek-v3.2", 61, 128, 512 + 64 + 128, 512 + 64),  # and the indexer's keys
+    ],
+)
+def test_known_models(model: str, layers: int, kv_heads: int, cache: int, latent: int) -> None:
+    found = [op for _, _, ops in list_layers(Estimator(load_config(model)).stages) for op in ops if op.kind == "attend"]
+    assert [(op.kv_heads, op.cache, op.latent) for op in found] == [(kv_heads, cache, latent)] * layers
+
+
+def test_an_encoder_decoder_keeps_the_encoder_s_keys_once() -> None:
+    stages = Estimator(load_config("t5-v1.1-xl")).stages
+    found = {(stage.path, op.name): op for stage, _, ops in list_layers(stages) for op in ops if op.kind == "attend"}
+    load = make_workload(2, 30, decoder_seq_len=1, phase="decode", context=9)
+    own = found["decoder.block", "layer.0.SelfAttention"]
+    cross = found["decoder.block", "layer.1.EncDecAttention"]
+    assert found["encoder.block", "layer.0.SelfAttention"].cache == 0
+    assert (own.cache, evaluate_feature(own.cache_rows, load, "full")) == (2 * 2048, 2 * 10)
+    assert (cross.cache, evaluate_feature(cross.cache_rows, load, "full")) == (2 * 2048, 2 * 30)
+
+
+def test_layers_that_share_keys_leave_nothing_and_windows_leave_a_window() -> None:
+    stages = Estimator(load_config("gemma-4-e2b")).stages
+    found = [op for stage, _, ops in list_layers(stages) if stage.group == "language" for op in ops if op.cache_rows]
+    load = make_workload(1, 1, phase="decode", context=9999)
+    assert len(found) == 15  # of 35 layers: 20 read the keys of earlier ones
+    assert [evaluate_feature(op.cache_rows, load, "full") for op in found[:5]] == [512, 512, 512, 512, 10000]
+
+
+# --- the grammar ------------------------------------------------------------------------------------------------------
+HEAD = 'architecture = "A"\nsource = "S"\n[[stack]]\npath = "model.layers"\n'
+
+
+def make_op(folder: Path, op: str) -> Op:
+    path = folder / "mine.toml"
+    path.write_text(f'{HEAD}ops = [{{ op = "attend", name = "attn", {op} }}]\n')
+    (stage,) = bind({"model_type": "mine", "h": 6, "kv": 2, "w": 5}, spec=path).stages
+    (made,) = list_ops(stage.layers[0])
+    return made
+
+
+SIZES = 'heads = "h", qk = 8, v = 4'
+OWN = ("sum", "sequence", "n + c", ())
+
+
+@pytest.mark.parametrize(
+    ("op", "kv_heads", "cache", "rows", "latent"),
+    [
+        ('kv_heads = "kv"', 2, 2 * 12, OWN, 0),
+        ('kv_heads = "kv", window = "w"', 2, 2 * 12, ("sum", "sequence", "min(n + c, 5)", ()), 0),
+        ('kv_heads = 2, cache = "0"', 2, 0, (), 0),
+        ('kv_heads = "h", cache = "w + 2", latent = "w"', 6, 7, OWN, 5),
+        ('kv_heads = 2, rows = "sequence: n * n"', 2, 24, OWN, 0),
+        ('kv_heads = 2, cache_rows = "decoder: m + w"', 2, 24, ("sum", "decoder", "m + w", (("w", 5),)), 0),
+        ('mask = "full"', 6, 0, (), 0),
+        ('mask = "full", kv_heads = 3', 3, 0, (), 0),
+        ('span = "frames"', 6, 0, (), 0),
+        ('rows = "image: h * w"', 6, 0, (), 0),
+    ],
+)
+def test_defaults(tmp_path: Path, op: str, kv_heads: int, cache: int, rows: Any, latent: int) -> None:
+    made = make_op(tmp_path, f"{SIZES}, {op}")
+    assert (made.kv_heads, made.cache, made.cache_rows, made.latent) == (kv_heads, cache, rows, latent)
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        ("", "op 'attn': needs kv_heads"),
+        (', window = "w"', "op 'attn': needs kv_heads"),
+        (', rows = "sequence: n * n"', "op 'attn': needs kv_heads"),
+        (', rows = "decoder: n * m"', "op 'attn': needs kv_heads"),
+        (", kvheads = 2", "unknown key 'kvheads'. Did you mean kv_heads, heads?"),
+        (", kv_heads = true", "kv_heads must be a str or int"),
+        (', kv_heads = 2, cache_rows = "tokens"', 'cache_rows must be "UNIT: EXPRESSION"'),
+        (', kv_heads = 2, cache_rows = "decodr: m"', "no unit 'decodr'. Did you mean decoder?"),
+    ],
+)
+def test_what_must_be_said(tmp_path: Path, op: str, words: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'{HEAD}ops = [{{ op = "attend", name = "attn", {SIZES}{op} }}]\n')
+    with pytest.raises(SpecError) as caught:
+        load_spec(str(path))
+    assert words in str(caught.value)
