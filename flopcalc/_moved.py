@@ -15,7 +15,7 @@ MOVED = {
     "audio": ("core.model.audio",),
     "calibration": ("hardware.tables",),
     "config": ("core.model.config",),
-    "count": ("core.count.count", "core.workload.sums"),
+    "count": ("core.count.count", "core.count.products", "core.count.formulas", "core.workload.pairs"),
     "coverage": ("core.spec.coverage",),
     "devices": ("hardware.devices",),
     "estimate": ("api", "core.estimate.estimate", "core.estimate.counted"),
@@ -23,14 +23,19 @@ MOVED = {
     "kernels": ("hardware.kernels",),
     "measure.gpm": ("measure.counters.gpm",),
     "operators": ("prediction.operators",),
-    "ops": ("core.model.ops",),
+    "ops": ("core.model.ops", "core.model.expand"),
     "prediction.plan": ("planning.plan",),
     "recipe": ("core.recipe.recipe", "core.recipe.resolver", "core.recipe.live", "core.model.ops", "core.model.live"),
     "spec": ("core.spec.spec",),
     "traced": ("core.estimate.traced", "api"),
     "utilization": ("core.estimate.utilization", "compat"),
     "vision": ("core.model.vision",),
-    "workload": ("core.workload.workload", "core.workload.batch", "core.workload.sums"),
+    "workload": (
+        "core.workload.workload",
+        "core.workload.batch",
+        "core.workload.sums",
+        "core.workload.pairs",
+    ),  # fmt: skip
 }
 
 

@@ -5,35 +5,18 @@ from __future__ import annotations
 import json
 import re
 from fnmatch import translate
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from flopcalc.cli.options import make_estimate, model_option, workload_options
-from flopcalc.core.count.count import Row
+from flopcalc.core.count.flops import NO_FLOPS, Flops
+from flopcalc.core.count.products import Product, Role, Row
 from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.core.model.ops import Op, join
-from flopcalc.core.workload.sums import Feature
+from flopcalc.core.model.ops import Attend, Embed, Linear, Multiply, join
+from flopcalc.core.workload.sums import Sum
 from flopcalc.errors import WorkloadError
 from flopcalc.units import format_flops
-
-_FEATURES = {
-    "tokens": "tokens",
-    "logits": "positions with logits",
-    "cached": "keys and values formed",
-    "patches": "patches",
-    "merged": "merged patches",
-    "images": "images",
-    "tiles": "tiles",
-    "frames": "query-key pairs within temporal patches",
-    "windows": "query-key pairs within windows",
-    "calls": "calls",
-    "folds": "folds",
-    "padding": "tile padding",
-    "samples": "samples",
-}
-# What clipping multiplies by: rows of one kind, taken sample by sample.
-_SAMPLE_FEATURES = {"each": "{}", "squares": "{}² of each sample", "products": "{}² of each sample"}
 
 
 @click.command()
@@ -53,7 +36,7 @@ def explain(model: str, pattern: str, as_json: bool, **options: Any) -> None:
     if not found:
         paths = [row.path for row in asked.estimate.by_module() if row.forward or row.clipping]
         raise WorkloadError(f"--op {pattern!r} matches no operation; there are {', '.join(paths)}")
-    shown = [explain_row(asked.estimate, *entry) for entry in found]
+    shown = [explain_row(asked.estimate, entry) for entry in found]
     if as_json:
         click.echo(
             json.dumps({"convention": asked.estimate.convention, "operations": shown}, indent=2, ensure_ascii=False)
@@ -67,130 +50,134 @@ def explain(model: str, pattern: str, as_json: bool, **options: Any) -> None:
             click.echo(f"  {line}")
 
 
-def find_rows(estimate: Estimate, pattern: str) -> list[tuple[str, int, Row, int]]:
-    """Matching rows as (path, copies, row, value of its feature); layers that count alike are one entry."""
+class Explained(NamedTuple):
+    """The products of a module that run over the same sum; layers that count alike are one entry."""
+
+    path: str
+    layers: int
+    row: Row
+    products: tuple[Product, ...]
+    value: int  # of the sum, over all micro-batches
+
+    @property
+    def flops(self) -> Flops:
+        """Per unit of the sum, of one layer."""
+        total = NO_FLOPS
+        for product in self.products:
+            total += product.per_unit
+        return total
+
+    def find(self, role: Role) -> Product | None:
+        return next((product for product in self.products if product.role == role), None)
+
+
+def find_rows(estimate: Estimate, pattern: str) -> list[Explained]:
+    """What matches a pattern, by module and sum."""
     regex = re.compile(translate(pattern))
     estimator, load, times = estimate.terms[0]
-    copies: dict[tuple[str, Row, int], int] = {}
-    for block, row, value in estimator.rows(load, estimate.convention):
+    layers: dict[tuple[str, Row, tuple[Product, ...], int], int] = {}
+    for block, row, values in estimator.rows(load, estimate.convention):
         path = join(f"{block.path}.*" if block.layers is not None else block.path, row.op.name)
-        has_work = value and (row.forward or ((row.backward or row.clipping) and load.phase == "train"))
-        if has_work and (regex.match(path) or pattern in path):
-            key = (path, row, value * times)  # over all micro-batches
-            copies[key] = copies.get(key, 0) + block.copies
-    return [(path, many, row, value) for (path, row, value), many in copies.items()]
+        if not (regex.match(path) or pattern in path):
+            continue
+        sums: dict[tuple[Sum, int], list[Product]] = {}
+        for product, value in zip(row.products, values, strict=True):
+            flops = product.per_unit
+            if value and (flops.forward or (load.phase == "train" and any(flops))):
+                sums.setdefault((product.rows, value), []).append(product)
+        for (_, value), products in sums.items():
+            key = (path, row, tuple(products), value * times)
+            layers[key] = layers.get(key, 0) + block.copies
+    return [Explained(path, many, row, products, value) for (path, row, products, value), many in layers.items()]
 
 
-def explain_row(estimate: Estimate, path: str, copies: int, row: Row, value: int) -> dict[str, Any]:
+def explain_row(estimate: Estimate, entry: Explained) -> dict[str, Any]:
     """One operation: its formula in words, then in numbers, per direction."""
-    op = row.op
-    is_train = estimate.terms[0][1].phase == "train"
-    unit = name_feature(op.feature, estimate.convention)
-    many = value * copies
-    forward = row.forward * many
-    backward, again, clipping = (each * many * is_train for each in (row.backward, row.recompute, row.clipping))
+    op, value = entry.row.op, entry.value
+    is_train = estimate.terms[0].load.phase == "train"
+    rows = entry.products[0].rows
+    unit = rows.describe(estimate.convention)
+    one = entry.flops if is_train else Flops(entry.flops.forward)
+    flops = one * (value * entry.layers)
     lines = [f"{unit}: {value:,}"]
-    if op.feature[0] == "padding":
-        lines = [f"forward  = {forward:,} ({format_flops(forward)}), measured beyond need on the device"]
-    elif row.forward:
-        words, numbers = _formula(row)
-        layers = f"{copies} × " if copies > 1 else ""
+    layers = f"{entry.layers} × " if entry.layers > 1 else ""
+    is_padding = entry.find("padding") is not None
+    if is_padding:
+        lines = [f"forward  = {_count(flops.forward)}, measured beyond need on the device"]
+    elif one.forward:
+        words, numbers = _formula(entry)
         # A fold is done once for all rows: how many experts a token reaches does not matter to it.
-        times = f" × {op.times}" if op.times > 1 and op.feature[0] != "executed" else ""
+        times = f" × {op.times}" if op.times > 1 and entry.find("fold") is None else ""
         per_unit = " × times" if times else ""
         lines.append(f"forward  = layers × {words}{per_unit} × {unit.partition(' (')[0]}")
-        lines.append(f"         = {layers}{numbers}{times} × {value:,} = {forward:,} ({format_flops(forward)})")
-    if is_train and op.feature[0] == "padding":
-        lines.append(f"backward = {backward:,} ({format_flops(backward)}), likewise")
-    elif is_train and (row.forward or row.backward):
-        ratio = f"{row.backward / row.forward:g} × forward = " if row.forward else _name_backward(op)
-        lines.append(f"backward = {ratio}{backward:,} ({format_flops(backward)})")
-    if again:
-        lines.append(f"recomputed = {again:,} ({format_flops(again)})")
-    if clipping and row.backward:
-        lines.append(f"clipping = backward once more = {clipping:,} ({format_flops(clipping)})")
-    elif clipping:
-        layers = f"{copies} × " if copies > 1 else ""
-        lines.append(f"clipping = layers × {_name_clipping(row)} × {unit}")
-        lines.append(f"         = {layers}{row.clipping:,} × {value:,} = {clipping:,} ({format_flops(clipping)})")
+        lines.append(f"         = {layers}{numbers}{times} × {value:,} = {_count(flops.forward)}")
+    if is_train and is_padding:
+        lines.append(f"backward = {_count(flops.backward)}, likewise")
+    elif is_train and (one.forward or one.backward):
+        ratio = f"{one.backward / one.forward:g} × forward = " if one.forward else _name_backward(entry)
+        lines.append(f"backward = {ratio}{_count(flops.backward)}")
+    if flops.recompute:
+        lines.append(f"recomputed = {_count(flops.recompute)}")
+    if flops.clipping and one.backward:
+        lines.append(f"clipping = backward once more = {_count(flops.clipping)}")
+    elif flops.clipping:
+        lines.append(f"clipping = layers × {_CLIPPING[entry.products[0].role]} × {unit}")
+        lines.append(f"         = {layers}{one.clipping:,} × {value:,} = {_count(flops.clipping)}")
     return {
-        "path": path,
-        "parameter": op.param if op.kind in ("linear", "conv", "embed") else None,
+        "path": entry.path,
+        "parameter": op.param if isinstance(op, (Linear, Embed)) else None,
         "kind": op.kind,
-        "count": copies,
+        "count": entry.layers,
         "feature": unit,
         "feature_value": value,
-        "forward": forward,
-        "backward": backward,
-        "recompute": again,
-        "clipping": clipping,
+        "forward": flops.forward,
+        "backward": flops.backward,
+        "recompute": flops.recompute,
+        "clipping": flops.clipping,
         "lines": lines,
     }
 
 
-def _name_clipping(row: Row) -> str:
-    names = {
-        "samples": "2 × trainable parameters (factors by per-sample gradients)",
-        # LoRA has two matrices, and either may be frozen.
-        "each": "2 × weights that train (per-sample gradients)",
-        "squares": "2 × (in + out) of each matrix that trains, out once more for a bias (rows by rows)",
-        "products": "2 × matrices that train (sum of both Gram matrices' product)",
-    }
-    return names.get(str(row.op.feature[0]), "2 × 2 × in × out (run once more, then its gradients)")
+def _count(flops: int) -> str:
+    return f"{flops:,} ({format_flops(flops)})"
 
 
-def _name_backward(op: Op) -> str:
+_CLIPPING: dict[Role, str] = {
+    "clip_factors": "2 × trainable parameters (factors by per-sample gradients)",
+    # LoRA has two matrices, and either may be frozen.
+    "clip_gradients": "2 × weights that train (per-sample gradients)",
+    "clip_grams": "2 × (in + out) of each matrix that trains, out once more for a bias (rows by rows)",
+    "clip_sums": "2 × matrices that train (sum of both Gram matrices' product)",
+    "clip_modules": "2 × 2 × in × out (run once more, then its gradients)",
+}
+
+
+def _name_backward(entry: Explained) -> str:
     names = {"attend": "in blocks of its own = ", "product": "FLOPs of its gradients × rows = "}
-    return names.get(op.kind, "gradient of the folded weight = ")
+    return names.get(entry.row.op.kind, "gradient of the folded weight = ")
 
 
-def _formula(row: Row) -> tuple[str, str]:
-    """The FLOPs of one row per unit of its feature and `times`: in words, and with the numbers filled in."""
-    op = row.op
-    if op.kind == "attend":
-        base = 2 * op.heads * (op.qk + op.v) * op.times
+def _formula(entry: Explained) -> tuple[str, str]:
+    """The forward FLOPs per unit of the sum and `times`: in words, and with the numbers filled in."""
+    op = entry.row.op
+    if isinstance(op, Attend):
+        plain = 2 * op.heads * (op.qk + op.v) * op.times
         words, numbers = "2 × heads × (qk + v)", f"2 × {op.heads} × ({op.qk} + {op.v})"
-        if row.forward == base:
+        if entry.flops.forward == plain:
             return words, numbers
-        return f"{words} × padding of the head dim", f"{numbers} × {row.forward / base:g}"
-    if op.kind == "embed":
-        rank = row.forward // (2 * op.size * op.times)
-        return "2 × r × width", f"2 × {rank} × {op.size}"
-    if op.flops and op.feature[0] not in ("needed", "executed"):  # its spec says its FLOPs, as a number per row
-        rest = row.forward // op.times - op.flops
-        if not rest or op.kind == "product":
-            return "FLOPs per row", f"{op.flops:,}"
-        rank = rest // (2 * (op.n_in + op.n_out))
-        words, numbers = "(FLOPs per row + 2 × r × (in + out))", f"2 × {rank} × ({op.n_in} + {op.n_out})"
-        return words, f"({op.flops:,} + {numbers})"
-    if op.feature[0] == "executed":
-        rank = row.forward // (2 * op.copies * op.n_in * op.n_out)
+        return f"{words} × padding of the head dim", f"{numbers} × {entry.flops.forward / plain:g}"
+    if isinstance(op, Multiply):
+        return "FLOPs per row", f"{op.flops:,}"
+    rank = entry.row.rank
+    if isinstance(op, Embed):
+        return "2 × r × width", f"2 × {rank} × {op.dim}"
+    assert isinstance(op, Linear)
+    if entry.find("fold") is not None:
         return "2 × copies × r × in × out", f"2 × {op.copies} × {rank} × {op.n_in} × {op.n_out}"
-    base = 0 if op.feature[0] == "needed" else 2 * op.n_in * op.n_out * op.times
-    rank = (row.forward - base) // (2 * op.times * (op.n_in + op.n_out))
-    adapter = f"2 × {rank} × ({op.n_in} + {op.n_out})"
-    if not base:
-        return "2 × r × (in + out)", adapter
-    if not rank:
-        return "2 × in × out", f"2 × {op.n_in} × {op.n_out}"
-    return "(2 × in × out + 2 × r × (in + out))", f"(2 × {op.n_in} × {op.n_out} + {adapter})"
-
-
-def name_feature(feature: Feature, convention: str = "model") -> str:
-    kind, *rest = feature
-    if kind in ("needed", "executed", "decoder"):
-        return name_feature(feature[1:], convention)
-    if kind in _SAMPLE_FEATURES:
-        return _SAMPLE_FEATURES[kind].format(name_feature(feature[1:], convention))
-    if kind == "only":
-        return name_feature(feature[2:], convention)
-    if kind == "either":
-        return name_feature(rest[0 if convention == "model" else 1], convention)
-    if kind == "minus":
-        return " less ".join(name_feature(part, convention) for part in rest)
-    if kind == "sum":
-        return f"rows (per {rest[0]}: {rest[1]})"
-    if feature[0] == "pairs":
-        window = f", window {feature[2]}" if feature[2] else ""
-        return f"query-key pairs ({feature[1]}{window})"
-    return _FEATURES[str(feature[0])]
+    whole = ("FLOPs per row", f"{op.own_flops:,}") if op.own_flops else ("2 × in × out", f"2 × {op.n_in} × {op.n_out}")
+    adapted = ("2 × r × (in + out)", f"2 × {rank} × ({op.n_in} + {op.n_out})")
+    if entry.find("base") is None:
+        return adapted
+    if entry.find("adapter_b") is None:
+        return whole
+    return f"({whole[0]} + {adapted[0]})", f"({whole[1]} + {adapted[1]})"

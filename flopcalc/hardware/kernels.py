@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from flopcalc.core.count.count import KernelShape
-from flopcalc.core.workload.sums import BLOCK
+from flopcalc.core.count.formulas import KernelShape
+from flopcalc.core.workload.pairs import BLOCK
 from flopcalc.hardware.tables import Table, find_table, load_table
 
 _ATTENTION_SHAPE = re.compile(r"(causal|full) b(\d+) h(\d+) s(\d+) d(\d+)/(\d+)")

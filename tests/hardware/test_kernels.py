@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flopcalc.core.count.count import KernelShape
+from flopcalc.core.count.formulas import KernelShape
 from flopcalc.hardware.kernels import read_kernel_table
 from flopcalc.hardware.tables import SHAPES, Table
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from flopcalc.core.count.count import bias_parameters, weight_parameters
 from flopcalc.core.model.bound import BoundModel, is_same_class
 from flopcalc.core.model.live import unwrap
-from flopcalc.core.model.ops import Chain, iterate, join
+from flopcalc.core.model.ops import Attend, Chain, Param, Weighted, iterate, join
 from flopcalc.core.recipe.recipe import Recipe, check_clipping
-from flopcalc.core.recipe.resolver import STATELESS, Resolver, check_clipped
+from flopcalc.core.recipe.resolver import Resolver, check_clipped
+from flopcalc.core.workload.sums import Pairs
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import ConfigError, RecipeError, WorkloadError
@@ -62,13 +62,13 @@ def _check_decodes(model: BoundModel, phase: str) -> None:
     if model.has_decoder:
         return
     masks = {
-        op.feature[:2]
+        op.rows.mask if isinstance(op.rows, Pairs) else None
         for stage in model.stages
         for chain in stage.layers
         for op in iterate(chain)
-        if op.kind == "attend" and stage.stream == "language"
+        if isinstance(op, Attend) and stage.stream == "language"
     }
-    if model.spec.architecture.endswith("ForMaskedLM") or masks == {("pairs", "full")}:
+    if model.spec.architecture.endswith("ForMaskedLM") or masks == {"full"}:
         raise WorkloadError(
             f"{model.name} is an encoder: it does not decode, so there is no phase {phase}; "
             "forward is one pass over the text, train a whole step"
@@ -163,13 +163,13 @@ def _parameter_sizes(chain: Chain, path: str) -> dict[str, int]:
     """Every parameter of a chain by its full name, with its number of elements."""
     sizes = {}
     for op in iterate(chain):
-        if op.kind in STATELESS or op.again:
+        if not isinstance(op, Weighted) or op.again:
             continue
         module = join(path, op.name)
         if not op.tied:
-            sizes[module if op.kind == "param" else f"{module}.{op.param}"] = weight_parameters(op)
+            sizes[module if isinstance(op, Param) else f"{module}.{op.param}"] = op.weight_size
         if op.bias:
-            sizes[f"{module}.{op.bias_name}"] = bias_parameters(op)
+            sizes[f"{module}.{op.bias_name}"] = op.bias_size
         if "*" in op.name:  # a module per copy
             for name in [name for name in sizes if "*" in name]:
                 size = sizes.pop(name) // op.copies

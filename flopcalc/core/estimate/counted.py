@@ -6,19 +6,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flopcalc.core.count.count import Block, Mode, count, sum_coefficients
+from flopcalc.core.count.count import Mode, count
 from flopcalc.core.count.flops import Flops
+from flopcalc.core.count.products import Block, CountedRow, sum_products
 from flopcalc.core.estimate.checks import check_clipping_recipe, check_live, check_workload, find_clipping
 from flopcalc.core.estimate.estimate import CONVENTIONS, Estimate, Estimator, Term
 from flopcalc.core.estimate.notes import describe_kernels, describe_work
-from flopcalc.core.estimate.padding import CountedRow, list_padding
+from flopcalc.core.estimate.padding import list_padding
 from flopcalc.core.model.bound import BoundModel
 from flopcalc.core.model.ops import join
 from flopcalc.core.recipe.live import read_recipe
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.recipe.resolver import Resolver
 from flopcalc.core.workload.batch import read_batch
-from flopcalc.core.workload.sums import Feature, evaluate_feature
+from flopcalc.core.workload.sums import Sum
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import FlopcalcError, RecipeError, format_value
 from flopcalc.hardware.kernels import KernelTable, TileTable
@@ -28,10 +29,10 @@ KERNELS = ("auto", "eager", "flash", "efficient", "cudnn")
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The rows of one counting mode, and their sums per feature, ready to be multiplied."""
+    """The rows of one counting mode, and their FLOPs per unit of each sum, ready to be multiplied."""
 
     blocks: tuple[Block, ...]
-    terms: tuple[tuple[Feature, Flops], ...]
+    terms: tuple[tuple[Sum, Flops], ...]
 
 
 class CountedEstimator(Estimator):
@@ -121,23 +122,23 @@ class CountedEstimator(Estimator):
         """FLOPs of one step under a convention."""
         coefficients, counting = self._choose(load, convention)
         forward = backward = recompute = clipping = 0
-        for feature, flops in coefficients.terms:
-            value = evaluate_feature(feature, load, counting)
+        for rows, flops in coefficients.terms:
+            value = rows.count(load, counting)
             forward += flops.forward * value
             backward += flops.backward * value
             recompute += flops.recompute * value
             clipping += flops.clipping * value
         total = Flops(forward, backward, recompute, clipping)
         if convention == "hardware":
-            for block, row, value in self._list_padding(coefficients, load, counting):
-                total += row.flops * (value * block.copies)
+            for padding in self._list_padding(coefficients, load, counting):
+                total += padding.flops * padding.block.copies
         return total if load.phase == "train" else Flops(total.forward)
 
     def rows(self, load: Workload, convention: str) -> list[CountedRow]:
-        """Every row of the model with the value of its feature under a convention."""
+        """Every row of the model with the values of its sums under a convention."""
         coefficients, counting = self._choose(load, convention)
         rows = [
-            (block, row, evaluate_feature(row.op.feature, load, counting))
+            CountedRow(block, row, tuple([product.rows.count(load, counting) for product in row.products]))
             for block in coefficients.blocks
             for row in block.rows
         ]
@@ -172,7 +173,7 @@ class CountedEstimator(Estimator):
         )
 
     def _choose(self, load: Workload, convention: str) -> tuple[Coefficients, str]:
-        """The coefficients for a workload, and how its features are to be counted."""
+        """The coefficients for a workload, and how its sums are to be counted."""
         key = (bool(load.grids or load.videos), bool(load.clips), convention)
         found = self._chosen.get(key)
         if found is None:
@@ -197,7 +198,7 @@ class CountedEstimator(Estimator):
         found = self._coefficients.get(mode)
         if found is None:
             blocks = count(self.stages, self._resolver, mode)
-            found = self._coefficients[mode] = Coefficients(blocks, tuple(sum_coefficients(blocks).items()))
+            found = self._coefficients[mode] = Coefficients(blocks, tuple(sum_products(blocks).items()))
         return found
 
     def _paths(self) -> Iterable[str]:

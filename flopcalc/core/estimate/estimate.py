@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from flopcalc.core.count.count import Block, Row
 from flopcalc.core.count.flops import NO_FLOPS, Flops
+from flopcalc.core.count.products import CountedRow
 from flopcalc.core.model.audio import Audio
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Op, Stage, join
@@ -98,7 +98,7 @@ class Estimator(Protocol):
 
     def count(self, load: Workload, convention: str) -> Flops: ...
 
-    def rows(self, load: Workload, convention: str) -> list[tuple[Block, Row, int]]: ...
+    def rows(self, load: Workload, convention: str) -> list[CountedRow]: ...
 
     def parameters(self) -> dict[str, int]: ...
 
@@ -232,9 +232,9 @@ class Estimate:
 
     def _sum_by(self, key: Callable[[Op], str]) -> dict[str, Flops]:
         sums: dict[str, Flops] = {}
-        for block, row, value, is_train, times, _ in self._rows():
-            flops = row.flops if is_train else Flops(row.forward)
-            sums[key(row.op)] = sums.get(key(row.op), NO_FLOPS) + flops * (value * block.copies * times)
+        for counted, flops, times, _ in self._rows():
+            name = key(counted.row.op)
+            sums[name] = sums.get(name, NO_FLOPS) + flops * (counted.block.copies * times)
         return sums
 
     def by_module(self, depth: int | None = None, *, per_layer: bool = False) -> list[ModuleRow]:
@@ -243,7 +243,7 @@ class Estimate:
             check_size(depth, "depth")
         found: dict[str, _ModuleSum] = {}
         stages: dict[str, int] = {}
-        for block, row, value, is_train, times, is_first in self._rows():
+        for (block, row, _), flops, times, is_first in self._rows():
             layers: tuple[int | None, ...] = block.layers if block.layers is not None else (None,)
             groups = [(layer,) for layer in layers] if per_layer else [layers]
             for group in groups:
@@ -256,8 +256,7 @@ class Estimate:
                 # Layers that count alike come together: their place in the model puts them back in order.
                 place = (stages.setdefault(block.path, len(stages)), group[0] or 0, len(found))
                 entry = found.setdefault(cut, _ModuleSum(place))
-                flops = row.flops if is_train else Flops(row.forward)
-                entry.flops += flops * (value * len(group) * times)
+                entry.flops += flops * (len(group) * times)
                 entry.kinds.add(row.op.kind if cut == path else "module")
                 entry.layers.update(group if "*" in cut.split(".") else (None,))
                 if is_first:
@@ -271,14 +270,15 @@ class Estimate:
             for path, entry in ordered
         ]  # fmt: skip
 
-    def _rows(self) -> Iterator[tuple[Block, Row, int, bool, int, bool]]:
-        """Every row with its feature's value, whether it trains, how often, and whether its model is met first."""
+    def _rows(self) -> Iterator[tuple[CountedRow, Flops, int, bool]]:
+        """Every row, the FLOPs of one layer of it, how often it runs, and whether its model is met first."""
         seen: set[Any] = set()
         for estimator, load, times in self.terms:
             is_first = estimator.identity not in seen
             seen.add(estimator.identity)
-            for block, row, value in estimator.rows(load, estimator.convention):
-                yield block, row, value, load.phase == "train", times, is_first
+            for counted in estimator.rows(load, estimator.convention):
+                flops = counted.flops
+                yield counted, flops if load.phase == "train" else Flops(flops.forward), times, is_first
 
     @property
     def parameters(self) -> dict[str, int]:

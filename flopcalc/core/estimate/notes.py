@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.estimate.padding import CountedRow
 from flopcalc.core.model.bound import BoundModel, find_architecture, is_same_class
-from flopcalc.core.workload.sums import attention_calls
+from flopcalc.core.model.ops import Attend, Linear
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import format_value
 from flopcalc.hardware.kernels import KernelTable, TileTable
@@ -60,12 +60,12 @@ def describe_kernels(
         notes.append(f"kernel {estimator.attention_kernel}: {rule}")
     elif load.phase != "decode" and kernels is not None:
         asked: dict[tuple[int, int], set[tuple[str, int]]] = {}
-        for _, row, value in estimator.rows(load, "hardware"):
-            if row.op.kind == "attend" and row.op.feature[0] != "padding" and value:
-                calls = attention_calls(row.op.feature, load, row.op.times)
+        for _, row, values in estimator.rows(load, "hardware"):
+            if isinstance(row.op, Attend) and row.find("padding") is None and any(values):
+                calls = row.op.rows.attention_calls(load, row.op.times)
                 asked.setdefault((row.op.qk, row.op.v), set()).update(calls)
         notes.append(f"kernel {estimator.attention_kernel}: {kernels.describe(asked)}")
-    padded = sum(row.op.kind == "linear" for _, row, _ in padding)
+    padded = sum(isinstance(row.op, Linear) for _, row, _ in padding)
     if padded and tiles is not None:
         products = f"{padded} product{'s' if padded > 1 else ''}"
         notes.append(f"tile padding of {products} as measured on {tiles.device} (tables gemm and padding)")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
 
-from flopcalc.core.count.count import Block, KernelShape, Row, fused_flops, product_flops
-from flopcalc.core.workload.sums import attention_calls, evaluate_feature
+from flopcalc.core.count.formulas import KernelShape, fused_call_flops
+from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row
+from flopcalc.core.model.ops import Attend, Conv, Linear
+from flopcalc.core.workload.sums import Once
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.kernels import KernelTable, TileTable
-
-# A row with the value of its sum, and the layers that count alike.
-CountedRow: TypeAlias = tuple[Block, Row, int]
 
 
 def list_padding(
@@ -24,59 +22,67 @@ def list_padding(
 ) -> list[CountedRow]:
     """Padding of a fused kernel's calls and of plain products, where a device's tables hold their exact sizes."""
     found: list[CountedRow] = []
-    if kernels is not None and load.phase != "decode" and load.layout == "unpadded":
-        found += _list_ragged(kernels, blocks, load)
-    if tiles is not None:
-        found += _list_tiles(tiles, blocks, load, counting)
     # The second pass back is padded as the first; what is computed per sample has no measured padding.
-    if clipping in ("ghost", "fast"):
-        found = [(block, row._replace(clipping=row.backward), value) for block, row, value in found]
+    twice = clipping in ("ghost", "fast")
+    if kernels is not None and load.phase != "decode" and load.layout == "unpadded":
+        found += _list_ragged(kernels, blocks, load, twice)
+    if tiles is not None:
+        found += _list_tiles(tiles, blocks, load, counting, twice)
     return found
 
 
-def _list_tiles(tiles: TileTable, blocks: Iterable[Block], load: Workload, counting: str) -> Iterator[CountedRow]:
+def _list_tiles(
+    tiles: TileTable, blocks: Iterable[Block], load: Workload, counting: str, twice: bool
+) -> Iterator[CountedRow]:
     for block in blocks:
         for row in block.rows:
             op = row.op
-            flops = product_flops(op)
             # An adapted or fused product is several: only plain ones have one size.
             # A router may run in fp32 (DeepSeek's does), where bf16 tiles say nothing.
-            if op.kind != "linear" or op.copies > 1 or row.forward != flops or op.part == "router":
+            if not isinstance(op, Linear) or isinstance(op, Conv) or op.copies > 1 or op.part == "router":
                 continue
-            value = evaluate_feature(op.feature, load, counting)
+            base = row.products[0] if len(row.products) == 1 and row.products[0].role == "base" else None
+            value = base.rows.count(load, counting) if base is not None else 0
             excess = tiles.find(value * op.times, op.n_out, op.n_in) if value else None
-            if excess is None:
+            if base is None or excess is None:
                 continue
-            owed = ("dgrad", "wgrad") if row.backward == 2 * flops else ("wgrad" if row.owes_weight else "dgrad",)
-            back = sum(excess.get(direction, 0) for direction in owed) if row.backward else 0
-            ahead = excess.get("forward", 0)
-            if ahead or back:
-                yield block, Row(op._replace(feature=("padding",)), ahead, back, ahead if row.recompute else 0), 1
+            passes = base.passes
+            back = excess.get("dgrad", 0) * passes.input_gradient + excess.get("wgrad", 0) * passes.weight_gradient
+            forward = excess.get("forward", 0)
+            if forward or back:
+                yield _make_row(block, op, forward, back, passes.recompute > 0, twice, 1)
 
 
-def _list_ragged(table: KernelTable, blocks: Iterable[Block], load: Workload) -> Iterator[CountedRow]:
+def _list_ragged(table: KernelTable, blocks: Iterable[Block], load: Workload, twice: bool) -> Iterator[CountedRow]:
     """Attention over lengths that fill no whole block: what was measured of exactly that call, less the formula."""
     shapes = dict(table.shapes)
     for block in blocks:
         for row in block.rows:
-            op = row.op
-            if op.kind != "attend":
+            op, fused = row.op, row.find("fused")
+            if not isinstance(op, Attend) or fused is None:
                 continue
             shape = shapes.get((op.qk, op.v), KernelShape())
-            for (mask, length), many in attention_calls(op.feature, load, op.times).items():
+            behind = row.find("fused_backward")
+            has_backward = behind is not None and behind.passes.backward > 0
+            for (mask, length), calls in op.rows.attention_calls(load, op.times).items():
                 measured = table.calls.get((op.qk, op.v, mask, length))
                 if measured is None:
                     continue
-                counted = fused_flops(op._replace(heads=1, times=1), shape, mask, length)
-                ahead, behind = (
-                    (measured[way] - flops) * op.heads
-                    for way, flops in zip(("forward", "backward"), counted, strict=True)
+                counted = fused_call_flops(op.replace(heads=1, times=1), shape, mask, length)
+                forward, backward = (
+                    (measured[direction] - flops) * op.heads
+                    for direction, flops in zip(("forward", "backward"), counted, strict=True)
                 )
-                padding = Row(
-                    op._replace(feature=("padding",)),
-                    ahead if row.forward else 0,
-                    behind if row.backward else 0,
-                    ahead if row.recompute else 0,
-                )
-                if padding.forward or padding.backward:
-                    yield block, padding, many
+                backward = backward if has_backward else 0
+                if forward or backward:
+                    yield _make_row(block, op, forward, backward, fused.passes.recompute > 0, twice, calls)
+
+
+def _make_row(
+    block: Block, op: Linear | Attend, forward: int, backward: int, is_recomputed: bool, twice: bool, times: int
+) -> CountedRow:
+    products = (
+        Product("padding", Once(), forward, Passes(1, recompute=int(is_recomputed))),
+        Product("padding", Once(), backward, Passes(0, 1, clipping=int(twice))),
+    )
+    return CountedRow(block, Row(op, products), (times, times))

@@ -13,15 +13,16 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from flopcalc._version import __version__
-from flopcalc.core.count.count import Block, Row
 from flopcalc.core.count.flops import Flops
+from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row
 from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
 from flopcalc.core.model.config import Source
-from flopcalc.core.model.ops import Op
+from flopcalc.core.model.ops import TracedModule
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.expressions import Names, evaluate
 from flopcalc.core.spec.spec import Spec
 from flopcalc.core.workload.batch import read_batch
+from flopcalc.core.workload.sums import Once
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 
@@ -117,16 +118,12 @@ class TracedEstimator(Estimator):
         key = (found.phase, found.has_images)
         if key not in self._totals:
             self._totals[key] = _add_rows(found)
-        total = _make_row("the model", self._totals[key], values)
-        return total.flops
+        return _sum_terms("the model", self._totals[key], values)
 
-    def rows(self, load: Workload, convention: str) -> list[tuple[Block, Row, int]]:
+    def rows(self, load: Workload, convention: str) -> list[CountedRow]:
         found = self._find(load, convention)
         values = [_sum_monomial(text, load) for text in found.monomials]
-        return [
-            (Block(path, None, "language", ()), _make_row(path, coefficients, values), 1)
-            for path, coefficients in found.rows.items()
-        ]
+        return [_make_row(path, _sum_terms(path, coefficients, values)) for path, coefficients in found.rows.items()]
 
     def parameters(self) -> dict[str, int]:
         return dict(self.traced.parameters)
@@ -184,12 +181,18 @@ def _add_rows(found: Polynomials) -> tuple[tuple[Fraction, ...], ...]:
     )
 
 
-def _make_row(path: str, coefficients: tuple[tuple[Fraction, ...], ...], values: list[int]) -> Row:
+def _sum_terms(path: str, coefficients: tuple[tuple[Fraction, ...], ...], values: list[int]) -> Flops:
     sums = [sum((c * v for c, v in zip(each, values, strict=True) if c), Fraction(0)) for each in coefficients]
     if any(value.denominator != 1 or value < 0 for value in sums):
         raise WorkloadError(f"traced: the polynomial of {path!r} gives {format_value(sums)} here: outside what holds")
-    op = Op("traced", "", _guess_part(path), ("calls",))
-    return Row(op, int(sums[0]), int(sums[1]), int(sums[2]))
+    return Flops(int(sums[0]), int(sums[1]), int(sums[2]))
+
+
+def _make_row(path: str, flops: Flops) -> CountedRow:
+    passes = (Passes(), Passes(0, 1), Passes(0, recompute=1))
+    products = tuple(Product("traced", Once(), each, at) for each, at in zip(flops[:3], passes, strict=True))
+    row = Row(TracedModule(name="", part=_guess_part(path), rows=Once()), products)
+    return CountedRow(Block(path, None, "language", ()), row, (1, 1, 1))
 
 
 def _guess_part(path: str) -> str:

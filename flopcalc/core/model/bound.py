@@ -8,12 +8,14 @@ from typing import Any
 
 from flopcalc.core.model.audio import Audio, bind_audio
 from flopcalc.core.model.config import Source
+from flopcalc.core.model.expand import expand
 from flopcalc.core.model.live import unwrap
-from flopcalc.core.model.ops import Stage, expand, iterate
+from flopcalc.core.model.ops import Stage, iterate
 from flopcalc.core.model.vision import Vision, bind_vision
 from flopcalc.core.spec.expressions import MissingNameError
 from flopcalc.core.spec.spec import BoundDims, Spec, find_spec
 from flopcalc.core.spec.spec import bind as bind_spec
+from flopcalc.core.workload.sums import Expression, InDecoder, Pairs, Tokens
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import list_data_files
 from flopcalc.errors import ConfigError, format_nearest, format_value
@@ -61,9 +63,13 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None) -> Bound
         stages=stages,
         vision=bind_vision(dims),
         audio=bind_audio(dims) if spec.audio else None,
-        has_decoder=any("decoder" in op.feature[:2] for op in ops),
+        has_decoder=any(
+            isinstance(op.rows, InDecoder) or (isinstance(op.rows, Expression) and op.rows.unit == "decoder")
+            for op in ops
+        ),
         has_text_encoder=any(
-            op.feature[0] in ("tokens", "pairs") or op.feature[:2] == ("sum", "sequence") for op in ops
+            isinstance(op.rows, (Tokens, Pairs)) or (isinstance(op.rows, Expression) and op.rows.unit == "sequence")
+            for op in ops
         ),
         position_kind=spec.positions.get("kind", ""),
         position_limit=_read_limit(dims),

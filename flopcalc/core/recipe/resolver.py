@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from fnmatch import translate
 from typing import NamedTuple
 
-from flopcalc.core.model.ops import Op, Stage, iterate, join
+from flopcalc.core.model.ops import Conv, Embed, Linear, Norm, Param, Stage, Weighted, iterate, join
 from flopcalc.core.recipe.recipe import WORDS, Recipe
+from flopcalc.core.workload.sums import Logits, Tokens
 from flopcalc.errors import RecipeError, format_value
 
 
@@ -24,9 +25,6 @@ class State(NamedTuple):
 
 
 ALL_TRAIN = State()
-
-
-STATELESS = ("attend", "product", "pointwise", "dropout")  # kinds of op without parameters
 
 
 class Resolver:
@@ -48,7 +46,7 @@ class Resolver:
             (op.name or stage.path).rpartition(".")[2]
             for stage in (stages if self._mapped else ())
             for op in _iterate_kinds(stage)
-            if op.kind == "linear" and op.part != "lm_head"
+            if op.kind == Linear.kind and op.part != "lm_head"
         }
         if recipe.lora is not None:
             self._check_fused(stages)
@@ -63,7 +61,7 @@ class Resolver:
             for layer, op in (
                 (layer, op) for layer, chain in enumerate(stage.layers, stage.first) for op in iterate(chain)
             ):
-                if op.tied:
+                if isinstance(op, Weighted) and op.tied:
                     path = f"{stage.path}.{layer}" if stage.repeated else stage.path
                     own = _weight_name(op, join(path, op.name))
                     names = self._aliases.setdefault(op.tied, [(op.tied, groups.get(op.tied, stage.group))])
@@ -86,7 +84,7 @@ class Resolver:
                 target.is_used = hit = True
         return hit
 
-    def resolve(self, op: Op, path: str, group: str) -> State:
+    def resolve(self, op: Weighted, path: str, group: str) -> State:
         """The state of the op whose module is `path`, in the part of the model that `group` names."""
         if self.is_trivial:
             return ALL_TRAIN
@@ -114,10 +112,10 @@ class Resolver:
             saved_copy=saved,
         )
 
-    def _resolve_live(self, op: Op, path: str) -> State:
+    def _resolve_live(self, op: Weighted, path: str) -> State:
         assert self.recipe.trained is not None
         trained = self.recipe.trained
-        path = path.replace("*", str(op.numbered[0]))  # a module per copy: the first speaks for all
+        path = path.replace("*", op.copy_names[0])  # a module per copy: the first speaks for all
         weight_name = _weight_name(op, path)
         names = [name for name, _ in self._aliases.get(weight_name, [(weight_name, "")])]
         bias_name = f"{path}.{op.bias_name}"
@@ -132,30 +130,30 @@ class Resolver:
             saved_copy=saved,
         )
 
-    def _rank(self, op: Op, path: str) -> int:
+    def _rank(self, op: Weighted, path: str) -> int:
         assert self.recipe.lora is not None
         rank = self.recipe.lora.r
         if op.is_bare:
             # PEFT adds the ranks of the targets that were fused into one parameter.
             hits = [self._names(name) for name in op.targets]  # a list: every target must be seen
             return rank * len(hits) if hits and all(hits) else 0
-        if op.kind not in ("linear", "conv", "embed"):
+        if not isinstance(op, (Linear, Embed)):
             return 0
         matched = False
         is_mapped = path.rpartition(".")[2] in self._mapped
         for target in self._targets:
             if target.text == "all-linear":
                 # PEFT: every linear module but the head; convolutions and embeddings are not linear.
-                is_named = op.kind == "conv" and path.rpartition(".")[2] in self._last_names
-                hit = is_named or (op.kind == "linear" and op.adapts)
+                is_named = isinstance(op, Conv) and path.rpartition(".")[2] in self._last_names
+                hit = is_named or (op.kind == Linear.kind and op.adapts)
                 target.is_used = target.is_used or hit
             else:
                 hit = target.matches(path)
             matched = matched or hit
         return rank if matched and not is_mapped else 0
 
-    def _saves(self, op: Op, path: str) -> bool:
-        if op.is_bare or op.kind == "param":
+    def _saves(self, op: Weighted, path: str) -> bool:
+        if op.is_bare or isinstance(op, Param):
             return False  # no module
         hits = [ending.matches(path) for ending in self._save]  # a list: every one must be seen
         return any(hits)
@@ -210,7 +208,7 @@ def check_clipped(stages: tuple[Stage, ...], resolver: Resolver, clipping: str) 
         for layer, chain in enumerate(stage.layers):
             path = f"{stage.path}.{stage.first + layer}" if stage.repeated else stage.path
             for op in iterate(chain):
-                if op.kind in STATELESS or op.frozen or (op.detached and op.kind == "param"):
+                if not isinstance(op, Weighted) or op.frozen or (op.detached and isinstance(op, Param)):
                     continue
                 where = join(path, op.name)
                 state = resolver.resolve(op, where, stage.group)
@@ -224,7 +222,7 @@ def check_clipped(stages: tuple[Stage, ...], resolver: Resolver, clipping: str) 
         raise RecipeError(f"clipping {clipping}: nothing trains under this recipe, so there is nothing to clip")
 
 
-def _find_obstacle(op: Op, state: State, is_dead: bool, clipping: str) -> str:
+def _find_obstacle(op: Weighted, state: State, is_dead: bool, clipping: str) -> str:
     """Why Opacus cannot clip a module that trains, or why its count is not proven; empty if neither."""
     advice = "; freeze it, or leave clipping out"
     if clipping == "ghost" and op.tied and state.weight and not state.saved_copy:
@@ -233,14 +231,14 @@ def _find_obstacle(op: Op, state: State, is_dead: bool, clipping: str) -> str:
             "freeze them, or take clipping hooks or fast"
         )
     if op.copies > 1 or op.times > 1:
-        what = "modules: not proven by a count" if op.kind == "norm" else "experts, whose rows are not samples"
+        what = "modules: not proven by a count" if isinstance(op, Norm) else "experts, whose rows are not samples"
         return f"is a stack of {what}{advice}"
     if is_dead or op.unused or op.detached:
         return f"gets no gradient, so Opacus finds no per-sample gradient{advice}"
-    if op.kind == "embed" and state.rank:
+    if isinstance(op, Embed) and state.rank:
         return "has LoRA's matrices as bare parameters, which Opacus gives no per-sample gradient: leave it out of lora"
-    is_plain = op.kind in ("linear", "embed", "norm") and not (op.is_bare or op.at or op.again or op.source)
-    if not is_plain or (op.kind == "linear" and op.feature not in (("tokens",), ("logits",))):
+    is_plain = op.kind in (Linear.kind, Embed.kind, Norm.kind) and not (op.is_bare or op.at or op.again or op.source)
+    if not is_plain or (isinstance(op, Linear) and op.rows not in (Tokens(), Logits())):
         return f"is no plain linear layer, embedding or norm: not proven by a count{advice}"
     return ""
 
@@ -293,11 +291,11 @@ class _Ending(_Suffix):
         return hit
 
 
-def _iterate_kinds(stage: Stage) -> Iterable[Op]:
-    """Every op of a stage, layers that are alike taken once."""
+def _iterate_kinds(stage: Stage) -> Iterable[Weighted]:
+    """Every op of a stage with parameters, layers that are alike taken once."""
     for chain in dict.fromkeys(stage.layers):
-        yield from iterate(chain)
+        yield from (op for op in iterate(chain) if isinstance(op, Weighted))
 
 
-def _weight_name(op: Op, path: str) -> str:
-    return path if op.kind == "param" else f"{path}.{op.param}"
+def _weight_name(op: Weighted, path: str) -> str:
+    return path if isinstance(op, Param) else f"{path}.{op.param}"

@@ -1,312 +1,395 @@
-"""Sums of the workload that FLOPs are linear in: tokens, pairs under a mask, patches, and the rest."""
+"""Sums of the workload that FLOPs are linear in: tokens, pairs under a mask, patches; each counts itself."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, Literal
 
 from flopcalc.core.spec.expressions import Names, evaluate
+from flopcalc.core.workload.expression_units import Values, get_decoder, list_units
+from flopcalc.core.workload.pairs import BLOCK, block_pairs, causal_pairs, decode_pairs, window_pairs
 from flopcalc.core.workload.workload import Grid, Workload
-from flopcalc.errors import SpecError, WorkloadError, format_value
-
-# A sum over the workload that FLOPs are linear in: ("tokens",), ("pairs", "causal", 4096), ("merged", 4), …
-Feature: TypeAlias = tuple[Any, ...]
+from flopcalc.errors import SpecError, format_value
 
 
-# A fused causal kernel works in blocks of this many positions, until a calibration table says better.
-BLOCK = 128
+class Sum:
+    """One sum over a workload; `counting` is 'model' (needed), 'full' (eager code) or a fused kernel's name."""
+
+    __slots__ = ()
+    words: ClassVar[str] = ""
+
+    def count(self, load: Workload, counting: str) -> int:
+        """The sum's value; an encoder's is 0 in decoding, for the encoder has run already."""
+        if load.decoder is not None and load.phase == "decode":
+            return 0
+        return self._count(load, counting)
+
+    def _count(self, load: Workload, counting: str) -> int:
+        raise NotImplementedError
+
+    def describe(self, convention: str = "model") -> str:
+        """The sum in words, for `flopcalc explain`."""
+        return self.words
+
+    def attention_calls(self, load: Workload, times: int) -> dict[tuple[str, int], int]:
+        """(mask, length) -> how many sequences of it one attention op runs over: what a table of calls is asked for."""
+        return {}
 
 
-# --- sums -------------------------------------------------------------------------------------------------------------
-def causal_pairs(length: int, window: int = 0) -> int:
-    """Query-key pairs of one causal document: sum of min(i, window) over i = 1…length."""
-    if not window or window >= length:
-        return length * (length + 1) // 2
-    return window * (window + 1) // 2 + (length - window) * window
+@dataclass(frozen=True, slots=True)
+class Tokens(Sum):
+    """Positions of the language model, or of an encoder."""
 
+    words: ClassVar[str] = "tokens"
 
-def block_pairs(length: int, window: int = 0, block: int = BLOCK) -> int:
-    """Pairs that a fused causal kernel executes in blocks: those needed times (S + block) / (S + 1), rounded down."""
-    executed = length * (length + block)
-    skipped = (length - window) * (length - window - block) if window and length - window > block else 0
-    return (executed - skipped) // 2
-
-
-def decode_pairs(new: int, context: int, window: int = 0) -> int:
-    """Sum of min(context + j, window) over the new tokens j = 1…new."""
-    if not window or window >= context + new:
-        return new * context + new * (new + 1) // 2
-    growing = max(0, window - context)  # tokens whose keys still all fit
-    return growing * context + growing * (growing + 1) // 2 + (new - growing) * window
-
-
-def window_pairs(grid: Grid, merge: int, window: int) -> int:
-    """Pairs inside square windows of `window` merged patches, ragged at the edges, per temporal patch."""
-    t, h, w = grid
-    side = window * merge
-    # Sum over windows of (a·b)² = (sum of a²)(sum of b²), a and b the window's height and width in patches.
-    rows = h // side * side * side + (h % side) ** 2
-    columns = w // side * side * side + (w % side) ** 2
-    return t * rows * columns
-
-
-_WRAPPERS = ("decoder", "sum", "either", "minus", "needed", "executed")  # features that hold others, or choose a side
-
-
-def evaluate_feature(feature: Feature, load: Workload, counting: str) -> int:
-    """The value of one sum; counting is 'model' (needed), 'full' (eager code) or a fused kernel's name."""
-    kind = feature[0]
-    if load.decoder is not None and load.phase == "decode" and kind not in _WRAPPERS:
-        return 0  # the encoder has run already
-    if kind == "tokens":
+    def _count(self, load: Workload, counting: str) -> int:
         if counting == "model" and load.documents is not None:
             return sum(load.documents)
         return load.rows * load.seq
-    if kind == "pairs":
-        block = int(feature[3]) if len(feature) > 3 else BLOCK
-        return _sequence_pairs(load, str(feature[1]), int(feature[2]), counting, block)
-    if kind == "logits":
-        return _logit_rows(load, counting)
-    if kind == "cached":
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs(Sum):
+    """Query-key pairs of a sequence under a mask; window 0: none."""
+
+    mask: str  # 'causal' or 'full'
+    window: int = 0
+    block: int = BLOCK  # of a fused kernel
+
+    def _count(self, load: Workload, counting: str) -> int:
+        window, documents = self.window, load.documents
+        if load.phase == "decode":
+            # One query a call: eager code attends to the cache, which a window has already cut.
+            return load.rows * decode_pairs(load.seq, load.context, window)
+        if self.mask == "full":
+            if counting == "model" and documents is not None:
+                return sum([length * length for length in documents])
+            return load.rows * load.seq * load.seq
+        if counting == "model":
+            if documents is not None:
+                return sum([causal_pairs(length, window) for length in documents])
+            return load.rows * causal_pairs(load.seq, window)
+        if counting == "full":
+            return load.rows * load.seq * load.seq
+        if counting == "flash":
+            if load.layout == "packed" and documents is not None:
+                return sum([block_pairs(length, window, self.block) for length in documents])
+            return load.rows * block_pairs(load.seq, window, self.block)
+        # SDPA's other kernels take windows and documents as an explicit mask, which skips nothing.
+        has_mask = documents is not None or (window and window < load.seq)
+        return load.rows * (load.seq * load.seq if has_mask else block_pairs(load.seq, 0, self.block))
+
+    def describe(self, convention: str = "model") -> str:
+        window = f", window {self.window}" if self.window else ""
+        return f"query-key pairs ({self.mask}{window})"
+
+    def attention_calls(self, load: Workload, times: int) -> dict[tuple[str, int], int]:
+        is_packed = load.layout == "packed" and bool(load.documents)
+        lengths = load.documents if is_packed and load.documents else (load.seq,)
+        mask = "window" if self.window and self.window < max(lengths) else self.mask
+        if not is_packed:
+            return {(mask, load.seq): load.rows}
+        return dict(Counter((mask, length) for length in lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class Logits(Sum):
+    """Positions that get logits."""
+
+    words: ClassVar[str] = "positions with logits"
+
+    def _count(self, load: Workload, counting: str) -> int:
+        if load.logits == "all" or load.phase == "decode":
+            return Tokens().count(load, counting)
+        keep = 1 if load.logits == "last" else int(load.logits)
+        if counting == "model" and load.layout == "padded" and load.documents is not None:
+            return sum([min(keep, length) for length in load.documents])
+        # A packed row has one last position: HF keeps logits per row, not per document.
+        return load.rows * min(keep, load.seq)
+
+
+@dataclass(frozen=True, slots=True)
+class Cached(Sum):
+    """Positions whose keys HF's code forms anew at every call, from a cache of something else."""
+
+    words: ClassVar[str] = "keys and values formed"
+
+    def _count(self, load: Workload, counting: str) -> int:
         if load.phase == "decode" and counting != "model":
             return load.rows * decode_pairs(load.seq, load.context)
-        return evaluate_feature(("tokens",), load, counting)
-    if kind == "calls":
+        return Tokens().count(load, counting)
+
+
+@dataclass(frozen=True, slots=True)
+class Calls(Sum):
+    """Calls of the model: one, or one per new token."""
+
+    words: ClassVar[str] = "calls"
+
+    def _count(self, load: Workload, counting: str) -> int:
         return load.seq if load.phase == "decode" else 1
-    if kind == "folds":
-        # torch's parametrization computes a folded weight once more when it is registered, at every call.
-        return evaluate_feature(("calls",), load, counting) * 2
-    if kind == "sum":
-        return _sum_expression(feature, load, counting)
-    if kind == "only":  # one of two towers: it sees the images, or the videos
-        which = {"grids" if feature[1] == "videos" else "videos": ()}
-        return evaluate_feature(feature[2:], load.replace(**which), counting)
-    if kind == "decoder":
-        return evaluate_feature(feature[1:], _get_decoder(load), counting)
-    if kind == "either":
-        # What the model needs, and what HF executes.
-        needed, executed = feature[1:]
-        return evaluate_feature(needed if counting == "model" else executed, load, counting)
-    if kind == "minus":
-        rows, less = (evaluate_feature(part, load, counting) for part in feature[1:])
-        return rows - less
-    if kind in ("needed", "executed"):
-        # What the model needs and what HF executes are different products here: each counts under its convention.
-        is_counted = (counting == "model") == (kind == "needed")
-        return evaluate_feature(feature[1:], load, counting) if is_counted else 0
-    if kind in ("samples", "each", "squares", "products"):
-        return _count_samples(kind, feature[1:], load, counting)
-    grids = load.grids + load.videos if load.videos else load.grids
-    if kind == "images":
-        return len(grids)
-    if kind == "tiles":
-        return sum([grid[0] for grid in grids])
-    if not grids:
-        return 0
-    if kind == "patches":
-        return sum([t * h * w for t, h, w in grids])
-    if kind == "merged":
-        return sum([t * h * w for t, h, w in grids]) // int(feature[1])
-    if kind == "frames":
-        return sum([t * h * w * h * w for t, h, w in grids])
-    if kind == "windows":
-        return sum([window_pairs(grid, int(feature[1]), int(feature[2])) for grid in grids])
-    raise AssertionError(f"feature {feature!r}")
 
 
-def _count_samples(kind: str, feature: Feature, load: Workload, counting: str) -> int:
-    """What clipping works on, a sample being a row of the batch: samples, their rows, the pairs of their rows.
+@dataclass(frozen=True, slots=True)
+class Folds(Sum):
+    """Foldings of an adapter into a weight: torch's parametrization computes one more when it is registered."""
 
-    torch.einsum makes no product of a sum over one entry: a batch of one sample has no sum over samples, and a
-    sample of one row none over rows.
-    """
-    if kind == "samples":
+    words: ClassVar[str] = "folds"
+
+    def _count(self, load: Workload, counting: str) -> int:
+        return Calls().count(load, counting) * 2
+
+
+@dataclass(frozen=True, slots=True)
+class Images(Sum):
+    """Images and videos."""
+
+    words: ClassVar[str] = "images"
+
+    def _count(self, load: Workload, counting: str) -> int:
+        return len(load.all_grids)
+
+    def attention_calls(self, load: Workload, times: int) -> dict[tuple[str, int], int]:
+        return _add_calls({math.isqrt(times): 1} for _ in load.all_grids)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles(Sum):
+    """Tiles of all images."""
+
+    words: ClassVar[str] = "tiles"
+
+    def _count(self, load: Workload, counting: str) -> int:
+        return sum([grid[0] for grid in load.all_grids])
+
+    def attention_calls(self, load: Workload, times: int) -> dict[tuple[str, int], int]:
+        return _add_calls({math.isqrt(times): t} for t, _, _ in load.all_grids)
+
+
+@dataclass(frozen=True, slots=True)
+class Patches(Sum):
+    """Patches of all images and videos."""
+
+    words: ClassVar[str] = "patches"
+
+    def _count(self, load: Workload, counting: str) -> int:
+        return sum([t * h * w for t, h, w in load.all_grids])
+
+
+@dataclass(frozen=True, slots=True)
+class Merged(Sum):
+    """Patches after `area` of them were merged into one."""
+
+    words: ClassVar[str] = "merged patches"
+
+    area: int
+
+    def _count(self, load: Workload, counting: str) -> int:
+        return Patches().count(load, counting) // self.area
+
+
+@dataclass(frozen=True, slots=True)
+class Frames(Sum):
+    """Pairs of patches of the same temporal patch."""
+
+    words: ClassVar[str] = "query-key pairs within temporal patches"
+
+    def _count(self, load: Workload, counting: str) -> int:
+        return sum([t * h * w * h * w for t, h, w in load.all_grids])
+
+    def attention_calls(self, load: Workload, times: int) -> dict[tuple[str, int], int]:
+        return _add_calls({h * w: t} for t, h, w in load.all_grids)
+
+
+@dataclass(frozen=True, slots=True)
+class Windows(Sum):
+    """Pairs of patches of the same window of `window` merged patches a side."""
+
+    words: ClassVar[str] = "query-key pairs within windows"
+
+    merge: int
+    window: int
+
+    @property
+    def side(self) -> int:
+        """Patches along one side of a window."""
+        return self.merge * self.window
+
+    def _count(self, load: Workload, counting: str) -> int:
+        return sum([window_pairs(grid, self.merge, self.window) for grid in load.all_grids])
+
+    def attention_calls(self, load: Workload, times: int) -> dict[tuple[str, int], int]:
+        return _add_calls(
+            {height * width: rows * columns * t}
+            for t, h, w in load.all_grids
+            for height, rows in _split_side(h, self.side)
+            for width, columns in _split_side(w, self.side)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Expression(Sum):
+    """An expression of a spec, summed over every unit of the workload; the spec's own names have their values."""
+
+    unit: str
+    text: str
+    constants: tuple[tuple[str, Any], ...] = ()
+
+    def count(self, load: Workload, counting: str) -> int:
+        total = 0
+        for values, many in list_units(self.unit, load, counting):
+            total += _evaluate_unit(self.text, self.constants, values) * many
+        return total
+
+    def describe(self, convention: str = "model") -> str:
+        return f"rows (per {self.unit}: {self.text})"
+
+
+@dataclass(frozen=True, slots=True)
+class InDecoder(Sum):
+    """The same sum over an encoder-decoder's decoder."""
+
+    inner: Sum
+
+    def count(self, load: Workload, counting: str) -> int:
+        return self.inner.count(get_decoder(load), counting)
+
+    def describe(self, convention: str = "model") -> str:
+        return self.inner.describe(convention)
+
+
+@dataclass(frozen=True, slots=True)
+class Only(Sum):
+    """The same sum over the images alone, or the videos alone: one of two towers."""
+
+    which: str  # 'images' or 'videos'
+    inner: Sum
+
+    def _count(self, load: Workload, counting: str) -> int:
+        without: dict[str, tuple[Grid, ...]] = {"grids" if self.which == "videos" else "videos": ()}
+        return self.inner.count(load.replace(**without), counting)
+
+    def describe(self, convention: str = "model") -> str:
+        return self.inner.describe(convention)
+
+
+@dataclass(frozen=True, slots=True)
+class Either(Sum):
+    """What the model needs, and what HF executes, where the two are different sums."""
+
+    needed: Sum
+    executed: Sum
+
+    def count(self, load: Workload, counting: str) -> int:
+        return (self.needed if counting == "model" else self.executed).count(load, counting)
+
+    def describe(self, convention: str = "model") -> str:
+        return (self.needed if convention == "model" else self.executed).describe(convention)
+
+
+@dataclass(frozen=True, slots=True)
+class Minus(Sum):
+    """One sum less another."""
+
+    rows: Sum
+    less: Sum
+
+    def count(self, load: Workload, counting: str) -> int:
+        return self.rows.count(load, counting) - self.less.count(load, counting)
+
+    def describe(self, convention: str = "model") -> str:
+        return f"{self.rows.describe(convention)} less {self.less.describe(convention)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Needed(Sum):
+    """A sum that counts under `model` alone: HF executes another product there."""
+
+    inner: Sum
+
+    def count(self, load: Workload, counting: str) -> int:
+        return self.inner.count(load, counting) if counting == "model" else 0
+
+    def describe(self, convention: str = "model") -> str:
+        return self.inner.describe(convention)
+
+
+@dataclass(frozen=True, slots=True)
+class Executed(Sum):
+    """A sum that counts wherever HF's code is counted, not under `model`."""
+
+    inner: Sum
+
+    def count(self, load: Workload, counting: str) -> int:
+        return 0 if counting == "model" else self.inner.count(load, counting)
+
+    def describe(self, convention: str = "model") -> str:
+        return self.inner.describe(convention)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples(Sum):
+    """Samples that clipping sums over; torch.einsum makes no product of a sum over one entry."""
+
+    words: ClassVar[str] = "samples"
+
+    def _count(self, load: Workload, counting: str) -> int:
         return load.rows if load.rows > 1 else 0
-    each = evaluate_feature(feature, load, counting) // load.rows
-    if kind == "squares":
-        return load.rows * each * each
-    if each == 1:
-        return 0
-    return load.rows * each * (each if kind == "products" else 1)
 
 
-def _get_decoder(load: Workload) -> Workload:
-    if load.decoder is None:
-        raise WorkloadError("this model has a decoder: give its length too (--decoder-seq N, decoder_seq_len=N)")
-    return load.decoder
+@dataclass(frozen=True, slots=True)
+class PerSample(Sum):
+    """What clipping works on within each sample, a row of the batch: its rows, or the pairs of its rows.
+
+    A sample of one row has no sum over rows, so no product that torch.einsum would make, but for 'squares'.
+    """
+
+    what: Literal["rows", "squares", "products"]
+    inner: Sum
+
+    def _count(self, load: Workload, counting: str) -> int:
+        each = self.inner.count(load, counting) // load.rows
+        if self.what == "squares":
+            return load.rows * each * each
+        if each == 1:
+            return 0
+        return load.rows * each * (each if self.what == "products" else 1)
+
+    def describe(self, convention: str = "model") -> str:
+        rows = self.inner.describe(convention)
+        return rows if self.what == "rows" else f"{rows}² of each sample"
 
 
-def _sum_expression(feature: Feature, load: Workload, counting: str) -> int:
-    """An expression of a spec, summed over every unit of the workload."""
-    _, unit, text, constants = feature
-    total = 0
-    for values, many in _list_units(str(unit), load, counting):
-        total += _evaluate_unit(text, constants, values) * many
-    return total
+@dataclass(frozen=True, slots=True)
+class Once(Sum):
+    """One: what a table has measured of exactly this workload."""
+
+    words: ClassVar[str] = "tile padding"
+
+    def count(self, load: Workload, counting: str) -> int:
+        return 1
+
+
+def _add_calls(found: Iterable[dict[int, int]]) -> dict[tuple[str, int], int]:
+    calls: Counter[tuple[str, int]] = Counter()
+    for lengths in found:
+        for length, many in lengths.items():
+            calls["full", length] += many
+    return dict(calls)
 
 
 @lru_cache(maxsize=65536)
-def _evaluate_unit(text: str, constants: tuple[tuple[str, Any], ...], values: tuple[tuple[str, int], ...]) -> int:
+def _evaluate_unit(text: str, constants: tuple[tuple[str, Any], ...], values: Values) -> int:
     value = evaluate(text, Names({**dict(constants), **dict(values)}))
     if isinstance(value, bool) or getattr(value, "denominator", None) != 1 or value < 0:
         raise SpecError(f"rows {text!r} must be a whole number, not {format_value(value)}, where {dict(values)}")
     return int(value)
 
 
-def _list_units(unit: str, load: Workload, counting: str) -> list[tuple[tuple[tuple[str, int], ...], int]]:
-    """(names with values, how many units have them)."""
-    grids = load.all_grids
-    if load.decoder is not None and load.phase == "decode" and unit != "decoder":
-        return []  # the encoder has run already
-    if unit == "image":
-        return [
-            ((("t", t), ("h", h), ("w", w), ("video", video)), 1)
-            for video, listed in enumerate((load.grids, load.videos))
-            for t, h, w in listed
-        ]
-    if unit == "pair":
-        each = -(-len(grids) // load.rows)
-        samples = [grids[i : i + each] for i in range(0, len(grids), each)] if each else []
-        names = ("t", "h", "w", "t2", "h2", "w2")
-        return [
-            (tuple(zip(names, (*first, *second), strict=True)), 1)
-            for sample in samples
-            for first, second in combinations(sample, 2)
-        ]
-    if unit == "clip":
-        # A batch is padded to its longest clip.
-        longest = max(load.clips, default=0)
-        shared = (("longest", longest), ("images", len(grids)))
-        return [((("n", n if counting == "model" else longest), ("own", n), *shared), 1) for n in load.clips]
-    if unit == "call":
-        sums = (("tiles", sum(t for t, _, _ in grids)), ("patches", sum(t * h * w for t, h, w in grids)))
-        largest = (*_find_largest(grids), ("most", max((t for t, _, _ in grids), default=0)))
-        clips = (("clips", len(load.clips)), ("longest", max(load.clips, default=0)))
-        return [
-            ((("b", load.rows), *names, ("images", len(grids)), *sums, *largest, *clips), 1)
-            for names, _ in _list_calls(load, load.seq, 1)
-        ]
-    if unit == "document":
-        real = load.documents if load.documents is not None else (load.seq,) * load.rows
-        is_padded = load.layout == "padded" and counting != "model"
-        return [
-            ((*names, ("pad", load.seq - n if is_padded else 0)), many)
-            for n, rows in Counter(real).items()
-            for names, many in _list_calls(load, n, rows)
-        ]
-    if unit == "decoder":
-        return _list_decoder(_get_decoder(load), load, counting)
-    lengths: list[tuple[int, int]] = [(load.seq, load.rows)]
-    if counting == "model" and load.documents is not None:
-        lengths = [(length, 1) for length in load.documents]
-    images = ("images", -(-len(grids) // load.rows))
-    tiles = ("tiles", -(-sum(t for t, _, _ in grids) // load.rows))
-    keep = 0 if load.logits == "all" or load.phase == "decode" else 1 if load.logits == "last" else int(load.logits)
-    rest = (images, tiles, ("last", keep), ("began", load.context))
-    return [((*names, *rest), many) for n, rows in lengths for names, many in _list_calls(load, n, rows)]
-
-
-def _list_decoder(
-    load: Workload, encoder: Workload, counting: str
-) -> list[tuple[tuple[tuple[str, int], ...], int]]:  # fmt: skip
-    """As _list_units: every row of the decoder with the length of its encoder's."""
-    frames = encoder.clips if counting == "model" else (max(encoder.clips, default=0),) * len(encoder.clips)
-    sides = [
-        side.documents if counting == "model" and side.documents is not None else (side.seq,) * side.rows
-        for side in (load, encoder)
-    ]
-    sizes = [t * h * w for t, h, w in encoder.all_grids]
-    each = len(sizes) // load.rows  # images of a row, if all have as many
-    patches = [sum(sizes[i * each : (i + 1) * each]) for i in range(load.rows)]
-    if sum(patches) != sum(sizes):
-        patches = [sum(sizes) // load.rows] * load.rows
-    images = ("images", -(-len(sizes) // load.rows))
-    rows = Counter(zip(*sides, frames or (0,) * load.rows, patches, strict=True))
-    return [
-        ((*names, ("m", m), ("frames", audio), images, ("patches", visual), *_find_largest(encoder.all_grids)), many)
-        for (n, m, audio, visual), count in rows.items()
-        for names, many in _list_calls(load, n, count)
-    ]
-
-
-def _find_largest(grids: Iterable[Grid]) -> tuple[tuple[str, int], tuple[str, int]]:
-    sides = [(h, w) for _, h, w in grids] or [(0, 0)]
-    return ("tallest", max(h for h, _ in sides)), ("widest", max(w for _, w in sides))
-
-
-def _list_calls(load: Workload, length: int, rows: int) -> list[tuple[tuple[tuple[str, int], ...], int]]:
-    """One call over a whole sequence; in decoding one per new token, with all before it cached."""
-    if load.phase != "decode":
-        return [((("n", length), ("c", 0), ("decoding", 0), ("training", int(load.phase == "train"))), rows)]
-    return [((("n", 1), ("c", load.context + j), ("decoding", 1), ("training", 0)), rows) for j in range(length)]
-
-
-def attention_calls(feature: Feature, load: Workload, times: int) -> dict[tuple[str, int], int]:
-    """(mask, length) -> how many sequences of it one attention op runs over: what a table of calls is asked for."""
-    kind = feature[0]
-    calls: dict[tuple[str, int], int] = {}
-    if kind == "pairs":
-        is_packed = load.layout == "packed" and load.documents is not None
-        lengths = load.documents if is_packed and load.documents else (load.seq,)
-        mask = "window" if int(feature[2]) and int(feature[2]) < max(lengths) else str(feature[1])
-        for length in lengths:
-            calls[(mask, length)] = calls.get((mask, length), 0) + 1
-        return calls if is_packed and load.documents else {(mask, load.seq): load.rows}
-    if kind not in ("images", "tiles", "frames", "windows"):
-        return calls
-    for t, h, w in load.all_grids:
-        if kind in ("images", "tiles"):
-            found = {math.isqrt(times): t if kind == "tiles" else 1}
-        elif kind == "frames":
-            found = {h * w: t}
-        else:
-            found = {}
-            side = int(feature[1]) * int(feature[2])
-            for height, rows in _split_side(h, side):
-                for width, columns in _split_side(w, side):
-                    found[height * width] = found.get(height * width, 0) + rows * columns * t
-        for length, many in found.items():
-            calls[("full", length)] = calls.get(("full", length), 0) + many
-    return calls
-
-
 def _split_side(size: int, side: int) -> list[tuple[int, int]]:
     """(length, how many) of the windows along one side, the ragged last one apart."""
     return [(length, many) for length, many in ((side, size // side), (size % side, 1)) if length and many]
-
-
-def _sequence_pairs(load: Workload, mask: str, window: int, counting: str, block: int) -> int:
-    if load.phase == "decode":
-        # One query a call: eager code attends to the cache, which a window has already cut.
-        return load.rows * decode_pairs(load.seq, load.context, window)
-    if mask == "full":
-        if counting == "model" and load.documents is not None:
-            return sum([length * length for length in load.documents])
-        return load.rows * load.seq * load.seq
-    if counting == "model":
-        if load.documents is not None:
-            return sum([causal_pairs(length, window) for length in load.documents])
-        return load.rows * causal_pairs(load.seq, window)
-    if counting == "full":
-        return load.rows * load.seq * load.seq
-    if counting == "flash":
-        if load.layout == "packed" and load.documents is not None:
-            return sum([block_pairs(length, window, block) for length in load.documents])
-        return load.rows * block_pairs(load.seq, window, block)
-    # SDPA's other kernels take windows and documents as an explicit mask, which skips nothing.
-    has_mask = load.documents is not None or (window and window < load.seq)
-    return load.rows * (load.seq * load.seq if has_mask else block_pairs(load.seq, 0, block))
-
-
-def _logit_rows(load: Workload, counting: str) -> int:
-    if load.logits == "all" or load.phase == "decode":
-        return evaluate_feature(("tokens",), load, counting)
-    keep = 1 if load.logits == "last" else int(load.logits)
-    if counting == "model" and load.layout == "padded" and load.documents is not None:
-        return sum([min(keep, length) for length in load.documents])
-    # A packed row has one last position: HF keeps logits per row, not per document.
-    return load.rows * min(keep, load.seq)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from flopcalc.core.count.products import Product
+from flopcalc.core.model.ops import Attend, Linear
+from flopcalc.core.workload.sums import Frames, Images, Pairs, Windows
 from flopcalc.measure.calibrate.tables import Bench, Json, get_device, round_digits
 from flopcalc.measure.calibrate.tables.attention import choose_kernel, make_call
 from flopcalc.measure.calibrate.tables.attention import count_needed as count_attention
@@ -318,17 +321,18 @@ def list_calls(config: Json, grids: list[list[int]], seq: int, batch: int, kerne
     estimator = bind(config, recipe={"recompute": "full"}, convention="hardware", attention_kernel="flash")
     images = [grid for _ in range(batch) for grid in grids] or None
     load = make_workload(batch, seq, image_grid_thw=images)
-    for block, row, value in estimator.rows(load, "hardware"):
+    for block, row, values in estimator.rows(load, "hardware"):
         op = row.op
-        if not row.forward:
+        if not row.products or not isinstance(op, (Attend, Linear)):
             continue
+        product = row.products[0]
         module = f"{block.path}.*.{op.name}" if block.layers is not None else f"{block.path}.{op.name}".rstrip(".")
         if block.layers is not None and not op.name:
             module = f"{block.path}.*"
         copies = block.copies
-        again = copies if row.recompute else 0
+        again = copies if product.passes.recompute else 0
         common = {"module": module, "calls": copies, "calls_recompute": copies + again}
-        if op.kind == "attend":
+        if isinstance(op, Attend):
             for many, rows, length, mask in _list_attention(op, load, grids, batch):
                 for kernel in kernels:
                     sizes = [rows, op.heads, length, op.qk, op.v]
@@ -336,48 +340,48 @@ def list_calls(config: Json, grids: list[list[int]], seq: int, batch: int, kerne
                     about = {**common, "kind": "attend", "kernel": kernel, "sizes": sizes, "shape": shape, "mask": mask}
                     ahead = {"calls": copies * many, "calls_recompute": (copies + again) * many}
                     yield {**about, **ahead, "direction": "forward"}
-                    if row.backward:
+                    if row.find("fused_backward") is not None:
                         yield {**about, "calls": copies * many, "calls_recompute": copies * many,
                                "direction": "backward"}  # fmt: skip
             continue
-        m, n, k = value * op.times, op.n_out, op.n_in
+        m, n, k = values[0] * op.times, op.n_out, op.n_in
         shape = f"{m}x{n}x{k}"
         about = {**common, "kind": op.kind, "kernel": "", "sizes": [m, n, k], "shape": shape, "mask": ""}
         if op.copies == 1:
-            yield from _list_directions(about, row)
+            yield from _list_directions(about, product)
             continue
         for layer in block.layers or ():  # every layer's router splits the rows in its own way
             one = {
                 "module": f"{block.path}.{layer}.{op.name}", "kind": "experts", "calls": 1,
-                "calls_recompute": 1 + bool(row.recompute), "shape": f"{shape} over {op.copies} experts, layer {layer}",
+                "calls_recompute": 1 + bool(product.passes.recompute), "shape": f"{shape} over {op.copies} experts, layer {layer}",
             }  # fmt: skip
-            yield from _list_directions({**about, **one, "layer": layer}, row)
+            yield from _list_directions({**about, **one, "layer": layer}, product)
 
 
-def _list_directions(about: Json, row: Any) -> Iterator[Json]:
+def _list_directions(about: Json, product: Product) -> Iterator[Json]:
     """Forward; backward is once that for the weight, and once more for the input where a gradient is owed to it."""
     yield {**about, "direction": "forward"}
     back = {**about, "calls_recompute": about["calls"]}
-    if row.backward:
+    if product.passes.weight_gradient:
         yield {**back, "direction": "wgrad"}
-    if row.backward > row.forward:
+    if product.passes.input_gradient:
         yield {**back, "direction": "dgrad"}
 
 
-def _list_attention(op: Any, load: Any, grids: list[list[int]], batch: int) -> Iterator[tuple[int, int, int, str]]:
+def _list_attention(op: Attend, load: Any, grids: list[list[int]], batch: int) -> Iterator[tuple[int, int, int, str]]:
     """(calls, batch, length, mask) of one layer's attention, as HF's sdpa path splits it."""
     from math import isqrt
 
-    kind = op.feature[0]
-    if kind == "pairs":
-        yield 1, load.rows, load.seq, str(op.feature[1])
-    elif kind == "images":  # a tower of fixed size: all images in one call, times = length²
+    pairs = op.rows
+    if isinstance(pairs, Pairs):
+        yield 1, load.rows, load.seq, pairs.mask
+    elif isinstance(pairs, Images):  # a tower of fixed size: all images in one call, times = length²
         yield 1, batch * len(grids), isqrt(op.times), "full"
-    elif kind == "frames":
+    elif isinstance(pairs, Frames):
         for t, h, w in grids:
             yield t * batch, 1, h * w, "full"
-    elif kind == "windows":
-        side = int(op.feature[1]) * int(op.feature[2])
+    elif isinstance(pairs, Windows):
+        side = pairs.side
         lengths: dict[int, int] = {}
         for t, h, w in grids:
             for top in range(0, h, side):

@@ -1,0 +1,139 @@
+"""Products: what `count` emits, one list for FLOPs, `explain`, padding, memory, seconds and layouts to fold over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from flopcalc.core.count.flops import NO_FLOPS, Flops
+from flopcalc.core.model.ops import Op
+from flopcalc.core.workload.sums import Sum
+
+Role = Literal[
+    "base",  # activations by a weight
+    "adapter_a", "adapter_b",  # LoRA's two
+    "fold", "fold_gradient", "folded_weight",  # an adapter folded into a bare parameter, and the gradients of that
+    "scores", "values",  # attention in eager code
+    "fused", "fused_backward",  # attention in one kernel
+    "activations", "activations_gradient",  # a product that a spec describes by its FLOPs
+    "clip_factors", "clip_gradients", "clip_grams", "clip_sums", "clip_modules",  # per-sample clipping
+    "padding",  # executed beyond need, as measured
+    "traced",  # a traced module's whole work
+]  # fmt: skip
+
+
+class Passes(NamedTuple):
+    """How often a product runs in each pass of a training step."""
+
+    forward: int = 1
+    input_gradient: int = 0
+    weight_gradient: int = 0
+    recompute: int = 0
+    clipping: int = 0
+
+    @property
+    def backward(self) -> int:
+        return self.input_gradient + self.weight_gradient
+
+
+FORWARD = Passes()
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One product of a module: (rows, n_in) by (n_in, n_out), `copies` times; `flops` of a pass per unit of `rows`."""
+
+    role: Role
+    rows: Sum
+    flops: int
+    passes: Passes = FORWARD
+    n_in: int = 0
+    n_out: int = 0
+    copies: int = 1  # heads, or copies of a weight that all rows meet
+
+    @property
+    def per_unit(self) -> Flops:
+        passes = self.passes
+        return Flops(
+            self.flops * passes.forward,
+            self.flops * passes.backward,
+            self.flops * passes.recompute,
+            self.flops * passes.clipping,
+        )
+
+    def change(self, **passes: int) -> Product:
+        """The same product with other passes."""
+        return replace(self, passes=self.passes._replace(**passes))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op of one layer: its products and its parameters."""
+
+    op: Op
+    products: tuple[Product, ...] = ()
+    parameters: int = 0
+    inactive: int = 0  # parameters of experts that one token does not reach
+    trainable: int = 0
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.op, self.products, self.parameters, self.inactive, self.trainable))
+
+    def __hash__(self) -> int:  # rows are folded by equality, layer after layer
+        return self._hash
+
+    def find(self, role: Role) -> Product | None:
+        """Its product of a role, if it has one."""
+        return next((product for product in self.products if product.role == role), None)
+
+    @property
+    def rank(self) -> int:
+        """Of its adapter, 0 without one."""
+        adapter = self.find("adapter_b")
+        return adapter.n_in if adapter is not None else 0
+
+    def replace(self, **changes: Any) -> Row:
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Layers of a stage that count alike, and the rows of one of them."""
+
+    path: str
+    layers: tuple[int, ...] | None  # None: not a repeated stage
+    group: str
+    rows: tuple[Row, ...]
+
+    @property
+    def copies(self) -> int:
+        return 1 if self.layers is None else len(self.layers)
+
+
+class CountedRow(NamedTuple):
+    """A row on one workload: the value of each product's sum."""
+
+    block: Block
+    row: Row
+    values: tuple[int, ...]
+
+    @property
+    def flops(self) -> Flops:
+        """Of one layer."""
+        total = NO_FLOPS
+        for product, value in zip(self.row.products, self.values, strict=True):
+            total += product.per_unit * value
+        return total
+
+
+def sum_products(blocks: tuple[Block, ...]) -> dict[Sum, Flops]:
+    """FLOPs per unit of every sum, over the whole model."""
+    totals: dict[Sum, Flops] = {}
+    for block in blocks:
+        for row in block.rows:
+            for product in row.products:
+                if any(product.per_unit):
+                    totals[product.rows] = totals.get(product.rows, NO_FLOPS) + product.per_unit * block.copies
+    return totals

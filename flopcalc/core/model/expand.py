@@ -1,0 +1,550 @@
+"""Expand a bound spec into stages of ops: every size an int, every row count a named sum of the workload."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from flopcalc.core.model.ops import (
+    Attend,
+    Chain,
+    Conv,
+    Dropout,
+    Embed,
+    Linear,
+    Multiply,
+    Norm,
+    Op,
+    Param,
+    Pointwise,
+    Stage,
+    Weighted,
+)
+from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names
+from flopcalc.core.spec.row_units import UNITS
+from flopcalc.core.spec.spec import (
+    MAX_LAYERS,
+    SPANS,
+    WORDS,
+    BoundDims,
+    check_required,
+    find_key,
+    find_spec,
+    keeps_keys,
+    rename_path,
+)
+from flopcalc.core.workload.sums import (
+    Cached,
+    Calls,
+    Either,
+    Expression,
+    Frames,
+    Images,
+    InDecoder,
+    Logits,
+    Merged,
+    Minus,
+    Only,
+    Pairs,
+    Patches,
+    Sum,
+    Tiles,
+    Tokens,
+    Windows,
+)
+from flopcalc.errors import ConfigError, SpecError, format_value
+
+
+def expand(dims: BoundDims) -> tuple[Stage, ...]:
+    """All stages of a model in dataflow order, inner specs (towers, language models) included."""
+    try:
+        stages = tuple(_expand(dims, {}, "encoder"))
+    except MissingNameError as error:
+        raise ConfigError(f"{dims.where}: missing key {error.name!r}, which {dims.spec.name!r} needs") from None
+    except SpecError as error:
+        # A list that is too short, a word where a number should be: the config's fault as far as anyone can tell.
+        raise ConfigError(f"{dims.where}: {error}") from None
+    except RecursionError:
+        raise SpecError(f"{dims.spec.file}: uses itself, through its stacks or its dims") from None
+    if dims.spec.main_input != "input_ids":
+        stages = tuple(stage._replace(layers=tuple(map(_remove_hooks, stage.layers))) for stage in stages)
+    lengths = {stage.path: stage.first + len(stage.layers) for stage in stages}
+    for stage in stages:
+        if stage.reads is not None and max(stage.reads[1], default=-1) >= lengths.get(stage.reads[0], 0):
+            path, layers = stage.reads
+            raise ConfigError(
+                f"{dims.where}: {stage.path!r} reads layer {max(layers)} of {path!r}, which has {lengths.get(path, 0)}"
+            )
+    return stages
+
+
+def _expand(dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
+    for words, text in dims.spec.checks.items():
+        if not evaluate_truth(text, dims):
+            raise ConfigError(f"{dims.where}: {words}")
+    _check_layers(dims)
+    stages: list[Stage] = []
+    rename = {old: rename_path(new, rename) for old, new in dims.spec.rename.items()} | rename
+    for stack in dims.spec.stacks:
+        if "when" in stack and not evaluate_truth(stack["when"], dims):
+            continue
+        if "use" in stack:
+            stages += _expand_inner(stack, dims, side)
+        else:
+            stages.append(_expand_stack(stack, dims, rename, side))
+    return stages
+
+
+def _check_layers(dims: BoundDims) -> None:
+    """What a config gives per layer (HF's per_layer_config) must be something that the spec reads so."""
+    layers = dims.config.get("per_layer_config")
+    if not isinstance(layers, dict):
+        return
+    texts = [text for texts in dims.spec.dims.values() for text in texts]
+    for key in dict.fromkeys(key for layer in layers.values() if isinstance(layer, dict) for key in layer):
+        if not any(f"override(per_layer_config, i, '{key}'" in text for text in texts):
+            raise ConfigError(f"{dims.where}: per_layer_config gives {key!r}, which this spec does not read per layer")
+
+
+def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Stage]:
+    """The stages of another spec, found by name or by the inner config's own model_type."""
+    key: str = stack["config"]
+    defaults: dict[str, Any] = stack.get("defaults", {})
+    names = (key, *dims.spec.renamed.get(key, ()))
+    key = next((name for name in names if dims.config.get(name) is not None), key)
+    config = dims.config.get(key)
+    where = f"{dims.where}: {key}"
+    is_flat = config is None and bool(stack.get("flat"))
+    if is_flat:
+        config, where = dims.config, dims.where
+    if not isinstance(config, dict):
+        raise ConfigError(f"{dims.where}: {key!r} must be an object, not {format_value(config)}")
+    name = stack["use"]
+    if name == "model_type":
+        name = config.get("model_type", defaults.get("model_type"))
+        if not isinstance(name, str):
+            raise ConfigError(f"{where}: model_type must be a string, not {format_value(name)}")
+    spec = dims.extra.get(name) or find_spec(name)
+    if spec is None:
+        raise ConfigError(
+            f"{where}: model_type {name!r} has no spec, so {dims.spec.name!r} cannot be counted with it; "
+            "add one with --spec FILE (see CONTRIBUTING.md)"
+        )
+    if is_flat:
+        check_required(spec, config, where)
+    settings = {key: dims.evaluate(text) for key, text in stack.get("set", {}).items()}
+    inner = BoundDims(spec, config, where, settings, defaults, dims.extra)
+    inner_stages = _expand(inner, stack.get("rename", {}), stack.get("side", side))
+    if "stream" in stack:
+        inner_stages = [stage._replace(stream=stack["stream"]) for stage in inner_stages]
+    if "only" in stack:
+        inner_stages = [
+            stage._replace(layers=tuple(_restrict(chain, stack["only"]) for chain in stage.layers))
+            for stage in inner_stages
+        ]
+    adds = stack.get("adds")
+    if adds:
+        inner_stages = [stage._replace(adds=adds) if stage.repeated else stage for stage in inner_stages]
+    joins = tuple(stack.get("joins", ()))
+    if joins:
+        inner_stages[0] = inner_stages[0]._replace(joins=joins)
+    return inner_stages
+
+
+def _restrict(chain: Chain, which: str) -> Chain:
+    """The same ops, run on the workload's images alone, or on its videos alone."""
+    return tuple(
+        item.replace(rows=Only(which, item.rows))
+        if isinstance(item, Op)
+        else tuple(_restrict(branch, which) for branch in item)
+        for item in chain
+    )
+
+
+def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str], side: str) -> Stage:
+    path = rename_path(stack["path"], rename)
+    repeated = "repeat" in stack
+    count = _size(dims, str(stack["repeat"]), f"{path} repeat", minimum=0) if repeated else 1
+    if count > MAX_LAYERS:
+        raise ConfigError(f"{dims.where}: {count} layers in {path!r}; more than {MAX_LAYERS} is surely a mistake")
+    part = stack.get("part", "other")
+    rows = (stack.get("rows", "tokens"), stack.get("needed", ""))
+    builder = _Builder(dims, rows, part, path, rename, stack.get("side", side))
+    layers = []
+    dead = []
+    reads_layers = []
+    first = _size(dims, str(stack.get("first", 0)), f"{path} first", minimum=0)
+    for layer in range(first, first + count):
+        dims.set_layer(layer if repeated else None)
+        chain = builder.build(stack.get("ops", []))
+        is_frozen = "untrained" in stack and evaluate_truth(stack["untrained"], dims)
+        layers.append(_map(chain, lambda op: op.replace(frozen=True)) if is_frozen else chain)
+        dead.append(evaluate_truth(stack["dead"], dims) if "dead" in stack else False)
+        if "reads" in stack:
+            reads_layers.append(_size(dims, stack["reads"][1], f"{path} reads", minimum=0))
+    dims.set_layer(None)
+    return Stage(
+        path=path,
+        layers=tuple(layers),
+        repeated=repeated,
+        stream=stack.get("stream", "language"),
+        group=part if part in ("vision", "projector", "audio") else "language",
+        checkpoint=bool(stack.get("checkpoint", False)),
+        dead=tuple(dead),
+        reads=(rename_path(stack["reads"][0], rename), tuple(reads_layers)) if "reads" in stack else None,
+        joins=tuple(stack.get("joins", ())),
+        adds=stack.get("adds"),
+        first=first,
+        reversible=bool(stack.get("reversible", False)),
+        input_gradient=bool(stack.get("input_gradient", False)),
+    )
+
+
+class _Builder:
+    """Builds the chain of one layer; what does not change from layer to layer is built once."""
+
+    def __init__(
+        self, dims: BoundDims, rows: tuple[str, str], part: str, path: str, rename: dict[str, str], side: str
+    ) -> None:  # fmt: skip
+        self.dims = dims
+        self.rows, self.needed = rows
+        self.part = part
+        self.path = path
+        self.rename = rename
+        self.side = side
+        self._changing: list[str] | None = None
+        self._chains: dict[tuple[Any, ...], Chain] = {}
+        self._alike: dict[Chain, Chain] = {}
+
+    def build(self, items: list[Any]) -> Chain:
+        """The chain of the current layer; layers in which every changing name has the same value share one."""
+        if self._changing is None:
+            self._changing = self._find_changing(items)
+        key = tuple([self._read(name) for name in self._changing])
+        chain = self._chains.get(key)
+        if chain is None:
+            chain = self._chain(items)
+            chain = self._chains[key] = self._alike.setdefault(chain, chain)
+        return chain
+
+    def _find_changing(self, items: list[Any]) -> list[str]:
+        """Names that the ops read and that change from layer to layer."""
+        texts = {value for item in self._flatten(items) for name, value in item.items() if _is_expression(name, value)}
+        texts |= {
+            text.partition(":")[2]
+            for item in self._flatten(items)
+            for text in (item.get("rows", self.rows), item.get("needed", self.needed), item.get("less", ""))
+            if ":" in text
+        }
+        texts |= {item["cache_rows"].partition(":")[2] for item in self._flatten(items) if "cache_rows" in item}
+        tied = [item["tied"] for item in self._flatten(items) if "tied" in item]
+        texts |= {condition for condition, _ in tied} | {name for _, target in tied for name in _BRACES.findall(target)}
+        texts |= {name for item in self._flatten(items) for name in _BRACES.findall(item.get("name", ""))}
+        texts |= {name for item in self._flatten(items) for name in _BRACES.findall(item.get("under", ""))}
+        names = {name for text in texts for name in find_names(text)}
+        return sorted(name for name in names if self.dims.depends_on_layer(name))
+
+    def _read(self, name: str) -> Any:
+        value = self.dims.lookup(name)
+        value = tuple(value) if isinstance(value, list) else value
+        try:
+            hash(value)
+        except TypeError:  # an object where a size should be: refused when it is used
+            return type(value)
+        return value
+
+    def _flatten(self, items: list[Any]) -> list[dict[str, Any]]:
+        flat: list[dict[str, Any]] = []
+        for item in items:
+            if isinstance(item, dict):
+                flat.append(item)
+                flat += self._flatten([item["block"]] if "block" in item else [])
+            else:
+                flat += self._flatten(self.dims.spec.blocks[item] if isinstance(item, str) else item)
+        return flat
+
+    def _chain(self, items: list[Any]) -> Chain:
+        """A series: each item reads the one before it."""
+        built: list[Op | tuple[Chain, ...]] = []
+        for item in items:
+            if isinstance(item, str):
+                built.extend(self._chain(self.dims.spec.blocks[item]))
+            elif isinstance(item, list):
+                # Siblings: branches that read the same tensor; a branch is an op or a series of its own.
+                branches = tuple(
+                    branch
+                    for branch in (self._chain(entry if isinstance(entry, list) else [entry]) for entry in item)
+                    if branch
+                )
+                if branches:
+                    built.append(branches)
+            elif "block" in item:
+                if evaluate_truth(item.get("when", "true"), self.dims):
+                    chain = self._chain([item["block"]])
+                    if "under" in item:
+                        chain = _put_under(chain, _absolute(self._fill(item["under"]), self.rename))
+                    if "with" in item:
+                        chain = _map(chain, partial(Op.replace, beside=item["with"]))
+                    built.extend(_map(chain, lambda op: op.replace(nested=True)) if item.get("checkpoint") else chain)
+            else:
+                op = self._make(item)
+                if op is not None and "again" in item:
+                    op = op.replace(again=evaluate_truth(item["again"], self.dims))
+                if op is not None and "unused" in item:
+                    op = op.replace(unused=evaluate_truth(item["unused"], self.dims))
+                if op is not None:
+                    built.append(op)
+        return tuple(built)
+
+    def _make(self, item: dict[str, Any]) -> Op | None:
+        dims = self.dims
+        if "when" in item and not evaluate_truth(item["when"], dims):
+            return None
+        kind: str = item["op"]
+        name: str = _absolute(self._fill(item.get("name", "")), self.rename)
+        where = f"{self.path}.{name}" if name else self.path
+
+        def size(field: str, minimum: int = 1, default: str | None = None) -> int:
+            text = item.get(field, default)
+            if text is None:
+                raise SpecError(f"{dims.spec.file}: op {where!r} needs {field!r}")
+            return _size(dims, str(text), f"{where} {field}", minimum)
+
+        common: dict[str, Any] = {
+            "name": name,
+            "part": item.get("part", self.part),
+            "rows": self._rows(item),
+            "times": size("times", default="1"),
+            "source": item.get("from", ""),
+            "detached": bool(item.get("detached", False)) and kind not in ("embed", "dropout", "pointwise"),
+        }
+        if kind in ("linear", "conv"):
+            return self._make_linear(item, size, common)
+        if kind == "attend":
+            return self._make_attend(item, size, common)
+        if kind == "product":
+            flops = size("flops", 0)
+            return Multiply(**common, flops=flops, backward=size("backward", 0) if "backward" in item else 2 * flops)
+        if kind == "embed":
+            return Embed(
+                **common, count=size("count"), dim=size("dim"), tied=self._tied(item),
+                input_embedding=self._is_input(item),
+            )  # fmt: skip
+        if kind == "norm":
+            copies = size("copies", default="1")
+            return Norm(
+                **common, dim=size("dim"), bias=self._has_bias(item), tied=self._tied(item), copies=copies,
+                active=copies,
+            )  # fmt: skip
+        if kind == "param":
+            return Param(**common, size=size("size"), tied=self._tied(item))
+        if kind == "dropout":
+            share = dims.evaluate(item["p"])
+            if isinstance(share, bool) or not isinstance(share, (int, float)):
+                raise ConfigError(f"{dims.where}: {item['p']} must be a number, not {format_value(share)}")
+            return Dropout(**common, saves=share > 0)
+        return Pointwise(**common)
+
+    def _make_linear(self, item: dict[str, Any], size: _Size, common: dict[str, Any]) -> Linear:
+        dims = self.dims
+        copies, active = size("copies", default="1"), size("active", default="1")
+        if active > copies:
+            raise ConfigError(f"{dims.where}: {active} experts a token ({item['active']}) of only {copies}")
+        adapts = evaluate_truth(item["adapts"], dims) if "adapts" in item else common["part"] != "lm_head"
+        return (Linear if item["op"] == "linear" else Conv)(
+            **common,
+            n_in=size("in"),
+            n_out=size("out"),
+            bias=self._has_bias(item),
+            param=item.get("param", "weight"),
+            tied=self._tied(item),
+            targets=self._targets(item),
+            is_bare="targets" in item,
+            copies=copies,
+            active=active,
+            input_embedding=self._is_input(item),
+            own_flops=size("flops") if "flops" in item else 0,
+            at=item.get("at", ""),
+            numbered=self._numbered(item),
+            adapts=adapts,
+        )
+
+    def _make_attend(self, item: dict[str, Any], size: _Size, common: dict[str, Any]) -> Attend:
+        if "rows" not in item:
+            pairs, times = self._attend(item, size)
+            pairs = self._sided(pairs)
+            common["rows"] = Minus(pairs, self._sum_rows(item["less"])) if "less" in item else pairs
+            common["times"] = times
+        if common["part"] not in ("vision", "audio", "projector"):
+            common["part"] = "attention_scores"
+        heads, qk, v = size("heads"), size("qk"), size("v", 0)
+        kv_heads = size("kv_heads", default=str(heads))
+        cache = size("cache", 0, default=str(kv_heads * (qk + v) if keeps_keys(item) else 0))
+        return Attend(
+            **common,
+            heads=heads,
+            kv_heads=kv_heads,
+            qk=qk,
+            v=v,
+            cache=cache,
+            cache_rows=self._cache_rows(item) if cache else None,
+            latent=size("latent", 0, default="0"),
+        )
+
+    def _has_bias(self, item: dict[str, Any]) -> bool:
+        return evaluate_truth(item["bias"], self.dims) if "bias" in item else False
+
+    def _tied(self, item: dict[str, Any]) -> str | None:
+        if "tied" not in item:
+            return None
+        condition, target = item["tied"]
+        if not evaluate_truth(condition, self.dims):
+            return None
+        return rename_path(self._fill(target), self.rename)
+
+    def _fill(self, name: str) -> str:
+        return _BRACES.sub(lambda found: str(self.dims.lookup(found[1])), name) if "{" in name else name
+
+    def _numbered(self, item: dict[str, Any]) -> tuple[int | str, ...]:
+        return tuple(self.dims.evaluate(item["numbered"])) if "numbered" in item else (0, 1)
+
+    def _is_input(self, item: dict[str, Any]) -> bool:
+        value = item.get("input_embedding", False)
+        return value if isinstance(value, bool) else evaluate_truth(value, self.dims)
+
+    def _targets(self, item: dict[str, Any]) -> tuple[str, ...]:
+        names = self.dims.evaluate(item["targets"]) if "targets" in item else []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise SpecError(f"{self.dims.spec.file}: targets of {item.get('name')!r} must be a list of names")
+        return tuple(names)
+
+    def _attend(self, item: dict[str, Any], size: _Size) -> tuple[Sum, int]:
+        span = item.get("span", "seq")
+        if span == "seq":
+            mask = item.get("mask", "causal")
+            window = self.dims.evaluate(item["window"]) if "window" in item else None
+            if window is None:
+                return Pairs(mask), 1
+            return Pairs(mask, _size(self.dims, item["window"], f"{self.path} window", 1)), 1
+        if span == "frames":
+            return Frames(), 1
+        if span == "windows":
+            return Windows(_size(self.dims, "merge", "merge", 1), size("window")), 1
+        if span in ("images", "tiles"):
+            length = size("length")
+            return (Images() if span == "images" else Tiles()), length * length
+        raise SpecError(f"{self.dims.spec.file}: span {span!r} unknown; known: {', '.join(SPANS)}")
+
+    def _cache_rows(self, item: dict[str, Any]) -> Sum:
+        """Positions that a layer's cache holds: those said, else all of its own side's that its window lets it see."""
+        if "cache_rows" in item:
+            return self._expression(item["cache_rows"])
+        unit = "decoder" if self.side == "decoder" else "sequence"
+        window = self.dims.evaluate(item["window"]) if "window" in item else None
+        return Expression(unit, "n + c" if window is None else f"min(n + c, {window})")
+
+    def _rows(self, item: dict[str, Any]) -> Sum:
+        rows = self._sum_rows(item.get("rows", self.rows))
+        needed = item.get("needed", "" if "rows" in item else self.needed)
+        if needed:
+            rows = Either(self._sum_rows(needed), rows)
+        return Minus(rows, self._sum_rows(item["less"])) if "less" in item else rows
+
+    def _sum_rows(self, rows: str) -> Sum:
+        if ":" in rows:
+            return self._expression(rows)
+        if rows == "merged":
+            return Merged(_size(self.dims, "merge", "merge", 1) ** 2)
+        return self._sided(_ROWS[rows])
+
+    def _sided(self, rows: Sum) -> Sum:
+        return InDecoder(rows) if self.side == "decoder" and isinstance(rows, _SIDED) else rows
+
+    def _expression(self, rows: str) -> Expression:
+        """An expression over the workload: the spec's own names get their values here, the unit's stay open."""
+        unit, _, text = rows.partition(":")
+        names = sorted(find_names(text) - set(UNITS[unit]))
+        return Expression(unit, text.strip(), tuple((name, self._read(name)) for name in names))
+
+
+# A size of an op: its key, the least that it may be, and the expression where a spec says none.
+_Size = Callable[..., int]
+_ROWS: dict[str, Sum] = {
+    "tokens": Tokens(),
+    "logits": Logits(),
+    "cached": Cached(),
+    "patches": Patches(),
+    "images": Images(),
+    "tiles": Tiles(),
+}
+_SIDED = (Tokens, Logits, Cached, Pairs, Calls)  # sums that a decoder has of its own
+_BRACES = re.compile(r"\{(\w+)\}")  # a dim's value inside the name of a module or of a tied parameter
+
+
+def _remove_hooks(chain: Chain) -> Chain:
+    def remove(op: Op) -> Op:
+        return op.replace(input_embedding=False) if isinstance(op, Weighted) and op.input_embedding else op
+
+    return _map(chain, remove)
+
+
+def _put_under(chain: Chain, path: str) -> Chain:
+    """A block's ops with their names below another module's path."""
+
+    def move(op: Op) -> Op:
+        name = op.name if op.name.startswith("/") else f"{path}.{op.name}" if op.name else path
+        if isinstance(op, Weighted) and op.at:
+            return op.replace(name=name, at=path if op.at == "." else f"{path}.{op.at}")
+        return op.replace(name=name)
+
+    return _map(chain, move)
+
+
+def _map(chain: Chain, change: Callable[[Op], Op]) -> Chain:
+    return tuple(
+        change(item) if isinstance(item, Op) else tuple(_map(branch, change) for branch in item) for item in chain
+    )
+
+
+def _absolute(name: str, rename: dict[str, str]) -> str:
+    """A name that starts with / is a whole path: a module that several layers share."""
+    return f"/{rename_path(name[1:], rename)}" if name.startswith("/") else name
+
+
+def _is_expression(name: str, value: Any) -> bool:
+    return isinstance(value, str) and name not in WORDS
+
+
+def _size(dims: BoundDims, text: str, what: str, minimum: int) -> int:
+    """An expression's value as a whole number of at least `minimum`, else an error that names the config."""
+    try:
+        value = evaluate(text, dims)
+    except MissingNameError as error:
+        raise ConfigError(f"{dims.where}: missing key {error.name!r}, needed for {what}") from None
+    except SpecError as error:
+        raise ConfigError(f"{dims.where}: {what}: {error}{_format_origin(dims, text)}") from None
+    if isinstance(value, bool) or getattr(value, "denominator", None) != 1:
+        wrong = f"must be a whole number, not {format_value(value)}"
+    elif not minimum <= value <= 10**12:
+        wrong = f"is {format_value(value)}, which is not a size"
+    else:
+        return int(value)
+    raise ConfigError(f"{dims.where}: {what} = {text} {wrong}{_format_origin(dims, text)}")
+
+
+def _format_origin(dims: BoundDims, text: str) -> str:
+    """' (hidden_size is '4096')': the config's keys behind an expression, for an error that names them."""
+    keys: dict[str, None] = {}
+    seen: set[str] = set()
+    waiting = [text]
+    while waiting:
+        for name in sorted(find_names(waiting.pop()) - seen):
+            seen.add(name)
+            entries = [entry for entry in dims.spec.dims.get(name, ()) if entry != name]
+            waiting += entries
+            if not entries and find_key(dims.config, name)[0]:
+                keys[name] = None
+    shown = [f"{key} is {format_value(find_key(dims.config, key)[1])}" for key in keys]
+    return f" ({', '.join(shown)})" if shown else ""
