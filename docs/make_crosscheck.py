@@ -69,9 +69,10 @@ def sum_alone(padding: Table, row: dict[str, Any]) -> dict[str, int] | None:
 def analytic_by_module(estimate: Estimate) -> dict[str, int]:
     estimator, work, _ = estimate.terms[0]
     found: dict[str, int] = {}
-    for block, row, value in estimator.rows(work, "hardware"):
+    for counted in estimator.rows(work, "hardware"):
+        block, row, _ = counted
         path = join(f"{block.path}.*" if block.layers is not None else block.path, row.op.name)
-        flops = (row.forward + row.backward + row.recompute) * value * block.copies
+        flops = (counted.flops.total - counted.flops.clipping) * block.copies
         if flops:
             found[path] = found.get(path, 0) + flops
     return found

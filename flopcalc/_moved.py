@@ -35,7 +35,7 @@ MOVED = {
         "core.workload.batch",
         "core.workload.sums",
         "core.workload.pairs",
-    ),  # fmt: skip
+    ),
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.model.config import Source, load_config
+from flopcalc.core.model.ops import Linear
 from flopcalc.core.recipe.recipe import WORDS, Recipe, make_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
@@ -346,8 +347,10 @@ class _Expected:
         # The largest linear product as rows × out × in; experts share theirs out, so they have no one size.
         products = [
             (value * row.op.times, row.op.n_out, row.op.n_in)
-            for _, row, value in eager.rows(load, "hardware")
-            if row.op.kind == "linear" and row.op.copies == 1 and value
+            for _, row, values in eager.rows(load, "hardware")
+            if isinstance(row.op, Linear) and row.op.kind == Linear.kind and row.op.copies == 1
+            for value in values[:1]
+            if value
         ]
         self.product = max(products, key=prod, default=None)
         name = "full" if not estimate.recompute else "full with recomputation"

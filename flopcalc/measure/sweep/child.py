@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flopcalc.core.count.count import score_flops
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import Source, load_config
@@ -274,9 +273,10 @@ def _count_analytic(source: Source, args: Json, device: str, dtype: str) -> tupl
         return expected, expected.total
     fused = bind(source, convention="hardware", device=_find_known(device), dtype=dtype, clipping=clipping)
     again = sum(
-        score_flops(row.op) * value * block.copies
-        for block, row, value in eager.rows(load, "hardware")
-        if row.op.kind == "attend" and row.backward
+        product.flops * value * block.copies
+        for block, row, values in eager.rows(load, "hardware")
+        for product, value in zip(row.products, values, strict=True)
+        if product.role == "scores" and product.passes.backward
     )
     return fused.estimate(load), expected.total + again * _PASSES[clipping]
 

@@ -15,7 +15,7 @@ from flopcalc.cli import main
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.model.ops import join
 from flopcalc.core.recipe.recipe import CLIPPING, check_clipping, make_recipe
-from flopcalc.core.workload.sums import evaluate_feature
+from flopcalc.core.workload.sums import Logits, PerSample, Samples, Sum, Tokens
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import FlopcalcError, RecipeError
@@ -71,10 +71,11 @@ def check_case(config: dict[str, Any], case: dict[str, Any]) -> None:
 def sum_rows(estimator: Estimator, load: Workload, times: int) -> dict[str, int]:
     """What clipping adds by module path; factors by per-sample gradients are the optimizer's, under ''."""
     sums: Counter[str] = Counter()
-    for block, row, value in estimator.rows(load, "hardware"):
+    for block, row, values in estimator.rows(load, "hardware"):
         for layer in (None,) if block.layers is None else block.layers:
             path = join(block.path if layer is None else f"{block.path}.{layer}", row.op.name)
-            sums["" if row.op.feature == ("samples",) else path] += row.clipping * value * times
+            for product, value in zip(row.products, values, strict=True):
+                sums["" if product.rows == Samples() else path] += product.per_unit.clipping * value * times
     return {path: flops for path, flops in sums.items() if flops}
 
 
@@ -149,22 +150,22 @@ def test_reentrant_checkpointing_keeps_what_hooks_add() -> None:
 
 
 @pytest.mark.parametrize(
-    ("feature", "rows", "seq", "value"),
+    ("each", "rows", "seq", "value"),
     [
-        (("samples",), 3, 5, 3),
-        (("samples",), 1, 5, 0),
-        (("each", "tokens"), 3, 5, 15),
-        (("each", "tokens"), 3, 1, 0),
-        (("squares", "tokens"), 3, 5, 75),
-        (("squares", "tokens"), 3, 1, 3),
-        (("products", "tokens"), 3, 5, 75),
-        (("products", "tokens"), 3, 1, 0),
-        (("squares", "logits"), 3, 5, 12),
+        (Samples(), 3, 5, 3),
+        (Samples(), 1, 5, 0),
+        (PerSample("rows", Tokens()), 3, 5, 15),
+        (PerSample("rows", Tokens()), 3, 1, 0),
+        (PerSample("squares", Tokens()), 3, 5, 75),
+        (PerSample("squares", Tokens()), 3, 1, 3),
+        (PerSample("products", Tokens()), 3, 5, 75),
+        (PerSample("products", Tokens()), 3, 1, 0),
+        (PerSample("squares", Logits()), 3, 5, 12),
     ],
 )
-def test_features(feature: tuple[str, ...], rows: int, seq: int, value: int) -> None:
-    load = Workload(rows, seq, logits=2 if "logits" in feature else None)
-    assert evaluate_feature(feature, load, "full") == value
+def test_sums_of_samples(each: Sum, rows: int, seq: int, value: int) -> None:
+    load = Workload(rows, seq, logits=2 if each == PerSample("squares", Logits()) else None)
+    assert each.count(load, "full") == value
 
 
 # --- conventions and formats ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import Chain, Op, Stage
 from flopcalc.core.spec.spec import load_spec
-from flopcalc.core.workload.workload import evaluate_feature, make_workload
+from flopcalc.core.workload.workload import make_workload
 from flopcalc.data import list_data_files, load_toml
 
 PRESETS = [name for name, path in list_data_files("presets").items() if "alias" not in load_toml(path)]
@@ -109,8 +109,8 @@ def test_an_encoder_decoder_keeps_the_encoder_s_keys_once() -> None:
     own = found["decoder.block", "layer.0.SelfAttention"]
     cross = found["decoder.block", "layer.1.EncDecAttention"]
     assert found["encoder.block", "layer.0.SelfAttention"].cache == 0
-    assert (own.cache, evaluate_feature(own.cache_rows, load, "full")) == (2 * 2048, 2 * 10)
-    assert (cross.cache, evaluate_feature(cross.cache_rows, load, "full")) == (2 * 2048, 2 * 30)
+    assert (own.cache, own.cache_rows.count(load, "full")) == (2 * 2048, 2 * 10)
+    assert (cross.cache, cross.cache_rows.count(load, "full")) == (2 * 2048, 2 * 30)
 
 
 def test_layers_that_share_keys_leave_nothing_and_windows_leave_a_window() -> None:
@@ -118,7 +118,7 @@ def test_layers_that_share_keys_leave_nothing_and_windows_leave_a_window() -> No
     found = [op for stage, _, ops in list_layers(stages) if stage.group == "language" for op in ops if op.cache_rows]
     load = make_workload(1, 1, phase="decode", context=9999)
     assert len(found) == 15  # of 35 layers: 20 read the keys of earlier ones
-    assert [evaluate_feature(op.cache_rows, load, "full") for op in found[:5]] == [512, 512, 512, 512, 10000]
+    assert [op.cache_rows.count(load, "full") for op in found[:5]] == [512, 512, 512, 512, 10000]
 
 
 # --- the grammar ------------------------------------------------------------------------------------------------------

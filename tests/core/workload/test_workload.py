@@ -10,7 +10,8 @@ import pytest
 
 from flopcalc import WorkloadError, bind, make_workload
 from flopcalc.core.workload.batch import read_batch
-from flopcalc.core.workload.sums import block_pairs, causal_pairs, decode_pairs, evaluate_feature, window_pairs
+from flopcalc.core.workload.pairs import block_pairs, causal_pairs, decode_pairs, window_pairs
+from flopcalc.core.workload.sums import Expression, Frames, Logits, Pairs, Patches, Tokens
 from flopcalc.core.workload.workload import Workload, read_grids
 
 Grid = tuple[int, int, int]
@@ -60,8 +61,8 @@ def test_causal_pairs_equal_the_mask(seq: int, window: int) -> None:
     expected = count_cells(causal_mask(seq, window))
     assert causal_pairs(seq, window) == expected
     load = make_workload(3, seq)
-    assert evaluate_feature(("pairs", "causal", window), load, "model") == 3 * expected
-    assert evaluate_feature(("pairs", "causal", window), load, "full") == 3 * seq * seq
+    assert Pairs("causal", window).count(load, "model") == 3 * expected
+    assert Pairs("causal", window).count(load, "full") == 3 * seq * seq
 
 
 @pytest.mark.parametrize("documents", [(4,), (1, 1), (3, 1, 8), (5, 9), (2, 7, 7, 1)])
@@ -69,10 +70,10 @@ def test_causal_pairs_equal_the_mask(seq: int, window: int) -> None:
 def test_packed_pairs_equal_the_mask(documents: tuple[int, ...], window: int) -> None:
     load = make_workload(lengths=documents)
     expected = count_cells(causal_mask(sum(documents), window, documents))
-    assert evaluate_feature(("pairs", "causal", window), load, "model") == expected
-    assert evaluate_feature(("pairs", "causal", window), load, "full") == sum(documents) ** 2
+    assert Pairs("causal", window).count(load, "model") == expected
+    assert Pairs("causal", window).count(load, "full") == sum(documents) ** 2
     bidirectional = sum(length * length for length in documents)
-    assert evaluate_feature(("pairs", "full", 0), load, "model") == bidirectional
+    assert Pairs("full", 0).count(load, "model") == bidirectional
 
 
 @pytest.mark.parametrize("lengths", [(6, 11), (14, 1), (3, 3, 9)])
@@ -81,9 +82,9 @@ def test_padded_pairs_equal_the_mask(lengths: tuple[int, ...], window: int) -> N
     seq = 14
     load = Workload(len(lengths), seq, lengths, "padded")
     expected = sum(count_cells(causal_mask(seq, window, real=length)) for length in lengths)
-    assert evaluate_feature(("pairs", "causal", window), load, "model") == expected
-    assert evaluate_feature(("tokens",), load, "model") == sum(lengths) == load.tokens
-    assert evaluate_feature(("tokens",), load, "full") == len(lengths) * seq
+    assert Pairs("causal", window).count(load, "model") == expected
+    assert Tokens().count(load, "model") == sum(lengths) == load.tokens
+    assert Tokens().count(load, "full") == len(lengths) * seq
 
 
 @pytest.mark.parametrize("context", [0, 1, 4, 9])
@@ -93,7 +94,7 @@ def test_decode_pairs_equal_the_mask(new: int, context: int, window: int) -> Non
     expected = count_cells(decode_mask(new, context, window))
     assert decode_pairs(new, context, window) == expected
     load = make_workload(2, new, phase="decode", context=context)
-    assert evaluate_feature(("pairs", "causal", window), load, "model") == 2 * expected
+    assert Pairs("causal", window).count(load, "model") == 2 * expected
 
 
 @pytest.mark.parametrize("grid", [(1, 6, 6), (2, 6, 12), (1, 12, 18), (3, 18, 6)])
@@ -107,8 +108,8 @@ def test_window_pairs_equal_the_mask(grid: Grid, merge: int, window: int) -> Non
 def test_frame_pairs_equal_the_mask(grids: list[Grid]) -> None:
     load = make_workload(1, 100, image_grid_thw=grids)
     expected = sum(count_cells(vision_mask(grid, None)) for grid in grids)
-    assert evaluate_feature(("frames",), load, "model") == expected
-    assert evaluate_feature(("patches",), load, "full") == sum(t * h * w for t, h, w in grids)
+    assert Frames().count(load, "model") == expected
+    assert Patches().count(load, "full") == sum(t * h * w for t, h, w in grids)
 
 
 @pytest.mark.parametrize(
@@ -117,17 +118,17 @@ def test_frame_pairs_equal_the_mask(grids: list[Grid]) -> None:
 def test_block_pairs(seq: int, window: int, pairs: int) -> None:
     assert block_pairs(seq, window) == pairs
     assert block_pairs(seq, window) >= causal_pairs(seq, window)
-    assert evaluate_feature(("pairs", "causal", window), make_workload(2, seq), "flash") == 2 * pairs
+    assert Pairs("causal", window).count(make_workload(2, seq), "flash") == 2 * pairs
 
 
 def test_kernels_without_mask_support_execute_every_masked_pair() -> None:
     packed = make_workload(lengths=[100, 156])
-    assert evaluate_feature(("pairs", "causal", 0), packed, "efficient") == 256 * 256
-    assert evaluate_feature(("pairs", "causal", 0), packed, "flash") == block_pairs(100) + block_pairs(156)
+    assert Pairs("causal", 0).count(packed, "efficient") == 256 * 256
+    assert Pairs("causal", 0).count(packed, "flash") == block_pairs(100) + block_pairs(156)
     plain = make_workload(1, 256)
-    assert evaluate_feature(("pairs", "causal", 0), plain, "cudnn") == block_pairs(256)
-    assert evaluate_feature(("pairs", "causal", 64), plain, "cudnn") == 256 * 256
-    assert evaluate_feature(("pairs", "causal", 999), plain, "cudnn") == block_pairs(256)
+    assert Pairs("causal", 0).count(plain, "cudnn") == block_pairs(256)
+    assert Pairs("causal", 64).count(plain, "cudnn") == 256 * 256
+    assert Pairs("causal", 999).count(plain, "cudnn") == block_pairs(256)
 
 
 @pytest.mark.parametrize(
@@ -145,14 +146,14 @@ def test_kernels_without_mask_support_execute_every_masked_pair() -> None:
 )
 def test_logit_rows(arguments: dict[str, Any], model: int, full: int) -> None:
     load = make_workload(**arguments)
-    assert evaluate_feature(("logits",), load, "model") == model
-    assert evaluate_feature(("logits",), load, "full") == full
+    assert Logits().count(load, "model") == model
+    assert Logits().count(load, "full") == full
 
 
 def test_logit_rows_of_padded_rows() -> None:
     load = Workload(2, 8, (2, 5), "padded", logits=3)
-    assert evaluate_feature(("logits",), load, "model") == 2 + 3
-    assert evaluate_feature(("logits",), load, "full") == 6
+    assert Logits().count(load, "model") == 2 + 3
+    assert Logits().count(load, "full") == 6
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -422,7 +423,7 @@ def test_decode_takes_no_choice_of_logits(logits: Any) -> None:
 
 def test_documents_are_apart_under_every_convention() -> None:
     def total(load: Workload, text: str, counting: str) -> int:
-        return evaluate_feature(("sum", "document", text, ()), load, counting)
+        return Expression("document", text).count(load, counting)
 
     packed = make_workload(lengths=[3, 5, 3])
     padded = Workload(2, 7, (4, 7), "padded")
@@ -440,5 +441,5 @@ def test_documents_are_apart_under_every_convention() -> None:
 def test_clips_know_their_own_frames() -> None:
     load = make_workload(1, 9, clips=[4, 6])
     for text, model, full in (("n", 10, 12), ("own", 10, 10), ("longest", 12, 12)):
-        assert evaluate_feature(("sum", "clip", text, ()), load, "model") == model
-        assert evaluate_feature(("sum", "clip", text, ()), load, "full") == full
+        assert Expression("clip", text).count(load, "model") == model
+        assert Expression("clip", text).count(load, "full") == full

@@ -121,9 +121,10 @@ def test_open_pairs(name: str) -> None:
 
 def sum_attends(estimator: Any, load: Any, convention: str) -> Counter[str]:
     sums: Counter[str] = Counter()
-    for block, row, value in estimator.rows(load, convention):
+    for counted in estimator.rows(load, convention):
+        block, row, _ = counted
         if row.op.kind == "attend" and row.op.v:  # without values: a second score term, which HF adds as a mask
             for layer in block.layers if block.layers is not None else (None,):
                 path = block.path if layer is None else f"{block.path}.{layer}"
-                sums[join(path, row.op.name)] += row.forward * value
+                sums[join(path, row.op.name)] += counted.flops.forward
     return sums

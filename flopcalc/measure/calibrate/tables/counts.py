@@ -353,7 +353,8 @@ def list_calls(config: Json, grids: list[list[int]], seq: int, batch: int, kerne
         for layer in block.layers or ():  # every layer's router splits the rows in its own way
             one = {
                 "module": f"{block.path}.{layer}.{op.name}", "kind": "experts", "calls": 1,
-                "calls_recompute": 1 + bool(product.passes.recompute), "shape": f"{shape} over {op.copies} experts, layer {layer}",
+                "calls_recompute": 1 + bool(product.passes.recompute),
+                "shape": f"{shape} over {op.copies} experts, layer {layer}",
             }  # fmt: skip
             yield from _list_directions({**about, **one, "layer": layer}, product)
 
