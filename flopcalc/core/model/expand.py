@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,10 @@ from flopcalc.core.model.ops import (
     Pointwise,
     Stage,
     Weighted,
+    iterate,
 )
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names
+from flopcalc.core.spec.merge import rename_path
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.core.spec.spec import (
     MAX_LAYERS,
@@ -30,10 +32,10 @@ from flopcalc.core.spec.spec import (
     WORDS,
     BoundDims,
     check_required,
+    find_block_part,
     find_key,
     find_spec,
     keeps_keys,
-    rename_path,
 )
 from flopcalc.core.workload.sums import (
     Cached,
@@ -171,7 +173,7 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
         raise ConfigError(f"{dims.where}: {count} layers in {path!r}; more than {MAX_LAYERS} is surely a mistake")
     part = stack.get("part", "other")
     rows = (stack.get("rows", "tokens"), stack.get("needed", ""))
-    builder = _Builder(dims, rows, part, path, rename, stack.get("side", side))
+    builder = _Builder(dims, rows, stack.get("part", ""), path, rename, stack.get("side", side))
     layers = []
     dead = []
     reads_layers = []
@@ -225,7 +227,7 @@ class _Builder:
         key = tuple([self._read(name) for name in self._changing])
         chain = self._chains.get(key)
         if chain is None:
-            chain = self._chain(items)
+            chain = self._chain(items, "other")
             chain = self._chains[key] = self._alike.setdefault(chain, chain)
         return chain
 
@@ -265,31 +267,31 @@ class _Builder:
                 flat += self._flatten(self.dims.spec.blocks[item] if isinstance(item, str) else item)
         return flat
 
-    def _chain(self, items: list[Any]) -> Chain:
-        """A series: each item reads the one before it."""
+    def _chain(self, items: list[Any], part: str) -> Chain:
+        """A series: each item reads the one before it. `part` is what the block usually is that they stand in."""
         built: list[Op | tuple[Chain, ...]] = []
         for item in items:
             if isinstance(item, str):
-                built.extend(self._chain(self.dims.spec.blocks[item]))
+                built.extend(self._chain(self.dims.spec.blocks[item], find_block_part(item) or part))
             elif isinstance(item, list):
                 # Siblings: branches that read the same tensor; a branch is an op or a series of its own.
                 branches = tuple(
                     branch
-                    for branch in (self._chain(entry if isinstance(entry, list) else [entry]) for entry in item)
+                    for branch in (self._chain(entry if isinstance(entry, list) else [entry], part) for entry in item)
                     if branch
                 )
                 if branches:
                     built.append(branches)
             elif "block" in item:
                 if evaluate_truth(item.get("when", "true"), self.dims):
-                    chain = self._chain([item["block"]])
+                    chain = self._chain([item["block"]], part)
                     if "under" in item:
                         chain = _put_under(chain, _absolute(self._fill(item["under"]), self.rename))
                     if "with" in item:
                         chain = _map(chain, partial(Op.replace, beside=item["with"]))
                     built.extend(_map(chain, lambda op: op.replace(nested=True)) if item.get("checkpoint") else chain)
             else:
-                op = self._make(item)
+                op = self._make(item, part, built)
                 if op is not None and "again" in item:
                     op = op.replace(again=evaluate_truth(item["again"], self.dims))
                 if op is not None and "unused" in item:
@@ -298,7 +300,7 @@ class _Builder:
                     built.append(op)
         return tuple(built)
 
-    def _make(self, item: dict[str, Any]) -> Op | None:
+    def _make(self, item: dict[str, Any], block_part: str, before: Sequence[Op | tuple[Chain, ...]]) -> Op | None:
         dims = self.dims
         if "when" in item and not evaluate_truth(item["when"], dims):
             return None
@@ -314,7 +316,7 @@ class _Builder:
 
         common: dict[str, Any] = {
             "name": name,
-            "part": item.get("part", self.part),
+            "part": item.get("part") or self.part or (block_part if kind in ("linear", "conv") else "other"),
             "rows": self._rows(item),
             "times": size("times", default="1"),
             "source": item.get("from", ""),
@@ -323,7 +325,7 @@ class _Builder:
         if kind in ("linear", "conv"):
             return self._make_linear(item, size, common)
         if kind == "attend":
-            return self._make_attend(item, size, common)
+            return self._make_attend(item, size, common, before)
         if kind == "product":
             flops = size("flops", 0)
             return Multiply(**common, flops=flops, backward=size("backward", 0) if "backward" in item else 2 * flops)
@@ -371,7 +373,9 @@ class _Builder:
             adapts=adapts,
         )
 
-    def _make_attend(self, item: dict[str, Any], size: _Size, common: dict[str, Any]) -> Attend:
+    def _make_attend(
+        self, item: dict[str, Any], size: _Size, common: dict[str, Any], before: Sequence[Op | tuple[Chain, ...]]
+    ) -> Attend:
         if "rows" not in item:
             pairs, times = self._attend(item, size)
             pairs = self._sided(pairs)
@@ -380,7 +384,7 @@ class _Builder:
         if common["part"] not in ("vision", "audio", "projector"):
             common["part"] = "attention_scores"
         heads, qk, v = size("heads"), size("qk"), size("v", 0)
-        kv_heads = size("kv_heads", default=str(heads))
+        kv_heads = size("kv_heads", default=str(_count_key_heads(before, heads, qk, v)))
         cache = size("cache", 0, default=str(kv_heads * (qk + v) if keeps_keys(item) else 0))
         return Attend(
             **common,
@@ -481,6 +485,21 @@ _ROWS: dict[str, Sum] = {
 }
 _SIDED = (Tokens, Logits, Cached, Pairs, Calls)  # sums that a decoder has of its own
 _BRACES = re.compile(r"\{(\w+)\}")  # a dim's value inside the name of a module or of a tied parameter
+
+
+def _count_key_heads(before: Sequence[Op | tuple[Chain, ...]], heads: int, qk: int, v: int) -> int:
+    """Key heads where a spec says none: the projections that attention reads write heads · qk of queries and
+    kv_heads · (qk + v) of keys and values; where they do not, every head has its own keys.
+    """
+    width = 0
+    for item in reversed(before):
+        branches = ((item,),) if isinstance(item, Op) else item
+        linears = [[op for op in iterate(branch) if isinstance(op, Linear)] for branch in branches]
+        width = sum(each[-1].n_out for each in linears if each)
+        if width:
+            break
+    found, rest = divmod(width - heads * qk, qk + v)
+    return found if found > 0 and not rest and heads % found == 0 else heads
 
 
 def _remove_hooks(chain: Chain) -> Chain:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from flopcalc import SpecError, bind
-from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import Chain, Op, Stage
-from flopcalc.core.spec.spec import load_spec
+from flopcalc.core.spec.spec import Spec, keeps_keys, load_spec
+from flopcalc.core.workload.sums import Expression
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.data import list_data_files, load_toml
 
@@ -59,7 +59,7 @@ def read_key_heads(config: dict[str, Any], layer: int) -> int:
 def test_key_heads_are_those_of_the_config(name: str) -> None:
     source = load_config(name)
     seen = 0
-    for stage, layer, ops in list_layers(Estimator(source).stages):
+    for stage, layer, ops in list_layers(bind(name).stages):
         for i, op in enumerate(ops):
             if op.kind != "attend":
                 continue
@@ -98,12 +98,12 @@ def check_widths(before: list[Op], op: Op) -> None:
     ],
 )
 def test_known_models(model: str, layers: int, kv_heads: int, cache: int, latent: int) -> None:
-    found = [op for _, _, ops in list_layers(Estimator(load_config(model)).stages) for op in ops if op.kind == "attend"]
+    found = [op for _, _, ops in list_layers(bind(model).stages) for op in ops if op.kind == "attend"]
     assert [(op.kv_heads, op.cache, op.latent) for op in found] == [(kv_heads, cache, latent)] * layers
 
 
 def test_an_encoder_decoder_keeps_the_encoder_s_keys_once() -> None:
-    stages = Estimator(load_config("t5-v1.1-xl")).stages
+    stages = bind("t5-v1.1-xl").stages
     found = {(stage.path, op.name): op for stage, _, ops in list_layers(stages) for op in ops if op.kind == "attend"}
     load = make_workload(2, 30, decoder_seq_len=1, phase="decode", context=9)
     own = found["decoder.block", "layer.0.SelfAttention"]
@@ -114,8 +114,14 @@ def test_an_encoder_decoder_keeps_the_encoder_s_keys_once() -> None:
 
 
 def test_layers_that_share_keys_leave_nothing_and_windows_leave_a_window() -> None:
-    stages = Estimator(load_config("gemma-4-e2b")).stages
-    found = [op for stage, _, ops in list_layers(stages) if stage.group == "language" for op in ops if op.cache_rows]
+    stages = bind("gemma-4-e2b").stages
+    found = [
+        op
+        for stage, _, ops in list_layers(stages)
+        if stage.group == "language"
+        for op in ops
+        if op.kind == "attend" and op.cache
+    ]
     load = make_workload(1, 1, phase="decode", context=9999)
     assert len(found) == 15  # of 35 layers: 20 read the keys of earlier ones
     assert [op.cache_rows.count(load, "full") for op in found[:5]] == [512, 512, 512, 512, 10000]
@@ -134,22 +140,22 @@ def make_op(folder: Path, op: str) -> Op:
 
 
 SIZES = 'heads = "h", qk = 8, v = 4'
-OWN = ("sum", "sequence", "n + c", ())
+OWN = Expression("sequence", "n + c")
 
 
 @pytest.mark.parametrize(
     ("op", "kv_heads", "cache", "rows", "latent"),
     [
         ('kv_heads = "kv"', 2, 2 * 12, OWN, 0),
-        ('kv_heads = "kv", window = "w"', 2, 2 * 12, ("sum", "sequence", "min(n + c, 5)", ()), 0),
-        ('kv_heads = 2, cache = "0"', 2, 0, (), 0),
+        ('kv_heads = "kv", window = "w"', 2, 2 * 12, Expression("sequence", "min(n + c, 5)"), 0),
+        ('kv_heads = 2, cache = "0"', 2, 0, None, 0),
         ('kv_heads = "h", cache = "w + 2", latent = "w"', 6, 7, OWN, 5),
         ('kv_heads = 2, rows = "sequence: n * n"', 2, 24, OWN, 0),
-        ('kv_heads = 2, cache_rows = "decoder: m + w"', 2, 24, ("sum", "decoder", "m + w", (("w", 5),)), 0),
-        ('mask = "full"', 6, 0, (), 0),
-        ('mask = "full", kv_heads = 3', 3, 0, (), 0),
-        ('span = "frames"', 6, 0, (), 0),
-        ('rows = "image: h * w"', 6, 0, (), 0),
+        ('kv_heads = 2, cache_rows = "decoder: m + w"', 2, 24, Expression("decoder", "m + w", (("w", 5),)), 0),
+        ('mask = "full"', 6, 0, None, 0),
+        ('mask = "full", kv_heads = 3', 3, 0, None, 0),
+        ('span = "frames"', 6, 0, None, 0),
+        ('rows = "image: h * w"', 6, 0, None, 0),
     ],
 )
 def test_defaults(tmp_path: Path, op: str, kv_heads: int, cache: int, rows: Any, latent: int) -> None:
@@ -160,10 +166,6 @@ def test_defaults(tmp_path: Path, op: str, kv_heads: int, cache: int, rows: Any,
 @pytest.mark.parametrize(
     ("op", "words"),
     [
-        ("", "op 'attn': needs kv_heads"),
-        (', window = "w"', "op 'attn': needs kv_heads"),
-        (', rows = "sequence: n * n"', "op 'attn': needs kv_heads"),
-        (', rows = "decoder: n * m"', "op 'attn': needs kv_heads"),
         (", kvheads = 2", "unknown key 'kvheads'. Did you mean kv_heads, heads?"),
         (", kv_heads = true", "kv_heads must be a str or int"),
         (', kv_heads = 2, cache_rows = "tokens"', 'cache_rows must be "UNIT: EXPRESSION"'),
@@ -176,3 +178,47 @@ def test_what_must_be_said(tmp_path: Path, op: str, words: str) -> None:
     with pytest.raises(SpecError) as caught:
         load_spec(str(path))
     assert words in str(caught.value)
+
+
+# --- specs that say nothing -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("projections", "kv_heads"),
+    [
+        ('{ op = "linear", name = "attn.qkv", in = 48, out = "(h + 2 * kv) * 8" }', 2),  # all in one
+        ('[{ op = "linear", name = "q", in = 48, out = 48 }, { op = "linear", name = "kv", in = 48, out = 16 }]', 1),
+        (
+            '[[{ op = "linear", name = "q", in = 48, out = 48 }, { op = "norm", name = "n", dim = 8 }], '
+            '{ op = "linear", name = "k", in = 48, out = 24 }, { op = "linear", name = "v", in = 48, out = 24 }]',
+            3,
+        ),
+        ('{ op = "linear", name = "other", in = 48, out = 50 }', 6),  # no such heads: every head has its own keys
+        ('{ op = "norm", name = "n", dim = 48 }', 6),
+    ],
+)
+def test_key_heads_from_the_widths_of_the_projections(tmp_path: Path, projections: str, kv_heads: int) -> None:
+    path = tmp_path / "mine.toml"
+    attend = '{ op = "attend", name = "attn", heads = "h", qk = 8, v = 8 }'
+    path.write_text(f"{HEAD}ops = [{projections}, {attend}]\n")
+    (stage,) = bind({"model_type": "mine", "h": 6, "kv": 2}, spec=path).stages
+    (found,) = [op for op in list_ops(stage.layers[0]) if op.kind == "attend"]
+    assert (found.kv_heads, found.cache) == (kv_heads, kv_heads * 16)
+
+
+def test_shipped_specs_say_their_key_heads() -> None:
+    silent = [
+        f"{name}: {op.get('name')}"
+        for name, path in list_data_files("specs").items()
+        for op in _list_items(load_spec(path))
+        if op.get("op") == "attend" and keeps_keys(op) and "kv_heads" not in op
+    ]
+    assert not silent
+
+
+def _list_items(spec: Spec) -> Iterator[dict[str, Any]]:
+    waiting: list[Any] = [*(stack.get("ops", []) for stack in spec.stacks), *spec.blocks.values()]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting += item
+        elif isinstance(item, dict):
+            yield item

@@ -18,8 +18,7 @@ import transformers
 from PIL import Image
 from transformers.image_utils import SizeDict
 
-from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.config import load_config
+from flopcalc import bind
 from flopcalc.core.model.vision import Vision
 from flopcalc.errors import WorkloadError
 
@@ -34,7 +33,7 @@ def tower(kind: str, image: int, patch: int, **keys: Any) -> dict[str, Any]:
 
 def bind_vision(model_type: str, vision: dict[str, Any], **keys: Any) -> Vision:
     keys = {"text_config": {"model_type": "llama", **TEXT}, **keys}
-    bound = Estimator(load_config({"model_type": model_type, "vision_config": vision, **keys})).vision
+    bound = bind({"model_type": model_type, "vision_config": vision, **keys}).vision
     assert bound is not None
     return bound
 
@@ -311,7 +310,7 @@ def test_phi4_multimodal_crops(size: tuple[int, int], most: int) -> None:
     stand_in = type("Processor", (), {"find_closest_aspect_ratio": scope["find_closest_aspect_ratio"]})()
     image, mask = scope["dynamic_preprocess"](stand_in, BareImage(*size[::-1]), 448, 14, 32, max_num=most)
     keys = {"model_type": "phi4_multimodal", **TEXT, "vision_config": {}, "audio_config": {}, "num_key_value_heads": 1}
-    vision = Estimator(load_config(keys)).vision
+    vision = bind(keys).vision
     assert vision is not None
     (grid,), _ = vision.grids_of_pixels(*size, {"dynamic_hd": most})
     tiles = mask.reshape(len(mask) // 32, 32, -1, 32).transpose(1, 2).reshape(-1, 32, 32)
@@ -326,7 +325,7 @@ def test_phi4_multimodal_crops(size: tuple[int, int], most: int) -> None:
 def test_a_batch_says_its_tiles() -> None:
     ids = torch.zeros(2, 3000, dtype=torch.long)
     config = {"model_type": "llava_next", "vision_config": tower("clip_vision_model", 336, 14)}
-    bound = Estimator(load_config({**config, "text_config": {"model_type": "llama", **TEXT}}))
+    bound = bind({**config, "text_config": {"model_type": "llama", **TEXT}})
     assert bound.vision is not None
     pixels = torch.zeros(2, 5, 3, 336, 336, device="meta")  # padded to the most tiles; the model drops the padding
     batch = {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor([[768, 1024], [300, 700]])}
@@ -337,7 +336,7 @@ def test_a_batch_says_its_tiles() -> None:
 
 def test_a_batch_of_padded_tiles() -> None:
     vision = tower("mllama_vision_model", 28, 14, attention_heads=2, max_num_tiles=4)
-    bound = Estimator(load_config({"model_type": "mllama", "vision_config": vision, "text_config": TEXT}))
+    bound = bind({"model_type": "mllama", "vision_config": vision, "text_config": TEXT})
     mask = torch.tensor([[[1, 1, 0, 0]], [[1, 1, 1, 0]]])
     batch = {
         "input_ids": torch.zeros(2, 9, dtype=torch.long), "aspect_ratio_mask": mask,
