@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flopcalc import ConfigError, SpecError, bind
-from flopcalc.core.model.ops import expand
+from flopcalc.core.model.expand import expand
 from flopcalc.core.spec.spec import bind as bind_spec
 from flopcalc.core.spec.spec import find_spec, load_spec
 from flopcalc.data import find_data_file, find_user_dir, list_data_files
