@@ -8,13 +8,10 @@ from typing import Any
 import click
 
 from flopcalc.cli.options import complete_model, make_estimate, trace_option, workload_options
-from flopcalc.core.estimate.counted import KERNELS
-from flopcalc.core.estimate.estimate import CONVENTIONS
-from flopcalc.core.recipe.recipe import CLIPPING, RECOMPUTE
-from flopcalc.core.workload.workload import PHASES
 from flopcalc.errors import WorkloadError, format_nearest
 from flopcalc.grids import format_grid
 from flopcalc.units import format_flops, format_parameters
+from flopcalc.words import CLIPPING, CONVENTIONS, KERNELS, PHASES, RECOMPUTE
 
 _SETTABLE = (
     "batch", "seq", "decoder_seq", "text", "lengths", "grad_accum", "image", "image_grid", "video_grid", "audio",

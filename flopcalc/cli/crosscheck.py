@@ -14,10 +14,10 @@ from flopcalc._version import __version__
 from flopcalc.cli.options import make_estimate, model_option
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import load_config
-from flopcalc.core.recipe.recipe import RECOMPUTE
 from flopcalc.errors import FlopcalcError
 from flopcalc.grids import format_grid
 from flopcalc.units import format_flops, format_parameters, parse_size
+from flopcalc.words import RECOMPUTE
 
 if TYPE_CHECKING:
     from flopcalc.measure.counters.witness import Crosscheck

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple, TypeVar
 import click
 
 from flopcalc.api import bind
-from flopcalc.core.estimate.counted import KERNELS
-from flopcalc.core.estimate.estimate import CONVENTIONS, Estimate, Estimator
+from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.utilization import Utilization, check_positive, describe_measured_mfu, find_peak, hfu, mfu
 from flopcalc.core.model.config import Source, load_config
-from flopcalc.core.recipe.recipe import CLIPPING, RECOMPUTE, Recipe, make_recipe
-from flopcalc.core.workload.workload import PHASES, Grid, make_workload
+from flopcalc.core.recipe.recipe import Recipe, make_recipe
+from flopcalc.core.workload.workload import Grid, make_workload
 from flopcalc.data import list_data_files
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.hardware.devices import DTYPES, detect_device, find_device, load_devices, parse_dtype
 from flopcalc.units import format_rate, parse_size, parse_sizes
+from flopcalc.words import CLIPPING, CONVENTIONS, KERNELS, PHASES, RECOMPUTE
 
 MAX_IMAGES = 1_000_000  # per batch: they are listed one by one
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -12,12 +12,12 @@ from flopcalc.api import bind
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import iterate
-from flopcalc.core.recipe.recipe import RECOMPUTE, make_recipe
-from flopcalc.core.workload.workload import PHASES
+from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.data import list_data_files
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.grids import format_grid
 from flopcalc.units import parse_size, parse_sizes
+from flopcalc.words import PHASES, RECOMPUTE
 
 if TYPE_CHECKING:
     from flopcalc.measure.hf.compare import Verdict

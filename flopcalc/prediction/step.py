@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.binding import bind_config as bind
-from flopcalc.core.estimate.counted import KERNELS
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.utilization import check_positive, hfu, mfu
 from flopcalc.core.workload.workload import Workload
@@ -29,6 +28,7 @@ from flopcalc.prediction.tensors import has_sdpa
 from flopcalc.prediction.timeline import Place, Segment, Stack, find_place, order, run
 from flopcalc.prediction.work import OPTIMIZERS, Attention, Moved, Product, Work, count_calls, make_work
 from flopcalc.units import format_bytes
+from flopcalc.words import KERNELS
 
 __all__ = ["OPTIMIZERS", "Prediction", "StepTime", "find_largest_batch", "predict", "predict_estimate"]
 

@@ -10,13 +10,13 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from flopcalc.core.count.count import Block
-from flopcalc.core.estimate.counted import KERNELS
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate
 from flopcalc.core.workload.sums import evaluate_feature
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import RecipeError, format_nearest, format_value
 from flopcalc.prediction.operators import Operator, Operators, Saved, load_file
+from flopcalc.words import KERNELS
 
 __all__ = ["FLOAT", "Part", "Step"]
 

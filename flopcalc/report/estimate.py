@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flopcalc.core.estimate.estimate import CONVENTIONS, Estimate
+from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.grids import format_grid, wrap
 from flopcalc.units import format_flops, format_parameters, format_rate
+from flopcalc.words import CONVENTIONS
 
 NOT_COUNTED = (
     "norms, softmax, activations, rotary embeddings, table look-ups, loss and optimizer are not matrix products"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from flopcalc import DeviceError, SpecError, peak_flops_per_s
-from flopcalc.core.estimate.counted import KERNELS
 from flopcalc.hardware.devices import DTYPES, Device, detect_device, find_device, load_devices, parse_dtype
+from flopcalc.words import KERNELS
 
 DEVICES = load_devices()[0]
 

@@ -10,7 +10,7 @@ from flopcalc.core.count.count import Mode, count
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import Block, CountedRow, sum_products
 from flopcalc.core.estimate.checks import check_clipping_recipe, check_live, check_workload, find_clipping
-from flopcalc.core.estimate.estimate import CONVENTIONS, Estimate, Estimator, Term
+from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
 from flopcalc.core.estimate.notes import describe_kernels, describe_work
 from flopcalc.core.estimate.padding import list_padding
 from flopcalc.core.model.bound import BoundModel
@@ -21,10 +21,9 @@ from flopcalc.core.recipe.resolver import Resolver
 from flopcalc.core.workload.batch import read_batch
 from flopcalc.core.workload.sums import Sum
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import FlopcalcError, RecipeError, format_value
+from flopcalc.errors import RecipeError, format_value
 from flopcalc.hardware.kernels import KernelTable, TileTable
-
-KERNELS = ("auto", "eager", "flash", "efficient", "cudnn")
+from flopcalc.words import CONVENTIONS, KERNELS, check_word
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,8 @@ class CountedEstimator(Estimator):
         tile_table: TileTable | None = None,
         clipping: str | None = None,
     ) -> None:
-        if convention not in CONVENTIONS:
-            raise FlopcalcError(f"convention {format_value(convention)} unknown; known: {', '.join(CONVENTIONS)}")
-        if attention_kernel not in KERNELS:
-            raise FlopcalcError(
-                f"attention kernel {format_value(attention_kernel)} unknown; known: {', '.join(KERNELS)}"
-            )
+        check_word(convention, CONVENTIONS, "convention")
+        check_word(attention_kernel, KERNELS, "attention kernel")
         self.model = model
         self.source, self.spec, self.stages = model.source, model.spec, model.stages
         self.vision, self.audio = model.vision, model.audio
@@ -80,7 +75,9 @@ class CountedEstimator(Estimator):
         if self._clips:
             check_clipping_recipe(model, self.recipe, self._resolver)
 
-    def change(self, *, recompute: str = "", convention: str = "", attention_kernel: str = "") -> CountedEstimator:
+    def change(
+        self, *, recompute: Recompute | None = None, convention: str = "", attention_kernel: str = ""
+    ) -> CountedEstimator:
         """The same model and what trains of it, under another recomputation, convention or kernel."""
         return CountedEstimator(
             self.model,
@@ -222,4 +219,8 @@ def _join_recipe(model: BoundModel, recipe: Recipe | None, clipping: str | None)
     recipe = recipe if recipe is not None else make_recipe()
     if clipping is not None and recipe.clipping not in ("none", clipping):
         raise RecipeError(f"clipping {format_value(clipping)} contradicts the recipe's, {recipe.clipping}")
-    return recipe if clipping is None else recipe._replace(clipping=clipping)
+    return (
+        recipe
+        if clipping is None
+        else recipe._replace(clipping=check_word(clipping, CLIPPING, "clipping", RecipeError))
+    )

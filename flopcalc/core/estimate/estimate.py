@@ -18,8 +18,7 @@ from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.grids import format_html
 from flopcalc.units import check_size, format_flops, format_parameters, format_share
-
-CONVENTIONS = ("model", "full", "hardware")
+from flopcalc.words import CONVENTIONS, Recompute, check_word
 
 
 @runtime_checkable
@@ -94,7 +93,9 @@ class Estimator(Protocol):
         read_device: bool = True,
     ) -> Estimate: ...
 
-    def change(self, *, recompute: str = "", convention: str = "", attention_kernel: str = "") -> Estimator: ...
+    def change(
+        self, *, recompute: Recompute | None = None, convention: str = "", attention_kernel: str = ""
+    ) -> Estimator: ...
 
     def count(self, load: Workload, convention: str) -> Flops: ...
 
@@ -214,6 +215,7 @@ class Estimate:
 
     def total_under(self, convention: str) -> int:
         """The total FLOPs of the same work under another convention."""
+        check_word(convention, CONVENTIONS, "convention")
         return sum(sum(estimator.count(load, convention)) * times for estimator, load, times in self.terms)
 
     @property

@@ -25,6 +25,7 @@ from flopcalc.core.workload.batch import read_batch
 from flopcalc.core.workload.sums import Once
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
+from flopcalc.words import Recompute
 
 SCHEMA = 2
 _LIBRARIES = ("torch", "transformers", "peft")
@@ -86,7 +87,9 @@ class TracedEstimator(Estimator):
         self._check_grids(load)
         return Estimate((Term(self, load, 1),), self.count(load, "full"), notes)
 
-    def change(self, *, recompute: str = "", convention: str = "", attention_kernel: str = "") -> TracedEstimator:
+    def change(
+        self, *, recompute: Recompute | None = None, convention: str = "", attention_kernel: str = ""
+    ) -> TracedEstimator:
         if recompute or convention != "full" or attention_kernel != "eager":
             raise FlopcalcError(WHY_FULL)
         return self

@@ -6,11 +6,12 @@ from typing import Any
 
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.errors import RecipeError
+from flopcalc.words import Recompute
 
 _WRAPPERS = ("_orig_mod.", "module.", "_module.", "base_model.model.")
 
 
-def read_recipe(model: Any, recompute: str | None = None) -> tuple[Recipe, dict[str, int], dict[str, str]]:
+def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe, dict[str, int], dict[str, str]]:
     """The recipe of a live model from requires_grad and PEFT adapters, and its parameters' sizes by plain name.
 
     A tensor with several names has all of them, and the last value maps each to the first.
@@ -90,7 +91,7 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def read_recompute(model: Any) -> str:
+def read_recompute(model: Any) -> Recompute:
     """Which gradient checkpointing a live model is set to."""
     if not getattr(model, "is_gradient_checkpointing", False):
         return "none"

@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.errors import RecipeError, format_value
 from flopcalc.units import check_size, parse_size
-
-RECOMPUTE = ("none", "full", "full-reentrant")
-CLIPPING = ("none", "hooks", "ghost", "fast")  # DP-SGD as Opacus does it
-WORDS = ("vision", "audio", "projector", "language")
+from flopcalc.words import CLIPPING, RECOMPUTE, Clipping, Recompute, check_word
 
 
 class Lora(NamedTuple):
@@ -27,11 +24,11 @@ class Recipe(NamedTuple):
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
     lora: Lora | None = None
-    recompute: str = "none"
+    recompute: Recompute = "none"
     # Read from a live model instead: names of the parameters that train, and LoRA's rank per module.
     trained: frozenset[str] | None = None
     adapters: tuple[tuple[str, int], ...] = ()
-    clipping: str = "none"
+    clipping: Clipping = "none"
 
     def to_dict(self) -> dict[str, Any]:
         shown: dict[str, Any] = {
@@ -57,8 +54,7 @@ def make_recipe(
     clipping: str = "none",
 ) -> Recipe:
     """A checked Recipe; `lora` may be 'r=16,targets=q_proj+v_proj' or a mapping with the same keys."""
-    if recompute not in RECOMPUTE:
-        raise RecipeError(f"recompute {format_value(recompute)} unknown; known: {', '.join(RECOMPUTE)}")
+    again = check_word(recompute, RECOMPUTE, "recompute", RecipeError)
     chosen = _make_lora(lora)
     only = _patterns(train_only, "train_only")
     if chosen is not None and only:
@@ -66,14 +62,13 @@ def make_recipe(
             "train-only contradicts lora, which trains its adapters alone: name modules to train beside them in "
             "lora's save=, or freeze some adapters with freeze"
         )
-    check_clipping(clipping, recompute)
-    return Recipe(_patterns(freeze, "freeze"), only, chosen, recompute, clipping=clipping)
+    clips = check_clipping(clipping, again)
+    return Recipe(_patterns(freeze, "freeze"), only, chosen, again, clipping=clips)
 
 
-def check_clipping(clipping: str, recompute: str) -> None:
+def check_clipping(clipping: str, recompute: Recompute) -> Clipping:
     """Opacus works in module hooks, which checkpointing runs twice or not at all: what goes wrong there is refused."""
-    if clipping not in CLIPPING:
-        raise RecipeError(f"clipping {format_value(clipping)} unknown; known: {', '.join(CLIPPING)}")
+    clipping = check_word(clipping, CLIPPING, "clipping", RecipeError)
     if clipping in ("ghost", "fast") and recompute != "none":
         raise RecipeError(
             f"clipping {clipping} is not counted with recompute {recompute}: it goes back through the graph twice, and "
@@ -84,6 +79,7 @@ def check_clipping(clipping: str, recompute: str) -> None:
             "clipping hooks with recompute full leaves parameters without per-sample gradients, silently: "
             "take recompute full-reentrant (use_reentrant=True)"
         )
+    return clipping
 
 
 def _patterns(value: str | Iterable[str], what: str) -> tuple[str, ...]:

@@ -8,9 +8,10 @@ from fnmatch import translate
 from typing import NamedTuple
 
 from flopcalc.core.model.ops import Conv, Embed, Linear, Norm, Param, Stage, Weighted, iterate, join
-from flopcalc.core.recipe.recipe import WORDS, Recipe
+from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.workload.sums import Logits, Tokens
 from flopcalc.errors import RecipeError, format_value
+from flopcalc.words import GROUPS
 
 
 class State(NamedTuple):
@@ -252,7 +253,7 @@ class _Pattern:
         self._regex = re.compile(translate(text))
 
     def matches(self, name: str, group: str) -> bool:
-        hit = self.text == group if self.text in WORDS else self._matches_path(name)
+        hit = self.text == group if self.text in GROUPS else self._matches_path(name)
         self.is_used = self.is_used or hit
         return hit
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from flopcalc.core.workload.workload import PHASES, Grid, Workload, read_grids
+from flopcalc.core.workload.workload import Grid, Workload, read_grids
 from flopcalc.errors import WorkloadError, format_value
 from flopcalc.units import check_size
+from flopcalc.words import PHASES, check_word
 
 
 def read_batch(
@@ -28,8 +29,7 @@ def read_batch(
     """
     if not isinstance(batch, Mapping):
         raise WorkloadError(f"batch must be a mapping as given to the model, not {format_value(batch)}")
-    if phase not in PHASES:
-        raise WorkloadError(f"phase {format_value(phase)} unknown; known: {', '.join(PHASES)}")
+    phase = check_word(phase, PHASES, "phase", WorkloadError)
     if phase == "decode":
         raise WorkloadError("decode is described by sizes (seq_len, context), not by a batch")
     if logits is not None and logits not in ("all", "last"):

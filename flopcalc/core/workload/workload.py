@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 from flopcalc.errors import WorkloadError, format_value
 from flopcalc.units import check_size
+from flopcalc.words import PHASES, check_word
 
-PHASES = ("train", "forward", "prefill", "decode")
 Grid: TypeAlias = tuple[int, int, int]
 
 
@@ -107,8 +107,7 @@ def make_workload(
         videos = read_grids(video_grid_thw, "video_grid_thw") if video_grid_thw is not None else ()
         seq = check_size(seq_len, "seq") if seq_len is not None else 0  # an encoder of audio has no tokens
         return Workload(decoder.rows, seq, None, "unpadded", phase, 0, "all", grids, videos, frames, decoder)
-    if phase not in PHASES:
-        raise WorkloadError(f"phase {format_value(phase)} unknown; known: {', '.join(PHASES)}")
+    check_word(phase, PHASES, "phase", WorkloadError)
     if phase != "decode" and context is not None:
         raise WorkloadError(f"context belongs to phase decode, not {phase}")
     if logits is not None and logits not in ("all", "last"):

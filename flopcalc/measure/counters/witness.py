@@ -18,10 +18,11 @@ from typing import Any
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.model.ops import Linear
-from flopcalc.core.recipe.recipe import WORDS, Recipe, make_recipe
+from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.hardware.devices import Device, find_device
+from flopcalc.words import GROUPS
 
 PHASES = ("train", "forward")
 # Witness -> module and function; loaded when asked, so that one missing package costs one row, not all.
@@ -472,7 +473,7 @@ def _plain_recipe(recipe: Recipe, expected: _Expected, model: Any) -> dict[str, 
     def spell_out(patterns: Sequence[str]) -> list[str]:
         found = []
         for pattern in patterns:
-            if pattern not in WORDS:
+            if pattern not in GROUPS:
                 found.append(pattern)
                 continue
             paths = {stage.path for stage in expected.stages if stage.group == pattern}

@@ -31,10 +31,10 @@ from flopcalc.core.estimate.traced import (
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.spec.expressions import Names, evaluate
-from flopcalc.core.workload.workload import PHASES
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.measure.counters.flop_counter import Counted, count_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model, count_parameters, floats_on_meta
+from flopcalc.words import PHASES
 
 __all__ = ["copy_to_meta", "count_copy", "trace_config", "trace_module"]
 

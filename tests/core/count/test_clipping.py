@@ -14,13 +14,14 @@ from flopcalc import bind, estimate_flops
 from flopcalc.cli import main
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.model.ops import join
-from flopcalc.core.recipe.recipe import CLIPPING, check_clipping, make_recipe
+from flopcalc.core.recipe.recipe import check_clipping, make_recipe
 from flopcalc.core.workload.sums import Logits, PerSample, Samples, Sum, Tokens
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import FlopcalcError, RecipeError
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.report.estimate import format_csv, format_estimate
+from flopcalc.words import CLIPPING
 
 TRUTH = places.TRUTH / "clipping"
 TABLES = load_toml(str(Path(find_data_dir()) / "clipping.toml"))

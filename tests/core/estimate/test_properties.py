@@ -15,7 +15,7 @@ from places import TRUTH
 
 from flopcalc import Estimate, Estimator, FlopcalcError, bind, estimate_flops
 from flopcalc.cli import main
-from flopcalc.core.estimate.estimate import CONVENTIONS
+from flopcalc.words import CONVENTIONS
 
 FAMILIES = sorted(path.stem for path in TRUTH.glob("*.json"))
 VISION_GRIDS = {"llava": (1, 3, 3)}  # a fixed square; the others take any multiple of 2

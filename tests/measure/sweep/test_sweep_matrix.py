@@ -176,7 +176,7 @@ def test_sizes(size: str) -> None:
 
 
 def test_trainers_clip_in_words_of_the_core() -> None:
-    from flopcalc.core.recipe.recipe import CLIPPING
+    from flopcalc.words import CLIPPING
 
     assert set(TRAINERS.values()) == set(CLIPPING)
 

@@ -1,0 +1,40 @@
+"""Closed vocabularies, each spelled once, and the one check of a word."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar, get_args
+
+from flopcalc.errors import FlopcalcError, format_value
+
+# What a FLOP is counted as: needed by the model, executed by HF's eager code, executed by the kernels.
+Convention = Literal["model", "full", "hardware"]
+CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
+Phase = Literal["train", "forward", "prefill", "decode"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+# How the rows of a batch hold their documents.
+BatchLayout = Literal["unpadded", "padded", "packed"]
+# Kernels of attention; auto: what PyTorch's SDPA picks on the device, flash without one.
+Kernel = Literal["auto", "eager", "flash", "efficient", "cudnn"]
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+# Gradient checkpointing: HF's default, or with use_reentrant=True.
+Recompute = Literal["none", "full", "full-reentrant"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+# DP-SGD as Opacus does it.
+Clipping = Literal["none", "hooks", "ghost", "fast"]
+CLIPPING: tuple[Clipping, ...] = get_args(Clipping)
+# Parts of a model that --freeze and --train-only know by a word.
+Group = Literal["vision", "audio", "projector", "language"]
+GROUPS: tuple[Group, ...] = get_args(Group)
+# How a step runs: eager as Hugging Face's code; compiled by torch.compile; graphs: the compiled kernels replayed as a
+# CUDA graph; fused: kernels of a training framework, which does not wait for the host.
+Execution = Literal["eager", "compiled", "graphs", "fused"]
+EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
+
+_Word = TypeVar("_Word", bound=str)
+
+
+def check_word(value: object, known: tuple[_Word, ...], what: str, error: type[FlopcalcError] = FlopcalcError) -> _Word:
+    """The word itself if it is a known one, else an error that lists them."""
+    if isinstance(value, str) and value in known:
+        return value
+    raise error(f"{what} {format_value(value)} unknown; known: {', '.join(known)}")
