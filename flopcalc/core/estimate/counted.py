@@ -23,7 +23,7 @@ from flopcalc.core.workload.sums import Sum
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import RecipeError, format_value
 from flopcalc.hardware.kernels import KernelTable, TileTable
-from flopcalc.words import CONVENTIONS, KERNELS, check_word
+from flopcalc.words import CLIPPING, CONVENTIONS, KERNELS, Recompute, check_word
 
 
 @dataclass(frozen=True)
