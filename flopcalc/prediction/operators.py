@@ -9,13 +9,14 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from flopcalc.core.count.count import Row, adapter_flops, product_flops
+from flopcalc.core.count.count import Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join
 from flopcalc.core.workload.sums import Feature, evaluate_feature
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError, SpecError, format_value
+from flopcalc.prediction.rows import find_rank, find_trained_rank
 
 __all__ = ["KINDS", "Operator", "Operators", "Saved", "classify", "list_operators"]
 
@@ -524,15 +525,6 @@ _ADAPTER: list[tuple[str, str, int, str, str]] = [
 _NOTHING = _Layer(False, frozenset(), frozenset(), frozenset())
 
 
-def _find_rank(row: Row) -> int:
-    """The rank of the adapter that a module's forward pass goes through, by what it adds; 0 without one."""
-    op = row.op
-    if op.kind not in ("linear", "conv", "embed") or op.feature[0] == "executed":  # folded into the weight
-        return 0
-    own = product_flops(op) if op.feature[0] != "needed" else 0  # a folded adapter has a row of its own
-    return max(0, row.forward - own) // sum(adapter_flops(op, 1))
-
-
 class _Reader:
     """Joins a recording with a model's sizes, its recipe and a workload."""
 
@@ -604,10 +596,10 @@ class _Reader:
             name = (join(path, op.name) if layer is None else op.name.removeprefix("/")).replace("*", "#")
             trains = is_train and (row.trainable > 0 or (row.owes_weight and bool(op.tied)))
             if trains and op.kind in ("linear", "conv", "embed") and not row.owes_weight:
-                adapted.add((name, row.trainable // max(1, op.n_in + (op.n_out or op.size))))
+                adapted.add((name, find_trained_rank(row)))
             elif trains:
                 weights.add(name.rpartition(".")[0] if op.kind == "param" else name)
-            elif not is_train and (rank := _find_rank(row)):
+            elif not is_train and (rank := find_rank(row)):
                 adapted.add((name, rank))
             starts = op.kind in ("embed", "conv") and layer is None  # no gradient comes into it
             if not trains and (starts or not is_passing):
