@@ -244,7 +244,7 @@ class _Maker:
             for direction, is_again in ways:
                 self.attention.append(
                     Attention(
-                        module, block.group, direction, mask, batch, op.heads, _find_key_heads(block, op), op.qk, op.v,
+                        module, block.group, direction, mask, batch, op.heads, op.kv_heads, op.qk, op.v,
                         length, known, window, calls * block.copies, is_again, self.kernel,
                         self.has_dropout and block.group == "language",
                     )
@@ -296,12 +296,6 @@ def _join_pair(one: Product, other: Product) -> Product:
         module=f"{one.module}+{name}", n=one.n + other.n, kv=one.kv + other.kv,
         kv_heads=max(one.kv_heads, other.kv_heads),
     )  # fmt: skip
-
-
-def _find_key_heads(block: Block, op: Op) -> int:
-    """Heads of keys, where a product named after keys tells."""
-    made = next((row.op.n_out for row in block.rows if row.op.name.endswith("k_proj")), 0)
-    return made // op.qk if op.qk and made and not made % op.qk else op.heads
 
 
 def count_calls(load: Workload) -> int:

@@ -121,31 +121,16 @@ ATTENTION = ("sdpa", "eager")
 
 def sign(chain: Chain) -> str:
     """What kind of layer a chain is: its ops by name, with what changes the operators behind them."""
-    ops = list(iterate(chain))
-    return " ".join(dict.fromkeys(_sign_op(op, ops) for op in ops))
+    return " ".join(dict.fromkeys(_sign_op(op) for op in iterate(chain)))
 
 
-def _sign_op(op: Op, ops: list[Op]) -> str:
+def _sign_op(op: Op) -> str:
     flags = ("+bias" if op.bias else "") + ("+tied" if op.tied else "")
     if op.kind == "attend":
         flags += "+window" if op.feature[0] == "pairs" and op.feature[2] else ""
         flags += "+panes" if op.feature[0] == "windows" else ""
-        flags += "+grouped" if _count_keys(op, ops) < op.heads else ""
+        flags += "+grouped" if op.kv_heads < op.heads else ""
     return f"{op.kind}:{op.name}{flags}"
-
-
-def _count_keys(op: Op, ops: list[Op]) -> int:
-    """Heads of keys, read off the products that make keys; as many as there are heads where that is not plain."""
-    for other in ops:
-        last = other.name.rpartition(".")[2]
-        wide = 0
-        if other.kind == "linear" and last in ("k_proj", "key", "k"):
-            wide = other.n_out
-        elif other.kind == "linear" and last in ("qkv_proj", "query_key_value", "qkv", "Wqkv"):
-            wide = (other.n_out - op.heads * op.qk) // 2
-        if wide and wide % op.qk == 0:
-            return wide // op.qk
-    return op.heads
 
 
 def sign_layer(stage: Stage, chain: Chain, switches: str = "") -> str:
@@ -233,8 +218,7 @@ def list_sizes(stages: tuple[Stage, ...], chain: Chain | None) -> dict[str, int]
 
 
 def _add_sizes(sizes: dict[str, int], path: str, chain: Chain) -> None:
-    ops = list(iterate(chain))
-    for op in ops:
+    for op in iterate(chain):
         name = f"/{op.name[1:]}" if op.name.startswith("/") else path + op.name if op.name else path[:-1]
         name = name.replace("*", "#")
         for attribute in _ATTRIBUTES:
@@ -242,7 +226,7 @@ def _add_sizes(sizes: dict[str, int], path: str, chain: Chain) -> None:
             if value > 1 or (attribute in ("n_in", "n_out", "size") and value):
                 sizes.setdefault(f"{name}.{attribute}", value)
         if op.kind == "attend":
-            sizes.setdefault(f"{name}.kv", _count_keys(op, ops))
+            sizes.setdefault(f"{name}.kv", op.kv_heads)
         if op.kind == "embed":
             sizes["width"] = op.size
 

@@ -54,14 +54,25 @@ def find_sides(ops: Sequence[Op], hidden: int) -> dict[Op, Sided]:
             found[op] = Sided("whole")
         elif op.n_out == hidden and (op.n_in != hidden or (before is not None and before.kind == "attend")):
             found[op] = Sided("row")
-        elif op.part == "attention_projections" and core is not None and op.n_out < core.heads * core.qk:
-            beside = [each for each in ops[: ops.index(core)] if each.part == op.part and each.kind == "linear"]
-            is_low_rank = op.n_in == hidden and any(each.n_in not in (hidden, 0) for each in beside)
-            heads = op.n_out // core.qk if core.qk and op.n_out % core.qk == 0 else 0
-            found[op] = Sided("whole") if is_low_rank or not heads else Sided("column", op.n_out, heads)
+        elif op.part == "attention_projections" and core is not None:
+            found[op] = _side_projection(
+                op, core, [each for each in ops[: ops.index(core)] if each.part == op.part], hidden
+            )
         else:
             found[op] = Sided("column")
     return found
+
+
+def _side_projection(op: Op, core: Op, beside: Sequence[Op], hidden: int) -> Sided:
+    """A projection before attention: keys are cut no finer than their heads, what is of low rank not at all."""
+    queries, keys, values = core.heads * core.qk, core.kv_heads * core.qk, core.kv_heads * core.v
+    if op.n_out == queries + keys + values:
+        return Sided("column", keys + values, core.kv_heads)
+    if op.n_out >= queries:
+        return Sided("column")
+    is_low_rank = op.n_in == hidden and any(each.kind == "linear" and each.n_in != hidden for each in beside)
+    is_keys = op.n_out in (keys, values, keys + values)
+    return Sided("column", op.n_out, core.kv_heads) if is_keys and not is_low_rank else Sided("whole")
 
 
 def list_wide(estimator: Estimator, widths: dict[str, int]) -> set[str]:

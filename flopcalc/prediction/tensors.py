@@ -306,7 +306,7 @@ class Step:
                 size = self.bytes * self.rows(linears[-1]) * (made + gated)
             elif item.kind == "attend" and linears:
                 tokens = self.rows(linears[-1])
-                width = item.heads * (item.qk + item.v) + _find_keys(linears, item)
+                width = (item.heads + item.kv_heads) * (item.qk + item.v)
                 size = tokens * (self.bytes * width + (0 if self.is_fused else FLOAT * item.heads))
                 if self.attention == "eager":
                     # Fused, what softmax and dropout made and a byte of its mask; else probabilities twice.
@@ -500,7 +500,7 @@ class Step:
             # In float32 both operands stay, and what is rotated: queries, then keys beside the rotated queries. The
             # third stream that a language's layer holds, the residual behind attention, is not there yet: the normed
             # one stands in its place.
-            keys = min(queries, before.rows * _find_cached([entry.op for entry in placed[:i]], op) // 2)
+            keys = min(queries, before.rows * (op.latent or op.kv_heads * (op.qk + op.v)) // 2)
             rotated = queries + keys + max(3 * queries, queries + 3 * keys)
             return (stream if is_tower else 0) + width + FLOAT * rotated
         if op.kind == "pointwise":
@@ -510,14 +510,11 @@ class Step:
 
     def count_cache(self) -> int:
         """Bytes of keys and values of all layers once the call is done, as HF's cache holds them."""
-        side = self.load.decoder or self.load
         total = self.copied_cache = 0
         for stage in self.estimator.stages:
-            for chain, layers in Counter(stage.layers).items() if stage.stream == "language" else ():
-                ops = list(iterate(chain))
-                for i, op in enumerate(ops):
-                    held = self._count_held(op) if op.kind == "attend" else 0
-                    each = side.rows * held * _find_cached(ops[:i], op) * self.bytes if held else 0
+            for chain, layers in Counter(stage.layers).items():
+                for op in iterate(chain):
+                    each = self._count_positions(op) * op.cache * self.bytes if op.cache else 0
                     # Adding a token copies: keys, then values; with a window both before either is freed.
                     self.copied_cache = max(self.copied_cache, each if _find_reach(op) else each // 2)
                     total += layers * each
@@ -525,16 +522,13 @@ class Step:
             self.notes.append("no layer caches keys and values; recurrent states are left out")
         return total
 
-    def _count_held(self, op: Op) -> int:
-        """Positions of a row whose keys an attention op caches: the own, or those of an encoder's text."""
-        if op.feature[:2] == ("sum", "decoder"):
-            return self.load.seq
-        is_own = "pairs" in op.feature[:2] or (op.feature[0] == "either" and op.feature[1][:2] == ("sum", "sequence"))
-        side = self.load.decoder or self.load
-        window = _find_reach(op)
-        # What prefill cuts off for a window still lies in memory: the rest is a view of the whole.
-        limit = window if window and self.load.phase == "decode" else side.context + side.seq
-        return min(limit, side.context + side.seq) if is_own else 0
+    def _count_positions(self, op: Op) -> int:
+        """Positions of all rows whose keys an attention op caches."""
+        if self.load.phase == "prefill" and _find_reach(op):
+            # What prefill cuts off for a window still lies in memory: the rest is a view of the whole.
+            side = self.load.decoder or self.load
+            return side.rows * (side.context + side.seq)
+        return evaluate_feature(op.cache_rows, self.call, "full")
 
 
 def _list_ops(block: Block) -> list[Op]:
@@ -621,24 +615,3 @@ def _find_width(placed: list[_Placed], i: int) -> tuple[int, int, int]:
     if before and before[-1].n_out == 2 * wide:  # gate and values in one product
         branches = 3
     return wide, after.rows, max(1, branches)
-
-
-def _find_cached(before: list[Op], op: Op) -> int:
-    """Numbers that one token adds to the cache of an attention op; latent ones stay folded, with the rotated key."""
-    latent = [other.n_out for other in before if other.name.rpartition(".")[2] == "kv_a_proj_with_mqa"]
-    return latent[-1] if latent else _find_keys(before, op)
-
-
-_FUSED = ("qkv_proj", "query_key_value", "qkv", "Wqkv", "c_attn", "att_proj")
-
-
-def _find_keys(before: list[Op], op: Op) -> int:
-    """Numbers of keys and values that attention reads of one token."""
-    linears = [other for other in before if other.kind == "linear"]
-    found = [other.n_out for other in linears if other.name.rpartition(".")[2] in ("k_proj", "v_proj", "key", "value")]
-    if len(found) == 2:
-        return sum(found)
-    fused = [other.n_out for other in linears if other.name.rpartition(".")[2] in _FUSED]
-    if fused:
-        return max(0, fused[-1] - op.heads * op.qk)
-    return op.heads * (op.qk + op.v)
