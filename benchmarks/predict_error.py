@@ -290,7 +290,7 @@ def _take(case: Json) -> float:
 
 
 def _compare(case: Json, probes: Json) -> Json:
-    from flopcalc.prediction.step import name_mode
+    from flopcalc.prediction.clock import name_mode
 
     seconds, pace = _take(case), case["probe_s"] / probes[name_mode(case["phase"])]
     found = _predict(case, pace, case["probe_s"] if case["is_host"] else 0.0)

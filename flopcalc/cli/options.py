@@ -17,7 +17,7 @@ from flopcalc.data import list_data_files
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.hardware.devices import DTYPES, detect_device, find_device, load_devices, parse_dtype
 from flopcalc.units import format_rate, parse_size, parse_sizes
-from flopcalc.words import CLIPPING, CONVENTIONS, KERNELS, PHASES, RECOMPUTE
+from flopcalc.words import CLIPPING, CONVENTIONS, EXECUTIONS, KERNELS, PHASES, RECOMPUTE
 
 MAX_IMAGES = 1_000_000  # per batch: they are listed one by one
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -35,6 +35,17 @@ model_option = click.option(
     "--model", required=True, shell_complete=complete_model, metavar="M",
     help="Preset, config.json, its folder, or a hub id in the local cache.",
 )  # fmt: skip
+
+
+def execution_option(default: str) -> Callable[[Function], Function]:
+    """--execution, with what a command takes without it."""
+    return click.option(
+        "--execution",
+        type=click.Choice(EXECUTIONS),
+        help="How the step runs: eager (HF's code), compiled (torch.compile), graphs (compiled, as CUDA graphs), fused "
+        f"(kernels of a training framework). Default: {default}.",
+    )
+
 
 trace_option = click.option(
     "--trace", is_flag=True, help="Count HF's own code instead of a spec, and keep the result (needs torch once)."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flopcalc.cli.options import Asked, make_estimate, model_option, read_float, workload_options
+from flopcalc.cli.options import Asked, execution_option, make_estimate, model_option, read_float, workload_options
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.hardware.devices import DTYPES
 from flopcalc.units import format_bytes, format_seconds, parse_size
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flopcalc.prediction.step import Prediction
 
 # Spelled out here and not read from flopcalc.prediction: --help must not load it.
-OPTIMIZERS = ("adamw", "adamw-foreach", "none")
+OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-master", "none")
 _LABELS = {
     "products": "matrix products",
     "attention": "attention",
@@ -33,9 +33,14 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 @workload_options
 @click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:4]) + "|…")
 @click.option(
-    "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", show_default=True, help="adamw: torch's fused one."
+    "--optimizer",
+    type=click.Choice(OPTIMIZERS),
+    default="adamw",
+    show_default=True,
+    help="adamw: torch's fused one; adamw-master: with fp32 gradients, master weights and states.",
 )
-@click.option("--compile", "compiled", is_flag=True, help="As torch.compile runs it.")
+@execution_option("eager")
+@click.option("--compile", "compiled", is_flag=True, help="The same as --execution compiled.")
 @click.option("--host-factor", metavar="F", help="How many times longer than the measured CPU yours takes (default 1).")
 @click.option("--memory", is_flag=True, help="Show what fills the memory, and the largest batch that fits.")
 @click.option("--top", metavar="N", help="Modules to list (default 8).")
@@ -43,6 +48,7 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 def predict(
     model: str,
     optimizer: str,
+    execution: str | None,
     compiled: bool,
     host_factor: str | None,
     memory: bool,
@@ -50,7 +56,7 @@ def predict(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """How long one step of HF's model takes on a device, and why.
+    """How long one step of a model takes on a device, and why.
 
     Example: flopcalc predict --model llama-3.1-8b --seq 2048 --batch 4 --device h200
     """
@@ -59,19 +65,17 @@ def predict(
     context = click.get_current_context()
     if context.get_parameter_source("convention") is click.core.ParameterSource.COMMANDLINE:
         raise WorkloadError("predict shows MFU and HFU, each under its own convention: leave --convention out")
-    from flopcalc.prediction.step import find_largest_batch, predict_estimate
+    from flopcalc.prediction.step import choose_execution, find_largest_batch, predict_estimate
 
     count = parse_size(top, "--top") if top is not None else 8
     device = _find_name(options["device"])
     settings: dict[str, Any] = {
         "device": device, "dtype": options["dtype"], "optimizer": optimizer,
-        "attention_kernel": options["attention_kernel"],
+        "attention_kernel": options["attention_kernel"], "execution": choose_execution(execution, compiled),
     }  # fmt: skip
     options |= {"device": device, "convention": "hardware"}
     asked = make_estimate(model, options)
-    found = predict_estimate(
-        asked.estimate, compiled=compiled, host_factor=read_float(host_factor, "--host-factor") or 1.0, **settings
-    )
+    found = predict_estimate(asked.estimate, host_factor=read_float(host_factor, "--host-factor") or 1.0, **settings)
     notes = _list_notes(asked, found, optimizer)
     kept = _compare_recompute(model, options, asked, found, settings) if memory else None
     if as_json:
@@ -87,6 +91,7 @@ def predict(
     seconds = found.step_time_s
     interval = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
     click.echo(f"step      {format_seconds(seconds.mid)}   ({interval})   bound by the {found.bound}")
+    click.echo(f"execution {found.execution}")
     click.echo(
         f"MFU       {_percent(found.mfu)}   HFU {_percent(found.hfu)}   {_format_rate(found.tokens_per_s)} tokens/s"
     )

@@ -1,4 +1,4 @@
-"""Memory of one step on one device: a model, a workload and an optimizer in, bytes of every kind and their peak out.
+"""Memory of one step on a device, alone or one of many: bytes of every kind in the fullest moment, and their peak.
 
 A step's peak is the largest of a few moments: the backward pass of the loss, of each stage's first and last layer (what
 lies between them is linear), and the optimizer's step; without training, the widest of a layer, a tower or the head.
@@ -6,25 +6,29 @@ lies between them is linear), and the optimizer's step; without training, the wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
-from flopcalc.prediction.operators import list_operators
-from flopcalc.prediction.tensors import FLOAT, Step
+from flopcalc.prediction.operators import Operators, list_operators
+from flopcalc.prediction.tensors import FLOAT, Held, Part, Step
 from flopcalc.units import format_bytes, format_share
+from flopcalc.words import Execution
 
 __all__ = [
     "OPTIMIZERS",
     "Memory",
     "Shards",
+    "Tensors",
     "can_resize",
+    "count_memory",
     "find_capacity",
     "format_memory",
     "largest_batch",
+    "list_tensors",
     "predict_memory",
     "resize_batch",
     "shard_zero",
@@ -39,6 +43,7 @@ _FREE = 0.985
 _CONTEXT_BYTES = 512 << 20
 _FILLED = 0.97
 _MOST = 1 << 24
+_FREED = "gradients are freed before the forward pass; where several passes add them up they stay"
 
 
 class Optimizer(NamedTuple):
@@ -47,11 +52,14 @@ class Optimizer(NamedTuple):
     states: int  # numbers per parameter
     state_bytes: int  # of each number; 0: as the parameter's own
     copies: int  # copies of all trainable parameters, during the step
+    gradient_bytes: int = 0  # 0: as the parameter's own
+    has_master: bool = False  # a float32 copy of narrower parameters, and gradients in one buffer that stays
 
 
 OPTIMIZERS = {
     "adamw": Optimizer(2, 0, 0),  # fused: one kernel, no temporaries
     "adamw-foreach": Optimizer(2, 0, 1),  # square roots of all second moments at once
+    "adamw-master": Optimizer(2, FLOAT, 0, FLOAT, True),
     "adamw-8bit": Optimizer(2, 1, 0),
     "lion": Optimizer(1, 0, 0),
     "sgd": Optimizer(0, 0, 0),
@@ -60,11 +68,64 @@ OPTIMIZERS = {
 
 
 class Shards(NamedTuple):
-    """Into how many equal parts each kind is divided among devices."""
+    """What one of many devices holds of a step; the defaults are those of a device alone."""
 
-    weights: int = 1
-    gradients: int = 1
-    states: int = 1
+    zero: int = 0  # 1: ranks share the optimizer's states, 2: gradients too, 3: weights too
+    ranks: int = 1  # devices that would hold the same dense weights
+    expert_ranks: int = 1  # and the same experts
+    tensor: int = 1  # devices that share each layer
+    experts: int = 1  # devices that share a layer's experts
+    sequence: int = 1  # devices that share a sequence
+    is_spread: bool = True  # devices that share a layer share norms and residuals too
+    layers: tuple[int, int] = (1, 1)  # the language model's layers here, of how many
+    has_first: bool = True  # what comes before them
+    has_last: bool = True  # and after
+    in_flight: float = 1.0  # micro-batches whose activations are kept
+    buffers: int = 0  # bytes of communication
+
+    def divide(self, stage: int) -> tuple[int, int]:
+        """Into how many parts ZeRO of this stage divides dense weights and experts."""
+        return (self.ranks, self.expert_ranks) if self.zero >= stage else (1, 1)
+
+    def cut_weights(self, held: Held, is_language: bool) -> Held:
+        """The share of a stage's weights that is here before ZeRO."""
+        here, whole = self.layers if is_language else (1, 1)
+        return Held(-(-held.dense * here // (whole * self.tensor)), -(-held.other * here // (whole * self.experts)))
+
+    def cut_kept(self, part: Part) -> int:
+        """The share of what a stage keeps, of all micro-batches in flight."""
+        here, whole = self.layers if part.is_language else (1, 1)
+        wide = part.kept.dense / (self.tensor if self.is_spread else 1)
+        kept = (wide + part.kept.other / self.tensor) / self.sequence * here / whole
+        return round(kept * self.in_flight)
+
+    def cut(self, parts: Sequence[Part], dtype_bytes: int) -> list[Part]:
+        """The stages that are here, each cut."""
+        found = []
+        for part in parts:
+            is_here = part.is_language or (self.has_last if part.is_last else self.has_first)
+            if not is_here or (part.is_language and not self.layers[0]):
+                continue
+            layers = part.layers
+            if part.is_language:
+                layers = max(1, part.layers * self.layers[0] // self.layers[1])
+            wide = part.wide_share / (self.tensor if self.is_spread else 1)
+            share = (wide + (1 - part.wide_share) / self.tensor) / self.sequence
+            weights, trained = (self.cut_weights(held, part.is_language) for held in (part.weights, part.trained))
+            table = part.table // self.tensor
+            if part.copied and not self.has_first:  # of a head that is the table of embeddings, a copy
+                weights = Held(weights.dense + part.copied * dtype_bytes // self.tensor, weights.other)
+                trained = Held(trained.dense + (part.copied // self.tensor if table else 0), trained.other)
+                table = 0
+            elif not self.has_last:
+                table = 0
+            found.append(
+                part._replace(
+                    layers=layers, weights=weights, trained=trained, kept=Held(self.cut_kept(part)),
+                    extra=round(part.extra * share), table=table,
+                )
+            )  # fmt: skip
+        return found
 
 
 def shard_zero(stage: int, ranks: int) -> Shards:
@@ -73,7 +134,7 @@ def shard_zero(stage: int, ranks: int) -> Shards:
         raise RecipeError(f"ZeRO stage {format_value(stage)} unknown; known: 0, 1, 2, 3")
     if ranks < 1:
         raise RecipeError(f"ZeRO over {format_value(ranks)} ranks: give at least 1")
-    return Shards(ranks if stage > 2 else 1, ranks if stage > 1 else 1, ranks if stage > 0 else 1)
+    return Shards(stage, ranks, ranks)
 
 
 class Memory(NamedTuple):
@@ -111,6 +172,21 @@ def find_capacity(device: str | Device) -> int:
     return int((found.memory_gb * (1 << 30) * _FREE - _CONTEXT_BYTES) * _FILLED)
 
 
+class Tensors(NamedTuple):
+    """What a training step holds on a device alone, before anything is cut."""
+
+    parts: tuple[Part, ...]  # the stages, in order of execution
+    outside: int  # bytes saved outside of all of them
+    loss: int  # bytes of logits, and of their gradients, at the loss
+    inputs: int
+    largest: Held  # parameters of the largest layer, which ZeRO gathers
+    dtype_bytes: int
+    trained_bytes: int  # of a parameter that trains
+    gradient_bytes: int
+    optimizer: Optimizer
+    notes: tuple[str, ...]
+
+
 def predict_memory(
     estimator: Estimator,
     load: Workload,
@@ -118,24 +194,63 @@ def predict_memory(
     dtype: str = "bf16",
     optimizer: str = "adamw",
     attention: str = "sdpa",
-    master_weights: bool = False,
-    gradient_dtype: str | None = None,
+    execution: Execution = "eager",
     shards: Shards = Shards(),  # noqa: B008
     is_adding: bool = False,
 ) -> Memory:
-    """Bytes of one step of HF's model in eager mode; the recipe (what trains, what is recomputed) is the estimator's.
+    """Bytes of one step; the recipe (what trains, what is recomputed) is the estimator's.
 
-    `attention` is eager, sdpa or one of its kernels; `master_weights` keeps a float32 copy of what trains, and states
-    in float32; `is_adding`: gradients of several micro-batches add up, so they stay all the while.
+    `attention` is eager, sdpa or one of its kernels; `execution` fused keeps what fused kernels do, all others what the
+    eager code does; `is_adding`: gradients of several micro-batches add up, so they stay all the while.
     """
-    step = Step(estimator, load, _count_bytes(dtype), attention)
     if load.phase != "train" or not estimator.parameters()["trainable"]:
-        return _infer(step, shards)
+        return _infer(Step(estimator, load, _count_bytes(dtype), attention, execution), shards)
+    tensors = list_tensors(
+        estimator, load, dtype=dtype, optimizer=optimizer, attention=attention, execution=execution
+    )  # fmt: skip
+    return count_memory(tensors, shards, is_adding=is_adding)
+
+
+def list_tensors(
+    estimator: Estimator,
+    load: Workload,
+    *,
+    dtype: str = "bf16",
+    optimizer: str = "adamw",
+    attention: str = "sdpa",
+    execution: Execution = "eager",
+) -> Tensors:
+    """What one training step holds."""
     if optimizer not in OPTIMIZERS:
         near = format_nearest(str(optimizer), OPTIMIZERS)
         raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(OPTIMIZERS)}")
-    gradient_bytes = _count_bytes(gradient_dtype) if gradient_dtype is not None else 0
-    return _train(step, OPTIMIZERS[optimizer], master_weights, gradient_bytes, shards, is_adding)
+    is_small = parse_dtype(dtype) == "fp8" and execution == "fused"  # weights in bf16, inputs of products in fp8
+    width = _count_bytes("bf16" if is_small else dtype)
+    step = Step(estimator, load, width, attention, execution, 1 if is_small else width)
+    step.notes.append(_FREED)
+    chosen = OPTIMIZERS[optimizer]
+    each = chosen.gradient_bytes or step.trained_bytes
+    found = Operators((), (), (), True)
+    if execution != "fused":
+        found = list_operators(estimator, load, step.attention, step.bytes)
+    if estimator.recipe.clipping != "none":
+        step.notes.append("gradients per sample, which clipping needs, are left out")
+    step.notes += found.notes
+    numbers = step.count_logits()
+    # Gradients that stay in one buffer are added to it by the product that makes them.
+    parts, outside = step.list_parts(found, 0 if chosen.has_master else each)
+    if execution == "fused":
+        loss = numbers * (2 * step.bytes + FLOAT)  # logits, the same in float32, their gradient
+    else:
+        # log_softmax keeps its result, in float32 unless what was saved is less; its backward holds that, the loss's
+        # gradient and its own at once.
+        is_float = outside >= numbers * FLOAT or outside < numbers * step.bytes
+        logits = numbers * (FLOAT if is_float else step.bytes)
+        outside, loss = max(0, outside - logits), 3 * logits
+    return Tensors(
+        tuple(parts), outside, loss, step.count_inputs(True), step.find_largest_layer(), step.bytes,
+        step.trained_bytes, each, chosen, tuple(step.notes),
+    )  # fmt: skip
 
 
 def can_resize(load: Workload) -> bool:
@@ -216,83 +331,88 @@ def _count_bytes(dtype: str) -> int:
     return _DTYPE_BYTES[kind]
 
 
-def _train(
-    step: Step, optimizer: Optimizer, master: bool, gradient_bytes: int, shards: Shards, is_adding: bool
-) -> Memory:  # fmt: skip
-    trainable = sum(step.read_blocks()[0].values())
-    weights = -(-step.count_weights() // shards.weights)
-    state_bytes = optimizer.state_bytes or (FLOAT if master else step.trained_bytes)
-    states = trainable * (optimizer.states * state_bytes + (FLOAT if master else 0))
-    states = -(-states // shards.states)
-    each = gradient_bytes or step.trained_bytes
-    gradients = -(-trainable * each // shards.gradients)
-    found = list_operators(step.estimator, step.load, step.attention, step.bytes)
-    if not is_adding:
-        step.notes.append("gradients are freed before the forward pass; where several passes add them up they stay")
-    if step.estimator.recipe.clipping != "none":
-        step.notes.append("gradients per sample, which clipping needs, are left out")
-    step.notes += found.notes
-    numbers = step.count_logits()
-    parts, outside = step.list_parts(found, each)
-    # log_softmax keeps its result, in float32 unless what was saved is less; its backward holds that, the loss's
-    # gradient and its own at once.
-    is_float = outside >= numbers * FLOAT or outside < numbers * step.bytes
-    logits = numbers * (FLOAT if is_float else step.bytes)
-    outside = max(0, outside - logits)
-    kept = outside + sum(part.kept for part in parts)
-    workspace = 2 * _CUBLAS_BYTES + _count_gathered(step, shards, each)
-    inputs = step.count_inputs(True)
+def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool = False) -> Memory:  # noqa: B008
+    """The fullest moment of a training step on one device."""
+    optimizer, each = tensors.optimizer, tensors.gradient_bytes
+    parts = shards.cut(tensors.parts, tensors.dtype_bytes)
+    weights = _divide(_sum(part.weights for part in parts), shards.divide(3))
+    trained = _sum(part.trained for part in parts)
+    narrow = optimizer.has_master and tensors.trained_bytes < FLOAT
+    state_bytes = optimizer.states * (optimizer.state_bytes or tensors.trained_bytes) + (FLOAT if narrow else 0)
+    states = _divide(trained, shards.divide(1), state_bytes)
+    stays = is_adding or optimizer.has_master
+    cut = shards.tensor * shards.sequence
+    outside = round(tensors.outside / cut * shards.in_flight) if shards.has_last else 0
+    kept = outside + sum(part.kept.total for part in parts)
+    workspace = 2 * _CUBLAS_BYTES + _count_gathered(tensors, shards) + shards.buffers
+    loss = -(-tensors.loss // cut) if shards.has_last else 0
+    inputs = tensors.inputs // shards.sequence if shards.has_first else 0
     base = {"weights": weights, "optimizer": states, "workspace": workspace, "inputs": inputs}
     moments: list[tuple[str, dict[str, int]]] = []
 
-    def add(moment: str, gradients: int, activations: int, logits: int = 0) -> None:
-        if is_adding:
-            gradients = max(gradients, trainable * each)
-        divided = -(-gradients // shards.gradients)
-        there = {**base, "gradients": divided, "activations": activations, "logits": logits}
+    whole = Held(trained.dense * each, trained.other * each)
+
+    def add(moment: str, gradients: Held, activations: int, logits: int = 0) -> None:
+        held = whole if stays and gradients.total < whole.total else gradients
+        there = {**base, "gradients": _divide(held, shards.divide(2)), "activations": activations, "logits": logits}
         moments.append((moment, {kind: there.get(kind, 0) for kind in _KINDS}))
 
-    add("loss", 0, kept, 3 * logits)
-    done, left = 0, kept - outside  # what no stage holds belongs to the logits, but for a few masks
+    add("loss", Held(), kept, loss)
+    done, left = Held(), kept - outside  # what no stage holds belongs to the logits, but for a few masks
     waiting: dict[str, int] = {}  # first gradients of shared weights, kept until the second is there
     for part in reversed(parts):
         if part.extra:
-            share, own = part.kept // part.layers, part.gradients // part.layers
-            before = done + sum(waiting.values())
+            share = part.kept.total // part.layers
+            before = Held(done.dense + sum(waiting.values()), done.other)
             add("backward", before, left + part.extra)
-            add("backward", before + own * (part.layers - 1), left - share * (part.layers - 1) + part.extra)
-        left -= part.kept
-        done += part.gradients
+            own, dense = (
+                number * each // part.layers * (part.layers - 1) for number in (part.trained.total, part.trained.dense)
+            )
+            add("backward", _sum([before, Held(dense, own - dense)]), left - share * (part.layers - 1) + part.extra)
+        left -= part.kept.total
+        done = Held(done.dense + part.trained.dense * each, done.other + part.trained.other * each)
         if part.name in waiting:  # both gradients and their sum
             del waiting[part.name]
-            add("backward", done + 2 * part.table + sum(waiting.values()), left)
+            add("backward", Held(done.dense + 2 * part.table + sum(waiting.values()), done.other), left)
         elif part.table:
-            waiting[part.name] = part.table if not part.gradients else 0
-    add("optimizer", trainable * each, 0)
-    moments[-1][1]["optimizer"] += -(-trainable * optimizer.copies * step.trained_bytes // shards.states)
+            waiting[part.name] = part.table if not part.trained.total else 0
+    add("optimizer", whole, 0)
+    moments[-1][1]["optimizer"] += _divide(trained, shards.divide(1), optimizer.copies * tensors.trained_bytes)
     moment, there = max(moments, key=lambda entry: sum(entry[1].values()))
     return Memory(
         weights=weights,
-        gradients=gradients,
+        gradients=_divide(trained, shards.divide(2), each),
         optimizer=states,
         activations=kept,
-        logits=3 * logits,
+        logits=loss,
         workspace=workspace,
         kv_cache=0,
         inputs=inputs,
         peak=sum(there.values()),
         moment=moment,
         at_peak=there,
-        notes=tuple(step.notes),
+        notes=tuple(note for note in tensors.notes if not stays or note != _FREED),
     )
 
 
+def _sum(held: Iterable[Held]) -> Held:
+    found = list(held)
+    return Held(sum(each.dense for each in found), sum(each.other for each in found))
+
+
+def _divide(held: Held, by: tuple[int, int], each: int = 1) -> int:
+    """The share of one rank, of so many bytes each."""
+    return -(-held.dense * each // by[0]) + -(-held.other * each // by[1])
+
+
 def _infer(step: Step, shards: Shards) -> Memory:
-    weights = -(-step.count_weights() // shards.weights)
+    weights = _divide(_sum(step.count_weights().values()), shards.divide(3))
     cache = step.count_cache() if step.load.phase in ("prefill", "decode") else 0
     inputs = step.count_inputs(False)
     logits = step.count_logits() * step.bytes
-    found = list_operators(step.estimator, step.load, step.attention, step.bytes)
+    found = Operators((), (), (), True)
+    if not step.is_fused:
+        found = list_operators(step.estimator, step.load, step.attention, step.bytes)
     step.notes += found.notes
     layer, tower, head = step.find_widest(found)
     base = {"weights": weights, "workspace": _CUBLAS_BYTES, "kv_cache": cache, "inputs": inputs}
@@ -320,8 +440,8 @@ def _infer(step: Step, shards: Shards) -> Memory:
     )
 
 
-def _count_gathered(step: Step, shards: Shards, gradient_bytes: int) -> int:
+def _count_gathered(tensors: Tensors, shards: Shards) -> int:
     """Whole weights of the layer at work and of the next one, and a layer's whole gradients before they are cut."""
-    widest = step.find_largest_layer()
-    weights = 2 * widest * step.bytes if shards.weights > 1 else 0
-    return weights + (widest * gradient_bytes if shards.gradients > 1 else 0)
+    largest = shards.cut_weights(tensors.largest, False).total
+    weights = 2 * largest * tensors.dtype_bytes if max(shards.divide(3)) > 1 else 0
+    return weights + (largest * tensors.gradient_bytes if max(shards.divide(2)) > 1 else 0)

@@ -9,13 +9,14 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from flopcalc.core.count.count import Row, adapter_flops, product_flops
+from flopcalc.core.count.products import Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join
 from flopcalc.core.workload.sums import Feature, evaluate_feature
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError, SpecError, format_value
+from flopcalc.prediction.rows import find_rank, find_trained_rank
 
 __all__ = ["KINDS", "Operator", "Operators", "Saved", "classify", "list_operators"]
 
@@ -120,31 +121,16 @@ ATTENTION = ("sdpa", "eager")
 
 def sign(chain: Chain) -> str:
     """What kind of layer a chain is: its ops by name, with what changes the operators behind them."""
-    ops = list(iterate(chain))
-    return " ".join(dict.fromkeys(_sign_op(op, ops) for op in ops))
+    return " ".join(dict.fromkeys(_sign_op(op) for op in iterate(chain)))
 
 
-def _sign_op(op: Op, ops: list[Op]) -> str:
+def _sign_op(op: Op) -> str:
     flags = ("+bias" if op.bias else "") + ("+tied" if op.tied else "")
     if op.kind == "attend":
         flags += "+window" if op.feature[0] == "pairs" and op.feature[2] else ""
         flags += "+panes" if op.feature[0] == "windows" else ""
-        flags += "+grouped" if _count_keys(op, ops) < op.heads else ""
+        flags += "+grouped" if op.kv_heads < op.heads else ""
     return f"{op.kind}:{op.name}{flags}"
-
-
-def _count_keys(op: Op, ops: list[Op]) -> int:
-    """Heads of keys, read off the products that make keys; as many as there are heads where that is not plain."""
-    for other in ops:
-        last = other.name.rpartition(".")[2]
-        wide = 0
-        if other.kind == "linear" and last in ("k_proj", "key", "k"):
-            wide = other.n_out
-        elif other.kind == "linear" and last in ("qkv_proj", "query_key_value", "qkv", "Wqkv"):
-            wide = (other.n_out - op.heads * op.qk) // 2
-        if wide and wide % op.qk == 0:
-            return wide // op.qk
-    return op.heads
 
 
 def sign_layer(stage: Stage, chain: Chain, switches: str = "") -> str:
@@ -232,8 +218,7 @@ def list_sizes(stages: tuple[Stage, ...], chain: Chain | None) -> dict[str, int]
 
 
 def _add_sizes(sizes: dict[str, int], path: str, chain: Chain) -> None:
-    ops = list(iterate(chain))
-    for op in ops:
+    for op in iterate(chain):
         name = f"/{op.name[1:]}" if op.name.startswith("/") else path + op.name if op.name else path[:-1]
         name = name.replace("*", "#")
         for attribute in _ATTRIBUTES:
@@ -241,7 +226,7 @@ def _add_sizes(sizes: dict[str, int], path: str, chain: Chain) -> None:
             if value > 1 or (attribute in ("n_in", "n_out", "size") and value):
                 sizes.setdefault(f"{name}.{attribute}", value)
         if op.kind == "attend":
-            sizes.setdefault(f"{name}.kv", _count_keys(op, ops))
+            sizes.setdefault(f"{name}.kv", op.kv_heads)
         if op.kind == "embed":
             sizes["width"] = op.size
 
@@ -524,15 +509,6 @@ _ADAPTER: list[tuple[str, str, int, str, str]] = [
 _NOTHING = _Layer(False, frozenset(), frozenset(), frozenset())
 
 
-def _find_rank(row: Row) -> int:
-    """The rank of the adapter that a module's forward pass goes through, by what it adds; 0 without one."""
-    op = row.op
-    if op.kind not in ("linear", "conv", "embed") or op.feature[0] == "executed":  # folded into the weight
-        return 0
-    own = product_flops(op) if op.feature[0] != "needed" else 0  # a folded adapter has a row of its own
-    return max(0, row.forward - own) // sum(adapter_flops(op, 1))
-
-
 class _Reader:
     """Joins a recording with a model's sizes, its recipe and a workload."""
 
@@ -604,10 +580,10 @@ class _Reader:
             name = (join(path, op.name) if layer is None else op.name.removeprefix("/")).replace("*", "#")
             trains = is_train and (row.trainable > 0 or (row.owes_weight and bool(op.tied)))
             if trains and op.kind in ("linear", "conv", "embed") and not row.owes_weight:
-                adapted.add((name, row.trainable // max(1, op.n_in + (op.n_out or op.size))))
+                adapted.add((name, find_trained_rank(row)))
             elif trains:
                 weights.add(name.rpartition(".")[0] if op.kind == "param" else name)
-            elif not is_train and (rank := _find_rank(row)):
+            elif not is_train and (rank := find_rank(row)):
                 adapted.add((name, rank))
             starts = op.kind in ("embed", "conv") and layer is None  # no gradient comes into it
             if not trains and (starts or not is_passing):

@@ -7,33 +7,51 @@ here: masks that SDPA makes, copies that cuDNN's layout asks for, a byte per dro
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flopcalc.core.count.count import Block
+from flopcalc.core.count.products import Block, Row
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Chain, Op, Stage, iterate
+from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join
 from flopcalc.core.workload.sums import evaluate_feature
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import RecipeError, format_nearest, format_value
 from flopcalc.prediction.operators import Operator, Operators, Saved, load_file
-from flopcalc.words import KERNELS
+from flopcalc.prediction.sides import list_wide_saved
+from flopcalc.words import KERNELS, Execution
 
-__all__ = ["FLOAT", "Part", "Step"]
+__all__ = ["FLOAT", "Held", "Part", "Step"]
 
 FLOAT = 4  # bytes of what is always computed in float32: losses, norms, softmax
 _INDEX = 8  # bytes of a token's id, and of its label
 _TOWERS = ("vision", "audio", "projector")  # groups that run before the language model
 
 
+class Held(NamedTuple):
+    """An amount in two parts that a layout cuts apart: dense and experts, or of the residual's width and narrower."""
+
+    dense: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.other
+
+
 class Part(NamedTuple):
     """One stage in the backward pass: bytes of all its layers together, and of the widest moment of one."""
 
     layers: int
-    kept: int  # saved until its layer's backward
-    gradients: int
+    weights: Held  # bytes, of dense weights and of experts
+    trained: Held  # parameters that get a gradient, dense and of experts
+    kept: Held  # bytes saved until its layer's backward, of the residual's width and narrower
     extra: int  # the most that one layer's backward has beside its share of kept; 0: no gradient passes
     table: int  # of a weight that another stage shares: bytes of its gradient
     name: str  # of that weight
+    is_language: bool = False  # layers of the language model, which a pipeline cuts
+    is_last: bool = False  # behind them
+    copied: int = 0  # parameters of a table that another stage holds: a pipeline's last device has its own
+    wide_share: float = 0.0  # of what a layer saves, recomputed or not: the share that has the residual's width
 
 
 class _Placed(NamedTuple):
@@ -48,7 +66,10 @@ class _Placed(NamedTuple):
 class Step:
     """One model under one workload: the sizes that the moments are added up from."""
 
-    def __init__(self, estimator: Estimator, load: Workload, dtype_bytes: int, attention: str) -> None:
+    def __init__(
+        self, estimator: Estimator, load: Workload, dtype_bytes: int, attention: str, execution: Execution = "eager",
+        input_bytes: int = 0,
+    ) -> None:  # fmt: skip
         if attention not in ("sdpa", *KERNELS):
             near = format_nearest(str(attention), ("sdpa", *KERNELS))
             raise RecipeError(f"attention {format_value(attention)} unknown.{near} Known: sdpa, {', '.join(KERNELS)}")
@@ -57,15 +78,19 @@ class Step:
         # In decoding the last call is the largest, and one call is there at a time.
         self.call = _find_last_call(load) if load.phase == "decode" else load
         self.bytes = dtype_bytes
-        self.attention = "eager" if attention == "eager" or not has_sdpa(estimator) else "sdpa"
-        self.has_cudnn = attention in ("sdpa", "auto", "cudnn")
+        self.input_bytes = input_bytes or dtype_bytes  # of what products keep of their inputs
+        self.is_fused = execution == "fused"
+        is_eager = attention == "eager" or (not self.is_fused and not has_sdpa(estimator))
+        self.attention = "eager" if is_eager else "sdpa"
+        self.has_cudnn = attention in ("sdpa", "auto", "cudnn") and not self.is_fused
         self.joined: set[str] = set()  # stages whose attention reads queries that a concatenation made
         self.values: dict[Any, int] = {}
         # PEFT keeps adapters in float32 beside a half-precision model.
         has_adapters = estimator.recipe.lora is not None or bool(estimator.recipe.adapters)
         self.trained_bytes = FLOAT if has_adapters else dtype_bytes
         self.copied_cache = 0
-        self.notes: list[str] = ["HF's model in eager mode; the allocator's rounding is left out"]
+        code = "what fused kernels keep" if self.is_fused else "HF's model in eager mode"
+        self.notes: list[str] = [f"{code}; the allocator's rounding is left out"]
         if has_adapters and dtype_bytes != FLOAT:
             self.notes.append("LoRA's adapters in float32, as PEFT keeps them beside a half-precision model")
 
@@ -76,11 +101,6 @@ class Step:
         if value is None:
             value = self.values[op.feature] = evaluate_feature(op.feature, self.call, "full")
         return value * op.times
-
-    def count_weights(self) -> int:
-        parameters = self.estimator.parameters()
-        adapters = parameters["trainable"] if self.trained_bytes != self.bytes else 0
-        return (parameters["total"] - adapters) * self.bytes + adapters * self.trained_bytes
 
     def count_logits(self) -> int:
         """Numbers that the head makes."""
@@ -101,18 +121,37 @@ class Step:
                 total += self.rows(first) * first.n_in * self.bytes
         return total
 
-    def find_largest_layer(self) -> int:
+    def find_largest_layer(self) -> Held:
         """Parameters of the largest layer, or of the largest stage that is none."""
-        sizes: dict[str, int] = {}
+        layers = {(stage.path, stage.first): max(1, len(stage.layers)) for stage in self.estimator.stages}
+        held = self._sum_rows(lambda row: row.parameters)
+        sizes = [Held(*(size // layers[place] for size in sizes)) for place, sizes in held.items()]
+        return max(sizes, key=lambda size: size.total, default=Held())
+
+    def count_weights(self) -> dict[tuple[str, int], Held]:
+        """Path and first layer of a stage -> bytes of its weights; adapters are wider than a half-precision model."""
+        adapted = self.trained_bytes - self.bytes
+        return self._sum_rows(lambda row: row.parameters * self.bytes + row.trainable * adapted)
+
+    def _sum_rows(self, count: Callable[[Row], int]) -> dict[tuple[str, int], Held]:
+        found: dict[tuple[str, int], Held] = {}
         for block, row, _ in self.estimator.rows(self.load, "full"):
-            sizes[block.path] = sizes.get(block.path, 0) + row.parameters * block.copies
-        layers = {stage.path: max(1, len(stage.layers)) for stage in self.estimator.stages}
-        return max((size // layers.get(path, 1) for path, size in sizes.items()), default=0)
+            place = self._find_stage(block)
+            size, at = count(row) * block.copies, found.get(place, Held())
+            is_expert = row.op.kind in ("linear", "conv") and row.op.copies > 1
+            found[place] = Held(at.dense, at.other + size) if is_expert else Held(at.dense + size, at.other)
+        return found
+
+    def _find_stage(self, block: Block) -> tuple[str, int]:
+        """Path and first layer of the stage that a block's layers belong to: two may have one path."""
+        number = block.layers[0] if block.layers else 0
+        firsts = [stage.first for stage in self.estimator.stages if stage.path == block.path and stage.first <= number]
+        return block.path, max(firsts, default=0)
 
     # --- training -----------------------------------------------------------------------------------------------------
     def list_parts(self, found: Operators, gradient_bytes: int) -> tuple[list[Part], int]:
         """The stages in order of execution, and bytes that are saved outside of all of them."""
-        saved = found.saved if found.is_recorded else self.list_usual()
+        saved = found.saved if found.is_recorded and not self.is_fused else self.list_usual()
         if self.has_cudnn:
             self.joined = {stage.path for stage in self.estimator.stages if _joins_queries(found.rows, stage)}
         # HF embeds the text before it looks at images: autograd comes to the embedding last of all.
@@ -130,47 +169,66 @@ class Step:
                 inside[max(fitting, key=lambda i: len(places[i]))].append(entry)
             else:
                 outside += entry.bytes * entry.count
-        trained, owing, weighty = self.read_blocks()
-        shared = {path: name for path, name in self._find_shared().items() if path in weighty}
+        trained, owing, shared = self.read_blocks()
+        weights, wide = self.count_weights(), list_wide_saved(self.estimator)
         parts = []
+        is_past = False
         for stage, entries in zip(stages, inside, strict=True):
-            gradients = trained.get(stage.path, 0) * gradient_bytes
-            parts.append(self._make_part(stage, entries, stage.path in owing, gradients, shared.get(stage.path, "")))
+            is_past = is_past or (stage.repeated and stage.group == "language")
+            place = (stage.path, stage.first)
+            part = self._make_part(
+                stage, entries, stage.path in owing, trained.pop(place, Held()), gradient_bytes,
+                self._find_shared(stage) if stage.path in shared else "", wide,
+            )  # fmt: skip
+            parts.append(
+                part._replace(
+                    weights=weights.pop(place, Held()), is_language=stage.repeated and stage.group == "language",
+                    is_last=is_past and stage.group == "language" and not stage.repeated,
+                )
+            )  # fmt: skip
         return parts, outside
 
-    def read_blocks(self) -> tuple[dict[str, int], set[str], set[str]]:
+    def read_blocks(self) -> tuple[dict[tuple[str, int], Held], set[str], set[str]]:
         """Parameters that get a gradient per stage, the stages that one passes, and those with weights that train.
 
         What does not run gets none, nor what runs and is never used: a tower without images, its last layers.
         """
-        trained: dict[str, int] = {}
-        owing, weighty = set(), set()
+        trained: dict[tuple[str, int], Held] = {}
+        owing, training = set(), set()
         for block in dict.fromkeys(block for block, _, _ in self.estimator.rows(self.load, "full")):
             products = [row for row in block.rows if row.op.kind in ("linear", "conv")]
             if not any(row.backward for row in products) if products else not any(map(self._runs, _list_ops(block))):
                 continue
-            trained[block.path] = trained.get(block.path, 0) + block.copies * sum(row.trainable for row in block.rows)
+            experts = block.copies * sum(row.trainable for row in products if row.op.copies > 1)
+            whole = block.copies * sum(row.trainable for row in block.rows)
+            place = self._find_stage(block)
+            at = trained.get(place, Held())
+            trained[place] = Held(at.dense + whole - experts, at.other + experts)
             if any(row.backward or row.trainable for row in block.rows):
                 owing.add(block.path)
             if any(row.owes_weight for row in block.rows):
-                weighty.add(block.path)
-        return trained, owing, weighty
+                training.add(block.path)
+        return trained, owing, training
 
-    def _find_shared(self) -> dict[str, str]:
-        """Stage path -> name of the weight that it shares with another stage."""
-        names = {op.tied: stage.path for stage in self.estimator.stages for op in _first_ops(stage) if op.tied}
-        return {
-            **{path: name for name, path in names.items()},
-            **{stage.path: name for stage in self.estimator.stages for name in names if name == f"{stage.path}.weight"},
-        }
+    def _find_shared(self, stage: Stage) -> str:
+        """The name of the weight that a stage shares with another; none where it shares none."""
+        names = {op.tied for each in self.estimator.stages for op in _first_ops(each) if op.tied}
+        own = [op.tied or f"{join(stage.path, op.name)}.weight" for op in _first_ops(stage)]
+        return next((name for name in own if name in names), "")
 
-    def _make_part(self, stage: Stage, saved: list[Saved], owes: bool, gradients: int, shared: str) -> Part:
-        layers = len(stage.layers)
+    def _make_part(
+        self, stage: Stage, saved: list[Saved], owes: bool, trained: Held, gradient_bytes: int, shared: str,
+        wide: set[str],
+    ) -> Part:  # fmt: skip
+        layers, gradients = len(stage.layers), trained.total * gradient_bytes
         prefix = f"{stage.path}.*." if stage.repeated else f"{stage.path}."
         saved = self._cut_dropout(stage, saved, prefix) + (self._list_masks(stage, prefix) if owes else [])
         if owes and self.attention == "sdpa" and stage.path in self.joined:
             saved += self._list_outputs(stage, prefix)
         kept = sum(entry.bytes * entry.count for entry in saved if not entry.is_again)
+        kept_wide = sum(entry.bytes * entry.count for entry in saved if not entry.is_again and entry.module in wide)
+        whole_wide = sum(entry.bytes * entry.count for entry in saved if entry.module in wide)
+        wide_share = whole_wide / max(1, sum(entry.bytes * entry.count for entry in saved))
         chains = Counter(stage.layers) if owes and stage.layers else Counter()
         ops_of = {chain: [op for op in iterate(chain) if self._runs(op)] for chain in chains}
         # Layers may differ: what a module saved belongs to those that have it.
@@ -184,7 +242,7 @@ class Step:
                     place = self._find_op(ops_of[chain], name, entry.bytes)
                     held[chain][place] += entry.bytes * entry.count // many
         whole = max(1, sum(many * sum(map(_count_parameters, ops_of[chain])) for chain, many in chains.items()))
-        extra = table = 0
+        extra = table = copied = 0
         for chain, ops in ops_of.items():
             placed = [
                 _Placed(op, self.rows(op), bytes_, gradients * _count_parameters(op) // whole)
@@ -194,12 +252,20 @@ class Step:
                 extra = max(extra, 1, self._walk_back(placed) - kept // layers)
             if shared:
                 table = sum(op.n_in * (op.n_out or op.size) for op in ops if op.kind in ("linear", "embed"))
-        return Part(max(1, layers), kept, gradients, extra, table * self.bytes, shared)
+                copied = sum(op.n_in * op.n_out for op in ops if op.kind == "linear" and op.tied)
+        return Part(
+            max(1, layers), Held(), trained, Held(kept_wide, kept - kept_wide), extra, table * self.bytes, shared,
+            copied=copied, wide_share=wide_share,
+        )  # fmt: skip
 
     def list_usual(self) -> tuple[Saved, ...]:
-        """What autograd saves in a model that was not recorded, if it is written as most are."""
-        self.notes.append("what autograd saves was not recorded for this model: it is taken to be written as most are")
-        found = [Saved("", "", self.count_logits() * FLOAT, 1)]
+        """What autograd saves in fused kernels; or in a model that was not recorded, if it is written as most are."""
+        found = []
+        if not self.is_fused:
+            self.notes.append(
+                "what autograd saves was not recorded for this model: it is taken to be written as most are"
+            )
+            found.append(Saved("", "", self.count_logits() * FLOAT, 1))
         _, owing, _ = self.read_blocks()
         for stage in self.estimator.stages:
             is_again = stage.checkpoint and self.estimator.recipe.recompute != "none"
@@ -226,25 +292,34 @@ class Step:
                 continue
             rows, size = self.rows(item), 0
             if item.kind in ("linear", "conv"):
-                size = 0 if is_saved else self.bytes * rows * item.n_in
+                # Experts read rows of their own, in their own order.
+                is_own = self.is_fused and item.copies > 1
+                size = 0 if is_saved and not is_own else self.input_bytes * rows * item.n_in
                 linears = [item]
             elif item.kind == "norm":
                 # Without a bias it is RMSNorm as HF writes it: the input in float32, and the normed tensor.
                 width = linears[-1].n_out if linears else item.size
-                size = rows * width * self.bytes + (rows * 8 if item.bias else rows * width * FLOAT)
-                size = rows * 8 if item.bias and is_saved else size
+                size = rows * width * self.bytes
+                if not self.is_fused:
+                    size += rows * 8 if item.bias else rows * width * FLOAT
+                    size = rows * 8 if item.bias and is_saved else size
             elif item.kind == "pointwise" and linears:
                 made = sum(op.n_out for op in linears)
                 after = next((op for op in iterate(chain[i:]) if op.kind == "linear"), None)
-                # Gated: the function's own result is saved beside what it and the gate read.
-                gated = after.n_in if after is not None and made == 2 * after.n_in else 0
+                # Gated: the function's own result is saved beside what it and the gate read, if kernels are not fused.
+                gated = after.n_in if after is not None and made == 2 * after.n_in and not self.is_fused else 0
                 size = self.bytes * self.rows(linears[-1]) * (made + gated)
+                if self.is_fused and after is None:  # what experts made is weighed before their last product
+                    size = 0
             elif item.kind == "attend" and linears:
                 tokens = self.rows(linears[-1])
-                width = item.heads * (item.qk + item.v) + _find_keys(linears, item)
-                size = tokens * (self.bytes * width + FLOAT * item.heads)
+                width = item.heads * item.qk + item.kv_heads * (item.qk + item.v)
+                size = tokens * (self.bytes * width + self.input_bytes * item.heads * item.v)
+                size += 0 if self.is_fused else tokens * FLOAT * item.heads
                 if self.attention == "eager":
-                    size += (FLOAT + self.bytes) * item.heads * rows
+                    # Fused, what softmax and dropout made and a byte of its mask; else probabilities twice.
+                    each = 2 * self.bytes + 1 if self.is_fused else FLOAT + self.bytes
+                    size += each * item.heads * rows
             entries.append((item, size))
             is_saved = item.kind == "attend"
         return is_saved
@@ -263,7 +338,7 @@ class Step:
 
     def _list_masks(self, stage: Stage, prefix: str) -> list[Saved]:
         """Masks that SDPA keeps: HF gives it booleans, of which every call makes its own in the model's dtype."""
-        if self.attention == "eager":
+        if self.attention == "eager" or self.is_fused:
             return []
         is_again = stage.checkpoint and self.estimator.recipe.recompute != "none"
         found = []
@@ -433,7 +508,7 @@ class Step:
             # In float32 both operands stay, and what is rotated: queries, then keys beside the rotated queries. The
             # third stream that a language's layer holds, the residual behind attention, is not there yet: the normed
             # one stands in its place.
-            keys = min(queries, before.rows * _find_cached([entry.op for entry in placed[:i]], op) // 2)
+            keys = min(queries, before.rows * (op.latent or op.kv_heads * (op.qk + op.v)) // 2)
             rotated = queries + keys + max(3 * queries, queries + 3 * keys)
             return (stream if is_tower else 0) + width + FLOAT * rotated
         if op.kind == "pointwise":
@@ -443,14 +518,11 @@ class Step:
 
     def count_cache(self) -> int:
         """Bytes of keys and values of all layers once the call is done, as HF's cache holds them."""
-        side = self.load.decoder or self.load
         total = self.copied_cache = 0
         for stage in self.estimator.stages:
-            for chain, layers in Counter(stage.layers).items() if stage.stream == "language" else ():
-                ops = list(iterate(chain))
-                for i, op in enumerate(ops):
-                    held = self._count_held(op) if op.kind == "attend" else 0
-                    each = side.rows * held * _find_cached(ops[:i], op) * self.bytes if held else 0
+            for chain, layers in Counter(stage.layers).items():
+                for op in iterate(chain):
+                    each = self._count_positions(op) * op.cache * self.bytes if op.cache else 0
                     # Adding a token copies: keys, then values; with a window both before either is freed.
                     self.copied_cache = max(self.copied_cache, each if _find_reach(op) else each // 2)
                     total += layers * each
@@ -458,16 +530,13 @@ class Step:
             self.notes.append("no layer caches keys and values; recurrent states are left out")
         return total
 
-    def _count_held(self, op: Op) -> int:
-        """Positions of a row whose keys an attention op caches: the own, or those of an encoder's text."""
-        if op.feature[:2] == ("sum", "decoder"):
-            return self.load.seq
-        is_own = "pairs" in op.feature[:2] or (op.feature[0] == "either" and op.feature[1][:2] == ("sum", "sequence"))
-        side = self.load.decoder or self.load
-        window = _find_reach(op)
-        # What prefill cuts off for a window still lies in memory: the rest is a view of the whole.
-        limit = window if window and self.load.phase == "decode" else side.context + side.seq
-        return min(limit, side.context + side.seq) if is_own else 0
+    def _count_positions(self, op: Op) -> int:
+        """Positions of all rows whose keys an attention op caches."""
+        if self.load.phase == "prefill" and _find_reach(op):
+            # What prefill cuts off for a window still lies in memory: the rest is a view of the whole.
+            side = self.load.decoder or self.load
+            return side.rows * (side.context + side.seq)
+        return evaluate_feature(op.cache_rows, self.call, "full")
 
 
 def _list_ops(block: Block) -> list[Op]:
@@ -554,24 +623,3 @@ def _find_width(placed: list[_Placed], i: int) -> tuple[int, int, int]:
     if before and before[-1].n_out == 2 * wide:  # gate and values in one product
         branches = 3
     return wide, after.rows, max(1, branches)
-
-
-def _find_cached(before: list[Op], op: Op) -> int:
-    """Numbers that one token adds to the cache of an attention op; latent ones stay folded, with the rotated key."""
-    latent = [other.n_out for other in before if other.name.rpartition(".")[2] == "kv_a_proj_with_mqa"]
-    return latent[-1] if latent else _find_keys(before, op)
-
-
-_FUSED = ("qkv_proj", "query_key_value", "qkv", "Wqkv", "c_attn", "att_proj")
-
-
-def _find_keys(before: list[Op], op: Op) -> int:
-    """Numbers of keys and values that attention reads of one token."""
-    linears = [other for other in before if other.kind == "linear"]
-    found = [other.n_out for other in linears if other.name.rpartition(".")[2] in ("k_proj", "v_proj", "key", "value")]
-    if len(found) == 2:
-        return sum(found)
-    fused = [other.n_out for other in linears if other.name.rpartition(".")[2] in _FUSED]
-    if fused:
-        return max(0, fused[-1] - op.heads * op.qk)
-    return op.heads * (op.qk + op.v)

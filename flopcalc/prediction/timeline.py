@@ -20,6 +20,7 @@ class Stack(NamedTuple):
     path: str
     layers: int  # 0: no stack
     names: tuple[str, ...] = ()  # of a layer's modules, in their order
+    is_language: bool = False  # layers of the language model, which a pipeline cuts
 
 
 class Segment(NamedTuple):

@@ -190,6 +190,6 @@ def test_refusals(arguments: list[str], words: str, capsys: pytest.CaptureFixtur
 
 def test_optimizers_are_those_of_the_prediction() -> None:
     from flopcalc.cli.predict import OPTIMIZERS
-    from flopcalc.prediction import work
+    from flopcalc.prediction import maker
 
-    assert OPTIMIZERS == work.OPTIMIZERS
+    assert OPTIMIZERS == maker.OPTIMIZERS

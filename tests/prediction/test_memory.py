@@ -16,7 +16,6 @@ from flopcalc.hardware.devices import Device
 from flopcalc.prediction import memory as module
 from flopcalc.prediction.memory import (
     Memory,
-    Shards,
     can_resize,
     find_capacity,
     format_memory,
@@ -126,11 +125,11 @@ def test_model_that_was_not_recorded(monkeypatch: pytest.MonkeyPatch, attention:
         ({"optimizer": "lion"}, 2 * TOTAL, 2 * TOTAL),
         ({"optimizer": "adamw-8bit"}, 2 * TOTAL, 2 * TOTAL),
         ({"dtype": "fp32"}, 4 * TOTAL, 8 * TOTAL),
-        ({"master_weights": True}, 2 * TOTAL, 12 * TOTAL),
-        ({"master_weights": True, "gradient_dtype": "fp32"}, 4 * TOTAL, 12 * TOTAL),
+        ({"optimizer": "adamw-master"}, 4 * TOTAL, 12 * TOTAL),  # fp32 gradients, master weights, two states
+        ({"optimizer": "adamw-master", "dtype": "fp32"}, 4 * TOTAL, 8 * TOTAL),  # no second copy of fp32 weights
         ({"shards": shard_zero(1, 8)}, 2 * TOTAL, TOTAL // 2),
         ({"shards": shard_zero(2, 8)}, TOTAL // 4, TOTAL // 2),
-        ({"shards": Shards(states=3)}, 2 * TOTAL, -(-4 * TOTAL // 3)),
+        ({"shards": shard_zero(1, 3)}, 2 * TOTAL, -(-4 * TOTAL // 3)),
         ({"recipe": {"freeze": ["model.embed_tokens", "lm_head"]}}, 2 * (2 * LAYER + 64), 4 * (2 * LAYER + 64)),
         # r (in + out) of q and v in two layers, in float32
         ({"recipe": {"lora": "r=4,targets=q_proj+v_proj"}}, 4 * 2 * 4 * (128 + 96), 8 * 2 * 4 * (128 + 96)),
@@ -362,7 +361,6 @@ def test_shown() -> None:
     [
         ({"optimizer": "adam"}, RecipeError, "optimizer 'adam' unknown. Did you mean adamw"),
         ({"dtype": "fp8"}, DeviceError, "not for weights in fp8"),
-        ({"gradient_dtype": "int8"}, DeviceError, "not for weights in int8"),
         ({"dtype": "bf61"}, DeviceError, "unknown. Did you mean bf16"),
         ({"attention": "egaer"}, RecipeError, "attention 'egaer' unknown. Did you mean eager"),
     ],

@@ -15,8 +15,8 @@ from flopcalc.core.workload.workload import make_workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError, SpecError
 from flopcalc.prediction import operators
+from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.operators import KINDS, MissingSizeError, Operators, Scope, classify, list_operators
-from flopcalc.prediction.work import make_work
 
 T, D, FF, V, LAYERS = 2 * 100, 4096, 14336, 128256, 32  # Llama 3.1 8B, two rows of a hundred tokens
 X, F = T * D * 2, T * D * 4  # bytes of a hidden state in bf16 and in float32

@@ -16,6 +16,7 @@ from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError
 from flopcalc.measure.predictor.fit import count_again, host_features
+from flopcalc.prediction.clock import Clock, find_unit, name_factor
 from flopcalc.prediction.machine import (
     Machine,
     ProductShape,
@@ -27,8 +28,9 @@ from flopcalc.prediction.machine import (
     time_matrix,
     time_shape,
 )
-from flopcalc.prediction.step import Clock, find_largest_batch, find_unit, name_factor, predict, predict_estimate
-from flopcalc.prediction.work import Attention, Moved, Product, make_work
+from flopcalc.prediction.maker import make_work
+from flopcalc.prediction.step import find_largest_batch, predict, predict_estimate
+from flopcalc.prediction.work import Attention, Moved, Product
 
 # One processor that does 2 FLOP a second on full tiles, no costs beside.
 PLAIN = ProductShape(2.0, 0.0, 0.0, 0.5, 0.25, 0.125, 1e9, 0.0, 1.0)
@@ -163,7 +165,7 @@ def test_checkpoints_cost_the_host_more_than_what_they_run() -> None:
     assert shipped is not None
 
     def time_host(again: list[float]) -> float:
-        clock = Clock(Machine("h200-sxm", "bf16", {**shipped, "host": {**shipped["host"], "again": again}}), False)
+        clock = Clock(Machine("h200-sxm", "bf16", {**shipped, "host": {**shipped["host"], "again": again}}))
         clock.add(work, 1, load)
         return clock.host_s()
 
@@ -178,7 +180,7 @@ def test_a_lower_clock_slows_what_memory_does_not_bound() -> None:
     load = make_workload(8, 4096)
     shipped = load_predictor("h200-sxm")
     assert shipped is not None
-    clock = Clock(Machine("h200-sxm", "bf16", {**shipped, "power": [0.1, 2.0]}), False)
+    clock = Clock(Machine("h200-sxm", "bf16", {**shipped, "power": [0.1, 2.0]}))
     clock.add(make_work(estimator, load), 1, load)
     kinds = {piece.kind: piece.is_streamed for piece in clock.pieces if piece.kind != "memory"}
     assert kinds == {"products": False, "attention": False, "optimizer": True}
@@ -279,7 +281,7 @@ def _run(
     """A step under the shipped constants, but for what model types take."""
     shipped: dict[str, Any] = load_predictor("h200-sxm") or {}
     constants = {**shipped, "host": {**shipped["host"], "types": types}, **changed}
-    clock = Clock(Machine("h200-sxm", "bf16", constants), compiled=False)
+    clock = Clock(Machine("h200-sxm", "bf16", constants))
     given = make_workload(**load)
     clock.add(make_work(bind(model), given, optimizer=optimizer), times, given)
     return clock
@@ -933,7 +935,7 @@ class _Following(Clock):
 
     def __init__(self, share: float, *, is_own: bool) -> None:
         shipped: dict[str, Any] = load_predictor("h200-sxm") or {}
-        super().__init__(Machine("h200-sxm", "bf16", {**shipped, "is_own": is_own}), compiled=False)
+        super().__init__(Machine("h200-sxm", "bf16", {**shipped, "is_own": is_own}))
         self.share = share
 
     def step_s(self, host_factor: float = 1.0, pause_s: float = 0.0) -> float:
@@ -987,9 +989,9 @@ def test_sizes_beyond_measured_ones_are_said(model: str, load: dict[str, Any], s
 
 def test_the_longest_attention_is_what_calibration_times() -> None:
     from flopcalc.measure.predictor.single_calls import _SIZES
-    from flopcalc.prediction.step import _LONGEST
+    from flopcalc.prediction.clock import LONGEST
 
-    assert {mask: max(keys for *_, keys in _SIZES[mask]) for mask in _LONGEST} == _LONGEST
+    assert {mask: max(keys for *_, keys in _SIZES[mask]) for mask in LONGEST} == LONGEST
 
 
 def test_evidence_names_the_predictor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from flopcalc.api import bind
 from flopcalc.core.workload.workload import make_workload
+from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.timeline import Place, Segment, Stack, find_place, order, run
-from flopcalc.prediction.work import make_work
 
 LAYER = ("input_layernorm", "self_attn.q_proj", "self_attn", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 TEXT = (

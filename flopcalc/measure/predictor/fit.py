@@ -17,6 +17,7 @@ from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.errors import CalibrationError
+from flopcalc.prediction.clock import Clock, find_unit, name_factor, name_mode, name_phase
 from flopcalc.prediction.machine import (
     SCHEMA,
     STREAMED,
@@ -30,9 +31,9 @@ from flopcalc.prediction.machine import (
     time_grouped,
     time_shape,
 )
+from flopcalc.prediction.maker import count_calls, make_work
 from flopcalc.prediction.operators import classify
-from flopcalc.prediction.step import Clock, find_unit, name_factor, name_mode, name_phase
-from flopcalc.prediction.work import Work, count_calls, make_work
+from flopcalc.prediction.work import Work
 
 Json = dict[str, Any]
 _SIZES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "long int": 8, "int": 4, "double": 8, "bool": 1,
@@ -638,7 +639,7 @@ def _is_streamed(name: str, shapes: str, dtypes: str, kernel: str) -> bool:
 
 def _run_clock(each: Modelled, constants: Json, compiled: bool = False) -> Clock:
     machine = Machine(constants["provenance"]["device_id"], "bf16", constants)
-    clock = Clock(machine, compiled)
+    clock = Clock(machine, "compiled" if compiled else "eager")
     clock.add(each.work, 1, each.load)
     return clock
 

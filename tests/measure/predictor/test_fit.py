@@ -13,9 +13,10 @@ from flopcalc.errors import CalibrationError
 from flopcalc.measure.predictor import fit
 from flopcalc.measure.predictor.narrow import narrow
 from flopcalc.measure.predictor.runs import FIT_GRIDS, cut_config, make_case
+from flopcalc.prediction.clock import name_mode, name_phase
 from flopcalc.prediction.machine import GroupShape, Machine, ProductShape, load_predictor, time_grouped, time_shape
-from flopcalc.prediction.step import name_mode, name_phase
-from flopcalc.prediction.work import Attention, count_calls
+from flopcalc.prediction.maker import count_calls
+from flopcalc.prediction.work import Attention
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,

@@ -1,0 +1,414 @@
+"""The clock: a step's work on a machine under an execution in; its seconds, their error and what bounds them out."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from flopcalc.core.workload.workload import Workload
+from flopcalc.data import find_data_dir, find_user_dir
+from flopcalc.prediction.machine import STREAMED, Machine, Timed, slow_down
+from flopcalc.prediction.maker import count_calls
+from flopcalc.prediction.timeline import Place, Segment, Stack, find_place, order, run
+from flopcalc.prediction.work import Attention, Moved, Product, Work
+from flopcalc.words import Execution
+
+_EXPERTS = 0.03  # relative error that experts add: rows are dealt out unevenly, and HF changes their code often
+# What another machine of the measured kind adds: clocks and power limits of devices, and CPUs, which differ far more.
+_OTHER = {"device": 0.04, "host": 0.2}
+_UNTYPED = 1.5  # how much wider where only operators tell the host's time, and no model of the type was measured
+_BEFORE_READS, _AFTER_IMAGES = 0.6, 0.4  # before the layers; what is read back there stands at 0.5
+LONGEST = {"causal": 8192, "window": 8192, "full": 4096, "decode": 4000}  # mask -> most keys that were timed
+_BEYOND = 2  # times the longest that was measured: a note says so
+_FAR = 0.5  # of the device's time, in sizes with no measured call near them: a note says so
+_NEAR = 0.8  # a host that takes this much of the device's time may hold it up
+_WAKE = 15  # operators that the host queues before a device that ran empty has enough to do, from prefills of the fit
+UNMEASURED = 0.35  # relative half width where published figures scale what was measured elsewhere
+_FUSED = ("pointwise", "copy", "cast", "reduce", "norm", "cat", "fill")  # kinds that a compiler joins to others
+# What a step's times rest on where it is not eager code that was measured.
+_RESTS = {
+    "compiled": "compiled times rest on two measured models",
+    "graphs": "graphs was never measured: the compiled kernels, which rest on two measured models, without the host's "
+    "time for each operator",
+    "fused": "fused was not measured on one device: products and attention as measured, the bytes of fused kernels by "
+    "formula; docs/planning.md compares it with published runs",
+}
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step: the likeliest, and the bounds that nine of ten measurements should lie in."""
+
+    low: float
+    mid: float
+    high: float
+
+
+class Piece(NamedTuple):
+    """Seconds of one module's work of one kind."""
+
+    module: str
+    group: str
+    kind: str  # products, attention, memory, optimizer
+    seconds: float
+    error: float  # seconds
+    place: Place = Place(0)
+    launches: float = 0.0
+    is_joined: bool = False  # a compiler joins it to others
+    is_streamed: bool = False  # memory alone bounds it, whatever the clock
+    is_again: bool = False  # recomputed
+
+    def slow_down(self, slower: float) -> float:
+        """Seconds at a clock that makes others take so many times longer."""
+        return self.seconds if self.is_streamed else self.seconds * slower
+
+
+_NOTHING = Segment()
+
+
+class Clock:
+    """Adds up the times of a step's work."""
+
+    def __init__(self, machine: Machine, execution: Execution = "eager") -> None:
+        self.machine, self.execution = machine, execution
+        self.is_joined = execution in ("compiled", "graphs")  # a compiler joins kernels
+        self.constants = machine.constants
+        self.pieces: list[Piece] = []
+        self.flops = 0.0
+        self.hosted: list[Hosted] = []
+        self.times = 1
+        self.stacks: tuple[Stack, ...] = ()
+        self.phase = "train"
+        self.is_recorded = True
+        self.has_experts = False
+        self.is_typed = True  # what the family's code costs the host was measured
+        self.long_keys = (0, 0)  # of attention far longer than any measured; the longest that was
+        self.found_notes: dict[str, None] = {}
+
+    def add(self, work: Work, times: int, load: Workload) -> None:
+        """A micro-batch's work, so many times."""
+        is_first = not self.stacks
+        self.phase, self.times, self.stacks = load.phase, max(self.times, times), work.stacks
+        self._add_device(work, times)
+        self._add_host(work, times, count_calls(load), is_first)
+        self.is_recorded = self.is_recorded and work.is_recorded
+        self.found_notes |= dict.fromkeys(work.notes)
+
+    def _add_device(self, work: Work, times: int) -> None:
+        for product in work.products:
+            timed = self.machine.time_product(product)
+            self._put(product, "products", timed, product.calls * times, is_again=product.is_again)
+            self.flops += product.flops * times
+            self.has_experts = self.has_experts or product.copies > 1
+            if self.machine.is_cast(product):
+                cast = self.machine.time_cast(product)
+                self._put(
+                    product, "memory", cast, product.calls * times, is_again=product.is_again, is_streamed=True
+                )  # fmt: skip
+        for call in work.attention:
+            timed = self.machine.time_attention(call)
+            self._put(call, "attention", timed, call.calls * times, is_again=call.is_again)
+            self.flops += call.flops * times
+            longest = LONGEST.get(call.mask, max(LONGEST.values()))
+            if call.keys > _BEYOND * longest:
+                self.long_keys = max(self.long_keys, (call.keys, longest))
+        for moved in work.moved:
+            timed = self.machine.time_moved(moved)
+            if moved.direction == "optimizer":
+                if moved.kind not in self.constants["optimizer"]:
+                    self.found_notes[f"{moved.kind} was not measured: its bytes at the fused one's speed"] = None
+                self._put(moved, "optimizer", timed, moved.calls, is_streamed=True)
+            else:
+                self._put(
+                    moved, "memory", timed, moved.calls * times, is_again=moved.is_again,
+                    is_joined=moved.kind.startswith(_FUSED), is_streamed=moved.kind in STREAMED,
+                )  # fmt: skip
+
+    def _put(
+        self, each: Product | Attention | Moved, kind: str, timed: Timed, calls: float, *, is_again: bool = False,
+        is_joined: bool = False, is_streamed: bool = False,
+    ) -> None:  # fmt: skip
+        if calls:
+            place = find_order(each.module, each.group, "again" if is_again else each.direction, self.stacks)
+            launches = calls * (self.constants["compiled"]["moved"] if self.is_joined and is_joined else 1.0)
+            seconds = timed.seconds * launches
+            error = seconds * timed.error
+            self.pieces.append(
+                Piece(each.module, each.group, kind, seconds, error, place, launches, is_joined, is_streamed, is_again)
+            )
+
+    def _add_host(self, work: Work, times: int, calls: int, is_first: bool) -> None:
+        host, phase = self.constants["host"], name_phase(self.phase)
+        per_call, per_unit = host[phase]
+        per_checkpoint, per_again = host["again"]
+        types = host["types"].get(work.model_type, {})
+        has_images = any(each.group == "vision" for each in work.hosted)
+        seen = name_factor("forward", "vision", self.phase)
+        asked = (phase, seen) if has_images else (phase,)
+        self.is_typed = self.is_typed and all(name in types for name in asked)
+        for each in work.hosted:
+            many = each.many * (times if each.way != "optimizer" else 1)
+            seconds = many * find_unit(each.way, each.kind, host["units"]) * per_unit
+            _, factor = types.get(name_factor(each.way, each.group, self.phase), (0.0, 1.0))
+            seconds *= factor
+            if each.way == "again":
+                seconds += many * (per_again + each.is_checkpoint * per_checkpoint)
+            place = find_order(each.module, each.group, each.way, work.stacks, is_host=True)
+            self.hosted.append(Hosted(place, seconds, many if each.kind == "read" else 0.0))
+        # What a call takes beside its operators (masks, caches) comes before the layers; the rest is an optimizer's. It
+        # comes before what is read back there, but after what is read where images enter the text.
+        last = max((i for i, stack in enumerate(work.stacks) if stack.layers), default=0)
+        before = last - (_AFTER_IMAGES if has_images else _BEFORE_READS)
+        per_call, _ = types.get(phase, (per_call, 1.0))
+        plain = min(per_call, types.get("forward", host["forward"])[0])
+        self.hosted.append(Hosted(Place(0, before), calls * times * plain, 0.0))
+        if is_first:
+            self.hosted.append(Hosted(Place(2), calls * (per_call - plain), 0.0))
+
+    def busy_s(self) -> float:
+        """Seconds in which the device computes, at the clock that the power limit leaves."""
+        slower = self.slower()
+        return sum(piece.slow_down(slower) for piece in self.pieces)
+
+    def slower(self) -> float:
+        """How many times longer the power limit makes what the clock bounds."""
+        if not self.machine.is_measured:  # what such a device keeps up is taken from what others were seen to
+            return 1.0
+        return slow_down(self.constants["power"], self.rate())
+
+    def rate(self) -> float:
+        """Share of the peak that products and attention keep up at the full clock, the optimizer's time aside."""
+        seconds = sum(piece.seconds for piece in self.pieces if piece.kind != "optimizer")
+        return self.flops / seconds / self.machine.peak if seconds else 0.0
+
+    def clocked_s(self) -> float:
+        """Seconds, at the full clock, of what a lower one slows down."""
+        return sum(piece.seconds for piece in self.pieces if not piece.is_streamed)
+
+    def device_s(self) -> float:
+        return float(self.busy_s() + self.launches * self.constants["gaps"][name_mode(self.phase)])
+
+    def spend(self, pieces: Iterable[Piece]) -> float:
+        """Seconds of some of the pieces, at the clock that the power limit leaves, with the gaps before them."""
+        slower, gap_s = self.slower(), self.constants["gaps"][name_mode(self.phase)]
+        return float(sum(piece.slow_down(slower) + piece.launches * gap_s for piece in pieces))
+
+    @property
+    def launches(self) -> float:
+        return sum(piece.launches for piece in self.pieces)
+
+    def host_s(self) -> float:
+        """Seconds in which the host dispatches a step, if it never waited."""
+        if self.execution == "compiled":
+            return float(self.launches * self.constants["compiled"]["launch_s"])
+        return sum(each.seconds for each in self.hosted) if self.execution == "eager" else 0.0
+
+    def step_s(self, host_factor: float = 1.0, pause_s: float = 0.0) -> float:
+        """Seconds of a step on a host that takes so many times longer, and that pauses after each step."""
+        device_s = self.device_s()
+        if self.execution != "eager" or not self.pieces:
+            return max(device_s - pause_s, self.host_s() * host_factor)
+        slower, gap_s = self.slower(), self.constants["gaps"][name_mode(self.phase)]
+        found: dict[Place, Segment] = {}
+        many = self.times
+        for piece in self.pieces:
+            at = found.get(piece.place, _NOTHING)
+            share = 1 if piece.place.way == 2 else many
+            found[piece.place] = at._replace(
+                device_s=at.device_s + (piece.slow_down(slower) + piece.launches * gap_s) / share,
+                launches=at.launches + piece.launches / share,
+            )
+        for each in self.hosted:
+            at = found.get(each.place, _NOTHING)
+            share = 1 if each.place.way == 2 else many
+            found[each.place] = at._replace(
+                host_s=at.host_s + each.seconds * host_factor / share, waits=at.waits + each.waits / share
+            )
+        # Micro-batches come one after another; where they are many, all but a few are alike.
+        once = order({place: at for place, at in found.items() if place.way < 2}, self.stacks)
+        last = [at for place, at in sorted(found.items()) if place.way == 2]
+        shown = min(many, 3)
+        wake_s = _WAKE * self.constants["host"][name_phase(self.phase)][1] * host_factor
+        total = run([*(once * shown), *last], pause_s, wake_s)
+        return total + (many - shown) * run(once, 0.0, wake_s) if many > shown else total
+
+    def interval(self, host_factor: float = 1.0, pause_s: float = 0.0) -> StepTime:
+        """Seconds of a step, and the bounds that nine of ten measurements should lie in."""
+        mid, bound = self.step_s(host_factor, pause_s), self.bound(host_factor)
+        error = self.error(bound, self.host_share(mid, host_factor, pause_s))
+        return StepTime(mid * (1 - error), mid, mid * (1 + error) * (1 + self.late(bound, host_factor)))
+
+    def bound(self, host_factor: float = 1.0) -> str:
+        """device or host: what takes longer by itself."""
+        return "device" if self.device_s() >= self.host_s() * host_factor else "host"
+
+    def host_share(self, mid: float, host_factor: float = 1.0, pause_s: float = 0.0) -> float:
+        """How far a step of `mid` seconds follows its host, 0 to 1: how much longer on one that takes 20 % longer."""
+        if not mid:
+            return 0.0
+        other = self.step_s(host_factor * (1 + _OTHER["host"]), pause_s)
+        return min(1.0, max(0.0, (other / mid - 1) / _OTHER["host"]))
+
+    def error(self, bound: str, host_share: float = 0.0) -> float:
+        """Relative half width: errors of many operators average out in part, those they share do not."""
+        floor = self.constants["error"]
+        if not self.machine.is_measured:
+            return UNMEASURED if self.is_recorded else 1.5 * UNMEASURED
+        wide = float(floor[bound])
+        if not self.machine.is_own:
+            mixed = host_share * _OTHER["host"] + (1 - host_share) * _OTHER["device"]
+            wide += max(_OTHER[bound], mixed)
+        times = 1.0 if self.is_recorded else 2.0
+        if bound == "device":
+            total = sum(piece.seconds for piece in self.pieces)
+            wide += math.sqrt(sum(piece.error**2 for piece in self.pieces)) / total if total else 0.0
+            wide += _EXPERTS if self.has_experts else 0.0
+            wide += float(floor["compiled"]) if self.execution != "eager" else 0.0
+        elif not self.is_typed and self.execution == "eager":
+            times = max(times, _UNTYPED)
+        return min(wide * times, 1.5 * UNMEASURED)
+
+    def late(self, bound: str, host_factor: float) -> float:
+        """How much later than its likeliest time a step may come, beyond the error: a busy host only delays."""
+        is_near = bound == "host" or self.host_s() * host_factor > _NEAR * self.device_s()
+        return float(self.constants["error"]["late"]) if is_near else 0.0
+
+    def breakdown(self, mid: float) -> dict[str, float]:
+        found = dict.fromkeys(("products", "attention", "memory", "optimizer"), 0.0)
+        for piece in self.pieces:
+            found[piece.kind] += piece.seconds
+        found["launches"] = max(0.0, self.device_s() - sum(found.values()))
+        found["host"] = max(0.0, mid - self.device_s())
+        return found
+
+    def modules(self) -> dict[str, float]:
+        """Seconds on the device by module, its layers together, most first."""
+        found: dict[str, float] = {}
+        for piece in self.pieces:
+            found[piece.module or "model"] = found.get(piece.module or "model", 0.0) + piece.seconds
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def evidence(self) -> dict[str, Any]:
+        machine = self.machine
+        provenance = machine.constants.get("provenance", {})
+        return {
+            "device": machine.device.id,
+            "is_measured": machine.is_measured,
+            "is_own_machine": machine.is_measured and machine.is_own,
+            "measured_on": provenance.get("device_id"),
+            "torch": provenance.get("torch"),
+            "date": provenance.get("date"),
+            "commit": provenance.get("commit"),
+            "predictor": {
+                "origin": "own" if machine.is_own else "shipped",
+                "path": _find_path(machine),
+                "device": provenance.get("device_id"),
+                "date": provenance.get("date"),
+            },
+            "operators_recorded": self.is_recorded,
+            "host_measured": machine.is_measured and self.is_typed,
+            "far_share": self.far_share(),
+        }
+
+    def far_share(self) -> float:
+        """Share of the device's time that is of calls unlike measured ones."""
+        total = sum(piece.seconds for piece in self.pieces) or 1.0
+        return sum(piece.seconds for piece in self.pieces if piece.error > 0.09 * piece.seconds) / total
+
+    def notes(self, bound: str) -> list[str]:
+        notes = list(self.found_notes)
+        if self.has_experts:
+            notes.append("experts are taken as evenly loaded")
+        if not self.machine.is_measured:
+            notes.insert(0, _tell_unmeasured(self.machine))
+        elif self.machine.dtype != "bf16":
+            notes.append(f"measured in bf16; {self.machine.dtype} is taken as alike")
+        if self.long_keys[0]:
+            notes.append(
+                "attention over {:,} keys lies beyond what was measured, at most {:,}: the interval may be too "
+                "narrow".format(*self.long_keys)
+            )
+        # Experts have no calls nearby at any size, but a formula fitted to theirs, and a note of their own.
+        if bound == "device" and self.machine.is_measured and not self.has_experts and self.far_share() > _FAR:
+            notes.append(
+                f"{100 * self.far_share():.0f} % of the device's time is of sizes with no measured call near them: "
+                "formulas alone tell it"
+            )
+        is_eager = self.execution == "eager"
+        if self.machine.is_measured and self.is_recorded and not self.is_typed and is_eager:
+            notes.append("what this model type's own code takes on the host was not measured: its operators alone tell")
+        notes.append(
+            "host time is of the measured machine's CPU; --host-factor tells how many times longer yours takes"
+            if is_eager
+            else _RESTS[self.execution]
+        )
+        return notes
+
+
+def _find_path(machine: Machine) -> str:
+    """The file that the constants come from."""
+    folder = find_user_dir() if machine.is_own else find_data_dir()
+    return os.path.join(folder, "predictors", f"{machine.constants['provenance']['device_id']}.json")
+
+
+def _tell_unmeasured(machine: Machine) -> str:
+    measured = machine.constants.get("provenance", {}).get("device_id", "another device")
+    if measured == machine.device.id:
+        return (
+            f"{machine.device.name} in {machine.dtype} was not measured: published peaks, with the shapes measured in "
+            "bf16"
+        )
+    return (
+        f"{machine.device.name} was not measured: published peaks, with the shapes measured on {measured}; `flopcalc "
+        "calibrate --predictor` on one brings this to the measured standard"
+    )
+
+
+class Hosted(NamedTuple):
+    """What the host does for one module."""
+
+    place: Place
+    seconds: float
+    waits: float  # times that it reads a value from the device
+
+
+def find_order(module: str, group: str, way: str, stacks: tuple[Stack, ...], *, is_host: bool = False) -> Place:
+    """Where in a step: the forward pass, then the backward pass in the other order, then the optimizer."""
+    if way == "optimizer":  # the host goes through all tensors before the first is stepped
+        return Place(2, 0.0 if is_host else 1.0)
+    stage, inner = find_place(module, group, stacks)
+    return Place(0, stage, inner) if way == "forward" else Place(1, -stage, -inner)
+
+
+def name_phase(phase: str) -> str:
+    """The phases that the host's time is told apart by: with gradients, without, and with a growing cache."""
+    return phase if phase in ("train", "decode") else "forward"
+
+
+def name_mode(phase: str) -> str:
+    """With gradients or without: kernels follow each other more closely in a forward pass, and one thread works."""
+    return "train" if phase == "train" else "forward"
+
+
+def name_factor(way: str, group: str, phase: str) -> str:
+    """The factor of a model type that an operator's time on the host has; an optimizer's is everybody's."""
+    if way == "optimizer":
+        return way
+    if group in ("vision", "projector"):
+        return f"vision {name_mode(phase)}"
+    return name_phase(phase)
+
+
+def find_unit(way: str, kind: str, units: Mapping[str, float]) -> float:
+    """What the host takes for an operator, in units of an addition; one where that is not known.
+
+    Of a kind that was not measured by itself (cat_strided_wide), the next wider one (cat_strided, cat).
+    """
+    if way == "optimizer":
+        kind = "tensor"
+    elif way == "backward" and f"{kind}_backward" in units:
+        kind += "_backward"
+    while kind and kind not in units:
+        kind = kind.rpartition("_")[0]
+    return units.get(kind, 1.0)

@@ -1,0 +1,123 @@
+"""What the fused kernels of a training framework move beside products and attention: each tensor once per use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flopcalc.core.count.products import Block, Row
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.ops import Op
+from flopcalc.core.workload.workload import Workload
+from flopcalc.prediction.rows import name_module
+from flopcalc.prediction.sides import Sided
+from flopcalc.prediction.work import Attention, Moved, Width
+
+_FLOAT = 4  # bytes of what is always computed in float32
+_CLOSED = ("attention_projections", "router", "lm_head")  # parts behind which no activation function comes
+
+
+def list_fused(
+    estimator: Estimator,
+    load: Workload,
+    rows: Sequence[tuple[Block, Row, int]],
+    widths: Mapping[str, int],
+    sides: Mapping[Block, Mapping[Op, Sided]],
+    attention: Sequence[Attention],
+    dtype_bytes: int,
+) -> list[Moved]:
+    """Norms, activations, residual sums, rotations, routing and the loss of one step; recomputed layers run again."""
+    is_train = load.phase == "train"
+    is_checkpointed = is_train and estimator.recipe.recompute != "none"
+    again = {stage.path for stage in estimator.stages if stage.checkpoint and is_checkpointed}
+    blocks: dict[Block, list[tuple[Row, int]]] = {}
+    for block, row, value in rows:
+        if row.op.feature[0] != "padding":
+            blocks.setdefault(block, []).append((row, value))
+    found: list[Moved] = []
+    for block, own in blocks.items():
+        flows = is_train and any(row.backward or row.trainable for row, _ in own)
+        lister = _Lister(block, widths[block.path], sides[block], dtype_bytes, flows and block.path in again, flows)
+        lister.add(own)
+        found += lister.moved
+    return found + _list_rotations(attention, dtype_bytes)
+
+
+class _Lister:
+    """The moved bytes of one block."""
+
+    def __init__(
+        self, block: Block, hidden: int, sides: Mapping[Op, Sided], dtype_bytes: int, is_again: bool, flows: bool
+    ) -> None:
+        self.block, self.hidden, self.sides, self.bytes = block, hidden, sides, dtype_bytes
+        self.is_again, self.flows = is_again, flows
+        self.moved: list[Moved] = []
+        self.opened = 0  # outputs that the next activation reads
+
+    def add(self, rows: Sequence[tuple[Row, int]]) -> None:
+        ops = [row.op for row, _ in rows]
+        for place, (row, value) in enumerate(rows):
+            op, amount = row.op, value * row.op.times
+            if op.kind in ("linear", "conv"):
+                self._add_linear(op, value)
+            elif op.kind == "norm" and amount:
+                # A norm of heads runs over all that the layer before it put out.
+                is_inner = op.size < self.hidden // 2 and place > 0 and ops[place - 1].kind == "linear"
+                width = ops[place - 1].n_out if is_inner else op.size
+                self._put(op, "wide" if width == self.hidden else "narrow", amount * width, (1, 1), (2, 1))
+            elif op.kind == "embed" and amount:
+                self._put(op, "wide", amount * op.size, (1, 1), (2, 1))
+
+    def _add_linear(self, op: Op, value: int) -> None:
+        amount = value * op.times
+        side = self.sides[op].side
+        if side == "row" or (side == "expert" and op.n_out == self.hidden):
+            if self.opened:  # the activation reads what was opened and writes this one's input
+                opened = self.opened / op.n_in
+                self._put(op, "narrow", amount * op.n_in, (opened, 1), (opened + 1, opened))
+            self._put(op, "wide", value * self.hidden, (2, 1), (2, 1))  # the residual sum
+            if op.copies > 1:  # rows are put in the experts' order and back
+                self._put(op, "narrow", amount * self.hidden, (2, 2), (2, 2))
+            self.opened = 0
+            return
+        if op.part not in _CLOSED:
+            self.opened += op.n_out
+        if op.part == "lm_head" and amount:
+            # Logits to float32, the loss over them, and back.
+            widen = _FLOAT / self.bytes
+            self._put(op, "narrow", amount * op.n_out, (1 + widen, widen), (widen, widen))
+
+    def _put(
+        self, op: Op, width: Width, size: float, forward: tuple[float, float], backward: tuple[float, float]
+    ) -> None:
+        """Numbers of one call, and how often each pass reads and writes them."""
+        if not size:
+            return
+        passes = [("forward", forward, False)]
+        passes += [("backward", backward, False)] if self.flows else []
+        passes += [("forward", forward, True)] if self.is_again else []
+        for direction, (reads, writes), is_again in passes:
+            self.moved.append(
+                Moved(
+                    name_module(self.block, op), self.block.group, direction, "pointwise", self.bytes * size * reads,
+                    self.bytes * size * writes, self.block.copies, is_again, 0, width,
+                )
+            )  # fmt: skip
+
+
+def _list_rotations(attention: Sequence[Attention], dtype_bytes: int) -> list[Moved]:
+    """Rotary embeddings and the like: queries and keys once more; of eager attention the scores too."""
+    found = []
+    for call in attention:
+        rows = call.batch * call.length
+        size = dtype_bytes * rows * (call.heads + call.kv_heads) * call.qk
+        moved = Moved(
+            call.module, call.group, call.direction, "pointwise", size, size, call.calls, call.is_again, 0, "narrow"
+        )
+        found.append(moved)
+        if call.kernel == "eager":
+            # Softmax reads and writes, dropout reads, writes and writes its mask; backward as much.
+            pairs = rows * call.heads * call.keys
+            found.append(
+                moved._replace(kind="softmax", reads=2.0 * dtype_bytes * pairs, writes=(2.0 * dtype_bytes + 1) * pairs)
+            )
+    return found

@@ -1,0 +1,344 @@
+"""The adapter between the count and the engine: an estimator's rows in, the Work of one step out."""
+
+from __future__ import annotations
+
+import math
+
+from flopcalc.core.count.products import Block, Row
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.ops import Op, iterate
+from flopcalc.core.workload.sums import Feature, attention_calls, block_pairs, evaluate_feature
+from flopcalc.core.workload.workload import Workload
+from flopcalc.prediction.fused import list_fused
+from flopcalc.prediction.operators import Operator, Operators, list_operators
+from flopcalc.prediction.rows import find_multiplied_rank, find_owed, name_module
+from flopcalc.prediction.sides import Sided, find_sides, find_widths, list_wide
+from flopcalc.prediction.timeline import Stack
+from flopcalc.prediction.work import Attention, Dispatched, Moved, Product, Width, Work
+from flopcalc.words import Execution
+
+# Kinds of operators that cost the host alone: no kernel, or one that is timed as a product or an attention call.
+HOST_ONLY = (
+    "view", "make", "product", "product_grouped", "attention", "attention_masked", "module", "node", "read", "wrapper",
+)  # fmt: skip
+# Bytes that an optimizer's step reads and writes per trained parameter, in bytes of the parameter: AdamW reads weight,
+# gradient and two states, and writes all but the gradient.
+_READS, _WRITES = 4, 3
+# With master weights: reads fp32 gradient, weight and states, writes fp32 weight and states and the 16-bit weight.
+_MASTER_READS, _MASTER_WRITES = 16, 14
+OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-master", "none")
+SCANS = "what the layers' scans or selections of keys take was never measured: they may take far longer"
+_JOINED = ("attention_projections", "mlp")  # parts whose products of one input frameworks multiply at once
+
+
+def make_work(
+    estimator: Estimator,
+    load: Workload,
+    *,
+    optimizer: str = "adamw",
+    dtype_bytes: int = 2,
+    kernel: str = "",
+    execution: Execution = "eager",
+) -> Work:
+    """The work of one step, per micro-batch `load`.
+
+    Products and attention come from the op list; everything else from the operators recorded of the model's family or,
+    where `execution` is fused, from what fused kernels move. `kernel` is eager (attention as plain products and a
+    softmax) or a fused kernel; without, the device picks.
+    """
+    rows = estimator.rows(load, "hardware")
+    is_fused = execution == "fused"
+    found = Operators((), (), (), True) if is_fused else _list_operators(estimator, load, kernel, dtype_bytes)
+    masked = {each.module for each in found.rows if each.kind == "attention_masked"}
+    masked -= {each.module for each in found.rows if each.kind == "attention" and each.direction == "forward"}
+    maker = _Maker(load, kernel, masked, found.has_dropout, is_fused)
+    widths = find_widths(estimator)
+    sides = {block: find_sides([row.op for row in block.rows], widths[block.path]) for block, _, _ in rows}
+    for block, row, value in rows:
+        if row.op.feature[0] == "padding" or not value:
+            continue
+        if row.op.kind in ("linear", "conv"):
+            maker.add_linear(block, row, value, sides[block].get(row.op, Sided()))
+        elif row.op.kind == "attend":
+            maker.add_attention(block, row)
+        elif row.op.kind == "product" and row.forward:
+            maker.add_flops(block, row, value)
+    notes = list(found.notes)
+    if is_fused:
+        hosted: list[Dispatched] = []
+        moved = list_fused(estimator, load, rows, widths, sides, maker.attention, dtype_bytes)
+        notes += [SCANS] if maker.has_scans else []
+    else:
+        hosted, moved = _read_operators(found, load, list_wide(estimator, widths))
+    if load.phase != "decode" and any(call.calls > 1000 for call in maker.attention):
+        notes.append(
+            "attention goes over windows one by one here, in many small calls of the host: expect 30 % either way"
+        )
+    _add_optimizer(rows, load, optimizer, dtype_bytes, moved, hosted, is_fused)
+    return Work(
+        tuple(maker.products), tuple(maker.attention), tuple(moved), tuple(hosted), list_stacks(estimator),
+        tuple(notes), not maker.has_scans if is_fused else found.is_recorded,
+        str(estimator.source.config["model_type"]), execution,
+    )  # fmt: skip
+
+
+def list_stacks(estimator: Estimator) -> tuple[Stack, ...]:
+    """The model's stages in order of dataflow."""
+    return tuple(
+        Stack(
+            stage.path, len(stage.layers) if stage.repeated else 0,
+            tuple(dict.fromkeys(op.name for chain in stage.layers[:1] for op in iterate(chain))),
+            stage.repeated and stage.group == "language",
+        )
+        for stage in estimator.stages
+    )  # fmt: skip
+
+
+# --- everything beside products and attention -------------------------------------------------------------------------
+def _read_operators(found: Operators, load: Workload, wide: set[str]) -> tuple[list[Dispatched], list[Moved]]:
+    """Recorded operators as what the host dispatches and what the device moves."""
+    hosted, moved = [], []
+    for each in found.rows:
+        way = "again" if each.is_again else each.direction
+        hosted.append(Dispatched(each.module, each.group, way, each.kind, each.count))
+        if each.kind not in HOST_ONLY:
+            kind = each.kind
+            if kind == "cast":
+                kind = "cast_up" if each.writes > each.reads else "cast_down"
+            elif kind == "cat" and load.phase == "decode":  # a row behind many: far slower than halves side by side
+                kind = "cat_cache"
+            width: Width = "wide" if each.module in wide else "narrow"
+            moved.append(
+                Moved(each.module, each.group, each.direction, kind, each.reads, each.writes, each.count,
+                      each.is_again, 0, width)
+            )  # fmt: skip
+    return hosted, moved
+
+
+def _add_optimizer(
+    rows: list[tuple[Block, Row, int]], load: Workload, optimizer: str, dtype_bytes: int, moved: list[Moved],
+    hosted: list[Dispatched], is_fused: bool,
+) -> None:  # fmt: skip
+    # Weights of a tower that has nothing to see get no gradient, and an optimizer passes over them.
+    silent = (() if load.all_grids else ("vision", "projector")) + (() if load.clips else ("audio",))
+    stepped = [(block, row) for block, row, _ in rows if row.trainable and block.group not in silent]
+    tensors = count_tensors(stepped) if load.phase == "train" else 0
+    if not tensors or optimizer == "none":
+        return
+    trained = sum(row.trainable * block.copies for block, row in stepped)
+    if optimizer == "adamw-master":
+        reads, writes, tensors = _MASTER_READS * trained, _MASTER_WRITES * trained, 1  # of one flat buffer
+    else:
+        reads, writes = _READS * trained * dtype_bytes, _WRITES * trained * dtype_bytes
+    moved.append(Moved("optimizer", "optimizer", "optimizer", optimizer, reads, writes, tensors=tensors))
+    if not is_fused:
+        hosted.append(Dispatched("optimizer", "optimizer", "optimizer", optimizer, tensors))
+
+
+def count_tensors(rows: list[tuple[Block, Row]]) -> int:
+    """How many tensors an optimizer's step goes over."""
+    return sum(
+        block.copies * (1 + (row.op.bias and row.op.kind != "param"))
+        for block, row in rows
+        if row.op.feature[0] != "padding"
+    )
+
+
+# --- products and attention -------------------------------------------------------------------------------------------
+class _Maker:
+    """Turns rows of the core into calls."""
+
+    def __init__(self, load: Workload, kernel: str, masked: set[str], has_dropout: bool, is_fused: bool) -> None:
+        self.load, self.kernel, self.masked, self.has_dropout = load, kernel, masked, has_dropout
+        self.is_fused = is_fused
+        self.is_train = load.phase == "train"
+        self.steps = count_calls(load)
+        self.products: list[Product] = []
+        self.attention: list[Attention] = []
+        self.has_scans = False
+        self.before: tuple[Block, int, tuple[Product, ...]] | None = None  # the last linear layer that may get siblings
+
+    def add_linear(self, block: Block, row: Row, value: int, sided: Sided) -> None:
+        op = row.op
+        m = value * op.times // self.steps
+        made = self._add(
+            block, op, m, op.n_out, op.n_in, op.copies, find_owed(row) if self.is_train else (), row, sided
+        )
+        if self.is_fused:
+            self._join(block, op, made)
+        rank = find_multiplied_rank(row)
+        if rank:
+            owed = ("dgrad", "wgrad") if self.is_train and row.backward else ()
+            for n, k in ((rank, op.n_in), (op.n_out, rank)):
+                self._add(block, op, m, n, k, 1, owed, row, Sided())
+
+    def _add(
+        self, block: Block, op: Op, m: int, n: int, k: int, copies: int, owed: tuple[str, ...], row: Row, sided: Sided
+    ) -> tuple[Product, ...]:  # fmt: skip
+        calls = block.copies * self.steps
+        module, is_conv = name_module(block, op), op.kind == "conv" and block.group == "vision"
+        ways = [("forward", False)] if row.forward else []
+        ways += [(direction, False) for direction in owed]
+        ways += [("forward", True)] if self.is_train and row.recompute else []
+        made = tuple(
+            Product(
+                module, block.group, op.part, direction, m, n, k, calls, copies, is_again, is_conv, sided.side,
+                sided.kv, sided.kv_heads,
+            )
+            for direction, is_again in ways
+        )  # fmt: skip
+        self.products += made
+        return made
+
+    def _join(self, block: Block, op: Op, made: tuple[Product, ...]) -> None:
+        """Column-cut siblings become one product, as frameworks for many devices do it."""
+        before = self.before
+        is_sibling = bool(made) and made[0].side == "column" and op.part in _JOINED
+        self.before = None
+        if before is not None and is_sibling and before[0] is block and _are_siblings(before[2], made):
+            del self.products[-len(made) :]
+            first = before[1]
+            joined = tuple(_join_pair(a, b) for a, b in zip(before[2], made, strict=True))
+            self.products[first : first + len(joined)] = joined
+            self.before = (block, first, joined)
+        elif is_sibling:
+            self.before = (block, len(self.products) - len(made), made)
+
+    def add_flops(self, block: Block, row: Row, value: int) -> None:
+        """Products of activations (scans, fixed mixes): as one square product of as many FLOPs."""
+        self.has_scans = True
+        calls = block.copies * self.steps
+        for direction, flops in (("forward", row.forward), ("dgrad", row.backward if self.is_train else 0)):
+            if flops:
+                side = max(1, round((flops * value / self.steps / 2) ** (1 / 3)))
+                self.products.append(
+                    Product(name_module(block, row.op), block.group, row.op.part, direction, side, side, side, calls,
+                            side="column")
+                )  # fmt: skip
+
+    def add_attention(self, block: Block, row: Row) -> None:
+        op, load = row.op, self.load
+        if not row.forward and not row.backward:
+            return
+        ways = [("forward", False)] if row.forward else []
+        if self.is_train:
+            ways += [("backward", False)] if row.backward else []
+            ways += [("forward", True)] if row.recompute else []
+        feature = op.feature if op.feature[0] != "minus" else op.feature[1]
+        if feature[0] == "either":  # what HF executes
+            feature = feature[2]
+        if feature[0] == "decoder" and load.decoder is not None:
+            feature, load = feature[1:], load.decoder
+        module = name_module(block, op)
+        window = int(feature[2]) if feature[0] == "pairs" and len(feature) > 2 else 0
+        shapes: list[tuple[str, int, int, int, float]] = []
+        if load.phase == "decode" and feature[0] == "pairs":
+            past = load.context + (load.seq + 1) // 2
+            shapes = [("decode", load.rows, 1, min(past, window) if window else past, self.steps)]
+        elif feature[0] == "sum":
+            shapes = self._find_summed(feature, op.times)
+        else:
+            for (mask, length), many in attention_calls(feature, load, op.times).items():
+                shapes.append(self._find_shape(module, feature, mask, length, many, window))
+        for mask, batch, length, known, calls in shapes:
+            for direction, is_again in ways:
+                self.attention.append(
+                    Attention(
+                        module, block.group, direction, mask, batch, op.heads, op.kv_heads, op.qk, op.v,
+                        length, known, window, calls * block.copies, is_again, self.kernel,
+                        self.has_dropout and block.group == "language",
+                    )
+                )  # fmt: skip
+
+    def _find_shape(
+        self, module: str, feature: Feature, mask: str, length: int, many: int, window: int
+    ) -> tuple[str, int, int, int, float]:
+        """Mask, sequences, queries, keys and calls of attention over `many` sequences of a length."""
+        if self.is_fused:
+            # One call over all; kernels of training frameworks skip the blocks that no query of a window sees.
+            if mask == "causal" and 0 < window < length and self.kernel != "eager":
+                return mask, many, length, length, block_pairs(length, window) / block_pairs(length)
+            return mask, many, length, length, 1
+        # HF's grid towers call attention once per image or window; all others once per batch.
+        one_by_one = feature[0] in ("frames", "windows")
+        # Where HF hands a mask over, the kernel goes through all pairs.
+        if 0 < window <= length or (mask == "causal" and module in self.masked):
+            mask = "window"
+        return mask, 1 if one_by_one else many, length, length, many if one_by_one else 1
+
+    def _find_summed(self, feature: Feature, times: int) -> list[tuple[str, int, int, int, float]]:
+        """Calls of an attention op that tells its pairs as a sum over images, clips or rows: all of them alike."""
+        load, unit = self.load, feature[1]
+        pairs = evaluate_feature(feature, load, "full") * times
+        if unit in ("image", "clip"):
+            many = len(load.all_grids if unit == "image" else load.clips)
+            side = math.isqrt(pairs // many) if many else 0
+            return [("full", many, side, side, 1)] if side else []
+        own = load.decoder if unit == "decoder" and load.decoder is not None else load
+        length = 1 if load.phase == "decode" else own.seq
+        keys = -(-pairs // (own.rows * length * self.steps))
+        return [("decode" if load.phase == "decode" else "full", own.rows, length, keys, self.steps)] if keys else []
+
+
+def _are_siblings(one: tuple[Product, ...], other: tuple[Product, ...]) -> bool:
+    """Whether two linear layers read the same rows and run in the same passes."""
+
+    def strip(made: tuple[Product, ...]) -> list[Product]:
+        return [product._replace(module="", n=0, kv=0, kv_heads=0) for product in made]
+
+    return strip(one) == strip(other)
+
+
+def _join_pair(one: Product, other: Product) -> Product:
+    parent = one.module.partition("+")[0].rpartition(".")[0]
+    name = other.module.removeprefix(f"{parent}.")
+    return one._replace(
+        module=f"{one.module}+{name}", n=one.n + other.n, kv=one.kv + other.kv,
+        kv_heads=max(one.kv_heads, other.kv_heads),
+    )  # fmt: skip
+
+
+def count_calls(load: Workload) -> int:
+    """How many times a step calls the model: decoding once per token, an encoder-decoder's of its decoder."""
+    side = load.decoder if load.decoder is not None else load
+    return side.seq if load.phase == "decode" else 1
+
+
+# --- recorded operators of several streams ----------------------------------------------------------------------------
+def _list_operators(estimator: Estimator, load: Workload, kernel: str, dtype_bytes: int) -> Operators:
+    """Operators of the whole model; an encoder's, a decoder's and an audio tower's each over their own rows."""
+    attention = "eager" if kernel == "eager" else "sdpa"
+    sides = _find_sides(estimator, load)
+    main = list_operators(estimator, sides.get("language") or load, attention, dtype_bytes)
+    if not sides:
+        return main
+    listed = {"language": main}
+    for stream, side in sides.items():
+        if side is not None and stream != "language":
+            listed[stream] = list_operators(estimator, side, attention, dtype_bytes)
+    streams = {f"{stage.path}.": stage.stream for stage in estimator.stages}
+
+    def find_stream(row: Operator) -> str:
+        inside = [path for path in streams if f"{row.module}.".startswith(path)]
+        stream = streams[max(inside, key=len)] if inside else "language"
+        return stream if stream in sides else "language"
+
+    rows = tuple(row for stream, found in listed.items() for row in found.rows if find_stream(row) == stream)
+    return main._replace(rows=rows)
+
+
+def _find_sides(estimator: Estimator, load: Workload) -> dict[str, Workload | None]:
+    """Stream -> the workload that its stages see, where that is not the step's own; None: it does not run."""
+    sides: dict[str, Workload | None] = {}
+    is_decode = load.phase == "decode"
+    if load.decoder is not None:
+        own = load.decoder
+        one = own.replace(seq=1, context=own.context + (own.seq - 1) // 2) if is_decode else own
+        sides["language"] = load.replace(seq=own.seq, context=own.context, logits=own.logits, decoder=one)
+        sides["encoder"] = None if is_decode else load
+    towers = [stage for stage in estimator.stages if stage.stream == "audio"]
+    if towers:
+        ops = [op for stage in towers if stage.repeated for op in iterate(stage.layers[0]) if op.kind == "linear"]
+        rows = evaluate_feature(ops[0].feature, load, "full") * ops[0].times if ops and not is_decode else 0
+        sides["audio"] = load.replace(seq=max(1, rows // load.rows)) if rows else None
+    return sides

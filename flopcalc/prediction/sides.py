@@ -1,0 +1,100 @@
+"""How tensor parallelism may cut a model: the width of each residual stream, and the side of each linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.ops import Op, iterate
+from flopcalc.prediction.work import Side
+
+
+class Sided(NamedTuple):
+    """The side that tensor parallelism cuts a linear layer along, and its columns of keys and values."""
+
+    side: Side = "whole"
+    kv: int = 0
+    kv_heads: int = 0
+
+
+def find_widths(estimator: Estimator) -> dict[str, int]:
+    """Stage path -> the width of its residual stream: of the language what the head reads, else the first op's."""
+    heads = [
+        op.n_in
+        for stage in estimator.stages
+        for chain in stage.layers
+        for op in iterate(chain)
+        if op.part == "lm_head" and op.kind == "linear"
+    ]
+    found: dict[str, int] = {}
+    streams: dict[str, int] = {"language": heads[0]} if heads else {}
+    for stage in estimator.stages:
+        sizes = [op.size for chain in stage.layers for op in iterate(chain) if op.kind in ("embed", "norm")]
+        sizes += [op.n_in for chain in stage.layers for op in iterate(chain) if op.kind == "linear"]
+        if sizes:
+            found[stage.path] = streams.setdefault(stage.stream, sizes[0])
+        else:
+            found[stage.path] = streams.get(stage.stream, 1)
+    return found
+
+
+def find_sides(ops: Sequence[Op], hidden: int) -> dict[Op, Sided]:
+    """Of every linear layer of a block, how tensor parallelism cuts it."""
+    found: dict[Op, Sided] = {}
+    attends = [place for place, op in enumerate(ops) if op.kind == "attend"]
+    for place, op in enumerate(ops):
+        core = next((ops[at] for at in attends if at > place), None)
+        before = ops[place - 1] if place else None
+        if op.kind not in ("linear", "conv"):
+            continue
+        if op.copies > 1:
+            found[op] = Sided("expert")
+        elif op.part == "router":
+            found[op] = Sided("whole")
+        elif op.n_out == hidden and (op.n_in != hidden or (before is not None and before.kind == "attend")):
+            found[op] = Sided("row")
+        elif op.part == "attention_projections" and core is not None:
+            found[op] = _side_projection(
+                op, core, [each for each in ops[: ops.index(core)] if each.part == op.part], hidden
+            )
+        else:
+            found[op] = Sided("column")
+    return found
+
+
+def _side_projection(op: Op, core: Op, beside: Sequence[Op], hidden: int) -> Sided:
+    """A projection before attention: keys are cut no finer than their heads, what is of low rank not at all."""
+    queries, keys, values = core.heads * core.qk, core.kv_heads * core.qk, core.kv_heads * core.v
+    if op.n_out == queries + keys + values:
+        return Sided("column", keys + values, core.kv_heads)
+    if op.n_out >= queries:
+        return Sided("column")
+    is_low_rank = op.n_in == hidden and any(each.kind == "linear" and each.n_in != hidden for each in beside)
+    is_keys = op.n_out in (keys, values, keys + values)
+    return Sided("column", op.n_out, core.kv_heads) if is_keys and not is_low_rank else Sided("whole")
+
+
+def list_wide(estimator: Estimator, widths: dict[str, int]) -> set[str]:
+    """Modules whose own operators move tensors of the residual's width: norms, tables, layers, and what is around."""
+    found = {""}
+    for stage in estimator.stages:
+        path = f"{stage.path}.*" if stage.repeated else stage.path
+        found |= {path, stage.path}
+        ops = [op for chain in dict.fromkeys(stage.layers) for op in iterate(chain)]
+        sizes = [op for op in ops if op.kind in ("norm", "embed") and op.size == widths[stage.path]]
+        found |= {f"{path}.{op.name}".rstrip(".") for op in sizes}
+    return found
+
+
+def list_wide_saved(estimator: Estimator) -> set[str]:
+    """Modules whose saved tensors are of the residual's width: the same, and linear layers that read it whole."""
+    widths = find_widths(estimator)
+    found = list_wide(estimator, widths)
+    for stage in estimator.stages:
+        path = f"{stage.path}.*" if stage.repeated else stage.path
+        for chain in dict.fromkeys(stage.layers):
+            for op, sided in find_sides(list(iterate(chain)), widths[stage.path]).items():
+                if sided.side in ("column", "whole") and op.n_in == widths[stage.path]:
+                    found.add(f"{path}.{op.name}".rstrip("."))
+    return found
