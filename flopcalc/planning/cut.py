@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Chain, Op, iterate
+from flopcalc.core.model.ops import Attend, Chain, Op, iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import WorkloadError
 from flopcalc.planning.layout import Layout, Outline, split_layers
@@ -29,8 +29,8 @@ def make_outline(estimator: Estimator, load: Workload) -> Outline:
     if not layers:
         raise WorkloadError(f"{estimator.source.name} has no repeated language layers to spread over devices")
     ops = [op for chain in dict.fromkeys(layers) for op in iterate(chain)]
-    cores = [op for op in ops if op.kind == "attend"]
-    keys = [op.kv_heads * (op.qk + op.v) for chain in layers for op in iterate(chain) if op.kind == "attend"]
+    cores = [op for op in ops if isinstance(op, Attend)]
+    keys = [op.kv_heads * (op.qk + op.v) for chain in layers for op in iterate(chain) if isinstance(op, Attend)]
     widths = find_widths(estimator)
     exits = [_count_exits(chain, widths[stage.path]) for stage in stages for chain in stage.layers]
     return Outline(

@@ -247,8 +247,8 @@ def _count_executed(runner: Runner, recompute: str) -> float:
         return (count("none") + count("full")) / 2
     if recompute == "selective":
         rows = runner.estimator("none").rows(runner.sample, "hardware")
-        cores = [(block, row, value) for block, row, value in rows if block.layers and row.op.kind == "attend"]
-        again = sum(row.forward * value * block.copies for block, row, value in cores if block.group == "language")
+        cores = [each for each in rows if each.block.layers and each.row.op.kind == "attend"]
+        again = sum(each.flops.forward * each.block.copies for each in cores if each.block.group == "language")
         return count("none") + again
     return count(recompute)
 

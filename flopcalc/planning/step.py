@@ -31,7 +31,7 @@ from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.memory import Memory, Tensors, count_memory, list_tensors, resize_batch
 from flopcalc.prediction.step import change, find_kernel, settle
 from flopcalc.prediction.work import Work
-from flopcalc.words import Execution
+from flopcalc.words import Execution, Recompute
 
 PARTS = (
     "products", "attention", "memory_bound", "recompute", "launches", "host", "tensor_parallel", "context_parallel",
@@ -132,7 +132,7 @@ class Runner:
         self._passes = cache(self._time_passes)
         self._clock = cache(self._run_clock)
 
-    def _settle(self, estimator: Estimator, recompute: str) -> Estimator:
+    def _settle(self, estimator: Estimator, recompute: Recompute) -> Estimator:
         changed = estimator
         if estimator.recipe.recompute != recompute:
             found = change(estimator, recompute=recompute)
@@ -150,7 +150,8 @@ class Runner:
     def _make_work(self, micro_batch: int, recompute: str) -> Work:
         load = resize_batch(self.sample, micro_batch)
         work = make_work(
-            self.estimator(find_recipe(recompute)), load, optimizer=self.optimizer, dtype_bytes=self.machine.width, kernel=self.kernel,
+            self.estimator(find_recipe(recompute)), load, optimizer=self.optimizer,
+            dtype_bytes=self.machine.width, kernel=self.kernel,
             execution=self.execution,
         )  # fmt: skip
         return repeat_work(work, recompute)
@@ -389,7 +390,7 @@ class Runner:
         return below, above
 
 
-def find_recipe(recompute: str) -> str:
+def find_recipe(recompute: str) -> Recompute:
     """The recipe's recomputation that a layout's kind of it is made of."""
     return {"selective": "none", "half": "full"}.get(recompute, recompute)
 

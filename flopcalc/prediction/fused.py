@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flopcalc.core.count.products import Block, Row
+from flopcalc.core.count.products import Block, CountedRow, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Op
 from flopcalc.core.workload.workload import Workload
@@ -19,7 +19,7 @@ _CLOSED = ("attention_projections", "router", "lm_head")  # parts behind which n
 def list_fused(
     estimator: Estimator,
     load: Workload,
-    rows: Sequence[tuple[Block, Row, int]],
+    rows: Sequence[CountedRow],
     widths: Mapping[str, int],
     sides: Mapping[Block, Mapping[Op, Sided]],
     attention: Sequence[Attention],
@@ -30,12 +30,13 @@ def list_fused(
     is_checkpointed = is_train and estimator.recipe.recompute != "none"
     again = {stage.path for stage in estimator.stages if stage.checkpoint and is_checkpointed}
     blocks: dict[Block, list[tuple[Row, int]]] = {}
-    for block, row, value in rows:
-        if row.op.feature[0] != "padding":
-            blocks.setdefault(block, []).append((row, value))
+    for counted in rows:
+        if counted.row.find("padding") is None:
+            value = counted.row.op.rows.count(load, "full")
+            blocks.setdefault(counted.block, []).append((counted.row, value))
     found: list[Moved] = []
     for block, own in blocks.items():
-        flows = is_train and any(row.backward or row.trainable for row, _ in own)
+        flows = is_train and any(row.has_backward or row.trainable for row, _ in own)
         lister = _Lister(block, widths[block.path], sides[block], dtype_bytes, flows and block.path in again, flows)
         lister.add(own)
         found += lister.moved

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
-from flopcalc.core.count.products import Block, Row
+from flopcalc.core.count.products import Block, CountedRow, Row
+from flopcalc.core.count.products import Product as CountedProduct
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Op, iterate
-from flopcalc.core.workload.sums import Feature, attention_calls, block_pairs, evaluate_feature
+from flopcalc.core.model.ops import Attend, Linear, Multiply, Op, iterate
+from flopcalc.core.workload.pairs import block_pairs
+from flopcalc.core.workload.sums import Either, Expression, Frames, InDecoder, Minus, Pairs, Sum, Windows
 from flopcalc.core.workload.workload import Workload
 from flopcalc.prediction.fused import list_fused
 from flopcalc.prediction.operators import Operator, Operators, list_operators
-from flopcalc.prediction.rows import find_multiplied_rank, find_owed, name_module
+from flopcalc.prediction.rows import find_owed, name_module
 from flopcalc.prediction.sides import Sided, find_sides, find_widths, list_wide
 from flopcalc.prediction.timeline import Stack
 from flopcalc.prediction.work import Attention, Dispatched, Moved, Product, Width, Work
@@ -54,15 +56,16 @@ def make_work(
     maker = _Maker(load, kernel, masked, found.has_dropout, is_fused)
     widths = find_widths(estimator)
     sides = {block: find_sides([row.op for row in block.rows], widths[block.path]) for block, _, _ in rows}
-    for block, row, value in rows:
-        if row.op.feature[0] == "padding" or not value:
+    for counted in rows:
+        block, row, values = counted
+        if row.find("padding") is not None or not any(values):
             continue
-        if row.op.kind in ("linear", "conv"):
-            maker.add_linear(block, row, value, sides[block].get(row.op, Sided()))
-        elif row.op.kind == "attend":
-            maker.add_attention(block, row)
-        elif row.op.kind == "product" and row.forward:
-            maker.add_flops(block, row, value)
+        if isinstance(row.op, Linear):
+            maker.add_linear(counted, row.op, sides[block].get(row.op, Sided()))
+        elif isinstance(row.op, Attend):
+            maker.add_attention(block, row, row.op)
+        elif isinstance(row.op, Multiply):
+            maker.add_flops(counted)
     notes = list(found.notes)
     if is_fused:
         hosted: list[Dispatched] = []
@@ -116,7 +119,7 @@ def _read_operators(found: Operators, load: Workload, wide: set[str]) -> tuple[l
 
 
 def _add_optimizer(
-    rows: list[tuple[Block, Row, int]], load: Workload, optimizer: str, dtype_bytes: int, moved: list[Moved],
+    rows: list[CountedRow], load: Workload, optimizer: str, dtype_bytes: int, moved: list[Moved],
     hosted: list[Dispatched], is_fused: bool,
 ) -> None:  # fmt: skip
     # Weights of a tower that has nothing to see get no gradient, and an optimizer passes over them.
@@ -137,11 +140,7 @@ def _add_optimizer(
 
 def count_tensors(rows: list[tuple[Block, Row]]) -> int:
     """How many tensors an optimizer's step goes over."""
-    return sum(
-        block.copies * (1 + (row.op.bias and row.op.kind != "param"))
-        for block, row in rows
-        if row.op.feature[0] != "padding"
-    )
+    return sum(block.copies * (1 + row.op.bias) for block, row in rows if row.find("padding") is None)
 
 
 # --- products and attention -------------------------------------------------------------------------------------------
@@ -158,28 +157,33 @@ class _Maker:
         self.has_scans = False
         self.before: tuple[Block, int, tuple[Product, ...]] | None = None  # the last linear layer that may get siblings
 
-    def add_linear(self, block: Block, row: Row, value: int, sided: Sided) -> None:
-        op = row.op
-        m = value * op.times // self.steps
-        made = self._add(
-            block, op, m, op.n_out, op.n_in, op.copies, find_owed(row) if self.is_train else (), row, sided
-        )
+    def add_linear(self, counted: CountedRow, op: Linear, sided: Sided) -> None:
+        """A linear layer's own product and its adapter's two; a folded adapter is one product per copy."""
+        block, row, values = counted
+        made: tuple[Product, ...] = ()
+        for product, value in zip(row.products, values, strict=True):
+            m = value * op.times // self.steps
+            if not value or product.role not in ("base", "adapter_a", "adapter_b", "fold"):
+                continue
+            if product.role == "base":
+                folded = ("wgrad",) if row.find("folded_weight") is not None else ()
+                made = self._add(block, op, m, op.n_out, op.n_in, op.copies, product, sided, folded)
+            elif product.role == "fold":
+                self._add(block, op, op.n_out, op.n_in, row.rank, op.copies, product, Sided())
+            else:
+                self._add(block, op, m, product.n_out, product.n_in, 1, product, Sided())
         if self.is_fused:
             self._join(block, op, made)
-        rank = find_multiplied_rank(row)
-        if rank:
-            owed = ("dgrad", "wgrad") if self.is_train and row.backward else ()
-            for n, k in ((rank, op.n_in), (op.n_out, rank)):
-                self._add(block, op, m, n, k, 1, owed, row, Sided())
 
     def _add(
-        self, block: Block, op: Op, m: int, n: int, k: int, copies: int, owed: tuple[str, ...], row: Row, sided: Sided
+        self, block: Block, op: Op, m: int, n: int, k: int, copies: int, product: CountedProduct, sided: Sided,
+        more: tuple[str, ...] = (),
     ) -> tuple[Product, ...]:  # fmt: skip
         calls = block.copies * self.steps
         module, is_conv = name_module(block, op), op.kind == "conv" and block.group == "vision"
-        ways = [("forward", False)] if row.forward else []
-        ways += [(direction, False) for direction in owed]
-        ways += [("forward", True)] if self.is_train and row.recompute else []
+        ways = [("forward", False)]
+        ways += [(direction, False) for direction in (*find_owed(product), *more)] if self.is_train else []
+        ways += [("forward", True)] if self.is_train and product.passes.recompute else []
         made = tuple(
             Product(
                 module, block.group, op.part, direction, m, n, k, calls, copies, is_again, is_conv, sided.side,
@@ -204,42 +208,42 @@ class _Maker:
         elif is_sibling:
             self.before = (block, len(self.products) - len(made), made)
 
-    def add_flops(self, block: Block, row: Row, value: int) -> None:
+    def add_flops(self, counted: CountedRow) -> None:
         """Products of activations (scans, fixed mixes): as one square product of as many FLOPs."""
         self.has_scans = True
+        block, row, _ = counted
         calls = block.copies * self.steps
-        for direction, flops in (("forward", row.forward), ("dgrad", row.backward if self.is_train else 0)):
-            if flops:
-                side = max(1, round((flops * value / self.steps / 2) ** (1 / 3)))
+        flops = counted.flops
+        for direction, count in (("forward", flops.forward), ("dgrad", flops.backward if self.is_train else 0)):
+            if count:
+                side = max(1, round((count / self.steps / 2) ** (1 / 3)))
                 self.products.append(
                     Product(name_module(block, row.op), block.group, row.op.part, direction, side, side, side, calls,
                             side="column")
                 )  # fmt: skip
 
-    def add_attention(self, block: Block, row: Row) -> None:
-        op, load = row.op, self.load
-        if not row.forward and not row.backward:
-            return
-        ways = [("forward", False)] if row.forward else []
+    def add_attention(self, block: Block, row: Row, op: Attend) -> None:
+        load = self.load
+        ways = [("forward", False)]
         if self.is_train:
-            ways += [("backward", False)] if row.backward else []
-            ways += [("forward", True)] if row.recompute else []
-        feature = op.feature if op.feature[0] != "minus" else op.feature[1]
-        if feature[0] == "either":  # what HF executes
-            feature = feature[2]
-        if feature[0] == "decoder" and load.decoder is not None:
-            feature, load = feature[1:], load.decoder
+            ways += [("backward", False)] if row.has_backward else []
+            ways += [("forward", True)] if any(product.passes.recompute for product in row.products) else []
+        pairs = op.rows.rows if isinstance(op.rows, Minus) else op.rows
+        if isinstance(pairs, Either):  # what HF executes
+            pairs = pairs.executed
+        if isinstance(pairs, InDecoder) and load.decoder is not None:
+            pairs, load = pairs.inner, load.decoder
         module = name_module(block, op)
-        window = int(feature[2]) if feature[0] == "pairs" and len(feature) > 2 else 0
+        window = pairs.window if isinstance(pairs, Pairs) else 0
         shapes: list[tuple[str, int, int, int, float]] = []
-        if load.phase == "decode" and feature[0] == "pairs":
+        if load.phase == "decode" and isinstance(pairs, Pairs):
             past = load.context + (load.seq + 1) // 2
             shapes = [("decode", load.rows, 1, min(past, window) if window else past, self.steps)]
-        elif feature[0] == "sum":
-            shapes = self._find_summed(feature, op.times)
+        elif isinstance(pairs, Expression):
+            shapes = self._find_summed(pairs, op.times)
         else:
-            for (mask, length), many in attention_calls(feature, load, op.times).items():
-                shapes.append(self._find_shape(module, feature, mask, length, many, window))
+            for (mask, length), many in pairs.attention_calls(load, op.times).items():
+                shapes.append(self._find_shape(module, pairs, mask, length, many, window))
         for mask, batch, length, known, calls in shapes:
             for direction, is_again in ways:
                 self.attention.append(
@@ -251,7 +255,7 @@ class _Maker:
                 )  # fmt: skip
 
     def _find_shape(
-        self, module: str, feature: Feature, mask: str, length: int, many: int, window: int
+        self, module: str, pairs: Sum, mask: str, length: int, many: int, window: int
     ) -> tuple[str, int, int, int, float]:
         """Mask, sequences, queries, keys and calls of attention over `many` sequences of a length."""
         if self.is_fused:
@@ -260,16 +264,16 @@ class _Maker:
                 return mask, many, length, length, block_pairs(length, window) / block_pairs(length)
             return mask, many, length, length, 1
         # HF's grid towers call attention once per image or window; all others once per batch.
-        one_by_one = feature[0] in ("frames", "windows")
+        one_by_one = isinstance(pairs, (Frames, Windows))
         # Where HF hands a mask over, the kernel goes through all pairs.
         if 0 < window <= length or (mask == "causal" and module in self.masked):
             mask = "window"
         return mask, 1 if one_by_one else many, length, length, many if one_by_one else 1
 
-    def _find_summed(self, feature: Feature, times: int) -> list[tuple[str, int, int, int, float]]:
+    def _find_summed(self, rows: Expression, times: int) -> list[tuple[str, int, int, int, float]]:
         """Calls of an attention op that tells its pairs as a sum over images, clips or rows: all of them alike."""
-        load, unit = self.load, feature[1]
-        pairs = evaluate_feature(feature, load, "full") * times
+        load, unit = self.load, rows.unit
+        pairs = rows.count(load, "full") * times
         if unit in ("image", "clip"):
             many = len(load.all_grids if unit == "image" else load.clips)
             side = math.isqrt(pairs // many) if many else 0
@@ -339,6 +343,6 @@ def _find_sides(estimator: Estimator, load: Workload) -> dict[str, Workload | No
     towers = [stage for stage in estimator.stages if stage.stream == "audio"]
     if towers:
         ops = [op for stage in towers if stage.repeated for op in iterate(stage.layers[0]) if op.kind == "linear"]
-        rows = evaluate_feature(ops[0].feature, load, "full") * ops[0].times if ops and not is_decode else 0
+        rows = ops[0].rows.count(load, "full") * ops[0].times if ops and not is_decode else 0
         sides["audio"] = load.replace(seq=max(1, rows // load.rows)) if rows else None
     return sides

@@ -11,12 +11,23 @@ from typing import Any, NamedTuple
 
 from flopcalc.core.count.products import Row
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join
-from flopcalc.core.workload.sums import Feature, evaluate_feature
+from flopcalc.core.model.ops import Attend, Chain, Op, Stage, iterate, join
+from flopcalc.core.workload.sums import (
+    Either,
+    Expression,
+    Frames,
+    InDecoder,
+    Logits,
+    Minus,
+    Pairs,
+    Sum,
+    Tokens,
+    Windows,
+)
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError, SpecError, format_value
-from flopcalc.prediction.rows import find_rank, find_trained_rank
+from flopcalc.prediction.rows import find_trained_rank
 
 __all__ = ["KINDS", "Operator", "Operators", "Saved", "classify", "list_operators"]
 
@@ -126,9 +137,9 @@ def sign(chain: Chain) -> str:
 
 def _sign_op(op: Op) -> str:
     flags = ("+bias" if op.bias else "") + ("+tied" if op.tied else "")
-    if op.kind == "attend":
-        flags += "+window" if op.feature[0] == "pairs" and op.feature[2] else ""
-        flags += "+panes" if op.feature[0] == "windows" else ""
+    if isinstance(op, Attend):
+        flags += "+window" if isinstance(op.rows, Pairs) and op.rows.window else ""
+        flags += "+panes" if isinstance(op.rows, Windows) else ""
         flags += "+grouped" if op.kv_heads < op.heads else ""
     return f"{op.kind}:{op.name}{flags}"
 
@@ -222,10 +233,10 @@ def _add_sizes(sizes: dict[str, int], path: str, chain: Chain) -> None:
         name = f"/{op.name[1:]}" if op.name.startswith("/") else path + op.name if op.name else path[:-1]
         name = name.replace("*", "#")
         for attribute in _ATTRIBUTES:
-            value = getattr(op, attribute)
+            value = getattr(op, attribute, 0)
             if value > 1 or (attribute in ("n_in", "n_out", "size") and value):
                 sizes.setdefault(f"{name}.{attribute}", value)
-        if op.kind == "attend":
+        if isinstance(op, Attend):
             sizes.setdefault(f"{name}.kv", op.kv_heads)
         if op.kind == "embed":
             sizes["width"] = op.size
@@ -234,11 +245,11 @@ def _add_sizes(sizes: dict[str, int], path: str, chain: Chain) -> None:
 def list_windows(estimator: Estimator, keys: int) -> list[int]:
     """Windows of attention that are no longer than the keys: HF then hands a mask to SDPA."""
     return [
-        op.feature[2]
+        op.rows.window
         for stage in estimator.stages
         for chain in dict.fromkeys(stage.layers)
         for op in iterate(chain)
-        if op.kind == "attend" and op.feature[0] == "pairs" and 0 < op.feature[2] <= keys
+        if isinstance(op, Attend) and isinstance(op.rows, Pairs) and 0 < op.rows.window <= keys
     ]
 
 
@@ -251,7 +262,7 @@ def list_features(estimator: Estimator, load: Workload) -> dict[str, int]:
     features = {
         "one": 1,
         "tokens": rows * seq,
-        "logits": evaluate_feature(("logits",), call, "full"),
+        "logits": Logits().count(call, "full"),
         "rows": rows,
         "seq": seq,
         "pairs": rows * seq * keys,
@@ -275,12 +286,12 @@ def list_features(estimator: Estimator, load: Workload) -> dict[str, int]:
         }
     for stage in estimator.stages:
         for op in iterate(stage.layers[0]) if stage.layers else ():
-            name = _name_feature(op.feature)
-            if name in features or op.feature[0] in ("tokens", "pairs", "logits"):
+            name = _name_sum(op.rows)
+            if name in features or isinstance(op.rows, (Tokens, Pairs, Logits)):
                 continue
-            features[name] = evaluate_feature(op.feature, call, "full")
-            if op.feature[0] == "windows":
-                side = int(op.feature[1]) * int(op.feature[2])
+            features[name] = op.rows.count(call, "full")
+            if isinstance(op.rows, Windows):
+                side = op.rows.side
                 features["panes"] = sum(t * -(-h // side) * -(-w // side) for t, h, w in load.all_grids)
     return features
 
@@ -290,12 +301,17 @@ def _find_call(load: Workload) -> Workload:
     return load.replace(seq=1, context=load.context + (load.seq - 1) // 2) if load.phase == "decode" else load
 
 
-def _name_feature(feature: Feature) -> str:
-    if feature[0] == "sum":
-        return f"sum:{feature[1]}:{feature[2]}".replace("*", "#").replace(" ", "").replace("+", "&")
-    if any(isinstance(part, tuple) for part in feature):
-        return ":".join(_name_feature(part) if isinstance(part, tuple) else str(part) for part in feature)
-    return {"merged": "merged", "windows": "windows", "frames": "seen"}.get(str(feature[0]), str(feature[0]))
+def _name_sum(rows: Sum) -> str:
+    """A sum as the recorded expressions name it."""
+    if isinstance(rows, Expression):
+        return f"sum:{rows.unit}:{rows.text}".replace("*", "#").replace(" ", "").replace("+", "&")
+    if isinstance(rows, Either):
+        return f"either:{_name_sum(rows.needed)}:{_name_sum(rows.executed)}"
+    if isinstance(rows, Minus):
+        return f"minus:{_name_sum(rows.rows)}:{_name_sum(rows.less)}"
+    if isinstance(rows, Frames):
+        return "seen"
+    return "decoder" if isinstance(rows, InDecoder) else type(rows).__name__.lower()
 
 
 class Scope(NamedTuple):
@@ -351,7 +367,8 @@ def guess_sizes(stages: tuple[Stage, ...], chain: Chain | None) -> dict[str, int
     width = next((op.size or op.n_in for op in ops if op.size or op.n_in), 1)
     vocab = max((op.n_out if op.part == "lm_head" else op.n_in if op.kind == "embed" else 0 for op in every), default=1)
     attend = next(
-        (op for op in ops if op.kind == "attend"), Op("attend", "", "", ("tokens",), heads=1, qk=width, v=width)
+        (op for op in ops if isinstance(op, Attend)),
+        Attend(name="", part="", rows=Tokens(), heads=1, kv_heads=1, qk=width, v=width),
     )
     queries = attend.heads * attend.qk
     keys = next((op.n_out for op in ops if op.name.rpartition(".")[2] in ("k_proj", "key")), queries)
@@ -578,12 +595,12 @@ class _Reader:
             weights, adapted, silent = sets.setdefault(key, (set(), set(), set()))
             op = row.op
             name = (join(path, op.name) if layer is None else op.name.removeprefix("/")).replace("*", "#")
-            trains = is_train and (row.trainable > 0 or (row.owes_weight and bool(op.tied)))
-            if trains and op.kind in ("linear", "conv", "embed") and not row.owes_weight:
+            trains = is_train and (row.trainable > 0 or (row.trains_weight and bool(op.tied)))
+            if trains and op.kind in ("linear", "conv", "embed") and not row.trains_weight:
                 adapted.add((name, find_trained_rank(row)))
             elif trains:
                 weights.add(name.rpartition(".")[0] if op.kind == "param" else name)
-            elif not is_train and (rank := find_rank(row)):
+            elif not is_train and (rank := row.rank):
                 adapted.add((name, rank))
             starts = op.kind in ("embed", "conv") and layer is None  # no gradient comes into it
             if not trains and (starts or not is_passing):
@@ -744,7 +761,7 @@ class _Reader:
             if op is None or op.kind != "linear" or op.copies > 1:
                 self._note(f"{name}: the operators of its adapter were not recorded")
                 continue
-            rows = evaluate_feature(op.feature, call, "full") * op.times
+            rows = op.rows.count(call, "full") * op.times
             if not rows and not is_train:
                 continue
             scope = Scope({"rows": rows}, {"in": op.n_in, "out": op.n_out, "rank": rank}, self.dtype_bytes)
@@ -817,6 +834,6 @@ class _Reader:
         if is_again and chain is not None:
             first = next((op for op in iterate(chain) if op.size or op.n_in), None)
             if first is not None:
-                rows = evaluate_feature(first.feature, self.load, "full") * first.times
+                rows = first.rows.count(self.load, "full") * first.times
                 key = (f"{path}.*", group, rows * (first.size or first.n_in) * self.dtype_bytes, False)
                 self.saved[key] = self.saved.get(key, 0) + count

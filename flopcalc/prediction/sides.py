@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Op, iterate
+from flopcalc.core.model.ops import Attend, Op, iterate
 from flopcalc.prediction.work import Side
 
 
@@ -42,9 +42,9 @@ def find_widths(estimator: Estimator) -> dict[str, int]:
 def find_sides(ops: Sequence[Op], hidden: int) -> dict[Op, Sided]:
     """Of every linear layer of a block, how tensor parallelism cuts it."""
     found: dict[Op, Sided] = {}
-    attends = [place for place, op in enumerate(ops) if op.kind == "attend"]
+    attends = [(place, op) for place, op in enumerate(ops) if isinstance(op, Attend)]
     for place, op in enumerate(ops):
-        core = next((ops[at] for at in attends if at > place), None)
+        core = next((attend for at, attend in attends if at > place), None)
         before = ops[place - 1] if place else None
         if op.kind not in ("linear", "conv"):
             continue
@@ -63,7 +63,7 @@ def find_sides(ops: Sequence[Op], hidden: int) -> dict[Op, Sided]:
     return found
 
 
-def _side_projection(op: Op, core: Op, beside: Sequence[Op], hidden: int) -> Sided:
+def _side_projection(op: Op, core: Attend, beside: Sequence[Op], hidden: int) -> Sided:
     """A projection before attention: keys are cut no finer than their heads, what is of low rank not at all."""
     queries, keys, values = core.heads * core.qk, core.kv_heads * core.qk, core.kv_heads * core.v
     if op.n_out == queries + keys + values:

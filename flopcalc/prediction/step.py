@@ -26,7 +26,7 @@ from flopcalc.prediction.memory import (
 )
 from flopcalc.prediction.tensors import has_sdpa
 from flopcalc.units import format_bytes
-from flopcalc.words import EXECUTIONS, KERNELS, Execution
+from flopcalc.words import EXECUTIONS, KERNELS, Execution, Recompute
 
 __all__ = ["OPTIMIZERS", "Prediction", "StepTime", "find_largest_batch", "predict", "predict_estimate"]
 
@@ -393,7 +393,7 @@ def _advise_fit(parts: Sequence[tuple[Estimator, Workload, int]], settings: _Set
     return "several devices that share the model: one does not hold it"
 
 
-def change(estimator: Estimator, *, recompute: str = "", kernel: str = "") -> Estimator | None:
+def change(estimator: Estimator, *, recompute: Recompute | None = None, kernel: str = "") -> Estimator | None:
     """The same model under another recomputation or kernel; None where it cannot be made again, as some live models."""
     try:
         return estimator.change(recompute=recompute, attention_kernel=kernel)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from flopcalc.core.count.products import Block, Row
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join
-from flopcalc.core.workload.sums import evaluate_feature
+from flopcalc.core.model.ops import Attend, Chain, Dropout, Op, Stage, iterate, join
+from flopcalc.core.workload.sums import Either, InDecoder, Pairs
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import RecipeError, format_nearest, format_value
 from flopcalc.prediction.operators import Operator, Operators, Saved, load_file
@@ -97,9 +97,9 @@ class Step:
     # --- sizes --------------------------------------------------------------------------------------------------------
     def rows(self, op: Op) -> int:
         """Rows that pass an op in one call."""
-        value = self.values.get(op.feature)
+        value = self.values.get(op.rows)
         if value is None:
-            value = self.values[op.feature] = evaluate_feature(op.feature, self.call, "full")
+            value = self.values[op.rows] = op.rows.count(self.call, "full")
         return value * op.times
 
     def count_logits(self) -> int:
@@ -197,16 +197,17 @@ class Step:
         owing, training = set(), set()
         for block in dict.fromkeys(block for block, _, _ in self.estimator.rows(self.load, "full")):
             products = [row for row in block.rows if row.op.kind in ("linear", "conv")]
-            if not any(row.backward for row in products) if products else not any(map(self._runs, _list_ops(block))):
+            has_gradient = any(row.has_backward for row in products)
+            if not (has_gradient if products else any(map(self._runs, _list_ops(block)))):
                 continue
             experts = block.copies * sum(row.trainable for row in products if row.op.copies > 1)
             whole = block.copies * sum(row.trainable for row in block.rows)
             place = self._find_stage(block)
             at = trained.get(place, Held())
             trained[place] = Held(at.dense + whole - experts, at.other + experts)
-            if any(row.backward or row.trainable for row in block.rows):
+            if any(row.has_backward or row.trainable for row in block.rows):
                 owing.add(block.path)
-            if any(row.owes_weight for row in block.rows):
+            if any(row.trains_weight for row in block.rows):
                 training.add(block.path)
         return trained, owing, training
 
@@ -311,7 +312,7 @@ class Step:
                 size = self.bytes * self.rows(linears[-1]) * (made + gated)
                 if self.is_fused and after is None:  # what experts made is weighed before their last product
                     size = 0
-            elif item.kind == "attend" and linears:
+            elif isinstance(item, Attend) and linears:
                 tokens = self.rows(linears[-1])
                 width = item.heads * item.qk + item.kv_heads * (item.qk + item.v)
                 size = tokens * (self.bytes * width + self.input_bytes * item.heads * item.v)
@@ -346,7 +347,7 @@ class Step:
             ops = list(iterate(chain))
             size = self.bytes * self._count_mask(stage, ops)
             if size:
-                name = next(op.name for op in ops if op.kind == "attend" and "pairs" in op.feature[:2])
+                name = next(op.name for op in ops if isinstance(op, Attend) and _find_pairs(op) is not None)
                 found.append(Saved(prefix + name, stage.group, size, many, is_again))
         return found
 
@@ -354,8 +355,8 @@ class Step:
         """Pairs of the mask that HF gives SDPA for all rows of a layer; 0 where none is needed or causal is enough."""
         side = self.call.decoder if self.call.decoder is not None and stage.stream == "language" else self.call
         attends = [op for op in ops if op.kind == "attend"]
-        pairs = [op for op in attends if "pairs" in op.feature[:2]]
-        sees_images = any(op.feature[0] == "either" for op in attends) and bool(self.load.all_grids)
+        pairs = [op for op in attends if _find_pairs(op) is not None]
+        sees_images = any(isinstance(op.rows, Either) for op in attends) and bool(self.load.all_grids)
         if any(sees_images or side.layout != "unpadded" or 0 < _find_reach(op) <= side.seq for op in pairs):
             return side.rows * side.seq * (side.context + side.seq)
         return 0
@@ -363,7 +364,10 @@ class Step:
     def _cut_dropout(self, stage: Stage, saved: list[Saved], prefix: str) -> list[Saved]:
         """A dropout recorded on a CPU kept noise in the model's dtype; a GPU keeps one byte, and none where p is 0."""
         drops = {
-            op.name: op.saves for chain in dict.fromkeys(stage.layers) for op in iterate(chain) if op.kind == "dropout"
+            op.name: op.saves
+            for chain in dict.fromkeys(stage.layers)
+            for op in iterate(chain)
+            if isinstance(op, Dropout)
         }
         return [
             entry._replace(bytes=entry.bytes // self.bytes) if drops.get(entry.module[len(prefix) :]) else entry
@@ -379,7 +383,7 @@ class Step:
             ops = list(iterate(chain))
             for i, op in enumerate(ops):
                 before = [other for other in ops[:i] if other.kind == "linear"]
-                if op.kind == "attend" and before and "pairs" in op.feature[:2]:
+                if isinstance(op, Attend) and before and _find_pairs(op) is not None:
                     size = self.bytes * self.rows(before[-1]) * op.heads * op.v
                     found.append(Saved(prefix + op.name, stage.group, size, many, is_again))
         return found
@@ -411,15 +415,14 @@ class Step:
             # In float32 where its input was saved so: three tensors at once, else two.
             is_float = placed[i].saved >= (self.bytes + FLOAT) * rows * op.size
             return rows * op.size * (3 * FLOAT if is_float else 2 * self.bytes)
-        if op.kind == "attend":
-            return self._count_attention(placed, i)
+        if isinstance(op, Attend):
+            return self._count_attention(op, placed, i)
         if op.kind == "pointwise":
             wide, rows, branches = _find_width(placed, i)
             return self.bytes * rows * wide * (1 + branches)
         return 0
 
-    def _count_attention(self, placed: list[_Placed], i: int) -> int:
-        op = placed[i].op
+    def _count_attention(self, op: Attend, placed: list[_Placed], i: int) -> int:
         before = [entry for entry in placed[:i] if entry.op.kind == "linear"]
         rows = before[-1].rows if before else 0
         if self.attention == "eager":
@@ -497,7 +500,7 @@ class Step:
             return 2 * FLOAT * rows * op.size
         if op.kind in ("linear", "conv"):
             return self.bytes * rows * (op.n_in + op.n_out)
-        if op.kind == "attend":
+        if isinstance(op, Attend):
             width = sum(self.bytes * entry.rows * entry.op.n_out for entry in placed[:i] if entry.op.kind == "linear")
             if self.attention == "eager":
                 return stream + width + (2 * FLOAT + self.bytes) * op.heads * placed[i].rows
@@ -522,7 +525,9 @@ class Step:
         for stage in self.estimator.stages:
             for chain, layers in Counter(stage.layers).items():
                 for op in iterate(chain):
-                    each = self._count_positions(op) * op.cache * self.bytes if op.cache else 0
+                    if not isinstance(op, Attend) or not op.cache:
+                        continue
+                    each = self._count_positions(op) * op.cache * self.bytes
                     # Adding a token copies: keys, then values; with a window both before either is freed.
                     self.copied_cache = max(self.copied_cache, each if _find_reach(op) else each // 2)
                     total += layers * each
@@ -530,13 +535,13 @@ class Step:
             self.notes.append("no layer caches keys and values; recurrent states are left out")
         return total
 
-    def _count_positions(self, op: Op) -> int:
+    def _count_positions(self, op: Attend) -> int:
         """Positions of all rows whose keys an attention op caches."""
         if self.load.phase == "prefill" and _find_reach(op):
             # What prefill cuts off for a window still lies in memory: the rest is a view of the whole.
             side = self.load.decoder or self.load
             return side.rows * (side.context + side.seq)
-        return evaluate_feature(op.cache_rows, self.call, "full")
+        return op.cache_rows.count(self.call, "full") if op.cache_rows is not None else 0
 
 
 def _list_ops(block: Block) -> list[Op]:
@@ -603,9 +608,16 @@ def _count_parameters(op: Op) -> int:
     return op.n_in * (op.n_out or op.size) * op.copies or op.size * op.copies
 
 
+def _find_pairs(op: Op) -> Pairs | None:
+    """The pairs of a sequence that an op runs over, its decoder's too; None for other sums."""
+    rows = op.rows.inner if isinstance(op.rows, InDecoder) else op.rows
+    return rows if isinstance(rows, Pairs) else None
+
+
 def _find_reach(op: Op) -> int:
     """How many keys back a query sees; 0: all of them."""
-    return int(op.feature[op.feature.index("pairs") + 2]) if "pairs" in op.feature[:2] else 0
+    pairs = _find_pairs(op)
+    return pairs.window if pairs is not None else 0
 
 
 def _has_module(ops: list[Op], name: str) -> bool:

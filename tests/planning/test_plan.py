@@ -10,15 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import ROOT
-
-from flopcalc.api import bind
-from flopcalc.core.model.config import load_config
-from flopcalc.core.workload.sums import block_pairs
-from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import FlopcalcError, SpecError
-from flopcalc.hardware.devices import find_device
-from flopcalc.planning import clock as clock_module
 from flopcalc.planning.clock import PARTS, Clock, Execution
 from flopcalc.planning.layouts import (
     Cut,
@@ -29,6 +20,15 @@ from flopcalc.planning.layouts import (
     make_cut,
     split_layers,
 )
+from places import ROOT
+
+from flopcalc.api import bind
+from flopcalc.core.model.config import load_config
+from flopcalc.core.workload.sums import block_pairs
+from flopcalc.data import find_data_dir, load_toml
+from flopcalc.errors import FlopcalcError, SpecError
+from flopcalc.hardware.devices import find_device
+from flopcalc.planning import clock as clock_module
 from flopcalc.planning.money import count_energy, find_price
 from flopcalc.planning.network import find_interconnect, time_message
 from flopcalc.planning.plan import SCAN_WIDTH, Plan, choose_batch, format_tokens, parse_tokens, plan

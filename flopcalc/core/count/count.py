@@ -124,9 +124,11 @@ class _Layer:
         """A product of the row that is about to be added."""
         self.steps.append(_Step(((len(self.rows), product),), saves))
 
-    def _add(self, op: Op, products: list[Product], parameters: _Parameters | None = None) -> None:
+    def _add(
+        self, op: Op, products: list[Product], parameters: _Parameters | None = None, trains_weight: bool = False
+    ) -> None:
         held = parameters or _Parameters()
-        self.rows.append(Row(op, tuple(products), held.total, held.inactive, held.trainable))
+        self.rows.append(Row(op, tuple(products), held.total, held.inactive, held.trainable, trains_weight))
 
     # --- kinds of op --------------------------------------------------------------------------------------------------
     def _weighted(self, op: Weighted, flow: bool) -> bool:
@@ -159,10 +161,10 @@ class _Layer:
         if op.again:
             held = _Parameters()
         if op.at:  # its work belongs there, its parameters to its own module
-            self._add(op.replace(name=op.at.removeprefix(".")), products)
-            self._add(_as_parameter(op), [], held)
+            self._add(op.replace(name=op.at.removeprefix(".")), products, trains_weight=state.weight)
+            self._add(_as_parameter(op), [], held, state.weight)
         else:
-            self._add(op, products, held)
+            self._add(op, products, held, state.weight)
         if self.mode.clipping != "none" and (trains or held.trainable):
             self._clip(op, state, held.trainable)
         return flow or (op.input_embedding and self.mode.recompute != "none")

@@ -76,10 +76,11 @@ class Row:
     parameters: int = 0
     inactive: int = 0  # parameters of experts that one token does not reach
     trainable: int = 0
+    trains_weight: bool = False  # its own weight gets a gradient, not its adapter's alone
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.op, self.products, self.parameters, self.inactive, self.trainable))
+        return hash((self.op, self.products, self.parameters, self.inactive, self.trainable, self.trains_weight))
 
     def __hash__(self) -> int:  # rows are folded by equality, layer after layer
         return self._hash
@@ -87,6 +88,11 @@ class Row:
     def find(self, role: Role) -> Product | None:
         """Its product of a role, if it has one."""
         return next((product for product in self.products if product.role == role), None)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether any gradient is computed through its products."""
+        return any(product.flops and product.passes.backward for product in self.products)
 
     @property
     def rank(self) -> int:
@@ -118,6 +124,11 @@ class CountedRow(NamedTuple):
     block: Block
     row: Row
     values: tuple[int, ...]
+
+    def find_value(self, *roles: Role) -> int:
+        """The value of the sum that the first product of one of these roles runs over; 0 without one."""
+        pairs = zip(self.row.products, self.values, strict=True)
+        return next((value for product, value in pairs if product.role in roles), 0)
 
     @property
     def flops(self) -> Flops:

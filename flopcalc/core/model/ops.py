@@ -30,25 +30,21 @@ class Op:
     def replace(self, **changes: Any) -> Self:
         return replace(self, **changes)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weighted(Op):
-    """An operation with parameters of its own, or tied to another's."""
-
-    tied: str | None = None  # full name of the parameter it shares
-
+    # What only some kinds have is neutral in the others, so that a fold over all ops need not ask for the kind.
     @property
-    def weight_size(self) -> int:
-        """Elements of its weight, all copies, tied or not."""
-        raise NotImplementedError
-
-    @property
-    def bias_size(self) -> int:
+    def n_in(self) -> int:
+        """Width that its weight reads; 0 without one."""
         return 0
 
     @property
-    def bias(self) -> bool:
-        return False
+    def n_out(self) -> int:
+        """Width that its weight writes; 0 without one."""
+        return 0
+
+    @property
+    def size(self) -> int:
+        """Elements of a norm's weight, an embedding's row, a bare parameter."""
+        return 0
 
     @property
     def copies(self) -> int:
@@ -59,6 +55,36 @@ class Weighted(Op):
     def active(self) -> int:
         """Copies that one token reaches."""
         return 1
+
+    @property
+    def bias(self) -> bool:
+        return False
+
+    @property
+    def tied(self) -> str | None:
+        """Full name of the parameter it shares."""
+        return None
+
+    @property
+    def input_embedding(self) -> bool:
+        """Whether HF's checkpointing makes its output require a gradient."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighted(Op):
+    """An operation with parameters of its own, or tied to another's."""
+
+    tied: str | None = None
+
+    @property
+    def weight_size(self) -> int:
+        """Elements of its weight, all copies, tied or not."""
+        raise NotImplementedError
+
+    @property
+    def bias_size(self) -> int:
+        return 0
 
     @property
     def param(self) -> str:
@@ -87,11 +113,6 @@ class Weighted(Op):
     @property
     def adapts(self) -> bool:
         """Whether LoRA's all-linear reaches it."""
-        return False
-
-    @property
-    def input_embedding(self) -> bool:
-        """Whether HF's checkpointing makes its output require a gradient."""
         return False
 
     @property
@@ -159,6 +180,14 @@ class Embed(Weighted):
     input_embedding: bool = False
 
     @property
+    def n_in(self) -> int:
+        return self.count
+
+    @property
+    def size(self) -> int:
+        return self.dim
+
+    @property
     def weight_size(self) -> int:
         return self.count * self.dim
 
@@ -173,6 +202,10 @@ class Norm(Weighted):
     bias: bool = False
     copies: int = 1
     active: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.dim
 
     @property
     def weight_size(self) -> int:
