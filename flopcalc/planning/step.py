@@ -31,7 +31,7 @@ from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.memory import Memory, Tensors, count_memory, list_tensors, resize_batch
 from flopcalc.prediction.step import change, find_kernel, settle
 from flopcalc.prediction.work import Work
-from flopcalc.words import Execution, Recompute
+from flopcalc.words import RECOMPUTE, Execution, Recompute, check_word
 
 PARTS = (
     "products", "attention", "memory_bound", "recompute", "launches", "host", "tensor_parallel", "context_parallel",
@@ -392,7 +392,8 @@ class Runner:
 
 def find_recipe(recompute: str) -> Recompute:
     """The recipe's recomputation that a layout's kind of it is made of."""
-    return {"selective": "none", "half": "full"}.get(recompute, recompute)
+    kinds: dict[str, Recompute] = {"selective": "none", "half": "full"}
+    return kinds[recompute] if recompute in kinds else check_word(recompute, RECOMPUTE, "recompute")
 
 
 def _list_parts(clock: Clock) -> dict[str, float]:
