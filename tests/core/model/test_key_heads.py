@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from flopcalc import SpecError, bind
-from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import Chain, Op, Stage
 from flopcalc.core.spec.spec import load_spec
-from flopcalc.core.workload.workload import evaluate_feature, make_workload
+from flopcalc.core.workload.sums import evaluate_feature
+from flopcalc.core.workload.workload import make_workload
 from flopcalc.data import list_data_files, load_toml
 
 PRESETS = [name for name, path in list_data_files("presets").items() if "alias" not in load_toml(path)]
@@ -59,7 +59,7 @@ def read_key_heads(config: dict[str, Any], layer: int) -> int:
 def test_key_heads_are_those_of_the_config(name: str) -> None:
     source = load_config(name)
     seen = 0
-    for stage, layer, ops in list_layers(Estimator(source).stages):
+    for stage, layer, ops in list_layers(bind(name).stages):
         for i, op in enumerate(ops):
             if op.kind != "attend":
                 continue
@@ -98,12 +98,12 @@ def check_widths(before: list[Op], op: Op) -> None:
     ],
 )
 def test_known_models(model: str, layers: int, kv_heads: int, cache: int, latent: int) -> None:
-    found = [op for _, _, ops in list_layers(Estimator(load_config(model)).stages) for op in ops if op.kind == "attend"]
+    found = [op for _, _, ops in list_layers(bind(model).stages) for op in ops if op.kind == "attend"]
     assert [(op.kv_heads, op.cache, op.latent) for op in found] == [(kv_heads, cache, latent)] * layers
 
 
 def test_an_encoder_decoder_keeps_the_encoder_s_keys_once() -> None:
-    stages = Estimator(load_config("t5-v1.1-xl")).stages
+    stages = bind("t5-v1.1-xl").stages
     found = {(stage.path, op.name): op for stage, _, ops in list_layers(stages) for op in ops if op.kind == "attend"}
     load = make_workload(2, 30, decoder_seq_len=1, phase="decode", context=9)
     own = found["decoder.block", "layer.0.SelfAttention"]
@@ -114,7 +114,7 @@ def test_an_encoder_decoder_keeps_the_encoder_s_keys_once() -> None:
 
 
 def test_layers_that_share_keys_leave_nothing_and_windows_leave_a_window() -> None:
-    stages = Estimator(load_config("gemma-4-e2b")).stages
+    stages = bind("gemma-4-e2b").stages
     found = [op for stage, _, ops in list_layers(stages) if stage.group == "language" for op in ops if op.cache_rows]
     load = make_workload(1, 1, phase="decode", context=9999)
     assert len(found) == 15  # of 35 layers: 20 read the keys of earlier ones
