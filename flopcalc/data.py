@@ -13,6 +13,7 @@ from typing import Any
 from flopcalc.errors import SpecError
 
 MAX_FILE_BYTES = 10_000_000
+PARTS = "parts"  # a folder inside specs: towers and other parts of models, found by their names as specs are
 
 
 @cache
@@ -35,25 +36,31 @@ def find_user_dir() -> str:
 
 
 def find_data_file(folder: str, name: str) -> str | None:
-    """<folder>/<name>.toml in the user's data folder, else in the shipped one."""
+    """<folder>/<name>.toml in the user's data folder, else in the shipped one; a spec may lie in specs/parts."""
     # A name is one path component: 'a/b' or '..' never leaves the folder.
     if not name or "/" in name or "\\" in name or "\0" in name or name.startswith("."):
         return None
     for root in (find_user_dir(), find_data_dir()):
-        path = os.path.join(root, folder, f"{name}.toml")
-        if os.path.isfile(path):
-            return path
+        for place in _list_folders(root, folder):
+            path = os.path.join(place, f"{name}.toml")
+            if os.path.isfile(path):
+                return path
     return None
+
+
+def _list_folders(root: str, folder: str) -> tuple[str, ...]:
+    path = os.path.join(root, folder)
+    return (path, os.path.join(path, PARTS)) if folder == "specs" else (path,)
 
 
 def list_data_files(folder: str) -> dict[str, str]:
     """Name -> file of everything in a data folder; the user's files win."""
     found: dict[str, str] = {}
     for root in (find_data_dir(), find_user_dir()):
-        path = os.path.join(root, folder)
-        for entry in os.listdir(path) if os.path.isdir(path) else ():
-            if entry.endswith(".toml"):
-                found[entry.removesuffix(".toml")] = os.path.join(path, entry)
+        for path in reversed(_list_folders(root, folder)):
+            for entry in os.listdir(path) if os.path.isdir(path) else ():
+                if entry.endswith(".toml"):
+                    found[entry.removesuffix(".toml")] = os.path.join(path, entry)
     return dict(sorted(found.items()))
 
 

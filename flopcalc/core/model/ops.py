@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names
+from flopcalc.core.spec.merge import rename_path
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.core.spec.spec import (
     MAX_LAYERS,
@@ -15,10 +16,10 @@ from flopcalc.core.spec.spec import (
     WORDS,
     BoundDims,
     check_required,
+    find_block_part,
     find_key,
     find_spec,
     keeps_keys,
-    rename_path,
 )
 from flopcalc.core.workload.sums import Feature
 from flopcalc.errors import ConfigError, SpecError, format_value
@@ -213,7 +214,7 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
         raise ConfigError(f"{dims.where}: {count} layers in {path!r}; more than {MAX_LAYERS} is surely a mistake")
     part = stack.get("part", "other")
     rows = (stack.get("rows", "tokens"), stack.get("needed", ""))
-    builder = _Builder(dims, rows, part, path, rename, stack.get("side", side))
+    builder = _Builder(dims, rows, stack.get("part", ""), path, rename, stack.get("side", side))
     layers = []
     dead = []
     reads_layers = []
@@ -267,7 +268,7 @@ class _Builder:
         key = tuple([self._read(name) for name in self._changing])
         chain = self._chains.get(key)
         if chain is None:
-            chain = self._chain(items)
+            chain = self._chain(items, "other")
             chain = self._chains[key] = self._alike.setdefault(chain, chain)
         return chain
 
@@ -307,31 +308,31 @@ class _Builder:
                 flat += self._flatten(self.dims.spec.blocks[item] if isinstance(item, str) else item)
         return flat
 
-    def _chain(self, items: list[Any]) -> Chain:
-        """A series: each item reads the one before it."""
+    def _chain(self, items: list[Any], part: str) -> Chain:
+        """A series: each item reads the one before it. `part` is what the block usually is that they stand in."""
         built: list[Op | tuple[Chain, ...]] = []
         for item in items:
             if isinstance(item, str):
-                built.extend(self._chain(self.dims.spec.blocks[item]))
+                built.extend(self._chain(self.dims.spec.blocks[item], find_block_part(item) or part))
             elif isinstance(item, list):
                 # Siblings: branches that read the same tensor; a branch is an op or a series of its own.
                 branches = tuple(
                     branch
-                    for branch in (self._chain(entry if isinstance(entry, list) else [entry]) for entry in item)
+                    for branch in (self._chain(entry if isinstance(entry, list) else [entry], part) for entry in item)
                     if branch
                 )
                 if branches:
                     built.append(branches)
             elif "block" in item:
                 if evaluate_truth(item.get("when", "true"), self.dims):
-                    chain = self._chain([item["block"]])
+                    chain = self._chain([item["block"]], part)
                     if "under" in item:
                         chain = _put_under(chain, _absolute(self._fill(item["under"]), self.rename))
                     if "with" in item:
                         chain = _map(chain, partial(Op._replace, beside=item["with"]))
                     built.extend(_map(chain, lambda op: op._replace(nested=True)) if item.get("checkpoint") else chain)
             else:
-                op = self._make(item)
+                op = self._make(item, part)
                 if op is not None and "again" in item:
                     op = op._replace(again=evaluate_truth(item["again"], self.dims))
                 if op is not None and "unused" in item:
@@ -340,14 +341,15 @@ class _Builder:
                     built.append(op)
         return tuple(built)
 
-    def _make(self, item: dict[str, Any]) -> Op | None:
+    def _make(self, item: dict[str, Any], block_part: str) -> Op | None:
         dims = self.dims
         if "when" in item and not evaluate_truth(item["when"], dims):
             return None
         kind: str = item["op"]
         name: str = _absolute(self._fill(item.get("name", "")), self.rename)
         where = f"{self.path}.{name}" if name else self.path
-        part = item.get("part", self.part)
+        usual = block_part if kind in ("linear", "conv") else "other"
+        part = item.get("part") or self.part or usual
 
         def size(field: str, minimum: int = 1, default: str | None = None) -> int:
             text = item.get(field, default)

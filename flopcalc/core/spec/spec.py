@@ -7,19 +7,15 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, find_names, parse
+from flopcalc.core.spec.merge import ROW_KEYS, check_keys, is_names, load_tables
 from flopcalc.core.spec.row_units import UNITS
-from flopcalc.data import find_data_file, get_stem, load_toml
+from flopcalc.data import find_data_file, get_stem
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 
 # Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
-_SPEC_KEYS = {
-    "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
-    "checks", "stack", "vision", "audio", "positions", "variants", "rename", "main_input",
-    "reentrant",
-}  # fmt: skip
 _STACK_KEYS = {
-    "path", "repeat", "first", "stream", "side", "rows", "needed", "part", "checkpoint", "ops", "when", "dead", "reads",
-    "joins", "adds", "untrained", "reversible", "input_gradient",
+    "name", "path", "repeat", "first", "stream", "side", "rows", "needed", "part", "checkpoint", "ops", "when", "dead",
+    "reads", "joins", "adds", "untrained", "reversible", "input_gradient",
     "use", "config", "flat", "rename", "set", "defaults", "only",
 }  # fmt: skip
 _AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
@@ -46,6 +42,11 @@ PARTS = (
     "vision", "audio", "projector", "attention_projections", "attention_scores", "mlp", "router", "ssm", "lm_head",
     "other",
 )  # fmt: skip
+# What a block usually is, by the last word of its name: the part of its products with weights that say none.
+_BLOCK_PARTS = {
+    "attention": "attention_projections", "indexer": "attention_projections", "mlp": "mlp", "experts": "mlp",
+    "moe": "mlp", "mamba": "ssm",
+}  # fmt: skip
 ROWS = ("tokens", "logits", "cached", "patches", "merged", "images", "tiles")
 SIDES = ("encoder", "decoder")
 SPANS = ("seq", "frames", "windows", "images", "tiles")
@@ -114,7 +115,7 @@ def find_spec(model_type: str) -> Spec | None:
 @lru_cache(maxsize=1024)
 def load_spec(path: str) -> Spec:
     """Read, merge with what it extends, and check one spec file."""
-    tables = _load_tables(path, ())
+    tables = load_tables(path)
     _check_tables(tables, path)
     spec = Spec(
         name=get_stem(path),
@@ -141,54 +142,13 @@ def load_spec(path: str) -> Spec:
     return spec
 
 
-def _load_tables(path: str, above: tuple[str, ...]) -> dict[str, Any]:
-    tables = load_toml(path)
-    _check_keys(tables, _SPEC_KEYS, path)
-    base_name = tables.pop("extends", None)
-    names = ("defaults", "renamed", "dims", "checks", "blocks", "vision", "audio", "positions", "variants", "rename")
-    for key in names:
-        if not isinstance(tables.get(key, {}), dict):
-            raise SpecError(f"{path}: [{key}] must be a table")
-    if base_name is None:
-        return tables
-    if base_name in above or base_name == get_stem(path):
-        raise SpecError(f"{path}: extends {base_name!r}, which leads back to it")
-    beside = os.path.join(os.path.dirname(path), f"{base_name}.toml")
-    base_path = beside if os.path.isfile(beside) else find_data_file("specs", str(base_name))
-    if base_path is None:
-        raise SpecError(f"{path}: extends {base_name!r}, which is no spec")
-    base = _load_tables(base_path, (*above, get_stem(path)))
-    base.pop("variants", None)
-    merged = {**base, **tables}
-    for key in ("defaults", "renamed", "dims", "checks", "blocks"):
-        merged[key] = {**base.get(key, {}), **tables.get(key, {})}
-    rename = tables.get("rename", {})
-    merged["rename"] = {old: rename_path(new, rename) for old, new in base.get("rename", {}).items()} | rename
-    # "none" takes a default of the other spec back: TOML has no null.
-    merged["defaults"] = {key: value for key, value in merged["defaults"].items() if value != "none"}
-    return merged
-
-
-def rename_path(path: str, rename: dict[str, str]) -> str:
-    """A module path with the longest matching prefix replaced."""
-    found = max((old for old in rename if path == old or path.startswith(f"{old}.")), key=len, default=None)
-    return path if found is None else rename[found] + path[len(found) :]
-
-
 def _check_tables(tables: dict[str, Any], path: str) -> None:
     """The kinds of value that TOML may hold where a spec wants others."""
-    if not _is_names(tables.get("required", [])):
+    if not is_names(tables.get("required", [])):
         raise SpecError(f"{path}: required must be a list of config keys")
     for key, names in tables.get("renamed", {}).items():
-        if not _is_names(names):
+        if not is_names(names):
             raise SpecError(f"{path}: [renamed] {key} must be a list of names")
-    stacks = tables.get("stack", [])
-    if not isinstance(stacks, list) or not all(isinstance(stack, dict) for stack in stacks):
-        raise SpecError(f"{path}: stacks are written [[stack]], one table each")
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _text(tables: dict[str, Any], key: str, path: str) -> str:
@@ -205,12 +165,6 @@ def _candidates(value: Any, name: str, path: str) -> list[str]:
     return [str(entry).lower() if isinstance(entry, bool) else str(entry) for entry in listed]
 
 
-def _check_keys(table: dict[str, Any], known: set[str], where: str) -> None:
-    for key in table:
-        if key not in known:
-            raise SpecError(f"{where}: unknown key {key!r}.{format_nearest(key, known)}")
-
-
 def _check_types(table: dict[str, Any], where: str) -> None:
     for key, value in table.items():
         kinds = _KEY_TYPES.get(key, (str,))
@@ -218,12 +172,12 @@ def _check_types(table: dict[str, Any], where: str) -> None:
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise SpecError(f"{where}: {key} must be a {wanted}, not {format_value(value)}")
     for key in ("tied", "reads"):
-        if key in table and not (_is_names(table[key]) and len(table[key]) == 2):
+        if key in table and not (is_names(table[key]) and len(table[key]) == 2):
             raise SpecError(f"{where}: {key} must be two strings, not {format_value(table[key])}")
     for key in ("rename", "set"):
-        if not _is_names(list(table.get(key, {}).values())):
+        if not is_names(list(table.get(key, {}).values())):
             raise SpecError(f"{where}: {key} must map names to strings")
-    if not _is_names(table.get("joins", [])):
+    if not is_names(table.get("joins", [])):
         raise SpecError(f"{where}: joins must be a list of streams")
 
 
@@ -243,7 +197,7 @@ def _check_spec(spec: Spec, path: str) -> None:
         (spec.positions, _POSITION_KEYS, "positions"),
     ):  # fmt: skip
         where = f"{path}: [{label}]"
-        _check_keys(table, known, where)
+        check_keys(table, known, where)
         _check_types(table, where)
         if table and label in _KINDS and table.get("kind") not in _KINDS[label]:
             raise SpecError(f"{where} needs kind = {' or '.join(map(repr, _KINDS[label]))}")
@@ -257,7 +211,7 @@ def _check_spec(spec: Spec, path: str) -> None:
         raise SpecError(f"{path}: needs at least one [[stack]]")
     for stack in spec.stacks:
         where = f"{path}: stack {stack.get('path') or stack.get('use')!r}"
-        _check_keys(stack, _STACK_KEYS, where)
+        check_keys(stack, _STACK_KEYS, where)
         _check_types(stack, where)
         for key in stack.keys() & {"repeat", "first", "when", "dead", "untrained"}:
             _check_expression(str(stack[key]), f"{where} {key}")
@@ -287,7 +241,7 @@ def _check_ops(items: Any, spec: Spec, where: str) -> None:
                 raise SpecError(f"{where}: no block {item!r}.{format_nearest(item, spec.blocks)}")
             _check_ops(spec.blocks[item], spec, f"{where}, block {item!r}")
         elif isinstance(item, dict) and "block" in item:
-            _check_keys(item, {"block", "when", "under", "checkpoint", "with"}, f"{where}, block {item['block']!r}")
+            check_keys(item, {"block", "when", "under", "checkpoint", "with"}, f"{where}, block {item['block']!r}")
             _check_expression(str(item.get("when", "true")), f"{where}, block {item['block']!r}, when")
             _check_ops([item["block"]], spec, where)
         elif isinstance(item, dict):
@@ -301,7 +255,7 @@ def _check_op(op: dict[str, Any], where: str) -> None:
     if not isinstance(kind, str) or kind not in OP_KEYS:
         raise SpecError(f"{where}: unknown op {kind!r}.{format_nearest(str(kind), OP_KEYS)}")
     where = f"{where}, op {op.get('name', kind)!r}"
-    _check_keys(op, OP_KEYS[kind], where)
+    check_keys(op, OP_KEYS[kind], where)
     _check_types(op, where)
     _check_rows(op, where)
     for key, known in (("part", PARTS), ("span", SPANS), ("mask", MASKS)):
@@ -321,9 +275,14 @@ def keeps_keys(op: dict[str, Any]) -> bool:
     return (op.get("span", "seq"), op.get("mask", "causal")) == ("seq", "causal")
 
 
+def find_block_part(name: str) -> str:
+    """The part of a block's products with weights if neither op nor stack says one; empty if the name tells none."""
+    return _BLOCK_PARTS.get(name.rpartition("_")[2], "")
+
+
 def _check_rows(table: dict[str, Any], where: str) -> None:
     """`rows` and its like: a word, or 'UNIT: EXPRESSION', the sum of it over the workload's units."""
-    for key in ("rows", "needed", "less", "cache_rows"):
+    for key in ROW_KEYS:
         text = table.get(key)
         if text is None or (text in ROWS and key != "cache_rows"):
             continue

@@ -1,0 +1,205 @@
+"""Spec files as tables: what a spec says, merged with the spec that it extends, named sums written out."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from flopcalc.core.spec.expressions import find_names, parse
+from flopcalc.core.spec.row_units import UNITS
+from flopcalc.data import PARTS, find_data_file, get_stem, load_toml
+from flopcalc.errors import SpecError, format_nearest
+
+Table = dict[str, Any]
+ROW_KEYS = ("rows", "needed", "less", "cache_rows")  # keys that hold a sum of the workload
+_SPEC_KEYS = {
+    "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
+    "checks", "stack", "vision", "audio", "positions", "variants", "rename", "main_input",
+    "reentrant", "sums", "drop",
+}  # fmt: skip
+_MERGED = ("defaults", "renamed", "dims", "checks", "blocks", "sums")  # merged key by key
+_TABLES = (*_MERGED, "vision", "audio", "positions", "variants", "rename")
+_PLACES = ("after", "before")
+
+
+def load_tables(path: str) -> Table:
+    """The tables of a spec file, with those of the specs that it extends."""
+    return _write_out_sums(_load(path, ()), path)
+
+
+def _load(path: str, above: tuple[str, ...]) -> Table:
+    tables = load_toml(path)
+    check_keys(tables, _SPEC_KEYS, path)
+    base_name = tables.pop("extends", None)
+    for key in _TABLES:
+        if not isinstance(tables.get(key, {}), dict):
+            raise SpecError(f"{path}: [{key}] must be a table")
+    stacks = tables.get("stack", [])
+    if not isinstance(stacks, list) or not all(isinstance(stack, dict) for stack in stacks):
+        raise SpecError(f"{path}: stacks are written [[stack]], one table each")
+    if os.path.basename(os.path.dirname(path)) == PARTS:
+        tables.setdefault("tower", True)
+    dropped = tables.pop("drop", [])
+    if not is_names(dropped):
+        raise SpecError(f"{path}: drop must be a list of stacks")
+    if base_name is None:
+        if dropped or any(_is_change(stack) for stack in stacks):
+            raise SpecError(f"{path}: changes stacks of another spec, but extends none")
+        return tables
+    if base_name in above or base_name == get_stem(path):
+        raise SpecError(f"{path}: extends {base_name!r}, which leads back to it")
+    beside = os.path.join(os.path.dirname(path), f"{base_name}.toml")
+    base_path = beside if os.path.isfile(beside) else find_data_file("specs", str(base_name))
+    if base_path is None:
+        raise SpecError(f"{path}: extends {base_name!r}, which is no spec")
+    base = _load(base_path, (*above, get_stem(path)))
+    base.pop("variants", None)
+    merged = {**base, **tables}
+    for key in _MERGED:
+        merged[key] = {**base.get(key, {}), **tables.get(key, {})}
+    rename = tables.get("rename", {})
+    merged["rename"] = {old: rename_path(new, rename) for old, new in base.get("rename", {}).items()} | rename
+    # "none" takes a default of the other spec back: TOML has no null.
+    merged["defaults"] = {key: value for key, value in merged["defaults"].items() if value != "none"}
+    if dropped or any(_is_change(stack) for stack in stacks):
+        merged["stack"] = _merge_stacks(base.get("stack", []), stacks, dropped, path, str(base_name))
+    return merged
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------------
+def _is_change(stack: Table) -> bool:
+    return "change" in stack or any(place in stack for place in _PLACES)
+
+
+def _merge_stacks(base: list[Table], own: list[Table], dropped: list[str], path: str, base_name: str) -> list[Table]:
+    """The other spec's stacks, less those dropped, with the keys that changes give; new ones in their places."""
+    stacks = list(base)
+    followers: dict[str, int] = {}  # new stacks that are placed after one keep their order
+
+    def find(name: Any) -> int:
+        names = [_name_stack(stack) for stack in stacks]
+        if names.count(name) == 1:
+            return names.index(name)
+        if name in names:
+            raise SpecError(f"{path}: {base_name!r} has several stacks {name!r}; give each a name to change one")
+        raise SpecError(f"{path}: {base_name!r} has no stack {name!r}.{format_nearest(str(name), names)}")
+
+    for name in dropped:
+        del stacks[find(name)]
+    for stack in own:
+        rest = {key: value for key, value in stack.items() if key not in ("change", *_PLACES)}
+        given = [key for key in ("change", *_PLACES) if key in stack]
+        if len(given) > 1:
+            raise SpecError(f"{path}: stack {_name_stack(rest)!r}: {given[0]} and {given[1]} exclude each other")
+        if not given:
+            stacks.append(rest)
+        elif given == ["change"]:
+            i = find(stack["change"])
+            stacks[i] = {**stacks[i], **rest}
+        elif given == ["before"]:
+            stacks.insert(find(stack["before"]), rest)
+        else:
+            followers[stack["after"]] = followers.get(stack["after"], 0) + 1
+            stacks.insert(find(stack["after"]) + followers[stack["after"]], rest)
+    return stacks
+
+
+def _name_stack(stack: Table) -> str:
+    """What a spec that extends this one calls the stack."""
+    return str(stack.get("name") or stack.get("path") or stack.get("config"))
+
+
+def rename_path(path: str, rename: dict[str, str]) -> str:
+    """A module path with the longest matching prefix replaced."""
+    found = max((old for old in rename if path == old or path.startswith(f"{old}.")), key=len, default=None)
+    return path if found is None else rename[found] + path[len(found) :]
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+def _write_out_sums(tables: Table, path: str) -> Table:
+    """The same tables with every name of [sums] replaced by what it stands for."""
+    sums = tables.pop("sums", {})
+    if not sums:
+        return tables
+    for name, text in sums.items():
+        _check_sum(name, text, tables, path)
+    terms = {name: text for name, text in sums.items() if ":" not in text}
+
+    def write_out(table: Table) -> Table:
+        changed = {
+            key: _write_out(table[key], sums, terms, path) for key in ROW_KEYS if isinstance(table.get(key), str)
+        }
+        if isinstance(table.get("ops"), list):
+            changed["ops"] = write_out_all(table["ops"])
+        return {**table, **changed} if changed else table
+
+    def write_out_all(items: Any) -> Any:
+        if isinstance(items, list):
+            return [write_out_all(item) for item in items]
+        return write_out(items) if isinstance(items, dict) else items
+
+    tables["stack"] = write_out_all(tables.get("stack", []))
+    tables["blocks"] = {name: write_out_all(items) for name, items in tables.get("blocks", {}).items()}
+    return tables
+
+
+def _check_sum(name: str, text: Any, tables: Table, path: str) -> None:
+    if not isinstance(text, str):
+        raise SpecError(f"{path}: [sums] {name} must be an expression, or one after its unit")
+    if name in tables.get("dims", {}) or any(name in names for names in UNITS.values()):
+        raise SpecError(f"{path}: [sums] {name} is the name of a dim, or of a number of the workload")
+    unit, colon, expression = text.rpartition(":")
+    if colon and unit not in UNITS:
+        raise SpecError(f"{path}: [sums] {name}: no unit {unit!r}.{format_nearest(unit, UNITS)}")
+    try:
+        parse(expression)
+    except SpecError as error:
+        raise SpecError(f"{path}: [sums] {name}: {error}") from None
+
+
+def _write_out(text: str, sums: dict[str, str], terms: dict[str, str], path: str) -> str:
+    text = sums.get(text, text)
+    unit, colon, expression = text.partition(":")
+    try:
+        if not colon or not find_names(expression) & terms.keys():
+            return text
+        return f"{unit}: {ast.unparse(_Terms(terms).visit(_make_tree(expression)))}"
+    except SpecError:
+        return text  # refused with its op's name, when the ops are checked
+    except RecursionError:
+        raise SpecError(f"{path}: [sums] a name leads back to itself in {text!r}") from None
+
+
+def _make_tree(text: str) -> ast.expr:
+    """A tree of its own: the parsed ones are kept for other readers."""
+    return ast.parse(text.strip(), mode="eval").body
+
+
+class _Terms(ast.NodeTransformer):
+    """Puts terms in the place of their names."""
+
+    def __init__(self, terms: dict[str, str]) -> None:
+        self.terms = terms
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id not in self.terms:
+            return node
+        tree: ast.expr = self.visit(_make_tree(self.terms[node.id]))
+        return tree
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        node.args = [self.visit(argument) for argument in node.args]
+        return node
+
+
+# --- checks that every table needs ------------------------------------------------------------------------------------
+def check_keys(table: Table, known: Iterable[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            raise SpecError(f"{where}: unknown key {key!r}.{format_nearest(key, known)}")
+
+
+def is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
