@@ -120,7 +120,7 @@ def rename_path(path: str, rename: dict[str, str]) -> str:
 # --- sums -------------------------------------------------------------------------------------------------------------
 def _write_out_sums(tables: Table, path: str) -> Table:
     """The same tables with every name of [sums] replaced by what it stands for."""
-    sums = tables.pop("sums", {})
+    sums = tables.get("sums", {})
     if not sums:
         return tables
     for name, text in sums.items():
@@ -160,7 +160,7 @@ def _check_sum(name: str, text: Any, tables: Table, path: str) -> None:
 
 
 def _write_out(text: str, sums: dict[str, str], terms: dict[str, str], path: str) -> str:
-    text = sums.get(text, text)
+    text = text if text in terms else sums.get(text, text)
     unit, colon, expression = text.partition(":")
     try:
         if not colon or not find_names(expression) & terms.keys():
