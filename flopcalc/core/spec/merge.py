@@ -101,8 +101,9 @@ def _merge_stacks(base: list[Table], own: list[Table], dropped: list[str], path:
         elif given == ["before"]:
             stacks.insert(find(stack["before"]), rest)
         else:
+            i = find(stack["after"])
             followers[stack["after"]] = followers.get(stack["after"], 0) + 1
-            stacks.insert(find(stack["after"]) + followers[stack["after"]], rest)
+            stacks.insert(i + followers[stack["after"]], rest)
     return stacks
 
 

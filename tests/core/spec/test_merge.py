@@ -107,6 +107,8 @@ def test_a_change_of_a_change(tmp_path: Path) -> None:
         ('drop = ["hed"]\n', "'base' has no stack 'hed'. Did you mean head, embed?"),
         (stack(path='"x"', after='"ebmed"'), "'base' has no stack 'ebmed'. Did you mean embed?"),
         ("drop = 'head'\n", "drop must be a list of stacks"),
+        (stack(path='"x"', after='["embed"]'), "'base' has no stack ['embed']."),
+        (stack(change="5", ops="[]"), "'base' has no stack 5."),
         (stack(change='"head"', after='"embed"'), "change and after exclude each other"),
         (stack(path='"x"', after='"embed"', before='"head"'), "after and before exclude each other"),
         (stack(change='"head"', rowz='"tokens"'), "unknown key 'rowz'. Did you mean rows?"),
