@@ -24,7 +24,7 @@ from flopcalc import estimate_flops
 from flopcalc.cli import _COMMANDS, main
 from flopcalc.cli.estimate import estimate as estimate_command
 from flopcalc.core.spec import expressions as expr
-from flopcalc.core.spec import spec
+from flopcalc.core.spec import merge, spec
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.data import list_data_files
 from flopcalc.hardware.devices import load_devices
@@ -163,8 +163,8 @@ def _json_object() -> dict[str, Any]:
 
 
 COMPLETE = [
-    ("docs/specs.md", "keys of a spec", spec._SPEC_KEYS),
-    ("docs/specs.md", "keys of a stack", spec._STACK_KEYS),
+    ("docs/specs.md", "keys of a spec", merge.SPEC_KEYS),
+    ("docs/specs.md", "keys of a stack", {*spec._STACK_KEYS, *merge.CHANGES}),
     ("docs/specs.md", "keys of an op", set().union(*spec.OP_KEYS.values())),
     ("docs/specs.md", "kinds of op", set(spec.OP_KEYS)),
     ("docs/specs.md", "keys of [vision] and [positions]", spec._VISION_KEYS | spec._POSITION_KEYS),

@@ -24,6 +24,16 @@ class Scope(Protocol):
         """The value of a (dotted) name, or MissingNameError."""
 
 
+class Object(dict[Any, Any]):
+    """An object of a config as a constant; keys that are numbers written as words, as JSON has them, are numbers."""
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        super().__init__({int(key) if str(key).isdigit() else key: value for key, value in table.items()})
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+
 class Names:
     """A scope of plain names with values."""
 
@@ -170,18 +180,6 @@ def _wrap(indices: Any, length: Any) -> list[Any]:
     return [index if index >= 0 else index + length for index in listed]
 
 
-def _sum_primes(start: Any, skip: Any, count: Any) -> int:
-    """The sum of `count` primes above `start`, the first `skip` of them left out: sizes of hashed tables."""
-    if not (0 <= start <= 10**9 and 0 <= skip <= 10**4 and 0 <= count <= 10**4):
-        raise ValueError
-    found: list[int] = []
-    while len(found) < skip + count:
-        start += 1
-        if start > 1 and all(start % divisor for divisor in range(2, math.isqrt(start) + 1)):
-            found.append(start)
-    return sum(found[skip:])
-
-
 def _chunks(count: Any, length: Any, before: Any, after: Any) -> list[int]:
     """Sizes of the chunks that a sequence is cut into, each with up to so many places before and after it."""
     _check_chunks(count, length)
@@ -206,26 +204,9 @@ def _check_chunks(count: Any, length: Any) -> None:
         raise ValueError
 
 
-def _number_in(text: Any, index: Any) -> int:
-    """The index-th whole number in a word: 4 of '1/4' is the one with index 1."""
-    found = re.findall("[0-9]+", str(text))
-    if type(index) is not int or not 0 <= index < len(found):
-        raise SpecError(f"no number {format_value(index)} in {format_value(text)}")
-    return int(found[index])
-
-
-def _items(table: Any) -> list[tuple[Any, Any]]:
-    """The pairs of an object; keys that are numbers written as words, as JSON has them, are numbers."""
-    if not isinstance(table, dict):
-        raise SpecError(f"{format_value(table)} is not an object")
-    return [(int(key) if str(key).isdigit() else key, value) for key, value in table.items()]
-
-
-def _get(pairs: Any, key: Any) -> Any:
-    for known, value in _listed(pairs):
-        if known == key:
-            return value
-    raise SpecError(f"no {format_value(key)} among {', '.join(str(known) for known, _ in pairs)}")
+def _letters(word: Any) -> list[Any]:
+    """The letters of a word; digits beside each other are one whole number: 4, '/' and 8 of '4/8'."""
+    return [int(part) if part.isdigit() else part for part in re.findall("[0-9]+|.", word)]
 
 
 def _run(sizes: Any, index: Any) -> int:
@@ -263,12 +244,11 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "count": _count,
     "isqrt": math.isqrt,
     "where": lambda values, wanted: [i for i, value in enumerate(_listed(values)) if value == wanted],
-    "letters": lambda word: list("".join([word])),
+    "letters": _letters,
     "at": lambda value, index: _at(value, index),
     "override": _override,
     "wrap": lambda indices, length: _wrap(indices, length),
     "below": lambda values, limit: sum(value < limit for value in set(_listed(values))),
-    "sum_primes": _sum_primes,
     "sum": lambda values, first=None: sum(_listed(values)[:first]),
     "dot": lambda a, b: sum(x * y for x, y in zip(_listed(a), _listed(b), strict=True)),
     "chunks": _chunks,
@@ -276,9 +256,6 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "prod": lambda values, first=None: math.prod(_listed(values)[:first]),
     "field": lambda kernels, strides, first=None: _field(kernels, strides, first),
     "run": lambda sizes, index: _run(sizes, index),
-    "number": lambda text, index: _number_in(text, index),
-    "items": lambda table: _items(table),
-    "get": lambda pairs, key: _get(pairs, key),
     "has": None,  # has(key): the config gives it, and not as null
 }
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -310,7 +287,10 @@ _ALLOWED = (
 def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
     if isinstance(node, (ast.Name, ast.Attribute)):
         name = _dotted(node)
-        return _CONSTANTS[name] if name in _CONSTANTS else scope.lookup(name)
+        if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        value = scope.lookup(name)
+        return Object(value) if type(value) is dict else value
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.BinOp):
@@ -344,8 +324,13 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
         value = _eval(node.operand, scope, text)
         return not _truth(value, text) if isinstance(node.op, ast.Not) else -_number(value, text)
     if isinstance(node, ast.Subscript):
-        values = _listed(_eval(node.value, scope, text))
+        whole = _eval(node.value, scope, text)
         index = _eval(node.slice, scope, text)
+        if isinstance(whole, Object):
+            if not isinstance(index, (int, str)) or index not in whole:
+                raise SpecError(f"{text!r}: no {format_value(index)} among {', '.join(map(str, whole))}")
+            return whole[index]
+        values = _listed(whole)
         if type(index) is not int or not -len(values) <= index < len(values):
             raise SpecError(f"{text!r}: index {format_value(index)} outside a list of {len(values)}")
         return values[index]

@@ -14,14 +14,14 @@ from flopcalc.errors import SpecError, format_nearest
 
 Table = dict[str, Any]
 ROW_KEYS = ("rows", "needed", "less", "cache_rows")  # keys that hold a sum of the workload
-_SPEC_KEYS = {
+SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
     "checks", "stack", "vision", "audio", "positions", "variants", "rename", "main_input",
     "reentrant", "sums", "drop",
 }  # fmt: skip
 _MERGED = ("defaults", "renamed", "dims", "checks", "blocks", "sums")  # merged key by key
 _TABLES = (*_MERGED, "vision", "audio", "positions", "variants", "rename")
-_PLACES = ("after", "before")
+CHANGES = ("change", "after", "before")  # keys of a stack that say what it does to the other spec's
 
 
 def load_tables(path: str) -> Table:
@@ -31,7 +31,7 @@ def load_tables(path: str) -> Table:
 
 def _load(path: str, above: tuple[str, ...]) -> Table:
     tables = load_toml(path)
-    check_keys(tables, _SPEC_KEYS, path)
+    check_keys(tables, SPEC_KEYS, path)
     base_name = tables.pop("extends", None)
     for key in _TABLES:
         if not isinstance(tables.get(key, {}), dict):
@@ -70,7 +70,7 @@ def _load(path: str, above: tuple[str, ...]) -> Table:
 
 # --- stacks -----------------------------------------------------------------------------------------------------------
 def _is_change(stack: Table) -> bool:
-    return "change" in stack or any(place in stack for place in _PLACES)
+    return any(key in stack for key in CHANGES)
 
 
 def _merge_stacks(base: list[Table], own: list[Table], dropped: list[str], path: str, base_name: str) -> list[Table]:
@@ -89,8 +89,8 @@ def _merge_stacks(base: list[Table], own: list[Table], dropped: list[str], path:
     for name in dropped:
         del stacks[find(name)]
     for stack in own:
-        rest = {key: value for key, value in stack.items() if key not in ("change", *_PLACES)}
-        given = [key for key in ("change", *_PLACES) if key in stack]
+        rest = {key: value for key, value in stack.items() if key not in CHANGES}
+        given = [key for key in CHANGES if key in stack]
         if len(given) > 1:
             raise SpecError(f"{path}: stack {_name_stack(rest)!r}: {given[0]} and {given[1]} exclude each other")
         if not given:
@@ -101,8 +101,9 @@ def _merge_stacks(base: list[Table], own: list[Table], dropped: list[str], path:
         elif given == ["before"]:
             stacks.insert(find(stack["before"]), rest)
         else:
+            i = find(stack["after"])
             followers[stack["after"]] = followers.get(stack["after"], 0) + 1
-            stacks.insert(find(stack["after"]) + followers[stack["after"]], rest)
+            stacks.insert(i + followers[stack["after"]], rest)
     return stacks
 
 
@@ -120,7 +121,7 @@ def rename_path(path: str, rename: dict[str, str]) -> str:
 # --- sums -------------------------------------------------------------------------------------------------------------
 def _write_out_sums(tables: Table, path: str) -> Table:
     """The same tables with every name of [sums] replaced by what it stands for."""
-    sums = tables.pop("sums", {})
+    sums = tables.get("sums", {})
     if not sums:
         return tables
     for name, text in sums.items():
@@ -160,7 +161,7 @@ def _check_sum(name: str, text: Any, tables: Table, path: str) -> None:
 
 
 def _write_out(text: str, sums: dict[str, str], terms: dict[str, str], path: str) -> str:
-    text = sums.get(text, text)
+    text = text if text in terms else sums.get(text, text)
     unit, colon, expression = text.partition(":")
     try:
         if not colon or not find_names(expression) & terms.keys():

@@ -6,6 +6,7 @@ import os
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from flopcalc.core.spec.derived import DERIVED
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, find_names, parse
 from flopcalc.core.spec.merge import ROW_KEYS, check_keys, is_names, load_tables
 from flopcalc.core.spec.row_units import UNITS
@@ -103,6 +104,7 @@ class Spec(NamedTuple):
     rename: dict[str, str]  # path prefix -> new prefix, in stacks taken from a spec that it extends
     is_tower: bool  # part of a model, not one by itself
     reentrant: str = ""  # what a reader should know of reentrant checkpointing here
+    sums: tuple[str, ...] = ()  # names of [sums], already written out in stacks and blocks
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
 
@@ -136,6 +138,7 @@ def load_spec(path: str) -> Spec:
         rename=tables.get("rename", {}),
         is_tower=bool(tables.get("tower", False)),
         reentrant=str(tables.get("reentrant", "")),
+        sums=tuple(tables.get("sums", ())),
         main_input=str(tables.get("main_input", "input_ids")),
     )
     _check_spec(spec, path)
@@ -223,7 +226,7 @@ def _check_spec(spec: Spec, path: str) -> None:
             for key, words in (("part", PARTS), ("side", SIDES)):
                 if key in stack and stack[key] not in words:
                     raise SpecError(f"{where}: {key} {stack[key]!r} unknown.{format_nearest(stack[key], words)}")
-            _check_rows(stack, where)
+            _check_rows(stack, spec.sums, where)
             try:
                 _check_ops(stack.get("ops", []), spec, where)
             except RecursionError:
@@ -245,19 +248,19 @@ def _check_ops(items: Any, spec: Spec, where: str) -> None:
             _check_expression(str(item.get("when", "true")), f"{where}, block {item['block']!r}, when")
             _check_ops([item["block"]], spec, where)
         elif isinstance(item, dict):
-            _check_op(item, where)
+            _check_op(item, spec, where)
         else:
             raise SpecError(f"{where}: {item!r} is neither an op, a list of ops nor a block's name")
 
 
-def _check_op(op: dict[str, Any], where: str) -> None:
+def _check_op(op: dict[str, Any], spec: Spec, where: str) -> None:
     kind = op.get("op")
     if not isinstance(kind, str) or kind not in OP_KEYS:
         raise SpecError(f"{where}: unknown op {kind!r}.{format_nearest(str(kind), OP_KEYS)}")
     where = f"{where}, op {op.get('name', kind)!r}"
     check_keys(op, OP_KEYS[kind], where)
     _check_types(op, where)
-    _check_rows(op, where)
+    _check_rows(op, spec.sums, where)
     for key, known in (("part", PARTS), ("span", SPANS), ("mask", MASKS)):
         if key in op and op[key] not in known:
             raise SpecError(f"{where}: {key} {op[key]!r} unknown.{format_nearest(op[key], known)}")
@@ -278,7 +281,7 @@ def find_block_part(name: str) -> str:
     return _BLOCK_PARTS.get(name.rpartition("_")[2], "")
 
 
-def _check_rows(table: dict[str, Any], where: str) -> None:
+def _check_rows(table: dict[str, Any], sums: tuple[str, ...], where: str) -> None:
     """`rows` and its like: a word, or 'UNIT: EXPRESSION', the sum of it over the workload's units."""
     for key in ROW_KEYS:
         text = table.get(key)
@@ -288,7 +291,7 @@ def _check_rows(table: dict[str, Any], where: str) -> None:
         if not colon and key == "cache_rows":
             raise SpecError(f'{where}: cache_rows must be "UNIT: EXPRESSION", not {text!r}')
         if not colon:
-            raise SpecError(f"{where}: {key} {text!r} unknown.{format_nearest(text, ROWS)}")
+            raise SpecError(f"{where}: {key} {text!r} unknown.{format_nearest(text, (*ROWS, *sums))}")
         if unit not in UNITS:
             raise SpecError(f"{where}: {key} {text!r}: no unit {unit!r}.{format_nearest(unit, UNITS)}")
         _check_expression(expression, f"{where}, {key}")
@@ -374,6 +377,8 @@ class BoundDims:
                 break
         else:
             value = self.defaults.get(name)
+        if value is None and name in DERIVED:
+            value = self._fixed[name] = DERIVED[name](self.lookup)
         if value is None:
             raise MissingNameError(name)
         return value

@@ -1,0 +1,34 @@
+"""Values that HF's code computes from a config and that no expression can: specs read them as keys of the config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from flopcalc.errors import ConfigError, format_value
+
+Lookup = Callable[[str], Any]
+
+
+def _list_ngram_tables(lookup: Lookup) -> list[int]:
+    """Rows of each layer's table of hashed n-grams: every head's are another prime, in the order of layers and heads.
+
+    One entry more than there are layers, for the layers behind the last table.
+    """
+    heads = (lookup("ngram_size") - 1) * lookup("heads_per_ngram")
+    base, tables = lookup("ngram_vocab_size_base"), len(set(lookup("ple_layer_ids")))
+    if not (0 < base <= 10**9 and 0 <= heads <= 10**3 and tables <= 100):
+        raise ConfigError(
+            f"ngram_vocab_size_base {format_value(base)} with {heads} heads and {tables} tables is no size"
+        )
+    primes: list[int] = []
+    number = base - 1
+    while len(primes) < heads * (tables + 1):
+        number += 1
+        if number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
+            primes.append(number)
+    return [sum(primes[heads * i : heads * (i + 1)]) for i in range(tables + 1)]
+
+
+DERIVED: dict[str, Callable[[Lookup], Any]] = {"ngram_table_rows": _list_ngram_tables}
