@@ -19,10 +19,9 @@ from typing import Any
 from flopcalc.api import bind
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
-from flopcalc.planning.clock import PARTS, Clock, Execution
-from flopcalc.planning.layouts import Cut, Layout, count_memory, find_problem, make_cut
+from flopcalc.planning.layout import Layout, find_problem
 from flopcalc.planning.network import find_interconnect
-from flopcalc.prediction.memory import find_capacity
+from flopcalc.planning.step import PARTS, Overlaps, Runner
 
 HERE = Path(__file__).parent
 GIB = 1 << 30
@@ -43,14 +42,14 @@ def predict_run(run: dict[str, Any]) -> dict[str, Any]:
     """One run's row: published and predicted step time, where the time goes, memory."""
     estimator = bind_model(run)
     load = estimator(1, run["seq"]).terms[0][1]
-    cut = make_cut(estimator, load)
-    execution = Execution(**run.get("execution", {}))
-    net = find_interconnect(run.get("interconnect"), run["device"])
-    batch = run["global_batch"]
-    clock = Clock(cut, run["device"], net, batch, run.get("dtype", "bf16"), execution)
-    layout = choose_layout(run, cut, clock)
-    step = clock.time(layout)
-    memory = count_memory(cut, layout, batch, execution.is_fused, clock.dtype)
+    runner = Runner(
+        estimator, load, run["device"], find_interconnect(run.get("interconnect"), run["device"]), run["global_batch"],
+        dtype=run.get("dtype", "bf16"), execution=run.get("execution", "fused"),
+        attention_kernel=run.get("attention_kernel", "auto"), overlaps=Overlaps(**run.get("overlaps", {})),
+    )  # fmt: skip
+    layout = choose_layout(run, runner)
+    step = runner.time(layout)
+    memory = runner.count_memory(layout)
     published = run["step_time_s"]
     return {
         "id": run["id"],
@@ -64,29 +63,27 @@ def predict_run(run: dict[str, Any]) -> dict[str, Any]:
         "error": step.seconds / published - 1,
         "is_inside": step.low <= published <= step.high,
         "breakdown": {name: part / step.seconds for name, part in zip(PARTS, step.parts, strict=True)},
-        "memory_gib": memory.total / GIB,
-        "fits": memory.total <= find_capacity(run["device"]),
+        "memory_gib": memory.peak / GIB,
+        "fits": memory.fits(run["device"]),
     }
 
 
-def choose_layout(run: dict[str, Any], cut: Cut, clock: Clock) -> Layout:
+def choose_layout(run: dict[str, Any], runner: Runner) -> Layout:
     """The run's layout; what its source leaves open is the fastest that fits, or as written if none does."""
     written = Layout(**run["layout"])
     free = run.get("free", [])
     micro_batches = (1, 2, 4, 8) if "micro_batch" in free else (written.micro_batch,)
-    chunks = range(1, cut.layers // written.pp + 2) if "virtual" in free else (written.virtual,)
-    capacity = find_capacity(run["device"])
+    chunks = range(1, runner.model.layers // written.pp + 2) if "virtual" in free else (written.virtual,)
     fitting = []
     for micro_batch in micro_batches:
         for virtual in chunks:
             layout = written._replace(micro_batch=micro_batch, virtual=virtual)
-            problem = find_problem(layout, cut, run["gpus"], run["global_batch"])
+            problem = find_problem(layout, runner.model, run["gpus"], run["global_batch"])
             if problem is not None and not free and "virtual" not in run.get("assumed", []):
                 raise SystemExit(f"{run['id']}: {problem[1]}")
-            memory = count_memory(cut, layout, run["global_batch"], clock.execution.is_fused, clock.dtype)
-            if problem is None and memory.total <= capacity:
+            if problem is None and runner.count_memory(layout).fits(run["device"]):
                 fitting.append(layout)
-    return min(fitting, key=lambda layout: clock.time(layout).seconds) if free and fitting else written
+    return min(fitting, key=lambda layout: runner.time(layout).seconds) if free and fitting else written
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:

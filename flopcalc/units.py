@@ -84,3 +84,29 @@ def parse_sizes(text: str, what: str, count: int | None = None, separator: str =
     if count is not None and len(values) != count:
         raise WorkloadError(f"{what}: {format_value(text)} must hold {count} numbers separated by {separator!r}")
     return values
+
+
+_TOKENS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def parse_tokens(value: float | str) -> int:
+    """2000000000000, 2e12, '2T' or '15.6T' -> a number of tokens."""
+    number: object = value
+    if isinstance(value, str):
+        text = value.strip().lower().replace(",", "").replace("_", "")
+        factor = _TOKENS.get(text[-1:], 1)
+        try:
+            number = float(text[:-1] if factor > 1 else text) * factor
+        except ValueError:
+            raise WorkloadError(
+                f"tokens: {format_value(value)} is no number; write 2000000000 or 2T, 300B, 50M"
+            ) from None
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 1 <= number <= 10**18:
+        raise WorkloadError(f"tokens must be a number from 1 to 1e18, not {format_value(value)}")
+    return round(number)
+
+
+def format_tokens(value: int) -> str:
+    """1 -> '1 token', 2 * 10**12 -> '2.00T tokens', 10**18 -> '1,000,000T tokens'."""
+    number = f"{value // 10**12:,}T" if value >= 10**15 else format_parameters(value)
+    return f"{number} token{'s' * (value != 1)}"

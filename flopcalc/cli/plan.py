@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
-from flopcalc.cli.options import complete_device, make_estimate, model_option
+from flopcalc.cli.options import complete_device, execution_option, make_estimate, model_option
+from flopcalc.cli.predict import OPTIMIZERS
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.grids import format_grid
 from flopcalc.hardware.devices import DTYPES
-from flopcalc.units import format_bytes, format_parameters, format_seconds, parse_size, parse_sizes
+from flopcalc.units import format_bytes, format_parameters, format_seconds, format_tokens, parse_size, parse_sizes
 
 _DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch")
 _HELP = {
@@ -56,6 +57,10 @@ def _degree_options(function: Any) -> Any:
 @click.option("--interconnect", metavar="NAME", help="What joins the devices (default: the device's usual one).")
 @click.option("--price", metavar="USD", help="Of one GPU-hour (default: a dated one, where known).")
 @click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:2]) + "|fp8")
+@execution_option("fused")
+@click.option(
+    "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw-master", show_default=True, help="As predict's."
+)
 @click.option("--spec", metavar="FILE", help="Add your own spec (TOML) for its model_type.")
 @click.option("--download", is_flag=True, help="Fetch a hub id's config.json if it is not in the cache.")
 @click.option("--decoder-seq", metavar="N", help="Encoder-decoders: length of the decoder; --seq is the encoder's.")
@@ -102,6 +107,8 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
         interconnect=options["interconnect"],
         price=_read_price(options["price"]),
         dtype=options["dtype"],
+        execution=options["execution"] or "fused",
+        optimizer=options["optimizer"],
         recompute=None if repeats is None else [word.strip() for word in repeats.split(",")],
         top=parse_size(options["top"], "--top"),
         workload=sample,
@@ -113,7 +120,7 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
         return
-    click.echo(_format(found, planning.format_tokens(found.tokens)))
+    click.echo(_format(found))
     if plot_file is not None:
         click.echo(f"written: {plot_file}")
 
@@ -136,13 +143,13 @@ def _read_price(text: str | None) -> float | None:
         raise FlopcalcError(f"--price: {format_value(text)} is no number of USD per GPU-hour") from None
 
 
-def _format(found: Any, tokens: str) -> str:
+def _format(found: Any) -> str:
     """The readable report of a Plan."""
     step = f"{found.global_batch:,} × {found.seq:,} tokens a step"
     lines = [
         f"{found.model} ({format_parameters(found.parameters)} parameters) on {found.gpus:,} × {found.device.name}"
         + (f", {found.interconnect.id}" if found.gpus > 1 else ""),
-        f"{tokens}, {step}, {found.dtype}",
+        f"{format_tokens(found.tokens)}, {step}, {found.dtype}, execution {found.execution}",
         "",
     ]
     headers = ["layout", "step", "from … to", "MFU", "HFU", "memory", "days", "GPU-hours", "MWh", "k USD"]
@@ -156,7 +163,7 @@ def _format(found: Any, tokens: str) -> str:
                 f"{format_seconds(times.low)} … {format_seconds(times.high)}",
                 f"{100 * entry.mfu:.1f} %",
                 f"{100 * entry.hfu:.1f} %",
-                format_bytes(int(entry.memory.total)),
+                format_bytes(entry.memory.peak),
                 _shorten(entry.days),
                 _shorten(entry.gpu_hours),
                 "-" if entry.kwh is None else _shorten(entry.kwh / 1000),

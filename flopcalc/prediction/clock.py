@@ -37,6 +37,14 @@ _RESTS = {
 }
 
 
+class StepTime(NamedTuple):
+    """Seconds of a step: the likeliest, and the bounds that nine of ten measurements should lie in."""
+
+    low: float
+    mid: float
+    high: float
+
+
 class Piece(NamedTuple):
     """Seconds of one module's work of one kind."""
 
@@ -93,6 +101,11 @@ class Clock:
             self._put(product, "products", timed, product.calls * times, is_again=product.is_again)
             self.flops += product.flops * times
             self.has_experts = self.has_experts or product.copies > 1
+            if self.machine.is_cast(product):
+                cast = self.machine.time_cast(product)
+                self._put(
+                    product, "memory", cast, product.calls * times, is_again=product.is_again, is_streamed=True
+                )  # fmt: skip
         for call in work.attention:
             timed = self.machine.time_attention(call)
             self._put(call, "attention", timed, call.calls * times, is_again=call.is_again)
@@ -219,6 +232,16 @@ class Clock:
         wake_s = _WAKE * self.constants["host"][name_phase(self.phase)][1] * host_factor
         total = run([*(once * shown), *last], pause_s, wake_s)
         return total + (many - shown) * run(once, 0.0, wake_s) if many > shown else total
+
+    def interval(self, host_factor: float = 1.0, pause_s: float = 0.0) -> StepTime:
+        """Seconds of a step, and the bounds that nine of ten measurements should lie in."""
+        mid, bound = self.step_s(host_factor, pause_s), self.bound(host_factor)
+        error = self.error(bound, self.host_share(mid, host_factor, pause_s))
+        return StepTime(mid * (1 - error), mid, mid * (1 + error) * (1 + self.late(bound, host_factor)))
+
+    def bound(self, host_factor: float = 1.0) -> str:
+        """device or host: what takes longer by itself."""
+        return "device" if self.device_s() >= self.host_s() * host_factor else "host"
 
     def host_share(self, mid: float, host_factor: float = 1.0, pause_s: float = 0.0) -> float:
         """How far a step of `mid` seconds follows its host, 0 to 1: how much longer on one that takes 20 % longer."""

@@ -322,6 +322,7 @@ _UNMEASURED = 0.3  # relative error of a time that is scaled from another device
 # others, Hopper's. Set before the first comparison with published runs (benchmarks/published_runs.py).
 _SHARES = {"a100": 0.83, "a800": 0.83, "tpu": 0.82}
 _SHARE = 0.72
+_UNCAST = ("lm_head", "router")  # parts whose products stay in bf16
 _FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of the fused one's single pass: 21 / 7
 
 
@@ -350,7 +351,7 @@ class Machine:
                 f"{self.device.name} has no known memory bandwidth: add bandwidth_gb_per_s in your own devices.toml"
             )
         self.compute = self.peak / (origin.peak_tflops["bf16"] * 1e12)  # how much faster than what was measured
-        if self.device.id != origin.id:
+        if self.device.id != origin.id or self.dtype == "fp8":
             share = next((value for start, value in _SHARES.items() if self.device.id.startswith(start)), _SHARE)
             self.compute *= share * origin.peak_tflops["bf16"] * 1e12 / constants["products"]["shape"][0]
         self.memory = bandwidth / origin.bandwidth_gb_per_s if origin.bandwidth_gb_per_s else 1.0
@@ -363,8 +364,16 @@ class Machine:
             entry = (math.log2(m), math.log2(n), math.log2(k), math.log(ratio))
             self._residuals.setdefault(direction, []).append(entry)
         self.find_product = lru_cache(maxsize=65536)(self._find_product)
+        # What is no product of fp8 stays in bf16.
+        self.plain = self if self.dtype != "fp8" else Machine(device, "bf16")
+
+    def is_cast(self, product: Product) -> bool:
+        """Whether a product's operands are brought to fp8 first: those of the head and of routers never are."""
+        return self.dtype == "fp8" and product.part not in _UNCAST
 
     def time_product(self, product: Product) -> Timed:
+        if self.plain is not self and not self.is_cast(product):
+            return self.plain.time_product(product)
         line = self.constants["products"].get("patches", {}).get(product.direction)
         if product.is_patches and line:
             start, per_flop = line
@@ -408,7 +417,19 @@ class Machine:
                 total += weight * ratio
         return math.exp(total / (weights + 0.35)), weights / (weights + 0.35)
 
+    def time_cast(self, product: Product) -> Timed:
+        """Bringing a product's operands to fp8: inputs and weights ahead, output gradients behind."""
+        own = product.m * product.n
+        if product.direction == "forward":
+            own = product.m * product.k + product.n * product.k * product.copies
+        elif product.direction == "wgrad":  # both are there
+            own = 0
+        moved = Moved(product.module, product.group, product.direction, "pointwise", 2.0 * own, float(own))
+        return self.time_moved(moved) if own else Timed(0.0, 0.0, self.is_measured)
+
     def time_attention(self, call: Attention) -> Timed:
+        if self.plain is not self:
+            return self.plain.time_attention(call)
         error = _ERRORS["attention"] if self.is_measured else _UNMEASURED
         if call.kernel == "eager":
             return Timed(self._time_eager(call), error, self.is_measured)
@@ -473,6 +494,8 @@ class Machine:
         return once * (2 if call.direction == "backward" else 1)
 
     def time_moved(self, moved: Moved) -> Timed:
+        if self.plain is not self:
+            return self.plain.time_moved(moved)
         error = _ERRORS["moved"] if self.is_measured else _UNMEASURED
         size = moved.reads + moved.writes
         name = moved.kind

@@ -106,12 +106,11 @@ class Shards(NamedTuple):
             is_here = part.is_language or (self.has_last if part.is_last else self.has_first)
             if not is_here or (part.is_language and not self.layers[0]):
                 continue
-            kept = self.cut_kept(part)
-            ratio = kept / self.in_flight / part.kept.total if part.kept.total else 1 / self.tensor / self.sequence
             layers = part.layers
             if part.is_language:
-                ratio *= self.layers[1] / self.layers[0]
                 layers = max(1, part.layers * self.layers[0] // self.layers[1])
+            wide = part.wide_share / (self.tensor if self.is_spread else 1)
+            share = (wide + (1 - part.wide_share) / self.tensor) / self.sequence
             weights, trained = (self.cut_weights(held, part.is_language) for held in (part.weights, part.trained))
             table = part.table // self.tensor
             if part.copied and not self.has_first:  # of a head that is the table of embeddings, a copy
@@ -122,8 +121,8 @@ class Shards(NamedTuple):
                 table = 0
             found.append(
                 part._replace(
-                    layers=layers, weights=weights, trained=trained, kept=Held(kept), extra=round(part.extra * ratio),
-                    table=table,
+                    layers=layers, weights=weights, trained=trained, kept=Held(self.cut_kept(part)),
+                    extra=round(part.extra * share), table=table,
                 )
             )  # fmt: skip
         return found
@@ -225,7 +224,9 @@ def list_tensors(
     if optimizer not in OPTIMIZERS:
         near = format_nearest(str(optimizer), OPTIMIZERS)
         raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(OPTIMIZERS)}")
-    step = Step(estimator, load, _count_bytes(dtype), attention, execution)
+    is_small = parse_dtype(dtype) == "fp8" and execution == "fused"  # weights in bf16, inputs of products in fp8
+    width = _count_bytes("bf16" if is_small else dtype)
+    step = Step(estimator, load, width, attention, execution, 1 if is_small else width)
     step.notes.append(_FREED)
     chosen = OPTIMIZERS[optimizer]
     each = chosen.gradient_bytes or step.trained_bytes
@@ -443,4 +444,4 @@ def _count_gathered(tensors: Tensors, shards: Shards) -> int:
     """Whole weights of the layer at work and of the next one, and a layer's whole gradients before they are cut."""
     largest = shards.cut_weights(tensors.largest, False).total
     weights = 2 * largest * tensors.dtype_bytes if max(shards.divide(3)) > 1 else 0
-    return weights + (largest * tensors.gradient_bytes if max(shards.divide(2)) > 1 else 0)
+    return weights + (largest * tensors.dtype_bytes if max(shards.divide(2)) > 1 else 0)

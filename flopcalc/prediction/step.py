@@ -14,7 +14,7 @@ from flopcalc.core.estimate.utilization import check_positive, hfu, mfu
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
-from flopcalc.prediction.clock import Clock
+from flopcalc.prediction.clock import Clock, StepTime
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import OPTIMIZERS, make_work
 from flopcalc.prediction.memory import (
@@ -34,14 +34,6 @@ __all__ = ["OPTIMIZERS", "Prediction", "StepTime", "find_largest_batch", "predic
 _EAGER = ("gpt_oss",)  # without SDPA in HF, beside types that were recorded with eager attention alone
 _COUNTING = ("kernel ", "tile padding ")  # an estimate's notes on how HFU's FLOPs were counted, not on the workload
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
-
-
-class StepTime(NamedTuple):
-    """Seconds of a step: the likeliest, and the bounds that nine of ten measurements should lie in."""
-
-    low: float
-    mid: float
-    high: float
 
 
 class Prediction(NamedTuple):
@@ -111,7 +103,7 @@ def predict(
             where = "the recipe: recipe={...}" if name != "convention" else "estimate_flops; MFU and HFU have their own"
             raise WorkloadError(f"{name} is no part of the workload: it belongs to {where}")
     _check_keywords(workload)
-    kernel = _find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
+    kernel = find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
     estimator = bind(
         model, recipe=recipe, convention="hardware", attention_kernel=kernel, device=device, dtype=dtype, spec=spec,
     )  # fmt: skip
@@ -167,10 +159,8 @@ def predict_estimate(
     check_positive(host_factor, "the host's factor")
     if not isinstance(pause_s, (int, float)) or not 0 <= pause_s < math.inf:
         raise WorkloadError(f"pause_s is a number of seconds, 0 or more, not {format_value(pause_s)}")
-    if optimizer not in OPTIMIZERS:
-        near = format_nearest(str(optimizer), OPTIMIZERS)
-        raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(OPTIMIZERS)}")
-    kernel = _find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
+    check_optimizer(optimizer)
+    kernel = find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
     machine = Machine(device, dtype)
     if any(estimator.recipe.clipping != "none" for estimator, _, _ in estimate.terms):
         raise RecipeError("per-sample clipping is counted, not predicted: leave --clipping out")
@@ -197,7 +187,7 @@ def find_largest_batch(
     execution: Execution = "eager",
 ) -> int | None:  # fmt: skip
     """The largest micro-batch of the same samples that fits, 0 if none does; None where samples differ."""
-    kernel = _find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
+    kernel = find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
     estimate, kernel, _ = _settle(estimate, kernel, execution, is_asked=attention_kernel != "auto")
     (estimator, load, times), *others = estimate.terms
     settings = _Settings(Machine(device, dtype), optimizer, execution, kernel, 1.0)
@@ -248,7 +238,7 @@ class _Settings(NamedTuple):
         }  # fmt: skip
 
 
-def _find_kernel(device: Device, dtype: str, kernel: str) -> str:
+def find_kernel(device: Device, dtype: str, kernel: str) -> str:
     """The attention kernel that runs: the one asked for, or what SDPA picks; refused where there is none."""
     if dtype not in _DTYPES:
         raise DeviceError(f"steps are predicted in {', '.join(_DTYPES)}, not in {dtype}")
@@ -285,6 +275,14 @@ def check_execution(execution: str) -> Execution:
             return known
     near = format_nearest(str(execution), EXECUTIONS)
     raise RecipeError(f"execution {format_value(execution)} unknown.{near} Known: {', '.join(EXECUTIONS)}")
+
+
+def check_optimizer(optimizer: str) -> str:
+    """A known optimizer, or an error."""
+    if optimizer not in OPTIMIZERS:
+        near = format_nearest(str(optimizer), OPTIMIZERS)
+        raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(OPTIMIZERS)}")
+    return optimizer
 
 
 def settle(
@@ -340,18 +338,14 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
             execution=settings.execution,
         )  # fmt: skip
         clock.add(work, times, load)
-    device_s, host_s = clock.device_s(), clock.host_s() * settings.host_factor
-    mid = clock.step_s(settings.host_factor, settings.pause_s)
-    bound = "device" if device_s >= host_s else "host"
-    error = clock.error(bound, clock.host_share(mid, settings.host_factor, settings.pause_s))
-    seconds = StepTime(mid * (1 - error), mid, mid * (1 + error) * (1 + clock.late(bound, settings.host_factor)))
+    seconds, bound = clock.interval(settings.host_factor, settings.pause_s), clock.bound(settings.host_factor)
     share: dict[str, Any] = {"device": machine.device.id, "dtype": machine.dtype}
-    whole = mid + settings.pause_s
+    whole = seconds.mid + settings.pause_s
     return Prediction(
         seconds,
         bound,
-        device_s,
-        host_s,
+        clock.device_s(),
+        clock.host_s() * settings.host_factor,
         _share(mfu(estimate, whole, **share)),
         _share(hfu(estimate, whole, **share)),
         estimate.tokens / whole,
@@ -423,7 +417,7 @@ def _advise(estimate: Estimate, now: Prediction, settings: _Settings) -> str:
     if settings.execution == "eager":
         gain("compile the model (--compile)", estimate, execution="compiled")
     if settings.kernel == "eager" and _has_sdpa(estimate.terms[0][0]):
-        kernel = _find_kernel(device, settings.machine.dtype, "auto")
+        kernel = find_kernel(device, settings.machine.dtype, "auto")
         gain("fused attention in place of eager", estimate, kernel=kernel)
     if settings.optimizer == "adamw-foreach":
         gain("the fused optimizer", estimate, optimizer="adamw")

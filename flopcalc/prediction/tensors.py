@@ -52,6 +52,7 @@ class Part(NamedTuple):
     is_language: bool = False  # layers of the language model, which a pipeline cuts
     is_last: bool = False  # behind them
     copied: int = 0  # parameters of a table that another stage holds: a pipeline's last device has its own
+    wide_share: float = 0.0  # of what a layer saves, recomputed or not: the share that has the residual's width
 
 
 class _Placed(NamedTuple):
@@ -67,8 +68,9 @@ class Step:
     """One model under one workload: the sizes that the moments are added up from."""
 
     def __init__(
-        self, estimator: Estimator, load: Workload, dtype_bytes: int, attention: str, execution: Execution = "eager"
-    ) -> None:
+        self, estimator: Estimator, load: Workload, dtype_bytes: int, attention: str, execution: Execution = "eager",
+        input_bytes: int = 0,
+    ) -> None:  # fmt: skip
         if attention not in ("sdpa", *KERNELS):
             near = format_nearest(str(attention), ("sdpa", *KERNELS))
             raise RecipeError(f"attention {format_value(attention)} unknown.{near} Known: sdpa, {', '.join(KERNELS)}")
@@ -77,6 +79,7 @@ class Step:
         # In decoding the last call is the largest, and one call is there at a time.
         self.call = _find_last_call(load) if load.phase == "decode" else load
         self.bytes = dtype_bytes
+        self.input_bytes = input_bytes or dtype_bytes  # of what products keep of their inputs
         self.is_fused = execution == "fused"
         is_eager = attention == "eager" or (not self.is_fused and not has_sdpa(estimator))
         self.attention = "eager" if is_eager else "sdpa"
@@ -224,8 +227,9 @@ class Step:
         if owes and self.attention == "sdpa" and stage.path in self.joined:
             saved += self._list_outputs(stage, prefix)
         kept = sum(entry.bytes * entry.count for entry in saved if not entry.is_again)
-        is_wide = [entry for entry in saved if not entry.is_again and entry.module in wide]
-        kept_wide = sum(entry.bytes * entry.count for entry in is_wide)
+        kept_wide = sum(entry.bytes * entry.count for entry in saved if not entry.is_again and entry.module in wide)
+        whole_wide = sum(entry.bytes * entry.count for entry in saved if entry.module in wide)
+        wide_share = whole_wide / max(1, sum(entry.bytes * entry.count for entry in saved))
         chains = Counter(stage.layers) if owes and stage.layers else Counter()
         ops_of = {chain: [op for op in iterate(chain) if self._runs(op)] for chain in chains}
         # Layers may differ: what a module saved belongs to those that have it.
@@ -252,7 +256,7 @@ class Step:
                 copied = sum(op.n_in * op.n_out for op in ops if op.kind == "linear" and op.tied)
         return Part(
             max(1, layers), Held(), trained, Held(kept_wide, kept - kept_wide), extra, table * self.bytes, shared,
-            copied=copied,
+            copied=copied, wide_share=wide_share,
         )  # fmt: skip
 
     def list_usual(self) -> tuple[Saved, ...]:
@@ -289,7 +293,9 @@ class Step:
                 continue
             rows, size = self.rows(item), 0
             if item.kind in ("linear", "conv"):
-                size = 0 if is_saved else self.bytes * rows * item.n_in
+                # Experts read rows of their own, in their own order.
+                is_own = self.is_fused and item.copies > 1
+                size = 0 if is_saved and not is_own else self.input_bytes * rows * item.n_in
                 linears = [item]
             elif item.kind == "norm":
                 # Without a bias it is RMSNorm as HF writes it: the input in float32, and the normed tensor.
@@ -304,10 +310,13 @@ class Step:
                 # Gated: the function's own result is saved beside what it and the gate read, if kernels are not fused.
                 gated = after.n_in if after is not None and made == 2 * after.n_in and not self.is_fused else 0
                 size = self.bytes * self.rows(linears[-1]) * (made + gated)
+                if self.is_fused and after is None:  # what experts made is weighed before their last product
+                    size = 0
             elif item.kind == "attend" and linears:
                 tokens = self.rows(linears[-1])
-                width = (item.heads + item.kv_heads) * (item.qk + item.v)
-                size = tokens * (self.bytes * width + (0 if self.is_fused else FLOAT * item.heads))
+                width = item.heads * item.qk + item.kv_heads * (item.qk + item.v)
+                size = tokens * (self.bytes * width + self.input_bytes * item.heads * item.v)
+                size += 0 if self.is_fused else tokens * FLOAT * item.heads
                 if self.attention == "eager":
                     # Fused, what softmax and dropout made and a byte of its mask; else probabilities twice.
                     each = 2 * self.bytes + 1 if self.is_fused else FLOAT + self.bytes

@@ -1,0 +1,244 @@
+"""A step's work and tensors cut by a layout: what one device does for a micro-batch, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.ops import Chain, Op, iterate
+from flopcalc.core.workload.workload import Workload
+from flopcalc.errors import WorkloadError
+from flopcalc.planning.layout import Layout, Outline, split_layers
+from flopcalc.prediction.memory import Shards, Tensors
+from flopcalc.prediction.sides import find_sides, find_widths
+from flopcalc.prediction.tensors import Held, Part
+from flopcalc.prediction.timeline import Stack, find_place
+from flopcalc.prediction.work import Attention, Dispatched, Moved, Product, Work
+
+# Buffers of communication, on every device of several. What the driver and the allocator take is not in a device's
+# capacity.
+BUFFER_BYTES = 2 << 30
+
+
+def make_outline(estimator: Estimator, load: Workload) -> Outline:
+    """What a layout asks of a bound model, for one sample of a workload."""
+    stages = [stage for stage in estimator.stages if stage.repeated and stage.group == "language"]
+    layers = [chain for stage in stages for chain in stage.layers]
+    if not layers:
+        raise WorkloadError(f"{estimator.source.name} has no repeated language layers to spread over devices")
+    ops = [op for chain in dict.fromkeys(layers) for op in iterate(chain)]
+    cores = [op for op in ops if op.kind == "attend"]
+    keys = [op.kv_heads * (op.qk + op.v) for chain in layers for op in iterate(chain) if op.kind == "attend"]
+    widths = find_widths(estimator)
+    exits = [_count_exits(chain, widths[stage.path]) for stage in stages for chain in stage.layers]
+    return Outline(
+        layers=len(layers),
+        hidden=widths[stages[-1].path],
+        tokens=load.tokens,
+        heads=max((op.heads for op in cores), default=1),
+        experts=max((op.copies for op in ops if op.kind in ("linear", "conv")), default=1),
+        active=max((op.active for op in ops if op.copies > 1), default=1),
+        exits=max(1.0, sum(exits) / len(layers)),
+        keys=sum(keys) / len(layers),
+        key_heads=max((op.kv_heads for op in cores), default=1),
+    )
+
+
+def _count_exits(chain: Chain, hidden: int) -> float:
+    """Tensors of a layer that tensor parallelism sums up: one for attention and MLP that stand side by side."""
+    sides = find_sides(list(iterate(chain)), hidden)
+    rows = sum(sided.side == "row" for sided in sides.values())
+    branches = [item for item in chain if not isinstance(item, Op)]
+    leaving = [sum(any(_leaves(op, hidden) for op in iterate(branch)) for branch in item) for item in branches]
+    return rows - sum(max(0, many - 1) for many in leaving)
+
+
+def _leaves(op: Op, hidden: int) -> bool:
+    """Whether a branch with this op ends in a sum over tp: attention, or a product back to the residual's width."""
+    return op.kind == "attend" or (op.kind == "linear" and op.copies == 1 and op.n_out == hidden != op.n_in)
+
+
+# --- what a device does -----------------------------------------------------------------------------------------------
+def cut_work(work: Work, layout: Layout) -> Work:
+    """One device's share of a micro-batch, for all layers: by tensor, context and expert parallelism."""
+    if layout.tp == layout.cp == layout.ep == 1:
+        return work
+    return work._replace(
+        products=tuple(cut_product(product, layout) for product in work.products),
+        attention=tuple(part for call in work.attention for part in _cut_attention(call, layout)),
+        moved=tuple(_cut_moved(moved, layout) for moved in work.moved),
+    )
+
+
+def cut_product(product: Product, layout: Layout) -> Product:
+    """The product of one device."""
+    tp, rows, n, k, copies = layout.tp, product.m / layout.cp, product.n, product.k, product.copies
+    if product.side == "column":
+        kv = -(-product.kv // min(tp, product.kv_heads)) if product.kv else 0
+        n = -(-(product.n - product.kv) // tp) + kv
+    elif product.side == "row":
+        k = -(-k // tp)
+    elif product.side == "expert":
+        # Experts are not cut: each device of a tp group hands on its own part of the tokens.
+        rows, copies = rows / tp, max(1, copies // layout.ep)
+    elif layout.is_sequence_parallel:
+        rows = rows / tp
+    return product._replace(m=max(1, round(rows)), n=n, k=k, copies=copies)
+
+
+def _cut_attention(call: Attention, layout: Layout) -> Iterator[Attention]:
+    """One device's part of an attention call: its queries against its own keys, then those of each other device."""
+    tp, cp = layout.tp, layout.cp
+    call = call._replace(heads=max(1, call.heads // tp), kv_heads=max(1, call.kv_heads // tp))
+    if cp == 1 or call.length < 2 * cp:
+        yield call
+        return
+    own = call._replace(length=call.length // cp, keys=call.keys // cp)
+    yield own
+    # Each device holds an early and a late piece of the sequence, so that under a causal mask all have half to do.
+    other = own if call.mask == "full" else own._replace(mask="full", keys=own.keys // 2)
+    yield other._replace(calls=call.calls * (cp - 1))
+
+
+def _cut_moved(moved: Moved, layout: Layout) -> Moved:
+    if moved.direction == "optimizer":
+        return moved
+    share = layout.cp * (1 if moved.width == "wide" and not layout.is_sequence_parallel else layout.tp)
+    return moved._replace(reads=moved.reads / share, writes=moved.writes / share)
+
+
+def repeat_work(work: Work, recompute: str) -> Work:
+    """The work with what a kind of recomputation runs again; `work` recomputes all for half, else nothing."""
+    if recompute == "half":  # every second layer
+        halves = [each._replace(calls=each.calls / 2) if each.is_again else each for each in work.products]
+        cores = [each._replace(calls=each.calls / 2) if each.is_again else each for each in work.attention]
+        moved = [each._replace(calls=each.calls / 2) if each.is_again else each for each in work.moved]
+        hosted = [each._replace(many=each.many / 2) if each.way == "again" else each for each in work.hosted]
+        return work._replace(
+            products=tuple(halves), attention=tuple(cores), moved=tuple(moved), hosted=tuple(hosted)
+        )  # fmt: skip
+    if recompute == "selective":
+        ahead = [each for each in work.attention if each.direction == "forward" and each.group == "language"]
+        again = [each._replace(is_again=True) for each in ahead]
+        sent = [Dispatched(each.module, each.group, "again", "attention", each.calls) for each in again]
+        softmax = {each.module for each in again}
+        scores = [
+            each._replace(is_again=True)
+            for each in work.moved
+            if each.kind == "softmax" and each.direction == "forward" and each.module in softmax
+        ]
+        return work._replace(
+            attention=(*work.attention, *again), moved=(*work.moved, *scores),
+            hosted=(*work.hosted, *sent) if work.hosted else (),
+        )  # fmt: skip
+    return work
+
+
+class Section(NamedTuple):
+    """The part of a pipeline that one device has."""
+
+    layers: int
+    has_first: bool = True  # what comes before the layers
+    has_last: bool = True  # and after
+    in_flight: int = 1  # micro-batches that are on their way when the first comes back
+
+
+def list_sections(model: Outline, layout: Layout) -> list[Section]:
+    """A pipeline's first, last and middle device; without one, the whole model."""
+    middle, first, last = split_layers(model, layout)
+    if layout.pp == 1:
+        return [Section(middle)]
+    found = [Section(first, has_last=False, in_flight=layout.pp), Section(last, has_first=False)]
+    return [*found, Section(middle, False, False, layout.pp - 1)] if layout.pp > 2 else found
+
+
+def take_section(work: Work, section: Section, layers: int, stepped: float) -> Work:
+    """The work of a section's layers and ends; `stepped` is its share of what the optimizer goes over."""
+    if section.layers == layers and section.has_first and section.has_last and stepped == 1:
+        return work
+    share = section.layers / layers
+    shares = {"layers": share, "first": float(section.has_first), "last": float(section.has_last), "optimizer": 1.0}
+
+    def find(module: str, group: str) -> float:
+        return shares[locate(module, group, work.stacks)]
+
+    moved = []
+    for each in work.moved:
+        if each.direction == "optimizer":
+            reads, writes, tensors = (value * stepped for value in (each.reads, each.writes, each.tensors))
+            moved.append(each._replace(reads=reads, writes=writes, tensors=tensors))
+        else:
+            moved.append(each._replace(calls=each.calls * find(each.module, each.group)))
+    hosted = [
+        each._replace(many=each.many * (stepped if each.way == "optimizer" else find(each.module, each.group)))
+        for each in work.hosted
+    ]
+    return work._replace(
+        products=tuple(each._replace(calls=each.calls * find(each.module, each.group)) for each in work.products),
+        attention=tuple(each._replace(calls=each.calls * find(each.module, each.group)) for each in work.attention),
+        moved=tuple(moved),
+        hosted=tuple(hosted),
+        stacks=tuple(
+            stack._replace(layers=max(1, round(stack.layers * share))) if stack.is_language else stack
+            for stack in work.stacks
+        ),
+    )
+
+
+@lru_cache(maxsize=4096)
+def locate(module: str, group: str, stacks: tuple[Stack, ...]) -> str:
+    """Where a module stands: in the language model's layers, before them (first), behind them (last), or optimizer."""
+    if group == "optimizer":
+        return group
+    language = [i for i, stack in enumerate(stacks) if stack.is_language]
+    stage, _ = find_place(module, group, stacks)
+    if stage in language:
+        return "layers"
+    return "last" if stage > language[0] and group == "language" else "first"
+
+
+# --- what a device holds ----------------------------------------------------------------------------------------------
+def make_shards(layout: Layout, section: Section, model: Outline, batches: int) -> Shards:
+    """What of a step's tensors a device of a section holds."""
+    flying = float(min(section.in_flight, batches))
+    if layout.virtual > 1:
+        flying *= 1 + (layout.pp - 1) / (layout.pp * layout.virtual)
+    return Shards(
+        zero=layout.zero, ranks=layout.dp * layout.cp, expert_ranks=layout.expert_dp, tensor=layout.tp,
+        experts=layout.ep, sequence=layout.cp, is_spread=layout.is_sequence_parallel,
+        layers=(section.layers, model.layers), has_first=section.has_first, has_last=section.has_last,
+        in_flight=flying, buffers=BUFFER_BYTES if layout.devices > 1 else 0,
+    )  # fmt: skip
+
+
+def mix_tensors(kept: Tensors, again: Tensors) -> Tensors:
+    """Of a step that recomputes every second layer, from one that keeps everything and one that recomputes all."""
+    return kept._replace(parts=tuple(_mix(*pair) for pair in zip(kept.parts, again.parts, strict=True)))
+
+
+def _mix(one: Part, other: Part) -> Part:
+    halves = Held((one.kept.dense + other.kept.dense) // 2, (one.kept.other + other.kept.other) // 2)
+    return one._replace(kept=halves, extra=max(one.extra, other.extra))
+
+
+class Weights(NamedTuple):
+    """Weights of a place in bytes and its trained parameters, dense and of experts."""
+
+    held: Held = Held()
+    trained: Held = Held()
+
+
+def sum_weights(parts: Sequence[Part]) -> dict[str, Weights]:
+    """first, layers (all of them) and last -> their weights."""
+    found = {"first": Weights(), "layers": Weights(), "last": Weights()}
+    for part in parts:
+        name = "layers" if part.is_language else "last" if part.is_last else "first"
+        at = found[name]
+        found[name] = Weights(_add(at.held, part.weights), _add(at.trained, part.trained))
+    return found
+
+
+def _add(one: Held, other: Held) -> Held:
+    return Held(one.dense + other.dense, one.other + other.other)

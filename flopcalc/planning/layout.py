@@ -1,0 +1,164 @@
+"""How a step may be spread over devices: layouts, the rules they keep, and which of them are worth a try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from flopcalc.errors import RecipeError, WorkloadError, format_value
+
+RECOMPUTE = ("none", "selective", "half", "full", "full-reentrant")
+DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch", "recompute")
+
+
+class Layout(NamedTuple):
+    """How a step is spread over tp · pp · cp · dp devices; experts are spread over ep of the tp · cp · dp."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    virtual: int = 1  # chunks of layers per device of a pipeline (interleaved schedule)
+    cp: int = 1
+    ep: int = 1
+    zero: int = 0  # 1: optimizer states spread over dp, 2: gradients too, 3: weights too (FSDP)
+    micro_batch: int = 1  # sequences
+    # selective: the attention core again; half: every second layer; full and full-reentrant: every layer
+    recompute: str = "none"
+    is_sequence_parallel: bool = True  # with tp: norms and residuals are spread too
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def expert_dp(self) -> int:
+        """Devices that hold the same experts."""
+        return self.dp * self.tp * self.cp // self.ep
+
+    def __str__(self) -> str:
+        shown = (("tp", self.tp), ("pp", self.pp), ("v", self.virtual), ("cp", self.cp), ("ep", self.ep))
+        words = [f"{name}{value}" for name, value in shown if value > 1]
+        words += [f"dp{self.dp}", f"zero{self.zero}", f"mb{self.micro_batch}"]
+        return " ".join([*words, *([f"recompute {self.recompute}"] if self.recompute != "none" else [])])
+
+
+class Outline(NamedTuple):
+    """What the rules and the exchanges of a layout ask of a model; of one sample where a length counts."""
+
+    layers: int  # of the language model; all are taken as the mean layer
+    hidden: int  # width of the residual stream
+    tokens: int
+    heads: int
+    experts: int  # 1 without
+    active: int  # experts that a token reaches
+    exits: float  # sums over tp in a layer, one direction
+    keys: float  # numbers of keys and values that a token has in a layer
+    key_heads: int
+
+
+def find_problem(layout: Layout, model: Outline, gpus: int, global_batch: int) -> tuple[str, str] | None:
+    """The rule that a layout breaks for this model, device count and batch, and how; None if it keeps all."""
+    dp, tp, pp, cp, ep = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
+    if layout.devices != gpus:
+        return "devices", f"dp {dp} · tp {tp} · pp {pp} · cp {cp} are {layout.devices} devices, not {gpus}"
+    if model.heads % tp:
+        return "heads", f"tp {tp} does not divide the model's {model.heads} attention heads"
+    if pp * layout.virtual > model.layers + 2:  # the table and the head may take a layer's place
+        return "layers", f"pp {pp} · {layout.virtual} virtual stages are more than the model's {model.layers} layers"
+    if model.tokens % (2 * cp if cp > 1 else 1):
+        return "sequence", f"cp {cp} needs sequences of a multiple of {2 * cp} tokens, not {model.tokens}"
+    if ep > 1 and model.experts == 1:
+        return "experts", f"ep {ep}: the model has no experts"
+    if model.experts % ep:
+        return "experts", f"ep {ep} does not divide the model's {model.experts} experts"
+    if (dp * tp * cp) % ep:
+        return "experts", f"ep {ep} does not divide dp · tp · cp = {dp * tp * cp}, over which experts are spread"
+    if global_batch % (dp * layout.micro_batch):
+        text = f"dp {dp} · micro-batch {layout.micro_batch} does not divide a global batch of {global_batch} sequences"
+        return "batch", text
+    batches = global_batch // (dp * layout.micro_batch)
+    if layout.virtual > 1 and pp == 1:
+        return "virtual", f"{layout.virtual} virtual stages need a pipeline: pp of 2 or more, not 1"
+    if layout.virtual > 1 and batches % pp:
+        return "virtual", f"{layout.virtual} virtual stages need micro-batches in multiples of pp {pp}, not {batches}"
+    if layout.zero and dp * cp == 1:
+        return "zero", f"zero {layout.zero} needs more than one data-parallel device"
+    return None
+
+
+def list_layouts(
+    model: Outline, gpus: int, global_batch: int, per_node: int, fixed: Mapping[str, Sequence[int | str]]
+) -> Iterator[Layout]:
+    """Every layout of the search, those that do not divide too; `fixed` holds the values that a degree may take."""
+    tps = _choose(fixed, "tp", [tp for tp in _list_powers(per_node) if gpus % tp == 0])
+    cps = _choose(fixed, "cp", [cp for cp in _list_powers(16) if cp == 1 or model.tokens // cp >= 4096])
+    eps = _choose(fixed, "ep", [ep for ep in _list_powers(model.experts) if model.experts % ep == 0])
+    zeros = _choose(fixed, "zero", [0, 1, 2, 3])
+    repeats = [str(word) for word in fixed.get("recompute", ("none", "full"))]
+    for tp in tps:
+        for cp in cps:
+            left = gpus // (tp * cp)
+            if left * tp * cp != gpus or not left:
+                continue
+            pps = _choose(fixed, "pp", [pp for pp in _list_divisors(left) if pp <= model.layers])
+            for pp in pps:
+                dp = left // pp
+                if dp * pp != left or dp not in fixed.get("dp", (dp,)):
+                    continue
+                virtuals = _choose(fixed, "virtual", _list_virtual(model.layers, pp))
+                batches = _choose(
+                    fixed, "micro_batch", [b for b in _list_powers(32) if b == 1 or b * dp <= global_batch]
+                )
+                for ep in eps:
+                    for virtual in virtuals:
+                        for zero in zeros:
+                            for batch in batches:
+                                for repeat in repeats:
+                                    yield Layout(dp, tp, pp, virtual, cp, ep, zero, batch, repeat)
+
+
+def _choose(fixed: Mapping[str, Sequence[int | str]], name: str, usual: list[int]) -> list[int]:
+    return [int(value) for value in fixed[name]] if name in fixed else usual
+
+
+def _list_powers(most: int) -> list[int]:
+    return [1 << power for power in range(max(1, most).bit_length())]
+
+
+def _list_divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0] if number <= 4096 else [
+        each for each in range(1, 513) if number % each == 0
+    ]  # fmt: skip
+
+
+def _list_virtual(layers: int, pp: int) -> list[int]:
+    """Numbers of chunks worth a try: those that split a device's layers evenly."""
+    own = -(-layers // pp)
+    return [1] if pp == 1 else [virtual for virtual in range(1, min(own, 12) + 1) if own % virtual == 0]
+
+
+def split_layers(model: Outline, layout: Layout) -> tuple[int, int, int]:
+    """Layers on a device in the middle of the pipeline, the first and the last; the ends get fewer."""
+    if layout.pp == 1:
+        return model.layers, model.layers, model.layers
+    most = -(-model.layers // (layout.pp * layout.virtual)) * layout.virtual
+    missing = most * layout.pp - model.layers
+    last = max(0, most - (missing + 1) // 2)
+    return most, max(0, most - missing // 2), last
+
+
+def check_fixed(name: str, values: Sequence[int | str]) -> tuple[int | str, ...]:
+    """The values that a degree may take, checked one by one."""
+    if not values:
+        raise RecipeError(f"{name}: no value given")
+    for value in values:
+        if name == "recompute":
+            if value not in RECOMPUTE:
+                raise RecipeError(f"recompute {format_value(value)} unknown; known: {', '.join(RECOMPUTE)}")
+        elif isinstance(value, bool) or not isinstance(value, int) or not (0 if name == "zero" else 1) <= value < 10**7:
+            raise WorkloadError(
+                f"{name} must be a whole number of at least {0 if name == 'zero' else 1}, not {value!r}"
+            )
+        elif name == "zero" and value > 3:
+            raise WorkloadError(f"zero must be 0, 1, 2 or 3, not {value}")
+    return tuple(dict.fromkeys(values))

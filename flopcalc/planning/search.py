@@ -1,0 +1,425 @@
+"""The search over layouts of a training run: those that fit, their time and money, and why the others lose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.workload.workload import Workload
+from flopcalc.errors import DeviceError, WorkloadError
+from flopcalc.hardware.devices import Device, find_device, parse_dtype
+from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts
+from flopcalc.planning.money import Rate, count_energy, find_price
+from flopcalc.planning.network import Interconnect, find_interconnect
+from flopcalc.planning.step import PARTS, Overlaps, Runner, Step
+from flopcalc.prediction.memory import Memory, find_capacity
+from flopcalc.units import format_bytes, format_seconds
+from flopcalc.words import Execution
+
+MOST_LAYOUTS = 1_000_000
+KNOWN_DTYPES = ("bf16", "fp16", "fp8")
+_REASONS = {
+    "bubble": ("bubble",),
+    "communication": (
+        "tensor_parallel",
+        "context_parallel",
+        "expert_parallel",
+        "pipeline_sends",
+        "data_parallel",
+    ),
+    "recompute": ("recompute",),
+    "compute": ("products", "attention", "memory_bound", "launches", "host", "optimizer", "overhead"),
+}
+
+
+def _list_bytes(memory: Memory) -> dict[str, int]:
+    """What is there at the peak, whose sum is the total; `other` is workspace, buffers and inputs."""
+    there = memory.at_peak
+    named = ("weights", "gradients", "optimizer", "activations", "logits")
+    other = sum(size for name, size in there.items() if name not in named)
+    return {name: there[name] for name in named} | {"other": other, "total": memory.peak}
+
+
+class Planned(NamedTuple):
+    """A layout with its time, memory and cost; days, hours and money are of the whole run at the middle time."""
+
+    layout: Layout
+    step: Step
+    memory: Memory
+    mfu: float
+    hfu: float
+    tokens_per_s: float
+    days: float
+    gpu_hours: float
+    kwh: float | None
+    usd: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        factor = {"low": self.step.low / self.step.seconds, "mid": 1.0, "high": self.step.high / self.step.seconds}
+        return {
+            "layout": self.layout._asdict(),
+            "step_time_s": {"low": self.step.low, "mid": self.step.seconds, "high": self.step.high},
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "tokens_per_s": self.tokens_per_s,
+            "days": {name: self.days * times for name, times in factor.items()},
+            "gpu_hours": {name: self.gpu_hours * times for name, times in factor.items()},
+            "energy_kwh": self.kwh,
+            "usd": None if self.usd is None else {name: self.usd * times for name, times in factor.items()},
+            "breakdown": {name: part for name, part in zip(PARTS, self.step.parts, strict=True) if part},
+            "memory_bytes": _list_bytes(self.memory),
+        }
+
+
+class Loser(NamedTuple):
+    """Why layouts lose to the best one: how many for this reason, and the nearest of them."""
+
+    reason: str  # memory, bubble, communication, recompute, compute
+    layouts: int
+    nearest: Planned
+    text: str
+
+
+class Plan(NamedTuple):
+    """What a search found: the best layouts that fit, and why the others lose."""
+
+    model: str
+    parameters: int
+    device: Device
+    dtype: str
+    gpus: int
+    interconnect: Interconnect
+    tokens: int
+    seq: int
+    global_batch: int
+    best: tuple[Planned, ...]
+    losers: tuple[Loser, ...]
+    layouts: int  # that divide
+    fitting: int
+    skipped: dict[str, int]  # rule -> layouts that break it
+    price: Rate | None
+    is_measured: bool  # the device's own times, not another's scaled by published figures
+    notes: tuple[str, ...]
+    points: tuple[tuple[float, float, Layout], ...]  # step time in s and bytes of every layout that fits
+    execution: Execution = "fused"
+    optimizer: str = "adamw-master"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "device": self.device.id,
+            "dtype": self.dtype,
+            "execution": self.execution,
+            "optimizer": self.optimizer,
+            "gpus": self.gpus,
+            "interconnect": {"id": self.interconnect.id, "source": self.interconnect.source},
+            "tokens": self.tokens,
+            "seq": self.seq,
+            "global_batch": self.global_batch,
+            "best": [planned.to_dict() for planned in self.best],
+            "losers": [
+                {
+                    "reason": loser.reason,
+                    "layouts": loser.layouts,
+                    "nearest": loser.nearest.to_dict(),
+                    "why": loser.text,
+                }
+                for loser in self.losers
+            ],
+            "front": [
+                {"step_time_s": seconds, "memory_bytes": int(size), "layout": str(layout)}
+                for seconds, size, layout in self.find_front()
+            ],
+            "layouts": {"divide": self.layouts, "fit": self.fitting, "skipped": self.skipped},
+            "price": None if self.price is None else self.price._asdict(),
+            "evidence": {
+                "device": "measured" if self.is_measured else "not measured: scaled by published peaks",
+                "interconnect": f"{self.interconnect.id}: {self.interconnect.source}",
+                "many devices": "published runs (benchmarks/published_runs.py); none measured here",
+            },
+            "notes": list(self.notes),
+        }
+
+    def find_front(self) -> list[tuple[float, float, Layout]]:
+        """The layouts that no other beats in both step time and memory, fastest first."""
+        front: list[tuple[float, float, Layout]] = []
+        for point in sorted(self.points):
+            if not front or point[1] < front[-1][1]:
+                front.append(point)
+        return front
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw days over memory for every layout that fits, into a .png, .svg or .pdf (needs matplotlib)."""
+        from flopcalc.planning.plot import plot  # only where drawn
+
+        plot(self, path)
+
+
+# In place of an interconnect where there is one device.
+ALONE = Interconnect("none", "one device", (), 1, ((1.0, 1.0),), 1.0, 0.0, 1.0, 0.0, ((1.0, 1.0),), "no network", "")
+
+
+def search_layouts(
+    estimator: Estimator,
+    sample: Workload,
+    *,
+    tokens: int,
+    device: str,
+    gpus: int,
+    global_batch: int,
+    fixed: Mapping[str, Sequence[int | str]],
+    interconnect: str | None = None,
+    price: float | None = None,
+    dtype: str = "bf16",
+    execution: Execution = "fused",
+    optimizer: str = "adamw-master",
+    attention_kernel: str = "auto",
+    overlaps: Overlaps = Overlaps(),  # noqa: B008
+    top: int = 5,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """The best layouts of a bound model; `sample` is one sequence, `fixed` the values that degrees may take."""
+    found, kind = find_device(device, needs_all=True), parse_dtype(dtype)
+    peak = _find_peak(found, kind)
+    if kind == "fp8" and execution != "fused":
+        raise WorkloadError(f"fp8 is planned with execution fused, not {execution}: HF's code does not train in it")
+    net = ALONE if gpus == 1 and interconnect is None else find_interconnect(interconnect, device)
+    rate = find_price(found, price)
+    if not estimator.parameters()["trainable"]:
+        raise WorkloadError("nothing trains under this recipe: there is no training run to plan")
+    runner = Runner(
+        estimator, sample, device, net, global_batch, dtype=kind, execution=execution, optimizer=optimizer,
+        attention_kernel=attention_kernel, overlaps=overlaps,
+    )  # fmt: skip
+    needed = sum(estimator.count(sample, "model"))
+    capacity = find_capacity(found)
+    searched = _search(runner, gpus, global_batch, fixed, capacity)
+
+    def finish(layout: Layout, step: Step, memory: Memory) -> Planned:
+        speed = global_batch / step.seconds
+        hours = tokens / (speed * sample.tokens) / 3600
+        return Planned(
+            layout, step, memory,
+            mfu=needed * speed / (gpus * peak),
+            hfu=_count_executed(runner, layout.recompute) * speed / (gpus * peak),
+            tokens_per_s=speed * sample.tokens,
+            days=hours / 24,
+            gpu_hours=hours * gpus,
+            kwh=count_energy(found, hours * gpus),
+            usd=None if rate is None else rate.usd_per_gpu_hour * hours * gpus,
+        )  # fmt: skip
+
+    if not searched.fitting:
+        raise WorkloadError(_describe_misfit(estimator, found, gpus, searched.misfits, capacity, fixed))
+    ranked = sorted(searched.fitting, key=lambda entry: entry[1].seconds)
+    best = [finish(*entry) for entry in ranked[:top]]
+    losers = _explain(best[0], ranked, searched.misfits, capacity, finish)
+    said = [*notes, *runner.notes, *_list_notes(best[0], runner, rate)]
+    if sample.decoder is not None:
+        said.append("encoder and decoder: a pipeline's stages are counted with the mean of both kinds of layers")
+    return Plan(
+        estimator.source.name, estimator.parameters()["total"], found, kind, gpus, net, tokens, sample.tokens,
+        global_batch, tuple(best), tuple(losers), len(ranked) + len(searched.misfits), len(ranked), searched.skipped,
+        rate, runner.machine.is_measured, tuple(said),
+        tuple((step.seconds, memory.peak, layout) for layout, step, memory in ranked), execution, optimizer,
+    )  # fmt: skip
+
+
+Entry: TypeAlias = tuple[Layout, Step, Memory]
+
+
+class _Searched(NamedTuple):
+    fitting: list[Entry]
+    misfits: list[Entry]
+    skipped: dict[str, int]
+
+
+def _count_executed(runner: Runner, recompute: str) -> float:
+    """FLOPs of one sample that are executed under a kind of recomputation."""
+
+    def count(recompute: str) -> float:
+        return float(sum(runner.estimator(recompute).count(runner.sample, "hardware")))
+
+    if recompute == "half":
+        return (count("none") + count("full")) / 2
+    if recompute == "selective":
+        rows = runner.estimator("none").rows(runner.sample, "hardware")
+        cores = [(block, row, value) for block, row, value in rows if block.layers and row.op.kind == "attend"]
+        again = sum(row.forward * value * block.copies for block, row, value in cores if block.group == "language")
+        return count("none") + again
+    return count(recompute)
+
+
+def _find_peak(device: Device, dtype: str) -> float:
+    """FLOP/s of a device in a dtype that a plan knows."""
+    if dtype not in KNOWN_DTYPES:
+        raise WorkloadError(f"a plan is for training in {', '.join(KNOWN_DTYPES)}, not {dtype}")
+    if dtype not in device.peak_tflops:
+        known = [name for name in KNOWN_DTYPES if name in device.peak_tflops]
+        help_ = f"plan with --dtype {' or '.join(known)}, or add it" if known else "add it"
+        raise DeviceError(f"{device.name} has no known {dtype} peak: {help_} to this device in your own devices.toml")
+    return device.peak_tflops[dtype] * 1e12
+
+
+def _search(
+    runner: Runner, gpus: int, global_batch: int, fixed: Mapping[str, Sequence[int | str]], capacity: float
+) -> _Searched:
+    """Every layout of the search, timed; an error if none divides."""
+    model = runner.model
+    _check_division(model, gpus, global_batch, fixed)
+    fitting: list[Entry] = []
+    misfits: list[Entry] = []
+    skipped: dict[str, int] = {}
+    problems: dict[str, str] = {}
+    for number, layout in enumerate(list_layouts(model, gpus, global_batch, runner.net.per_node, fixed)):
+        if number == MOST_LAYOUTS:
+            raise WorkloadError(f"more than {MOST_LAYOUTS} layouts: fix some of them, such as --tp or --micro-batch")
+        problem = find_problem(layout, model, gpus, global_batch)
+        if problem is not None:
+            skipped[problem[0]] = skipped.get(problem[0], 0) + 1
+            problems.setdefault(*problem)
+            continue
+        memory = runner.count_memory(layout)
+        entry = (layout, runner.time(layout), memory)
+        (fitting if memory.peak <= capacity else misfits).append(entry)
+    if not fitting and not misfits:
+        most = max(skipped, key=lambda rule: skipped[rule]) if skipped else ""
+        why = problems[most] if most else f"what is fixed leaves no way to use all {gpus} devices"
+        raise WorkloadError(f"no layout divides: {why}; change it, --gpus or --global-batch")
+    return _Searched(fitting, misfits, skipped)
+
+
+def _check_division(model: Outline, gpus: int, global_batch: int, fixed: Mapping[str, Sequence[int | str]]) -> None:
+    """What the user fixed must divide by itself, or the error names it."""
+    for name in ("tp", "pp", "cp", "dp"):
+        for value in map(int, fixed.get(name, ())):
+            if gpus % value:
+                raise WorkloadError(f"{name} {value} does not divide {gpus} devices")
+    for name in ("tp", "pp", "cp", "ep"):
+        for value in map(int, fixed.get(name, ())):
+            degrees: dict[str, Any] = {name: value, "dp": value if name == "ep" else 1}
+            layout = Layout(**degrees)
+            problem = find_problem(layout, model, layout.devices, layout.micro_batch * layout.dp)
+            if problem is not None:
+                raise WorkloadError(problem[1])
+    for value in map(int, (*fixed.get("dp", ()), *fixed.get("micro_batch", ()))):
+        if global_batch % value:
+            raise WorkloadError(f"{value} does not divide a global batch of {global_batch} sequences (dp, micro-batch)")
+
+
+def _explain(
+    best: Planned,
+    ranked: Sequence[Entry],
+    misfits: Sequence[Entry],
+    capacity: float,
+    finish: Callable[[Layout, Step, Memory], Planned],
+) -> list[Loser]:
+    """Why the others lose, reason by reason: the part that grew most against the best, or memory."""
+    grouped: dict[str, list[Entry]] = {}
+    for entry in ranked[1:]:
+        grown = {
+            reason: sum(entry[1].parts[PARTS.index(name)] - best.step.parts[PARTS.index(name)] for name in names)
+            for reason, names in _REASONS.items()
+        }
+        grouped.setdefault(max(grown, key=lambda reason: grown[reason]), []).append(entry)
+    if misfits:
+        # The nearest is the smallest of those that would be faster, else the fastest.
+        faster = [entry for entry in misfits if entry[1].seconds < best.step.seconds]
+        first = min(faster, key=lambda entry: entry[2].peak) if faster else min(misfits, key=lambda e: e[1].seconds)
+        grouped["memory"] = [first, *(entry for entry in misfits if entry is not first)]
+    losers = []
+    for reason, entries in grouped.items():
+        nearest = finish(*entries[0])
+        slower = nearest.step.seconds / best.step.seconds - 1
+        if reason == "memory":
+            word = f"{abs(slower):.0%} {'faster' if slower < 0 else 'slower'}" if abs(slower) >= 0.005 else "as fast"
+            text = f"{describe_missing(nearest.memory, capacity)}; would be {word}"
+        else:
+            names = _REASONS[reason]
+            parts = {name: nearest.step.parts[PARTS.index(name)] for name in names}
+            most = max(parts, key=lambda name: parts[name] - best.step.parts[PARTS.index(name)])
+            old, new = best.step.parts[PARTS.index(most)], parts[most]
+            before = format_seconds(old) if old else "none"
+            text = f"{slower:.1%} slower" if slower >= 0.0005 else "as fast"
+            if new > old:
+                text += f": {most.replace('_', ' ')} {format_seconds(new)} of a step against {before}"
+        losers.append(Loser(reason, len(entries), nearest, text))
+    return sorted(losers, key=lambda loser: -loser.layouts)
+
+
+def _describe_misfit(
+    estimator: Estimator,
+    device: Device,
+    gpus: int,
+    misfits: Sequence[Entry],
+    capacity: float,
+    fixed: Mapping[str, Sequence[int | str]],
+) -> str:
+    layout, _, memory = min(misfits, key=lambda entry: entry[2].peak)
+    there = memory.at_peak
+    states = there["weights"] + there["gradients"] + there["optimizer"]
+    helps = []
+    freed = [name for name in ("zero", "recompute", "micro_batch", "tp", "pp", "cp", "ep") if name in fixed]
+    if freed:
+        helps.append("leave " + ", ".join(f"--{name.replace('_', '-')}" for name in freed) + " free")
+    if states > capacity / 2:
+        helps.append("more devices, to spread weights and optimizer states further")
+    else:
+        helps.append("shorter sequences or more devices, to spread activations further (--cp)")
+    parameters = estimator.parameters()
+    is_whole = parameters["trainable"] > parameters["total"] / 2
+    helps.append("a device with more memory" + (", or LoRA" if is_whole else ""))
+    return (
+        f"{estimator.source.name} fits on {gpus} x {device.name} in none of {len(misfits)} layouts: the smallest, "
+        f"{layout}, needs {format_bytes(memory.peak)} a device, {describe_missing(memory, capacity)}. "
+        f"What would help: {'; '.join(helps)}"
+    )
+
+
+def describe_missing(memory: Memory, capacity: float) -> str:
+    """How much does not fit, and what takes the most."""
+    parts = sorted(memory.at_peak.items(), key=lambda part: -part[1])
+    most = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts[:2])
+    return f"{format_bytes(int(memory.peak - capacity))} more than {format_bytes(int(capacity))} ({most})"
+
+
+_ASSUMED = {
+    "eager": "assumed: HF's eager code with its host time",
+    "compiled": "assumed: HF's code under torch.compile",
+    "graphs": "assumed: HF's code under torch.compile, replayed as CUDA graphs",
+    "fused": "assumed: fused kernels, no waiting for the host",
+}
+
+
+def _list_notes(best: Planned, runner: Runner, rate: Rate | None) -> list[str]:
+    net, device, many = runner.net, runner.machine.device, best.layout.devices
+    own = f"times of one device as measured on {device.name}"
+    if not runner.machine.is_measured:
+        own = f"{device.name} was not measured in {runner.dtype}: times of one device are scaled by published peaks"
+    if many > 1:
+        own += (
+            f"; collectives from table {net.id}; what many devices add, and the width of the interval, from published "
+            "runs, for none was measured here (docs/planning.md)"
+        )
+    hidden = "gradients reduced while backward runs, " if runner.overlaps.gradients else ""
+    bytes_ = "what the weights' dtype takes"
+    if runner.optimizer == "adamw-master":
+        bytes_ = "fp32 gradients and Adam (18 bytes a trained parameter before ZeRO)"
+    notes = [
+        own,
+        f"{_ASSUMED[runner.execution]}, {hidden}experts loaded evenly",
+        f"memory a device: bf16 weights, {bytes_}",
+        *runner.list_notes(best.layout),
+    ]
+    if many > net.per_node and many % net.per_node:
+        notes.append(f"{many} devices are no whole number of nodes of {net.per_node}: groups may lie across two nodes")
+    if rate is None:
+        notes.append("no price is known for this device: --price USD_PER_GPU_HOUR gives one")
+    elif rate.source != "given":
+        notes.append(f"price {rate.usd_per_gpu_hour:g} USD per GPU-hour of {rate.source}")
+    if best.kwh is not None:
+        notes.append(f"energy at the board's full {device.tdp_w:g} W: hosts, network and cooling come on top")
+    return notes

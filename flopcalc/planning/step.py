@@ -1,0 +1,405 @@
+"""The seconds and bytes of one step of a layout: prediction's clock for one device's share, and what is exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from math import sqrt
+from typing import NamedTuple
+
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.workload.workload import Workload
+from flopcalc.errors import FlopcalcError
+from flopcalc.planning.cut import (
+    Section,
+    Weights,
+    cut_work,
+    list_sections,
+    locate,
+    make_outline,
+    make_shards,
+    mix_tensors,
+    repeat_work,
+    sum_weights,
+    take_section,
+)
+from flopcalc.planning.layout import Layout, split_layers
+from flopcalc.planning.network import Interconnect, time_collective, time_message, time_routing
+from flopcalc.prediction.clock import Clock, Piece
+from flopcalc.prediction.machine import Machine
+from flopcalc.prediction.maker import make_work
+from flopcalc.prediction.memory import Memory, Tensors, count_memory, list_tensors, resize_batch
+from flopcalc.prediction.step import change, find_kernel, settle
+from flopcalc.prediction.work import Work
+from flopcalc.words import Execution
+
+PARTS = (
+    "products", "attention", "memory_bound", "recompute", "launches", "host", "tensor_parallel", "context_parallel",
+    "expert_parallel", "pipeline_sends", "data_parallel", "bubble", "optimizer", "overhead",
+)  # fmt: skip
+_KINDS = {"products": "products", "attention": "attention", "memory": "memory_bound", "optimizer": "optimizer"}
+_EXCHANGES = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_sends", "data_parallel")
+# How far a step of many devices is from the sum of its parts; see benchmarks/published_runs.py for what they rest on.
+OVERHEAD = 0.04  # share of the step of several devices: uneven devices, data, logging
+CONTENTION = 0.3  # share of hidden communication that comes back as slower products
+SHARD_WIRE_BYTES = 2  # gradients are reduced as they are, with zero 3 in bf16
+NETWORK_ERROR = 0.5  # relative error of communication that is not hidden
+# Devices whose published runs were predicted: they are known better than others that were not measured either.
+PUBLISHED = ("a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm", "h200-sxm", "h800-sxm", "b200-sxm", "tpu-v4")
+PUBLISHED_ERROR = 0.15
+# Below and above, of a run on several devices, none of which was measured here: most are slower than thought.
+SCALE_ERROR = (0.1, 0.25)
+EXPERT_ERROR = (0.25, 0.6)  # of a model of experts: uneven loads, small products
+SCAN_WIDTH = 2.0  # how many times wider where layers have scans or selections of keys
+
+
+class Overlaps(NamedTuple):
+    """What a framework hides behind computation; the defaults are those of a current one."""
+
+    gradients: bool = True  # reduced while backward runs
+    experts: bool = False  # all-to-all hidden behind another micro-batch
+    tensor: bool = False  # gathers of tensor parallelism hidden behind their products
+
+
+class Step(NamedTuple):
+    """Seconds of one step by part (see PARTS), and the relative errors to expect."""
+
+    parts: tuple[float, ...]
+    below: float  # how much faster than thought
+    above: float  # how much slower
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts)
+
+    @property
+    def low(self) -> float:
+        return self.seconds / (1 + self.below)
+
+    @property
+    def high(self) -> float:
+        return self.seconds * (1 + self.above)
+
+
+class Passes(NamedTuple):
+    """Seconds of one micro-batch on a device: of one layer by pass, and of what comes before and after all layers."""
+
+    forward: float
+    backward: float
+    again: float
+    attention: float  # of the forward pass
+    first: float
+    last: float
+
+    @property
+    def layer(self) -> float:
+        return self.forward + self.backward + self.again
+
+
+class Runner:
+    """Times layouts of one model on one device and interconnect; what layouts share is timed once."""
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        sample: Workload,
+        device: str,
+        net: Interconnect,
+        global_batch: int,
+        *,
+        dtype: str = "bf16",
+        execution: Execution = "fused",
+        optimizer: str = "adamw-master",
+        attention_kernel: str = "auto",
+        overlaps: Overlaps = Overlaps(),  # noqa: B008
+    ) -> None:
+        self.net, self.global_batch, self.execution = net, global_batch, execution
+        self.optimizer, self.overlaps = optimizer, overlaps
+        self.machine = Machine(device, dtype)
+        self.dtype = self.machine.dtype
+        self.sample = sample
+        self.model = make_outline(estimator, sample)
+        plain = "bf16" if self.dtype == "fp8" else self.dtype
+        self.kernel = find_kernel(self.machine.device, plain, attention_kernel)
+        self.is_asked = attention_kernel != "auto"
+        self.notes: list[str] = []
+        self.estimator = cache(lambda recompute: self._settle(estimator, recompute))
+        self.most_error = PUBLISHED_ERROR if self.machine.device.id in PUBLISHED else 1.0
+        self.work = cache(self._make_work)
+        self.tensors = cache(self._make_tensors)
+        self.weights: Mapping[str, Weights] = sum_weights(self.tensors(1, "none").parts)
+        self._cut = cache(self._cut_work)
+        self._passes = cache(self._time_passes)
+        self._clock = cache(self._run_clock)
+
+    def _settle(self, estimator: Estimator, recompute: str) -> Estimator:
+        changed = estimator
+        if estimator.recipe.recompute != recompute:
+            found = change(estimator, recompute=recompute)
+            if found is None:
+                raise FlopcalcError(f"{estimator.source.name} cannot be bound again with recompute {recompute}")
+            changed = found
+        settled, self.kernel, self.notes = settle(changed, self.kernel, self.execution, is_asked=self.is_asked)
+        return settled
+
+    def list_notes(self, layout: Layout) -> list[str]:
+        """What the work of a layout rests on."""
+        return list(self.work(layout.micro_batch, layout.recompute).notes)
+
+    # --- what one device does and holds -------------------------------------------------------------------------------
+    def _make_work(self, micro_batch: int, recompute: str) -> Work:
+        load = resize_batch(self.sample, micro_batch)
+        work = make_work(
+            self.estimator(find_recipe(recompute)), load, optimizer=self.optimizer, dtype_bytes=self.machine.width, kernel=self.kernel,
+            execution=self.execution,
+        )  # fmt: skip
+        return repeat_work(work, recompute)
+
+    def _make_tensors(self, micro_batch: int, recompute: str) -> Tensors:
+        load = resize_batch(self.sample, micro_batch)
+        kernel = "auto" if recompute == "selective" else self.kernel  # which keeps no scores
+
+        def make(word: str) -> Tensors:
+            optimizer = "sgd" if self.optimizer == "none" else self.optimizer
+            return list_tensors(
+                self.estimator(word), load, dtype=self.dtype, optimizer=optimizer, attention=kernel,
+                execution=self.execution,
+            )  # fmt: skip
+
+        if recompute == "half":
+            return mix_tensors(make("none"), make("full"))
+        return make(find_recipe(recompute))
+
+    def count_memory(self, layout: Layout) -> Memory:
+        """Bytes of the fullest device."""
+        tensors = self.tensors(layout.micro_batch, layout.recompute)
+        batches = self._count_batches(layout)
+        found = [
+            count_memory(tensors, make_shards(layout, section, self.model, batches), is_adding=batches > 1)
+            for section in list_sections(self.model, layout)
+        ]
+        return max(found, key=lambda memory: memory.peak)
+
+    def _count_batches(self, layout: Layout) -> int:
+        return self.global_batch // (layout.dp * layout.micro_batch)
+
+    def _cut_work(self, cut: Layout) -> Work:
+        return cut_work(self.work(cut.micro_batch, cut.recompute), cut)
+
+    def _time_passes(self, cut: Layout) -> Passes:
+        """One micro-batch of the whole model."""
+        work = self._cut(cut)
+        clock = self._run_clock(cut, Section(self.model.layers), 1, 0.0)
+        places: dict[str, list[Piece]] = {"first": [], "layers": [], "last": [], "optimizer": []}
+        for piece in clock.pieces:
+            places[locate(piece.module, piece.group, work.stacks)].append(piece)
+        own = places["layers"]
+
+        def spend(pieces: list[Piece]) -> float:
+            return clock.spend(pieces) / self.model.layers
+
+        ahead = [piece for piece in own if piece.place.way == 0]
+        return Passes(
+            spend(ahead),
+            spend([piece for piece in own if piece.place.way == 1 and not piece.is_again]),
+            spend([piece for piece in own if piece.is_again]),
+            spend([piece for piece in ahead if piece.kind == "attention"]),
+            clock.spend(places["first"]),
+            clock.spend(places["last"]),
+        )
+
+    def _run_clock(self, cut: Layout, section: Section, batches: int, stepped: float) -> Clock:
+        """A section's micro-batches, and the optimizer's step over a share of what trains."""
+        clock = Clock(self.machine, self.execution)
+        work = take_section(self._cut(cut), section, self.model.layers, stepped)
+        clock.add(work, batches, resize_batch(self.sample, cut.micro_batch))
+        return clock
+
+    # --- a layout -----------------------------------------------------------------------------------------------------
+    def time(self, layout: Layout) -> Step:
+        """One step of a layout that divides."""
+        cut = Layout(
+            tp=layout.tp, cp=layout.cp, ep=layout.ep, micro_batch=layout.micro_batch, recompute=layout.recompute,
+            is_sequence_parallel=layout.is_sequence_parallel,
+        )  # fmt: skip
+        batches = self._count_batches(layout)
+        if layout.devices == 1:
+            return self._time_alone(cut, batches)
+        layer = self._passes(cut)
+        tensor, ring, experts = self._time_exchanges(layout, layer)
+        gather, scatter = self._time_shards(layout)
+        repeated = 2.0 + {"full": 1.0, "full-reentrant": 1.0, "half": 0.5}.get(layout.recompute, 0.0)
+        # Of one layer and micro-batch. A pass back has the same exchanges as one forward.
+        exchanged = (repeated * tensor, 3 * ring, repeated * experts)
+        shards = self._expose_shards(layout, layer, gather, scatter)
+        whole = layer.layer + sum(exchanged) + shards
+
+        def spend(section: Section) -> float:
+            ends = layer.first * section.has_first + layer.last * section.has_last
+            return section.layers * whole + ends
+
+        section = max(list_sections(self.model, layout), key=spend)
+        clock = self._clock(cut, section._replace(in_flight=1), batches, self._find_stepped(layout, section))
+        parts = _list_parts(clock)
+        middle, fill = split_layers(self.model, layout)[0], (layout.pp - 1) / layout.virtual
+        ends = section.has_first + section.has_last
+        parts["tensor_parallel"] = batches * (section.layers * exchanged[0] + tensor * ends)
+        parts["context_parallel"] = batches * section.layers * exchanged[1]
+        parts["expert_parallel"] = batches * section.layers * exchanged[2]
+        parts["pipeline_sends"] = (batches + fill) * self._time_send(layout)
+        parts["bubble"] = fill * middle * whole
+        parts["data_parallel"] = batches * section.layers * shards + self._time_gradients(
+            layout, section, batches, layer
+        )
+        parts["overhead"] = OVERHEAD * sum(parts.values())
+        return Step(tuple(parts[name] for name in PARTS), *self._find_errors(clock, parts))
+
+    def _time_alone(self, cut: Layout, batches: int) -> Step:
+        """One device: what predict says of it."""
+        clock = self._clock(cut, Section(self.model.layers), batches, 1.0)
+        parts = _list_parts(clock)
+        low, mid, high = clock.interval()
+        return Step(tuple(parts[name] for name in PARTS), mid / low - 1, high / mid - 1)
+
+    # --- what is exchanged --------------------------------------------------------------------------------------------
+    def _time_exchanges(self, layout: Layout, layer: Passes) -> tuple[float, float, float]:
+        """Seconds of one layer's exchanges in one direction: tensor, context (what shows of it) and expert parallel."""
+        model, net = self.model, self.net
+        rows = model.tokens * layout.micro_batch / layout.cp
+        tensor = ring = experts = 0.0
+        if layout.tp > 1:
+            size = self.machine.width * rows * model.hidden
+            if layout.is_sequence_parallel:
+                tensor = sum(time_collective(net, kind, size, layout.tp) for kind in ("all_gather", "reduce_scatter"))
+            else:
+                tensor = time_collective(net, "all_reduce", size, layout.tp)
+            tensor *= model.exits
+            if self.overlaps.tensor:
+                tensor *= 0.3
+        if layout.cp > 1:
+            size = self.machine.width * rows * model.keys / min(layout.tp, model.key_heads)
+            whole = (layout.cp - 1) * time_message(net, size, layout.tp, layout.cp)
+            ring = whole - (1 - CONTENTION) * min(whole, layer.attention)
+        if layout.ep > 1 and model.experts > 1:
+            size = self.machine.width * self._count_routed(layout.micro_batch) / layout.cp / layout.tp
+            experts = 2 * time_routing(net, size, layout.ep, model.active)
+            if self.overlaps.experts:
+                experts -= (1 - CONTENTION) * min(experts, layer.forward)
+        return tensor, ring, experts
+
+    def _count_routed(self, micro_batch: int) -> float:
+        """Numbers that one layer hands to its experts, one way."""
+        products = self.work(micro_batch, "none").products
+        last = [each for each in products if each.side == "expert" and each.n == self.model.hidden]
+        ahead = [each for each in last if each.direction == "forward"]
+        return sum(each.m * each.n * each.calls for each in ahead) / self.model.layers
+
+    def _time_shards(self, layout: Layout) -> tuple[float, float]:
+        """Seconds to gather one layer's weights, and to reduce its gradients to their owners."""
+        if layout.zero < 2:
+            return 0.0, 0.0
+        net, layers, own = self.net, self.model.layers, self.weights["layers"]
+
+        def exchange(kind: str, dense: float, experts: float) -> float:
+            return time_collective(
+                net, kind, dense / layers / layout.tp, layout.dp * layout.cp, layout.tp
+            ) + time_collective(net, kind, experts / layers / layout.ep, layout.expert_dp, layout.ep)
+
+        gather = exchange("all_gather", own.held.dense, own.held.other) if layout.zero == 3 else 0.0
+        size = SHARD_WIRE_BYTES if layout.zero == 3 else self._gradient_bytes
+        return gather, exchange("reduce_scatter", size * own.trained.dense, size * own.trained.other)
+
+    @property
+    def _gradient_bytes(self) -> int:
+        return self.tensors(1, "none").gradient_bytes
+
+    def _expose_shards(self, layout: Layout, layer: Passes, gather: float, scatter: float) -> float:
+        """What of a layer's gathers and reductions is not hidden, and what hiding costs the products."""
+        if layout.zero < 2:
+            return 0.0
+        ahead, behind = layer.forward, layer.backward + layer.again
+        open_ahead, open_behind = max(0.0, gather - ahead), max(0.0, gather + scatter - behind)
+        hidden = 2 * gather + scatter - open_ahead - open_behind
+        return open_ahead + open_behind + CONTENTION * hidden
+
+    def _time_send(self, layout: Layout) -> float:
+        """Seconds of one micro-batch's hand-overs between stages, both directions."""
+        if layout.pp == 1:
+            return 0.0
+        rows = self.model.tokens * layout.micro_batch / layout.cp / layout.tp
+        size = self.machine.width * rows * self.model.hidden
+        return 2 * layout.virtual * time_message(self.net, size, layout.tp * layout.cp * layout.dp, layout.pp)
+
+    def _count_trained(self, layout: Layout, section: Section) -> tuple[float, float]:
+        """Trained parameters of a section, before ZeRO: dense ones and those of experts."""
+        share = section.layers / self.model.layers
+        ends = [name for name, is_here in (("first", section.has_first), ("last", section.has_last)) if is_here]
+        dense = share * self.weights["layers"].trained.dense + sum(self.weights[name].trained.dense for name in ends)
+        experts = share * self.weights["layers"].trained.other
+        return dense / layout.tp, experts / layout.ep
+
+    def _find_stepped(self, layout: Layout, section: Section) -> float:
+        """The share of all trained parameters that the optimizer of one device steps."""
+        dense, experts = self._count_trained(layout, section)
+        if layout.zero:
+            dense, experts = dense / (layout.dp * layout.cp), experts / layout.expert_dp
+        whole = sum(weights.trained.total for weights in self.weights.values())
+        return (dense + experts) / whole if whole else 0.0
+
+    def _time_gradients(self, layout: Layout, section: Section, batches: int, layer: Passes) -> float:
+        """Seconds of reducing gradients and gathering weights, those of ZeRO's layers aside, that nothing hides."""
+        group = layout.dp * layout.cp
+        if group == 1 and layout.expert_dp == 1:
+            return 0.0
+        net, layers = self.net, section.layers
+        dense, experts = self._count_trained(layout, section)
+
+        def exchange(kind: str, size: float) -> float:
+            return time_collective(net, kind, size * dense, group, layout.tp) + time_collective(
+                net, kind, size * experts, layout.expert_dp, layout.ep
+            )
+
+        if layout.zero == 3:
+            # The table of embeddings is gathered before there is anything to hide it.
+            table = self.weights["first"].held.dense / layout.tp
+            return batches * time_collective(net, "all_gather", table, group, layout.tp)
+        wire, width = self._gradient_bytes, self.machine.width
+        if layout.zero == 2:
+            reduce, fetch = 0.0, exchange("all_gather", width)
+        elif layout.zero == 1:
+            reduce, fetch = exchange("reduce_scatter", wire), exchange("all_gather", width)
+        else:
+            reduce, fetch = exchange("all_reduce", wire), 0.0
+        if not self.overlaps.gradients:
+            return reduce + fetch
+        # One layer's part of each is left when there is nothing to hide it.
+        alone = 1 / max(2, layers)
+        behind = layers * (layer.backward + layer.again)
+        shown = max(alone * reduce, reduce - (1 - alone) * behind)
+        shown += max(alone * fetch, fetch - (1 - alone) * layers * layer.forward)
+        return shown + CONTENTION * (reduce + fetch - shown)
+
+    def _find_errors(self, clock: Clock, parts: Mapping[str, float]) -> tuple[float, float]:
+        """The relative errors to expect, below and above: the device's, the network's, and of many devices."""
+        device = min(clock.error("device"), self.most_error)
+        exchanged = NETWORK_ERROR * sum(parts[name] for name in _EXCHANGES) / sum(parts.values())
+        widths = SCALE_ERROR if self.model.experts == 1 else EXPERT_ERROR
+        times = 1.0 if clock.is_recorded else SCAN_WIDTH
+        below, above = (times * sqrt(device**2 + exchanged**2 + width**2) for width in widths)
+        return below, above
+
+
+def find_recipe(recompute: str) -> str:
+    """The recipe's recomputation that a layout's kind of it is made of."""
+    return {"selective": "none", "half": "full"}.get(recompute, recompute)
+
+
+def _list_parts(clock: Clock) -> dict[str, float]:
+    """Seconds of one device by part; they add up to its step."""
+    parts = dict.fromkeys(PARTS, 0.0)
+    for piece in clock.pieces:
+        parts["recompute" if piece.is_again else _KINDS[piece.kind]] += piece.seconds
+    device_s = clock.device_s()
+    parts["launches"] = max(0.0, device_s - sum(parts.values()))
+    parts["host"] = max(0.0, clock.step_s() - device_s)
+    return parts
