@@ -444,4 +444,4 @@ def _count_gathered(tensors: Tensors, shards: Shards) -> int:
     """Whole weights of the layer at work and of the next one, and a layer's whole gradients before they are cut."""
     largest = shards.cut_weights(tensors.largest, False).total
     weights = 2 * largest * tensors.dtype_bytes if max(shards.divide(3)) > 1 else 0
-    return weights + (largest * tensors.gradient_bytes if max(shards.divide(2)) > 1 else 0)
+    return weights + (largest * tensors.dtype_bytes if max(shards.divide(2)) > 1 else 0)
