@@ -150,7 +150,8 @@ class Runner:
     def _make_work(self, micro_batch: int, recompute: str) -> Work:
         load = resize_batch(self.sample, micro_batch)
         work = make_work(
-            self.estimator(find_recipe(recompute)), load, optimizer=self.optimizer, dtype_bytes=self.machine.width, kernel=self.kernel,
+            self.estimator(find_recipe(recompute)), load, optimizer=self.optimizer,
+            dtype_bytes=self.machine.width, kernel=self.kernel,
             execution=self.execution,
         )  # fmt: skip
         return repeat_work(work, recompute)
