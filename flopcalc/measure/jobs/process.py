@@ -107,7 +107,7 @@ class _Worker:
     def __init__(self, task: Task, rows: Iterable[str], env: Mapping[str, str]) -> None:
         self.is_ending = False
         self._log = task.log
-        self._buffer = b""
+        self._buffer = bytearray()
         self._oom_kills = _read_oom_kills()
         job = task.job
         request = {"call": job.call, "args": {**job.args, **job.where} if job.where else job.args}
@@ -180,12 +180,14 @@ class _Worker:
 
     def _receive(self) -> bytes | None:
         with suppress(BlockingIOError, ConnectionError):
-            while not (piece := self.channel.recv(1 << 16)).endswith(b"\n"):
+            while not self._buffer.endswith(b"\n"):  # the worker sends one line, then waits for a request
+                piece = self.channel.recv(1 << 16)
                 self._buffer += piece
                 if not piece:
                     self.is_ending = True
                     return None
-            line, self._buffer = self._buffer + piece, b""
+            line = bytes(self._buffer)
+            self._buffer.clear()
             return line
         return None
 

@@ -18,11 +18,11 @@ class Progress:
     With `lists_results` every result has a line of its own, and the status line is for terminals only.
     """
 
-    def __init__(self, stream: TextIO | None, *, lists_results: bool = False, every_s: float = 5.0) -> None:
+    def __init__(self, stream: TextIO | None, *, lists_results: bool = False) -> None:
         self._stream = stream
         self._is_terminal = stream is not None and stream.isatty()
         self._lists_results = lists_results
-        self._every_s = 0.5 if self._is_terminal else every_s
+        self._every_s = 0.5 if self._is_terminal else 5.0
         self._shown_s = 0.0
         self.begin((), {})
 

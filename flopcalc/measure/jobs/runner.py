@@ -7,6 +7,7 @@ result, and the other rows go on. A launcher decides where the processes run and
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -109,7 +110,7 @@ def _name_logs(jobs: Sequence[Job]) -> dict[str, str]:
     """Job id -> name of its log file."""
     owners: dict[str, str] = {}
     for job in jobs:
-        log = f"{''.join(c if c.isalnum() or c in '-_.' else '_' for c in job.id)}.log"
+        log = re.sub(r"[^\w.-]", "_", job.id) + ".log"
         if log in owners:
             raise RunnerError(f"jobs {owners[log]} and {job.id} would share the log {log}: rename one of them")
         owners[log] = job.id

@@ -447,12 +447,19 @@ def run_on_slurm(jobs: list[Job], folder: Path, cluster: str = "local", **option
 
 
 @pytest.mark.usefixtures("no_patience")
-def test_jobs_by_submitit_give_the_same_results(tmp_path: Path) -> None:
-    jobs = [make_job("tell", "tell", tmp_path), make_job("leave", "leave", tmp_path)]
-    results = run_on_slurm(jobs, tmp_path / "run", slots=2)
-    assert [(r.job, r.reason) for r in results] == [("tell", None), ("leave", "exit")]
+def test_a_job_by_submitit_gives_the_same_result(tmp_path: Path) -> None:
+    (result,) = run_on_slurm([make_job("tell", "tell", tmp_path)], tmp_path / "run")
+    assert (result.job, result.reason) == ("tell", None)
     assert (tmp_path / "run/logs/tell.log").read_text() == "told\n"
     assert list((tmp_path / "run/slurm").glob("*_submitted.pkl")) == []
+
+
+@pytest.mark.heavy
+def test_jobs_by_submitit_run_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("submitit")
+    jobs = [make_job(name, "meet", tmp_path, others="ab") for name in "ab"] + [make_job("leave", "leave", tmp_path)]
+    results = run_on_slurm(jobs, tmp_path / "run", slots=2)
+    assert [(r.job, r.reason) for r in results] == [("a", None), ("b", None), ("leave", "exit")]
 
 
 @pytest.mark.heavy

@@ -59,7 +59,6 @@ def test_every_failure_is_a_row_and_the_others_survive(tmp_path: Path) -> None:
     ("end", "bad_starts", "reason", "detail", "starts"),
     [
         ("kill", 1, None, "None", 2),
-        ("leave", 1, None, "None", 2),
         ("hang", 1, None, "None", 2),
         ("kill", 9, "killed", "worker did not start, tried twice: process ended by SIGKILL", 2),
         ("raise", 9, "exception", "worker did not start: KeyError: 'not there'", 1),
