@@ -176,7 +176,7 @@ def hang(_args: Json, _row: Json) -> None:
 def kill_machine(args: Json, row: Json) -> str:
     """Kill the process of the engine that runs this job; only the first times."""
     with open(f"{args['folder']}/tries", "a+") as file:
-        file.write("try\n")
+        file.write(f"{os.getpid()}\n")
         file.seek(0)
         tries = len(file.readlines())
     if tries <= row["times"]:

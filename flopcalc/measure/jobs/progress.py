@@ -57,7 +57,7 @@ class Progress:
             return
         self._shown_s = now
         running = ", ".join(f"{job} {format_time(now - began_s)}" for job, began_s in self._running.items())
-        text = f"{self._format_counts()}; running: {running}"
+        text = self._format_counts() + (f"; running: {running}" if running else "")
         columns = shutil.get_terminal_size().columns
         self._write(f"\r{text[: columns - 1]}\x1b[K" if self._is_terminal else f"{text}\n")
 

@@ -19,7 +19,7 @@ from flopcalc.measure.jobs import gpus, launchers
 from flopcalc.measure.jobs.gpus import LauncherError, make_environments
 from flopcalc.measure.jobs.job import Job, Result
 from flopcalc.measure.jobs.launchers import Local, make_launcher
-from flopcalc.measure.jobs.runner import Progress, run_jobs
+from flopcalc.measure.jobs.runner import run_jobs
 
 Json = dict[str, Any]
 
@@ -357,9 +357,9 @@ def cluster() -> Iterator[Any]:
     cluster.shutdown()
 
 
-def run_on_ray(jobs: list[Job], folder: Path, cluster: Any, **options: Any) -> tuple[Result, ...]:
+def run_on_ray(jobs: list[Job], folder: Path, cluster: Any) -> tuple[Result, ...]:
     launcher = make_launcher("ray", ray_address=cluster.address, device="cpu")
-    return run_jobs(jobs, str(folder), launcher=launcher, **options).results
+    return run_jobs(jobs, str(folder), launcher=launcher).results
 
 
 def check_same_results(tmp_path: Path, cluster: Any) -> None:
@@ -373,32 +373,12 @@ def check_same_results(tmp_path: Path, cluster: Any) -> None:
     assert run_jobs(jobs, str(tmp_path / "run")).ran == 0  # the same journal, whoever ran them
 
 
-def check_second_interrupt(tmp_path: Path, cluster: Any) -> None:
-    heard = threading.Event()
-
-    class Listening(Progress):
-        def say(self, text: str) -> None:
-            assert text.startswith("stopping after what runs now")
-            heard.set()
-
-    def interrupt_twice() -> None:
-        wait_until((tmp_path / "a.process").exists, "a did not begin")
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        heard.wait(LIMIT_S)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt_twice)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_on_ray([make_job("a", "gate", tmp_path)], tmp_path / "run", cluster, progress=Listening(None))
-    thread.join()
-    wait_gone(read_pids(tmp_path / "a.process")[:1])
-
-
 def check_lost_worker(tmp_path: Path, cluster: Any) -> None:
+    """The process of Ray is killed: the worker below it ends, and the task runs again."""
     (result,) = run_on_ray([make_job("a", "kill_machine", tmp_path, times=1)], tmp_path / "run", cluster)
     assert (result.status, result.data) == ("ok", "done")
-    assert (tmp_path / "tries").read_text() == "try\n" * 2
+    first, _ = read_pids(tmp_path / "tries")
+    wait_gone([first])
 
 
 def check_dead_node(tmp_path: Path, cluster: Any) -> None:
@@ -427,7 +407,7 @@ def check_dead_node(tmp_path: Path, cluster: Any) -> None:
 @pytest.mark.heavy
 def test_a_ray_cluster_of_two_nodes(tmp_path: Path, cluster: Any) -> None:
     """One test, for a cluster takes long to start."""
-    for check in (check_same_results, check_second_interrupt, check_lost_worker, check_dead_node):
+    for check in (check_same_results, check_lost_worker, check_dead_node):
         folder = tmp_path / check.__name__
         folder.mkdir()
         check(folder, cluster)
@@ -469,7 +449,9 @@ def test_a_lost_submitit_job_is_tried_again(tmp_path: Path, times: int, fate: tu
     jobs = [make_job("a", "kill_machine", tmp_path, times=times)]
     (result,) = run_on_slurm(jobs, tmp_path / "run", slurm_folder=str(tmp_path / "shared"))
     assert (result.status, result.reason) == fate
-    assert (tmp_path / "tries").read_text() == "try\n" * tries
+    workers = read_pids(tmp_path / "tries")
+    assert len(workers) == tries
+    wait_gone(workers)
 
 
 _FAKE_SLURM = {

@@ -56,6 +56,9 @@ def test_the_status_is_rewritten_on_a_terminal(clock: list[float], monkeypatch: 
     stream = Terminal()
     progress = Progress(stream, lists_results=True)
     progress.begin([make_job("a"), make_job("b")], {})
+    progress.tick()
+    assert stream.getvalue() == "\r0/2 done, 0:00 so far, 0:00 left\x1b[K"
+    stream.truncate(stream.seek(0))
     progress.start("a")
     clock[0] += 61
     progress.start("b")

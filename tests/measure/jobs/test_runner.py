@@ -125,6 +125,12 @@ def test_the_journal_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert (outcome.ran, outcome.results) == (0, (Result(**line),))
 
 
+def test_a_function_that_moved_keeps_its_keys() -> None:
+    now = Job("a", "flopcalc.measure.calibrate.tables.gemm:start", {"n": 1}, ONE)
+    assert now.key("1") == now._replace(call="flopcalc.measure.tables.gemm:start").key("1")
+    assert now.key("1") != now._replace(call="flopcalc.measure.tables.memory:start").key("1")
+
+
 def test_a_row_whose_question_changed_is_measured_again(tmp_path: Path) -> None:
     where = {"begun": str(tmp_path / "begun")}
     first = make_job(ONE, where=where)
