@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from flopcalc.errors import FlopcalcError
-from flopcalc.measure.jobs.runner import LiveTable
+from flopcalc.measure.jobs.progress import Progress
 from flopcalc.measure.sweep.matrix import CHILD, make_matrix
 from flopcalc.measure.sweep.run import Swept, run_sweep
 from flopcalc.measure.sweep.summary import format_summary, summarize
@@ -46,7 +46,7 @@ def measure(options: argparse.Namespace, call: str = CHILD) -> Swept:
     # No launcher: one at a time, also where several GPUs are free, for neighbours would share the host.
     swept = run_sweep(
         configurations, options.work or os.path.join(options.out, "work"), runs_dir=None, fresh=options.fresh,
-        retry_failed=options.retry_failed, progress=LiveTable(sys.stderr), call=call,
+        retry_failed=options.retry_failed, progress=Progress(sys.stderr, lists_results=True), call=call,
         on_rows=lambda rows: write_results(rows, path, describe_command(options)),
     )  # fmt: skip
     if swept.ran or not os.path.exists(path):

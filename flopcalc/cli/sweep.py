@@ -233,7 +233,7 @@ def _run(configurations: Sequence[Configuration], options: Mapping[str, Any], ca
     """Exit code: 0 all ok, 1 some failed, 130 stopped before the last one."""
     from flopcalc.api import bind
     from flopcalc.measure.jobs.launchers import make_launcher
-    from flopcalc.measure.jobs.runner import LiveTable
+    from flopcalc.measure.jobs.progress import Progress
     from flopcalc.measure.sweep.matrix import find_model
     from flopcalc.measure.sweep.run import check_libraries, run_sweep
     from flopcalc.measure.sweep.summary import format_summary
@@ -253,7 +253,7 @@ def _run(configurations: Sequence[Configuration], options: Mapping[str, Any], ca
         click.echo(f"{model}: {bind(find_model(model)).parameters()['total']:,} parameters", err=True)
     swept = run_sweep(
         configurations, options["logs_dir"], runs_dir=options["runs_dir"], launcher=launcher, fresh=options["fresh"],
-        retry_failed=options.get("retry") == "failed", progress=LiveTable(sys.stderr),
+        retry_failed=options.get("retry") == "failed", progress=Progress(sys.stderr, lists_results=True),
     )  # fmt: skip
     found = summarize_rows(swept.rows)
     click.echo(_to_json(found) if options["as_json"] else format_summary(found, width=_find_width()))

@@ -1,4 +1,4 @@
-"""What the worker processes of the runner's tests run, and how those wait for it; light: workers import it anew."""
+"""What the worker processes of the runner's tests run, and how the tests wait for it; imports little on purpose."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
 CALL = "runner_jobs:start"
 HERE = str(Path(__file__).parent)
+LIMIT_S = 300.0  # a test that waits this long has failed; slow machines need some of it
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_S
     while not holds():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
+
+
+def wait_gone(pids: list[int]) -> None:
+    for pid in pids:
+        wait_until(lambda pid=pid: is_gone(pid), f"process {pid} is still there")
 
 
 def is_gone(pid: int) -> bool:
@@ -32,13 +37,24 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def read_pids(path: Path) -> list[int]:
+    return [int(pid) for pid in path.read_text().split()]
+
+
 def start(args: Json) -> Callable[[Json], Any]:
-    return lambda row: ACTIONS[row["do"]](args, row)
+    if "starts" in args:
+        with open(args["starts"], "a") as file:
+            file.write("start\n")
+        if len(Path(args["starts"]).read_text().split()) <= args["bad_starts"]:
+            ACTIONS[args["end"]](args, {})
+    return lambda row: act(args, row)
 
 
-def wait_for(path: str) -> None:
-    while not os.path.exists(path):
-        time.sleep(0.01)
+def act(args: Json, row: Json) -> Any:
+    if "begun" in args:
+        with open(args["begun"], "a") as file:
+            file.write(f"{row.get('value', row['do'])}\n")
+    return ACTIONS[row["do"]](args, row)
 
 
 def write(path: str, text: str) -> None:
@@ -47,17 +63,27 @@ def write(path: str, text: str) -> None:
     os.replace(f"{path}.part", path)
 
 
+def wait_for(path: str) -> None:
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+def give_value(_args: Json, row: Json) -> Json:
+    return {"value": row["value"], "process": os.getpid()}
+
+
 def tell(args: Json, _row: Json) -> Json:
     print("told", flush=True)
     return {
-        "process": os.getpid(), "name": args.get("name"), "raylet": os.environ.get("RAY_RAYLET_PID"),
+        "process": os.getpid(), "name": args.get("name"),
         "oom_score_adj": Path("/proc/self/oom_score_adj").read_text().strip(),
         "env": {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")},
     }  # fmt: skip
 
 
 def meet(args: Json, row: Json) -> str:
-    """Comes to its end only if the others run at the same time."""
+    """Ends only if the others run at the same time."""
     write(f"{args['folder']}/{args['name']}", "")
     for other in row["others"]:
         wait_for(f"{args['folder']}/{other}")
@@ -65,25 +91,47 @@ def meet(args: Json, row: Json) -> str:
 
 
 def gate(args: Json, _row: Json) -> Json:
-    """Says who it is, then waits to be let through."""
-    with open(f"{args['folder']}/{args['name']}.begun", "a") as file:
-        file.write("begun\n")
-    write(f"{args['folder']}/{args['name']}.process", f"{os.getpid()} {os.environ.get('RAY_RAYLET_PID')}")
+    """Says who it is, then waits until the file `open` is there."""
+    write(f"{args['folder']}/{args['name']}.process", f"{os.getpid()} {os.environ.get('RAY_RAYLET_PID', 0)}")
     wait_for(f"{args['folder']}/open")
     return {"raylet": os.environ.get("RAY_RAYLET_PID")}
 
 
 def family(args: Json, _row: Json) -> None:
-    """A child in the group, one in a session of its own, an orphan that left the group; then a hang."""
-    near = subprocess.Popen(["sleep", "600"])
-    far = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    orphan = f"import os, time; os.fork() and os._exit(0); open({args['folder']!r} + '/orphan', 'w').write("
-    orphan += "str(os.getpid())); time.sleep(600)"
-    subprocess.run([sys.executable, "-S", "-c", orphan], start_new_session=True, check=True)
-    while not (found := Path(args["folder"], "orphan")).exists() or not found.read_text():
-        time.sleep(0.01)
-    write(f"{args['folder']}/{args['name']}.family", f"{os.getpid()} {near.pid} {far.pid} {found.read_text()}")
+    """Two more processes in the group, one of them a forked copy that holds the socket; then a hang."""
+    child = subprocess.Popen(["sleep", "600"])
+    copy = os.fork()
+    if not copy:
+        time.sleep(600)
+    write(f"{args['folder']}/{args['name']}.family", f"{os.getpid()} {child.pid} {copy}")
     time.sleep(600)
+
+
+def orphan(args: Json, _row: Json) -> None:
+    """Die and leave a forked copy behind."""
+    copy = os.fork()
+    if not copy:
+        time.sleep(600)
+    write(f"{args['folder']}/{args['name']}.family", str(copy))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(_args: Json, _row: Json) -> None:
+    raise KeyError("not there")
+
+
+def fail_row(_args: Json, _row: Json) -> None:
+    from flopcalc.measure.jobs.job import RowError
+
+    raise RowError("this row   cannot be measured")
+
+
+def fail_device_memory(_args: Json, _row: Json) -> None:
+    raise type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 90 GiB")
+
+
+def fail_device(_args: Json, _row: Json) -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def crash(_args: Json, _row: Json) -> None:
@@ -100,21 +148,25 @@ def leave(_args: Json, _row: Json) -> None:
     os._exit(3)
 
 
+def draw_bar(_args: Json, _row: Json) -> None:
+    sys.stderr.write("\r 10%|#   |\x1b[A\r 20%|\x1b[31m##\x1b[0m  |")
+    sys.stderr.flush()
+    os._exit(4)
+
+
 def fill_memory(_args: Json, _row: Json) -> int:
     limit = 1 << 30
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     return len(bytearray(4 * limit))
 
 
-def fill_device(args: Json, row: Json) -> Json:
-    """Free memory of the device as this process meets it; then some of it, or more than there is."""
+def fill_device(_args: Json, row: Json) -> Json:
+    """Free memory of the device as this process finds it; then a share of it, or more than there is."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
     taken = torch.empty(int(total * row["share"]), dtype=torch.uint8, device="cuda")
-    if row.get("waits"):
-        gate(args, row)
-    return {"free": free, "total": total, "taken": taken.numel()}
+    return {"free": free, "taken": taken.numel()}
 
 
 def hang(_args: Json, _row: Json) -> None:
@@ -122,50 +174,38 @@ def hang(_args: Json, _row: Json) -> None:
 
 
 def kill_machine(args: Json, row: Json) -> str:
-    """End the process that the engine started, above the guard; only the first times."""
+    """Kill the process of the engine that runs this job; only the first times."""
     with open(f"{args['folder']}/tries", "a+") as file:
-        file.write("try\n")
+        file.write(f"{os.getpid()}\n")
         file.seek(0)
         tries = len(file.readlines())
     if tries <= row["times"]:
-        guard = Path(f"/proc/{os.getppid()}/stat").read_text()
-        os.kill(int(guard.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
     return "done"
 
 
-def babble(_args: Json, row: Json) -> None:
-    """Write into the pipe of the answers what no worker would."""
-    times = row.get("times", 1)
-    descriptors = [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
-    while times:
-        times -= 1
-        for descriptor in descriptors:
-            with suppress(OSError):
-                os.write(descriptor, row["text"].encode())
-    time.sleep(600)
+def measure_args(args: Json, row: Json) -> str:
+    """As long as what came in."""
+    return "x" * (len(args["ballast"]) + len(row["ballast"]))
 
 
-def draw_bar(_args: Json, _row: Json) -> None:
-    sys.stderr.write("\r 10%|#   |\x1b[A\r 20%|\x1b[31m##\x1b[0m  |")
-    sys.stderr.flush()
-    os._exit(4)
+def print_text(_args: Json, _row: Json) -> None:
+    print("into the log", flush=True)
 
 
-def leave_daemon(_args: Json, _row: Json) -> int:
-    return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+def print_late(_args: Json, _row: Json) -> None:
+    print("in a buffer until the process ends")
 
 
-def measure_args(args: Json, _row: Json) -> int:
-    return len(args["ballast"])
-
-
-def unsendable(_args: Json, _row: Json) -> object:
+def give_object(_args: Json, _row: Json) -> object:
     return {"value": object()}
 
 
 ACTIONS: dict[str, Callable[[Json, Json], Any]] = {
-    "tell": tell, "meet": meet, "gate": gate, "family": family, "crash": crash, "kill": kill, "leave": leave,
-    "memory": fill_memory, "device": fill_device, "hang": hang, "kill_machine": kill_machine, "unsendable": unsendable,
-    "babble": babble, "bar": draw_bar, "daemon": leave_daemon, "measure_args": measure_args,
+    "value": give_value, "tell": tell, "meet": meet, "gate": gate, "family": family, "orphan": orphan, "raise": fail,
+    "row_error": fail_row, "device_memory": fail_device_memory, "device": fail_device, "crash": crash, "kill": kill,
+    "leave": leave, "bar": draw_bar, "memory": fill_memory, "fill_device": fill_device, "hang": hang,
+    "kill_machine": kill_machine, "measure_args": measure_args, "print": print_text, "print_late": print_late,
+    "unsendable": give_object,
 }  # fmt: skip

@@ -342,7 +342,7 @@ def describe_command(given: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m flopcalc.measure.calibrate.run`: the command without click."""
+    """`python -m flopcalc.measure.calibrate`: the command without click."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return run_command(make_parser().parse_args(given), describe_command(given))
@@ -351,7 +351,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

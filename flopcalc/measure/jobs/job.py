@@ -1,4 +1,4 @@
-"""What the runner, its launchers and its workers hand to each other: jobs and tasks in, results out; data only."""
+"""What the runner, the launchers and the workers exchange: jobs and tasks in, results out."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ _FIRST_PATHS = {
 
 
 class RunnerError(FlopcalcError):
-    """A run that cannot start or go on: folder in use, other settings in its journal, disk full."""
+    """The run cannot start or go on: folder in use, other settings in its journal, disk full."""
 
 
 class RowError(Exception):
-    """Raised by a row's function when the row cannot be measured; its text is the whole detail."""
+    """Raised by a row's function if the row cannot be measured; its text is the whole detail."""
 
 
 class Job(NamedTuple):
-    """What one process does: `call` ('package.module:function') is given `args`, then row after row."""
+    """What one process does: `call` ('package.module:function') gets `args` and returns a function of one row."""
 
     id: str
     call: str
     args: Json
     rows: Mapping[str, Any]  # row id -> its parameters (JSON), in order
-    timeout_s: float = 120.0  # of one row
-    start_timeout_s: float = 300.0  # of the call itself: imports, building a model
-    expected_s: float = 0.0  # of the whole job, for the time left; 0: not known
+    timeout_s: float = 120.0  # for one row
+    start_timeout_s: float = 300.0  # for the call itself: imports, building a model
+    expected_s: float = 0.0  # for the whole job, used to show the time left; 0: not known
     env: Mapping[str, str] = {}
-    # Given to the call with `args`, but no part of the question: files that it reads or writes.
+    # Passed to the call with `args`, but not part of the key: files that it reads or writes.
     where: Mapping[str, Any] = {}
 
     def key(self, row: str) -> str:
-        """Changes when a row's meaning does, so that a journal's result is not taken for another question's."""
+        """Identifies the question of a row; a journal's result with another key is not used."""
         module, _, function = self.call.partition(":")
         call = f"{_FIRST_PATHS.get(module, module)}:{function}"
         text = json.dumps([call, self.args, self.rows[row]], sort_keys=True)
@@ -55,7 +55,7 @@ class Job(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A job as a launcher gets it: the rows that are still to be run, and the file that takes the worker's output."""
+    """A job as a launcher gets it: the rows to run, and the log file of its process."""
 
     job: Job
     rows: tuple[str, ...]
@@ -63,7 +63,7 @@ class Task(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What became of one row."""
+    """The outcome of one row; a line of the journal has these fields."""
 
     job: str
     row: str
@@ -77,23 +77,6 @@ class Result(NamedTuple):
     @property
     def is_ok(self) -> bool:
         return self.status == "ok"
-
-
-class Lost(NamedTuple):
-    """A job whose machine or engine went away under it: nothing is known of its rows, it may be run elsewhere."""
-
-    job: str
-    detail: str
-
-
-class Running(NamedTuple):
-    """A job that runs now, for those who watch."""
-
-    job: str
-    seconds: float
-    host_bytes: int | None = None  # resident memory of all its processes; None: not known here
-    device_bytes: int | None = None  # memory in use on its device
-    place: str = ""
 
 
 def make_failure(job: Job, row: str, reason: str, detail: str, seconds: float) -> Result:

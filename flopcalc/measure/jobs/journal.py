@@ -1,4 +1,4 @@
-"""Results of a run go in, the same results come back after any end of the process: the journal and lock of a folder."""
+"""The results of a run on disk: one JSON line each, and a lock so that one run at a time uses a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flopcalc.measure.jobs.job import Json, Result, RunnerError
 
 
 class Journal:
-    """Results on disk, one JSON line each, behind a first line that says what run they belong to."""
+    """Results on disk; the first line of the file says to which run they belong."""
 
     def __init__(self, folder: str, identity: Json, fresh: bool = False) -> None:
         self.path = os.path.join(folder, "journal.jsonl")
@@ -30,7 +30,7 @@ class Journal:
         try:
             self._read(identity)
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
 
     def _read(self, identity: Json) -> None:
@@ -39,7 +39,7 @@ class Journal:
         end = 0
         for number, line in enumerate(self._file):
             if not line.endswith(b"\n"):
-                break  # a write that was cut off: that row runs again
+                break  # the process was killed while writing: that row runs again
             try:
                 entry = json.loads(line)
                 if number == 0:
@@ -51,14 +51,10 @@ class Journal:
                     f"{self.path}: line {number + 1} is damaged ({error}): run with --fresh to start again"
                 ) from None
             end += len(line)
-        if self.results:
-            self._check(stored, identity)
-            self._file.truncate(end)
-        else:  # nothing was measured yet: nothing that another identity could contradict
-            self._file.truncate(0)
+        self._file.truncate(end if self.results else 0)
+        if not self.results:  # then any identity is fine
             self._write({"run": identity})
-
-    def _check(self, stored: Json, identity: Json) -> None:
+            return
         for name in sorted(stored.keys() | identity.keys()):
             if stored.get(name) != identity.get(name):
                 raise RunnerError(
@@ -83,22 +79,19 @@ class Journal:
                 f"{self.path}: {_describe(error)}; the rows before it are kept, run again to go on"
             ) from None
 
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         with suppress(OSError):
             self._file.close()
 
 
 @contextmanager
 def lock_folder(folder: str) -> Iterator[None]:
-    """One run per folder; the kernel frees the lock when its process ends, so none is ever stale."""
+    """One run per folder; the kernel frees the lock when its process ends, so it is never stale."""
     path = os.path.join(folder, "lock")
     with ExitStack() as stack:
         try:
             make_folder(folder)
-            file = stack.enter_context(open(path, "ab+", 0))  # unbuffered: nothing is left to write at its end
+            file = stack.enter_context(open(path, "ab+", 0))  # unbuffered: a full disk cannot fail the close
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)
             file.write(str(os.getpid()).encode())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import calibrate_stand_in
 import pytest
 from places import HELPERS
 
@@ -20,41 +20,17 @@ from flopcalc.hardware.tables import Shape, load_table
 from flopcalc.measure.calibrate import run as module
 from flopcalc.measure.calibrate import tables
 from flopcalc.measure.calibrate.run import calibrate, check, main
-from flopcalc.measure.jobs.runner import Job, RunnerError
+from flopcalc.measure.jobs.runner import RunnerError
 
-if find_spec("torch") is None:  # asked, not imported: the fake table's worker processes load this file too
+if find_spec("torch") is None:
     pytest.skip("needs torch", allow_module_level=True)
 
 Json = dict[str, Any]
-HERE = "test_calibrate"
 ABOUT = {"device": "fake", "device_id": "cpu", "date": "2026-11-15", "torch": "1", "command": "flopcalc calibrate"}
 MACHINE = {"device": "fake", "device_id": "cpu", "torch": "1"}
 
 
 # --- a table of known rows ------------------------------------------------------------------------------------------
-def plan(_suite: str) -> list[Job]:
-    folder = os.environ["FAKE_TABLE"]
-    rows = {f"n{i}": {"n": i} for i in range(5)}
-    return [Job(f"fake-{name}", f"{HERE}:start", {"name": name, "folder": folder}, rows) for name in "ab"]
-
-
-def start(args: Json) -> Callable[[Json], Json]:
-    return lambda row: measure(args, row)
-
-
-def measure(args: Json, row: Json) -> Json:
-    folder = Path(args["folder"])
-    mark = f"{args['name']}{row['n']}"
-    if (folder / f"kill-{mark}").exists():
-        os.kill(os.getpid(), signal.SIGKILL)
-    if (folder / f"stop-{mark}").exists():
-        (folder / f"stop-{mark}").unlink()
-        os.kill(int(os.environ["FAKE_RUNNER"]), signal.SIGINT)
-    slower = 1.3 if (folder / "slower").exists() else 1.1
-    count = row["n"] * 7 + (folder / "more").exists()
-    return {"name": args["name"], "n": row["n"], "seconds": (row["n"] + 1) * slower, "count": count}
-
-
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Only the fake table, no GPU and no torch process."""
@@ -63,9 +39,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FAKE_RUNNER", str(os.getpid()))
     monkeypatch.setattr(module, "probe_machine", lambda *_: dict(MACHINE))
     for registry in (tables.TABLES, module.TABLES):
-        monkeypatch.setitem(registry, "fake", (HERE, "plan", ""))
+        monkeypatch.setitem(registry, "fake", (calibrate_stand_in.HERE, "plan", ""))
     monkeypatch.setitem(calibration.SHAPES, "fake", Shape(("name", "n"), ("seconds",), ("count",)))
-    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
     return tmp_path
 
 
@@ -140,18 +115,14 @@ def test_a_run_that_measures_nothing_leaves_the_table_as_it_is(fake: Path) -> No
 def test_a_table_without_a_row_is_not_written(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(fake / "out")
     words = ["--suite", "test", "--out", out, "--tables", "fake"]
-    marks = [fake / f"kill-{name}{i}" for name in "ab" for i in range(5)]
-    for mark in marks:
-        mark.touch()
+    (fake / "raise").touch()
     assert main(words) == 1
     path = Path(out, "cpu", "fake.json")
     assert not path.exists()  # it would stand before a shipped one
-    for mark in marks:
-        mark.unlink()
+    (fake / "raise").unlink()
     assert main([*words, "--retry-failed"]) == 0
     before = path.read_bytes()
-    for mark in marks:
-        mark.touch()
+    (fake / "raise").touch()
     capsys.readouterr()
     assert main([*words, "--fresh"]) == 1
     shown = capsys.readouterr()
@@ -203,6 +174,12 @@ def test_a_probe_that_is_interrupted_leaves_no_folder(tmp_path: Path, monkeypatc
     assert os.listdir(tmp_path) == []
 
 
+def test_the_command_without_click(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "flopcalc.measure.calibrate", "--suite", "slow", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "flopcalc: suite 'slow' unknown; known: quick, full\n")
+
+
 def test_wrong_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--suite", "slow", "--out", str(tmp_path)]) == 2
     assert main(["--suite", "test", "--tables", "gem", "--out", str(tmp_path)]) == 2
@@ -234,8 +211,6 @@ def test_the_command_takes_the_same_options(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_plans_are_torch_free_and_their_rows_json() -> None:
-    import subprocess
-
     code = (
         "import sys, json\nfrom flopcalc.measure.calibrate.tables import TABLES, plan_table\n"
         "print(json.dumps({s: {t: sum(len(j.rows) for j in plan_table(t, s)) for t in TABLES} for s in "
@@ -271,6 +246,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, calibration.
     return found
 
 
+@pytest.mark.heavy
 def test_every_record_fills_its_tables_keys(measured: dict[str, calibration.Table]) -> None:
     for name, table in measured.items():
         keys = [tuple(record[key] for key in calibration.SHAPES[name].keys) for record in table.records()]
@@ -279,6 +255,7 @@ def test_every_record_fills_its_tables_keys(measured: dict[str, calibration.Tabl
         assert all(None not in key for key in keys), name
 
 
+@pytest.mark.heavy
 def test_counts_agree_with_the_counter_where_attention_is_eager(measured: dict[str, calibration.Table]) -> None:
     rows = measured["counts"].select(kernel="eager")
     assert {row["recompute"] for row in rows} == {"none", "full"}
@@ -287,6 +264,7 @@ def test_counts_agree_with_the_counter_where_attention_is_eager(measured: dict[s
     assert all(row["executed"] is None for row in rows)  # no counter on a CPU: null, never a guess
 
 
+@pytest.mark.heavy
 def test_padding_rows_sum_to_the_step(measured: dict[str, calibration.Table]) -> None:
     for family in ("llama", "qwen2_5_vl"):
         (step,) = measured["counts"].select(family=family, kernel="eager", recompute="none")
@@ -301,6 +279,7 @@ def test_padding_rows_sum_to_the_step(measured: dict[str, calibration.Table]) ->
         assert total == step["analytic_hardware"] * (length + 1)
 
 
+@pytest.mark.heavy
 def test_memory_factors_are_relative_to_a_copy(measured: dict[str, calibration.Table]) -> None:
     table = measured["memory"]
     assert table.select(op="copy")[0]["factor"] == pytest.approx(1.0, rel=1e-3)
@@ -308,9 +287,12 @@ def test_memory_factors_are_relative_to_a_copy(measured: dict[str, calibration.T
     assert {"launch_queued", "launch_graph", "host_per_op"} <= {row["op"] for row in table.records()}
 
 
+@pytest.mark.heavy
 def test_a_worker_process_measures_the_same_table(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    assert main(["--suite", "test", "--out", out, "--work", str(tmp_path / "work"), "--tables", "gemm,attention"]) == 0
+    command = [sys.executable, "-m", "flopcalc.measure.calibrate", "--suite", "test", "--out", out]
+    command += ["--work", str(tmp_path / "work"), "--tables", "gemm,attention"]
+    subprocess.run(command, check=True)
     assert sorted(os.listdir(os.path.join(out, "cpu"))) == ["attention.json", "gemm.json"]
     assert os.listdir(out) == ["cpu"]
     table = load_table(os.path.join(out, "cpu", "gemm.json"))

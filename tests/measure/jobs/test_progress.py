@@ -1,4 +1,4 @@
-"""What those who wait see: counts, failures, what runs with its memory, the time left."""
+"""What a run shows: counts, failures, what runs, the time left."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from io import StringIO
 import pytest
 
 from flopcalc.measure.jobs import progress as module
-from flopcalc.measure.jobs.job import Job, Result, Running
-from flopcalc.measure.jobs.progress import LiveTable, Progress, format_time
+from flopcalc.measure.jobs.job import Job, Result
+from flopcalc.measure.jobs.progress import Progress, format_time
 
 
 class Terminal(StringIO):
     def isatty(self) -> bool:
         return True
 
-    def fileno(self) -> int:
-        return 7
 
-
-@pytest.fixture(autouse=True)
-def _no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.time, "monotonic", lambda: 1000.0)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in a list of one."""
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
 
 
 def make_job(name: str, rows: int = 1, expected_s: float = 0.0) -> Job:
@@ -34,25 +34,57 @@ def make_result(name: str, row: str = "0", seconds: float = 0.0, reason: str | N
     return Result(name, row, "", status, reason, "why" if reason else None, None, seconds)
 
 
-def test_the_line_says_rows_failures_and_time_left() -> None:
+def test_the_status_is_repeated_in_a_file(clock: list[float]) -> None:
     stream = StringIO()
-    line = Progress(stream, every_s=0.0)
-    line.begin([make_job("a", 4)], {})
-    line.note(make_result("a", "0", 90.0))
-    line.tick(lambda: [Running("a", 5.0)])
-    line.note(make_result("a", "1", 30.0, "oom"))
-    line.end()
-    assert stream.getvalue() == "a: 1/4 rows, 0:00 so far, 4:30 left\na: 2/4 rows, 1 failed, 0:00 so far, 2:00 left\n"
+    progress = Progress(stream)
+    progress.begin([make_job("a", 4), make_job("b")], {("b", "0"): make_result("b")})
+    progress.start("a")
+    clock[0] += 5
+    progress.note(make_result("a", "0", 90.0))
+    progress.tick()
+    progress.tick()  # too soon
+    progress.note(make_result("a", "1", 30.0, "oom"))
+    progress.end()
+    assert stream.getvalue().splitlines() == [
+        "2/5 done, 0:05 so far, 4:30 left; running: a 0:05",
+        "3/5 done, 1 failed, 0:05 so far, 2:00 left",
+    ]
 
 
-def test_the_line_on_a_terminal_is_rewritten() -> None:
+def test_the_status_is_rewritten_on_a_terminal(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.shutil, "get_terminal_size", lambda: os.terminal_size((49, 20)))
     stream = Terminal()
-    line = Progress(stream)
-    line.begin([make_job("a", 2)], {})
-    line.tick(list)
-    line.tick(lambda: pytest.fail("too soon to look"))
-    line.end()
-    assert stream.getvalue() == "\ra: 0/2 rows, 0:00 so far, 0:00 left" * 2 + "\n"
+    progress = Progress(stream, lists_results=True)
+    progress.begin([make_job("a"), make_job("b")], {})
+    progress.tick()
+    assert stream.getvalue() == "\r0/2 done, 0:00 so far, 0:00 left\x1b[K"
+    stream.truncate(stream.seek(0))
+    progress.start("a")
+    clock[0] += 61
+    progress.start("b")
+    progress.tick()
+    status = "\r0/2 done, 1:01 so far, 0:00 left; running: a 1:0\x1b[K"  # one line, cut to the width
+    assert stream.getvalue() == status
+    progress.note(make_result("a", seconds=61.0))
+    assert stream.getvalue() == f"{status}\r\x1b[K[1/2] a: ok after 1:01\n"
+    progress.tick()  # at once, for the line has replaced it
+    assert stream.getvalue().endswith("\r1/2 done, 1:01 so far, 1:01 left; running: b 0:0\x1b[K")
+
+
+@pytest.mark.usefixtures("clock")
+def test_results_in_a_file_are_lines_without_a_status() -> None:
+    stream = StringIO()
+    progress = Progress(stream, lists_results=True)
+    progress.begin([make_job("a"), make_job("b"), make_job("c")], {("c", "0"): make_result("c")})
+    progress.tick()
+    progress.note(make_result("a", seconds=61.0))
+    progress.note(make_result("b", seconds=3700.0, reason="timeout"))
+    progress.end()
+    assert stream.getvalue().splitlines() == [
+        "[2/3] a: ok after 1:01",
+        "[3/3] b: failed after 1:01:40, timeout: why",
+        "3/3 done, 1 failed, 0:00 so far, 0:00 left",
+    ]
 
 
 def test_the_time_left_is_that_of_rows_so_far_else_what_was_expected() -> None:
@@ -66,69 +98,8 @@ def test_the_time_left_is_that_of_rows_so_far_else_what_was_expected() -> None:
     assert progress.estimate_left_s() == pytest.approx(3 * 3 + 3 * 2 + 4 * 3)
     progress.note(make_result("a", "1", 5.0))
     assert progress.estimate_left_s() == pytest.approx(2 * 4 + 3 * 2 + 4 * 4)
-    for row in "23":
-        progress.note(make_result("a", row, 4.0))
-    assert progress.estimate_left_s() == pytest.approx(3 * 2 + 4 * 4)
-
-
-@pytest.mark.parametrize(("slots", "left_s"), [(1, 100.0), (2, 50.0), (3, 40.0), (9, 40.0)])
-def test_slots_share_the_time_left(slots: int, left_s: float) -> None:
-    # In order, each to the slot that is free first: with two, 30 + 20 against 10 + 40.
-    progress = Progress(None)
-    jobs = [make_job(str(i), 1, expected) for i, expected in enumerate((30.0, 10.0, 40.0, 20.0))]
-    progress.begin(jobs, {}, slots)
-    assert progress.estimate_left_s() == left_s
-
-
-def test_the_table_off_a_terminal_is_a_line_for_each_result() -> None:
-    stream = StringIO()
-    table = LiveTable(stream)
-    table.begin([make_job("a"), make_job("b"), make_job("c")], {("c", "0"): make_result("c")})
-    table.tick(lambda: pytest.fail("no one would see it"))
-    table.note(make_result("a", seconds=61.0))
-    table.note(make_result("b", seconds=3700.0, reason="timeout"))
-    table.end()
-    assert stream.getvalue().splitlines() == [
-        "[2/3] a: ok after 1:01",
-        "[3/3] b: failed after 1:01:40, timeout: why",
-        "3/3 done, 1 failed, 0:00 so far, 0:00 left",
-    ]
-
-
-def test_the_table_on_a_terminal_is_drawn_over_itself() -> None:
-    stream = Terminal()
-    table = LiveTable(stream)
-    table.begin([make_job("first"), make_job("the second", expected_s=9.0)], {}, slots=2)
-    table.tick(
-        lambda: [Running("first", 5.0, 3 << 30, 7 << 30, "GPU 0"), Running("the second", 62.0, None, None, "GPU 1")]
-    )
-    drawn = stream.getvalue()
-    assert drawn.splitlines() == [
-        "running        time      memory      device  on",
-        "first          0:05    3.00 GiB    7.00 GiB  GPU 0",
-        "the second     1:02           -           -  GPU 1",
-        "0/2 done, 0:00 so far, 0:09 left",
-    ]
-    table.note(make_result("first", seconds=6.0))
-    # Up four lines, clear, the line that stays; then the table anew.
-    assert stream.getvalue() == drawn + "\x1b[4A\x1b[J[1/2] first: ok after 0:06\n"
-    table.tick(list)
-    assert stream.getvalue().endswith("0:06\n1/2 done, 0:00 so far, 0:09 left\n")
-    table.say("stopping")
-    assert stream.getvalue().endswith("left\n\x1b[1A\x1b[Jstopping\n")
-
-
-def test_the_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {7: os.terminal_size((20, 6))}  # of that one, wherever stdout goes
-    monkeypatch.setattr(module.os, "get_terminal_size", sizes.__getitem__)
-    stream = Terminal()
-    table = LiveTable(stream)
-    table.begin([make_job(str(i)) for i in range(9)], {})
-    table.tick(lambda: [Running(f"job {i}", 1.0) for i in range(9)])
-    lines = stream.getvalue().splitlines()
-    assert lines[1:4] == ["job 0       0:01   ", "job 1       0:01   ", "… and 7 more"]
-    assert len(lines) == 5
-    assert max(map(len, lines)) < 20
+    progress.begin(jobs, {}, slots=2)
+    assert progress.estimate_left_s() == pytest.approx(24.0)
 
 
 class NoReader(Terminal):
@@ -136,19 +107,16 @@ class NoReader(Terminal):
         raise BrokenPipeError
 
 
-@pytest.mark.parametrize("kind", [Progress, LiveTable])
 @pytest.mark.parametrize("end", ["no reader", "closed", "none"])
-def test_a_stream_that_takes_nothing_stops_no_run(
-    kind: type[Progress], end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_takes_nothing_stops_no_run(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = NoReader() if end == "no reader" else Terminal()
     if end == "none":  # a process without stderr
         monkeypatch.setattr(module.sys, "stderr", None)
-    progress = kind(None if end == "none" else stream)
+    progress = Progress(None if end == "none" else stream, lists_results=True)
     progress.begin([make_job("a")], {})
     if end == "closed":
         stream.close()
-    progress.tick(lambda: [Running("a", 1.0)])
+    progress.tick()
     progress.say("text")
     progress.note(make_result("a"))
     progress.end()

@@ -33,15 +33,16 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_every_trainer_at_four_sizes(script: Any, tmp_path: Path) -> None:
+def test_every_trainer_at_every_size(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "TINY", {**script.TINY, "batch_sizes": [2]})
     options = script.make_parser().parse_args(["--out", str(tmp_path / "out"), "--tiny", "--steps", "2"])
     swept = script.measure(options, stand_in.CALL)
-    assert (len(swept.rows), swept.ran, swept.failed) == (16, 16, 0)
+    assert (len(swept.rows), swept.ran, swept.failed) == (8, 8, 0)
     path = tmp_path / "out" / script.NAME
     found = script.read_results(str(path))
     assert found["provenance"]["command"] == "python benchmarks/dp_sgd.py --steps 2 --warmup 3 --tiny"
     assert found["provenance"]["device"] == "stand-in"
-    assert [line.startswith('  {"id": ') for line in path.read_text().splitlines()].count(True) == 16
+    assert [line.startswith('  {"id": ') for line in path.read_text().splitlines()].count(True) == 8
     assert str(tmp_path) not in path.read_text()
     before = path.stat().st_mtime_ns
     assert script.measure(options, stand_in.CALL).ran == 0

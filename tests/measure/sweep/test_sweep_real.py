@@ -13,6 +13,7 @@ from flopcalc.measure.sweep.matrix import TRAINERS
 pytest.importorskip("opacus")
 
 
+@pytest.mark.heavy
 def test_every_trainer_in_a_process_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logs = tmp_path / "logs"
     with pytest.raises(SystemExit) as end:

@@ -42,7 +42,13 @@ CONFIGS: dict[str, Json] = {
 }
 # HF's Llama normalizes and rotates in fp32, whatever its weights are; GPT-2 stays in fp64 from end to end.
 TOLERANCES = {"llama": 1e-6, "tied": 1e-6, "biases": 1e-6, "gpt2": 1e-12, "gpt2-tied": 1e-12}
-CASES = [(case, name) for case in CONFIGS for name in TRAINERS if not ("tied" in case and name == GHOST)]
+# Every kind of model in the full run, one that is tied and one that is not in the default one.
+CASES = [
+    pytest.param(case, name, marks=() if case in ("llama", "gpt2-tied") else pytest.mark.heavy)
+    for case in CONFIGS
+    for name in TRAINERS
+    if not ("tied" in case and name == GHOST)
+]
 
 
 def build(case: str | Json, dtype: torch.dtype = torch.float64, attention: str = "eager") -> Any:
