@@ -10,9 +10,6 @@ import pytest
 
 from flopcalc.measure.sweep.run import save_results
 
-for _name in ("nbclient", "nbformat", "ipykernel", "matplotlib"):
-    pytest.importorskip(_name)
-
 NOTEBOOK = notebook_run.ROOT / "notebooks" / "dp_sgd_cost.ipynb"
 FIGURES = ["side by side", "where the FLOPs go", "time against FLOPs", "how right the count is", "beforehand"]
 
@@ -27,12 +24,14 @@ def test_the_notebook_is_committed_clean() -> None:
     notebook_run.check_clean(NOTEBOOK)
 
 
+@pytest.mark.heavy
 def test_on_the_committed_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figures, text = execute(monkeypatch, tmp_path)
     assert figures == FIGURES
     assert text.startswith("16 configurations: ")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_on_a_sweep_with_gaps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_measured: bool) -> None:
     row: dict[str, Any] = {
