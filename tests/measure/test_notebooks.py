@@ -30,6 +30,7 @@ def test_the_notebook_is_committed_clean() -> None:
     notebook_run.check_clean(NOTEBOOK)
 
 
+@pytest.mark.heavy
 def test_on_the_shipped_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     data = tmp_path / "data"
     monkeypatch.setenv("FLOPCALC_DATA", str(data))
@@ -41,7 +42,6 @@ def test_on_the_shipped_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         assert (f"No {name} table" in text) is (name not in tables)
 
 
-@pytest.mark.heavy
 def test_a_device_without_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figures, text = execute(monkeypatch, tmp_path / "data", "no-such-device")
     assert figures == {}
