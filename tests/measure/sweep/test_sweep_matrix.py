@@ -184,7 +184,7 @@ def test_trainers_clip_in_words_of_the_core() -> None:
 def test_the_parent_of_a_sweep_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "from flopcalc.measure import launchers, runner\n"
+        "from flopcalc.measure.jobs import launchers, runner\n"
         "from flopcalc.measure.sweep import matrix, run, summary\n"
         "matrix.make_matrix(batch_sizes=[1], seq_lens=[2], models=['tiny'])[0].to_job()\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'opacus', 'ray', 'submitit'} & set(sys.modules)))"
