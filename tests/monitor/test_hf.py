@@ -38,6 +38,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, T
 from flopcalc import ConfigError
 from flopcalc.monitor import FlopcalcCallback, Settings, TrainingMonitor, hf
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
 RATES = [
     "perf/mfu", "perf/mfu_percent", "perf/step_time", "perf/steps_per_second", "perf/tokens_per_second",
     "perf/samples_per_second",

@@ -132,6 +132,7 @@ def test_the_same_configuration_trains_the_same(tmp_path: Path) -> None:
     assert run()["last"] != run(noise_multiplier=5.0)["last"]
 
 
+@pytest.mark.usefixtures("bf16_products")
 def test_dtype_and_presets(tmp_path: Path) -> None:
     args = make_args(tmp_path, model="tiny", dtype="bf16", trainer="DPGhostClippingTrainer", steps=1, warmup=0)
     row = child.start(args)({})
