@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from tiny import make_text, pad
-from transformers import LlamaConfig, LlamaForCausalLM
+
+if TYPE_CHECKING:  # imported where they are used: few tests of the monitor's settings and logs need them
+    import torch
+    from transformers import LlamaForCausalLM
 
 
 class Clock:
@@ -33,6 +35,9 @@ class Outcome(NamedTuple):
 
 def make_model(dropout: float = 0.1) -> LlamaForCausalLM:
     """A tiny model that draws random numbers in every step."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
@@ -47,6 +52,8 @@ def make_batches(count: int = 4) -> list[dict[str, torch.Tensor]]:
 
 def update(model: torch.nn.Module) -> None:
     """One step of gradient descent."""
+    import torch
+
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -56,6 +63,8 @@ def update(model: torch.nn.Module) -> None:
 
 def work(model: Callable[..., Any], *batches: Mapping[str, Any]) -> torch.Tensor:
     """Forward and backward of one optimizer step; its last loss."""
+    import torch
+
     loss = torch.zeros(())
     for batch in batches:
         loss = model(**batch).loss
@@ -64,6 +73,8 @@ def work(model: Callable[..., Any], *batches: Mapping[str, Any]) -> torch.Tensor
 
 
 def conclude(model: torch.nn.Module, losses: Iterable[Any]) -> Outcome:
+    import torch
+
     weights = tuple(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     return Outcome(tuple(map(float, losses)), weights, torch.random.get_rng_state().numpy().tobytes())
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-DEADLINE_S = 120.0  # for what takes a second where nothing else runs
+DEADLINE_S = 300.0  # for what takes a second where nothing else runs
 _PRELOADED = [  # imported once, not once a rank
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from typing import TYPE_CHECKING, Any
 
 from flopcalc import estimate_flops
+
+if TYPE_CHECKING:  # imported where they are used, so that collecting tests is cheap
+    import torch
+    from transformers import LlamaForCausalLM, Qwen2VLForConditionalGeneration
 
 IMAGE = 97
 GRIDS = ([[1, 4, 6]], [[1, 2, 4], [1, 4, 4]], [[1, 8, 2]])
@@ -28,6 +29,9 @@ CONFIG = {
 
 
 def make_llama(seed: int = 0) -> LlamaForCausalLM:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -37,6 +41,9 @@ def make_llama(seed: int = 0) -> LlamaForCausalLM:
 
 
 def make_qwen2_vl() -> Qwen2VLForConditionalGeneration:
+    import torch
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
     torch.manual_seed(0)
     config = Qwen2VLConfig(
         text_config={
@@ -57,6 +64,8 @@ def make_text(count: int) -> list[dict[str, Any]]:
 
 
 def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    import torch
+
     longest = max(len(row["input_ids"]) for row in rows)
     ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
     mask = torch.tensor([[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows])
@@ -74,6 +83,8 @@ def make_pictures(count: int) -> list[dict[str, Any]]:
 
 
 def pad_pictures(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    import torch
+
     grids = [grid for row in rows for grid in row["grids"]]
     batch = pad(rows)
     patches = sum(t * h * w for t, h, w in grids)
@@ -100,6 +111,8 @@ class Witness:
         model.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, module: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        import torch
+
         if module.training and torch.is_grad_enabled():
             self.batches.append(kwargs)
 

@@ -11,9 +11,6 @@ import pytest
 
 from flopcalc.hardware.tables import FOLDER, SHAPES, list_tables, save_table
 
-for _name in ("nbclient", "nbformat", "ipykernel", "matplotlib"):
-    pytest.importorskip(_name)
-
 NOTEBOOK = notebook_run.ROOT / "notebooks" / "calibration.ipynb"
 DRAWN = ("attention", "counts", "gemm", "memory", "steps")  # tables with figures; padding is text
 
@@ -33,6 +30,7 @@ def test_the_notebook_is_committed_clean() -> None:
     notebook_run.check_clean(NOTEBOOK)
 
 
+@pytest.mark.heavy
 def test_on_the_shipped_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     data = tmp_path / "data"
     monkeypatch.setenv("FLOPCALC_DATA", str(data))
@@ -60,6 +58,7 @@ ABOUT = {
 }
 
 
+@pytest.mark.heavy
 def test_on_all_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every table at once, whatever is shipped; with gaps in it, as measuring leaves them."""
     folder = tmp_path / "data" / FOLDER / "made-up"
@@ -71,6 +70,7 @@ def test_on_all_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "has no rows" not in text
 
 
+@pytest.mark.heavy
 def test_on_empty_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tables in which every row failed."""
     folder = tmp_path / "data" / FOLDER / "made-up"

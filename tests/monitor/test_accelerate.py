@@ -18,6 +18,8 @@ from tiny import CONFIG, Witness, make_llama, make_pictures, make_qwen2_vl, make
 from flopcalc import estimate_flops
 from flopcalc.monitor import TrainingMonitor
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
+
 
 def reset() -> None:
     AcceleratorState._reset_state(True)
@@ -114,6 +116,7 @@ def test_numbers_reach_the_tracker_and_training_is_unchanged(kind: str, tmp_path
         assert "training/grad_norm" not in values  # not known: left out, not 0
 
 
+@pytest.mark.heavy
 def test_a_model_that_accelerate_compiles_is_seen(tmp_path: Path) -> None:
     torch._dynamo.reset()
     eager = make_llama()
@@ -125,6 +128,7 @@ def test_a_model_that_accelerate_compiles_is_seen(tmp_path: Path) -> None:
     assert [line["perf/model_flops"] for line in read_log(tmp_path / "flopcalc.jsonl")] == witness.count_flops([1, 1])
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own, while it compiles
 def test_regions_that_accelerate_compiles_stay_compiled_though_the_model_was_given_before(tmp_path: Path) -> None:
     def run(model: Any, monitor: TrainingMonitor | None) -> tuple[list[float], int]:

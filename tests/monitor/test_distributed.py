@@ -241,6 +241,7 @@ def train_wrapped_later(talk: Talk, store: Any, folder: str, is_sharded: bool) -
     return train_twice(folder, settings(), make)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_a_model_that_is_wrapped_after_it_was_given(tmp_path: Path, is_sharded: bool) -> None:
     with run_ranks(2, train_wrapped_later, str(tmp_path), is_sharded) as ranks:
@@ -265,14 +266,23 @@ def train_hf(talk: Talk, store: Any, folder: str, sizes: dict[str, Any], lengths
     return train_twice(folder, settings(), make)
 
 
+HEAVY = pytest.mark.heavy
+
+
 @pytest.mark.parametrize(
     ("config", "sizes", "lengths", "batches"),
     [
         pytest.param(CONFIG, {"tp_size": 2}, (16, 16), (16,), id="tensor"),
-        pytest.param(CONFIG, {"fsdp_size": 2}, (8, 16), (8, 16), id="fsdp"),
-        pytest.param(CONFIG, {"fsdp_size": 2, "tp_size": 2}, (8, 8, 16, 16), (8, 16), id="fsdp and tensor"),
-        pytest.param(MOE, {"fsdp_size": 2, "ep_size": 2}, (8, 16), (8, 16), id="expert, batches of their own"),
-        pytest.param(MOE, {"tp_size": 2, "ep_size": 2, "tp_plan": {}}, (16, 16), (16,), id="expert, one batch"),
+        pytest.param(CONFIG, {"fsdp_size": 2}, (8, 16), (8, 16), id="fsdp", marks=HEAVY),
+        pytest.param(
+            CONFIG, {"fsdp_size": 2, "tp_size": 2}, (8, 8, 16, 16), (8, 16), id="fsdp and tensor", marks=HEAVY
+        ),
+        pytest.param(
+            MOE, {"fsdp_size": 2, "ep_size": 2}, (8, 16), (8, 16), id="expert, batches of their own", marks=HEAVY
+        ),
+        pytest.param(
+            MOE, {"tp_size": 2, "ep_size": 2, "tp_plan": {}}, (16, 16), (16,), id="expert, one batch", marks=HEAVY
+        ),
     ],
 )
 def test_transformers_own(
@@ -310,6 +320,7 @@ def train_tp(talk: Talk, store: Any, folder: str, is_named: bool) -> Outcome:  #
     return train_twice(folder, settings(**{} if is_named else {"tensor_parallel": world}), make)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_named", [True, False])
 def test_tensor_parallel(tmp_path: Path, is_named: bool) -> None:
     """The mesh says it by its axis' name, or the settings do."""
@@ -335,6 +346,7 @@ def train_context_parallel(talk: Talk, store: Any, folder: str) -> Outcome:  # n
     return train_twice(folder, settings(context_parallel=2), make)
 
 
+@pytest.mark.heavy
 def test_context_parallel(tmp_path: Path) -> None:
     with run_ranks(2, train_context_parallel, str(tmp_path)) as ranks:
         found = hear_all(ranks)
@@ -386,6 +398,7 @@ def train_pipeline(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG
     return train_twice(folder, settings(pipeline_parallel=2), make, given=flopcalc.bind(CONFIG))
 
 
+@pytest.mark.heavy
 def test_pipeline_parallel(tmp_path: Path) -> None:
     with run_ranks(2, train_pipeline, str(tmp_path)) as ranks:
         found = hear_all(ranks)
@@ -508,6 +521,7 @@ def test_a_rank_hangs_and_comes_back_another_dies(tmp_path: Path) -> None:
         crew.say_all("close", members={0, 2})
 
 
+@pytest.mark.heavy
 def test_rank_0_hangs(tmp_path: Path) -> None:
     with run_crew(3, tmp_path, timeout_s=0.5) as crew:
         crew.train({0, 1, 2}, is_scope("all 3 ranks"))
@@ -545,9 +559,8 @@ def test_a_rank_does_not_know_its_flops(tmp_path: Path) -> None:
 
 def test_a_straggler_is_named_and_its_time_counts(tmp_path: Path) -> None:
     with run_crew(3, tmp_path, broken={1: "slow"}) as crew:
-        found = crew.train({0, 1, 2}, lambda metrics: "perf/stragglers" in metrics)
+        found = crew.train({0, 1, 2}, lambda metrics: metrics.get("perf/stragglers") == [1])
         check_machine(found, count(8, 16, 24), ROWS * (8 + 16 + 24), 3)
-        assert found["perf/stragglers"] == [1]
 
 
 def test_without_the_channel_each_rank_speaks_for_itself(tmp_path: Path) -> None:

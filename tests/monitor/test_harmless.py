@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import pytest
 import torch
 from loop import Clock, Outcome, conclude, make_batches, make_model, train, update, work
 from places import HELPERS
+from tiers import mark_heavy
 from tiny import CONFIG, list_hung, read_log
 
 import flopcalc
@@ -38,7 +40,7 @@ HERE = HELPERS
 PACKAGE = os.path.dirname(flopcalc.__file__)
 MONITOR = os.path.dirname(training.__file__)
 SETTINGS = os.path.join(MONITOR, "settings.py")
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -502,11 +504,16 @@ def run_with_failure(folder: Path, mode: str, target: types.CodeType) -> tuple[O
         threading.settrace(None)  # type: ignore[arg-type]
 
 
+PARTS = 12  # of all the functions of a mode
+
+
 # A thread whose own first call fails ends; Python prints that, and pytest would make it an error.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "part"), mark_heavy([(mode, part) for mode in MODES for part in range(PARTS)], [("estimate", 0)])
+)
 def test_an_exception_at_any_call_inside_the_monitor_reaches_nobody(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "_CLOSE_S", 0.2)
     expected = train(make_model(), make_all_batches())
@@ -520,7 +527,7 @@ def test_an_exception_at_any_call_inside_the_monitor_reaches_nobody(
     }
     assert len(targets) > 5
     wrong = {}
-    for number, (name, code) in enumerate(sorted(targets.items())):
+    for number, (name, code) in enumerate(sorted(targets.items())[part::PARTS]):
         with said():
             try:
                 found, _ = run_with_failure(tmp_path / str(number), mode, code)
@@ -557,7 +564,7 @@ class Rows(torch.utils.data.Dataset[Any]):
         return batch
 
 
-@pytest.mark.parametrize("kind", ["fork", "spawn"])
+@pytest.mark.parametrize("kind", mark_heavy(["fork", "spawn"], ["fork"]))
 def test_loaders_in_other_processes_see_an_idle_monitor(kind: str, tmp_path: Path) -> None:
     def run(monitor: TrainingMonitor | None) -> Outcome:
         model = make_model()
@@ -623,6 +630,7 @@ def test_a_killed_process_leaves_a_log_up_to_its_last_flush(tmp_path: Path) -> N
     assert len(steps) > 3
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_held", [True, False], ids=["held", "dropped"])
 def test_a_monitor_that_nobody_closed_writes_its_log_at_exit(is_held: bool, tmp_path: Path) -> None:
     process = start(f"""
@@ -641,6 +649,7 @@ def test_a_monitor_that_nobody_closed_writes_its_log_at_exit(is_held: bool, tmp_
     assert len(read_log(tmp_path / "flopcalc.jsonl", "end")) == 1
 
 
+@pytest.mark.heavy
 def test_warnings_that_are_errors_stop_no_training(tmp_path: Path, alone: Outcome) -> None:
     process = start(
         f"""
@@ -661,6 +670,7 @@ def test_warnings_that_are_errors_stop_no_training(tmp_path: Path, alone: Outcom
     assert "flopcalc: MFU is not known" in errors
 
 
+@pytest.mark.heavy
 def test_an_error_in_the_users_loop_ends_the_program_as_ever(tmp_path: Path) -> None:
     process = start(f"""
         model = make_model()
@@ -677,9 +687,12 @@ def test_an_error_in_the_users_loop_ends_the_program_as_ever(tmp_path: Path) -> 
 # --- torch.compile, copies, several monitors --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+ORDERS = ("compiled, then given", "given, then compiled", "compiled in place", "given, then compiled in place")
+
+
 @pytest.mark.parametrize(
-    "order", ["compiled, then given", "given, then compiled", "compiled in place", "given, then compiled in place"]
+    ("order", "backend"),
+    mark_heavy(product(ORDERS, ("eager", "aot_eager")), [(ORDERS[0], "eager"), (ORDERS[3], "eager")]),
 )
 def test_a_compiled_model_trains_as_without_a_monitor(order: str, backend: str, tmp_path: Path) -> None:
     batches = [make_batches()[0]] * 3

@@ -38,6 +38,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, T
 from flopcalc import ConfigError
 from flopcalc.monitor import FlopcalcCallback, Settings, TrainingMonitor, hf
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
 RATES = [
     "perf/mfu", "perf/mfu_percent", "perf/step_time", "perf/steps_per_second", "perf/tokens_per_second",
     "perf/samples_per_second",
@@ -457,6 +458,7 @@ def test_predictions_in_the_midst_of_training_are_no_steps(tmp_path: Path) -> No
     assert read_log(tmp_path / "flopcalc.jsonl", "end")[0]["goodput"]["lost_eval_s"] > 0
 
 
+@pytest.mark.heavy
 def test_a_model_that_the_trainer_compiles_is_seen(tmp_path: Path) -> None:
     plain = make_trainer(tmp_path / "plain", **COMPILED)
     plain.train()
@@ -512,8 +514,8 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
         ({}, {}, "fp32"),
         ({"bf16": True}, {}, "bf16"),
         ({"bf16": True}, {"dtype": "tf32"}, "tf32"),
-        (COMPILED, {}, "fp32"),
-        ({**COMPILED, "bf16": True}, {}, "bf16"),
+        pytest.param(COMPILED, {}, "fp32", marks=pytest.mark.heavy),
+        pytest.param({**COMPILED, "bf16": True}, {}, "bf16", marks=pytest.mark.heavy),
     ],
 )
 def test_dtype_is_that_of_the_products_unless_the_config_says(
@@ -621,6 +623,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.heavy
 def test_of_two_ranks_only_the_first_writes(tmp_path: Path) -> None:
     shared = {
         **os.environ,

@@ -40,6 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     # Lightning 2.6 asks torch 2.13 in an old way
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
+    pytest.mark.usefixtures("bf16_products"),
 ]
 RATES = [
     "perf/mfu", "perf/mfu_percent", "perf/step_time", "perf/steps_per_second", "perf/tokens_per_second",
@@ -182,6 +183,7 @@ def test_learning_rate_is_that_of_the_step(tmp_path: Path) -> None:
     assert [line["training/lr"] for line in read_log(tmp_path / "flopcalc.jsonl")] == [0.05, 0.025, 0.0125]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("compiled", ["the model", "the whole module"])
 def test_a_compiled_model_is_seen(compiled: str, tmp_path: Path) -> None:
     torch._dynamo.reset()
@@ -342,9 +344,9 @@ def test_folder_and_file_may_be_given(tmp_path: Path) -> None:
         ("bf16-mixed", {}, False, "bf16"),
         ("bf16-true", {}, False, "bf16"),
         ("bf16-mixed", {"dtype": "tf32"}, False, "tf32"),
-        ("32-true", {}, True, "fp32"),
-        ("bf16-mixed", {}, True, "bf16"),
-        ("bf16-true", {}, True, "bf16"),
+        pytest.param("32-true", {}, True, "fp32", marks=pytest.mark.heavy),
+        pytest.param("bf16-mixed", {}, True, "bf16", marks=pytest.mark.heavy),
+        pytest.param("bf16-true", {}, True, "bf16", marks=pytest.mark.heavy),
     ],
 )
 def test_dtype_is_that_of_the_products_unless_the_config_says(
@@ -486,6 +488,7 @@ trainer.fit(Module(), loader)
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("packages", ["pytorch_lightning,pytorch_lightning", "lightning.pytorch,pytorch_lightning"])
 def test_both_packages_work(packages: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PACKAGES, str(HELPERS), str(tmp_path), packages]

@@ -12,20 +12,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from places import TRUTH
+from tiers import mark_heavy
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from flopcalc import bind  # noqa: E402
-from flopcalc.measure.counters import cupti, gpm, torch_profiler  # noqa: E402
-from flopcalc.measure.hf.models import apply_recipe, build_model, make_batch  # noqa: E402
-from flopcalc.measure.trace import polynomials as tracing  # noqa: E402
-from flopcalc.monitor import instruments  # noqa: E402
-from flopcalc.monitor import modes as sources  # noqa: E402
-from flopcalc.monitor.instruments import Copy, NotMeasured, list_tensor_dtypes  # noqa: E402
-from flopcalc.monitor.modes import Counts, Factor, make_source  # noqa: E402
-from flopcalc.monitor.settings import Settings  # noqa: E402
+from flopcalc import bind
+from flopcalc.measure.counters import cupti, gpm, torch_profiler
+from flopcalc.measure.hf.models import apply_recipe, build_model, make_batch
+from flopcalc.measure.trace import polynomials as tracing
+from flopcalc.monitor import instruments
+from flopcalc.monitor import modes as sources
+from flopcalc.monitor.instruments import Copy, NotMeasured, list_tensor_dtypes
+from flopcalc.monitor.modes import Counts, Factor, make_source
+from flopcalc.monitor.settings import Settings
 
 CONFIGS = {
     name: json.loads((TRUTH / f"{name}.json").read_text())["models"][0]["config"]
@@ -129,7 +128,7 @@ def test_estimate_measures_nothing() -> None:
 # --- Profiler ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "recipe", "attention"), CASES)
+@pytest.mark.parametrize(("family", "recipe", "attention"), mark_heavy(CASES, CASES[:1] + CASES[-3:-2]))
 def test_profiler_equals_the_analytic_count(family: str, recipe: dict[str, Any], attention: str) -> None:
     model = build(family, recipe, attention)
     said = Said()
@@ -301,7 +300,7 @@ def test_foreign_attention_is_unknown() -> None:
 # --- Smart, on a copy -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "recipe", "attention"), CASES)
+@pytest.mark.parametrize(("family", "recipe", "attention"), mark_heavy(CASES, CASES[:1] + CASES[-3:-2]))
 def test_copy_equals_the_analytic_count(family: str, recipe: dict[str, Any], attention: str) -> None:
     model = build(family, recipe, attention)
     said = Said()

@@ -20,6 +20,7 @@ from flopcalc import estimate_flops
 from flopcalc.monitor import TrainingMonitor
 from flopcalc.monitor.batch import Copies, find_whole
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
 STEPS = 30
 BATCH = {"input_ids": torch.arange(3, 11).reshape(2, 4), "labels": torch.arange(3, 11).reshape(2, 4)}
 
@@ -348,6 +349,7 @@ def test_a_dropped_monitor_leaves_its_records_and_nothing_on_the_model(tmp_path:
     assert list_hung(model) == []
 
 
+@pytest.mark.heavy
 def test_measuring_every_step_is_said(tmp_path: Path) -> None:
     model = make_model()
     monitor = make_monitor(tmp_path, model, mfu_calculation_mode="profiler", flops_profile_freq=1)

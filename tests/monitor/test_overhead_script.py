@@ -48,6 +48,7 @@ def show_without_torch(path: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("on_cpu")
 def test_toy_run_writes_every_part(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--out", str(tmp_path), "--models", "0.5b", "--steps", "2", "--tiny"]) == 0

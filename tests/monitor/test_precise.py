@@ -13,18 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from places import TRUTH
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from flopcalc import FlopcalcError, estimate_flops  # noqa: E402
-from flopcalc.measure.counters import cupti, torch_profiler  # noqa: E402
-from flopcalc.measure.hf.models import apply_recipe, build_model  # noqa: E402
-from flopcalc.measure.trace import polynomials as tracing  # noqa: E402
-from flopcalc.monitor import precise  # noqa: E402
-from flopcalc.monitor.instruments import Counters, NotMeasured, Profiler  # noqa: E402
-from flopcalc.monitor.precise import MeasuredMfu, calculate_mfu_with_profiler, calculate_precise_mfu  # noqa: E402
+from flopcalc import FlopcalcError, estimate_flops
+from flopcalc.measure.counters import cupti, torch_profiler
+from flopcalc.measure.hf.models import apply_recipe, build_model
+from flopcalc.measure.trace import polynomials as tracing
+from flopcalc.monitor import precise
+from flopcalc.monitor.instruments import Counters, NotMeasured, Profiler
+from flopcalc.monitor.precise import MeasuredMfu, calculate_mfu_with_profiler, calculate_precise_mfu
 
 CONFIG = json.loads((TRUTH / "llama.json").read_text())["models"][0]["config"]
 MODES = {

@@ -72,6 +72,7 @@ def test_every_test_case_was_measured_and_is_shown(script: Any) -> None:
         assert len(shown) == len(planned)
 
 
+@pytest.mark.heavy
 def test_the_predictor_is_what_the_fit_gives(script: Any, tmp_path: Path) -> None:
     out = tmp_path / "h200-sxm.json"
     script.fit(RESULTS / "predict_profiles.json.gz", out)

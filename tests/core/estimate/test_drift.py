@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tiers import LIGHT_TYPES, mark_heavy
 
 from flopcalc import FlopcalcError, bind
 from flopcalc.data import list_data_files, load_toml
 
-EXAMPLES = {name: load_toml(path) for name, path in list_data_files("examples").items()}
+EXAMPLES = list_data_files("examples")
 
 
 def load_configs(name: str) -> list[dict[str, Any]]:
-    table = EXAMPLES[name]
+    table = load_toml(EXAMPLES[name])
     named = {"architectures": [table["architecture"]]} if "architecture" in table else {}
     configs = []
     for config in table["configs"]:
@@ -52,7 +53,7 @@ def find_error(config: dict[str, Any]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", mark_heavy(EXAMPLES, LIGHT_TYPES))
 def test_a_changed_config_binds_or_says_why(name: str) -> None:
     for config in load_configs(name):
         assert find_error(config) is None

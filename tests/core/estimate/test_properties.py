@@ -393,15 +393,19 @@ def check_error(error: FlopcalcError) -> None:
     assert 0 < len(str(error)) < 2000
 
 
-@given(broken_configs())
-@settings(max_examples=500, deadline=None)
-def test_broken_configs_give_our_errors_alone(config: dict[str, Any]) -> None:
-    try:
-        estimate = bind(config)(2, 7)
-        assert type(estimate.total) is int
-        estimate.to_dict()
-    except FlopcalcError as error:
-        check_error(error)
+@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.heavy)])
+def test_broken_configs_give_our_errors_alone(count: int) -> None:
+    @given(broken_configs())
+    @settings(max_examples=count, deadline=None)
+    def check(config: dict[str, Any]) -> None:
+        try:
+            estimate = bind(config)(2, 7)
+            assert type(estimate.total) is int
+            estimate.to_dict()
+        except FlopcalcError as error:
+            check_error(error)
+
+    check()
 
 
 @given(st.data())

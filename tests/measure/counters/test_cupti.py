@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from flopcalc.measure.counters import cupti, witness  # noqa: E402
+from flopcalc.measure.counters import cupti, witness
 
 BF16 = cupti.TENSOR_COUNTERS["bf16"]
 CLOSED = ["ProfilerHostDeinitialize", "ProfilerDeInitialize"]

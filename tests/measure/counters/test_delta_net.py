@@ -13,15 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from flopcalc.api import bind  # noqa: E402
-from flopcalc.core.workload.workload import make_workload  # noqa: E402
+from flopcalc.api import bind
+from flopcalc.core.workload.workload import make_workload
 
 CHUNK = 64
-LENGTHS = (1, 13, 64, 65, 130)
+LENGTHS = (1, 13, 64, 65, pytest.param(130, marks=pytest.mark.heavy))
 
 
 class Number:

@@ -6,16 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode, flop_registry  # noqa: E402
-
-from flopcalc.measure.counters.flop_counter import FORMULAS, NOT_PRODUCTS, Counted, count_flops  # noqa: E402
+from flopcalc.measure.counters.flop_counter import FORMULAS, NOT_PRODUCTS, Counted, count_flops
 
 Tensor = Any
 _EMPTY = nn.Module()
@@ -402,17 +400,20 @@ _RECIPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("recipe", _RECIPES, ids=str)
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 def test_experts_cost_the_same_however_they_run(experts: str, recipe: dict[str, Any]) -> None:
-    models = pytest.importorskip("flopcalc.measure.hf.models")
-    pytest.importorskip("transformers")
+    from flopcalc.measure.hf import models
+
     a, *_ = models.measure(_MIXTRAL, _TRAIN, recipe, experts="batched_mm")
     b, *_ = models.measure(_MIXTRAL, _TRAIN, recipe, experts=experts)
     assert a.rows == b.rows
 
 
 @pytest.mark.parametrize("recipe", _RECIPES[:4], ids=str)
-@pytest.mark.parametrize("config", [_LLAMA, _MIXTRAL, _QWEN_VL], ids=lambda c: str(c["model_type"]))
+@pytest.mark.parametrize(
+    "config",
+    [_LLAMA, _MIXTRAL, pytest.param(_QWEN_VL, marks=pytest.mark.heavy)],
+    ids=lambda c: str(c["model_type"]),
+)
 def test_meta_counts_what_the_cpu_counts(config: dict[str, Any], recipe: dict[str, Any]) -> None:
-    pytest.importorskip("transformers")
     from flopcalc.measure.hf.models import measure
 
     workload = {"batch": 2, "seq": 17, "images": [[1, 4, 6]]} if "vision_config" in config else _TRAIN
@@ -424,7 +425,6 @@ def test_meta_counts_what_the_cpu_counts(config: dict[str, Any], recipe: dict[st
 
 
 def test_llama_by_hand() -> None:
-    pytest.importorskip("transformers")
     from flopcalc.measure.hf.models import measure
 
     counted, total, trainable = measure(_LLAMA, _TRAIN)
@@ -436,7 +436,6 @@ def test_llama_by_hand() -> None:
 
 
 def test_sdpa_and_eager_agree_on_forward() -> None:
-    pytest.importorskip("transformers")
     from flopcalc.measure.hf.models import measure
 
     workload = {"batch": 2, "seq": 7, "phase": "forward"}

@@ -6,15 +6,14 @@ from math import exp
 from typing import Any
 
 import pytest
+import torch
+from tiers import mark_heavy
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from flopcalc.api import bind  # noqa: E402
-from flopcalc.core.workload.workload import make_workload  # noqa: E402
-from flopcalc.measure.counters import fvcore_counter  # noqa: E402
-from flopcalc.measure.hf.examples import find_example  # noqa: E402
-from flopcalc.measure.hf.models import build_model  # noqa: E402
+from flopcalc.api import bind
+from flopcalc.core.workload.workload import make_workload
+from flopcalc.measure.counters import fvcore_counter
+from flopcalc.measure.hf.examples import find_example
+from flopcalc.measure.hf.models import build_model
 
 Tensor = Any
 CHUNK = 4
@@ -319,7 +318,7 @@ SEEN_BY_FVCORE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model_type", "number"), SEEN_BY_FVCORE)
+@pytest.mark.parametrize(("model_type", "number"), mark_heavy(SEEN_BY_FVCORE, [("mamba2", 0), ("rwkv", 1)]))
 def test_the_forward_pass_is_twice_fvcores(model_type: str, number: int) -> None:
     config = find_example(model_type).configs[number]
     model = build_model(config, architecture=bind(config).spec.architecture).eval()

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from places import ROOT
+from tiers import LIGHT_TYPES, mark_heavy
 
 from flopcalc import bind
 from flopcalc.data import list_data_files
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.measure.hf.examples import _KEYS, find_example, list_cases
 
-transformers = pytest.importorskip("transformers")
 SPECS_PAGE = ROOT / "docs" / "specs.md"
 
 
@@ -23,13 +23,15 @@ def count(config: dict[str, Any], workload: dict[str, Any]) -> tuple[int, dict[s
 
 
 @pytest.mark.filterwarnings("ignore")  # configs of other releases are warned about
-@pytest.mark.parametrize("name", list_data_files("examples"))
+@pytest.mark.parametrize("name", mark_heavy(list_data_files("examples"), LIGHT_TYPES))
 def test_raw_and_through_auto_config(name: str) -> None:
+    from transformers import AutoConfig
+
     example = find_example(name)
     for config in example.configs:
         named = {"architectures": [example.architecture]} if example.architecture else {}
         keys = dict(config)
-        filled = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys).to_dict()
+        filled = AutoConfig.for_model(keys.pop("model_type"), **keys).to_dict()
         for workload, _ in list(list_cases(example, config))[:3]:
             assert count({**filled, **named}, workload) == count({**config, **named}, workload)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from places import TRUTH
+from tiers import mark_heavy
 
 from flopcalc import ConfigError, RecipeError, bind, estimate_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model
@@ -23,7 +23,7 @@ def load_recipes(family: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return model["config"], list(recipes.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mark_heavy(FAMILIES, ["llama"]))
 def test_recipe_read_from_model_equals_the_one_given(family: str) -> None:
     config, recipes = load_recipes(family)
     grids = [[1, 4, 6]] if family in ("qwen2_vl", "qwen3_vl") else None
@@ -96,6 +96,8 @@ def test_parameter_of_another_size_is_refused() -> None:
 
 
 def add_second(model: Any) -> None:
+    from peft import LoraConfig
+
     model.add_adapter("second", LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 
@@ -109,6 +111,8 @@ ADAPTERS = [
 
 @pytest.mark.parametrize(("options", "change", "words"), ADAPTERS)
 def test_adapters_that_the_count_does_not_describe(options: dict[str, Any], change: Any, words: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
     config, _ = load_recipes("llama")
     lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
     model = get_peft_model(build_model(config), lora)
@@ -135,6 +139,8 @@ def test_model_of_another_class_with_the_same_parameters_is_refused() -> None:
 
 
 def test_subclass_and_adapted_model_are_taken() -> None:
+    from peft import LoraConfig, get_peft_model
+
     model = build_model(T5, architecture="T5ForConditionalGeneration")
     told = estimate_flops(T5, seq_len=9, decoder_seq_len=5)
     model.__class__ = type("MyModel", (type(model),), {})

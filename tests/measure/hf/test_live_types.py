@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import LIGHT_TYPES, mark_heavy
 
 from flopcalc import bind
 from flopcalc.core.estimate.estimate import Estimator
@@ -15,7 +16,7 @@ from flopcalc.measure.hf.compare import make_load
 from flopcalc.measure.hf.examples import Example, find_example, list_cases
 from flopcalc.measure.hf.models import apply_recipe, build_model
 
-NAMES = sorted(name for name in list_data_files("examples") if find_example(name).configs)
+NAMES = list_data_files("examples")
 
 
 def prepare(example: Example) -> tuple[dict[str, Any], dict[str, Any], Any]:
@@ -33,7 +34,7 @@ def count(estimator: Estimator, workload: Mapping[str, Any]) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch and HF advise on their own code
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mark_heavy(NAMES, LIGHT_TYPES))
 def test_live_model_counts_as_its_config(name: str) -> None:
     example = find_example(name)
     if example.needs:
@@ -55,7 +56,10 @@ def test_live_model_counts_as_its_config(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # peft advises on training, which this is not
-@pytest.mark.parametrize("name", ["bart-causal", "whisper-causal", "seamless_m4t-speech", "xmod", "stablelm"])
+@pytest.mark.parametrize(
+    "name",
+    mark_heavy(["bart-causal", "whisper-causal", "seamless_m4t-speech", "xmod", "stablelm"], ["whisper-causal"]),
+)
 def test_variant_is_found_inside_what_wraps_it(name: str) -> None:
     config, workload, model = prepare(find_example(name))
     recipe = {"lora": {"r": 3, "targets": "all-linear"}}

@@ -6,19 +6,18 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from transformers import AutoConfig
+from tiers import mark_heavy
 
 from flopcalc import bind
 from flopcalc.core.model.config import load_preset
 from flopcalc.data import list_data_files, load_toml
-from flopcalc.measure.hf.models import build_model
 
 FILES = list_data_files("presets")
 PRESETS = [name for name, path in FILES.items() if "alias" not in load_toml(path)]
 ALIASES = [name for name in FILES if name not in PRESETS]
 PUBLISHED = [name for name in PRESETS if "published_parameters" in load_toml(FILES[name])]
+# One of each kind: dense, experts, scan, images, encoder-decoder, masked words.
+LIGHT = ("qwen3-0.6b", "granite-3.1-1b-a400m", "mamba-130m", "qwen2-vl-2b", "t5-v1.1-xl", "modernbert-base")
 UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -28,8 +27,10 @@ def make_workload(estimator: Any) -> dict[str, Any]:
     return {"batch_size": 2, "seq_len": 77 if decoder else 777, **decoder}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", mark_heavy(PRESETS, LIGHT))
 def test_raw_and_through_autoconfig(name: str) -> None:
+    from transformers import AutoConfig
+
     source = load_preset(FILES[name])
     config = AutoConfig.for_model(**source.config)
     raw, through = bind(source), bind(config)
@@ -42,8 +43,13 @@ def test_raw_and_through_autoconfig(name: str) -> None:
     assert raw(**load).to_dict()["modules"] == through(**load).to_dict()["modules"]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", mark_heavy(PRESETS, LIGHT))
 def test_parameters_equal_the_hf_model(name: str) -> None:
+    import torch
+    import transformers
+
+    from flopcalc.measure.hf.models import build_model
+
     source = load_preset(FILES[name])
     # The class that the published file names; where transformers has none so named, the one that the config picks.
     named = [one for one in source.config.get("architectures", ()) if hasattr(transformers, one)]

@@ -15,10 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from transformers.image_transforms import divide_to_patches
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from tiers import mark_heavy
 
 from flopcalc import WorkloadError, bind
 from flopcalc.core.model.config import load_preset
@@ -26,6 +23,7 @@ from flopcalc.core.model.vision import Vision
 from flopcalc.data import list_data_files
 from flopcalc.measure.hf.examples import find_example
 
+QWEN2_VL = "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil"
 SIZES = [
     (28, 28),
     (14, 300),
@@ -35,7 +33,7 @@ SIZES = [
     (3000, 40),
     (42, 42),
     (70, 98),
-    (4096, 2160),
+    pytest.param((4096, 2160), marks=pytest.mark.heavy),
     (1, 150),
 ]
 PRESETS = ["qwen2-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-4b"]
@@ -48,7 +46,7 @@ def test_grid_equals_the_processor(name: str, size: tuple[int, int]) -> None:
     vision = bind(source).vision
     assert vision is not None
     assert source.preprocessor is not None
-    processor = Qwen2VLImageProcessorPil(**source.preprocessor)
+    processor = _load(QWEN2_VL)(**source.preprocessor)
     theirs = processor(Image.new("RGB", size), return_tensors="np")["image_grid_thw"][0].tolist()
     grid, notes = vision.grid_of_pixels(*size, source.preprocessor)
     assert list(grid) == theirs
@@ -60,7 +58,7 @@ def test_class_defaults_are_used_with_a_note(size: tuple[int, int]) -> None:
     vision = bind("qwen2-vl-7b").vision
     assert vision is not None
     grid, notes = vision.grid_of_pixels(*size, None)
-    theirs = Qwen2VLImageProcessorPil()(Image.new("RGB", size), return_tensors="np")["image_grid_thw"][0].tolist()
+    theirs = _load(QWEN2_VL)()(Image.new("RGB", size), return_tensors="np")["image_grid_thw"][0].tolist()
     assert list(grid) == theirs
     assert len(notes) == 1
 
@@ -71,7 +69,8 @@ def test_clip_crops_to_one_square(size: tuple[int, int]) -> None:
     vision = bind(source).vision
     assert vision is not None
     assert source.preprocessor is not None
-    pixels = CLIPImageProcessorPil(**source.preprocessor)(Image.new("RGB", size), return_tensors="np")["pixel_values"]
+    processor = _load("clip.image_processing_pil_clip.CLIPImageProcessorPil")(**source.preprocessor)
+    pixels = processor(Image.new("RGB", size), return_tensors="np")["pixel_values"]
     patch = source.config["vision_config"]["patch_size"]
     assert vision.grid_of_pixels(*size, source.preprocessor)[0] == (
         1,
@@ -93,8 +92,8 @@ SMART = {
     "ernie4_5_vl_moe": "ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe.Ernie4_5_VLMoeImageProcessorPil",
     "hunyuan_vl": "hunyuan_vl.image_processing_pil_hunyuan_vl.HunYuanVLImageProcessorPil",
     "paddleocr_vl": "paddleocr_vl.image_processing_pil_paddleocr_vl.PaddleOCRVLImageProcessorPil",
-    "exaone4_5": "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
-    "hyperclovax_vision_v2": "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+    "exaone4_5": QWEN2_VL,
+    "hyperclovax_vision_v2": QWEN2_VL,
 }
 
 
@@ -120,7 +119,7 @@ def _list_grids(vision: Vision, size: tuple[int, int], preprocessor: dict[str, A
 
 
 @pytest.mark.parametrize("preprocessor", LIMITS)
-@pytest.mark.parametrize("model_type", SMART)
+@pytest.mark.parametrize("model_type", mark_heavy(SMART, ["glm4v", "hyperclovax_vision_v2"]))
 def test_smart_rules(model_type: str, preprocessor: dict[str, Any] | None) -> None:
     processor = _load(SMART[model_type])(**(preprocessor or {}))
     vision = _find_vision(model_type, processor.patch_size)
@@ -145,7 +144,8 @@ def test_budget_of_tokens(preprocessor: dict[str, Any] | None) -> None:
 @pytest.mark.parametrize("model_type", ["mistral3", "mistral_large4", "lighton_ocr"])
 def test_longest_edge(model_type: str, preprocessor: dict[str, Any] | None) -> None:
     whole = {"height": 28, "width": 28}  # the processor's patch is the model's times its merge
-    processor = PixtralImageProcessorPil(patch_size=whole, **(preprocessor or {}))
+    path = "pixtral.image_processing_pil_pixtral.PixtralImageProcessorPil"
+    processor = _load(path)(patch_size=whole, **(preprocessor or {}))
     vision = _find_vision(model_type, 14)
     for size in ODD_SIZES:
         (height, width), *_ = processor(Image.new("RGB", size), return_tensors="np")["image_sizes"]
@@ -153,7 +153,7 @@ def test_longest_edge(model_type: str, preprocessor: dict[str, Any] | None) -> N
 
 
 @pytest.mark.parametrize("preprocessor", [None, {"max_slice_nums": 4, "scale_resolution": 336}, {"slice_mode": False}])
-@pytest.mark.parametrize("model_type", ["minicpmv4_6", "minicpmv4_7"])
+@pytest.mark.parametrize("model_type", mark_heavy(["minicpmv4_6", "minicpmv4_7"], ["minicpmv4_6"]))
 def test_slices(model_type: str, preprocessor: dict[str, Any] | None) -> None:
     path = "minicpmv4_6.image_processing_pil_minicpmv4_6.MiniCPMV4_6ImageProcessorPil"
     processor = _load(path)(**(preprocessor or {}))
@@ -207,6 +207,8 @@ def test_whole_and_crops() -> None:
 
 @pytest.mark.parametrize("size", ODD_SIZES)
 def test_cut_into_patches(size: tuple[int, int]) -> None:
+    from transformers.image_transforms import divide_to_patches
+
     vision = bind(find_example("inkling_mm_model").configs[0]).vision
     assert vision is not None
     patches = divide_to_patches(np.zeros((3, size[1], size[0])), 40)

@@ -14,6 +14,7 @@ from flopcalc.measure.predictor import fit
 from flopcalc.measure.predictor import single_calls as alone
 from flopcalc.prediction.machine import GroupShape, ProductShape, attention_features, name_mask, time_grouped
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
 ATTENTION = {
     "kernel", "direction", "mask", "batch", "heads", "kv_heads", "qk", "v", "length", "keys", "seconds"
 }  # fmt: skip
@@ -222,7 +223,10 @@ def test_calls_that_do_not_tell_do_not_explode(sizes: list[tuple[int, int, int]]
         assert told == pytest.approx(time_call(*size), rel=0.35)
 
 
-@pytest.mark.parametrize("shape", [GroupShape(), GroupShape(250e12, 100.0, 1.4e12, 0.6, 2e-6, 5e-6)])
+@pytest.mark.parametrize(
+    "shape",
+    [GroupShape(), pytest.param(GroupShape(250e12, 100.0, 1.4e12, 0.6, 2e-6, 5e-6), marks=pytest.mark.heavy)],
+)
 def test_experts_find_what_calls_were_made_of(shape: GroupShape) -> None:
     row = alone.list_rows("quick")["calls/experts"]
     calls = [

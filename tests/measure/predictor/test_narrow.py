@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from tiers import mark_heavy
 
 from flopcalc.api import bind
 from flopcalc.core.model.config import load_config
@@ -20,12 +20,14 @@ from flopcalc.measure.predictor import host_probe as probe
 from flopcalc.measure.predictor.narrow import narrow
 from flopcalc.prediction.machine import load_predictor
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
 PRESETS = list(runs.NARROW)
+LIGHT = ("llama-3.2-1b", "gpt2", "mixtral-8x7b", "qwen2-vl-2b")
 SHIPPED: dict[str, Any] = load_predictor("h200-sxm") or {}
 MOST = 80e6  # parameters besides the vocabulary: sixteen experts are most of them
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", mark_heavy(PRESETS, LIGHT))
 def test_it_builds_with_the_parameters_that_are_counted(preset: str) -> None:
     config = runs.get_config(f"{preset}-narrow-4")
     model = build_model(config, "sdpa", None, "meta", torch.bfloat16)
@@ -36,6 +38,8 @@ def test_it_builds_with_the_parameters_that_are_counted(preset: str) -> None:
 
 
 def _has_sdpa(preset: str) -> bool:
+    import transformers
+
     (name,) = bind(preset).source.config.get("architectures") or [bind(preset).spec.architecture]
     return bool(getattr(transformers, name)._supports_sdpa)
 
@@ -74,7 +78,7 @@ def _model(preset: str, config: dict[str, Any], *, is_seen: bool) -> fit.Modelle
     return fit.model_case(runs.make_case(preset, "train", 1, seq or 64, grids), config)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", mark_heavy(PRESETS, LIGHT))
 def test_the_host_does_what_it_does_for_the_published_model(preset: str) -> None:
     """The same kinds of operators, from the same records, and as many with every further layer."""
     config = dict(load_config(preset).config)
@@ -104,6 +108,7 @@ def test_heads_are_grouped_as_published(preset: str) -> None:
     assert found == published
 
 
+@pytest.mark.heavy
 def test_every_case_is_the_hosts() -> None:
     """What a device has to do in a narrow step, it does in half of the host's time: each tells of the host."""
     cases = list(runs.list_narrow_cases())

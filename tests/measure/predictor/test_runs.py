@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from places import ROOT
+from tiers import mark_heavy
 
 from flopcalc.errors import CalibrationError, DeviceError
 from flopcalc.hardware.devices import load_devices
@@ -22,6 +23,7 @@ from flopcalc.measure.predictor.single_calls import list_rows
 from flopcalc.prediction.machine import SCHEMA, load_predictor
 from flopcalc.prediction.step import predict
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -81,7 +83,7 @@ TEXT = {
 SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
 
-@pytest.mark.parametrize("context", [4, 6, 7, 8, 20])
+@pytest.mark.parametrize("context", mark_heavy([4, 6, 7, 8, 20], [7]))
 @pytest.mark.parametrize(
     "config",
     [
@@ -249,6 +251,7 @@ def _list_results(records: list[Any]) -> list[Result]:
     return [Result("runs", str(i), "", "ok", None, None, record, 0.0) for i, record in enumerate(records)]
 
 
+@pytest.mark.heavy
 def test_a_calibration_ends_in_a_predictor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake(monkeypatch, _list_results(_read_measured()))
     path = predictor.calibrate_predictor(str(tmp_path))
@@ -291,6 +294,13 @@ def test_what_cannot_be_calibrated_is_said(tmp_path: Path, monkeypatch: pytest.M
     _fake(monkeypatch, [])
     with pytest.raises(CalibrationError, match="too little was measured"):
         predictor.calibrate_predictor(str(tmp_path))
+    assert not list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.heavy
+def test_what_cannot_be_calibrated_with_half_of_the_steps_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _fake(monkeypatch, _list_results([case for case in _read_measured() if not case.get("is_host")]))
     with pytest.raises(CalibrationError, match="too little was measured"):  # no small steps at all
         predictor.calibrate_predictor(str(tmp_path))

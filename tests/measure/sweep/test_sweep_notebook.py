@@ -10,9 +10,6 @@ import pytest
 
 from flopcalc.measure.sweep.run import save_results
 
-for _name in ("nbclient", "nbformat", "ipykernel", "matplotlib"):
-    pytest.importorskip(_name)
-
 NOTEBOOK = notebook_run.ROOT / "notebooks" / "dp_sgd_cost.ipynb"
 FIGURES = ["side by side", "where the FLOPs go", "time against FLOPs", "how right the count is", "beforehand"]
 

@@ -1,4 +1,4 @@
-"""`flopcalc sweep test` for real: four processes train with Opacus, each leaves its row, log and TensorBoard run."""
+"""`flopcalc sweep` for real: processes train with Opacus, each leaves its row, log and TensorBoard run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ import pytest
 from flopcalc.cli import main
 from flopcalc.measure.sweep.matrix import TRAINERS
 
-pytest.importorskip("opacus")
+
+def test_one_trainer_in_a_process_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs, runs = tmp_path / "logs", tmp_path / "runs"
+    words = ["--trainer", "DPGhostClippingTrainer", "--batch-size", "2", "--seq-len", "8", "--model-size", "tiny"]
+    words += ["--device", "cpu", "--steps", "1", "--warmup", "0", "--logs-dir", str(logs), "--runs-dir", str(runs)]
+    with pytest.raises(SystemExit) as end:
+        main(["sweep", "single", *words, "--json"])
+    out, err = capsys.readouterr()
+    assert end.value.code == 0, err
+    (row,) = json.loads(out)["configurations"]
+    assert (row["status"], row["parameters"], row["dtype"], row["device"]) == ("ok", 234_816, "fp32", "cpu")
+    assert row["counted_flops"] == row["expected_counted_flops"]
+    assert (logs / f"{row['trainer']}_bs2_seq8.log").is_file()
+    assert list((runs / f"{row['trainer']}_bs2_seq8").glob("events.out.tfevents.*"))
 
 
 @pytest.mark.heavy

@@ -7,20 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-pytest.importorskip("opacus")
-
-from torch import Tensor, nn  # noqa: E402
-
-from flopcalc.api import bind  # noqa: E402
-from flopcalc.measure.calibrate.tables.counts import get_config  # noqa: E402
-from flopcalc.measure.counters.flop_counter import count_flops  # noqa: E402
-from flopcalc.measure.hf.models import build_model  # noqa: E402
-from flopcalc.measure.sweep import trainers  # noqa: E402
-from flopcalc.measure.sweep.matrix import TRAINERS  # noqa: E402
-from flopcalc.measure.sweep.trainers import SampleLoss, TrainerError, make_trainer  # noqa: E402
+from flopcalc.api import bind
+from flopcalc.measure.calibrate.tables.counts import get_config
+from flopcalc.measure.counters.flop_counter import count_flops
+from flopcalc.measure.hf.models import build_model
+from flopcalc.measure.sweep import trainers
+from flopcalc.measure.sweep.matrix import TRAINERS
+from flopcalc.measure.sweep.trainers import SampleLoss, TrainerError, make_trainer
 
 Json = dict[str, Any]
 STANDARD, HOOKS, GHOST, FAST = TRAINERS
@@ -189,6 +185,7 @@ def test_noise_is_the_seed_s() -> None:
     assert not torch.equal(run(HOOKS, 1.5, 1) - clean, noises[0])
 
 
+@pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("name", TRAINERS)
 def test_bf16_goes_the_same_way(name: str) -> None:
     batch = make_batch()

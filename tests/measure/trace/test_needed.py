@@ -7,10 +7,12 @@ code does: it knows nothing of specs, windows or chunks. Modules that compute at
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tiers import LIGHT_TYPES, mark_heavy
 
 from flopcalc import bind
 from flopcalc.core.model.ops import join
@@ -19,10 +21,6 @@ from flopcalc.measure.hf.compare import make_load
 from flopcalc.measure.hf.examples import Example, find_example
 from flopcalc.measure.hf.models import build_model
 from flopcalc.measure.hf.verify import make_step
-
-pytest.importorskip("transformers")
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
 
 NAME = "count_open_pairs"
 # Modules whose mask leaves padding open that the model does not need.
@@ -70,8 +68,15 @@ def find_picked(module: Any, like: torch.Tensor, others: dict[str, Any]) -> torc
     return torch.ones_like(like)
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, eager_mask)
+@pytest.fixture(scope="module", autouse=True)
+def _count_open_pairs() -> Iterator[None]:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, eager_mask)
+    yield
+    del AttentionInterface._global_mapping[NAME], AttentionMaskInterface._global_mapping[NAME]
 
 
 def list_workloads(example: Example, has_decoder: bool) -> list[dict[str, Any]]:
@@ -86,7 +91,7 @@ def list_workloads(example: Example, has_decoder: bool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore")  # what HF advises is not about masks
-@pytest.mark.parametrize("name", list_data_files("examples"))
+@pytest.mark.parametrize("name", mark_heavy(list_data_files("examples"), LIGHT_TYPES))
 def test_open_pairs(name: str) -> None:
     example = find_example(name)
     for config in example.configs:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import mark_heavy
 from torch import nn
 
 from flopcalc import bind, make_workload
@@ -55,8 +56,19 @@ WINDOWED_TOWER = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _traced_once(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """A model is traced once for all tests of this file."""
+    monkeypatch.setenv("FLOPCALC_CACHE", str(cache))
+
+
+@pytest.fixture
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLOPCALC_CACHE", str(tmp_path / "cache"))
 
 
@@ -79,13 +91,17 @@ def test_text(config: dict[str, Any], batch_size: int, seq_len: int) -> None:
     compare(config, batch_size=batch_size, seq_len=seq_len)
 
 
-@pytest.mark.parametrize("config", [DENSE, WINDOW, MOE, SSM], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "config", mark_heavy([DENSE, WINDOW, MOE, SSM], [DENSE]), ids=lambda config: config["model_type"]
+)
 @pytest.mark.parametrize("phase", ["forward", "prefill"])
 def test_phases(config: dict[str, Any], phase: str) -> None:
     compare(config, batch_size=3, seq_len=43, phase=phase)
 
 
-@pytest.mark.parametrize("config", [DENSE, WINDOW, MOE, SSM], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "config", mark_heavy([DENSE, WINDOW, MOE, SSM], [WINDOW]), ids=lambda config: config["model_type"]
+)
 @pytest.mark.parametrize("context", [1, 4, 200])
 def test_decode(config: dict[str, Any], context: int) -> None:
     compare(config, batch_size=2, seq_len=7, phase="decode", context=context)
@@ -96,6 +112,7 @@ def test_recipes() -> None:
     compare(DENSE, {"lora": {"r": 4, "targets": ["q_proj", "down_proj"]}}, batch_size=2, seq_len=11)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("config", "grids"),
     [(GRID, [(1, 4, 6)]), (GRID, [(1, 8, 10), (1, 6, 4), (1, 4, 4), (1, 4, 4)]), (FIXED, [(1, 3, 3)] * 2)],
@@ -112,13 +129,14 @@ def test_what_is_no_polynomial_is_refused() -> None:
         find_traced(load_config(WINDOWED_TOWER), make_recipe(), "forward", True)
 
 
+@pytest.mark.usefixtures("_own_cache")
 def test_kept_on_disk_and_read_without_torch() -> None:
     source = load_config(DENSE)
     first = find_traced(source, make_recipe(), "train", False)(2, 64).to_dict()
     script = (
         "import sys, json\nfrom flopcalc.core.model.config import load_config\n"
         "from flopcalc.core.recipe.recipe import make_recipe\n"
-        "from flopcalc.core.estimate.traced import find_traced\n"
+        "from flopcalc.api import find_traced\n"
         f"config = json.loads({json.dumps(json.dumps(DENSE))})\n"
         "found = find_traced(load_config(config), make_recipe(), 'train', False)\n"
         "print(json.dumps(found(2, 64).to_dict()))\n"
@@ -132,6 +150,7 @@ def test_kept_on_disk_and_read_without_torch() -> None:
     assert first["totals"]["hardware"] is None
 
 
+@pytest.mark.usefixtures("_own_cache")
 @pytest.mark.parametrize("text", ["", "{", '{"schema": 99}', '{"schema": 1, "polynomials": 3}'])
 def test_a_broken_cache_is_traced_anew(text: str) -> None:
     source = load_config(DENSE)
