@@ -25,7 +25,7 @@ from flopcalc.planning.cut import (
 )
 from flopcalc.planning.layout import Layout, split_layers
 from flopcalc.planning.network import Interconnect, time_collective, time_message, time_routing
-from flopcalc.prediction.clock import Clock, Piece
+from flopcalc.prediction.clock import Clock, Piece, Totals, add_up, combine
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.memory import Memory, Tensors, count_memory, list_tensors, resize_batch
@@ -37,7 +37,8 @@ PARTS = (
     "products", "attention", "memory_bound", "recompute", "launches", "host", "tensor_parallel", "context_parallel",
     "expert_parallel", "pipeline_sends", "data_parallel", "bubble", "optimizer", "overhead",
 )  # fmt: skip
-_KINDS = {"products": "products", "attention": "attention", "memory": "memory_bound", "optimizer": "optimizer"}
+_KINDS = ("products", "attention", "memory_bound", "optimizer", "recompute")  # in the order of a clock's sums
+_ENDS = ("first", "last", "optimizer")
 _EXCHANGES = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_sends", "data_parallel")
 # How far a step of many devices is from the sum of its parts; see benchmarks/published_runs.py for what they rest on.
 OVERHEAD = 0.04  # share of the step of several devices: uneven devices, data, logging
@@ -81,14 +82,16 @@ class Step(NamedTuple):
         return self.seconds * (1 + self.above)
 
 
-class Passes(NamedTuple):
-    """Seconds of one micro-batch on a device: of one layer by pass, and of what comes before and after all layers."""
+class Shares(NamedTuple):
+    """One micro-batch of the whole model on a device of a cut: sums by place and pass, and seconds of one layer."""
 
-    forward: float
+    clock: Clock
+    sums: Mapping[str, Totals]  # forward, backward and again of all layers; first, last, optimizer
+    forward: float  # seconds of one layer
     backward: float
     again: float
     attention: float  # of the forward pass
-    first: float
+    first: float  # seconds of what comes before and after all layers
     last: float
 
     @property
@@ -129,8 +132,8 @@ class Runner:
         self.tensors = cache(self._make_tensors)
         self.weights: Mapping[str, Weights] = sum_weights(self.tensors(1, "none").parts)
         self._cut = cache(self._cut_work)
-        self._passes = cache(self._time_passes)
-        self._clock = cache(self._run_clock)
+        self._shares = cache(self._time_shares)
+        self._host = cache(self._time_host)
 
     def _settle(self, estimator: Estimator, recompute: Recompute) -> Estimator:
         changed = estimator
@@ -150,9 +153,8 @@ class Runner:
     def _make_work(self, micro_batch: int, recompute: str) -> Work:
         load = resize_batch(self.sample, micro_batch)
         work = make_work(
-            self.estimator(find_recipe(recompute)), load, optimizer=self.optimizer,
-            dtype_bytes=self.machine.width, kernel=self.kernel,
-            execution=self.execution,
+            self.estimator(find_recipe(recompute)), load, optimizer=self.optimizer, dtype_bytes=self.machine.width,
+            kernel=self.kernel, execution=self.execution,
         )  # fmt: skip
         return repeat_work(work, recompute)
 
@@ -187,27 +189,22 @@ class Runner:
     def _cut_work(self, cut: Layout) -> Work:
         return cut_work(self.work(cut.micro_batch, cut.recompute), cut)
 
-    def _time_passes(self, cut: Layout) -> Passes:
+    def _time_shares(self, cut: Layout) -> Shares:
         """One micro-batch of the whole model."""
         work = self._cut(cut)
-        clock = self._run_clock(cut, Section(self.model.layers), 1, 0.0)
-        places: dict[str, list[Piece]] = {"first": [], "layers": [], "last": [], "optimizer": []}
+        clock = self._run_clock(cut, Section(self.model.layers), 1, 1.0)
+        places: dict[str, list[Piece]] = {name: [] for name in ("forward", "backward", "again", *_ENDS)}
         for piece in clock.pieces:
-            places[locate(piece.module, piece.group, work.stacks)].append(piece)
-        own = places["layers"]
-
-        def spend(pieces: list[Piece]) -> float:
-            return clock.spend(pieces) / self.model.layers
-
-        ahead = [piece for piece in own if piece.place.way == 0]
-        return Passes(
-            spend(ahead),
-            spend([piece for piece in own if piece.place.way == 1 and not piece.is_again]),
-            spend([piece for piece in own if piece.is_again]),
-            spend([piece for piece in ahead if piece.kind == "attention"]),
-            clock.spend(places["first"]),
-            clock.spend(places["last"]),
-        )
+            place = locate(piece.module, piece.group, work.stacks)
+            if place == "layers":
+                place = "again" if piece.is_again else "backward" if piece.place.way else "forward"
+            places[place].append(piece)
+        sums = {name: add_up(pieces) for name, pieces in places.items()}
+        slower = clock.slower(combine((totals, 1.0) for totals in sums.values()))
+        cores = add_up(piece for piece in places["forward"] if piece.kind == "attention")
+        spent = {name: clock.spend(totals, slower) for name, totals in (*sums.items(), ("attention", cores))}
+        own = [spent[name] / self.model.layers for name in ("forward", "backward", "again", "attention")]
+        return Shares(clock, sums, own[0], own[1], own[2], own[3], spent["first"], spent["last"])
 
     def _run_clock(self, cut: Layout, section: Section, batches: int, stepped: float) -> Clock:
         """A section's micro-batches, and the optimizer's step over a share of what trains."""
@@ -215,6 +212,29 @@ class Runner:
         work = take_section(self._cut(cut), section, self.model.layers, stepped)
         clock.add(work, batches, resize_batch(self.sample, cut.micro_batch))
         return clock
+
+    def _list_parts(self, cut: Layout, section: Section, batches: int, stepped: float) -> dict[str, float]:
+        """Seconds of one device by part, without what is exchanged."""
+        shares = self._shares(cut)
+        share = batches * section.layers / self.model.layers
+        counts = dict.fromkeys(("forward", "backward", "again"), share)
+        counts |= {"first": batches * section.has_first, "last": batches * section.has_last, "optimizer": stepped}
+        totals = combine((shares.sums[name], count) for name, count in counts.items())
+        parts = dict.fromkeys(PARTS, 0.0)
+        for name, seconds in zip(_KINDS, totals, strict=False):
+            parts[name] = seconds
+        device_s = shares.clock.spend(totals, shares.clock.slower(totals))
+        parts["launches"] = max(0.0, device_s - totals.seconds)
+        if self.execution == "eager":
+            step_s = self._host(cut, section._replace(in_flight=1), batches, stepped)
+        else:
+            step_s = totals.launches * shares.clock.launch_s
+        parts["host"] = max(0.0, step_s - device_s)
+        return parts
+
+    def _time_host(self, cut: Layout, section: Section, batches: int, stepped: float) -> float:
+        """Seconds of a device that waits for its host."""
+        return self._run_clock(cut, section, batches, stepped).step_s()
 
     # --- a layout -----------------------------------------------------------------------------------------------------
     def time(self, layout: Layout) -> Step:
@@ -226,7 +246,7 @@ class Runner:
         batches = self._count_batches(layout)
         if layout.devices == 1:
             return self._time_alone(cut, batches)
-        layer = self._passes(cut)
+        layer = self._shares(cut)
         tensor, ring, experts = self._time_exchanges(layout, layer)
         gather, scatter = self._time_shards(layout)
         repeated = 2.0 + {"full": 1.0, "full-reentrant": 1.0, "half": 0.5}.get(layout.recompute, 0.0)
@@ -240,8 +260,7 @@ class Runner:
             return section.layers * whole + ends
 
         section = max(list_sections(self.model, layout), key=spend)
-        clock = self._clock(cut, section._replace(in_flight=1), batches, self._find_stepped(layout, section))
-        parts = _list_parts(clock)
+        parts = self._list_parts(cut, section, batches, self._find_stepped(layout, section))
         middle, fill = split_layers(self.model, layout)[0], (layout.pp - 1) / layout.virtual
         ends = section.has_first + section.has_last
         parts["tensor_parallel"] = batches * (section.layers * exchanged[0] + tensor * ends)
@@ -253,17 +272,17 @@ class Runner:
             layout, section, batches, layer
         )
         parts["overhead"] = OVERHEAD * sum(parts.values())
-        return Step(tuple(parts[name] for name in PARTS), *self._find_errors(clock, parts))
+        return Step(tuple(parts[name] for name in PARTS), *self._find_errors(layer.clock, parts))
 
     def _time_alone(self, cut: Layout, batches: int) -> Step:
         """One device: what predict says of it."""
-        clock = self._clock(cut, Section(self.model.layers), batches, 1.0)
-        parts = _list_parts(clock)
-        low, mid, high = clock.interval()
+        section = Section(self.model.layers)
+        parts = self._list_parts(cut, section, batches, 1.0)
+        low, mid, high = self._run_clock(cut, section, batches, 1.0).interval()
         return Step(tuple(parts[name] for name in PARTS), mid / low - 1, high / mid - 1)
 
     # --- what is exchanged --------------------------------------------------------------------------------------------
-    def _time_exchanges(self, layout: Layout, layer: Passes) -> tuple[float, float, float]:
+    def _time_exchanges(self, layout: Layout, layer: Shares) -> tuple[float, float, float]:
         """Seconds of one layer's exchanges in one direction: tensor, context (what shows of it) and expert parallel."""
         model, net = self.model, self.net
         rows = model.tokens * layout.micro_batch / layout.cp
@@ -314,7 +333,7 @@ class Runner:
     def _gradient_bytes(self) -> int:
         return self.tensors(1, "none").gradient_bytes
 
-    def _expose_shards(self, layout: Layout, layer: Passes, gather: float, scatter: float) -> float:
+    def _expose_shards(self, layout: Layout, layer: Shares, gather: float, scatter: float) -> float:
         """What of a layer's gathers and reductions is not hidden, and what hiding costs the products."""
         if layout.zero < 2:
             return 0.0
@@ -347,7 +366,7 @@ class Runner:
         whole = sum(weights.trained.total for weights in self.weights.values())
         return (dense + experts) / whole if whole else 0.0
 
-    def _time_gradients(self, layout: Layout, section: Section, batches: int, layer: Passes) -> float:
+    def _time_gradients(self, layout: Layout, section: Section, batches: int, layer: Shares) -> float:
         """Seconds of reducing gradients and gathering weights, those of ZeRO's layers aside, that nothing hides."""
         group = layout.dp * layout.cp
         if group == 1 and layout.expert_dp == 1:
@@ -394,14 +413,3 @@ def find_recipe(recompute: str) -> Recompute:
     """The recipe's recomputation that a layout's kind of it is made of."""
     kinds: dict[str, Recompute] = {"selective": "none", "half": "full"}
     return kinds[recompute] if recompute in kinds else check_word(recompute, RECOMPUTE, "recompute")
-
-
-def _list_parts(clock: Clock) -> dict[str, float]:
-    """Seconds of one device by part; they add up to its step."""
-    parts = dict.fromkeys(PARTS, 0.0)
-    for piece in clock.pieces:
-        parts["recompute" if piece.is_again else _KINDS[piece.kind]] += piece.seconds
-    device_s = clock.device_s()
-    parts["launches"] = max(0.0, device_s - sum(parts.values()))
-    parts["host"] = max(0.0, clock.step_s() - device_s)
-    return parts

@@ -58,10 +58,45 @@ class Piece(NamedTuple):
     is_joined: bool = False  # a compiler joins it to others
     is_streamed: bool = False  # memory alone bounds it, whatever the clock
     is_again: bool = False  # recomputed
+    flops: float = 0.0
 
     def slow_down(self, slower: float) -> float:
         """Seconds at a clock that makes others take so many times longer."""
         return self.seconds if self.is_streamed else self.seconds * slower
+
+
+class Totals(NamedTuple):
+    """Sums over pieces: seconds of each kind at the full clock, and what the lower clock and the gaps depend on."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    optimizer: float = 0.0
+    again: float = 0.0  # of all kinds
+    streamed: float = 0.0  # of all these, what no clock slows down
+    flops: float = 0.0
+    launches: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.attention + self.memory + self.optimizer + self.again
+
+
+def add_up(pieces: Iterable[Piece]) -> Totals:
+    """The sums over pieces."""
+    sums = dict.fromkeys(Totals._fields, 0.0)
+    for piece in pieces:
+        sums["again" if piece.is_again else piece.kind] += piece.seconds
+        sums["streamed"] += piece.seconds if piece.is_streamed else 0.0
+        sums["flops"] += piece.flops
+        sums["launches"] += piece.launches
+    return Totals(**sums)
+
+
+def combine(shares: Iterable[tuple[Totals, float]]) -> Totals:
+    """Shares of several sums together."""
+    found = [tuple(value * share for value in totals) for totals, share in shares]
+    return Totals(*map(sum, zip(*found, strict=True)))
 
 
 _NOTHING = Segment()
@@ -75,7 +110,6 @@ class Clock:
         self.is_joined = execution in ("compiled", "graphs")  # a compiler joins kernels
         self.constants = machine.constants
         self.pieces: list[Piece] = []
-        self.flops = 0.0
         self.hosted: list[Hosted] = []
         self.times = 1
         self.stacks: tuple[Stack, ...] = ()
@@ -98,8 +132,10 @@ class Clock:
     def _add_device(self, work: Work, times: int) -> None:
         for product in work.products:
             timed = self.machine.time_product(product)
-            self._put(product, "products", timed, product.calls * times, is_again=product.is_again)
-            self.flops += product.flops * times
+            self._put(
+                product, "products", timed, product.calls * times, is_again=product.is_again,
+                flops=product.flops * times,
+            )  # fmt: skip
             self.has_experts = self.has_experts or product.copies > 1
             if self.machine.is_cast(product):
                 cast = self.machine.time_cast(product)
@@ -108,8 +144,9 @@ class Clock:
                 )  # fmt: skip
         for call in work.attention:
             timed = self.machine.time_attention(call)
-            self._put(call, "attention", timed, call.calls * times, is_again=call.is_again)
-            self.flops += call.flops * times
+            self._put(
+                call, "attention", timed, call.calls * times, is_again=call.is_again, flops=call.flops * times
+            )  # fmt: skip
             longest = LONGEST.get(call.mask, max(LONGEST.values()))
             if call.keys > _BEYOND * longest:
                 self.long_keys = max(self.long_keys, (call.keys, longest))
@@ -127,7 +164,7 @@ class Clock:
 
     def _put(
         self, each: Product | Attention | Moved, kind: str, timed: Timed, calls: float, *, is_again: bool = False,
-        is_joined: bool = False, is_streamed: bool = False,
+        is_joined: bool = False, is_streamed: bool = False, flops: float = 0.0,
     ) -> None:  # fmt: skip
         if calls:
             place = find_order(each.module, each.group, "again" if is_again else each.direction, self.stacks)
@@ -135,8 +172,11 @@ class Clock:
             seconds = timed.seconds * launches
             error = seconds * timed.error
             self.pieces.append(
-                Piece(each.module, each.group, kind, seconds, error, place, launches, is_joined, is_streamed, is_again)
-            )
+                Piece(
+                    each.module, each.group, kind, seconds, error, place, launches, is_joined, is_streamed, is_again,
+                    flops,
+                )
+            )  # fmt: skip
 
     def _add_host(self, work: Work, times: int, calls: int, is_first: bool) -> None:
         host, phase = self.constants["host"], name_phase(self.phase)
@@ -166,42 +206,46 @@ class Clock:
         if is_first:
             self.hosted.append(Hosted(Place(2), calls * (per_call - plain), 0.0))
 
-    def busy_s(self) -> float:
-        """Seconds in which the device computes, at the clock that the power limit leaves."""
-        slower = self.slower()
-        return sum(piece.slow_down(slower) for piece in self.pieces)
-
-    def slower(self) -> float:
+    def slower(self, totals: Totals | None = None) -> float:
         """How many times longer the power limit makes what the clock bounds."""
         if not self.machine.is_measured:  # what such a device keeps up is taken from what others were seen to
             return 1.0
-        return slow_down(self.constants["power"], self.rate())
+        return slow_down(self.constants["power"], self.rate(totals))
 
-    def rate(self) -> float:
+    def rate(self, totals: Totals | None = None) -> float:
         """Share of the peak that products and attention keep up at the full clock, the optimizer's time aside."""
-        seconds = sum(piece.seconds for piece in self.pieces if piece.kind != "optimizer")
-        return self.flops / seconds / self.machine.peak if seconds else 0.0
+        found = totals or add_up(self.pieces)
+        seconds = found.seconds - found.optimizer
+        return found.flops / seconds / self.machine.peak if seconds else 0.0
 
     def clocked_s(self) -> float:
         """Seconds, at the full clock, of what a lower one slows down."""
         return sum(piece.seconds for piece in self.pieces if not piece.is_streamed)
 
     def device_s(self) -> float:
-        return float(self.busy_s() + self.launches * self.constants["gaps"][name_mode(self.phase)])
+        """Seconds in which the device computes, at the clock that the power limit leaves, with the gaps between."""
+        totals = add_up(self.pieces)
+        return self.spend(totals, self.slower(totals))
 
-    def spend(self, pieces: Iterable[Piece]) -> float:
-        """Seconds of some of the pieces, at the clock that the power limit leaves, with the gaps before them."""
-        slower, gap_s = self.slower(), self.constants["gaps"][name_mode(self.phase)]
-        return float(sum(piece.slow_down(slower) + piece.launches * gap_s for piece in pieces))
+    def spend(self, totals: Totals, slower: float) -> float:
+        """Seconds of sums at a clock that makes what it bounds take so many times longer, with the gaps between."""
+        clocked = totals.seconds - totals.streamed
+        gaps = totals.launches * self.constants["gaps"][name_mode(self.phase)]
+        return float(totals.streamed + clocked * slower + gaps)
 
     @property
     def launches(self) -> float:
         return sum(piece.launches for piece in self.pieces)
 
+    @property
+    def launch_s(self) -> float:
+        """Seconds of the host for each launch of compiled code; a graph's kernels are launched together."""
+        return float(self.constants["compiled"]["launch_s"]) if self.execution == "compiled" else 0.0
+
     def host_s(self) -> float:
         """Seconds in which the host dispatches a step, if it never waited."""
         if self.execution == "compiled":
-            return float(self.launches * self.constants["compiled"]["launch_s"])
+            return self.launches * self.launch_s
         return sum(each.seconds for each in self.hosted) if self.execution == "eager" else 0.0
 
     def step_s(self, host_factor: float = 1.0, pause_s: float = 0.0) -> float:

@@ -6,7 +6,8 @@ lies between them is linear), and the optimizer's step; without training, the wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimator
@@ -99,33 +100,33 @@ class Shards(NamedTuple):
         kept = (wide + part.kept.other / self.tensor) / self.sequence * here / whole
         return round(kept * self.in_flight)
 
-    def cut(self, parts: Sequence[Part], dtype_bytes: int) -> list[Part]:
-        """The stages that are here, each cut."""
-        found = []
-        for part in parts:
-            is_here = part.is_language or (self.has_last if part.is_last else self.has_first)
-            if not is_here or (part.is_language and not self.layers[0]):
-                continue
-            layers = part.layers
-            if part.is_language:
-                layers = max(1, part.layers * self.layers[0] // self.layers[1])
-            wide = part.wide_share / (self.tensor if self.is_spread else 1)
-            share = (wide + (1 - part.wide_share) / self.tensor) / self.sequence
-            weights, trained = (self.cut_weights(held, part.is_language) for held in (part.weights, part.trained))
-            table = part.table // self.tensor
-            if part.copied and not self.has_first:  # of a head that is the table of embeddings, a copy
-                weights = Held(weights.dense + part.copied * dtype_bytes // self.tensor, weights.other)
-                trained = Held(trained.dense + (part.copied // self.tensor if table else 0), trained.other)
-                table = 0
-            elif not self.has_last:
-                table = 0
-            found.append(
-                part._replace(
-                    layers=layers, weights=weights, trained=trained, kept=Held(self.cut_kept(part)),
-                    extra=round(part.extra * share), table=table,
-                )
-            )  # fmt: skip
-        return found
+
+@lru_cache(maxsize=4096)
+def _cut_parts(shards: Shards, parts: tuple[Part, ...], dtype_bytes: int) -> tuple[Part, ...]:
+    """The stages that a device has, each cut; ZeRO aside."""
+    found = []
+    for part in parts:
+        is_here = part.is_language or (shards.has_last if part.is_last else shards.has_first)
+        if not is_here or (part.is_language and not shards.layers[0]):
+            continue
+        layers = part.layers
+        if part.is_language:
+            layers = max(1, part.layers * shards.layers[0] // shards.layers[1])
+        wide = part.wide_share / (shards.tensor if shards.is_spread else 1)
+        share = (wide + (1 - part.wide_share) / shards.tensor) / shards.sequence
+        weights, trained = (shards.cut_weights(held, part.is_language) for held in (part.weights, part.trained))
+        table = part.table // shards.tensor
+        if part.copied and not shards.has_first:  # of a head that is the table of embeddings, a copy
+            weights = Held(weights.dense + part.copied * dtype_bytes // shards.tensor, weights.other)
+            trained = Held(trained.dense + (part.copied // shards.tensor if table else 0), trained.other)
+            table = 0
+        elif not shards.has_last:
+            table = 0
+        kept, extra = Held(shards.cut_kept(part)), round(part.extra * share)
+        found.append(
+            part._replace(layers=layers, weights=weights, trained=trained, kept=kept, extra=extra, table=table)
+        )
+    return tuple(found)
 
 
 def shard_zero(stage: int, ranks: int) -> Shards:
@@ -331,10 +332,25 @@ def _count_bytes(dtype: str) -> int:
     return _DTYPE_BYTES[kind]
 
 
+class _Moment(NamedTuple):
+    """What is there at a moment of a training step, beside what always is: bytes."""
+
+    name: str
+    gradients: int
+    activations: int
+    logits: int = 0
+    optimizer: int = 0  # beside its states
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.activations + self.logits + self.optimizer
+
+
 def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool = False) -> Memory:  # noqa: B008
     """The fullest moment of a training step on one device."""
     optimizer, each = tensors.optimizer, tensors.gradient_bytes
-    parts = shards.cut(tensors.parts, tensors.dtype_bytes)
+    plain = shards._replace(zero=0, ranks=1, expert_ranks=1, buffers=0)
+    parts = _cut_parts(plain, tensors.parts, tensors.dtype_bytes)
     weights = _divide(_sum(part.weights for part in parts), shards.divide(3))
     trained = _sum(part.trained for part in parts)
     narrow = optimizer.has_master and tensors.trained_bytes < FLOAT
@@ -347,41 +363,44 @@ def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool
     workspace = 2 * _CUBLAS_BYTES + _count_gathered(tensors, shards) + shards.buffers
     loss = -(-tensors.loss // cut) if shards.has_last else 0
     inputs = tensors.inputs // shards.sequence if shards.has_first else 0
-    base = {"weights": weights, "optimizer": states, "workspace": workspace, "inputs": inputs}
-    moments: list[tuple[str, dict[str, int]]] = []
-
     whole = Held(trained.dense * each, trained.other * each)
+    by = shards.divide(2)
 
-    def add(moment: str, gradients: Held, activations: int, logits: int = 0) -> None:
-        held = whole if stays and gradients.total < whole.total else gradients
-        there = {**base, "gradients": _divide(held, shards.divide(2)), "activations": activations, "logits": logits}
-        moments.append((moment, {kind: there.get(kind, 0) for kind in _KINDS}))
+    def divide(dense: int, other: int) -> int:
+        """Bytes of gradients here, of so many of dense weights and of experts; all of them where they stay."""
+        return _divide(whole if stays and dense + other < whole.total else Held(dense, other), by)
 
-    add("loss", Held(), kept, loss)
-    done, left = Held(), kept - outside  # what no stage holds belongs to the logits, but for a few masks
+    moments = [_Moment("loss", divide(0, 0), kept, loss)]
+    dense = other = 0  # gradients that are there
+    left = kept - outside  # what no stage holds belongs to the logits, but for a few masks
     waiting: dict[str, int] = {}  # first gradients of shared weights, kept until the second is there
     for part in reversed(parts):
         if part.extra:
             share = part.kept.total // part.layers
-            before = Held(done.dense + sum(waiting.values()), done.other)
-            add("backward", before, left + part.extra)
-            own, dense = (
+            before = dense + sum(waiting.values())
+            moments.append(_Moment("backward", divide(before, other), left + part.extra))
+            own, plain_own = (
                 number * each // part.layers * (part.layers - 1) for number in (part.trained.total, part.trained.dense)
             )
-            add("backward", _sum([before, Held(dense, own - dense)]), left - share * (part.layers - 1) + part.extra)
+            gradients = divide(before + plain_own, other + own - plain_own)
+            moments.append(_Moment("backward", gradients, left - share * (part.layers - 1) + part.extra))
         left -= part.kept.total
-        done = Held(done.dense + part.trained.dense * each, done.other + part.trained.other * each)
+        dense, other = dense + part.trained.dense * each, other + part.trained.other * each
         if part.name in waiting:  # both gradients and their sum
             del waiting[part.name]
-            add("backward", Held(done.dense + 2 * part.table + sum(waiting.values()), done.other), left)
+            moments.append(_Moment("backward", divide(dense + 2 * part.table + sum(waiting.values()), other), left))
         elif part.table:
             waiting[part.name] = part.table if not part.trained.total else 0
-    add("optimizer", whole, 0)
-    moments[-1][1]["optimizer"] += _divide(trained, shards.divide(1), optimizer.copies * tensors.trained_bytes)
-    moment, there = max(moments, key=lambda entry: sum(entry[1].values()))
+    copies = _divide(trained, shards.divide(1), optimizer.copies * tensors.trained_bytes)
+    moments.append(_Moment("optimizer", divide(*whole), 0, 0, copies))
+    most = max(moments, key=lambda moment: moment.total)
+    there = {
+        "weights": weights, "gradients": most.gradients, "optimizer": states + most.optimizer,
+        "activations": most.activations, "logits": most.logits, "workspace": workspace, "kv_cache": 0, "inputs": inputs,
+    }  # fmt: skip
     return Memory(
         weights=weights,
-        gradients=_divide(trained, shards.divide(2), each),
+        gradients=_divide(whole, by),
         optimizer=states,
         activations=kept,
         logits=loss,
@@ -389,7 +408,7 @@ def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool
         kv_cache=0,
         inputs=inputs,
         peak=sum(there.values()),
-        moment=moment,
+        moment=most.name,
         at_peak=there,
         notes=tuple(note for note in tensors.notes if not stays or note != _FREED),
     )
