@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from flopcalc.measure.jobs.job import Result
@@ -16,7 +17,7 @@ class Impatient(Local):
         self._mark = mark
         self._has_ended_one = False
 
-    def wait(self, timeout_s: float) -> list[Result]:
+    def wait(self, timeout_s: float) -> Iterator[Result]:
         if not self._has_ended_one and self._mark.exists():
             self._has_ended_one = True
             for run in self._running:

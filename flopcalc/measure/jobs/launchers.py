@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -86,16 +87,16 @@ class Local:
         self._running[TaskRun(task, variables)] = variables
         self._is_due = True
 
-    def wait(self, timeout_s: float) -> list[Result]:
-        """The new results; returns after the timeout if there are none."""
+    def wait(self, timeout_s: float) -> Iterator[Result]:
+        """The new results; ends after the timeout if there are none."""
         wait_for(self._running, 0 if self._is_due else timeout_s)
-        results: list[Result] = []
+        self._is_due = False
         for run in list(self._running):
-            results += run.advance()
+            for result in run.advance():
+                self._is_due = True
+                yield result
             if run.is_done:
                 self._free.append(self._running.pop(run))
-        self._is_due = bool(results)
-        return results
 
     def stop(self) -> None:
         """Begin nothing more; rows that run are finished."""
@@ -173,11 +174,12 @@ class Remote:
         handle = self._send(task, {"job": {**job, **plain}, "rows": list(task.rows)})
         self._running[handle] = task, time.monotonic()
 
-    def wait(self, timeout_s: float) -> list[Result]:
+    def wait(self, timeout_s: float) -> Iterator[Result]:
         ended = [handle for handle in self._running if self._has_ended(handle)]
         if not ended:
             time.sleep(timeout_s)
-        return [result for handle in ended for result in self._collect(handle)]
+        for handle in ended:
+            yield from self._collect(handle)
 
     def _collect(self, handle: Any) -> list[Result]:
         answer = self._fetch(handle)

@@ -237,6 +237,21 @@ def test_a_log_that_cannot_be_opened_stops_the_run_in_words(tmp_path: Path) -> N
     assert run_jobs(jobs, str(tmp_path)).ran_jobs == {"b"}
 
 
+def test_an_error_of_one_job_loses_no_result_of_another(tmp_path: Path) -> None:
+    class Fragile(Local):
+        """The second job breaks the run in the moment in which the first one has a result."""
+
+        def wait(self, timeout_s: float) -> Any:
+            for result in super().wait(timeout_s):
+                yield result
+                raise LauncherError("broken")
+
+    jobs = [make_job(ONE), make_job(ONE, "b")]
+    with pytest.raises(LauncherError, match="broken"):
+        run_jobs(jobs, str(tmp_path), launcher=Fragile(2))
+    assert run_jobs(jobs, str(tmp_path)).ran == 1
+
+
 def test_a_log_on_a_full_disk_fails_its_own_job_alone(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.log").symlink_to("/dev/full")
