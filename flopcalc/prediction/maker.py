@@ -260,8 +260,8 @@ class _Maker:
         """Mask, sequences, queries, keys and calls of attention over `many` sequences of a length."""
         if self.is_fused:
             # One call over all; kernels of training frameworks skip the blocks that no query of a window sees.
-            if mask == "causal" and 0 < window < length and self.kernel != "eager":
-                return mask, many, length, length, block_pairs(length, window) / block_pairs(length)
+            if mask == "window" and self.kernel != "eager":
+                return "causal", many, length, length, block_pairs(length, window) / block_pairs(length)
             return mask, many, length, length, 1
         # HF's grid towers call attention once per image or window; all others once per batch.
         one_by_one = isinstance(pairs, (Frames, Windows))

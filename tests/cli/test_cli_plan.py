@@ -28,7 +28,7 @@ def test_text() -> None:
     assert result.exit_code == 0
     lines = result.output.splitlines()
     assert lines[0] == "llama-3.2-1b (1.24B parameters) on 16 × NVIDIA H200, hgx-h200"
-    assert lines[1] == "100.00B tokens, 64 × 2,048 tokens a step, bf16"
+    assert lines[1] == "100.00B tokens, 64 × 2,048 tokens a step, bf16, execution fused"
     assert " ".join(lines[3].split()) == "layout step from … to MFU HFU memory days GPU-hours MWh k USD"
     assert len([line for line in lines if line.startswith(("dp", "tp", "pp"))]) == 2
     assert any(line.startswith("searched") and "layouts divide" in line for line in lines)
@@ -106,7 +106,7 @@ def test_small_runs_and_one_device() -> None:
 def test_the_smallest_and_the_largest_run(tokens: str, shown: str, note: str) -> None:
     output = invoke(*SMALL, "--tokens", tokens, "--top", "1").output
     lines = output.splitlines()
-    assert lines[1] == f"{shown}, 64 × 2,048 tokens a step, bf16"
+    assert lines[1] == f"{shown}, 64 × 2,048 tokens a step, bf16, execution fused"
     assert all(re.fullmatch(r"[\d,]+(\.\d+)?", word) for word in lines[5].split()[-4:])
     assert note in " ".join(output.split())
 

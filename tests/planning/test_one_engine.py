@@ -22,9 +22,7 @@ MODELS: dict[str, Any] = {
         "num_experts_per_tok": 2, "sliding_window": None,
     },
     "tied": "gpt2",
-    "window": {
-        **TINY, "model_type": "mistral", "intermediate_size": 512, "num_key_value_heads": 2, "sliding_window": 64,
-    },
+    "window": {**TINY, "model_type": "mistral", "intermediate_size": 512, "sliding_window": 64},
     "seeing": "qwen2-vl-2b",
     "without SDPA": "gemma-2-2b",
     "without a recording": {**TINY, "model_type": "phimoe", "intermediate_size": 256, "num_local_experts": 4},

@@ -1,0 +1,62 @@
+"""Layouts: the rules that they keep, what is listed, and how layers are split over a pipeline."""
+
+from __future__ import annotations
+
+import pytest
+
+from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts, split_layers
+
+MODEL = Outline(16, 1024, 2048, 16, 1, 1, 2.0, 2048.0, 16)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule"),
+    [
+        (Layout(dp=4, tp=2), None),
+        (Layout(dp=4), "devices"),
+        (Layout(tp=3, dp=1), "devices"),
+        (Layout(pp=8, virtual=3), "layers"),
+        (Layout(dp=8, ep=2), "experts"),
+        (Layout(dp=8, micro_batch=3), "batch"),
+        (Layout(pp=8, virtual=2, micro_batch=16), "virtual"),
+        (Layout(tp=8, zero=1), "zero"),
+        (Layout(cp=8, zero=1), None),
+    ],
+)
+def test_rules(layout: Layout, rule: str | None) -> None:
+    found = find_problem(layout, MODEL, 8, 64)
+    assert (found and found[0]) == rule
+
+
+def test_the_search_lists_what_is_fixed() -> None:
+    layouts = list(list_layouts(MODEL, 64, 64, 8, {"tp": (2, 4), "zero": (1,), "recompute": ("none",)}))
+    assert {layout.tp for layout in layouts} == {2, 4}
+    assert {layout.zero for layout in layouts} == {1}
+    assert {layout.recompute for layout in layouts} == {"none"}
+    assert all(layout.devices == 64 for layout in layouts)
+    assert len(layouts) == len(set(layouts))
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "virtual", "split"),
+    [
+        (16, 1, 1, (16, 16, 16)),
+        (16, 4, 1, (4, 4, 4)),
+        (126, 16, 1, (8, 7, 7)),
+        (61, 16, 1, (4, 3, 2)),
+        (96, 8, 3, (12, 12, 12)),
+    ],
+)
+def test_uneven_layers_spare_the_ends(layers: int, pp: int, virtual: int, split: tuple[int, int, int]) -> None:
+    assert split_layers(MODEL._replace(layers=layers), Layout(pp=pp, virtual=virtual)) == split
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (Layout(), "dp1 zero0 mb1"),
+        (Layout(2, 4, 8, 3, 2, 4, 1, 2, "full"), "tp4 pp8 v3 cp2 ep4 dp2 zero1 mb2 recompute full"),
+    ],
+)
+def test_layouts_in_words(layout: Layout, text: str) -> None:
+    assert str(layout) == text
