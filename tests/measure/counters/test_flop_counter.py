@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -399,22 +400,34 @@ _RECIPES: list[dict[str, Any]] = [
 ]
 
 
+def measure(
+    config: dict[str, Any], workload: dict[str, Any], recipe: dict[str, Any] | None = None, *,
+    attention: str = "eager", experts: str | None = None, device: str = "cpu",
+) -> tuple[Counted, int, int]:  # fmt: skip
+    """One counted step of a HF model, its parameters, and those that train."""
+    pytest.importorskip("transformers")
+    from flopcalc.measure.hf.examples import find_example
+    from flopcalc.measure.hf.models import apply_recipe, build_model, count_parameters, floats_on_meta
+    from flopcalc.measure.hf.verify import make_step
+
+    model = build_model(config, attention, experts, device)
+    with floats_on_meta() if device == "meta" else nullcontext():
+        model = apply_recipe(model, recipe or {})
+        step = make_step(model, find_example(config["model_type"]), workload, config, device)
+        return count_flops(model, step), *count_parameters(model)
+
+
 @pytest.mark.parametrize("recipe", _RECIPES, ids=str)
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 def test_experts_cost_the_same_however_they_run(experts: str, recipe: dict[str, Any]) -> None:
-    models = pytest.importorskip("flopcalc.measure.hf.models")
-    pytest.importorskip("transformers")
-    a, *_ = models.measure(_MIXTRAL, _TRAIN, recipe, experts="batched_mm")
-    b, *_ = models.measure(_MIXTRAL, _TRAIN, recipe, experts=experts)
+    a, *_ = measure(_MIXTRAL, _TRAIN, recipe, experts="batched_mm")
+    b, *_ = measure(_MIXTRAL, _TRAIN, recipe, experts=experts)
     assert a.rows == b.rows
 
 
 @pytest.mark.parametrize("recipe", _RECIPES[:4], ids=str)
 @pytest.mark.parametrize("config", [_LLAMA, _MIXTRAL, _QWEN_VL], ids=lambda c: str(c["model_type"]))
 def test_meta_counts_what_the_cpu_counts(config: dict[str, Any], recipe: dict[str, Any]) -> None:
-    pytest.importorskip("transformers")
-    from flopcalc.measure.hf.models import measure
-
     workload = {"batch": 2, "seq": 17, "images": [[1, 4, 6]]} if "vision_config" in config else _TRAIN
     real, *sizes = measure(config, workload, recipe)
     meta, *meta_sizes = measure(config, workload, recipe, device="meta")
@@ -424,9 +437,6 @@ def test_meta_counts_what_the_cpu_counts(config: dict[str, Any], recipe: dict[st
 
 
 def test_llama_by_hand() -> None:
-    pytest.importorskip("transformers")
-    from flopcalc.measure.hf.models import measure
-
     counted, total, trainable = measure(_LLAMA, _TRAIN)
     tokens = 2 * 7
     layer = 2 * tokens * 24 * (24 + 12 + 12 + 24 + 3 * 40) + 2 * 2 * 2 * 4 * 7 * 7 * 6
@@ -436,9 +446,6 @@ def test_llama_by_hand() -> None:
 
 
 def test_sdpa_and_eager_agree_on_forward() -> None:
-    pytest.importorskip("transformers")
-    from flopcalc.measure.hf.models import measure
-
     workload = {"batch": 2, "seq": 7, "phase": "forward"}
     eager, *_ = measure(_LLAMA, workload)
     sdpa, *_ = measure(_LLAMA, workload, attention="sdpa")
@@ -447,7 +454,6 @@ def test_sdpa_and_eager_agree_on_forward() -> None:
 
 def test_adapters_fold_into_the_module_they_adapt() -> None:
     pytest.importorskip("peft")
-    from flopcalc.measure.hf.models import measure
 
     recipe = {"lora": {"r": 4, "targets": ["q_proj"], "save": ["lm_head"]}}
     counted, total, trainable = measure(_LLAMA, _TRAIN, recipe)
