@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from places import TRUTH
+from families import load_tiny
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -27,10 +26,7 @@ from flopcalc.monitor.instruments import Copy, NotMeasured, list_tensor_dtypes  
 from flopcalc.monitor.modes import Counts, Factor, make_source  # noqa: E402
 from flopcalc.monitor.settings import Settings  # noqa: E402
 
-CONFIGS = {
-    name: json.loads((TRUTH / f"{name}.json").read_text())["models"][0]["config"]
-    for name in ("llama", "mixtral", "qwen2_vl")
-}
+CONFIGS = {name: load_tiny(name).config for name in ("llama", "mixtral", "qwen2_vl")}
 LORA = {"lora": {"r": 4, "targets": ["q_proj", "v_proj"]}}
 TEXT, IMAGES = ("text",), ("images",)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import pickle
 import warnings
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from places import TRUTH
+from families import load_tiny
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -26,7 +25,7 @@ from flopcalc.monitor import precise  # noqa: E402
 from flopcalc.monitor.instruments import Counters, NotMeasured, Profiler  # noqa: E402
 from flopcalc.monitor.precise import MeasuredMfu, calculate_mfu_with_profiler, calculate_precise_mfu  # noqa: E402
 
-CONFIG = json.loads((TRUTH / "llama.json").read_text())["models"][0]["config"]
+CONFIG = load_tiny("llama").config
 MODES = {
     "estimate": "estimate",
     "profiler": "profiler",

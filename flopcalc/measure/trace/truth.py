@@ -15,7 +15,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,6 +49,13 @@ class Case:
     trainable: int = 0
     rows: dict[str, Row] = field(default_factory=dict)
     sums: Row | None = None  # of the whole step, where the rows of most layers are left out
+
+    @property
+    def flops(self) -> Row:
+        """Of the whole step."""
+        if self.sums is not None:
+            return self.sums
+        return _fill([sum(column) for column in zip(*self.rows.values(), strict=True)])
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,8 @@ def _read_case(case: Json, paths: list[str]) -> Case:
     return Case(case["workload"], case["recipe"], case.get("total", 0), case.get("trainable", 0), rows, sums)
 
 
-def _fill(row: list[int]) -> Row:
+def _fill(row: Sequence[int]) -> Row:
+    """A row as it was before its last zeros were left out."""
     forward, backward, recompute = [*row, 0, 0, 0][:3]
     return forward, backward, recompute
 

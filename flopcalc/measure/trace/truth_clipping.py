@@ -3,8 +3,8 @@
     python -m flopcalc.measure.trace.truth_clipping [TYPE …] [--check] [--truth DIR]
 
 All of model_specs/clipping.toml without names; files are DIR/clipping/TYPE.json. A step is Opacus' own: forward,
-backward (two of them for ghost and fast), clip, noise, SGD. What clipping adds is the step's count less that of the same
-step without Opacus.
+backward (two of them for ghost and fast), clip, noise, SGD. What clipping adds is the step's count less that of the
+same step without Opacus.
 """
 
 from __future__ import annotations
@@ -184,18 +184,20 @@ def check_samples(model: Any, rows: int, clipping: str) -> None:
             raise RuntimeError(f"{name}: {what} of {None if found is None else tuple(found.shape)} for {rows} samples")
 
 
-def count_step(config: Json, workload: Json, recipe: Json, clipping: str) -> dict[str, int]:
-    """FLOPs of one step by module path; what the optimizer multiplies stands under ''."""
+def count_step(config: Json, workload: Json, recipe: Json, clipping: str, model: Any = None) -> dict[str, int]:
+    """FLOPs of one step by module path; what the optimizer multiplies stands under ''. `model` is changed."""
     import torch
 
     from flopcalc.core.estimate.binding import bind_config
     from flopcalc.measure.counters.flop_counter import count_flops
     from flopcalc.measure.hf.examples import find_example, make_inputs, takes
-    from flopcalc.measure.hf.models import apply_recipe, build_model
+    from flopcalc.measure.hf.models import apply_recipe
+    from flopcalc.measure.hf.verify import build
 
     example = find_example(config["model_type"])
     estimator = bind_config(config)
-    model = build_model(config, example.attention, architecture=example.architecture or estimator.spec.architecture)
+    if model is None:
+        model = build(config, example)
     sizes = {key: value for key, value in workload.items() if key not in ("logits", "grad_accum")}
     batch = {**make_inputs(example, model.config, sizes, estimator), **example.call}
     rows, seq = batch["input_ids"].shape
@@ -216,24 +218,26 @@ def count_step(config: Json, workload: Json, recipe: Json, clipping: str) -> dic
 # --- Records ------------------------------------------------------------------------------------------------
 
 
-def record_case(config: Json, workload: Json, recipe: Json, modes: tuple[str, ...] = MODES) -> Iterator[Json]:
+def record_case(config: Json, model: Any, workload: Json, recipe: Json) -> Iterator[Json]:
     """One case per mode: the plain step, the step with Opacus, and what each module does more in it.
 
     Work inside functorch, and of hooks where little trains, has no autograd node of its module's: no rows there.
     """
+    from copy import deepcopy
+
     from flopcalc.core.estimate.binding import bind_config
     from flopcalc.errors import RecipeError
 
     plain: dict[str, int] | None = None
-    for clipping in modes:
+    for clipping in MODES:
         try:
             bind_config(config, recipe={**recipe, "clipping": clipping})
         except RecipeError:
             continue  # what is refused has tests of its own
         where = f"{config['model_type']} {json.dumps(workload)} {json.dumps(recipe)} {clipping}"
         try:
-            plain = plain or count_step(config, workload, recipe, "none")
-            found = count_step(config, workload, recipe, clipping)
+            plain = plain or count_step(config, workload, recipe, "none", deepcopy(model))
+            found = count_step(config, workload, recipe, clipping, deepcopy(model))
         except Exception as error:
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
         case = {
@@ -250,11 +254,15 @@ def record_case(config: Json, workload: Json, recipe: Json, modes: tuple[str, ..
 
 def record(name: str, only: int | None = None) -> Json:
     """Every case of every tiny config of a type; `only`: so many of the first config's pairs, evenly chosen."""
+    from flopcalc.measure.hf.examples import find_example
+    from flopcalc.measure.hf.verify import build
+
     configs = []
     for config, is_deep in list_configs(name)[: None if only is None else 1]:
+        model = build(config, find_example(name))
         pairs = list(list_cases(name, is_deep))
         step = 1 if only is None else max(1, len(pairs) // only)
-        cases = [case for pair in pairs[::step] for case in record_case(config, *pair)]
+        cases = [case for pair in pairs[::step] for case in record_case(config, model, *pair)]
         if cases:
             configs.append({"config": config, "cases": cases})
     return {"schema": SCHEMA, "made_with": find_versions(MADE_WITH), "configs": configs}
