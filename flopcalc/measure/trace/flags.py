@@ -8,7 +8,6 @@ left out. Exit code 1 when a count differs.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 from flopcalc.data import list_data_files
 from flopcalc.errors import FlopcalcError
-from flopcalc.measure.trace.truth import report
+from flopcalc.measure.trace.truth import make_parser, report
 
 # Flags that say what a call returns or caches, not what the model is.
 IGNORED = {"use_cache", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "is_encoder_decoder"}
@@ -81,8 +80,7 @@ def find_miscounted(name: str) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", help="all without")
+    parser = make_parser("flags", __doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
     known = list_data_files("examples")

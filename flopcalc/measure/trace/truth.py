@@ -331,10 +331,20 @@ def run(name: str, folder: Path, check: bool) -> tuple[str, bool]:
     return f"{name}: {len(truth.cases)} cases, {time.perf_counter() - start:.1f} s", False
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """The options of every recorder of truth."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", help="all without")
+def make_parser(name: str, description: str | None, types: str = "all without") -> argparse.ArgumentParser:
+    """The parser of a module that is run with `python -m`; it takes model types."""
+    parser = argparse.ArgumentParser(
+        f"python -m flopcalc.measure.trace.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("types", nargs="*", help=types)
+    return parser
+
+
+def make_recorder_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The same with what every recorder of truth takes."""
+    parser = make_parser(name, description)
     parser.add_argument("--check", action="store_true", help="record again and compare; exit 1 if a number differs")
     parser.add_argument("--truth", metavar="DIR", help="the folder of truth; default: tests/truth of the checkout")
     return parser
@@ -345,12 +355,12 @@ def report(main: Callable[[], int]) -> int:
     try:
         return main()
     except FlopcalcError as error:
-        print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+        print(f"flopcalc: {error}", file=sys.stderr)
         return 2
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
+    parser = make_recorder_parser("truth", __doc__)
     parser.add_argument("--missing", action="store_true", help="only what is not recorded, or otherwise")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()

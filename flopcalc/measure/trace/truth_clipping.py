@@ -19,7 +19,7 @@ from typing import Any
 
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import FlopcalcError
-from flopcalc.measure.trace.truth import find_folder, find_versions, make_parser, report, write
+from flopcalc.measure.trace.truth import find_folder, find_versions, make_recorder_parser, report, write
 
 __all__ = ["count_step", "find_differences", "list_configs", "list_types", "load", "record"]
 
@@ -294,7 +294,7 @@ def find_differences(old: Json, new: Json, is_part: bool = False) -> list[str]:
 
 
 def main() -> int:
-    options = make_parser(__doc__).parse_args()
+    options = make_recorder_parser("truth_clipping", __doc__).parse_args()
     folder = find_folder(options.truth)
     unknown = set(options.types) - set(list_types())
     if unknown:

@@ -11,20 +11,18 @@ tokens, and weighs more in tiny models than in real ones.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError
-from flopcalc.measure.trace.truth import report, write
+from flopcalc.measure.trace.truth import make_parser, report, write
 
 
 def main() -> int:
     shipped = Path(find_data_dir()) / "operators"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", help="without: those that were recorded before")
+    parser = make_parser("operators", __doc__, "without: those that were recorded before")
     parser.add_argument("--check", action="store_true", help="compare the files with other sizes; write nothing")
     parser.add_argument("--out", metavar="DIR", help=f"where to write; default: {shipped}")
     options = parser.parse_args()
