@@ -14,10 +14,11 @@ from typing import Any
 
 from flopcalc.core.spec.coverage import Mapping, describe_specs, load_coverage
 from flopcalc.data import list_data_files, load_toml
+from flopcalc.measure.trace import truth
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "models.md"
-TRUTH = HERE.parent / "tests" / "truth"
+RECORDED = set(truth.list_types())
 COVERAGE = HERE.parent / "model_specs" / "coverage.toml"
 AUTO = {
     "causal": "AutoModelForCausalLM",
@@ -60,14 +61,7 @@ def format_coverage(release: str, mappings: dict[str, dict[str, str]], reasons: 
 
 
 def count_traces(spec: str) -> int:
-    many = 0
-    path = TRUTH / "types" / f"{spec}.json"
-    if path.exists():
-        many += sum(len(entry["cases"]) for entry in json.loads(path.read_text(encoding="utf-8"))["configs"])
-    path = TRUTH / f"{spec}.json"
-    if path.exists():
-        many += sum(len(model["cases"]) for model in json.loads(path.read_text(encoding="utf-8"))["models"])
-    return many
+    return len(truth.load(spec).cases) if spec in RECORDED else 0
 
 
 def make_page() -> str:

@@ -426,7 +426,7 @@ class Operators(NamedTuple):
     has_dropout: bool = False  # attention drops weights of the language model while it trains
 
 
-_AGAIN = "install flopcalc again, or make the file with tests/truth/record_operators.py"
+_AGAIN = "install flopcalc again, or record it again with python -m flopcalc.measure.trace.operators"
 
 
 @cache

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import TRUTH
+from families import load_tiny
 
 from flopcalc.cli import main
 
@@ -20,9 +20,8 @@ def config(tmp_path: Path) -> str:
 
 
 def write_config(folder: Path, family: str) -> str:
-    models = json.loads((TRUTH / f"{family}.json").read_text())["models"]
     path = folder / "config.json"
-    path.write_text(json.dumps(models[0]["config"]))
+    path.write_text(json.dumps(load_tiny(family).config))
     return str(path)
 
 

@@ -6,4 +6,3 @@ from pathlib import Path
 
 HELPERS = Path(__file__).resolve().parent
 ROOT = HELPERS.parents[1]
-TRUTH = ROOT / "tests" / "truth"

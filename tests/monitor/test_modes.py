@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from places import TRUTH
+from families import load_tiny
 from tiers import mark_heavy
 
 from flopcalc import bind
@@ -26,10 +25,7 @@ from flopcalc.monitor.instruments import Copy, NotMeasured, list_tensor_dtypes
 from flopcalc.monitor.modes import Counts, Factor, make_source
 from flopcalc.monitor.settings import Settings
 
-CONFIGS = {
-    name: json.loads((TRUTH / f"{name}.json").read_text())["models"][0]["config"]
-    for name in ("llama", "mixtral", "qwen2_vl")
-}
+CONFIGS = {name: load_tiny(name).config for name in ("llama", "mixtral", "qwen2_vl")}
 LORA = {"lora": {"r": 4, "targets": ["q_proj", "v_proj"]}}
 TEXT, IMAGES = ("text",), ("images",)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import pickle
 import warnings
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from places import TRUTH
+from families import load_tiny
 
 from flopcalc import FlopcalcError, estimate_flops
 from flopcalc.measure.counters import cupti, torch_profiler
@@ -24,7 +23,7 @@ from flopcalc.monitor import precise
 from flopcalc.monitor.instruments import Counters, NotMeasured, Profiler
 from flopcalc.monitor.precise import MeasuredMfu, calculate_mfu_with_profiler, calculate_precise_mfu
 
-CONFIG = json.loads((TRUTH / "llama.json").read_text())["models"][0]["config"]
+CONFIG = load_tiny("llama").config
 MODES = {
     "estimate": "estimate",
     "profiler": "profiler",

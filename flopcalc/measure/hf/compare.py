@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flopcalc.core.estimate.binding import bind_config as bind
+from flopcalc.core.estimate.counted import CountedEstimator
+from flopcalc.core.model.bound import BoundModel, bind_model
+from flopcalc.core.model.config import load_config
+from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.workload.workload import Workload, make_workload
 
-__all__ = ["Verdict", "compare", "make_load"]
+__all__ = ["Verdict", "compare", "compare_bound", "make_executed", "make_load"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class Verdict:
 
     @property
     def is_equal(self) -> bool:
-        return not (self.different or self.not_counted or self.parameters[0] != self.parameters[1])
+        is_whole = self.ours == self.traced and self.parameters[0] == self.parameters[1]
+        return is_whole and not self.different and not self.not_counted
 
 
 def make_load(workload: Mapping[str, Any]) -> Workload:
@@ -51,14 +55,22 @@ def make_load(workload: Mapping[str, Any]) -> Workload:
     )
 
 
+def make_executed(model: BoundModel, recipe: Mapping[str, Any]) -> CountedEstimator:
+    """The estimator of what HF's eager code executes, recomputation included."""
+    # A reversible stack recomputes whatever the recipe says.
+    recomputes = recipe.get("recompute", "none") != "none" or any(stage.reversible for stage in model.stages)
+    return CountedEstimator(model, make_recipe(**recipe), "hardware" if recomputes else "full", "eager")
+
+
 def compare(
     config: Mapping[str, Any], workload: Mapping[str, Any], recipe: Mapping[str, Any], traced: Mapping[str, Any]
 ) -> Verdict:
     """The analytic rows against traced ones: {rows: path -> (forward, backward, recompute), total, trainable}."""
-    convention = "hardware" if recipe.get("recompute", "none") != "none" else "full"
-    estimator = bind(config, recipe=dict(recipe), convention=convention, attention_kernel="eager")
-    if any(stage.reversible for stage in estimator.stages):  # recomputes whatever the recipe
-        estimator = bind(config, recipe=dict(recipe), convention="hardware", attention_kernel="eager")
+    return compare_bound(make_executed(bind_model(load_config(dict(config))), recipe), workload, traced)
+
+
+def compare_bound(estimator: CountedEstimator, workload: Mapping[str, Any], traced: Mapping[str, Any]) -> Verdict:
+    """The same with what make_executed gives; with `sums`, the whole step's, the rows may be those of some layers."""
     estimate = estimator.estimate(make_load(workload))
     ours = {
         row.path: (row.forward, row.backward, row.recompute)
@@ -66,13 +78,12 @@ def compare(
         if row.forward or row.backward or row.recompute
     }
     theirs = _fold(traced["rows"], [path for path in ours if "*" in path])
-    different = {
-        path: (ours.get(path), theirs.get(path))
-        for path in dict.fromkeys((*theirs, *ours))
-        if ours.get(path) != theirs.get(path)
-    }
+    sums = traced.get("sums")
+    paths = theirs if sums is not None else dict.fromkeys((*theirs, *ours))
+    different = {path: (ours.get(path), theirs.get(path)) for path in paths if ours.get(path) != theirs.get(path)}
     parameters = estimate.parameters
-    sums = [sum(row[i] for row in theirs.values()) for i in range(3)]
+    if sums is None:
+        sums = [sum(row[i] for row in theirs.values()) for i in range(3)]
     return Verdict(
         different,
         (estimate.forward, estimate.backward, estimate.recompute),

@@ -157,7 +157,8 @@ def make_inputs(
         "images_per_sample": len(grids), "patches": batch * sum(t * h * w for t, h, w in grids),
         "tiles": batch * sum(t for t, _, _ in grids), "clips": batch * len(clips), "frames": max(clips, default=0),
         "own": clips * batch, "height": grids[0][1] if grids else 0, "width": grids[0][2] if grids else 0,
-        "videos": batch * len(videos), "video_frames": videos[0][0] if videos else 0,
+        "videos": batch * len(videos), "video_frames": videos[0][0] if videos else 0, "video_grids": videos * batch,
+        "video_patches": batch * sum(t * h * w for t, h, w in videos),
         "most": max((t for t, _, _ in grids), default=0),
         "tallest": max((h for _, h, _ in grids), default=0), "widest": max((w for *_, w in grids), default=0),
     }  # fmt: skip
@@ -212,6 +213,8 @@ def _make_tensor(
     fill = entry.get("fill", "normal")
     if fill == "grids":
         return torch.tensor(grids)
+    if fill == "video_grids":
+        return torch.tensor(scope.names["video_grids"])
     if fill == "sizes":  # height and width of each image; `scale`: pixels per patch
         scale = int(evaluate(str(entry.get("scale", 1)), scope))
         return torch.tensor([[h * scale, w * scale] for _, h, w in grids])
@@ -276,8 +279,8 @@ def _make_tensor(
     if fill == "value":
         return torch.tensor(entry["value"], dtype=_dtype(entry, None))
     if fill not in _FILLS:
-        special = ["grids", "sizes", "images", "areas", "tiles", "coordinates", "image_mask", "text_mask"]
-        special += ["frame_mask", "clips", "clip_tokens", "canvas_mask"]
+        special = ["grids", "video_grids", "sizes", "images", "areas", "tiles", "coordinates"]
+        special += ["image_mask", "text_mask", "frame_mask", "clips", "clip_tokens", "canvas_mask"]
         special += ["patch_mask", "flattened", "pooled", "until", "value"]
         known = ", ".join([*_FILLS, *special])
         raise SpecError(f"inputs.{name}: fill {fill!r} unknown; known: {known}")

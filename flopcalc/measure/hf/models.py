@@ -1,11 +1,12 @@
-"""A plain config, workload and recipe go in; a HF model with random weights, its batch and its step come out."""
+"""A plain config, workload and recipe go in; a HF model with random weights and its batch come out."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,16 +14,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from flopcalc.measure.counters.flop_counter import Counted, count_flops
-
 __all__ = [
     "apply_recipe",
     "build_model",
     "count_parameters",
     "floats_on_meta",
     "make_batch",
-    "make_step",
-    "measure",
 ]
 
 # --- Tracing without memory ---------------------------------------------------------------------------------
@@ -128,7 +125,7 @@ def build_model(
 
     if attention == "eager":
         os.environ.setdefault("TIMM_FUSED_ATTN", "0")  # timm, where HF builds a tower with it, reads this when imported
-    keys = dict(config)
+    keys = deepcopy(dict(config))  # HF writes into inner tables
     hf_config = AutoConfig.for_model(keys.pop("model_type"), **keys)
     auto: Any = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     build = auto.from_config
@@ -292,71 +289,3 @@ def _place_vision(
 
 def _pixels(shape: tuple[int, ...], generator: torch.Generator, device: str) -> torch.Tensor:
     return torch.empty(shape, device="meta") if device == "meta" else torch.randn(shape, generator=generator)
-
-
-# --- Step ---------------------------------------------------------------------------------------------------
-
-
-def make_step(model: Any, workload: Mapping[str, Any], device: str = "cpu") -> Callable[[], Any]:
-    """One step of the workload's phase. For decode the cache is filled here, so that it is not counted."""
-    unknown = set(workload) - {
-        "batch", "seq", "images", "videos", "lengths", "mask", "phase", "context", "logits"
-    }  # fmt: skip
-    if unknown:
-        raise ValueError(f"unknown workload keys: {sorted(unknown)}")
-    phase = workload.get("phase", "train")
-    model.train(phase == "train")
-    config = model.config
-    if phase == "decode":
-        return _decode(model, workload, device)
-    batch = make_batch(config, workload, device)
-    logits = workload.get("logits", "last" if phase == "prefill" else "all")
-    keep = {"all": 0, "last": 1}.get(logits, logits)
-    if phase == "train":
-        if keep:
-            raise ValueError("training takes the loss over every position: leave logits out")
-        labels = batch["input_ids"].clone()
-        return lambda: model(**batch, labels=labels, use_cache=False).loss.backward()
-
-    def forward() -> None:
-        with torch.no_grad():
-            model(**batch, use_cache=phase == "prefill", logits_to_keep=keep)
-
-    return forward
-
-
-def _decode(model: Any, workload: Mapping[str, Any], device: str) -> Callable[[], Any]:
-    context, new = int(workload["context"]), int(workload.get("seq", 1))
-    visual = {key: workload[key] for key in ("images", "videos") if key in workload}
-    batch = make_batch(model.config, {"batch": workload.get("batch", 1), "seq": context, **visual}, device)
-    cache = None
-    if context:
-        with torch.no_grad():
-            cache = model(**batch, use_cache=True, logits_to_keep=1).past_key_values
-    token = torch.full((int(workload.get("batch", 1)), 1), 3)
-
-    def generate() -> None:
-        past = cache
-        with torch.no_grad():
-            for _ in range(new):
-                past = model(input_ids=token, past_key_values=past, use_cache=True).past_key_values
-
-    return generate
-
-
-def measure(
-    config: Mapping[str, Any],
-    workload: Mapping[str, Any],
-    recipe: Mapping[str, Any] | None = None,
-    *,
-    attention: str = "eager",
-    experts: str | None = None,
-    device: str = "cpu",
-) -> tuple[Counted, int, int]:
-    """Build, adapt, run one counted step. Also returns total and trainable parameters."""
-    model = build_model(config, attention, experts, device)
-    with floats_on_meta() if device == "meta" else nullcontext():
-        model = apply_recipe(model, recipe or {})
-        total, trainable = count_parameters(model)
-        step = make_step(model, workload, device)
-        return count_flops(model, step), total, trainable

@@ -18,7 +18,7 @@ from flopcalc.measure.hf.examples import Example, Json, find_example, make_input
 from flopcalc.measure.hf.kernels import install
 from flopcalc.measure.hf.models import apply_recipe, build_model, count_parameters, floats_on_meta
 
-__all__ = ["Trace", "prepare", "make_step", "trace", "verify"]
+__all__ = ["Trace", "build", "prepare", "make_step", "trace", "verify"]
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,23 @@ def _named(example: Example, config: Json) -> Json:
     return {**({"architectures": [example.architecture]} if example.architecture else {}), **config}
 
 
-def trace(
-    config: Json, workload: Mapping[str, Any], recipe: Mapping[str, Any], example: Example, device: str = "cpu"
-) -> Trace:
-    """Build the HF model, adapt it to the recipe, run one counted step."""
+def build(config: Json, example: Example, device: str = "cpu") -> Any:
+    """HF's model of a config, as its type's example has it built."""
     architecture = example.architecture or bind(_named(example, config)).spec.architecture
-    model = build_model(config, example.attention, None, device, architecture=architecture)
+    return build_model(config, example.attention, None, device, architecture=architecture)
+
+
+def trace(
+    config: Json,
+    workload: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    example: Example,
+    device: str = "cpu",
+    model: Any = None,
+) -> Trace:
+    """Adapt the HF model to the recipe, run one counted step; `model`: one that `build` made, which is changed."""
+    if model is None:
+        model = build(config, example, device)
     with floats_on_meta() if device == "meta" else nullcontext():
         model = apply_recipe(model, recipe)
         total, trainable = count_parameters(model)

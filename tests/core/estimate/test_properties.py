@@ -9,15 +9,14 @@ from functools import cache
 from typing import Any
 
 import pytest
+from families import FAMILIES, load_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import TRUTH
 
 from flopcalc import Estimate, Estimator, FlopcalcError, bind, estimate_flops
 from flopcalc.cli import main
 from flopcalc.words import CONVENTIONS
 
-FAMILIES = sorted(path.stem for path in TRUTH.glob("*.json"))
 VISION_GRIDS = {"llava": (1, 3, 3)}  # a fixed square; the others take any multiple of 2
 # PEFT folds LoRA into fused experts and routers once a call, which many tokens make cheaper than the products needed.
 MOE = ("mixtral", "qwen3_moe", "deepseek_v3")
@@ -32,10 +31,7 @@ few = settings(max_examples=60, deadline=None)
 @cache
 def config_of(family: str) -> dict[str, Any]:
     """The first tiny config whose traces are recorded."""
-    models = json.loads((TRUTH / f"{family}.json").read_text())["models"]
-    config = models[0]["config"]
-    assert isinstance(config, dict)
-    return config
+    return load_tiny(family).config
 
 
 def is_vision(family: str) -> bool:

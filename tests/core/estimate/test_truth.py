@@ -1,71 +1,99 @@
-"""Every recorded trace of a HF model (tests/truth) equals the analytic count to the FLOP, row by row."""
+"""Every recorded trace of a HF model (tests/truth/types) equals the analytic count to the FLOP, row by row."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
-from places import TRUTH
 
-from flopcalc import bind, make_workload
-from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.core.workload.workload import Workload
+from flopcalc.core.estimate.counted import CountedEstimator
+from flopcalc.core.model.bound import bind_model
+from flopcalc.core.model.config import load_config
+from flopcalc.core.spec.spec import load_spec
+from flopcalc.data import list_data_files
+from flopcalc.measure.hf.compare import compare_bound, make_executed, make_load
+from flopcalc.measure.trace.truth import Case, Entry, Truth, list_types, load
 
-
-def load_cases() -> list[Any]:
-    cases = []
-    for path in sorted(TRUTH.glob("*.json")):
-        for model in json.loads(path.read_text())["models"]:
-            for number, case in enumerate(model["cases"]):
-                name = f"{path.stem}-{model['name']}-{number}"
-                cases.append(pytest.param(model["config"], case, id=name))
-    return cases
+TYPES = list_types()
 
 
-def make_load(workload: dict[str, Any]) -> Workload:
-    """The recorded workload as ours: grids there are per sample, and every sample has the same."""
-    batch = workload.get("batch", len(workload.get("mask", [0])))
-    phase = workload.get("phase", "train")
-    if "mask" in workload:
-        lengths = tuple(workload["mask"])
-        return Workload(batch, workload["seq"], lengths, "padded", phase, 0, workload.get("logits"))
-    return make_workload(
-        batch,
-        None if "lengths" in workload else workload.get("seq"),
-        lengths=workload.get("lengths"),
-        # In decode the images lie in the context already.
-        image_grid_thw=workload["images"] * batch if workload.get("images") and phase != "decode" else None,
-        video_grid_thw=workload["videos"] * batch if workload.get("videos") else None,
-        phase=phase,
-        context=workload.get("context"),
-        logits=workload.get("logits"),
-    )
+def find_wrong(truth: Truth) -> list[str]:
+    """Every row, sum and parameter count that the analytic count has otherwise; a line for each."""
+    wrong: list[str] = []
+    for entry in truth.entries:
+        if entry.preset:
+            wrong += check_preset(entry)
+        named = {"architectures": [truth.architecture]} if truth.architecture else {}
+        model = bind_model(load_config({**entry.config, **named}))
+        bound: dict[str, CountedEstimator] = {}
+        for case in entry.all_cases:
+            recipe = json.dumps(case.recipe)
+            if recipe not in bound:
+                bound[recipe] = make_executed(model, case.recipe)
+            where = f"{entry.preset} {json.dumps(case.workload)} {recipe}".strip()
+            wrong += [f"{where}: {line}" for line in check_case(bound[recipe], case)]
+    return wrong
 
 
-def estimate_case(config: dict[str, Any], case: dict[str, Any]) -> Estimate:
-    recipe = dict(case["recipe"])
-    convention = "hardware" if recipe.get("recompute", "none") != "none" else "full"
-    estimator = bind(config, recipe=recipe, convention=convention, attention_kernel="eager")
-    return estimator.estimate(make_load(case["workload"]))
+def check_preset(entry: Entry) -> Iterator[str]:
+    """A published size has the preset's dims; HF needs rotary sections beside them, which cost nothing."""
+    inner = {key: value for key, value in entry.config.items() if isinstance(value, dict) and key != "rope_scaling"}
+    published = load_config(entry.preset).config
+    for ours, theirs in ((entry.config, published), *((value, published[key]) for key, value in inner.items())):
+        for key in dict.fromkeys((*ours, *theirs)):
+            if key not in (*inner, "rope_scaling") and ours.get(key) != theirs.get(key):
+                yield f"{entry.preset}: {key} is {theirs.get(key)} in the preset, {ours.get(key)} in the record"
 
 
-@pytest.mark.parametrize(("config", "case"), load_cases())
-def test_equals_trace(config: dict[str, Any], case: dict[str, Any]) -> None:
-    estimate = estimate_case(config, case)
-    ours = {
-        row.path: [row.forward, row.backward, row.recompute]
-        for row in estimate.by_module(per_layer=True)
-        if row.forward or row.backward or row.recompute
-    }
-    theirs = {path: row for path, row in case["rows"].items() if any(row)}
-    different = {path: (ours.get(path), row) for path, row in theirs.items() if ours.get(path) != row}
-    assert not different, f"path: (ours, traced) = {dict(list(different.items())[:5])}"
-    assert (estimate.forward, estimate.backward, estimate.recompute) == (
-        case["forward"],
-        case["backward"],
-        case["recompute"],
-    )
-    parameters = estimate.parameters
-    assert parameters["total"] == case["parameters_total"]
-    assert parameters["trainable"] == case["parameters_trainable"]
+def check_case(estimator: CountedEstimator, case: Case) -> Iterator[str]:
+    traced = {"rows": case.rows, "total": case.total, "trainable": case.trainable, "sums": case.sums}
+    verdict = compare_bound(estimator, case.workload, traced)
+    for path, (ours, theirs) in verdict.different.items():
+        yield f"{path}: ours {ours}, traced {theirs}"
+    if verdict.ours != verdict.traced:
+        yield f"sums: ours {verdict.ours}, traced {verdict.traced}"
+    if verdict.parameters[0] != verdict.parameters[1]:
+        yield f"parameters: ours {verdict.parameters[0]}, traced {verdict.parameters[1]}"
+    # What is needed is never more than what is executed, and never nothing; adapters folded into experts are both.
+    if not case.recipe:
+        estimate = estimator.estimate(make_load(case.workload))
+        needed, executed = estimate.total_under("model"), estimate.total_under("full")
+        if not 0 < needed <= executed:
+            yield f"{needed} are needed, {executed} are executed"
+
+
+def test_every_spec_has_an_example_and_a_truth() -> None:
+    specs = {name for name, path in list_data_files("specs").items() if not load_spec(path).is_tower}
+    assert set(list_data_files("examples")) == specs
+    assert set(TYPES) == specs
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_equals_traces(name: str) -> None:
+    truth = load(name)
+    assert truth.entries
+    assert all(entry.all_cases for entry in truth.entries)
+    wrong = find_wrong(truth)
+    assert not wrong, "\n".join([f"{len(wrong)} differ", *wrong])
+
+
+def test_a_wrong_number_is_told() -> None:
+    truth = load("gpt2")
+    first = truth.entries[0]
+    case = first.cases[0]
+    forward, backward, again = case.rows["lm_head"]
+    changed = replace(case, rows={**case.rows, "lm_head": (forward, backward + 2, again)}, total=case.total + 1)
+    row, sums, parameters = find_wrong(replace(truth, entries=(replace(first, cases=(changed,), more=()),)))
+    assert row.endswith(f"lm_head: ours {(forward, backward, again)}, traced {(forward, backward + 2, again)}")
+    assert "sums: ours" in sums
+    assert "parameters: ours" in parameters
+    part = replace(changed, rows={"lm_head": changed.rows["lm_head"]}, sums=(1, 2, 3), total=case.total)
+    row, sums = find_wrong(replace(truth, entries=(replace(first, cases=(part,), more=()),)))
+    assert "lm_head: ours" in row
+    assert sums.endswith("traced (1, 2, 3)")
+    published = next(entry for entry in truth.entries if entry.preset)
+    other = replace(published, config={**published.config, "n_layer": 11}, more=())
+    (line,) = find_wrong(replace(truth, entries=(other,)))
+    assert line == "gpt2: n_layer is 12 in the preset, 11 in the record"

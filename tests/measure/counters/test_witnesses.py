@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from places import TRUTH
+from families import FAMILIES, load_tiny
 from tiers import mark_heavy
 from torch.nn import functional as F
 
@@ -25,31 +24,25 @@ from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.measure.counters import cupti, fvcore_counter, gpm, ncu, torch_profiler, witness
 from flopcalc.measure.counters.flop_counter import count_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model, make_batch
-
-FAMILIES = sorted(path.stem for path in TRUTH.glob("*.json"))
-
-
-def load_family(name: str) -> dict[str, Any]:
-    """The family's first tiny model: its config and recorded cases."""
-    models: list[dict[str, Any]] = json.loads((TRUTH / f"{name}.json").read_text())["models"]
-    return models[0]
+from flopcalc.measure.trace.truth import Case, Entry
 
 
-def find_case(model: dict[str, Any], phase: str, **recipe: Any) -> dict[str, Any]:
-    """The first plain batch of a phase under a recipe."""
+def find_case(entry: Entry, phase: str, **recipe: Any) -> Case:
+    """The first plain batch of a phase under a recipe, with images where the model takes them."""
     plain = {"batch", "seq", "phase", "images"}
-    return next(
+    cases = [
         case
-        for case in model["cases"]
-        if case["workload"]["phase"] == phase and set(case["workload"]) <= plain and case["recipe"] == recipe
-    )
+        for case in entry.all_cases
+        if case.workload["phase"] == phase and set(case.workload) <= plain and case.recipe == recipe
+    ]
+    return max(cases, key=lambda case: "images" in case.workload)
 
 
-def build(name: str, phase: str, attention: str = "eager", **recipe: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    truth = load_family(name)
-    case = find_case(truth, phase, **recipe)
-    model = apply_recipe(build_model(truth["config"], attention), recipe)
-    return model, make_batch(model.config, case["workload"]), case
+def build(name: str, phase: str, attention: str = "eager", **recipe: Any) -> tuple[Any, dict[str, Any], Case]:
+    entry = load_tiny(name)
+    case = find_case(entry, phase, **recipe)
+    model = apply_recipe(build_model(entry.config, attention), recipe)
+    return model, make_batch(model.config, case.workload), case
 
 
 # --- The closed-hole counter ----------------------------------------------------------------------------------
@@ -60,8 +53,8 @@ def build(name: str, phase: str, attention: str = "eager", **recipe: Any) -> tup
 def test_flop_counter_equals_truth(family: str, phase: str) -> None:
     model, batch, case = build(family, phase)
     counted = witness.count(model, batch, phase)
-    assert counted.total == case["forward"] + case["backward"]
-    assert counted.by == {path: sum(row) for path, row in case["rows"].items() if any(row)}
+    assert counted.total == sum(case.flops)
+    assert counted.by == {path: sum(row) for path, row in case.rows.items()}
     assert counted.not_counted == {}
     assert counted.best == counted.total
     assert counted.seconds > 0
@@ -110,17 +103,17 @@ def test_fvcore_equals_truth(family: str) -> None:
     missing = 0
     if family in UNSUPPORTED:
         assert UNSUPPORTED[family] in counted.not_counted
-        missing = sum(sum(row) for path, row in case["rows"].items() if path.endswith(".experts"))
+        missing = sum(sum(row) for path, row in case.rows.items() if path.endswith(".experts"))
         assert missing
     if family == "llava":  # the tower's last layer feeds nothing: the tracer drops it, and the count says so
         last = "model.vision_tower.encoder.layers.3"
         assert counted.reason is not None
         assert last in counted.reason
-        missing = sum(sum(row) for path, row in case["rows"].items() if path.startswith(f"{last}."))
+        missing = sum(sum(row) for path, row in case.rows.items() if path.startswith(f"{last}."))
         assert missing
     else:
         assert counted.reason is None
-    assert counted.total == case["forward"] - missing
+    assert counted.total == case.flops[0] - missing
     assert sum(counted.by.values()) == counted.total
 
 
@@ -129,8 +122,8 @@ def test_fvcore_is_forward_only_and_lists_sdpa() -> None:
     counted = fvcore_counter.count(model, batch, "train")
     assert counted.reason == "forward only"
     assert counted.not_counted["aten::scaled_dot_product_attention"] == 3
-    attention = sum(row[0] for path, row in case["rows"].items() if path.endswith(".self_attn"))
-    assert counted.total == case["forward"] - attention
+    attention = sum(row[0] for path, row in case.rows.items() if path.endswith(".self_attn"))
+    assert counted.total == case.flops[0] - attention
 
 
 class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
@@ -186,7 +179,7 @@ def test_corrected_profiler_equals_counter(family: str, attention: str) -> None:
         assert counted.reason is None
         assert counted.total == sum(counted.by.values())
         if attention == "eager":
-            assert counted.best == case["forward"] + case["backward"]
+            assert counted.best == sum(case.flops)
         elif family == "llama":  # others fall back to the math path: dropout, unequal head dims
             assert counted.not_counted["aten::_scaled_dot_product_flash_attention_for_cpu"] > 0
 
@@ -202,9 +195,7 @@ def test_profiler_ledger() -> None:
 @pytest.mark.filterwarnings("ignore:.*use_reentrant|.*requires_grad=True:UserWarning")  # torch's advice on training
 def test_profiler_sees_recomputation(recompute: str) -> None:
     model, batch, case = build("llama", "train", recompute=recompute)
-    assert torch_profiler.count(model, batch, "train").corrected == sum(
-        case[part] for part in ("forward", "backward", "recompute")
-    )
+    assert torch_profiler.count(model, batch, "train").corrected == sum(case.flops)
 
 
 def make_step_model(step: Any) -> Any:
@@ -678,18 +669,18 @@ RECIPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("recipe", mark_heavy(RECIPES, RECIPES[1:2]))
 def test_crosscheck_of_recipes(recipe: dict[str, Any]) -> None:
     load = make_workload(2, 17, image_grid_thw=[[1, 4, 6]] * 2)
-    check_exact(witness.crosscheck(load_family("qwen2_vl")["config"], load, recipe=make_recipe(**recipe), device="cpu"))
+    check_exact(witness.crosscheck(load_tiny("qwen2_vl").config, load, recipe=make_recipe(**recipe), device="cpu"))
 
 
 @pytest.mark.parametrize(
     "family", mark_heavy(["llama", "gpt2", "gemma3_text", "qwen2_5_vl", "qwen3_vl"], ["gemma3_text", "qwen3_vl"])
 )
 def test_crosscheck_with_fewer_layers(family: str) -> None:
-    truth = load_family(family)
-    workload = find_case(truth, "train")["workload"]
+    entry = load_tiny(family)
+    workload = find_case(entry, "train").workload
     grids = workload.get("images", []) * workload["batch"]
     load = make_workload(workload["batch"], workload["seq"], image_grid_thw=grids or None, phase="forward")
-    found = witness.crosscheck(truth["config"], load, layers=2, device="cpu")
+    found = witness.crosscheck(entry.config, load, layers=2, device="cpu")
     assert set(found.layers.values()) == {2}
     check_exact(found)
 
@@ -742,7 +733,7 @@ def test_cut_layers() -> None:
 
 
 def test_what_cannot_be_crosschecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_family("llama")["config"]
+    config = load_tiny("llama").config
     with pytest.raises(WorkloadError, match="train or forward"):
         witness.crosscheck(config, make_workload(1, 8, phase="prefill"))
     with pytest.raises(WorkloadError, match="no packing"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from places import TRUTH
+from families import load_tiny
 from tiers import mark_heavy
 
 from flopcalc import ConfigError, RecipeError, bind, estimate_flops
@@ -18,9 +18,9 @@ FAMILIES = ["llama", "gpt2", "gemma2", "mixtral", "qwen3_moe", "deepseek_v3", "q
 
 def load_recipes(family: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The second tiny model of a family (tied head, biases) and every recipe recorded for it, each once."""
-    model = json.loads((TRUTH / f"{family}.json").read_text())["models"][1]
-    recipes = {json.dumps(case["recipe"], sort_keys=True): case["recipe"] for case in model["cases"]}
-    return model["config"], list(recipes.values())
+    entry = load_tiny(family, 1)
+    recipes = {json.dumps(case.recipe, sort_keys=True): case.recipe for case in entry.all_cases}
+    return entry.config, list(recipes.values())
 
 
 @pytest.mark.parametrize("family", mark_heavy(FAMILIES, ["llama"]))

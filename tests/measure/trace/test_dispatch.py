@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from places import TRUTH
-
-sys.path.insert(0, str(TRUTH))
-
-import record_operators
 
 from flopcalc.core.model.config import load_config
-from flopcalc.measure.hf.examples import find_example
+from flopcalc.measure.hf.examples import find_example, make_estimator
 from flopcalc.measure.trace.dispatch import trace_operators
+from flopcalc.measure.trace.operators import __main__ as command
+from flopcalc.measure.trace.operators import comparing, configs
+from flopcalc.measure.trace.operators.comparing import compare
 
 pytestmark = pytest.mark.usefixtures("bf16_products")
 
@@ -216,7 +214,7 @@ LLAMA = {
     ],
 )
 def test_llama_of_other_sizes(phase: str, attention: str, workload: dict[str, int]) -> None:
-    assert record_operators.compare(find_example("llama"), LLAMA, phase, attention, workload) == {}
+    assert compare(find_example("llama"), LLAMA, phase, attention, workload) == {}
 
 
 FEWER_HEADS = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}  # its heads get five times longer
@@ -235,33 +233,31 @@ def test_switches_of_published_models(preset: str, sizes: dict[str, int], phase:
     """What is read is what HF dispatches with a published config's activation, dropouts, rotation and heads of keys."""
     config = load_config(preset).config
     example = find_example(str(config["model_type"]))
-    asked = record_operators.describe(record_operators.make_estimator(example, config))
+    asked = configs.describe(make_estimator(example, config))
     made = [
-        record_operators.make_tiny(example, {**tiny, **sizes}, config)
-        for tiny in [*example.configs, *record_operators.list_stand_ins(example, config)]
+        configs.make_tiny(example, {**tiny, **sizes}, config)
+        for tiny in [*example.configs, *configs.list_stand_ins(example, config)]
     ]
-    (tiny, *_) = [
-        each for each in made if record_operators.describe(record_operators.make_estimator(example, each)) == asked
-    ]
-    tiny = record_operators.set_window(record_operators.resize(tiny, *factors), 4096)
-    assert record_operators.compare(example, tiny, phase, "sdpa", {"batch": 3, "seq": 11}) == {}
+    (tiny, *_) = [each for each in made if configs.describe(make_estimator(example, each)) == asked]
+    tiny = configs.set_window(configs.resize(tiny, *factors), 4096)
+    assert compare(example, tiny, phase, "sdpa", {"batch": 3, "seq": 11}) == {}
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_experts_of_other_sizes() -> None:
     example = find_example("mixtral")
-    config = record_operators.resize(example.configs[0], 3, 3, 5, 4)
-    config = record_operators.set_window(config, 4096)
-    assert record_operators.compare(example, config, "train", "sdpa", {"batch": 2, "seq": 11}) == {}
+    config = configs.resize(example.configs[0], 3, 3, 5, 4)
+    config = configs.set_window(config, 4096)
+    assert compare(example, config, "train", "sdpa", {"batch": 2, "seq": 11}) == {}
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_images_of_other_sizes() -> None:
     """Integers that say where an image's patches lie are recorded roughly; all else is exact."""
     example = find_example("qwen2_vl")
-    config = record_operators.resize(record_operators.deepen(example.configs[1]), 3, 3, 5, 4)
+    config = configs.resize(configs.deepen(example.configs[1]), 3, 3, 5, 4)
     workload = {"batch": 3, "seq": 25, "images": [[1, 4, 8]]}
-    found = record_operators.compare(example, config, "train", "sdpa", workload)
+    found = compare(example, config, "train", "sdpa", workload)
     for traced, read in found.values():
         assert sum(read[:2]) == pytest.approx(sum(traced[:2]), rel=0.02, abs=10_000)
         assert read[2] == pytest.approx(traced[2], rel=0.05, abs=20)
@@ -270,7 +266,7 @@ def test_images_of_other_sizes() -> None:
 def test_how_far_a_file_lies_from_a_trace() -> None:
     traced = {("forward", "copy"): [60, 40, 4], ("forward", "view"): [0, 0, 4]}
     read = {("forward", "copy"): [60, 45, 6]}
-    assert record_operators.find_gaps(traced, read) == pytest.approx((0.05, -0.25))
+    assert comparing.find_gaps(traced, read) == pytest.approx((0.05, -0.25))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -286,12 +282,10 @@ def test_check_tells_how_far(
     limit: float, model_type: str, code: int, shown: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    variants = record_operators.list_variants
-    monkeypatch.setattr(record_operators, "LIMIT", limit)
-    monkeypatch.setattr(record_operators, "list_variants", lambda example: islice(variants(example), 1))
-    monkeypatch.setattr(record_operators, "list_checks", lambda _: [("train", {"batch": 2, "seq": 7})])
-    monkeypatch.setattr(sys, "argv", ["record_operators.py", "--check", model_type])
-    with pytest.raises(SystemExit) as left:
-        record_operators.main()
-    assert left.value.code == code
+    variants = comparing.list_variants
+    monkeypatch.setattr(comparing, "LIMIT", limit)
+    monkeypatch.setattr(comparing, "list_variants", lambda example: islice(variants(example), 1))
+    monkeypatch.setattr(comparing, "list_checks", lambda _: [("train", {"batch": 2, "seq": 7})])
+    monkeypatch.setattr(sys, "argv", ["operators", "--check", model_type])
+    assert command.main() == code
     assert shown in capsys.readouterr().out

@@ -1,6 +1,6 @@
-"""Model types go in; configs that HF runs and the spec miscounts come out: every flag of the examples turned.
+"""Every flag of the examples turned: configs that HF runs and the spec miscounts are found.
 
-python tests/truth/fuzz.py [TYPE …] [--jobs N]
+    python -m flopcalc.measure.trace.flags [TYPE …] [--jobs N]
 
 A spec may refuse a config in words; it must not count it wrongly. Cases that HF itself cannot run prove nothing and are
 left out. Exit code 1 when a count differs.
@@ -8,19 +8,16 @@ left out. Exit code 1 when a count differs.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
-
-from flopcalc.data import list_data_files  # noqa: E402
-from flopcalc.errors import FlopcalcError  # noqa: E402
+from flopcalc.data import list_data_files
+from flopcalc.errors import FlopcalcError
+from flopcalc.measure.trace.truth import make_parser, report
 
 # Flags that say what a call returns or caches, not what the model is.
 IGNORED = {"use_cache", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "is_encoder_decoder"}
@@ -47,8 +44,8 @@ def list_flips(config: dict[str, Any], filled: dict[str, Any]) -> Iterator[tuple
             yield ".".join((*where, f"{key} = {changed}")), new
 
 
-def fuzz(name: str) -> list[str]:
-    """What differs silently for one type."""
+def find_miscounted(name: str) -> list[str]:
+    """The changed configs of one type that are counted wrongly; a line for each."""
     from transformers import AutoConfig
 
     from flopcalc.measure.hf.examples import find_example, list_cases, make_estimator
@@ -83,18 +80,21 @@ def fuzz(name: str) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("types", nargs="*", help="all without")
+    parser = make_parser("flags", __doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
+    known = list_data_files("examples")
+    unknown = set(options.types) - set(known)
+    if unknown:
+        raise FlopcalcError(f"no example of {', '.join(sorted(unknown))}")
     failed = False
-    names = options.types or list(list_data_files("examples"))
+    names = options.types or list(known)
     with ProcessPoolExecutor(options.jobs) as pool:
-        for name, lines in zip(names, pool.map(fuzz, names), strict=True):
+        for name, lines in zip(names, pool.map(find_miscounted, names), strict=True):
             failed |= bool(lines)
             print(f"{name}: {len(lines)} differ", *lines, sep="\n  ", flush=True)
     return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(main))

@@ -1,31 +1,32 @@
-"""Model types go in; tests/truth/clipping/<type>.json, what real Opacus steps execute, comes out (or is compared).
+"""What Opacus' real steps execute: recorded in a folder of truth, and made again to compare.
 
-python tests/truth/record_clipping.py [TYPE …] [--check]
+    python -m flopcalc.measure.trace.truth_clipping [TYPE …] [--check] [--truth DIR]
 
-All of model_specs/clipping.toml without names. A step is Opacus' own: forward, backward (two of them for ghost and
-fast), clip, noise, SGD. What clipping adds is the step's count less that of the same step without Opacus.
+All of model_specs/clipping.toml without names; files are DIR/clipping/TYPE.json. A step is Opacus' own: forward,
+backward (two of them for ghost and fast), clip, noise, SGD. What clipping adds is the step's count less that of the
+same step without Opacus.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1])]
+from flopcalc.data import find_data_dir, load_toml
+from flopcalc.errors import FlopcalcError
+from flopcalc.measure.trace.truth import find_folder, find_versions, make_recorder_parser, report, write
 
-from flopcalc.data import find_data_dir, load_toml  # noqa: E402
+__all__ = ["count_step", "find_differences", "list_configs", "list_types", "load", "record"]
 
-FOLDER = HERE / "clipping"
+FOLDER = "clipping"
 SCHEMA = 1
 MODES = ("hooks", "ghost", "fast")
+MADE_WITH = ("torch", "transformers", "peft", "opacus")
 Json = dict[str, Any]
 
 # --- Cases --------------------------------------------------------------------------------------------------
@@ -118,6 +119,13 @@ def list_types() -> list[str]:
     return sorted([*load_types()["linear"], *load_types()["functorch"]])
 
 
+def load(name: str, folder: Path | None = None) -> Json:
+    """What is recorded of a model type."""
+    path = (folder or find_folder()) / FOLDER / f"{name}.json"
+    truth: Json = json.loads(path.read_text(encoding="utf-8"))
+    return truth
+
+
 # --- Steps --------------------------------------------------------------------------------------------------
 
 
@@ -176,18 +184,20 @@ def check_samples(model: Any, rows: int, clipping: str) -> None:
             raise RuntimeError(f"{name}: {what} of {None if found is None else tuple(found.shape)} for {rows} samples")
 
 
-def count_step(config: Json, workload: Json, recipe: Json, clipping: str) -> dict[str, int]:
-    """FLOPs of one step by module path; what the optimizer multiplies stands under ''."""
+def count_step(config: Json, workload: Json, recipe: Json, clipping: str, model: Any = None) -> dict[str, int]:
+    """FLOPs of one step by module path; what the optimizer multiplies stands under ''. `model` is changed."""
     import torch
 
-    from flopcalc import bind
+    from flopcalc.core.estimate.binding import bind_config
     from flopcalc.measure.counters.flop_counter import count_flops
     from flopcalc.measure.hf.examples import find_example, make_inputs, takes
-    from flopcalc.measure.hf.models import apply_recipe, build_model
+    from flopcalc.measure.hf.models import apply_recipe
+    from flopcalc.measure.hf.verify import build
 
     example = find_example(config["model_type"])
-    estimator = bind(config)
-    model = build_model(config, example.attention, architecture=example.architecture or estimator.spec.architecture)
+    estimator = bind_config(config)
+    if model is None:
+        model = build(config, example)
     sizes = {key: value for key, value in workload.items() if key not in ("logits", "grad_accum")}
     batch = {**make_inputs(example, model.config, sizes, estimator), **example.call}
     rows, seq = batch["input_ids"].shape
@@ -208,24 +218,26 @@ def count_step(config: Json, workload: Json, recipe: Json, clipping: str) -> dic
 # --- Records ------------------------------------------------------------------------------------------------
 
 
-def record_case(config: Json, workload: Json, recipe: Json, modes: tuple[str, ...] = MODES) -> Iterator[Json]:
+def record_case(config: Json, model: Any, workload: Json, recipe: Json) -> Iterator[Json]:
     """One case per mode: the plain step, the step with Opacus, and what each module does more in it.
 
     Work inside functorch, and of hooks where little trains, has no autograd node of its module's: no rows there.
     """
-    from flopcalc import bind
+    from copy import deepcopy
+
+    from flopcalc.core.estimate.binding import bind_config
     from flopcalc.errors import RecipeError
 
     plain: dict[str, int] | None = None
-    for clipping in modes:
+    for clipping in MODES:
         try:
-            bind(config, recipe={**recipe, "clipping": clipping})
+            bind_config(config, recipe={**recipe, "clipping": clipping})
         except RecipeError:
             continue  # what is refused has tests of its own
         where = f"{config['model_type']} {json.dumps(workload)} {json.dumps(recipe)} {clipping}"
         try:
-            plain = plain or count_step(config, workload, recipe, "none")
-            found = count_step(config, workload, recipe, clipping)
+            plain = plain or count_step(config, workload, recipe, "none", deepcopy(model))
+            found = count_step(config, workload, recipe, clipping, deepcopy(model))
         except Exception as error:
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
         case = {
@@ -242,15 +254,18 @@ def record_case(config: Json, workload: Json, recipe: Json, modes: tuple[str, ..
 
 def record(name: str, only: int | None = None) -> Json:
     """Every case of every tiny config of a type; `only`: so many of the first config's pairs, evenly chosen."""
+    from flopcalc.measure.hf.examples import find_example
+    from flopcalc.measure.hf.verify import build
+
     configs = []
     for config, is_deep in list_configs(name)[: None if only is None else 1]:
+        model = build(config, find_example(name))
         pairs = list(list_cases(name, is_deep))
         step = 1 if only is None else max(1, len(pairs) // only)
-        cases = [case for pair in pairs[::step] for case in record_case(config, *pair)]
+        cases = [case for pair in pairs[::step] for case in record_case(config, model, *pair)]
         if cases:
             configs.append({"config": config, "cases": cases})
-    made_with = {library: version(library) for library in ("torch", "transformers", "peft", "opacus")}
-    return {"schema": SCHEMA, "made_with": made_with, "configs": configs}
+    return {"schema": SCHEMA, "made_with": find_versions(MADE_WITH), "configs": configs}
 
 
 def dump(truth: Json) -> str:
@@ -279,33 +294,33 @@ def find_differences(old: Json, new: Json, is_part: bool = False) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("types", nargs="*", default=[], help="of model_specs/clipping.toml; all without")
-    parser.add_argument("--check", action="store_true", help="re-make and compare; exit 1 when a number differs")
-    options = parser.parse_args()
+    options = make_recorder_parser("truth_clipping", __doc__).parse_args()
+    folder = find_folder(options.truth)
     unknown = set(options.types) - set(list_types())
     if unknown:
-        parser.error(f"not in model_specs/clipping.toml: {', '.join(sorted(unknown))}")
+        raise FlopcalcError(f"not in model_specs/clipping.toml: {', '.join(sorted(unknown))}")
     from flopcalc.measure.hf.verify import prepare
 
     prepare()
-    FOLDER.mkdir(exist_ok=True)
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     failed = False
     for name in options.types or list_types():
-        start, path = time.perf_counter(), FOLDER / f"{name}.json"
+        start, path = time.perf_counter(), folder / FOLDER / f"{name}.json"
+        if options.check and not path.exists():
+            failed = True
+            print(f"{name}: was never recorded", flush=True)
+            continue
         truth = record(name)
         if options.check:
-            differing = find_differences(json.loads(path.read_text()), truth)
+            differing = find_differences(load(name, folder), truth)
             failed |= bool(differing)
-            print(*(f"{name} {line}" for line in differing), sep="\n", end="\n" if differing else "")
+            print(*(f"{name}: {line}" for line in differing), sep="\n", end="\n" if differing else "")
         else:
-            part = path.with_suffix(".part")
-            part.write_text(dump(truth))
-            os.replace(part, path)
+            write(path, dump(truth))
         cases = sum(len(entry["cases"]) for entry in truth["configs"])
         print(f"{name}: {cases} cases, {time.perf_counter() - start:.1f} s", flush=True)
     return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(main))

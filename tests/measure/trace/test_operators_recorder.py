@@ -1,0 +1,75 @@
+"""The recorder of operators: its command, and that recording a type again gives the file that is shipped."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flopcalc.data import find_data_dir
+from flopcalc.measure.trace.operators import __main__ as command
+from flopcalc.measure.trace.truth import report
+
+SHIPPED = Path(find_data_dir()) / "operators"
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore")  # transformers and torch advise on training, which this is not
+@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.json")))
+def test_recording_again_gives_the_same_file(name: str) -> None:
+    from flopcalc.measure.trace.operators.recording import record
+
+    assert record(name).to_json() == (SHIPPED / f"{name}.json").read_text()
+
+
+class Recording:
+    """Stands for what was recorded of a type."""
+
+    approximate, total = 2, 90
+
+    def __init__(self, text: str) -> None:
+        self.parts = {"train sdpa": {}} if text else {}
+        self.text = text
+
+    def to_json(self) -> str:
+        return self.text
+
+
+@pytest.fixture(autouse=True)
+def _record_quickly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "heavy" not in request.node.keywords:
+        texts = {"cod": "{1}\n", "coalfish": "{1}\n", "haddock": "{2}\n"}
+        target = "flopcalc.measure.trace.operators.recording.record"
+        monkeypatch.setattr(target, lambda name: Recording(texts.get(name, "")))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["operators", *arguments])
+    return report(command.main)
+
+
+def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "operators"
+    assert run(monkeypatch, "cod", "haddock", "coalfish", "--out", str(out)) == 0
+    written = {path.name: path.read_text() for path in out.iterdir()}
+    assert written == {"cod.json": "{1}\n", "haddock.json": "{2}\n", "coalfish.json": '{"same": "cod"}\n'}
+    assert capsys.readouterr().out.splitlines()[0] == "cod                   4 bytes, 2 of 90 tensors approximate"
+
+
+def test_a_type_that_cannot_be_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "herring", "--out", str(tmp_path)) == 1
+    told = "nothing could be recorded: is there model_specs/examples/herring.toml?"
+    assert capsys.readouterr().out == f"herring        {told}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(monkeypatch, "cod", "--out", str(tmp_path / "file" / "operators")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("cannot be written: Not a directory; give another folder with --out DIR")
