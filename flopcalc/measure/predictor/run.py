@@ -14,7 +14,7 @@ from flopcalc.measure.calibrate.provenance import has_gpu
 from flopcalc.measure.calibrate.run import IDENTITY, probe_machine
 from flopcalc.measure.jobs.runner import Progress, run_jobs
 from flopcalc.measure.predictor import runs
-from flopcalc.measure.predictor.fit import fit_predictor, save_predictor
+from flopcalc.measure.predictor.fit.predictor import fit_predictor, save_predictor
 
 Json = dict[str, Any]
 FOLDER = "predictors"

@@ -15,7 +15,7 @@ from typing import Any
 
 from flopcalc.measure.calibrate.tables import Bench, Json, round_digits
 from flopcalc.measure.calibrate.tables.gemm import DIRECTIONS, make_product
-from flopcalc.measure.predictor.fit import read_grouped
+from flopcalc.measure.predictor.fit.points import read_grouped
 from flopcalc.measure.predictor.profiling import profile_step
 
 _REPEATS = 6
