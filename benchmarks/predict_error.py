@@ -215,9 +215,9 @@ def fit(profiles: Path, out: Path) -> None:
 
     measured = _read(profiles)
     provenance = measured["provenance"]
-    stored = {table: find_table(provenance["device_id"], table) for table in ("attention", "gemm")}
-    alone = {table: load_table(path).records() if path else [] for table, path in stored.items()}
-    constants = fit_predictor(measured["cases"], runs.get_config, provenance, alone["attention"], alone["gemm"])
+    paths = {table: find_table(provenance["device_id"], table) for table in ("attention", "gemm")}
+    tables = {table: load_table(path).records() if path else [] for table, path in paths.items()}
+    constants = fit_predictor(measured["cases"], runs.get_config, provenance, tables["attention"], tables["gemm"])
     save_predictor(str(out), constants)
 
 

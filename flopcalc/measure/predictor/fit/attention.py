@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from flopcalc.measure.predictor.fit.cases import Json
 from flopcalc.measure.predictor.fit.choices import (
+    ATTENTION_START_SHARE,
     MAX_SHORTEST_CALL,
     MIN_ATTENTION_SIZES,
     MIN_HEADS_RANGE,
@@ -15,7 +16,6 @@ from flopcalc.measure.predictor.fit.choices import (
     PAIRS_PER_LONGEST_KEY,
     PAIRS_PER_QUERY,
     PAIRS_PER_QUERY_IN_WAVES,
-    START_SHARE,
 )
 from flopcalc.measure.predictor.fit.points import AttentionPoint
 from flopcalc.measure.predictor.fit.solvers import round_digits, solve_nonnegative
@@ -44,7 +44,7 @@ def fit_attention(points: Sequence[AttentionPoint], units: int) -> Json:
             # The shortest call of all stands for one without queries: no kernel starts later.
             constants = solve_nonnegative([*rows, ((1.0, 0.0, 0.0, 0.0), call_s)])
         else:
-            constants = _scale_usual(group[0], rows, START_SHARE * call_s)
+            constants = _scale_usual(group[0], rows, ATTENTION_START_SHARE * call_s)
         fitted.setdefault(kernel, {})[name] = round_digits(constants)
     return fitted
 

@@ -43,7 +43,7 @@ MAX_SHORTEST_CALL = 4  # times the shortest call of all: a kernel without short 
 PAIRS_PER_QUERY = {"forward": 130.0, "backward": 380.0}
 PAIRS_PER_QUERY_IN_WAVES = 50.0  # where pairs are counted in whole waves of blocks
 PAIRS_PER_LONGEST_KEY = 7500.0
-START_SHARE = 0.9  # of the shortest call: the start of kernels whose calls do not determine it
+ATTENTION_START_SHARE = 0.9  # of the shortest call: the start of kernels whose calls do not determine it
 
 # --- Memory-bound operators -------------------------------------------------------------------------------------------
 BINS_PER_OCTAVE = 2

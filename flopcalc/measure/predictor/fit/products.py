@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from flopcalc.errors import CalibrationError
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import (
     GROUPED_BANDWIDTH_SHARE,
@@ -49,6 +50,8 @@ def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] 
     `others` are products that were measured alone; they count for unaligned widths only.
     """
     aligned = [point for point in points if find_step(point.n, point.k) == ALIGNED]
+    if not aligned:
+        raise CalibrationError("no profiled step has a layer whose widths are multiples of 8: no product can be fitted")
     shape = ProductShape(*round_digits(_fit_shape(aligned), 6))
     slowdowns: dict[str, dict[str, list[float]]] = {}
     for point in (*points, *others):
@@ -82,12 +85,11 @@ def _fit_shape(points: Sequence[ProductPoint]) -> ProductShape:
     def fit_rates(start: ProductShape) -> ProductShape:
         """All constants but the count of processors."""
         *rates, units = start
-        most = ProductShape(*[math.inf] * 9)._replace(
-            half=MAX_TILE_SHARE, quarter=MAX_TILE_SHARE, eighth=MAX_TILE_SHARE
-        )
+        is_share = [name in ("half", "quarter", "eighth") for name in ProductShape._fields[:-1]]
+        most = [MAX_TILE_SHARE if each else math.inf for each in is_share]
         rates = fit_positive(
             lambda rates: list_errors(ProductShape(*rates)._replace(units=units)),
-            rates, ROUNDED_ERROR, PRODUCTS_PULL, most[:-1],
+            rates, ROUNDED_ERROR, PRODUCTS_PULL, most,
         )  # fmt: skip
         return ProductShape(*rates)._replace(units=units)
 

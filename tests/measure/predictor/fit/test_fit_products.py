@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fitted import BF16, MIXTRAL, model, profile
 
+from flopcalc.errors import CalibrationError
 from flopcalc.measure.predictor.fit.cases import ModelledCase
 from flopcalc.measure.predictor.fit.points import ProductPoint, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.products import ProductTable, fit_grouped, fit_patches, fit_products
@@ -58,6 +59,11 @@ def test_what_shapes_take_beyond_the_formula_is_kept() -> None:
     ratios = {tuple(key): ratio for *key, ratio in found["residuals"]}
     assert list(ratios) == sorted(ratios)
     assert ratios[points[0][:4]] == pytest.approx(1.4, rel=0.03)
+
+
+def test_unaligned_products_alone_are_refused() -> None:
+    with pytest.raises(CalibrationError, match="multiples of 8"):
+        fit_products([ProductPoint("forward", 4096, 1004, 4096, 1e-3, 1)])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
