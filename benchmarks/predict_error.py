@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from shutil import copytree
+from shutil import copyfile, copytree
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -211,13 +211,13 @@ def fit(profiles: Path, out: Path) -> None:
     """Make a predictor as `flopcalc calibrate --predictor` does at its end."""
     from flopcalc.hardware.tables import find_table, load_table
     from flopcalc.measure.predictor import runs
-    from flopcalc.measure.predictor.fit import fit_predictor, save_predictor
+    from flopcalc.measure.predictor.fit.predictor import fit_predictor, save_predictor
 
     measured = _read(profiles)
     provenance = measured["provenance"]
-    stored = {table: find_table(provenance["device_id"], table) for table in ("attention", "gemm")}
-    alone = {table: load_table(path).records() if path else [] for table, path in stored.items()}
-    constants = fit_predictor(measured["cases"], runs.get_config, provenance, alone["attention"], alone["gemm"])
+    paths = {table: find_table(provenance["device_id"], table) for table in ("attention", "gemm")}
+    tables = {table: load_table(path).records() if path else [] for table, path in paths.items()}
+    constants = fit_predictor(measured["cases"], runs.get_config, provenance, tables["attention"], tables["gemm"])
     save_predictor(str(out), constants)
 
 
@@ -227,12 +227,15 @@ def _read(path: Path) -> Json:
     return found
 
 
-def report(tested: Path, out: Path | None) -> str:
-    """Every test case: measured, predicted, error, inside the interval or not; then the sums, the two bounds apart."""
+def report(tested: Path, out: Path | None, predictor: Path | None = None) -> str:
+    """Every test case: measured, predicted, error, inside the interval or not; then the sums, the two bounds apart.
+
+    Of the predictor that ships, or of another one of the same device.
+    """
     from flopcalc.measure.predictor import runs
 
     test = _read(tested)
-    with calibrated_here() as constants:
+    with calibrated_here(predictor) as constants:
         rows = [_compare(case, constants["probe_s"]) for case in join_rounds(test["cases"])]
     device, host = ([row for row in rows if row["bound"] == bound] for bound in ("device", "host"))
     summary = [
@@ -250,14 +253,16 @@ def report(tested: Path, out: Path | None) -> str:
 
 
 @contextmanager
-def calibrated_here() -> Iterator[Json]:
-    """Inside, the shipped predictor is this machine's own, as on the machine that it was measured on."""
+def calibrated_here(predictor: Path | None = None) -> Iterator[Json]:
+    """Inside, the predictor that ships, or another, is this machine's own, as on the machine that was measured."""
     from flopcalc.data import find_data_dir
     from flopcalc.prediction.machine import MEASURED_ON, load_predictor
 
     before = os.environ.get("FLOPCALC_DATA")
     with TemporaryDirectory() as folder:
         copytree(Path(find_data_dir()) / "predictors", Path(folder) / "predictors")
+        if predictor is not None:
+            copyfile(predictor, Path(folder) / "predictors" / f"{MEASURED_ON}.json")
         os.environ["FLOPCALC_DATA"] = folder
         load_predictor.cache_clear()
         try:
@@ -381,14 +386,16 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=600)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--journal", type=Path, help="keep: journal.jsonl of a calibration")
-    parser.add_argument("--predictor", type=Path, help="keep: what that calibration wrote")
+    parser.add_argument(
+        "--predictor", type=Path, help="keep: what that calibration wrote; report: instead of the one that ships"
+    )
     parser.add_argument(
         "--profiles", type=Path, default=RESULTS / "predict_profiles.json.gz", help="fit: what was kept"
     )
     parser.add_argument("--cases", type=Path, default=RESULTS / "predict_cases.json", help="report: what was measured")
     given = parser.parse_args()
     if given.command == "report":
-        shown = report(given.cases, given.out)
+        shown = report(given.cases, given.out, given.predictor)
         print(shown)
         if given.page is not None:
             text = given.page.read_text(encoding="utf-8")

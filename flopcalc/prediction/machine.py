@@ -19,8 +19,11 @@ from flopcalc.hardware.devices import Device, find_device, parse_dtype, peak_flo
 from flopcalc.prediction.work import Attention, Moved, Product
 
 SCHEMA = 4
-_TILES = ((128, 256), (256, 128), (128, 192), (192, 128), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64),
-          (256, 64))  # fmt: skip
+# What time_matrix chooses from: rows and columns of a tile, into how many parts k is split, and the least k of a part.
+TILES = ((128, 256), (256, 128), (128, 192), (192, 128), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64),
+         (256, 64))  # fmt: skip
+SPLITS = (1, 2, 4, 8, 16)
+MIN_PART_K = 512
 
 
 class Timed(NamedTuple):
@@ -44,6 +47,10 @@ class ProductShape(NamedTuple):
     split: float = 2e-6  # seconds more where k is split over several tiles
     units: float = 132.0  # processors
 
+    def find_share(self, area: int) -> float:
+        """Rate of tiles of so many elements, over that of the largest."""
+        return 1.0 if area >= 32768 else self.half if area >= 16384 else self.quarter if area >= 8192 else self.eighth
+
 
 def time_shape(shape: ProductShape, direction: str, m: int, n: int, k: int) -> float:
     """Seconds of one product of a layer with n outputs and k inputs over m rows."""
@@ -58,14 +65,12 @@ def time_matrix(shape: ProductShape, m: int, n: int, k: int, copies: int) -> flo
     """(m, k) by (k, n), `copies` of them at once: the best of several tiles, or the bytes."""
     best = math.inf
     units, per_unit = round(shape.units), shape.rate / shape.units
-    for rows, columns in _TILES:
+    for rows, columns in TILES:
         area = rows * columns
-        share = (
-            1.0 if area >= 32768 else shape.half if area >= 16384 else shape.quarter if area >= 8192 else shape.eighth
-        )
+        share = shape.find_share(area)
         tiles = -(-m // rows) * -(-n // columns) * copies
-        for parts in (1, 2, 4, 8, 16):
-            if parts > 1 and k < 512 * parts:
+        for parts in SPLITS:
+            if parts > 1 and k < MIN_PART_K * parts:
                 break
             waves = -(-tiles * parts // units)
             taken = waves * area * 2 * (k / parts + shape.lead) / (per_unit * share) + (shape.split if parts > 1 else 0)

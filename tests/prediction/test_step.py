@@ -15,7 +15,7 @@ from flopcalc.api import bind
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError
-from flopcalc.measure.predictor.fit import count_again, host_features
+from flopcalc.measure.predictor.fit.host import count_checkpoints, list_host_features
 from flopcalc.prediction.clock import Clock, find_unit, name_factor
 from flopcalc.prediction.machine import (
     Machine,
@@ -150,7 +150,7 @@ def test_host_features() -> None:
     }  # fmt: skip
     each = {"module": 2.0, "view": 0.4, "node": 0.3, "product": 1.5, "tensor": 0.25}  # of all others, one
     units = 2 * 5 + 0.4 * 7 + 11 + 0.3 * 13 + 1.5 * 17 + 2 + 0.4 * 3 + 0.25 * 19
-    assert host_features(seen, 3, each) == (3.0, pytest.approx(units))
+    assert list_host_features(seen, 3, each) == (3.0, pytest.approx(units))
 
 
 def test_checkpoints_cost_the_host_more_than_what_they_run() -> None:
@@ -158,7 +158,7 @@ def test_checkpoints_cost_the_host_more_than_what_they_run() -> None:
     estimator = bind("llama-3.2-1b", recipe={"recompute": "full"}, convention="hardware", device="h200")
     load = make_workload(1, 64)
     work = make_work(estimator, load)
-    checkpoints, operators = count_again(work)
+    checkpoints, operators = count_checkpoints(work)
     assert checkpoints == 16
     assert operators == sum(many for name, many in work.dispatched.items() if name.startswith("again "))
     shipped = load_predictor("h200-sxm")

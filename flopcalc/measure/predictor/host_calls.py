@@ -1,4 +1,4 @@
-"""A host goes in; how long it takes for one call of each kind of operator comes out, in units of an addition."""
+"""Time one call of each kind of operator on the host, in units of an addition."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from flopcalc.measure.calibrate.tables import Bench
 
 _ROUNDS = 9
-_CALLS = 25  # between two looks at the clock
+_CALLS = 25  # per reading of the clock
 
 
 def make_calls(bench: Bench) -> dict[str, list[Callable[[], Any]]]:
-    """Kind -> calls of it on tensors so small that the device waits for the host."""
+    """Kind -> calls on tensors so small that the device waits for the host."""
     torch = bench.torch
     functional = torch.nn.functional
 
@@ -52,7 +52,7 @@ def make_calls(bench: Bench) -> dict[str, list[Callable[[], Any]]]:
 
 
 def measure_units(bench: Bench) -> dict[str, float]:
-    """Kind -> its calls' seconds over those of an addition that is timed beside them."""
+    """Kind -> mean seconds of its calls, over those of an addition that is timed beside each."""
     with bench.torch.no_grad():
         calls = make_calls(bench)
         one = calls["pointwise"][0]
@@ -63,7 +63,7 @@ def measure_units(bench: Bench) -> dict[str, float]:
 
 
 def _compare(bench: Bench, call: Callable[[], Any], one: Callable[[], Any]) -> float:
-    """A host changes its speed all the time: both are timed in turns, and the middle ratio counts."""
+    """The median ratio of the two, timed in turns, because the host's speed changes all the time."""
     ratios = []
     for _ in range(_ROUNDS):
         taken = [_time(bench, each) for each in (one, call, one)]

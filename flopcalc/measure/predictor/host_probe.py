@@ -1,7 +1,7 @@
-"""A fixed piece of a host's work: what it takes tells how fast the host is at the moment.
+"""A fixed piece of host work, the probe, whose seconds show how fast the host is at the moment.
 
-A few small layers that dispatch what HF's do (norms in float32 piece by piece, rotated heads, attention, a gated MLP),
-so that a host which is busy elsewhere slows both alike. It never waits for the device.
+It runs a few small layers that dispatch what HF's layers do (norms in float32, rotary embeddings, attention, a gated
+MLP), so that a host that is busy elsewhere slows both alike. It never waits for the device.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from flopcalc.measure.calibrate.tables import Bench
 
 _WIDTH, _HEADS, _ROWS = 64, 2, 8
-_LAYERS = {True: 2, False: 6}  # with a backward pass, without: a few milliseconds
+_LAYERS = {True: 2, False: 6}  # with a backward pass and without: a few milliseconds each
 
 
 def make_probe(bench: Bench, is_train: bool) -> Callable[[], float]:
-    """A function that does the work once and gives its seconds.
+    """A function that runs the probe once and returns its seconds.
 
-    With a backward pass where the steps it stands beside have one: autograd's thread runs on another core, whose speed
-    is its own.
+    Training steps get a probe with a backward pass: autograd's thread runs on another core, whose speed changes
+    independently.
     """
     torch = bench.torch
     torch.manual_seed(0)

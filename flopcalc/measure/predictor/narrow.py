@@ -1,6 +1,6 @@
-"""A config goes in; one of the same code with hardly any work for a device comes out: few heads, few layers.
+"""Make a config narrow: the same model code with few heads and layers, and hardly any work for a device.
 
-What the host does for a layer does not depend on its widths, so a narrow model tells it within milliseconds.
+The host's work for a layer does not depend on its widths, so a narrow model shows it within milliseconds.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from typing import Any
 Json = dict[str, Any]
 
 _HEADS = 4
-_DIM = 128  # of a head, where a config leaves it to its class
+_DIM = 128  # of a head, if the config leaves it to its class
 _SIZES = {
     "intermediate_size": 768, "ffn_dim": 768, "n_inner": 768, "moe_intermediate_size": 640,
     "shared_expert_intermediate_size": 896, "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16,
     "n_group": 4, "topk_group": 2, "q_lora_rank": 128, "kv_lora_rank": 128, "first_k_dense_replace": 1,
 }  # fmt: skip
-_MARKED = ("deepstack_visual_indexes", "fullatt_block_indexes")  # layers of a tower, the last of each quarter
+_MARKED = ("deepstack_visual_indexes", "fullatt_block_indexes")  # lists of a tower's layers: the last of each quarter
 _WIDTHS = ("hidden_size", "n_embd", "embed_dim", "word_embed_proj_dim")
 _COUNTS = ("num_attention_heads", "n_head", "num_heads")
 _DEPTHS = ("num_hidden_layers", "n_layer", "depth")
 
 
 def narrow(config: Json, layers: int) -> Json:
-    """The same model with four heads of the published width, and so on; its tower as well, with twice the layers."""
+    """The same model with four heads of their published width; its tower too, with twice as many layers."""
     if "vision_config" not in config:
         return _narrow_part(config, layers)
     tower = _narrow_part(config["vision_config"], 2 * layers)
@@ -31,11 +31,11 @@ def narrow(config: Json, layers: int) -> Json:
     text = _narrow_part(config["text_config"] if has_part else config, layers)
     made = {**config, "text_config": text} if has_part else text
     width = text["hidden_size"]
-    if "embed_dim" in tower:  # qwen2_vl: its hidden_size is the text's
+    if "embed_dim" in tower:  # qwen2_vl, whose tower names the text's width hidden_size
         tower["hidden_size"] = width
     for part in (tower, made):
         part |= {key: width for key in ("out_hidden_size", "projection_dim") if key in part}
-    if has_part and "hidden_size" in made:  # the text's, once more
+    if has_part and "hidden_size" in made:  # a copy of the text's
         made["hidden_size"] = width
     return {**made, "vision_config": tower}
 

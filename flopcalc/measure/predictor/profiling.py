@@ -1,4 +1,4 @@
-"""A step goes in; the device's time in it, operator by operator, comes out."""
+"""Profile a step: the device's time by operator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flopcalc.measure.calibrate.tables import Bench, Json, round_digits
 
 
 def profile_step(bench: Bench, step: Callable[[], Any]) -> Json:
-    """Device time of every operator of one step, added up by name, shapes and dtypes; busy and whole time."""
+    """Device time of one step, summed by operator, shapes and dtypes; its busy time and its span."""
     torch = bench.torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -23,7 +23,7 @@ def profile_step(bench: Bench, step: Callable[[], Any]) -> Json:
 
 
 def tally(events: Any, torch: Any) -> Json:
-    """Kernels joined to the operator that launched them: one row per (operator, thread, shapes, dtypes)."""
+    """Join kernels to the operators that launched them: one row per operator, thread, shapes and dtypes."""
     cpu = torch._C._autograd.DeviceType.CPU
     kernels: dict[int, list[tuple[float, str]]] = {}
     hosts = []
@@ -58,7 +58,7 @@ def tally(events: Any, torch: Any) -> Json:
         [name, is_backward, shapes, dtypes, calls, launched, round_digits(us, 6), kernel]
         for (name, is_backward, shapes, dtypes), (calls, launched, us, kernel) in found.items()
     ]
-    if rest:  # launched outside of any operator that was noted
+    if rest:  # launched outside of any recorded operator
         rows.append(["", False, "", "", 0, len(rest), round_digits(sum(us for us, _ in rest), 6), rest[0][1][:60]])
     return {
         "operators": rows,

@@ -1,4 +1,4 @@
-"""`calibrate --predictor`: cases of whole steps go in; the constants that `flopcalc predict` reads come out."""
+"""`flopcalc calibrate --predictor`: measure this machine and write the constants that `flopcalc predict` reads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flopcalc.measure.calibrate.provenance import has_gpu
 from flopcalc.measure.calibrate.run import IDENTITY, probe_machine
 from flopcalc.measure.jobs.runner import Progress, run_jobs
 from flopcalc.measure.predictor import runs
-from flopcalc.measure.predictor.fit import fit_predictor, save_predictor
+from flopcalc.measure.predictor.fit.predictor import fit_predictor, save_predictor
 
 Json = dict[str, Any]
 FOLDER = "predictors"
-_SUITE = "quick"  # the only one: constants that are fitted on less would not hold
+_SUITE = "quick"  # the only one: fewer measurements would not determine all constants
 
 
 def calibrate_predictor(
@@ -30,9 +30,9 @@ def calibrate_predictor(
     command: str = "flopcalc calibrate --predictor",
     progress: Progress | None = None,
 ) -> str | None:
-    """Measure this machine and write <out>/<device-id>.json; its path, or None where the run was stopped.
+    """Measure this machine and write <out>/<device-id>.json; its path, or None if the run was stopped.
 
-    Resumable like the tables: what was measured lies in the journal.
+    A stopped run can be resumed: the journal keeps what was measured.
     """
     if not has_gpu():
         raise DeviceError("calibrate needs an NVIDIA GPU and found none on this machine")
@@ -46,21 +46,21 @@ def calibrate_predictor(
     outcome = run_jobs(jobs, state, identity=identity, fresh=fresh, retry_failed=retry_failed, progress=progress)
     if outcome.stopped:
         return None
-    found = [result.data for result in outcome.results if result.is_ok]
-    if not any("operators" in record for record in found) or not any(record.get("is_host") for record in found):
+    records = [result.data for result in outcome.results if result.is_ok]
+    if not any("operators" in record for record in records) or not any(record.get("is_host") for record in records):
         failed = next((result.detail for result in outcome.results if not result.is_ok), "nothing ran")
         raise CalibrationError(f"too little was measured to fit a predictor: {failed}")
-    stored = {table: find_table(machine["device_id"], table) for table in ("attention", "gemm")}
-    alone = {table: load_table(path).records() if path else [] for table, path in stored.items()}
+    paths = {table: find_table(machine["device_id"], table) for table in ("attention", "gemm")}
+    tables = {table: load_table(path).records() if path else [] for table, path in paths.items()}
     provenance = {**machine, "command": command, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
-    constants = fit_predictor(found, runs.get_config, provenance, alone["attention"], alone["gemm"])
+    constants = fit_predictor(records, runs.get_config, provenance, tables["attention"], tables["gemm"])
     path = os.path.join(folder, f"{machine['device_id']}.json")
     save_predictor(path, constants)
     return path
 
 
 def _check_device(machine: Json) -> None:
-    """Refuse, before anything is measured, a device whose peak or bandwidth is not known."""
+    """Refuse a device whose peak or bandwidth is unknown, before anything is measured."""
     try:
         device = find_device(machine["device_id"])
     except DeviceError:

@@ -1,8 +1,4 @@
-"""Whole steps of HF models as a user runs them: their wall time, and every operator's time inside them.
-
-They are no table of `calibrate`: `calibrate --predictor` and benchmarks/predict_error.py measure them, and a predictor
-is fitted on them.
-"""
+"""Time whole steps of HF models as a user runs them, and every operator inside them, to fit a predictor on them."""
 
 from __future__ import annotations
 
@@ -12,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flopcalc.core.model.config import load_config
-
-# Models that the predictor is fitted on: preset and how many layers of it are kept (text, vision).
 from flopcalc.measure.calibrate.tables import Bench, Json, counts, get_device, round_digits, summarize
 from flopcalc.measure.jobs.runner import Job
 from flopcalc.measure.predictor.host_calls import measure_units
@@ -22,7 +16,7 @@ from flopcalc.measure.predictor.narrow import narrow
 from flopcalc.measure.predictor.profiling import profile_step
 from flopcalc.measure.predictor.single_calls import list_rows, measure_calls
 
-# Models that the predictor is fitted on: preset and how many layers of it are kept (text, vision).
+# Models that the predictor is fitted on: preset, and how many of its layers are kept (text, vision).
 MODELS: dict[str, tuple[str, int, int]] = {
     "qwen2.5-0.5b": ("qwen2.5-0.5b", 24, 0),
     "llama-3.2-1b": ("llama-3.2-1b", 16, 0),
@@ -44,14 +38,14 @@ MODELS: dict[str, tuple[str, int, int]] = {
 }
 _COMPILED = ("llama-3.2-1b-short", "qwen2.5-0.5b-short")
 _WIDE = ("mistral-large-123b",)  # so wide that the host waits for the device in every training step
-_SETTLE_S = 1.5  # of work until a device at its power limit has found its clock
+_SETTLE_S = 1.5  # seconds of work after which a device at its power limit has settled on a clock
 _TRAIN = ((1, 48), (1, 1024), (4, 2048), (1, 4096))
-# Recomputation, on the host: layers of few operators (gpt2) and of many (gemma-3).
-_AGAIN = ("llama-3.2-1b", "gemma-2b", "phi-3-mini", "gpt2-medium", "gemma-3-1b", "mixtral-8x7b", "qwen2-vl-2b")
+# Gradient checkpointing in small steps: layers with few operators (gpt2) and with many (gemma-3).
+_CHECKPOINTED = ("llama-3.2-1b", "gemma-2b", "phi-3-mini", "gpt2-medium", "gemma-3-1b", "mixtral-8x7b", "qwen2-vl-2b")
 FIT_GRIDS = {"qwen2-vl-2b": [[1, 36, 52]], "qwen2.5-vl-3b": [[1, 36, 48]], "llava-1.5-7b": [[1, 24, 24]]}
 
-# One preset of every recorded model type that has one and that SDPA knows, made narrow: what its code costs the host.
-# With images where it has a tower: sequence and patches.
+# One preset of every recorded model type that has a preset and SDPA, made narrow, to time its code on the host.
+# Sequence length and patches of the steps with images, for types with a tower.
 NARROW: dict[str, tuple[int, list[list[int]]]] = {
     "llama-3.2-1b": (0, []), "qwen2.5-0.5b": (0, []), "qwen3-1.7b": (0, []), "mistral-7b": (0, []),
     "gemma-2b": (0, []), "gemma-3-1b": (0, []), "phi-2": (0, []), "phi-3-medium": (0, []), "gpt2": (0, []),
@@ -62,19 +56,19 @@ NARROW: dict[str, tuple[int, list[list[int]]]] = {
     "llava-1.5-7b": (640, [[1, 24, 24]]), "llava-v1.6-mistral-7b": (0, []),
     "paligemma-3b-448": (1088, [[1, 32, 32]]), "gemma-3-12b": (320, [[1, 64, 64]]),
 }  # fmt: skip
-# Layers of narrow models: what a call costs, and what a layer does. Training is measured once more at the end, for
-# autograd has a thread of its own, on a core whose speed changes by itself.
+# Two depths of narrow models separate what a call costs from what a layer costs. Training is measured once more at the
+# end, because autograd has its own thread, on a core whose speed changes independently.
 _DEPTHS = (4, 12)
 _NARROW, _NARROW_STEPS = "-narrow-", 10
 
 
 def list_cases(suite: str) -> Iterator[Json]:
-    """Every case: model, phase, sizes, attention, recomputation, optimizer, whether it is compiled."""
+    """Every large step."""
     if suite == "test":
         yield make_case("llama", "train", 2, 48)
         yield make_case("llama", "decode", 1, 2, context=16)
         return
-    for model in _COMPILED:  # first: what launching costs them is told before anything was profiled
+    for model in _COMPILED:  # first: launches are timed before anything is profiled
         yield make_case(model, "train", 4, 2048, compiled=True)
     for model in MODELS:
         if model in _COMPILED:
@@ -87,7 +81,7 @@ def list_cases(suite: str) -> Iterator[Json]:
                 yield make_case(model, "train", batch, seq)
             else:
                 yield make_case(model, "train", batch, seq, grids)
-        if model == "gemma-3-1b":  # masks that no cache holds
+        if model == "gemma-3-1b":  # a mask larger than the device's cache
             yield make_case(model, "train", 1, 8192)
         yield make_case(model, "train", 4, 1024, grids, recompute="full")
         yield make_case(model, "prefill", 4, 1024, grids)
@@ -108,7 +102,7 @@ def make_case(
 
 
 def name_case(case: Json) -> str:
-    """A case as one word."""
+    """The case as one word, which is its row in the journal."""
     parts = [case["model"], case["phase"], f"{case['batch']}x{case['seq']}"]
     parts += [f"@{case['context']}"] if case["context"] else []
     parts += [counts.format_images(case["grids"])] if case["grids"] else []
@@ -137,7 +131,7 @@ def cut_config(preset: str, layers: int, vision_layers: int = 0) -> Json:
 
 
 class Runner:
-    """Holds one built model at a time and measures its cases."""
+    """Builds one model at a time and measures its cases."""
 
     def __init__(
         self, device: str, configs: Callable[[str], Json], *, work_s: float = 0.7, most_steps: int = 40
@@ -161,7 +155,7 @@ class Runner:
         self.name = name
 
     def drop(self) -> None:
-        """Forget the model and its optimizer, whose memory the next one needs; after a failure too."""
+        """Free the model and its optimizer, because the next model needs the memory; also after a failure."""
         self.model = self.optimizer = None
         self.name = self.optimizer_name = ""
         self._free()
@@ -169,7 +163,7 @@ class Runner:
     def _free(self) -> None:
         gc.collect()
         if self.bench.is_gpu:
-            self.bench.torch._C._cuda_clearCublasWorkspaces()  # of autograd's thread, which a step without it lacks
+            self.bench.torch._C._cuda_clearCublasWorkspaces()  # autograd's thread has some; steps without it do not
             self.bench.torch.cuda.empty_cache()
 
     def _set_optimizer(self, name: str) -> None:
@@ -184,12 +178,12 @@ class Runner:
         self.optimizer_name = name
 
     def make_step(self, case: Json) -> Callable[[], Any]:
-        """The step that a user's loop would run: gradients to none, forward, backward, optimizer."""
+        """The step of a user's loop: clear gradients, forward, backward, optimizer."""
         torch = self.bench.torch
         self._take(case["model"])
         model = self.model
         for module in model.modules():
-            if hasattr(module, "rope_deltas"):  # positions that a run with images has left behind
+            if hasattr(module, "rope_deltas"):  # left over from a run with images
                 module.rope_deltas = None
         counts.prepare(model, "eager" if case["attention"] == "eager" else "", case["recompute"], case["phase"])
         called = torch.compile(model) if case["compiled"] else model
@@ -218,9 +212,10 @@ class Runner:
         return prefill
 
     def _make_decode(self, case: Json, batch: Json) -> Callable[[], Any]:
-        """`seq` tokens one after another behind a cache of `context`; the cache is cut back after each step.
+        """Decode `seq` tokens one by one behind a cache of `context`; the cache is cropped after each step.
 
-        Where a window is full, after each token: transformers 5.17 cannot put back what several pushed out of it.
+        If a window is full it is cropped after each token: transformers 5.17 cannot restore what several tokens pushed
+        out of it.
         """
         torch, model = self.bench.torch, self.model
         with torch.no_grad():
@@ -256,7 +251,7 @@ class Runner:
         }
 
     def measure(self, case: Json, *, profiled: bool = False) -> Json:
-        """Wall time of a step and what was seen beside it; with `profiled`, the device's time by operator."""
+        """Wall time, memory, energy and clock of a step; with `profiled`, the device's time by operator too."""
         torch, bench = self.bench.torch, self.bench
         step = self.make_step(case)
         if bench.is_gpu:
@@ -272,7 +267,7 @@ class Runner:
         bench.synchronize()
         once_s = time.perf_counter() - start
         steps = max(6, min(self.most_steps, round(self.work_s / max(once_s, 1e-4))))
-        if bench.is_gpu and queued_s < 0.8 * once_s:  # the device rules: at the clock that it keeps up for long
+        if bench.is_gpu and queued_s < 0.8 * once_s:  # the device bounds the step: let its clock settle
             for _ in range(round(_SETTLE_S / once_s)):
                 step()
         record: Json = dict(case)
@@ -292,9 +287,9 @@ class Runner:
         return record
 
     def measure_host(self, case: Json, steps: int = 20) -> Json:
-        """Seconds of steps that the host bounds, and of a fixed piece of work around each.
+        """Seconds of host-bound steps, and of the probe before and after each.
 
-        A shared host changes its speed by half from one second to the next: what repeats is the ratio of the two.
+        The speed of a shared host changes by half from one second to the next. Only the ratio of the two is repeatable.
         """
         step = self.make_step(case)
         probe = self._get_probe(case)
@@ -328,7 +323,7 @@ class Runner:
         return self.probes[is_train]
 
     def _time(self, step: Callable[[], Any], steps: int) -> Json:
-        """Seconds of steps without pause: on the device's clock between them, on the host's from end to end."""
+        """Seconds of steps without pause: each by CUDA events, all of them together by the host's clock."""
         bench, torch = self.bench, self.bench.torch
         if not bench.is_gpu:
             taken = []
@@ -362,15 +357,15 @@ class Runner:
 
 
 def get_config(name: str) -> Json:
-    """The config that a case's model stands for."""
+    """The config of a case's model."""
     preset, mark, layers = name.rpartition(_NARROW)
     return narrow(dict(load_config(preset).config), int(layers)) if mark else cut_config(*MODELS[name])
 
 
 def plan(suite: str) -> list[Job]:
-    """Two jobs: models' cases, every one profiled, and single calls; then the host's own time in small steps.
+    """Two jobs: profiled large steps and single calls, then small steps for the host.
 
-    The second has its own process, so that nothing of the profiler is left in it.
+    The second has its own process, in which nothing was profiled.
     """
     rows: dict[str, Json] = {name_case(case): {**case, "is_host": False} for case in list_cases(suite)}
     rows |= list_rows(suite)
@@ -390,7 +385,7 @@ def plan(suite: str) -> list[Job]:
 
 
 def list_host_cases(suite: str, model: str) -> Iterator[Json]:
-    """Steps that the device finishes before the host has queued the next."""
+    """Small steps, which the device finishes before the host has queued the next one."""
     if suite == "test":
         yield make_case(model, "train", 1, 16)
         yield make_case(model, "prefill", 1, 16)
@@ -398,14 +393,14 @@ def list_host_cases(suite: str, model: str) -> Iterator[Json]:
         yield make_case(model, "train", 1, 64)
         if model in FIT_GRIDS:
             yield make_case(model, "train", 1, 1024, FIT_GRIDS[model])
-        if model in _AGAIN:
+        if model in _CHECKPOINTED:
             yield make_case(model, "train", 1, 64, recompute="full")
         yield make_case(model, "prefill", 1, 64)
         yield make_case(model, "decode", 1, 2, context=512)
 
 
 def list_narrow_cases(depths: Sequence[int] = _DEPTHS) -> Iterator[Json]:
-    """Small steps of every model type, for the host alone; a type's depths minutes apart, at another pace."""
+    """Small steps of every model type. Its depths run minutes apart, so that no slow phase of the host hits both."""
     for layers in depths:
         for preset, (seq, grids) in NARROW.items():
             model = f"{preset}{_NARROW}{layers}"
@@ -425,7 +420,7 @@ def start(args: Json) -> Callable[[Json], Json]:
     def measure(row: Json) -> Json:
         try:
             return measure_row(row)
-        except Exception:  # out of memory, say: the next case starts from nothing
+        except Exception:  # for example out of memory: the next case starts without a model
             runner.drop()
             raise
 

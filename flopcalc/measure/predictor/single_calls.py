@@ -1,13 +1,12 @@
-"""Single calls that are timed by themselves on the device: sizes go in, seconds come out.
+"""Time single calls on the device: products, attention, experts and transposed tensors at chosen sizes.
 
-Whole steps show few head dims, layers and expert shapes, each at few sizes, products at a clock that the power limit
-has lowered, and their profiles do not tell how tensors lie in memory; here one size changes at a time. A call's seconds
-are those of its kernels under the profiler, as in a profiled step: events around it would time the gaps beside it too.
+Whole steps show few head dims, layers and expert shapes, each at few sizes. They show products at a clock that the
+power limit has lowered, and not how tensors lie in memory. Here one size changes at a time. A call's seconds are those
+of its kernels under the profiler, as in a profiled step: CUDA events around the call would include the gaps beside it.
 """
 
 from __future__ import annotations
 
-import ast
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,30 +14,30 @@ from typing import Any
 
 from flopcalc.measure.calibrate.tables import Bench, Json, round_digits
 from flopcalc.measure.calibrate.tables.gemm import DIRECTIONS, make_product
-from flopcalc.measure.predictor.fit import read_grouped
+from flopcalc.measure.predictor.fit.points import ProfiledOperator, read_grouped
 from flopcalc.measure.predictor.profiling import profile_step
 
 _REPEATS = 6
-_SWEPT_BYTES = 2**28
+_SWEPT_BYTES = 2**28  # written before each decoding call, more than any cache of the device holds
 _KERNELS = ("cudnn", "flash", "efficient")
-# Batch, heads, heads of keys, queries, keys.
+# Batch, query heads, key heads, queries, keys.
 _SIZES: dict[str, list[tuple[int, int, int, int, int]]] = {
     "causal": [(batch, heads, kv, length, length) for batch, heads, kv, length in (
         (1, 32, 8, 64), (1, 16, 8, 384), (8, 16, 2, 512), (1, 32, 32, 1024), (4, 32, 8, 1152), (1, 12, 2, 2048),
         (4, 16, 8, 2048), (1, 32, 8, 4096), (1, 8, 8, 8192),
     )],
-    # Causal too, with weights of attention dropped.
+    # Causal, with attention dropout.
     "dropout": [(batch, heads, kv, length, length) for batch, heads, kv, length in (
         (1, 16, 16, 64), (1, 16, 16, 384), (8, 16, 16, 512), (4, 32, 4, 1152), (1, 12, 12, 2048), (4, 16, 4, 2048),
     )],
-    # Towers, which have as many heads of keys: windows, and whole images.
+    # Vision towers, with as many key heads as query heads: windows and whole images.
     "full": [(batch, heads, heads, length, length) for batch, heads, length in (
         (1, 16, 64), (1, 12, 256), (8, 16, 256), (1, 16, 577), (8, 12, 729), (1, 16, 1024), (4, 16, 1024),
         (1, 16, 2300), (2, 16, 4096),
     )],
     "window": [(batch, heads, heads // 4, length, length) for batch, heads, length in (
         (1, 32, 256), (1, 8, 1024), (4, 16, 1024), (1, 32, 2048), (4, 8, 2048), (1, 32, 4096), (1, 8, 8192),
-        # Rows of the mask that do not start on 16 bytes, and not even on 4.
+        # Lengths whose mask rows do not start on 16 bytes, some not even on 4.
         (1, 32, 252), (1, 32, 1100), (2, 16, 1250), (4, 16, 1900), (1, 32, 2050), (4, 8, 601), (1, 8, 3001),
     )],
     "decode": [(batch, heads, kv, 1, keys) for batch, heads, kv, keys in (
@@ -46,8 +45,8 @@ _SIZES: dict[str, list[tuple[int, int, int, int, int]]] = {
         (1, 32, 8, 4000), (16, 16, 8, 4000),
     )],
 }  # fmt: skip
-# Head dims of queries and of values, and the masks that models with them use: 72 is a tower's alone, 192 that of
-# multi-head latent attention.
+# Head dims of queries and of values, and the masks that models with them use. Only a tower has 72; 192 and 128 are
+# those of multi-head latent attention.
 _DIMS = {
     (64, 64): ("causal", "dropout", "full", "window", "decode"),
     (72, 72): ("full",),
@@ -57,28 +56,29 @@ _DIMS = {
     (256, 256): ("causal", "window", "decode"),
     (192, 128): ("causal", "decode"),
 }
-# Experts, outputs, inputs: up and down projections of Mixtral, Phi-3.5-MoE, Qwen1.5-MoE, OLMoE and Qwen3-MoE.
+# Experts, outputs, inputs of the up and down projections of Mixtral, Phi-3.5-MoE, Qwen1.5-MoE, OLMoE and Qwen3-MoE.
 _EXPERTS = [(8, 28672, 4096), (8, 4096, 14336), (16, 12800, 4096), (16, 4096, 6400), (60, 2816, 2048),
             (60, 2048, 1408), (64, 2048, 2048), (64, 2048, 1024), (128, 1536, 2048), (128, 2048, 768)]  # fmt: skip
-_ROWS = [1, 4, 16, 64, 112, 200, 256, 512, 1024, 2048]  # of an expert on average
-# Images, patches of each, width: towers that go on with a convolution's result as it lies, channel by channel.
+_ROWS = [1, 4, 16, 64, 112, 200, 256, 512, 1024, 2048]  # per expert on average
+# Images, patches per image, width: some towers use a convolution's result as it lies, channel by channel.
 _ACROSS = [(1, 64, 768), (1, 256, 768), (1, 256, 1152), (4, 256, 1152), (1, 729, 1152), (1, 1024, 1152),
            (3, 1024, 1152), (1, 4096, 1152), (2, 4096, 1152), (4, 4096, 1152), (6, 4096, 1152)]  # fmt: skip
 
-# Outputs and inputs of linear layers of no model: narrow to wide, with projections of few keys, and heads of 33,000 to
-# 254,000 words. Models' own rows are often powers of two, which fill a device's tiles: these are not. No two layers are
-# each other's transpose, and no rows are a width, for a profile does not tell how an operand lies.
+# Outputs and inputs of linear layers that no model has: narrow to wide, with projections to few key heads, and heads
+# for vocabularies of 33,000 to 254,000. Row counts of real steps are often powers of two, which fill a device's tiles;
+# these are not. No two layers are each other's transpose and no row count is a width, because a profile does not show
+# which operand is transposed.
 _LAYERS = [(2304, 1920), (6656, 1920), (1920, 5632), (3328, 2816), (9728, 2816), (2816, 7680), (4608, 4352),
            (1280, 4352), (12800, 4352), (4352, 11520), (6400, 5888), (18432, 5888), (5888, 16384), (9216, 8704),
            (1152, 8704), (26624, 8704), (8704, 24576), (33280, 4352), (49920, 2816), (131584, 3328), (155648, 5888),
            (253952, 2304)]  # fmt: skip
 _LAYER_ROWS = [1260, 2600, 4480, 5400, 6800, 7560, 9000]
 _LAYER_REPEATS = 3
-_RESTS = 1.5  # times as long as a product takes, so that none lowers the clock of the next
+_REST_SHARE = 1.5  # pause after a product, in its own seconds, so that none lowers the clock of the next
 
 
 def list_rows(suite: str) -> dict[str, Json]:
-    """Name -> what is measured at once: the sizes of one head dim by mask, all experts, transposed tensors, layers."""
+    """Row of the journal -> what it measures: one head dim at all sizes, experts, transposed tensors or layers."""
     dims, sizes, experts, rows, across = _DIMS, _SIZES, _EXPERTS, _ROWS, _ACROSS
     layers, layer_rows = _LAYERS, _LAYER_ROWS
     if suite == "test":
@@ -98,7 +98,7 @@ def list_rows(suite: str) -> dict[str, Json]:
 
 
 def measure_calls(bench: Bench, row: Json) -> Json:
-    """All calls of a row; those that the device refuses are left out."""
+    """All calls of a row; calls that the device refuses are left out, with the reason."""
     if "experts" in row:
         makers = [partial(_make_experts, bench, row["rows"], *each) for each in row["experts"]]
         return _measure(bench, makers)
@@ -108,7 +108,7 @@ def measure_calls(bench: Bench, row: Json) -> Json:
         makers = [partial(_make_layer, bench, row["rows"], *each) for each in row["layers"]]
         return _measure(bench, makers, _LAYER_REPEATS)
     found: Json = {"calls": [], "left_out": []}
-    for mask, sizes in row["sizes"].items():  # a profile for each, for it does not tell them apart
+    for mask, sizes in row["sizes"].items():  # one profile per mask, because it does not show the mask
         makers = [partial(_make_attention, bench, mask, row["qk"], row["v"], *size) for size in sizes]
         for key, entries in _measure(bench, makers).items():
             found[key] += entries
@@ -119,7 +119,7 @@ Made = Iterator[tuple[Json, Callable[[], Any]]]  # a call's sizes, and the call
 
 
 def _measure(bench: Bench, makers: Sequence[Callable[[], Made]], repeats: int = _REPEATS) -> Json:
-    """Run what each maker makes a few times, and find it again in the profile by its sizes; and why others were not."""
+    """Run what each maker makes a few times and find it in the profile by its sizes; list why others did not run."""
     run: list[tuple[Json, float]] = []
     refused: dict[str, None] = {}
 
@@ -133,18 +133,19 @@ def _measure(bench: Bench, makers: Sequence[Callable[[], Made]], repeats: int = 
                     for _ in range(repeats):
                         call()
                     run.append((sizes, (time.perf_counter() - start) / repeats))
-            except RuntimeError as error:  # no kernel for it, or no memory
+            except RuntimeError as error:  # no kernel for these sizes, or out of memory
                 refused[str(error).splitlines()[0][:200]] = None
 
     seen = _read_profile(profile_step(bench, step)["operators"], bench.is_gpu)
     found = []
     for sizes, host_s in run:
         names = next(names for names in (_GROUPED, _MOVED, _PRODUCT, _ATTENTION) if sizes.keys() >= set(names))
-        told = seen.get(tuple(sizes[name] for name in names) if names != _PRODUCT else _list_sizes(**sizes))
-        if names != _ATTENTION and not bench.is_gpu:  # no kernel is seen, nor asked for
-            told = (host_s, {})
-        if told is not None:
-            found.append({**sizes, **told[1], "seconds": round_digits(told[0] if bench.is_gpu else host_s)})
+        profiled = seen.get(tuple(sizes[name] for name in names) if names != _PRODUCT else _list_sizes(**sizes))
+        if names != _ATTENTION and not bench.is_gpu:  # a CPU's profile has no kernels
+            profiled = (host_s, {})
+        if profiled is not None:
+            seconds, kernel = profiled
+            found.append({**sizes, **kernel, "seconds": round_digits(seconds if bench.is_gpu else host_s)})
     return {"calls": found, "left_out": list(refused)}
 
 
@@ -156,16 +157,17 @@ _ACROSS_KINDS = {"aten::copy_": "copy_strided_across", "aten::add": "pointwise_s
 
 
 def _read_profile(operators: Sequence[Sequence[Any]], is_gpu: bool) -> dict[tuple[Any, ...], tuple[float, Json]]:
-    """Sizes -> seconds, and the kernel of attention with the heads of keys that it was given."""
+    """Sizes -> seconds, and the attention kernel with the key heads that it was given."""
     found: dict[tuple[Any, ...], tuple[float, Json]] = {}
-    for name, is_backward, shapes, _, calls, launched, us, _ in operators:
+    for row in operators:
+        operator = ProfiledOperator(*row)
+        name = operator.name
         kernel = next((kernel for kernel in _KERNELS if f"{kernel}_attention" in name), "")
-        if (is_gpu and not us) or not (kernel or "grouped_mm" in name or name in (*_ACROSS_KINDS, "aten::mm")):
+        if not (kernel or "grouped_mm" in name or name in (*_ACROSS_KINDS, "aten::mm")):
             continue
-        if launched % calls:  # the profiler has lost a kernel
+        if (is_gpu and not operator.us) or operator.launches % operator.calls:  # the profiler lost a kernel
             continue
-        sizes = ast.literal_eval(shapes)
-        seconds = us / calls * 1e-6
+        sizes, seconds = operator.sizes, operator.seconds
         if name == "aten::mm":
             found[(*sizes[0], sizes[1][1])] = (seconds, {})
             continue
@@ -173,13 +175,13 @@ def _read_profile(operators: Sequence[Sequence[Any]], is_gpu: bool) -> dict[tupl
             found[(_ACROSS_KINDS[name], *sizes[0])] = (seconds, {})
             continue
         if not kernel:
-            found[read_grouped(is_backward, sizes)] = (seconds, {})
+            found[read_grouped(operator.is_backward, sizes)] = (seconds, {})
             continue
-        way = "backward" if "backward" in name else "forward"
-        query, keys = sizes[1:3] if way == "backward" else sizes[:2]
-        # Below SDPA's own operators these two kernels have (batch, length, heads, dim).
+        direction = "backward" if "backward" in name else "forward"
+        query, keys = sizes[1:3] if direction == "backward" else sizes[:2]
+        # flash and efficient take (batch, length, heads, dim) below SDPA's own operators.
         heads, length = (1, 2) if kernel == "cudnn" or "scaled_dot_product" in name else (2, 1)
-        key = (way, query[0], query[heads], query[length], keys[length])
+        key = (direction, query[0], query[heads], query[length], keys[length])
         found[key] = (seconds, {"kernel": kernel, "kv_heads": keys[heads]})
     return found
 
@@ -187,18 +189,18 @@ def _read_profile(operators: Sequence[Sequence[Any]], is_gpu: bool) -> dict[tupl
 def _make_attention(
     bench: Bench, mask: str, qk: int, v: int, batch: int, heads: int, kv_heads: int, length: int, keys: int
 ) -> Made:
-    """A call as HF's models make it, forward and backward; decoding has no backward."""
+    """A call as HF's models make it, forward and backward; decoding has no backward pass."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     torch = bench.torch
     is_decode = mask == "decode"
 
-    def draw(many: int, rows: int, dim: int) -> Any:
-        # Projections give (batch, length, heads, dim), seen as (batch, heads, length, dim).
-        return bench.random(batch, rows, many, dim).transpose(1, 2).detach().requires_grad_(not is_decode)
+    def draw(count: int, rows: int, dim: int) -> Any:
+        # Projections give (batch, length, heads, dim), viewed as (batch, heads, length, dim).
+        return bench.random(batch, rows, count, dim).transpose(1, 2).detach().requires_grad_(not is_decode)
 
     inputs = (draw(heads, length, qk), draw(kv_heads, keys, qk), draw(kv_heads, keys, v))
-    if is_decode:  # a cache joins its keys to those before
+    if is_decode:  # a cache has concatenated its keys
         inputs = (inputs[0], inputs[1].contiguous(), inputs[2].contiguous())
     given = None
     if mask == "window":
@@ -208,7 +210,7 @@ def _make_attention(
     module.num_key_value_groups, module.is_causal = heads // kv_heads, mask in ("causal", "dropout")
     dropout = 0.1 if mask == "dropout" else 0.0
 
-    # A token's keys were last read before all of the model's weights: no cache of the device holds them.
+    # A step reads all weights between two uses of the same keys, so that no cache of the device holds them.
     swept = torch.empty(_SWEPT_BYTES if is_decode and bench.is_gpu else 0, dtype=torch.uint8, device=bench.device)
 
     def forward() -> Any:
@@ -223,7 +225,7 @@ def _make_attention(
 
 
 def _make_experts(bench: Bench, rows: Sequence[int], copies: int, n: int, k: int) -> Made:
-    """Products as HF's experts make them, in every direction, with more rows each time."""
+    """Products as HF's experts make them, in every direction, from few rows to many."""
     weight = bench.random(copies, n, k, needs_grad=True)
     for mean in rows:
         given = bench.random(mean * copies, k, needs_grad=True)
@@ -235,7 +237,7 @@ def _make_experts(bench: Bench, rows: Sequence[int], copies: int, n: int, k: int
 
 
 def _make_layer(bench: Bench, rows: Sequence[int], n: int, k: int) -> Made:
-    """Products of a linear layer, in every direction; a rest after each, or the device lowers its clock."""
+    """Products of a linear layer, in every direction, with a pause after each to keep the clock up."""
     for m in rows:
         for direction in DIRECTIONS:
             call = make_product(bench, direction, m, n, k)
@@ -246,16 +248,16 @@ def _rest(bench: Bench, call: Callable[[], Any]) -> None:
     start = time.perf_counter()
     call()
     bench.synchronize()
-    time.sleep(_RESTS * (time.perf_counter() - start))
+    time.sleep(_REST_SHARE * (time.perf_counter() - start))
 
 
 def _list_sizes(direction: str, m: int, n: int, k: int) -> tuple[int, int, int]:
-    """Rows, inner size and columns of the product that a layer's direction is."""
+    """Rows, depth and columns of the matrix product that a direction of a layer is."""
     return {"forward": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}[direction]
 
 
 def _make_across(bench: Bench, images: int, patches: int, width: int) -> Made:
-    """A tensor whose neighbours are far apart in what is made of it: a copy in order, a sum with one that is."""
+    """A transposed tensor: its contiguous copy, and its sum with a contiguous tensor."""
     given = bench.random(images, width, patches).transpose(1, 2)
     other = bench.random(images, patches, width)
     sizes = {"images": images, "patches": patches, "width": width}
@@ -266,7 +268,7 @@ def _make_across(bench: Bench, images: int, patches: int, width: int) -> Made:
 
 
 def _deal(bench: Bench, copies: int, mean: int) -> Any:
-    """Where each expert's rows end, dealt out as a router deals that prefers none."""
+    """Where each expert's rows end if a router prefers none."""
     torch = bench.torch
     chosen = torch.randint(copies, (mean * copies,), generator=torch.Generator().manual_seed(mean))
     return torch.bincount(chosen, minlength=copies).cumsum(0).to(bench.device, torch.int32)

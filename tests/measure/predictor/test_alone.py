@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 
 from flopcalc.measure.calibrate.tables import Bench
-from flopcalc.measure.predictor import fit
 from flopcalc.measure.predictor import single_calls as alone
-from flopcalc.prediction.machine import GroupShape, ProductShape, attention_features, name_mask, time_grouped
+from flopcalc.measure.predictor.fit.memory import fit_curves
+from flopcalc.measure.predictor.fit.points import read_single_calls
 
 pytestmark = pytest.mark.usefixtures("bf16_products")
 ATTENTION = {
@@ -21,7 +20,6 @@ ATTENTION = {
 EXPERTS = {"direction", "copies", "m", "n", "k", "seconds"}
 LAYERS = {"direction", "m", "n", "k", "seconds"}
 ACROSS = {"kind", "images", "patches", "width", "bytes", "seconds"}
-_list_features = partial(attention_features, 132)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +61,9 @@ def test_every_direction_of_layers_runs(found: dict[str, list[dict[str, Any]]]) 
         for m in (6, 12)
         for direction in ("forward", "dgrad", "wgrad")
     ]
-    assert [point[:4] for point in fit._read_layers(calls)] == [tuple(call.values())[:4] for call in calls]
-    assert not fit._read_layers([*found["calls/experts"], *found["calls/attention/16"], *found["calls/across"]])
+    assert [point[:4] for point in read_single_calls(calls).products] == [tuple(call.values())[:4] for call in calls]
+    others = [*found["calls/experts"], *found["calls/attention/16"], *found["calls/across"]]
+    assert not read_single_calls(others).products
 
 
 def test_layers_are_told_apart_by_their_sizes() -> None:
@@ -94,8 +93,7 @@ def test_tensors_that_lie_across_run(found: dict[str, list[dict[str, Any]]]) -> 
         for images in (1, 2, 3)
         for kind, moved in (("copy_strided_across", 4 * 6 * 16), ("pointwise_strided_across", 6 * 6 * 16))
     ]
-    points = [fit.MovedPoint(call["kind"], call["bytes"], call["seconds"], 1) for call in calls]
-    assert list(fit.fit_moved(points)) == ["copy_strided_across", "pointwise_strided_across"]
+    assert list(fit_curves(read_single_calls(calls).moved)) == ["copy_strided_across", "pointwise_strided_across"]
 
 
 def test_calls_without_one_kernel_are_left_out(found: dict[str, list[dict[str, Any]]]) -> None:
@@ -161,87 +159,3 @@ def test_the_grid_fits_and_its_calls_differ() -> None:
         assert heads % kv_heads == 0
         assert 2 * batch * heads * max(length, keys) * max(qk, v) < 2e9
     assert all(2 * math.prod(each) < 4e9 for each in rows["calls/experts"]["experts"])
-
-
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_attention_finds_what_calls_were_made_of(scale: float) -> None:
-    """Every kernel of the grid tells its four constants."""
-    truth = [scale * value for value in (6e-6, 1.2e-10, 8e-13, 5e-9)]
-    calls = [
-        {
-            "kernel": "cudnn", "direction": "forward", "mask": mask, "batch": batch, "heads": heads,
-            "kv_heads": kv_heads, "qk": qk, "v": v, "length": length, "keys": keys,
-            "seconds": sum(
-                value * size
-                for value, size in zip(
-                    truth,
-                    _list_features("forward", mask, batch, heads, kv_heads, (qk + v) // 2, length, keys),
-                    strict=True,
-                )
-            ),
-        }
-        for mask, qk, v, (batch, heads, kv_heads, length, keys) in _list_sizes()
-    ]  # fmt: skip
-    found = fit.fit_attention(fit._read_calls(calls), 132)["cudnn"]
-    assert "forward/causal/160" in found  # 192 and 128
-    masks = [mask for row in alone.list_rows("quick").values() for mask in row.get("sizes", ())]
-    assert len(found) == len(masks) + 2 * masks.count("window")  # and those whose rows start anywhere
-    for call in calls:
-        dim = (call["qk"] + call["v"]) // 2
-        values = found[f"forward/{name_mask(call['mask'], call['keys'])}/{dim}"]
-        sizes = _list_features(
-            "forward", *(call[key] for key in ("mask", "batch", "heads", "kv_heads")), dim, call["length"], call["keys"]
-        )
-        told = sum(value * size for value, size in zip(values, sizes, strict=True))
-        assert told == pytest.approx(call["seconds"], rel=0.08)  # the shortest call of all is taken for one of nothing
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        [(16, 32, 1024), (8, 32, 2048), (4, 32, 4096), (1, 32, 16384)],  # as many tokens in each
-        [(1, 16, 1872)] * 9,
-        [(4, 16, 577)],
-    ],
-)
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_calls_that_do_not_tell_do_not_explode(sizes: list[tuple[int, int, int]], direction: str) -> None:
-    def time_call(batch: int, heads: int, length: int) -> float:
-        _, queries, pairs, longest = _list_features(direction, "full", batch, heads, heads, 64, length, length)
-        return 6e-6 + 6e-11 * queries + 7e-13 * pairs + 3e-9 * longest
-
-    points = [
-        fit.AttentionPoint("flash", direction, "full", batch, heads, heads, 64, length, length,
-                           time_call(batch, heads, length), 1)
-        for batch, heads, length in sizes
-    ]  # fmt: skip
-    short = fit.AttentionPoint("cudnn", direction, "causal", 1, 8, 8, 64, 48, 48, 6e-6, 1)
-    values = fit.fit_attention([*points, short], 132)["flash"][f"{direction}/full/64"]
-    for size in ((1, 16, 64), (1, 16, 577), (8, 16, 729), (1, 16, 2300), (4, 32, 4096)):
-        features = _list_features(direction, "full", size[0], size[1], size[1], 64, size[2], size[2])
-        told = sum(value * feature for value, feature in zip(values, features, strict=True))
-        assert told == pytest.approx(time_call(*size), rel=0.35)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [GroupShape(), pytest.param(GroupShape(250e12, 100.0, 1.4e12, 0.6, 2e-6, 5e-6), marks=pytest.mark.heavy)],
-)
-def test_experts_find_what_calls_were_made_of(shape: GroupShape) -> None:
-    row = alone.list_rows("quick")["calls/experts"]
-    calls = [
-        {"direction": way, "copies": copies, "m": mean * copies, "n": n, "k": k,
-         "seconds": time_grouped(shape, 132.0, way, copies, mean * copies, n, k)}
-        for copies, n, k in row["experts"]
-        for mean in row["rows"]
-        for way in ("forward", "dgrad", "wgrad")
-    ]  # fmt: skip
-    # Plain products of the same device are a little faster, and tell where to start.
-    plain = ProductShape()._replace(rate=1.08 * shape.rate, bandwidth=1.28 * shape.bandwidth)
-    found = fit.fit_grouped([], calls, plain)
-    for way, constants in found.items():
-        rate, lead, bandwidth, small, turn, _ = constants
-        assert (rate, lead, bandwidth) == pytest.approx((shape.rate, shape.lead, shape.bandwidth), rel=0.05)
-        assert turn == pytest.approx(shape.turn, rel=0.2)
-        if way != "wgrad":  # which has no small tiles
-            assert small == pytest.approx(shape.small, rel=0.05)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fitted import DEVICE, SHIPPED, model
 from tiers import mark_heavy
 
 from flopcalc.api import bind
@@ -15,25 +16,25 @@ from flopcalc.core.model.config import load_config
 from flopcalc.data import find_data_dir, list_data_files
 from flopcalc.measure.calibrate.tables import Bench
 from flopcalc.measure.hf.models import build_model, count_parameters
-from flopcalc.measure.predictor import fit, runs
 from flopcalc.measure.predictor import host_probe as probe
+from flopcalc.measure.predictor import runs
+from flopcalc.measure.predictor.fit.cases import ModelledCase, make_machine, model_cases
+from flopcalc.measure.predictor.fit.host import is_device_slow
 from flopcalc.measure.predictor.narrow import narrow
-from flopcalc.prediction.machine import load_predictor
 
 pytestmark = pytest.mark.usefixtures("bf16_products")
 PRESETS = list(runs.NARROW)
 LIGHT = ("llama-3.2-1b", "gpt2", "mixtral-8x7b", "qwen2-vl-2b")
-SHIPPED: dict[str, Any] = load_predictor("h200-sxm") or {}
 MOST = 80e6  # parameters besides the vocabulary: sixteen experts are most of them
 
 
 @pytest.mark.parametrize("preset", mark_heavy(PRESETS, LIGHT))
 def test_it_builds_with_the_parameters_that_are_counted(preset: str) -> None:
     config = runs.get_config(f"{preset}-narrow-4")
-    model = build_model(config, "sdpa", None, "meta", torch.bfloat16)
-    total, _ = count_parameters(model)
+    built = build_model(config, "sdpa", None, "meta", torch.bfloat16)
+    total, _ = count_parameters(built)
     assert total == bind(config).parameters()["total"]
-    tables = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    tables = {built.get_input_embeddings().weight, built.get_output_embeddings().weight}
     assert total - sum(table.numel() for table in tables) < MOST
 
 
@@ -73,9 +74,9 @@ def test_the_given_config_is_left_alone(preset: str) -> None:
     assert config == before
 
 
-def _model(preset: str, config: dict[str, Any], *, is_seen: bool) -> fit.Modelled:
+def _model(preset: str, config: dict[str, Any], *, is_seen: bool) -> ModelledCase:
     seq, grids = runs.NARROW[preset] if is_seen else (0, [])
-    return fit.model_case(runs.make_case(preset, "train", 1, seq or 64, grids), config)
+    return model(runs.make_case(preset, "train", 1, seq or 64, grids), config)
 
 
 @pytest.mark.parametrize("preset", mark_heavy(PRESETS, LIGHT))
@@ -120,11 +121,9 @@ def test_every_case_is_the_hosts() -> None:
         f"qwen2-vl-2b-narrow-12/{name}"
         for name in ("train/1x64", "train/1x640/1x48x48", "prefill/1x64", "prefill/1x640/1x48x48", "decode/1x2/@128")
     ]
-    slow = [
-        runs.name_case(case)
-        for case in cases
-        if fit._is_slow(fit.model_case(case, runs.get_config(case["model"])), SHIPPED)
-    ]
+    machine = make_machine(SHIPPED)
+    modelled = model_cases(cases, runs.get_config, DEVICE)
+    slow = [runs.name_case(each.case) for each in modelled if is_device_slow(each, machine)]
     assert slow == []
 
 

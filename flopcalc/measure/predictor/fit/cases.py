@@ -1,0 +1,77 @@
+"""Measured cases with the work that the predictor sees in them, and the time that a predictor gives that work."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from flopcalc.core.estimate.binding import bind_config
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.workload.workload import Workload, make_workload
+from flopcalc.prediction.clock import Clock
+from flopcalc.prediction.machine import Machine
+from flopcalc.prediction.maker import make_work
+from flopcalc.prediction.work import Work
+
+Json = dict[str, Any]
+
+
+class ModelledCase(NamedTuple):
+    """A measured case and the work that the predictor sees in it."""
+
+    case: Json
+    estimator: Estimator
+    load: Workload
+    work: Work
+
+
+def model_cases(cases: Iterable[Json], configs: Callable[[str], Json], device: str) -> list[ModelledCase]:
+    """All cases; each model is bound once per recipe and attention."""
+    bound: dict[tuple[str, ...], Estimator] = {}
+    modelled = []
+    for case in cases:
+        key = (case["model"], case["recompute"], case["attention"])
+        if key not in bound:
+            bound[key] = bind_case(case, configs(case["model"]), device)
+        modelled.append(model_case(case, bound[key]))
+    return modelled
+
+
+def bind_case(case: Json, config: Json, device: str) -> Estimator:
+    return bind_config(
+        config, recipe={"recompute": case["recompute"]}, convention="hardware", device=device,
+        attention_kernel=_find_kernel(case) or "auto",
+    )  # fmt: skip
+
+
+def model_case(case: Json, estimator: Estimator) -> ModelledCase:
+    images = [grid for _ in range(case["batch"]) for grid in case["grids"]] or None
+    context = case["context"] if case["phase"] == "decode" else None
+    load = make_workload(case["batch"], case["seq"], image_grid_thw=images, phase=case["phase"], context=context)
+    work = make_work(estimator, load, optimizer=case["optimizer"], kernel=_find_kernel(case))
+    return ModelledCase(case, estimator, load, work)
+
+
+def _find_kernel(case: Json) -> str:
+    """The attention kernel that a case asks for; empty where SDPA picks one."""
+    return "eager" if case["attention"] == "eager" else ""
+
+
+def make_machine(constants: Json) -> Machine:
+    return Machine(constants["provenance"]["device_id"], "bf16", constants)
+
+
+def change_constants(machine: Machine, **changed: Any) -> Machine:
+    """The same machine with other constants, but those of products, whose times it keeps."""
+    if "products" in changed:
+        raise ValueError("times of products are kept: make another machine")
+    other = copy.copy(machine)
+    other.constants = {**machine.constants, **changed}
+    return other
+
+
+def run_clock(each: ModelledCase, machine: Machine, *, compiled: bool = False) -> Clock:
+    clock = Clock(machine, "compiled" if compiled else "eager")
+    clock.add(each.work, 1, each.load)
+    return clock

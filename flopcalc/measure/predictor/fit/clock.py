@@ -1,0 +1,198 @@
+"""The device's clock: how far the power limit lowers it, the gaps between kernels, and what a compiler leaves over."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from scipy.optimize import brentq
+
+from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, change_constants, make_machine, run_clock
+from flopcalc.measure.predictor.fit.choices import (
+    MAX_HOST_SHARE,
+    MAX_SPREAD,
+    MIN_BUSY_SHARE,
+    MIN_LARGE_PRODUCT_S,
+    MIN_RATE,
+    MIN_SLOWDOWN_STEPS,
+    NO_POWER_LIMIT,
+    ROUNDED_ERROR,
+    SLOWDOWN_STARTS,
+    START_GAPS_S,
+    START_POWER,
+)
+from flopcalc.measure.predictor.fit.points import ProfiledOperator, list_operators, read_moved, read_points
+from flopcalc.measure.predictor.fit.products import ALIGNED
+from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits, solve_nonnegative
+from flopcalc.prediction.clock import name_mode
+from flopcalc.prediction.machine import STREAMED, Machine, ProductShape, find_step, slow_down, time_shape
+from flopcalc.prediction.operators import classify
+
+
+# --- Kernels at the full clock ----------------------------------------------------------------------------------------
+class Slowdown(NamedTuple):
+    """How many times longer the kernels of a pass take if its step keeps up a given share of the peak."""
+
+    start: float
+    slope: float
+
+    def at(self, rate: float) -> float:
+        return 1 + self.slope * max(0.0, rate - self.start)
+
+
+STEADY = Slowdown(1.0, 0.0)
+
+
+def fit_slowdown(cases: Sequence[ModelledCase], constants: Json) -> tuple[list[float], dict[str, Slowdown]]:
+    """The share of the peak that each step keeps up, and what it does to the clock in both passes of profiled steps.
+
+    A profiled step comes after a pause. Its forward pass begins at the full clock, its backward pass at a lower one if
+    the power limit is reached. So products of a forward pass look faster than those of a backward pass.
+    """
+    machine = make_machine(constants)
+    rates = [run_clock(each, machine).rate() for each in cases]
+    shape = ProductShape(*constants["products"]["shape"])
+    ratios: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
+    for each, rate in zip(cases, rates, strict=True):
+        if rate > MIN_RATE:
+            for name, ratio in _compare_passes(each, shape).items():
+                ratios[name].append((rate, ratio))
+    return rates, {name: _fit_line(points) for name, points in ratios.items()}
+
+
+def _compare_passes(each: ModelledCase, shape: ProductShape) -> dict[str, float]:
+    """Pass -> measured over predicted seconds of its large products."""
+    sums: dict[str, list[float]] = {}
+    for point in read_points([each]).products:
+        if point.seconds > MIN_LARGE_PRODUCT_S and find_step(point.n, point.k) == ALIGNED:
+            both = sums.setdefault("forward" if point.direction == "forward" else "backward", [0.0, 0.0])
+            both[0] += point.seconds * point.calls
+            both[1] += time_shape(shape, point.direction, point.m, point.n, point.k) * point.calls
+    return {name: measured / predicted for name, (measured, predicted) in sums.items()}
+
+
+def _fit_line(points: Sequence[tuple[float, float]]) -> Slowdown:
+    """The start with the least sum of errors; for each start, the line is that of least squares."""
+    if len(points) < MIN_SLOWDOWN_STEPS:
+        return STEADY
+
+    best, fitted = math.inf, STEADY
+    for start in SLOWDOWN_STARTS:
+        usual, slope = solve_nonnegative([((1.0, max(0.0, rate - start)), ratio) for rate, ratio in points])
+        if not usual:
+            continue
+        slowdown = Slowdown(start, slope / usual)
+        error = sum(abs(math.log(ratio / (usual * slowdown.at(rate)))) for rate, ratio in points)
+        if error < best:
+            best, fitted = error, slowdown
+    return fitted
+
+
+def scale_to_full_clock(each: ModelledCase, rate: float, slowdowns: Mapping[str, Slowdown]) -> ModelledCase:
+    """The same case with kernels as fast as at the full clock."""
+    if "operators" not in each.case:
+        return each
+    operators = []
+    for operator in list_operators(each.case):
+        slowdown = slowdowns["backward" if operator.is_backward else "forward"].at(rate)
+        if operator.us and not _is_streamed(operator):
+            operator = operator._replace(us=operator.us / slowdown)
+        operators.append(list(operator))
+    return each._replace(case={**each.case, "operators": operators})
+
+
+def _is_streamed(operator: ProfiledOperator) -> bool:
+    """Whether memory alone bounds an operator."""
+    if not operator.name or "_fused_adam" in operator.name:
+        return bool(operator.name)
+    if classify(operator.name) in ("product", "attention"):
+        return False
+    moved = read_moved(operator)
+    return moved is not None and moved.kind in STREAMED
+
+
+# --- Gaps and power ---------------------------------------------------------------------------------------------------
+class BoundStep(NamedTuple):
+    """A step that the device bounds."""
+
+    mode: str  # train or forward
+    kernels_s: float  # predicted, at the full clock
+    clocked_s: float  # of these, what a lower clock slows down
+    rate: float  # share of the peak that the step keeps up
+    launches: float
+    seconds: float  # measured, without waiting for the host
+
+    def predict(self, power: Sequence[float], gap_s: float) -> float:
+        return self.kernels_s + (slow_down(power, self.rate) - 1) * self.clocked_s + self.launches * gap_s
+
+
+def fit_gaps_and_power(cases: Sequence[ModelledCase], constants: Json) -> tuple[dict[str, float], list[float]]:
+    """Seconds between kernels, with gradients and without, and how the power limit lowers the clock."""
+    machine = make_machine(constants)
+    steps = [step for each in cases if (step := _read_bound_step(each, machine))]
+    if not steps:
+        return dict(START_GAPS_S), list(NO_POWER_LIMIT)
+    modes = list(START_GAPS_S)
+
+    def list_errors(values: Sequence[float]) -> list[float]:
+        power, gaps = values[:2], values[2:]
+        return [math.log(step.predict(power, gaps[modes.index(step.mode)]) / step.seconds) for step in steps]
+
+    values = round_digits(fit_positive(list_errors, (*START_POWER, *START_GAPS_S.values()), ROUNDED_ERROR))
+    return dict(zip(modes, values[2:], strict=True)), values[:2]
+
+
+def _read_bound_step(each: ModelledCase, machine: Machine) -> BoundStep | None:
+    """A step that the device bounds beyond doubt, because it was busy nearly all of the time; None for others."""
+    case, mode = each.case, name_mode(each.case["phase"])
+    is_plain = not case["compiled"] and case["phase"] != "decode" and case["recompute"] == "none"
+    if not is_plain or case["spread"] > MAX_SPREAD or not each.work.is_recorded:
+        return None
+    clock = run_clock(each, machine)
+    pace = case["probe_s"] / machine.constants["probe_s"][mode] if "probe_s" in case else 1.0
+    if "busy_us" in case:
+        is_bound = case["busy_us"] * 1e-6 > MIN_BUSY_SHARE * case["seconds"]
+    else:
+        is_bound = clock.host_s() * pace < MAX_HOST_SHARE * clock.device_s()
+    if not is_bound:
+        return None
+    idle_s = clock.step_s(pace) - clock.device_s()  # until the host has queued the first kernel
+    kernels_s = sum(piece.seconds for piece in clock.pieces)
+    return BoundStep(mode, kernels_s, clock.clocked_s(), clock.rate(), clock.launches, case["seconds"] - idle_s)
+
+
+# --- Compiled steps ---------------------------------------------------------------------------------------------------
+def fit_compiled(cases: Sequence[ModelledCase], constants: Json) -> Json:
+    """The share of memory-bound time that is left once a compiler has fused operators; host seconds of a launch."""
+    machine = make_machine(constants)
+    shares, launches_s = [], []
+    for each in cases:
+        case = each.case
+        if not case["compiled"]:
+            continue
+        shares.append(_find_share(each, machine))
+        if "queued_s" in case and "probe_s" in case:
+            launches = run_clock(each, _set_share(machine, shares[-1]), compiled=True).launches
+            queued_s = case["queued_s"] / case["probe_s"] * constants["probe_s"]["train"]  # at the host's usual pace
+            launches_s.append(queued_s / launches)
+    return {
+        "moved": float(f"{statistics.fmean(shares):.3g}") if shares else 1.0,
+        "launch_s": float(f"{statistics.fmean(launches_s):.3g}") if launches_s else 0.0,
+    }
+
+
+def _find_share(each: ModelledCase, machine: Machine) -> float:
+    """The share with which a compiled step takes as long as it was measured to; 0 or 1 if none between does."""
+
+    def find_excess(share: float) -> float:
+        return run_clock(each, _set_share(machine, share), compiled=True).device_s() - float(each.case["seconds"])
+
+    if find_excess(0.0) >= 0:
+        return 0.0
+    return 1.0 if find_excess(1.0) <= 0 else float(brentq(find_excess, 0.0, 1.0, xtol=1e-6))
+
+
+def _set_share(machine: Machine, share: float) -> Machine:
+    return change_constants(machine, compiled={"moved": share, "launch_s": 0.0})

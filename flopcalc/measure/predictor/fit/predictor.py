@@ -1,0 +1,127 @@
+"""The whole fit: everything that was measured on a device goes in, the file that `flopcalc predict` reads comes out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flopcalc.errors import CalibrationError
+from flopcalc.measure.predictor.fit.attention import fit_attention
+from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, model_cases
+from flopcalc.measure.predictor.fit.choices import HOST_PHASES, HOST_UNITS, INTERVAL, START_GAPS_S, START_POWER
+from flopcalc.measure.predictor.fit.clock import fit_compiled, fit_gaps_and_power, fit_slowdown, scale_to_full_clock
+from flopcalc.measure.predictor.fit.host import (
+    HostStep,
+    find_usual_probes,
+    fit_checkpoints,
+    fit_host,
+    fit_types,
+    scale_to_usual_pace,
+)
+from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
+from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
+from flopcalc.measure.predictor.fit.products import fit_grouped, fit_patches, fit_products
+from flopcalc.prediction.machine import SCHEMA, ProductShape
+
+
+def fit_predictor(
+    records: Iterable[Json],
+    configs: Callable[[str], Json],
+    provenance: Json,
+    attention: Iterable[Json] = (),
+    products: Iterable[Json] = (),
+) -> Json:
+    """All constants of a device, from the records of `runs` and, where there are any, its tables attention and gemm."""
+    records, gemm_table = list(records), list(products)
+    calls = [*attention, *(call for record in records for call in record.get("calls", ()))]
+    units: Json = next((record["units"] for record in records if "units" in record), {})
+    small = [record for record in records if record.get("is_host")]
+    device = provenance["device_id"]
+    modelled = model_cases((record for record in records if record.get("is_host") is False), configs, device)
+    if not read_points(modelled).products:
+        raise CalibrationError(
+            "no profiled step shows a matrix product on a GPU: the profiler saw no kernels (is another one running?)"
+        )
+    constants: Json = {
+        "schema": SCHEMA,
+        "provenance": provenance,
+        **_fit_kernels(modelled, calls, gemm_table),
+        "gaps": dict(START_GAPS_S),
+        "power": list(START_POWER),
+        "compiled": {"moved": 1.0, "launch_s": 0.0},
+        "error": dict(INTERVAL),
+        "host": {**{phase: [0.0, 0.0] for phase in HOST_PHASES}, "units": {}, "types": {}, "again": [0.0, 0.0]},
+    }
+    # Profiled kernels ran at a lowered clock. The first fit shows how far; the second is of kernels at the full clock.
+    rates, slowdowns = fit_slowdown(modelled, constants)
+    full_clock = [scale_to_full_clock(each, rate, slowdowns) for each, rate in zip(modelled, rates, strict=True)]
+    constants |= _fit_kernels(full_clock, calls, gemm_table)
+    constants["probe_s"] = find_usual_probes(small)
+    steps = [
+        HostStep(each, scale_to_usual_pace(each.case, constants["probe_s"]))
+        for each in model_cases(small, configs, device)
+    ]
+    # Older calibrations measured the call of an empty module too, which takes less than a module's own Python.
+    constants["host"] = fit_host(steps, {**HOST_UNITS, **units, "module": HOST_UNITS["module"]})
+    check_complete(constants)
+    constants["host"]["types"] = fit_types(steps, constants)
+    constants["host"]["again"] = fit_checkpoints(steps, modelled, constants)
+    constants["gaps"], constants["power"] = fit_gaps_and_power(modelled, constants)
+    constants["compiled"] = fit_compiled(modelled, constants)
+    return constants
+
+
+def _fit_kernels(cases: Sequence[ModelledCase], calls: Sequence[Json], gemm_table: Sequence[Json]) -> Json:
+    """Constants of single kernels, from profiled steps and from single calls."""
+    points = join_points(read_points(cases), read_single_calls(calls))
+    products = fit_products(points.products, read_gemm_table(gemm_table))
+    shape = ProductShape(*products["shape"])
+    lines, optimizers = fit_lines(cases)
+    return {
+        "products": {**products, "grouped": fit_grouped(points.grouped, shape), "patches": fit_patches(cases)},
+        "attention": fit_attention(points.attention, round(shape.units)),
+        "moved": fit_curves(points.moved),
+        "linear": lines,
+        "optimizer": optimizers,
+    }
+
+
+def check_complete(constants: Json) -> None:
+    """Refuse constants that no prediction can be made from, because too many cases failed."""
+    missing = [f"small steps of phase {phase}" for phase in HOST_PHASES if phase not in constants["host"]]
+    missing += [] if constants["attention"] else ["attention in one kernel"]
+    missing += [] if "adamw" in constants["optimizer"] else ["a training step with its fused optimizer"]
+    missing += [] if "pointwise_strided" in constants["moved"] else ["enough elementwise operators"]
+    if missing:
+        raise CalibrationError(
+            f"too little was measured to fit a predictor: no {', no '.join(missing)}; --retry-failed measures the rows "
+            "that failed again"
+        )
+
+
+def save_predictor(path: str, constants: Json) -> None:
+    """Write a predictor's file whole or not at all, one line per entry of its outer two levels."""
+    partial = f"{path}.{os.getpid()}"
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        try:
+            with open(partial, "w", encoding="utf-8") as file:
+                file.write(_format(constants))
+            os.replace(partial, path)
+        finally:
+            if os.path.exists(partial):
+                os.unlink(partial)
+    except OSError as error:
+        raise CalibrationError(
+            f"{path}: cannot be written: {error.strerror}; what was measured is kept: the same command with another "
+            "--out and the same --work goes on"
+        ) from None
+
+
+def _format(value: Any, depth: int = 0) -> str:
+    if depth < 2 and isinstance(value, dict):
+        lines = [f"{' ' * (depth + 1)}{json.dumps(key)}: {_format(item, depth + 1)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(lines) + "\n" + " " * depth + "}" + ("\n" if not depth else "")
+    return json.dumps(value)
