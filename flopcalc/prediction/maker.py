@@ -160,7 +160,6 @@ class _Maker:
     def add_linear(self, counted: CountedRow, op: Linear, sided: Sided) -> None:
         """A linear layer's own product and its adapter's two; a folded adapter is one product per copy."""
         block, row, values = counted
-        made: tuple[Product, ...] = ()
         for product, value in zip(row.products, values, strict=True):
             m = value * op.times // self.steps
             if not value or product.role not in ("base", "adapter_a", "adapter_b", "fold"):
@@ -168,12 +167,12 @@ class _Maker:
             if product.role == "base":
                 folded = ("wgrad",) if row.find("folded_weight") is not None else ()
                 made = self._add(block, op, m, op.n_out, op.n_in, op.copies, product, sided, folded)
+                if self.is_fused:
+                    self._join(block, op, made)
             elif product.role == "fold":
                 self._add(block, op, op.n_out, op.n_in, row.rank, op.copies, product, Sided())
             else:
                 self._add(block, op, m, product.n_out, product.n_in, 1, product, Sided())
-        if self.is_fused:
-            self._join(block, op, made)
 
     def _add(
         self, block: Block, op: Op, m: int, n: int, k: int, copies: int, product: CountedProduct, sided: Sided,

@@ -75,9 +75,7 @@ def test_work_has_every_product_once(model: str, execution: Execution) -> None:
     load = estimator(1, 1024).terms[0][1]
     work = make_work(estimator, load, execution=execution)
     counted = sum(
-        (row.forward + row.backward) * value * block.copies
-        for block, row, value in estimator.rows(load, "model")
-        if row.op.kind == "linear"
+        each.flops.total * each.block.copies for each in estimator.rows(load, "model") if each.row.op.kind == "linear"
     )
     assert sum(product.flops for product in work.products) == pytest.approx(counted, rel=1e-12)
 

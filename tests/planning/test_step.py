@@ -37,9 +37,9 @@ def test_one_device_does_the_products_once() -> None:
     estimator = bind(GPT)
     load = estimator(1, 2048).terms[0][1]
     products = sum(
-        (row.forward + row.backward) * value * block.copies
-        for block, row, value in estimator.rows(load, "model")
-        if row.op.kind == "linear"
+        counted.flops.total * counted.block.copies
+        for counted in estimator.rows(load, "model")
+        if counted.row.op.kind == "linear"
     )
     assert parts["products"] == pytest.approx(products / 100e12)
     # Adam reads 16 bytes a parameter and writes 14.

@@ -608,8 +608,8 @@ def test_work_has_every_product_of_the_count() -> None:
     load = make_workload(2, 512)
     work = make_work(estimator, load)
     products = sum(product.flops for product in work.products)
-    attention = sum(row.forward * value * block.copies + row.backward * value * block.copies
-                    for block, row, value in estimator.rows(load, "full") if row.op.kind == "attend")  # fmt: skip
+    rows = [each for each in estimator.rows(load, "full") if each.row.op.kind == "attend"]
+    attention = sum(each.flops.total * each.block.copies for each in rows)
     assert products + attention == sum(estimator.count(load, "full"))
 
 

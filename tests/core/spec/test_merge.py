@@ -10,6 +10,7 @@ import pytest
 from flopcalc.api import bind
 from flopcalc.core.model.ops import Op, iterate
 from flopcalc.core.spec.spec import find_spec, load_spec
+from flopcalc.core.workload.sums import Either, Expression, Tokens
 from flopcalc.data import find_data_file, list_data_files
 from flopcalc.errors import ConfigError, SpecError
 
@@ -149,12 +150,12 @@ ops = [
 
 
 def test_sums_are_written_out(tmp_path: Path) -> None:
-    found = [op.feature for op in make_ops(tmp_path, SUMS, {"rate": 3})]
-    everything = ("sum", "sequence", "n + ((n + c) // rate) ** 2", (("rate", 3),))
+    found = [op.rows for op in make_ops(tmp_path, SUMS, {"rate": 3})]
+    everything = Expression("sequence", "n + ((n + c) // rate) ** 2", (("rate", 3),))
     assert found == [
         everything,
-        ("either", everything, ("sum", "sequence", "2 * ((n + c) // rate)", (("rate", 3),))),
-        ("tokens",),
+        Either(everything, Expression("sequence", "2 * ((n + c) // rate)", (("rate", 3),))),
+        Tokens(),
     ]
 
 

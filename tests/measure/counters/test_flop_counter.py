@@ -418,8 +418,6 @@ def measure(
 @pytest.mark.parametrize("recipe", _RECIPES, ids=str)
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 def test_experts_cost_the_same_however_they_run(experts: str, recipe: dict[str, Any]) -> None:
-    from flopcalc.measure.hf.models import measure
-
     a, *_ = measure(_MIXTRAL, _TRAIN, recipe, experts="batched_mm")
     b, *_ = measure(_MIXTRAL, _TRAIN, recipe, experts=experts)
     assert a.rows == b.rows
@@ -432,8 +430,6 @@ def test_experts_cost_the_same_however_they_run(experts: str, recipe: dict[str, 
     ids=lambda c: str(c["model_type"]),
 )
 def test_meta_counts_what_the_cpu_counts(config: dict[str, Any], recipe: dict[str, Any]) -> None:
-    from flopcalc.measure.hf.models import measure
-
     workload = {"batch": 2, "seq": 17, "images": [[1, 4, 6]]} if "vision_config" in config else _TRAIN
     real, *sizes = measure(config, workload, recipe)
     meta, *meta_sizes = measure(config, workload, recipe, device="meta")
@@ -443,8 +439,6 @@ def test_meta_counts_what_the_cpu_counts(config: dict[str, Any], recipe: dict[st
 
 
 def test_llama_by_hand() -> None:
-    from flopcalc.measure.hf.models import measure
-
     counted, total, trainable = measure(_LLAMA, _TRAIN)
     tokens = 2 * 7
     layer = 2 * tokens * 24 * (24 + 12 + 12 + 24 + 3 * 40) + 2 * 2 * 2 * 4 * 7 * 7 * 6
@@ -454,8 +448,6 @@ def test_llama_by_hand() -> None:
 
 
 def test_sdpa_and_eager_agree_on_forward() -> None:
-    from flopcalc.measure.hf.models import measure
-
     workload = {"batch": 2, "seq": 7, "phase": "forward"}
     eager, *_ = measure(_LLAMA, workload)
     sdpa, *_ = measure(_LLAMA, workload, attention="sdpa")

@@ -38,10 +38,11 @@ class Recording:
 
 @pytest.fixture(autouse=True)
 def _record_quickly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flopcalc.measure.trace.operators import recording
+
     if "heavy" not in request.node.keywords:
         texts = {"cod": "{1}\n", "coalfish": "{1}\n", "haddock": "{2}\n"}
-        target = "flopcalc.measure.trace.operators.recording.record"
-        monkeypatch.setattr(target, lambda name: Recording(texts.get(name, "")))
+        monkeypatch.setattr(recording, "record", lambda name: Recording(texts.get(name, "")))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
