@@ -210,7 +210,7 @@ def plan(
     total_tokens = parse_tokens(tokens)
     notes: list[str] = []
     sample = _make_sample(estimator, seq_len, workload, notes)
-    notes += [note for note in estimator.notes(sample) if "convention hardware" not in note]  # a plan has none
+    notes += estimator.notes(sample)
     if global_batch is None:
         global_batch = choose_batch(gpus, sample.tokens)
         size = format_parameters(global_batch * sample.tokens)

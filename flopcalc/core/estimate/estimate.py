@@ -112,6 +112,10 @@ class Estimator(Protocol):
             raise WorkloadError(f"{self.source.name} takes no audio")
         return [self.audio.frames_of_seconds(length) for length in seconds]
 
+    def count_hooks(self, load: Workload) -> dict[str, int]:  # noqa: ARG002  # a trace knows none
+        """FLOPs of a training step that frozen towers (vision, audio) owe to gradient checkpointing alone."""
+        return {}
+
     def count_patches(self, load: Workload) -> int:
         return sum(self.vision.count_patches(grid) for grid in load.all_grids) if self.vision else 0
 
@@ -292,6 +296,33 @@ class Estimate:
         notes = list(self._notes)
         for estimator, load, _ in self.terms:
             notes += [note for note in estimator.notes(load) if note not in notes]
+        return notes + self._describe_extras()
+
+    def _describe_extras(self) -> list[str]:
+        """What recomputation and clipping execute in the whole step, where the convention leaves it out."""
+        executed, left_out = NO_FLOPS, NO_FLOPS
+        hooks: dict[str, int] = {}
+        for estimator, load, times in self.terms:
+            recipe = estimator.recipe
+            is_plain = recipe.recompute == "none" and recipe.clipping == "none"
+            if estimator.origin == "trace" or load.phase != "train" or is_plain:
+                continue
+            flops = estimator.count(load, "hardware") * times
+            executed += flops
+            left_out += flops if estimator.convention != "hardware" else NO_FLOPS
+            for tower, extra in estimator.count_hooks(load).items():
+                hooks[tower] = hooks.get(tower, 0) + extra * times
+        notes = []
+        for what, extra in (("recomputation", left_out.recompute), ("clipping", left_out.clipping)):
+            if extra:
+                notes.append(f"{what} would add {format_flops(extra)} ({extra:,}) under convention hardware")
+        for tower, extra in hooks.items():
+            notes.append(
+                f"gradient checkpointing makes the input of the frozen {tower} tower require a gradient, so its "
+                f"backward pass runs for nothing: {format_flops(extra)}, {format_share(extra, executed.total)} of the "
+                "FLOPs under convention hardware; model.disable_input_require_grads() after "
+                "gradient_checkpointing_enable() saves them (with use_reentrant=False)"
+            )
         return notes
 
     def to_dict(self, depth: int | None = None) -> dict[str, Any]:

@@ -45,7 +45,16 @@ def mfu(
 ) -> Utilization:
     """Model FLOPs utilization: convention `full` if the estimate is of it, else `model`; never `hardware`."""
     convention = "full" if estimate.convention == "full" else "model"
-    return _share(estimate.total_under(convention), "MFU", step_time_s, device, dtype, peak, num_devices)
+    flops = estimate.total_under(convention)
+    share = _share(flops, "MFU", step_time_s, device, dtype, peak, num_devices)
+    executed = estimate.totals["hardware"] if convention == "full" else None
+    if share.value is None or executed is None or executed >= flops:
+        return share
+    why = (
+        f"this MFU is above the HFU: convention full counts every query-key pair, and kernel "
+        f"{estimate.attention_kernel} skips most masked ones; --convention model gives an MFU that is below the HFU"
+    )
+    return share._replace(note=why if share.note is None else f"{share.note}; {why}")
 
 
 def hfu(
