@@ -82,14 +82,16 @@ def predict(
             shown["memory_bytes"]["largest_batch"] = find_largest_batch(asked.estimate, **settings)
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
-    from flopcalc.grids import format_grid
+    from flopcalc.grids import format_grid, wrap
+    from flopcalc.prediction.floors import format_rate
 
     seconds = found.step_time_s
     interval = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
     click.echo(f"step      {format_seconds(seconds.mid)}   ({interval})   bound by the {found.bound}")
     click.echo(
-        f"MFU       {_percent(found.mfu)}   HFU {_percent(found.hfu)}   {_format_rate(found.tokens_per_s)} tokens/s"
+        f"MFU       {_percent(found.mfu)}   HFU {_percent(found.hfu)}   {format_rate(found.tokens_per_s)} tokens/s"
     )
+    click.echo("\n".join(wrap(str(found.floors), "floors    ", " " * 10)))
     click.echo("")
     rows = [
         [_LABELS[name], format_seconds(value), _percent(value / seconds.mid)]
@@ -148,10 +150,6 @@ def _compare_recompute(
         assert other.memory is not None
         kept[word] = other.memory.activations
     return kept
-
-
-def _format_rate(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def _percent(share: float) -> str:

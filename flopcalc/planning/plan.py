@@ -32,6 +32,9 @@ from flopcalc.units import check_size, format_bytes, format_parameters, format_s
 DEFAULT_SEQ = 4096
 NO_LENGTH = f"; no length was given, so {DEFAULT_SEQ} tokens were taken: --seq (seq_len) says another"
 DEFAULT_BATCH_TOKENS = 1 << 22
+MOST_BATCH_TOKENS = 1 << 28  # beyond it no larger batch is proposed
+_HELPS = 1.1  # how much faster a doubled batch must be to be proposed
+_ALIKE = ("tp", "cp", "ep", "zero", "micro_batch", "recompute")  # degrees that hardly depend on the batch
 MOST_LAYOUTS = 1_000_000
 MOST_GPUS = 1_000_000
 KNOWN_DTYPES = ("bf16", "fp16", "fp8")
@@ -211,6 +214,7 @@ def plan(
     notes: list[str] = []
     sample = _make_sample(estimator, seq_len, workload, notes)
     notes += estimator.notes(sample)
+    is_chosen = global_batch is None
     if global_batch is None:
         global_batch = choose_batch(gpus, sample.tokens)
         size = format_parameters(global_batch * sample.tokens)
@@ -256,6 +260,17 @@ def plan(
     best = [finish(*entry) for entry in ranked[:top]]
     losers = _explain(best[0], ranked, searched.misfits, capacity, finish)
     is_measured = clock.machine.is_measured
+    if is_chosen:
+
+        def find_best(batch: int, narrowed: Mapping[str, Sequence[int | str]]) -> float | None:
+            """Seconds of a sequence in the fastest layout that fits, with another global batch."""
+            try:
+                again = _search(cut, Clock(cut, device, net, batch, kind), gpus, batch, narrowed, capacity).fitting
+            except WorkloadError:  # nothing divides
+                return None
+            return min((step.seconds for _, step, _ in again), default=None)
+
+        notes += _advise_batch(best, global_batch, sample.tokens, fixed, find_best)
     notes += _list_notes(best[0], net, rate, found, kind if not is_measured else "")
     if cut.layer.other_flops:
         notes.append(
@@ -439,6 +454,37 @@ def _list_notes(best: Planned, net: Interconnect, rate: Rate | None, device: Dev
     if best.kwh is not None:
         notes.append(f"energy at the board's full {device.tdp_w:g} W: hosts, network and cooling come on top")
     return notes
+
+
+def _advise_batch(
+    best: Sequence[Planned],
+    batch: int,
+    tokens: int,
+    fixed: Mapping[str, Sequence[int | str]],
+    find_best: Callable[[int, Mapping[str, Sequence[int | str]]], float | None],
+) -> list[str]:
+    """A note where the batch that was taken for want of one decides the plan: the smallest that no longer does.
+
+    Tries doubled batches among layouts like the best ones: same degrees but for replicas, stages and their chunks.
+    """
+    alike = {name: tuple(dict.fromkeys(getattr(planned.layout, name) for planned in best)) for name in _ALIKE}
+    narrowed = {**alike, **fixed}
+    speed, chosen = batch / best[0].step.seconds, batch
+    mfu = best[0].mfu
+    while 2 * chosen * tokens <= MOST_BATCH_TOKENS:
+        seconds = find_best(2 * chosen, narrowed)
+        if seconds is None or 2 * chosen / seconds < _HELPS * speed:
+            break
+        chosen *= 2
+        mfu *= chosen / seconds / speed
+        speed = chosen / seconds
+    if chosen == batch:
+        return []
+    return [
+        f"the batch of {format_tokens(batch * tokens)} was taken because none was given, and it limits this plan: "
+        f"--global-batch {chosen} ({format_tokens(chosen * tokens)}) would reach an MFU of {100 * mfu:.0f} % instead "
+        f"of {100 * best[0].mfu:.0f} %"
+    ]
 
 
 def _make_sample(estimator: Estimator, seq_len: int | None, workload: Workload | None, notes: list[str]) -> Workload:

@@ -16,6 +16,7 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
+from flopcalc.prediction.floors import Floors, describe_execution, find_floors
 from flopcalc.prediction.machine import STREAMED, Machine, Timed, slow_down
 from flopcalc.prediction.memory import (
     Memory,
@@ -92,6 +93,7 @@ class Prediction(NamedTuple):
     evidence: dict[str, Any]
     notes: tuple[str, ...]
     fits: bool | None = None  # None: the memory was not asked for, or the device's is not known
+    floors: Floors | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -104,6 +106,7 @@ class Prediction(NamedTuple):
             "tokens_per_s": self.tokens_per_s,
             "breakdown": {**self.breakdown, "modules": self.modules},
             "memory_bytes": {**self.memory.to_dict(), "fits": self.fits} if self.memory else None,
+            "floors": self.floors.to_dict() if self.floors else None,
             "advice": self.advice,
             "evidence": self.evidence,
             "notes": list(self.notes),
@@ -204,6 +207,10 @@ def predict_estimate(
     settings = _Settings(machine, optimizer, compiled, kernel, host_factor, pause_s)
     parts = list(estimate.terms)
     prediction = _predict(estimate, settings)
+    prediction = prediction._replace(
+        notes=(describe_execution(compiled, parts[0].load.phase), *prediction.notes),
+        floors=find_floors(estimate, machine.device, machine.dtype, machine.width, optimizer),
+    )
     if memory:
         prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
         notes += ["memory is the eager step's: a compiled one keeps less"] if compiled else []
