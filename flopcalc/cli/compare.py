@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
-from flopcalc.cli.options import complete_model, make_estimate, trace_option, workload_options
+from flopcalc.cli.command import Command, complete_model
+from flopcalc.cli.options.counting import make_estimate
+from flopcalc.cli.options.workload import trace_option, workload_options
 from flopcalc.core.estimate.counted import KERNELS
 from flopcalc.core.estimate.estimate import CONVENTIONS
 from flopcalc.core.recipe.recipe import CLIPPING, RECOMPUTE
@@ -29,7 +31,7 @@ _LENGTHS = ("seq", "text", "lengths")
 _REPEATABLE = ("image", "image_grid", "video_grid", "audio", "freeze", "train_only")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("models", nargs=-1, required=True, shell_complete=complete_model, metavar="MODEL[@key=value;…] …")
 @workload_options
 @trace_option

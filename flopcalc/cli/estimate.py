@@ -7,7 +7,10 @@ from typing import Any
 
 import click
 
-from flopcalc.cli.options import make_estimate, make_shares, model_option, time_options, trace_option, workload_options
+from flopcalc.cli.command import Command, model_argument
+from flopcalc.cli.options.counting import make_estimate
+from flopcalc.cli.options.time import make_shares, time_options
+from flopcalc.cli.options.workload import trace_option, workload_options
 from flopcalc.errors import WorkloadError
 from flopcalc.units import parse_size
 
@@ -15,8 +18,8 @@ BY = ("component", "module", "kind")
 FORMATS = ("table", "json", "csv", "markdown")
 
 
-@click.command()
-@model_option
+@click.command(cls=Command)
+@model_argument
 @workload_options
 @trace_option
 @time_options
@@ -27,7 +30,7 @@ FORMATS = ("table", "json", "csv", "markdown")
 def estimate(model: str, depth: str | None, by: str | None, style: str | None, as_json: bool, **options: Any) -> None:
     """FLOPs of one step of a model, by component.
 
-    Example: flopcalc estimate --model qwen2-vl --seq 2048 --image 1024x768
+    Example: flopcalc estimate qwen2-vl --seq 2048 --image 1024x768
     """
     if as_json and style not in (None, "json"):
         raise WorkloadError(f"--json contradicts --format {style}")

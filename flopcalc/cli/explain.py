@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 
-from flopcalc.cli.options import make_estimate, model_option, workload_options
+from flopcalc.cli.command import Command, model_argument
+from flopcalc.cli.options.counting import make_estimate
+from flopcalc.cli.options.workload import workload_options
 from flopcalc.core.count.count import Row
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.ops import Op, join
@@ -36,8 +38,8 @@ _FEATURES = {
 _SAMPLE_FEATURES = {"each": "{}", "squares": "{}² of each sample", "products": "{}² of each sample"}
 
 
-@click.command()
-@model_option
+@click.command(cls=Command)
+@model_argument
 @click.option(
     "--op", "pattern", required=True, metavar="PATTERN", help="Glob of module paths, as *.q_proj or *self_attn*."
 )
@@ -46,7 +48,7 @@ _SAMPLE_FEATURES = {"each": "{}", "squares": "{}² of each sample", "products": 
 def explain(model: str, pattern: str, as_json: bool, **options: Any) -> None:
     """The formula of an operation with its numbers filled in.
 
-    Example: flopcalc explain --model llama-3.1-8b --seq 2048 --op '*self_attn*'
+    Example: flopcalc explain llama-3.1-8b --seq 2048 --op '*self_attn*'
     """
     asked = make_estimate(model, options)
     found = find_rows(asked.estimate, pattern)

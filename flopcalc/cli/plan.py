@@ -9,11 +9,21 @@ from typing import Any
 
 import click
 
-from flopcalc.cli.options import complete_device, make_estimate, model_option
-from flopcalc.errors import FlopcalcError, WorkloadError, format_value
+from flopcalc.cli.command import Command, model_argument
+from flopcalc.cli.options.counting import make_estimate
+from flopcalc.cli.options.time import read_rate
+from flopcalc.cli.options.workload import (
+    add_options,
+    checkpointing_option,
+    complete_device,
+    input_options,
+    source_options,
+    trained_options,
+)
+from flopcalc.errors import RecipeError, WorkloadError
 from flopcalc.grids import format_grid
 from flopcalc.hardware.devices import DTYPES
-from flopcalc.units import format_bytes, format_parameters, format_seconds, parse_size, parse_sizes
+from flopcalc.units import format_bytes, format_parameters, format_seconds, format_tokens, parse_size, parse_sizes
 
 _DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch")
 _HELP = {
@@ -29,7 +39,8 @@ _HELP = {
 # What estimate's options are for, and a plan decides or does not know.
 _UNUSED: dict[str, Any] = {
     "batch": None, "grad_accum": None, "lengths": None, "phase": "train", "context": None, "logits": None,
-    "recompute": "none", "clipping": "none", "convention": "model", "attention_kernel": "auto",
+    "recompute": "none", "gradient_checkpointing": False, "clipping": "none", "convention": "model",
+    "attention_kernel": "auto",
 }  # fmt: skip
 
 
@@ -40,12 +51,12 @@ def _degree_options(function: Any) -> Any:
     return function
 
 
-@click.command()
-@model_option
+@click.command(cls=Command)
+@model_argument
 @click.option("--tokens", required=True, metavar="N|2T|300B", help="Tokens of the whole run.")
 @click.option("--device", required=True, shell_complete=complete_device, metavar="NAME")
-@click.option("--gpus", required=True, metavar="N", help="Devices of the run.")
-@click.option("--seq", metavar="N", help="Tokens per sequence (default 4096).")
+@click.option("--gpus", "--num-devices", "gpus", required=True, metavar="N", help="GPUs of the run.")
+@click.option("--seq", metavar="N", help="Tokens per sequence (default 4096); 8k is 8,192.")
 @click.option("--global-batch", metavar="N", help="Sequences per step (default: about 4M tokens).")
 @_degree_options
 @click.option(
@@ -53,20 +64,11 @@ def _degree_options(function: Any) -> Any:
     metavar="none|full|…",
     help="none, selective (attention), half (every second layer), full; or several.",
 )
+@checkpointing_option
 @click.option("--interconnect", metavar="NAME", help="What joins the devices (default: the device's usual one).")
 @click.option("--price", metavar="USD", help="Of one GPU-hour (default: a dated one, where known).")
 @click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:2]) + "|fp8")
-@click.option("--spec", metavar="FILE", help="Add your own spec (TOML) for its model_type.")
-@click.option("--download", is_flag=True, help="Fetch a hub id's config.json if it is not in the cache.")
-@click.option("--decoder-seq", metavar="N", help="Encoder-decoders: length of the decoder; --seq is the encoder's.")
-@click.option("--text", metavar="N", help="Text tokens per sample; visual and audio tokens are added.")
-@click.option("--image", multiple=True, metavar="WxH", help="An image per sample, in pixels; repeatable.")
-@click.option("--image-grid", multiple=True, metavar="T,H,W", help="An image per sample, in patches.")
-@click.option("--video-grid", multiple=True, metavar="T,H,W", help="A video per sample, in patches.")
-@click.option("--audio", multiple=True, metavar="SECONDS", help="A clip of audio per sample; repeatable.")
-@click.option("--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths, or a group of them.")
-@click.option("--train-only", multiple=True, metavar="PATTERN", help="Only what matches trains.")
-@click.option("--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it.")
+@add_options(*source_options, *input_options, *trained_options)
 @click.option("--top", default="5", show_default=True, metavar="N", help="How many layouts to show.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as one JSON object.")
 @click.option(
@@ -86,13 +88,13 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
         options["seq"] = str(planning.DEFAULT_SEQ)
         notes.append(f"no length given: sequences of {planning.DEFAULT_SEQ} tokens taken")
     try:
-        asked = make_estimate(model, _UNUSED | {key: options[key] for key in options if key not in _UNUSED})
+        asked = make_estimate(model, options | _UNUSED)
     except WorkloadError as error:
         raise error if has_length else WorkloadError(f"{error}{planning.NO_LENGTH}") from None
     estimator, sample, _ = asked.estimate.terms[0]
     degrees: dict[str, Any] = {name: _read_degree(name, options[name]) for name in _DEGREES}
     batch = options["global_batch"]
-    repeats = options["recompute"]
+    repeats = _read_recompute(options)
     found = planning.plan(
         estimator,
         tokens=options["tokens"],
@@ -100,9 +102,9 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
         gpus=parse_size(options["gpus"], "--gpus"),
         global_batch=None if batch is None else parse_size(batch, "--global-batch"),
         interconnect=options["interconnect"],
-        price=_read_price(options["price"]),
+        price=read_rate(options["price"], "--price"),
         dtype=options["dtype"],
-        recompute=None if repeats is None else [word.strip() for word in repeats.split(",")],
+        recompute=repeats,
         top=parse_size(options["top"], "--top"),
         workload=sample,
         **degrees,
@@ -113,7 +115,7 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
         return
-    click.echo(_format(found, planning.format_tokens(found.tokens)))
+    click.echo(_format(found, format_tokens(found.tokens)))
     if plot_file is not None:
         click.echo(f"written: {plot_file}")
 
@@ -127,13 +129,13 @@ def _read_degree(name: str, text: str | None) -> tuple[int, ...] | None:
     return parse_sizes(text, flag)
 
 
-def _read_price(text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise FlopcalcError(f"--price: {format_value(text)} is no number of USD per GPU-hour") from None
+def _read_recompute(options: dict[str, Any]) -> list[str] | None:
+    words = options["recompute"]
+    if options["gradient_checkpointing"]:
+        if words is not None:
+            raise RecipeError("--gradient-checkpointing is --recompute full: give one of them")
+        return ["full"]
+    return None if words is None else [word.strip() for word in words.split(",")]
 
 
 def _format(found: Any, tokens: str) -> str:

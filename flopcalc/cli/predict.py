@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flopcalc.cli.options import Asked, make_estimate, model_option, read_float, workload_options
+from flopcalc.cli.command import Command, model_argument
+from flopcalc.cli.options.counting import Asked, is_given, make_estimate
+from flopcalc.cli.options.time import read_rate
+from flopcalc.cli.options.workload import workload_options
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.hardware.devices import DTYPES
 from flopcalc.units import format_bytes, format_seconds, parse_size
@@ -28,8 +31,8 @@ _LABELS = {
 _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 
 
-@click.command()
-@model_option
+@click.command(cls=Command)
+@model_argument
 @workload_options
 @click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:4]) + "|…")
 @click.option(
@@ -52,12 +55,11 @@ def predict(
 ) -> None:
     """How long one step of HF's model takes on a device, and why.
 
-    Example: flopcalc predict --model llama-3.1-8b --seq 2048 --batch 4 --device h200
+    Example: flopcalc predict llama-3.1-8b --seq 2048 --batch 4 --device h200
     """
     if options["device"] is None:
         raise DeviceError("on which device? Give --device NAME; `flopcalc devices` lists them")
-    context = click.get_current_context()
-    if context.get_parameter_source("convention") is click.core.ParameterSource.COMMANDLINE:
+    if is_given("convention"):
         raise WorkloadError("predict shows MFU and HFU, each under its own convention: leave --convention out")
     from flopcalc.prediction.step import find_largest_batch, predict_estimate
 
@@ -70,7 +72,7 @@ def predict(
     options |= {"device": device, "convention": "hardware"}
     asked = make_estimate(model, options)
     found = predict_estimate(
-        asked.estimate, compiled=compiled, host_factor=read_float(host_factor, "--host-factor") or 1.0, **settings
+        asked.estimate, compiled=compiled, host_factor=read_rate(host_factor, "--host-factor") or 1.0, **settings
     )
     notes = _list_notes(asked, found, optimizer)
     kept = _compare_recompute(model, options, asked, found, settings) if memory else None
@@ -127,8 +129,7 @@ def _list_notes(asked: Asked, found: Prediction, optimizer: str) -> list[str]:
     """What a reader should know of the prediction, of the workload and of options that change nothing, each once."""
     notes = [*found.notes, *asked.notes]
     phase = asked.estimate.terms[0][1].phase
-    source = click.get_current_context().get_parameter_source("optimizer")
-    if phase != "train" and optimizer != "none" and source is click.core.ParameterSource.COMMANDLINE:
+    if phase != "train" and optimizer != "none" and is_given("optimizer"):
         notes.append(f"phase {phase} has no optimizer's step, so --optimizer {optimizer} changes nothing")
     return list(dict.fromkeys(notes))
 

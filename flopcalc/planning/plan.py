@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.recipe.recipe import join_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError, format_value
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
@@ -27,7 +28,7 @@ from flopcalc.planning.layouts import (
 from flopcalc.planning.money import Rate, count_energy, find_price
 from flopcalc.planning.network import Interconnect, find_interconnect
 from flopcalc.prediction.memory import find_capacity
-from flopcalc.units import check_size, format_bytes, format_parameters, format_seconds
+from flopcalc.units import check_size, format_bytes, format_parameters, format_seconds, format_tokens, parse_tokens
 
 DEFAULT_SEQ = 4096
 NO_LENGTH = f"; no length was given, so {DEFAULT_SEQ} tokens were taken: --seq (seq_len) says another"
@@ -194,14 +195,20 @@ def plan(
     price: float | None = None,
     dtype: str = "bf16",
     recipe: Any = None,
+    lora: Any = None,
+    images: Iterable[tuple[int, int]] | None = None,
     top: int = 5,
     workload: Workload | None = None,
 ) -> Plan:
     """The best ways to spread a training run over devices: what fits, its time, its money, and why others lose.
 
     `model` is anything that `bind` takes, or an Estimator; `global_batch` is in sequences; a degree is a number, a list
-    of numbers to try, or None for all that are worth a try. `workload` is one sample, for models with images or audio.
+    of numbers to try, or None for all that are worth a try. `images` are one sample's, each (width, height) in pixels;
+    `workload` is one whole sample instead.
     """
+    recipe = join_recipe(recipe, lora, None)
+    if isinstance(model, Estimator) and recipe is not None:
+        raise WorkloadError("an Estimator already has its recipe: give neither recipe nor lora beside it")
     estimator = model if isinstance(model, Estimator) else bind(model, recipe=recipe)
     found, kind = find_device(device, needs_all=True), parse_dtype(dtype)
     peak = _find_peak(found, kind)
@@ -212,7 +219,7 @@ def plan(
     rate = find_price(found, price)
     total_tokens = parse_tokens(tokens)
     notes: list[str] = []
-    sample = _make_sample(estimator, seq_len, workload, notes)
+    sample = _make_sample(estimator, seq_len, images, workload, notes)
     notes += estimator.notes(sample)
     is_chosen = global_batch is None
     if global_batch is None:
@@ -487,20 +494,28 @@ def _advise_batch(
     ]
 
 
-def _make_sample(estimator: Estimator, seq_len: int | None, workload: Workload | None, notes: list[str]) -> Workload:
+def _make_sample(
+    estimator: Estimator,
+    seq_len: int | None,
+    images: Iterable[tuple[int, int]] | None,
+    workload: Workload | None,
+    notes: list[str],
+) -> Workload:
     """One sample as the estimator checks it."""
     if workload is not None:
-        if seq_len is not None or workload.rows != 1 or workload.phase != "train":
-            raise WorkloadError("workload is one training sample: rows 1, phase train, and no seq_len beside it")
+        if seq_len is not None or images is not None or workload.rows != 1 or workload.phase != "train":
+            raise WorkloadError(
+                "workload is one training sample: rows 1, phase train, and neither seq_len nor images beside it"
+            )
         return estimator.estimate(workload).terms[0][1]
     if seq_len is None:
         seq_len = DEFAULT_SEQ
         notes.append(f"no length given: sequences of {seq_len} tokens taken")
         try:
-            return estimator(1, seq_len).terms[0][1]
+            return estimator(1, seq_len, images=images).terms[0][1]
         except WorkloadError as error:
             raise WorkloadError(f"{error}{NO_LENGTH}") from None
-    return estimator(1, seq_len).terms[0][1]
+    return estimator(1, seq_len, images=images).terms[0][1]
 
 
 def choose_batch(gpus: int, tokens: int) -> int:
@@ -514,32 +529,6 @@ def choose_batch(gpus: int, tokens: int) -> int:
 
 def _listed(value: Any) -> Sequence[int | str]:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-
-
-_TOKENS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-
-
-def parse_tokens(value: float | str) -> int:
-    """2000000000000, 2e12, '2T' or '15.6T' -> a number of tokens."""
-    number: Any = value
-    if isinstance(value, str):
-        text = value.strip().lower().replace(",", "").replace("_", "")
-        factor = _TOKENS.get(text[-1:], 1)
-        try:
-            number = float(text[:-1] if factor > 1 else text) * factor
-        except ValueError:
-            raise WorkloadError(
-                f"tokens: {format_value(value)} is no number; write 2000000000 or 2T, 300B, 50M"
-            ) from None
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 1 <= number <= 10**18:
-        raise WorkloadError(f"tokens must be a number from 1 to 1e18, not {format_value(value)}")
-    return round(number)
-
-
-def format_tokens(value: int) -> str:
-    """1 -> '1 token', 2 * 10**12 -> '2.00T tokens', 10**18 -> '1,000,000T tokens'."""
-    number = f"{value // 10**12:,}T" if value >= 10**15 else format_parameters(value)
-    return f"{number} token{'s' * (value != 1)}"
 
 
 def plot(found: Plan, path: str | os.PathLike[str]) -> None:

@@ -12,6 +12,7 @@ from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.estimate.counted import KERNELS
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.utilization import check_positive, hfu, mfu
+from flopcalc.core.recipe.recipe import join_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
@@ -122,6 +123,8 @@ def predict(
     compiled: bool = False,
     attention_kernel: str = "auto",
     recipe: Mapping[str, Any] | Any = None,
+    lora: Any = None,
+    recompute: str | None = None,
     spec: Any = None,
     grad_accum: int = 1,
     host_factor: float = 1.0,
@@ -136,14 +139,15 @@ def predict(
     how long it does something else after each step, while the device works off what is queued. The pause is no part of
     the step's time, but of what shares, tokens per second and the breakdown are of.
     """
-    for name in ("convention", "lora", "freeze", "train_only", "recompute", "clipping"):
+    for name in ("convention", "freeze", "train_only", "clipping"):
         if name in workload:
             where = "the recipe: recipe={...}" if name != "convention" else "estimate_flops; MFU and HFU have their own"
             raise WorkloadError(f"{name} is no part of the workload: it belongs to {where}")
     _check_keywords(workload)
     kernel = _find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
     estimator = bind(
-        model, recipe=recipe, convention="hardware", attention_kernel=kernel, device=device, dtype=dtype, spec=spec,
+        model, recipe=join_recipe(recipe, lora, recompute), convention="hardware", attention_kernel=kernel,
+        device=device, dtype=dtype, spec=spec,
     )  # fmt: skip
     batch = workload.pop("batch", None)
     if batch is not None:
@@ -208,7 +212,7 @@ def predict_estimate(
     parts = list(estimate.terms)
     prediction = _predict(estimate, settings)
     prediction = prediction._replace(
-        notes=(describe_execution(compiled, parts[0].load.phase), *prediction.notes),
+        notes=(*prediction.notes, describe_execution(compiled, parts[0].load.phase)),
         floors=find_floors(estimate, machine.device, machine.dtype, machine.width, optimizer),
     )
     if memory:

@@ -60,19 +60,20 @@ def write(path: Path, content: Any) -> str:
 
 # --- bad input --------------------------------------------------------------------------------------------------------
 BAD: list[tuple[list[str], str]] = [
-    ([], "Missing option '--model'"),
+    ([], "which model? Give its name first, as in flopcalc estimate llama-3.1-8b"),
     (["--model", "lama-3.1-8b", "--seq", "5"], "Did you mean llama-3.1-8b"),
     (["--model", "", "--seq", "5"], "empty"),
     (["--model", "no/such/path", "--seq", "5"], "no such file or folder"),
     (["--model", "gpt2"], "Give --seq N, --text N or --lengths"),
-    *((["--model", "gpt2", "--seq", text], "--seq") for text in ("0", "-1", "1.5", "1e3", "2k", "", "x", "9" * 30)),
+    *((["--model", "gpt2", "--seq", text], "--seq") for text in ("0", "-1", "1.5", "1e3", "2q", "1.3k", "")),
+    *((["--model", "gpt2", "--seq", text], "--seq") for text in ("x", "9" * 30)),
     *((["--model", "gpt2", "--text", text], "--text") for text in ("0", "", "x")),
     *((["--model", "gpt2", "--seq", "5", "--batch", text], "--batch") for text in ("0", "-2", "", "a")),
     *((["--model", "gpt2", "--seq", "5", "--grad-accum", text], "--grad-accum") for text in ("0", "", "1.5")),
     *((["--model", "gpt2", "--lengths", text], "--lengths") for text in ("", ",", "5,", "5,0", "5;6", "a")),
     *((["--model", "gpt2", "--seq", "5", "--logits", text], "--logits") for text in ("0", "-1", "", "first")),
     *((["--model", "gpt2", "--seq", "5", "--depth", text], "--depth") for text in ("0", "-1", "", "x")),
-    *((["--model", "gpt2", "--seq", "5", "--peak", "1", "--num-devices", t], "--num-devices") for t in ("0", "", "x")),
+    *((["--model", "gpt2", "--seq", "5", "--peak", "1", "--num-devices", t], "--gpus") for t in ("0", "", "x")),
     *((["--model", "gpt2", "--phase", "decode", "--context", text], "--context") for text in ("-1", "", "x", "1.5")),
     (["--model", "gpt2", "--seq", "1025"], "beyond the 1024 positions"),
     (["--model", "gpt2", "--phase", "decode", "--context", "1024"], "beyond the 1024 positions"),
@@ -104,8 +105,8 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "gpt2", "--seq", "5", "--lengths", "5"], "--seq and --lengths contradict"),
     (["--model", "gpt2", "--text", "5", "--lengths", "5"], "--text and --lengths contradict"),
     (["--model", "gpt2", "--lengths", "5", "--batch", "1"], "--batch contradicts it"),
-    (["--model", "gpt2", "--seq", "5", "--context", "5"], "--context belongs to phase decode, not train"),
-    (["--model", "gpt2", "--seq", "5", "--context", "0", "--phase", "prefill"], "--context belongs to phase decode"),
+    (["--model", "gpt2", "--seq", "5", "--context", "5"], "context belongs to phase decode, not train"),
+    (["--model", "gpt2", "--seq", "5", "--context", "0", "--phase", "prefill"], "context belongs to phase decode"),
     (["--model", "gpt2", "--lengths", "5", "--phase", "decode"], "decode takes neither"),
     (["--model", "qwen2-vl", "--phase", "decode", "--image-grid", "1,4,4"], "decode does no vision work"),
     (["--model", "gpt2", "--seq", "5", "--grad-accum", "2", "--phase", "forward"], "--grad-accum belongs to phase"),
@@ -130,7 +131,15 @@ BAD: list[tuple[list[str], str]] = [
     *((["--model", "gpt2", "--seq", "5", "--peak", text], "--peak") for text in ("0", "-1", "nan", "inf", "x", "")),
     *((["--model", "gpt2", "--seq", "5", "--peak", "1", "--step-time", t], "--step-time") for t in ("0", "-1", "")),
     (["--model", "gpt2", "--seq", "5", "--dtype", "fp17"], "dtype 'fp17' unknown"),
-    (["--model", "gpt2", "--seq", "5", "--num-devices", "2"], "--num-devices needs a --device or a --peak"),
+    (["--model", "gpt2", "--seq", "5", "--num-devices", "2"], "--gpus needs a --device or a --peak"),
+    (["--model", "gpt2", "--seq", "5", "--gpus", "2", "--num-devices", "2"], "--gpus is given twice"),
+    (["gpt2", "--seq", "5", "--peak", "1", "--step-time", "1", "--tokens-per-second", "1"], "are both given"),
+    *((["gpt2", "--seq", "5", "--peak", "1", "--tokens-per-second", t], "--tokens-per-second") for t in ("0", "x")),
+    (["gpt2", "--seq", "5", "--recompute", "none", "--gradient-checkpointing"], "contradicts --recompute none"),
+    *(
+        (["gpt2", *(2 * [flag, "5"])], f"{flag} is given twice: give it once")
+        for flag in ("--seq", "--batch", "--device", "--lora", "--convention", "--depth")
+    ),
     (["--model", "gpt2", "--seq", "5", "--device", "t4", "--step-time", "1"], "no known bf16 peak"),
     # words that click checks
     (["--model", "gpt2", "--seq", "5", "--phase", "backward"], "'backward' is not one of"),
@@ -141,7 +150,8 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "gpt2", "--seq", "5", "--format", "x"], "'x' is not one of"),
     (["--model", "gpt2", "--sequence", "5"], "No such option"),
     (["--model", "gpt2", "--seq"], "--seq"),
-    (["--model", "gpt2", "--seq", "5", "extra"], "unexpected extra argument"),
+    (["--model", "gpt2", "--seq", "5", "extra"], "two models are given, 'extra' and --model 'gpt2'"),
+    (["gpt2", "--seq", "5", "extra"], "unexpected extra argument"),
     (["--model", "gpt2", "--seq", "5", "--spec", "/no/such.toml"], "cannot be read: No such file"),
 ]  # fmt: skip
 
@@ -491,6 +501,29 @@ def test_mfu_and_hfu(capsys: Capture) -> None:
     assert full["mfu"]["value"] == full["totals"]["full"] / 1e15
 
 
+def test_one_name_for_one_thing(capsys: Capture) -> None:
+    """The model may stand first; --gpus and --num-devices, --gradient-checkpointing and --recompute full are one."""
+    old = ("--model", "llama-3.2-1b", "--seq", "4096", "--device", "h200", "--num-devices", "1024", "--recompute",
+           "full", "--step-time", "0.5")  # fmt: skip
+    new = ("llama-3.2-1b", "--gpus", "1k", "--gradient-checkpointing", "--step-time", "500ms", "--seq", "4k",
+           "--device", "h200")  # fmt: skip
+    before, after = (run_json(capsys, "estimate", *arguments) for arguments in (old, new))
+    notes = after.pop("notes")
+    assert after == {key: value for key, value in before.items() if key != "notes"}
+    spelled = "--gpus 1k = 1,024; --step-time 500ms = 0.5 s; --seq 4k = 4,096"
+    assert sorted(set(notes) - set(before["notes"])) == [spelled]
+    behind = run_json(capsys, "estimate", "--seq", "4096", "llama-3.2-1b")
+    assert behind == run_json(capsys, "estimate", "--model", "llama-3.2-1b", "--seq", "4096")
+
+
+def test_tokens_per_second_is_a_step_time(capsys: Capture) -> None:
+    arguments = (*TINY, "--seq", "500", "--batch", "2", "--grad-accum", "3", "--peak", "1T")
+    rate = run_json(capsys, *arguments, "--tokens-per-second", "6k")
+    assert rate["mfu"]["value"] == pytest.approx(rate["totals"]["model"] / (0.5 * 1e12))
+    time = run_json(capsys, *arguments, "--step-time", "0.5")
+    assert (rate["mfu"], rate["hfu"]) == (time["mfu"], time["hfu"])
+
+
 def test_mfu_above_one(capsys: Capture) -> None:
     shown = run_json(capsys, *TINY, "--seq", "64", "--peak", "1000", "--step-time", "1")
     assert shown["mfu"]["value"] == shown["totals"]["model"] / 1000 > 1
@@ -498,7 +531,9 @@ def test_mfu_above_one(capsys: Capture) -> None:
 
 
 def test_unknown_detected_device(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("flopcalc.hardware.devices", "flopcalc.core.estimate.utilization", "flopcalc.cli.options"):
+    for module in (
+        "flopcalc.hardware.devices", "flopcalc.core.estimate.utilization", "flopcalc.cli.options.counting",
+    ):  # fmt: skip
         monkeypatch.setattr(f"{module}.detect_device", lambda: "NVIDIA X-9000")
     shown = run_json(capsys, *TINY, "--seq", "64", "--device", "auto", "--step-time", "1")
     assert shown["mfu"] is None

@@ -130,7 +130,8 @@ def test_notes(
     arguments: list[str], notes: list[str], of_memory: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     phase = arguments[arguments.index("--phase") + 1] if "--phase" in arguments else "train"
-    notes = [describe_execution(False, phase), *notes]
+    at = notes.index(HOST) + 1
+    notes = [*notes[:at], describe_execution(False, phase), *notes[at:]]
     _, out, _ = run(capsys, *arguments, "--json")
     assert json.loads(out)["notes"] == notes
     _, out, _ = run(capsys, *arguments, "--memory")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -14,8 +14,8 @@ from flopcalc.core.model.ops import Op, Stage, join
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import PARTS, Spec
-from flopcalc.core.workload.workload import Workload, make_workload
-from flopcalc.errors import FlopcalcError, WorkloadError
+from flopcalc.core.workload.workload import Grid, Workload, make_workload
+from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.grids import format_html
 from flopcalc.units import check_size, format_flops, format_parameters, format_share
 
@@ -44,6 +44,7 @@ class Estimator(Protocol):
         batch_size: int = 1,
         seq_len: int | None = None,
         *,
+        images: Iterable[tuple[int, int]] | None = None,
         image_grid_thw: Any = None,
         video_grid_thw: Any = None,
         lengths: Iterable[int] | None = None,
@@ -58,14 +59,20 @@ class Estimator(Protocol):
         """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it).
 
         `audio` are the whole batch's clips in seconds; `clips` the same in frames of the model's feature extractor.
+        `images` are the whole batch's too, as (width, height) in pixels; `image_grid_thw` the same in patches.
         """
+        notes: tuple[str, ...] = ()
         if audio is not None:
             clips = [*(clips or ()), *self.count_frames(audio)]
         if batch is not None:
             check_no_sizes(
-                batch_size, seq_len, lengths, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips
+                batch_size, seq_len, lengths, images, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips
             )
             return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
+        if images is not None:
+            if image_grid_thw is not None:
+                raise WorkloadError("images and image_grid_thw are both given: give the images in one way")
+            image_grid_thw, notes = self.cut_images(images, batch_size)
         load = make_workload(
             batch_size,
             seq_len,
@@ -81,7 +88,7 @@ class Estimator(Protocol):
         if load.grids and self.vision is not None and self.vision.kind == "tiles":
             for grid in load.grids:
                 self.vision.check_tiles(grid, "image_grid_thw")
-        return self.estimate(load)
+        return self.estimate(load, notes)
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate: ...
 
@@ -115,6 +122,25 @@ class Estimator(Protocol):
     def count_hooks(self, load: Workload) -> dict[str, int]:  # noqa: ARG002  # a trace knows none
         """FLOPs of a training step that frozen towers (vision, audio) owe to gradient checkpointing alone."""
         return {}
+
+    def cut_images(
+        self, images: Iterable[tuple[int, int]], batch_size: int = 1
+    ) -> tuple[list[Grid], tuple[str, ...]]:  # fmt: skip
+        """Grids of a batch's images, (width, height) in pixels each, and notes on the processor's limits."""
+        if self.vision is None:
+            what = "takes no images" if self.audio is not None else "is a text model: it takes no images"
+            raise WorkloadError(f"{self.source.name} {what}")
+        grids: list[Grid] = []
+        notes: dict[str, None] = {}
+        sizes = list(images)
+        for size in sizes:
+            if not isinstance(size, Sequence) or len(size) != 2:
+                raise WorkloadError(f"images: {format_value(size)} is not (width, height)")
+            each = -(-len(sizes) // batch_size)  # some processors cut only an image that is alone in its sample
+            made, found = self.vision.grids_of_pixels(*size, self.source.preprocessor, each)
+            grids += made
+            notes |= dict.fromkeys(found)
+        return grids, tuple(notes)
 
     def count_patches(self, load: Workload) -> int:
         return sum(self.vision.count_patches(grid) for grid in load.all_grids) if self.vision else 0
