@@ -9,7 +9,7 @@ import click
 
 from flopcalc.cli.command import Command, model_argument
 from flopcalc.cli.options.counting import make_estimate
-from flopcalc.cli.options.time import make_shares, time_options
+from flopcalc.cli.options.time import make_run, make_shares, run_options, time_options
 from flopcalc.cli.options.workload import trace_option, workload_options
 from flopcalc.errors import WorkloadError
 from flopcalc.units import parse_size
@@ -23,6 +23,7 @@ FORMATS = ("table", "json", "csv", "markdown")
 @workload_options
 @trace_option
 @time_options
+@run_options
 @click.option("--depth", metavar="N", help="Module paths cut to N names.")
 @click.option("--by", type=click.Choice(BY), help="Rows of the breakdown (default component).")
 @click.option("--format", "style", type=click.Choice(FORMATS), help="Default table.")
@@ -42,11 +43,13 @@ def estimate(model: str, depth: str | None, by: str | None, style: str | None, a
         by = "module"
     asked = make_estimate(model, options)
     model_share, hardware_share, found = make_shares(asked.estimate, options)
+    run = make_run(asked.estimate, options)
     notes = asked.notes + found
     if style == "json":
         shown = asked.estimate.to_dict(levels)
         shown["mfu"] = model_share.to_dict() if model_share else None
         shown["hfu"] = hardware_share.to_dict() if hardware_share else None
+        shown["run"] = run.to_dict() if run else None
         shown["notes"] += notes
         if by == "kind":
             shown["kinds"] = [
@@ -68,6 +71,7 @@ def estimate(model: str, depth: str | None, by: str | None, style: str | None, a
             depth=levels,
             style="github" if style == "markdown" else "simple",
             shares=shares,
+            run=run.describe() if run else (),
             notes=notes,
         )
     )

@@ -135,6 +135,11 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "gpt2", "--seq", "5", "--gpus", "2", "--num-devices", "2"], "--gpus is given twice"),
     (["gpt2", "--seq", "5", "--peak", "1", "--step-time", "1", "--tokens-per-second", "1"], "are both given"),
     *((["gpt2", "--seq", "5", "--peak", "1", "--tokens-per-second", t], "--tokens-per-second") for t in ("0", "x")),
+    (["gpt2", "--seq", "5", "--mfu", "40%"], "--mfu belongs to a whole run: give its --tokens too"),
+    (["gpt2", "--seq", "5", "--tokens", "1B", "--mfu", "40%"], "--mfu needs a --device or a --peak"),
+    (["gpt2", "--seq", "5", "--tokens", "1B", "--peak", "1T", "--mfu", "40"], "'40' is more than 100 %"),
+    (["gpt2", "--seq", "5", "--tokens", "1B", "--peak", "1", "--mfu", "1%", "--step-time", "1"], "contradicts a"),
+    *((["gpt2", "--seq", "5", "--tokens", text], "tokens") for text in ("", "0", "x", "5Q", "1e30")),
     (["gpt2", "--seq", "5", "--recompute", "none", "--gradient-checkpointing"], "contradicts --recompute none"),
     *(
         (["gpt2", *(2 * [flag, "5"])], f"{flag} is given twice: give it once")
@@ -293,7 +298,7 @@ def test_broken_pipe_is_no_error() -> None:
 # --- the JSON contract ------------------------------------------------------------------------------------------------
 TOP = {
     "schema", "version", "model", "workload", "recipe", "convention", "attention_kernel", "flops", "totals",
-    "components", "modules", "parameters", "mfu", "hfu", "notes",
+    "components", "modules", "parameters", "mfu", "hfu", "run", "notes",
 }  # fmt: skip
 WORKLOAD = {
     "batch", "seq", "lengths", "layout", "tokens", "images", "patches", "visual_tokens", "phase", "context", "logits",
@@ -522,6 +527,49 @@ def test_tokens_per_second_is_a_step_time(capsys: Capture) -> None:
     assert rate["mfu"]["value"] == pytest.approx(rate["totals"]["model"] / (0.5 * 1e12))
     time = run_json(capsys, *arguments, "--step-time", "0.5")
     assert (rate["mfu"], rate["hfu"]) == (time["mfu"], time["hfu"])
+
+
+RUN = (*TINY, "--seq", "100", "--batch", "4", "--tokens", "1B")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mfu", "is_bound"),
+    [
+        ((), None, False),
+        (("--peak", "1T"), 1.0, True),
+        (("--peak", "1T", "--mfu", "40%"), 0.4, False),
+        (("--device", "h200", "--mfu", "0.5", "--gpus", "1k"), 0.5, False),
+        (("--peak", "1T", "--gpus", "2", "--step-time", "500ms"), "measured", False),
+        (("--peak", "1T", "--gpus", "2", "--tokens-per-second", "800"), "measured", False),
+    ],
+)
+def test_whole_run(capsys: Capture, arguments: tuple[str, ...], mfu: Any, is_bound: bool) -> None:
+    shown = run_json(capsys, *RUN, *arguments)
+    found, total = shown["run"], shown["totals"]["model"]
+    steps = 10**9 // 400
+    assert (found["tokens"], found["steps"], found["flops"]) == (10**9, steps, steps * total)
+    assert found["is_lower_bound"] is is_bound
+    text = run(capsys, *RUN, *arguments)
+    assert f"run             1.00B tokens: 2,500,000 steps, {steps * total:.3e} FLOPs\n" in text
+    assert ("a lower" in text) == is_bound
+    if mfu is None:
+        assert (found["gpu_hours"], found["mfu"]) == (None, None)
+        assert "GPU-hours" not in text
+    elif mfu == "measured":
+        assert found["mfu"] == shown["mfu"]["value"] == total / (0.5 * 2e12)
+        assert found["gpu_hours"] == pytest.approx(steps * 0.5 * 2 / 3600)
+    else:
+        peak = 989.4e12 if "h200" in arguments else 1e12
+        assert found["mfu"] == mfu
+        assert found["gpu_hours"] == pytest.approx(steps * total / (peak * mfu) / 3600)
+        assert ("days on 1,024" in text) == ("1k" in arguments)
+
+
+def test_a_run_counts_whole_steps_under_its_convention(capsys: Capture) -> None:
+    shown = run_json(capsys, *RUN[:-1], "401", "--convention", "full", "--peak", "1T")
+    assert shown["run"]["steps"] == 2
+    assert shown["run"]["flops"] == 2 * shown["totals"]["full"]
+    assert shown["run"]["gpu_hours"] == pytest.approx(2 * shown["totals"]["full"] / 1e12 / 3600)
 
 
 def test_mfu_above_one(capsys: Capture) -> None:

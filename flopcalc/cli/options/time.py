@@ -10,10 +10,11 @@ import click
 from flopcalc.cli.options.counting import read_number
 from flopcalc.cli.options.workload import add_options
 from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.estimate.run import Run, count_run
 from flopcalc.core.estimate.utilization import Utilization, describe_least_time, hfu, mfu
 from flopcalc.errors import WorkloadError
 from flopcalc.hardware.devices import DTYPES, parse_dtype
-from flopcalc.units import parse_number
+from flopcalc.units import parse_number, parse_share
 
 # --step-time, --peak and their like.
 time_options = add_options(
@@ -24,26 +25,53 @@ time_options = add_options(
     click.option("--tokens-per-second", metavar="N", help="Measured tokens per second of all GPUs, as 12k: likewise."),
 )
 
+# --tokens and --mfu.
+run_options = add_options(
+    click.option("--tokens", metavar="N", help="Tokens of a whole run, as 15T: gives steps, FLOPs and GPU-hours."),
+    click.option("--mfu", metavar="SHARE", help="Of the run's GPU-hours, as 40%; default: as measured, or 100 %."),
+)
+
 
 def make_shares(
     estimate: Estimate, options: Mapping[str, Any]
 ) -> tuple[Utilization | None, Utilization | None, list[str]]:
     """MFU and HFU where a time is given, and notes; without one, the least time that the peak allows."""
-    where: dict[str, Any] = {
-        "device": options["device"], "dtype": parse_dtype(options["dtype"]),
-        "peak": read_rate(options["peak"], "--peak"), "gpus": read_number(options["gpus"], "--gpus") or 1,
-    }  # fmt: skip
-    step_time = read_rate(options["step_time"], "--step-time")
-    rate = read_rate(options["tokens_per_second"], "--tokens-per-second")
-    if step_time is None and rate is None:
+    where, measured = _read_place(options), _read_time(options)
+    if not measured:
         if where["device"] is None and where["peak"] is None:
             if options["gpus"]:
                 raise WorkloadError("--gpus needs a --device or a --peak")
             return None, None, []
         return None, None, describe_least_time(estimate, **where)
-    model_share, hardware_share = (share(estimate, step_time, tokens_per_second=rate, **where) for share in (mfu, hfu))
+    model_share, hardware_share = (share(estimate, **measured, **where) for share in (mfu, hfu))
     found = [share.note for share in (model_share, hardware_share) if share.note]
     return model_share, hardware_share, list(dict.fromkeys(found))
+
+
+def make_run(estimate: Estimate, options: Mapping[str, Any]) -> Run | None:
+    """The whole run that --tokens asks for."""
+    share = None if options["mfu"] is None else parse_share(options["mfu"], "--mfu")
+    if options["tokens"] is None:
+        if share is not None:
+            raise WorkloadError("--mfu belongs to a whole run: give its --tokens too; --step-time gives a step's MFU")
+        return None
+    return count_run(estimate, options["tokens"], mfu=share, **_read_time(options), **_read_place(options))
+
+
+def _read_place(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "device": options["device"], "dtype": parse_dtype(options["dtype"]),
+        "peak": read_rate(options["peak"], "--peak"), "gpus": read_number(options["gpus"], "--gpus") or 1,
+    }  # fmt: skip
+
+
+def _read_time(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured of a step, if anything."""
+    found = {
+        "step_time_s": read_rate(options["step_time"], "--step-time"),
+        "tokens_per_second": read_rate(options["tokens_per_second"], "--tokens-per-second"),
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def read_rate(text: str | None, flag: str) -> float | None:

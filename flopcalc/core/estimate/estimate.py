@@ -352,7 +352,7 @@ class Estimate:
         return notes
 
     def to_dict(self, depth: int | None = None) -> dict[str, Any]:
-        """The object that `flopcalc estimate --json` prints, without mfu and hfu, which need a step time."""
+        """The object that `flopcalc estimate --json` prints, without mfu, hfu and run, which need more than a step."""
         from flopcalc._version import __version__
 
         estimator = self.terms[0][0]
@@ -404,6 +404,7 @@ class Estimate:
             "parameters": self.parameters,
             "mfu": None,
             "hfu": None,
+            "run": None,
             "notes": notes,
         }
 
