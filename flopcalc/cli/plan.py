@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +17,7 @@ from flopcalc.cli.options.workload import (
     add_options,
     checkpointing_option,
     complete_device,
+    has_list,
     input_options,
     source_options,
     trained_options,
@@ -24,6 +26,9 @@ from flopcalc.errors import RecipeError, WorkloadError
 from flopcalc.grids import format_grid
 from flopcalc.hardware.devices import DTYPES
 from flopcalc.units import format_bytes, format_parameters, format_seconds, format_tokens, parse_size, parse_sizes
+
+if TYPE_CHECKING:
+    from flopcalc.planning.plan import Plan
 
 _DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch")
 _HELP = {
@@ -78,11 +83,29 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
     """The best layouts of a training run on many devices.
 
     Searches data, tensor, pipeline, context and expert parallelism, ZeRO, micro-batch and recomputation for what fits,
-    and says why the others lose. Options with several values narrow the search.
+    and says why the others lose. Layout options with several values narrow the search; lists in --device, --gpus and
+    --seq give the best layout of each combination.
     """
+    if has_list(options, None):
+        if plot_file is not None:
+            raise WorkloadError("--plot draws the layouts of one plan: give single values with it")
+        _show_list(model, options, as_json)
+        return
+    found = _plan(model, options)
+    if plot_file is not None:
+        found.plot(plot_file)
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    click.echo(_format(found, format_tokens(found.tokens)))
+    if plot_file is not None:
+        click.echo(f"written: {plot_file}")
+
+
+def _plan(model: str, options: dict[str, Any]) -> Plan:
     from flopcalc.planning import plan as planning  # only where used: estimate starts without it
 
-    notes: list[str] = []
+    options, notes = dict(options), []
     has_length = options["seq"] is not None or options["text"] is not None
     if not has_length:
         options["seq"] = str(planning.DEFAULT_SEQ)
@@ -94,7 +117,6 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
     estimator, sample, _ = asked.estimate.terms[0]
     degrees: dict[str, Any] = {name: _read_degree(name, options[name]) for name in _DEGREES}
     batch = options["global_batch"]
-    repeats = _read_recompute(options)
     found = planning.plan(
         estimator,
         tokens=options["tokens"],
@@ -104,20 +126,32 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
         interconnect=options["interconnect"],
         price=read_rate(options["price"], "--price"),
         dtype=options["dtype"],
-        recompute=repeats,
+        recompute=_read_recompute(options),
         top=parse_size(options["top"], "--top"),
         workload=sample,
         **degrees,
     )
-    found = found._replace(notes=(*asked.notes, *notes, *found.notes))
-    if plot_file is not None:
-        found.plot(plot_file)
+    return found._replace(notes=(*asked.notes, *notes, *found.notes))
+
+
+def _show_list(model: str, options: dict[str, Any], as_json: bool) -> None:
+    from flopcalc.cli import lists
+
+    rows = lists.expand(options)
+    results = [_plan(model, row.options) for row in rows]
     if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+        lists.show_json(rows, [each.to_dict() for each in results])
         return
-    click.echo(_format(found, format_tokens(found.tokens)))
-    if plot_file is not None:
-        click.echo(f"written: {plot_file}")
+    columns: dict[str, Callable[[Plan], str | None]] = {
+        "best layout": lambda each: str(each.best[0].layout),
+        "step": lambda each: format_seconds(each.best[0].step.seconds),
+        "MFU": lambda each: f"{100 * each.best[0].mfu:.1f} %",
+        "days": lambda each: _shorten(each.best[0].days),
+        "GPU-hours": lambda each: _shorten(each.best[0].gpu_hours),
+        "k USD": lambda each: None if each.best[0].usd is None else _shorten(each.best[0].usd / 1000),
+    }
+    title = f"{results[0].model}: {format_tokens(results[0].tokens)}, {results[0].dtype}"
+    lists.show_table(rows, columns, results, [each.notes for each in results], title=title)
 
 
 def _read_degree(name: str, text: str | None) -> tuple[int, ...] | None:

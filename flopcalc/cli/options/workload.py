@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import click
@@ -11,8 +11,10 @@ from flopcalc.core.estimate.counted import KERNELS
 from flopcalc.core.estimate.estimate import CONVENTIONS
 from flopcalc.core.recipe.recipe import CLIPPING, RECOMPUTE
 from flopcalc.core.workload.workload import PHASES
+from flopcalc.errors import WorkloadError
 from flopcalc.hardware.devices import load_devices
 
+LISTED = ("device", "gpus", "batch", "seq")  # options that take lists; the last changes fastest
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -76,6 +78,14 @@ _COUNTING = (
         help="Device for peaks and kernels; auto = this machine's.",
     ),
 )  # fmt: skip
+
+
+def has_list(options: Mapping[str, Any], plot_file: str | None) -> bool:
+    """Whether an option lists values; only a list can be drawn."""
+    is_list = any("," in (options.get(name) or "") for name in LISTED)
+    if plot_file is not None and not is_list:
+        raise WorkloadError("--plot draws a curve over a list: give one, as in --seq 1k,2k,4k")
+    return is_list
 
 
 def add_options(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
