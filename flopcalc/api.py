@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flopcalc.core.estimate.binding import bind_config
-from flopcalc.core.estimate.estimate import Estimate, Estimator, check_no_sizes
+from flopcalc.core.estimate.estimate import Estimate, Estimator, Picture, check_no_sizes
 from flopcalc.core.estimate.traced import TracedEstimator, load_trace, make_trace_key
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.recipe import Lora, Recipe, join_recipe
+from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.units import check_size
 
@@ -67,7 +68,7 @@ def find_traced(source: Source, recipe: Recipe, phase: str, has_images: bool) ->
         try:
             from flopcalc.measure.trace.polynomials import trace_config  # torch: only where nothing is kept
         except ImportError as error:
-            raise FlopcalcError(f"--trace needs {error.name}: pip install 'flopcalc[measure]'") from None
+            raise FlopcalcError(f"--trace needs {error.name}: {describe_install('measure')}") from None
         traced = trace_config(source, recipe, phase, has_images, key)
     return TracedEstimator(traced, source, recipe)
 
@@ -77,7 +78,7 @@ def estimate_flops(
     *,
     batch_size: int = 1,
     seq_len: int | None = None,
-    images: Iterable[tuple[int, int]] | None = None,
+    images: Iterable[Picture] | None = None,
     image_grid_thw: Any = None,
     video_grid_thw: Any = None,
     lengths: Iterable[int] | None = None,
@@ -100,7 +101,7 @@ def estimate_flops(
 ) -> Estimate:
     """FLOPs of one step, exactly: `model` is a preset's name, a path, a mapping, a HF config or a HF model.
 
-    `images` are the whole batch's, each (width, height) in pixels; `grad_accum` micro-batches make the step.
+    `images` are the whole batch's, each a file or (width, height) in pixels; `grad_accum` micro-batches make the step.
     """
     estimator = bind(
         model, recipe=recipe, lora=lora, recompute=recompute, convention=convention, attention_kernel=attention_kernel,

@@ -82,7 +82,7 @@ UNITS = {
         ("--seq", "--text", "--context", "--decoder-seq", "--lengths", "--gpus", "--num-devices"), _BINARY
     ),
     **dict.fromkeys(("--tokens", "--tokens-per-second", "--peak", "--tflops", "--price"), _DECIMAL),
-    **dict.fromkeys(("--step-time", "--audio"), _TIME),
+    **dict.fromkeys(("--step-time", "--audio", "--video"), _TIME),
     "--mfu": _SHARE,
 }  # fmt: skip
 _NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?)\s*([a-zµ%]*)", re.ASCII)
@@ -115,6 +115,14 @@ def parse_number(text: str, flag: str) -> float:
     if not 0 < value < math.inf:
         raise FlopcalcError(f"{flag} must be a positive number, not {format_value(text)}")
     return value
+
+
+def parse_exact(text: str, flag: str) -> Fraction:
+    """As parse_number, without rounding."""
+    parse_number(text, flag)
+    found = _split(text.strip(), flag)
+    assert found is not None  # parse_number would have refused it
+    return found[0]
 
 
 def parse_share(text: str, flag: str) -> float:

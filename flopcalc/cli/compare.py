@@ -19,16 +19,16 @@ from flopcalc.grids import format_grid
 from flopcalc.units import format_flops, format_parameters
 
 _SETTABLE = (
-    "batch", "seq", "decoder_seq", "text", "lengths", "grad_accum", "image", "image_grid", "video_grid", "audio",
-    "phase", "context", "logits", "freeze", "train_only", "lora", "recompute", "clipping", "convention",
-    "attention_kernel",
+    "batch", "seq", "decoder_seq", "text", "lengths", "grad_accum", "image", "image_grid", "video", "video_grid",
+    "audio", "max_pixels", "phase", "context", "logits", "freeze", "train_only", "lora", "recompute", "clipping",
+    "convention", "attention_kernel",
 )  # fmt: skip
 _CHOICES = {
     "phase": PHASES, "convention": CONVENTIONS, "attention_kernel": KERNELS, "recompute": RECOMPUTE,
     "clipping": CLIPPING,
 }  # fmt: skip
 _LENGTHS = ("seq", "text", "lengths")
-_REPEATABLE = ("image", "image_grid", "video_grid", "audio", "freeze", "train_only")
+_REPEATABLE = ("image", "image_grid", "video", "video_grid", "audio", "freeze", "train_only")
 
 
 @click.command(cls=Command)

@@ -17,6 +17,7 @@ from flopcalc.cli.options.workload import checkpointing_option
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import load_config
 from flopcalc.core.recipe.recipe import RECOMPUTE
+from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError
 from flopcalc.grids import format_grid
 from flopcalc.units import format_flops, format_parameters, parse_size
@@ -28,7 +29,8 @@ _EXTRA = ("torch", "transformers", "peft", "fvcore")
 # What make_estimate also wants, and a cross-check leaves alone.
 _FIXED = {
     "spec": None, "lengths": None, "grad_accum": None, "context": None, "logits": None, "convention": "full",
-    "attention_kernel": "eager", "device": None, "decoder_seq": None, "audio": (), "clipping": "none",
+    "attention_kernel": "eager", "device": None, "decoder_seq": None, "audio": (), "video": (), "max_pixels": None,
+    "clipping": "none",
 }  # fmt: skip
 _PRODUCT = re.compile(r"attention|grouped|conv|mm\b|matmul|dot\b|einsum|mv\b")
 
@@ -84,7 +86,7 @@ def crosscheck(
         if package not in _EXTRA:
             raise
         raise FlopcalcError(
-            f"crosscheck runs the model, and {package} is not installed: pip install 'flopcalc[measure]'"
+            f"crosscheck runs the model, and {package} is not installed: {describe_install('measure')}"
         ) from None
     if as_json:
         click.echo(json.dumps(_to_dict(asked.estimate, found, asked.notes), indent=2, ensure_ascii=False))

@@ -17,7 +17,7 @@ from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.recipe.recipe import RECOMPUTE, make_recipe
 from flopcalc.core.workload.workload import PHASES
-from flopcalc.data import list_data_files
+from flopcalc.data import describe_install, list_data_files
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.grids import format_grid
 from flopcalc.units import parse_size, parse_sizes
@@ -67,7 +67,7 @@ def verify(
     try:
         from flopcalc.measure.hf.verify import prepare
     except ImportError as error:
-        raise FlopcalcError(f"verify needs {error.name}: pip install 'flopcalc[measure]'") from None
+        raise FlopcalcError(f"verify needs {error.name}: {describe_install('measure')}") from None
     prepare()
     found: list[dict[str, Any]] = []
     failed = 0

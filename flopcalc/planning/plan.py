@@ -10,6 +10,7 @@ from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.recipe.recipe import join_recipe
 from flopcalc.core.workload.workload import Workload
+from flopcalc.data import describe_install
 from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError, format_value
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.planning.clock import PARTS, Clock, Step
@@ -539,7 +540,7 @@ def plot(found: Plan, path: str | os.PathLike[str]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise FlopcalcError("a plot needs matplotlib: pip install 'flopcalc[plot]'") from None
+        raise FlopcalcError(f"a plot needs matplotlib: {describe_install('plot')}") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     gib = 1 << 30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, format_value
 
 
@@ -15,7 +16,7 @@ def draw_curves(path: str, lines: Mapping[str, Sequence[tuple[int | str, float]]
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise FlopcalcError("a plot needs matplotlib: pip install 'flopcalc[plot]'") from None
+        raise FlopcalcError(f"a plot needs matplotlib: {describe_install('plot')}") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for name, points in lines.items():

@@ -93,7 +93,13 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "qwen2-vl", "--seq", "99", "--image-grid", "1,3,4"], "--image-grid 1,3,4: height and width must be"),
     (["--model", "qwen2-vl", "--seq", "99", "--image-grid", "1,4"], "must hold 3 numbers"),
     (["--model", "qwen2-vl", "--seq", "99", "--image-grid", "0,4,4"], "at least 1"),
-    (["--model", "qwen2-vl", "--seq", "99", "--image", "640"], "must hold 2 numbers"),
+    (["--model", "qwen2-vl", "--seq", "99", "--image", "640"], "'640' is neither WIDTHxHEIGHT nor a file"),
+    (["--model", "qwen2-vl", "--seq", "99", "--image", "no.png"], "neither WIDTHxHEIGHT nor a file"),
+    (["--model", "qwen2-vl", "--seq", "99", "--max-pixels", "9"], "--max-pixels needs an --image or a --video"),
+    (["--model", "llava-1.5-7b", "--seq", "999", "--image", "9x9", "--max-pixels", "9"], "has no such limit"),
+    (["--model", "llava-1.5-7b", "--seq", "999", "--video", "9s@1fps"], "--video: llava-1.5-7b takes no videos"),
+    (["--model", "qwen2-vl", "--seq", "999", "--video", "9s"], "'9s' is no video; write 30s@2fps"),
+    (["--model", "gpt2", "--seq", "9", "--video", "9s@1fps"], "is a text model: it takes no images"),
     (["--model", "qwen2-vl", "--seq", "99", "--image", "0x480"], "at least 1"),
     (["--model", "qwen2-vl", "--seq", "99", "--image", "axb"], "--image"),
     (["--model", "qwen2-vl", "--seq", "99", "--image", "3000x10"], "more than 200 times"),
@@ -413,6 +419,26 @@ def test_images_are_resized_as_the_preset_says(capsys: Capture, model: str, imag
     shown = run_json(capsys, "estimate", "--model", model, "--text", "10", "--image", image)
     assert shown["workload"]["visual_tokens"] == visual
     assert not any("no preprocessor limits" in note for note in shown["notes"])
+
+
+def test_video(capsys: Capture) -> None:
+    shown = run_json(capsys, "estimate", "qwen2-vl", "--text", "10", "--video", "1280x720:30s@2fps")
+    # 60 frames in pairs, each 1008x560 after the resize to at most 768 tokens: 72 x 40 patches.
+    assert shown["workload"]["visual_tokens"] == 30 * 36 * 20
+    assert shown["flops"]["total"] == total(capsys, "--model", "qwen2-vl", "--text", "10", "--video-grid", "30,40,72")
+    assert "video 1280x720:30s@2fps: 60 frames of 1008x560 pixels" in shown["notes"]
+    two = run_json(capsys, "estimate", "qwen2-vl", "--text", "10", "--video", "30s@2fps", "--video", "280x280x4")
+    assert two["workload"]["images"] == 2
+    assert any("no size given" in note for note in two["notes"])
+
+
+def test_images_of_files_and_a_limit_of_pixels(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "photo.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(8) + (1024).to_bytes(4, "big") + (768).to_bytes(4, "big"))
+    arguments = ("estimate", "qwen2-vl", "--text", "10", "--image")
+    assert run_json(capsys, *arguments, str(path)) == run_json(capsys, *arguments, "1024x768")
+    small = run_json(capsys, *arguments, str(path), "--max-pixels", str(28 * 28 * 100))
+    assert small["workload"]["visual_tokens"] == 8 * 11
 
 
 def test_folder_preprocessor_is_read_else_noted(capsys: Capture, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,12 +14,14 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.inputs import Inputs, make_load
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
-from flopcalc.errors import DeviceError, RecipeError, WorkloadError
+from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_value
 from flopcalc.hardware.devices import detect_device, find_device, parse_dtype
 from flopcalc.units import describe_suffixes, parse_number, parse_size, parse_sizes
 
+_SIZE = re.compile(r"-?\d+x-?\d+", re.IGNORECASE)
 _UNTRACED = (
-    "convention", "attention_kernel", "spec", "image", "video_grid", "lengths", "decoder_seq", "audio", "clipping",
+    "convention", "attention_kernel", "spec", "image", "video", "video_grid", "max_pixels", "lengths", "decoder_seq",
+    "audio", "clipping",
 )  # fmt: skip
 
 
@@ -129,7 +133,6 @@ def _read_inputs(options: Mapping[str, Any]) -> Inputs:
     logits = options["logits"]
     if logits not in (None, "all", "last"):
         logits = parse_size(logits, "--logits (all, last or a number)")
-    images = (parse_sizes(text.lower(), "--image", 2, "x") for text in options["image"])
     image_grids = (parse_sizes(text, "--image-grid", 3) for text in options["image_grid"])
     video_grids = (parse_sizes(text, "--video-grid", 3) for text in options["video_grid"])
     return Inputs(
@@ -138,11 +141,23 @@ def _read_inputs(options: Mapping[str, Any]) -> Inputs:
         text=read_number(options["text"], "--text"),
         lengths=parse_sizes(options["lengths"], "--lengths") if options["lengths"] is not None else None,
         decoder_seq=read_number(options["decoder_seq"], "--decoder-seq"),
-        images=tuple((width, height) for width, height in images),
+        images=tuple(map(_read_image, options["image"])),
         image_grids=tuple((t, h, w) for t, h, w in image_grids),
+        videos=tuple(options["video"]),
         video_grids=tuple((t, h, w) for t, h, w in video_grids),
+        max_pixels=read_number(options["max_pixels"], "--max-pixels"),
         audio=tuple(parse_number(text, "--audio") for text in options["audio"]),
         phase=options["phase"],
         context=read_number(options["context"], "--context", minimum=0),
         logits=logits,
     )
+
+
+def _read_image(text: str) -> tuple[int, int] | str:
+    """'640x480' is a size; anything else is the name of a file."""
+    if os.path.isfile(text):
+        return text
+    if _SIZE.fullmatch(text) is None:
+        raise WorkloadError(f"--image: {format_value(text)} is neither WIDTHxHEIGHT nor a file")
+    width, height = parse_sizes(text.lower(), "--image", 2, "x")
+    return width, height

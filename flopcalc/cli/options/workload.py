@@ -32,11 +32,19 @@ source_options = (
 input_options = (
     click.option("--decoder-seq", metavar="N", help="Encoder-decoders: length of the decoder; --seq is the encoder's."),
     click.option("--text", metavar="N", help="Text tokens per sample; visual and audio tokens are added."),
-    click.option("--image", multiple=True, metavar="WxH", help="An image per sample, in pixels; repeatable."),
+    click.option(
+        "--image", multiple=True, metavar="WxH|FILE",
+        help="An image per sample, in pixels or as a file whose size is read; repeatable.",
+    ),
     click.option("--image-grid", multiple=True, metavar="T,H,W", help="An image per sample, in patches."),
+    click.option(
+        "--video", multiple=True, metavar="[WxH:]30s@2fps|WxHxFRAMES",
+        help="A video per sample, sampled at so many frames per second or as frames; repeatable.",
+    ),
     click.option("--video-grid", multiple=True, metavar="T,H,W", help="A video per sample, in patches."),
     click.option("--audio", multiple=True, metavar="SECONDS", help="A clip of audio per sample; repeatable."),
-)
+    click.option("--max-pixels", metavar="N", help="The processor's max_pixels, instead of its config's."),
+)  # fmt: skip
 trained_options = (
     click.option(
         "--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths, or vision|audio|projector|language."

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from flopcalc.core.count.count import Block, Row
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.model.audio import Audio
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Op, Stage, join
+from flopcalc.core.model.pictures import read_picture_size
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import PARTS, Spec
@@ -19,6 +21,7 @@ from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.grids import format_html
 from flopcalc.units import check_size, format_flops, format_parameters, format_share
 
+Picture: TypeAlias = str | os.PathLike[str] | tuple[int, int]  # a file, or width and height in pixels
 CONVENTIONS = ("model", "full", "hardware")
 
 
@@ -44,7 +47,7 @@ class Estimator(Protocol):
         batch_size: int = 1,
         seq_len: int | None = None,
         *,
-        images: Iterable[tuple[int, int]] | None = None,
+        images: Iterable[Picture] | None = None,
         image_grid_thw: Any = None,
         video_grid_thw: Any = None,
         lengths: Iterable[int] | None = None,
@@ -59,7 +62,7 @@ class Estimator(Protocol):
         """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it).
 
         `audio` are the whole batch's clips in seconds; `clips` the same in frames of the model's feature extractor.
-        `images` are the whole batch's too, as (width, height) in pixels; `image_grid_thw` the same in patches.
+        `images` are the whole batch's too, files or (width, height) in pixels; `image_grid_thw` the same in patches.
         """
         notes: tuple[str, ...] = ()
         if audio is not None:
@@ -124,20 +127,25 @@ class Estimator(Protocol):
         return {}
 
     def cut_images(
-        self, images: Iterable[tuple[int, int]], batch_size: int = 1
-    ) -> tuple[list[Grid], tuple[str, ...]]:  # fmt: skip
-        """Grids of a batch's images, (width, height) in pixels each, and notes on the processor's limits."""
+        self, images: Iterable[Picture], batch_size: int = 1, max_pixels: int | None = None
+    ) -> tuple[list[Grid], tuple[str, ...]]:
+        """Grids of a batch's images, each a file or (width, height) in pixels, and notes on the processor's limits."""
         if self.vision is None:
             what = "takes no images" if self.audio is not None else "is a text model: it takes no images"
             raise WorkloadError(f"{self.source.name} {what}")
         grids: list[Grid] = []
         notes: dict[str, None] = {}
-        sizes = list(images)
+        preprocessor = self.source.preprocessor
+        sizes = [read_picture_size(each) if isinstance(each, (str, os.PathLike)) else each for each in images]
+        if max_pixels is not None and sizes:
+            if not self.vision.has_pixel_limit:
+                raise WorkloadError(f"max_pixels: {self.source.name}'s processor has no such limit")
+            preprocessor = {**(preprocessor or {}), "max_pixels": check_size(max_pixels, "max_pixels")}
         for size in sizes:
             if not isinstance(size, Sequence) or len(size) != 2:
                 raise WorkloadError(f"images: {format_value(size)} is not (width, height)")
             each = -(-len(sizes) // batch_size)  # some processors cut only an image that is alone in its sample
-            made, found = self.vision.grids_of_pixels(*size, self.source.preprocessor, each)
+            made, found = self.vision.grids_of_pixels(*size, preprocessor, each)
             grids += made
             notes |= dict.fromkeys(found)
         return grids, tuple(notes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.estimate.estimate import Estimator, Picture
+from flopcalc.core.model.vision import Vision
 from flopcalc.core.workload.workload import Grid, Workload, make_workload
 from flopcalc.errors import WorkloadError
 
@@ -13,16 +14,18 @@ MAX_IMAGES = 1_000_000  # per batch: they are listed one by one
 
 
 class Inputs(NamedTuple):
-    """One sample, and how many there are; images in pixels as (width, height), grids as (t, h, w) in patches."""
+    """One sample, and how many there are; images in pixels or as files, grids as (t, h, w) in patches."""
 
     batch: int | None = None  # 1 where none is said
     seq: int | None = None  # length that the language model sees
     text: int | None = None  # length without visual and audio tokens, which are added
     lengths: tuple[int, ...] | None = None  # one packed row of documents
     decoder_seq: int | None = None
-    images: tuple[tuple[int, int], ...] = ()
+    images: tuple[Picture, ...] = ()
     image_grids: tuple[Grid, ...] = ()
+    videos: tuple[str, ...] = ()  # as parse_video reads them
     video_grids: tuple[Grid, ...] = ()
+    max_pixels: int | None = None  # the processor's, instead of its config's
     audio: tuple[float, ...] = ()  # seconds
     phase: str = "train"
     context: int | None = None
@@ -58,16 +61,38 @@ def _cut_images(estimator: Estimator, inputs: Inputs) -> tuple[list[Grid], list[
     vision = estimator.vision
     if estimator.origin == "trace":
         return list(inputs.image_grids), [], []
-    if not (inputs.images or inputs.image_grids or inputs.video_grids):
+    if not (inputs.images or inputs.image_grids or inputs.videos or inputs.video_grids):
+        if inputs.max_pixels is not None:
+            raise WorkloadError("--max-pixels needs an --image or a --video")
         return [], [], []
-    images, notes = estimator.cut_images(inputs.images)
+    images, notes = estimator.cut_images(inputs.images, max_pixels=inputs.max_pixels)
     assert vision is not None  # a text model's images were refused
     for grid in inputs.image_grids:
         vision.check_tiles(grid, "--image-grid")
         images.append(vision.check_grid(grid, "--image-grid"))
-    if inputs.video_grids and not vision.takes_videos:
-        raise WorkloadError(f"--video-grid: {estimator.source.name} takes no videos")
-    return images, [vision.check_grid(grid, "--video-grid") for grid in inputs.video_grids], list(notes)
+    for flag, given in (("--video", inputs.videos), ("--video-grid", inputs.video_grids)):
+        if given and not vision.takes_videos:
+            raise WorkloadError(f"{flag}: {estimator.source.name} takes no videos")
+    videos, found = _cut_videos(estimator, vision, inputs)
+    videos += [vision.check_grid(grid, "--video-grid") for grid in inputs.video_grids]
+    return images, videos, [*notes, *found]
+
+
+def _cut_videos(estimator: Estimator, vision: Vision, inputs: Inputs) -> tuple[list[Grid], list[str]]:
+    """Grids of the videos that are given in seconds or frames."""
+    if not inputs.videos:
+        return [], []
+    from flopcalc.core.model.videos import cut_video, parse_video  # only where videos are given: start-up is counted
+
+    preprocessor = estimator.source.video_preprocessor
+    grids: list[Grid] = []
+    notes: list[str] = []
+    for text in inputs.videos:
+        video = parse_video(text, "--video")
+        made, found = cut_video(video, vision, estimator.spec.name, preprocessor, inputs.max_pixels)
+        grids += made
+        notes += [note for note in found if note not in notes]
+    return grids, notes
 
 
 def _find_length(
