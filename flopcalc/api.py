@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flopcalc.core.estimate.binding import bind_config
-from flopcalc.core.estimate.estimate import Estimate, Estimator, check_no_sizes
+from flopcalc.core.estimate.estimate import Estimate, Estimator, Picture, check_no_sizes
 from flopcalc.core.estimate.traced import TracedEstimator, load_trace, make_trace_key
 from flopcalc.core.model.config import Source
-from flopcalc.core.recipe.recipe import Recipe
-from flopcalc.errors import FlopcalcError
+from flopcalc.core.recipe.recipe import Lora, Recipe, join_recipe
+from flopcalc.data import describe_install
+from flopcalc.errors import FlopcalcError, WorkloadError
+from flopcalc.units import check_size
 
 
 def bind(
@@ -19,6 +21,8 @@ def bind(
     example_batch: Mapping[str, Any] | None = None,
     *,
     recipe: Recipe | Mapping[str, Any] | None = None,
+    lora: Lora | Mapping[str, Any] | str | None = None,
+    recompute: str | None = None,
     convention: str | None = None,
     attention_kernel: str = "auto",
     device: str | None = None,
@@ -36,8 +40,10 @@ def bind(
 
     The convention is model unless said otherwise. `device` says which kernel "auto" stands for (without one it is
     SDPA's flash kernel), and whose measured constants convention hardware uses; they were measured in bf16, so another
-    `dtype` takes none. `clipping` is the recipe's, for a live model too, which cannot say it itself.
+    `dtype` takes none. `clipping` is the recipe's, for a live model too, which cannot say it itself. `lora` and
+    `recompute` are the recipe's too, said in short.
     """
+    recipe = join_recipe(recipe, lora, recompute)
     if example_batch is None:
         return bind_config(
             model, recipe=recipe, convention="model" if convention is None else convention,
@@ -62,7 +68,7 @@ def find_traced(source: Source, recipe: Recipe, phase: str, has_images: bool) ->
         try:
             from flopcalc.measure.trace.polynomials import trace_config  # torch: only where nothing is kept
         except ImportError as error:
-            raise FlopcalcError(f"--trace needs {error.name}: pip install 'flopcalc[measure]'") from None
+            raise FlopcalcError(f"--trace needs {error.name}: {describe_install('measure')}") from None
         traced = trace_config(source, recipe, phase, has_images, key)
     return TracedEstimator(traced, source, recipe)
 
@@ -72,6 +78,7 @@ def estimate_flops(
     *,
     batch_size: int = 1,
     seq_len: int | None = None,
+    images: Iterable[Picture] | None = None,
     image_grid_thw: Any = None,
     video_grid_thw: Any = None,
     lengths: Iterable[int] | None = None,
@@ -82,24 +89,33 @@ def estimate_flops(
     decoder_seq_len: int | None = None,
     clips: Iterable[int] | None = None,
     audio: Iterable[float] | None = None,
+    grad_accum: int = 1,
     recipe: Recipe | Mapping[str, Any] | None = None,
+    lora: Lora | Mapping[str, Any] | str | None = None,
+    recompute: str | None = None,
     convention: str = "model",
     attention_kernel: str = "auto",
     device: str | None = None,
     spec: str | os.PathLike[str] | None = None,
     clipping: str | None = None,
 ) -> Estimate:
-    """FLOPs of one step, exactly: `model` is a preset's name, a path, a mapping, a HF config or a HF model."""
+    """FLOPs of one step, exactly: `model` is a preset's name, a path, a mapping, a HF config or a HF model.
+
+    `images` are the whole batch's, each a file or (width, height) in pixels; `grad_accum` micro-batches make the step.
+    """
     estimator = bind(
-        model, recipe=recipe, convention=convention, attention_kernel=attention_kernel, device=device, spec=spec,
-        clipping=clipping,
+        model, recipe=recipe, lora=lora, recompute=recompute, convention=convention, attention_kernel=attention_kernel,
+        device=device, spec=spec, clipping=clipping,
     )  # fmt: skip
+    if check_size(grad_accum, "grad_accum") > 1 and phase != "train":
+        raise WorkloadError(f"grad_accum belongs to phase train, not {phase}")
     if batch is not None:
         check_no_sizes(
-            batch_size, seq_len, lengths, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips, audio
+            batch_size, seq_len, lengths, images, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips, audio
         )
-        return estimator.estimate_batch(batch, phase=phase, logits=logits)
-    return estimator(
-        batch_size, seq_len, image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw, lengths=lengths,
-        phase=phase, context=context, logits=logits, decoder_seq_len=decoder_seq_len, clips=clips, audio=audio,
+        return estimator.estimate_batch(batch, phase=phase, logits=logits) * grad_accum
+    return grad_accum * estimator(
+        batch_size, seq_len, images=images, image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw,
+        lengths=lengths, phase=phase, context=context, logits=logits, decoder_seq_len=decoder_seq_len, clips=clips,
+        audio=audio,
     )  # fmt: skip

@@ -79,6 +79,20 @@ def load_toml(path: str) -> dict[str, Any]:
         raise SpecError(f"{path}: not valid TOML: {error}") from None
 
 
+def describe_install(extra: str) -> str:
+    """The command that adds an extra's packages, to a wheel, an editable install or a bare checkout alike."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    try:
+        distribution("flopcalc")
+    except PackageNotFoundError:
+        if os.path.isfile(os.path.join(root, "pyproject.toml")):
+            where = "." if os.path.realpath(root) == os.path.realpath(os.getcwd()) else root
+            return f"pip install -e '{where}[{extra}]'"
+    return f"pip install 'flopcalc[{extra}]'"  # pip takes the installed version, wherever it came from
+
+
 def get_stem(path: str) -> str:
     """'a/b/llama.toml' -> 'llama'."""
     return os.path.splitext(os.path.basename(path))[0]

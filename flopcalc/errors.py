@@ -33,11 +33,11 @@ class CalibrationError(FlopcalcError):
     """A calibration table that cannot be read, written or found."""
 
 
-def find_nearest(word: str, known: Iterable[str], limit: int = 3) -> list[str]:
+def find_nearest(word: str, known: Iterable[str], limit: int = 3, cutoff: float = 0.5) -> list[str]:
     """The known words closest to a mistyped one, best first."""
     import difflib
 
-    return difflib.get_close_matches(word[:100].lower(), [str(entry) for entry in known], n=limit, cutoff=0.5)
+    return difflib.get_close_matches(word[:100].lower(), [str(entry) for entry in known], n=limit, cutoff=cutoff)
 
 
 def format_nearest(word: str, known: Iterable[str]) -> str:

@@ -1,8 +1,14 @@
-"""The only place that formats or parses a count, a rate, or a list of sizes."""
+"""The only place that formats or parses a count, a rate, a time, or a list of sizes."""
 
 from __future__ import annotations
 
-from flopcalc.errors import WorkloadError, format_value
+import math
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import NamedTuple
+
+from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 
 _PREFIXES = ((10**18, "E"), (10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 # The largest size a flag or field may hold: far above any real workload, low enough that sums stay printable.
@@ -54,12 +60,124 @@ def format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
+class Unit(NamedTuple):
+    """What may stand behind a number, and what it multiplies by; upper and lower case are alike."""
+
+    suffixes: Mapping[str, Fraction | int]
+    example: str
+    name: str = ""  # behind a value that is printed in full
+
+
+_BINARY = Unit({"k": 1 << 10, "m": 1 << 20}, "4096 or 4k")
+_DECIMAL = Unit({"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}, "2000000000 or 2T, 300B, 50M")
+_TIME = Unit(
+    {"us": Fraction(1, 10**6), "µs": Fraction(1, 10**6), "ms": Fraction(1, 1000), "s": 1, "min": 60, "h": 3600},
+    "0.5 or 500ms", " s",
+)  # fmt: skip
+_SHARE = Unit({"%": Fraction(1, 100)}, "40% or 0.4")
+_PLAIN = Unit({}, "")
+# Every option whose value may have a suffix; all others take plain numbers.
+UNITS = {
+    **dict.fromkeys(
+        ("--seq", "--text", "--context", "--decoder-seq", "--lengths", "--gpus", "--num-devices"), _BINARY
+    ),
+    **dict.fromkeys(("--tokens", "--tokens-per-second", "--peak", "--tflops", "--price"), _DECIMAL),
+    **dict.fromkeys(("--step-time", "--audio", "--video"), _TIME),
+    "--mfu": _SHARE,
+}  # fmt: skip
+_NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?)\s*([a-zµ%]*)", re.ASCII)
+_MOST_CHARACTERS = 40
+
+
 def parse_size(text: str, what: str, minimum: int = 1) -> int:
-    """A whole number of at least `minimum` from a flag; '2k' and '1_024' are not sizes, so that nothing is guessed."""
+    """A whole number of at least `minimum` from a flag; '4k' where the flag takes suffixes, never '1e3' or '1_024'."""
     digits = text[1:] if text[:1] == "-" else text
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 20):
-        raise WorkloadError(f"{what}: {format_value(text)} is not a whole number")
-    return check_size(int(text), what, minimum)
+    if digits.isascii() and digits.isdigit() and len(digits) <= 20:
+        return check_size(int(text), what, minimum)
+    flag = what.partition(" ")[0]
+    found = _split(digits, flag) if text[:1] != "-" and "e" not in digits.lower() else None
+    if found is None or not found[1] or found[0].denominator != 1:
+        example = f"; write {UNITS[flag].example}" if flag in UNITS else ""
+        raise WorkloadError(f"{what}: {format_value(text)} is not a whole number{example}")
+    return check_size(int(found[0]), what, minimum)
+
+
+def parse_number(text: str, flag: str) -> float:
+    """A positive number from a flag, with a suffix where the flag takes one: '1e15', '989T', '500ms', '40%'."""
+    found = _split(text.strip(), flag)
+    if found is None:
+        example = f"; write {UNITS[flag].example}" if flag in UNITS else ""
+        raise WorkloadError(f"{flag}: {format_value(text)} is not a number{example}")
+    try:
+        value = float(found[0])
+    except OverflowError:
+        value = math.inf
+    if not 0 < value < math.inf:
+        raise FlopcalcError(f"{flag} must be a positive number, not {format_value(text)}")
+    return value
+
+
+def parse_exact(text: str, flag: str) -> Fraction:
+    """As parse_number, without rounding."""
+    parse_number(text, flag)
+    found = _split(text.strip(), flag)
+    assert found is not None  # parse_number would have refused it
+    return found[0]
+
+
+def parse_share(text: str, flag: str) -> float:
+    """'40%' or '0.4' -> 0.4; '40' may mean either, and is refused."""
+    value = parse_number(text, flag)
+    if value > 1:
+        raise FlopcalcError(f"{flag}: {format_value(text)} is more than 100 %; write {UNITS[flag].example}")
+    return value
+
+
+def parse_tokens(value: float | str) -> int:
+    """2000000000000, 2e12, '2T' or '15.6T' -> a number of tokens."""
+    number: Fraction | float = 0
+    if isinstance(value, str):
+        found = _split(value.strip().replace(",", "").replace("_", ""), "--tokens")
+        if found is None:
+            raise WorkloadError(f"tokens: {format_value(value)} is no number; write {_DECIMAL.example}")
+        number = found[0]
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        number = value
+    if not 1 <= number <= 10**18:
+        raise WorkloadError(f"tokens must be a number from 1 to 1e18, not {format_value(value)}")
+    return round(number)
+
+
+def format_tokens(value: int) -> str:
+    """1 -> '1 token', 2 * 10**12 -> '2.00T tokens', 10**18 -> '1,000,000T tokens'."""
+    number = f"{value // 10**12:,}T" if value >= 10**15 else format_parameters(value)
+    return f"{number} token{'s' * (value != 1)}"
+
+
+def describe_suffixes(options: Mapping[str, str]) -> list[str]:
+    """What values with a suffix stand for, in full: '--seq 4k = 4,096'; options as flag -> what was written."""
+    notes = []
+    for flag, text in options.items():
+        pieces = [_split(piece.strip(), flag) for piece in text.split(",")] if flag in UNITS else []
+        if any(piece is not None and piece[1] for piece in pieces):
+            shown = " and ".join(_format_full(piece[0]) for piece in pieces if piece is not None)
+            notes.append(f"{flag} {text} = {shown}{UNITS[flag].name}")
+    return notes
+
+
+def _split(text: str, flag: str) -> tuple[Fraction, str] | None:
+    """A number times what its suffix stands for, and the suffix; None if it is neither."""
+    match = _NUMBER.fullmatch(text.lower()) if len(text) <= _MOST_CHARACTERS else None
+    if match is None:
+        return None
+    suffixes = UNITS.get(flag, _PLAIN).suffixes
+    if match[2] and match[2] not in suffixes:
+        return None
+    return Fraction(match[1]) * suffixes.get(match[2], 1), match[2]
+
+
+def _format_full(value: Fraction) -> str:
+    return f"{int(value):,}" if value.denominator == 1 else f"{float(value):,g}"
 
 
 def check_size(value: object, what: str, minimum: int = 1) -> int:
@@ -87,26 +205,3 @@ def parse_sizes(text: str, what: str, count: int | None = None, separator: str =
 
 
 _TOKENS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-
-
-def parse_tokens(value: float | str) -> int:
-    """2000000000000, 2e12, '2T' or '15.6T' -> a number of tokens."""
-    number: object = value
-    if isinstance(value, str):
-        text = value.strip().lower().replace(",", "").replace("_", "")
-        factor = _TOKENS.get(text[-1:], 1)
-        try:
-            number = float(text[:-1] if factor > 1 else text) * factor
-        except ValueError:
-            raise WorkloadError(
-                f"tokens: {format_value(value)} is no number; write 2000000000 or 2T, 300B, 50M"
-            ) from None
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 1 <= number <= 10**18:
-        raise WorkloadError(f"tokens must be a number from 1 to 1e18, not {format_value(value)}")
-    return round(number)
-
-
-def format_tokens(value: int) -> str:
-    """1 -> '1 token', 2 * 10**12 -> '2.00T tokens', 10**18 -> '1,000,000T tokens'."""
-    number = f"{value // 10**12:,}T" if value >= 10**15 else format_parameters(value)
-    return f"{number} token{'s' * (value != 1)}"

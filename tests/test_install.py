@@ -43,6 +43,30 @@ def run_from(path: Path, where: Path) -> tuple[int, float, Path, Path]:
     return total, peak, Path(data), Path(file)
 
 
+HINT = """
+from flopcalc.data import describe_install
+print(describe_install("hub"))
+"""
+
+
+def test_install_hints_fit_where_the_package_lies(wheel: Path, tmp_path: Path) -> None:
+    """From a wheel pip knows the package; from a checkout that was never installed it is told the folder."""
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    for path, where, expected in (
+        (site, tmp_path, "pip install 'flopcalc[hub]'"),
+        (ROOT, tmp_path, f"pip install -e '{ROOT}[hub]'"),
+        (ROOT, ROOT, "pip install -e '.[hub]'"),
+    ):
+        code = f"import sys; sys.path = [{str(path)!r}, *sys.path[1:]]{HINT}"
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", code], cwd=where, check=True, capture_output=True, text=True,
+            env={"PATH": "", "HOME": str(where)},
+        )  # fmt: skip
+        assert done.stdout == f"{expected}\n"
+
+
 def test_wheel_carries_its_data(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:

@@ -6,11 +6,13 @@ import sys
 
 import click
 
+from flopcalc.cli.command import Command
+
 # Spelled out here and not read from flopcalc.measure: --help must not load the torch side.
 _TABLES = "counts, padding, attention, gemm, memory, steps"
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--suite", default="quick", show_default=True, metavar="quick|full", help="quick: under 8 min on an H200."
 )

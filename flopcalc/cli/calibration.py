@@ -7,12 +7,13 @@ from typing import Any
 
 import click
 
+from flopcalc.cli.command import Group
 from flopcalc.errors import CalibrationError, format_nearest
 from flopcalc.grids import format_grid
 from flopcalc.hardware.tables import SHAPES, Table, find_folder_tables, list_tables, load_table
 
 
-@click.group()
+@click.group(cls=Group)
 def calibration() -> None:
     """Show, list and compare measured tables."""
 

@@ -7,6 +7,7 @@ import json
 import click
 
 from flopcalc.api import bind
+from flopcalc.cli.command import Command
 from flopcalc.core.model.config import load_preset
 from flopcalc.core.spec.coverage import describe_specs, load_coverage
 from flopcalc.data import list_data_files, load_toml
@@ -15,7 +16,7 @@ from flopcalc.hardware.devices import load_devices
 from flopcalc.units import format_number, format_parameters
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--coverage", is_flag=True, help="Every type of transformers' auto mappings, with its spec or why none.")
 @click.option("--json", "as_json", is_flag=True, help="All of it, with sources.")
 def models(coverage: bool, as_json: bool) -> None:
@@ -104,7 +105,7 @@ def _show_coverage(as_json: bool) -> None:
         click.echo(format_grid(["model_type", "class", "why"], [[*key, why] for key, why in sorted(missing.items())]))
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="All of it, with sources.")
 def devices(as_json: bool) -> None:
     """Known devices and their dense peaks."""

@@ -7,26 +7,28 @@ from typing import Any
 
 import click
 
-from flopcalc.cli.options import complete_model, make_estimate, trace_option, workload_options
+from flopcalc.cli.command import Command, complete_model
+from flopcalc.cli.options.counting import make_estimate
+from flopcalc.cli.options.workload import trace_option, workload_options
 from flopcalc.errors import WorkloadError, format_nearest
 from flopcalc.grids import format_grid
 from flopcalc.units import format_flops, format_parameters
 from flopcalc.words import CLIPPING, CONVENTIONS, KERNELS, PHASES, RECOMPUTE
 
 _SETTABLE = (
-    "batch", "seq", "decoder_seq", "text", "lengths", "grad_accum", "image", "image_grid", "video_grid", "audio",
-    "phase", "context", "logits", "freeze", "train_only", "lora", "recompute", "clipping", "convention",
-    "attention_kernel",
+    "batch", "seq", "decoder_seq", "text", "lengths", "grad_accum", "image", "image_grid", "video", "video_grid",
+    "audio", "max_pixels", "phase", "context", "logits", "freeze", "train_only", "lora", "recompute", "clipping",
+    "convention", "attention_kernel",
 )  # fmt: skip
 _CHOICES = {
     "phase": PHASES, "convention": CONVENTIONS, "attention_kernel": KERNELS, "recompute": RECOMPUTE,
     "clipping": CLIPPING,
 }  # fmt: skip
 _LENGTHS = ("seq", "text", "lengths")
-_REPEATABLE = ("image", "image_grid", "video_grid", "audio", "freeze", "train_only")
+_REPEATABLE = ("image", "image_grid", "video", "video_grid", "audio", "freeze", "train_only")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("models", nargs=-1, required=True, shell_complete=complete_model, metavar="MODEL[@key=value;…] …")
 @workload_options
 @trace_option

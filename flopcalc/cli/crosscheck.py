@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flopcalc._version import __version__
-from flopcalc.cli.options import make_estimate, model_option
+from flopcalc.cli.command import Command, model_argument
+from flopcalc.cli.options.counting import make_estimate
+from flopcalc.cli.options.workload import checkpointing_option
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import load_config
+from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError
 from flopcalc.grids import format_grid
 from flopcalc.units import format_flops, format_parameters, parse_size
@@ -26,13 +29,14 @@ _EXTRA = ("torch", "transformers", "peft", "fvcore")
 # What make_estimate also wants, and a cross-check leaves alone.
 _FIXED = {
     "spec": None, "lengths": None, "grad_accum": None, "context": None, "logits": None, "convention": "full",
-    "attention_kernel": "eager", "device": None, "decoder_seq": None, "audio": (), "clipping": "none",
+    "attention_kernel": "eager", "device": None, "decoder_seq": None, "audio": (), "video": (), "max_pixels": None,
+    "clipping": "none",
 }  # fmt: skip
 _PRODUCT = re.compile(r"attention|grouped|conv|mm\b|matmul|dot\b|einsum|mv\b")
 
 
-@click.command()
-@model_option
+@click.command(cls=Command)
+@model_argument
 @click.option("--download", is_flag=True, help="Fetch a hub id's config.json if it is not in the cache.")
 @click.option("--batch", metavar="N", help="Samples (default 1).")
 @click.option("--seq", metavar="N", help="Length the language model sees per sample, visual tokens included.")
@@ -45,6 +49,7 @@ _PRODUCT = re.compile(r"attention|grouped|conv|mm\b|matmul|dot\b|einsum|mv\b")
 @click.option("--train-only", multiple=True, metavar="PATTERN", help="Only what matches trains.")
 @click.option("--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it.")
 @click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True)
+@checkpointing_option
 @click.option("--layers", metavar="N", help="Cut language model and tower to N layers, so that a big model fits.")
 @click.option("--device", type=click.Choice(("auto", "cuda", "cpu")), default="auto", show_default=True)
 @click.option("--dtype", type=click.Choice(("bf16", "fp16", "fp32")), help="Default: bf16 on a GPU, fp32 on the CPU.")
@@ -58,9 +63,9 @@ def crosscheck(
     The model is built with random weights; nothing is downloaded. Needs torch: pip install 'flopcalc[measure]'.
     Examples:
 
-      flopcalc crosscheck --model qwen2.5-0.5b --seq 512
+      flopcalc crosscheck qwen2.5-0.5b --seq 512
 
-      flopcalc crosscheck --model llama-3.1-8b --layers 2 --seq 2048 --attention sdpa --device cuda
+      flopcalc crosscheck llama-3.1-8b --layers 2 --seq 2048 --attention sdpa --device cuda
     """
     # Before torch is loaded: its profiler prints a line on stderr at every start and stop; errors still come through.
     os.environ.setdefault("KINETO_LOG_LEVEL", "4")
@@ -81,7 +86,7 @@ def crosscheck(
         if package not in _EXTRA:
             raise
         raise FlopcalcError(
-            f"crosscheck runs the model, and {package} is not installed: pip install 'flopcalc[measure]'"
+            f"crosscheck runs the model, and {package} is not installed: {describe_install('measure')}"
         ) from None
     if as_json:
         click.echo(json.dumps(_to_dict(asked.estimate, found, asked.notes), indent=2, ensure_ascii=False))

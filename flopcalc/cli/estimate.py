@@ -1,33 +1,76 @@
-"""`flopcalc estimate`: FLOPs of one step, as a table, JSON, CSV or Markdown."""
+"""`flopcalc estimate`: FLOPs of one step, as a table, JSON, CSV or Markdown; of several, where values are listed."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
-from flopcalc.cli.options import make_estimate, make_shares, model_option, time_options, trace_option, workload_options
+from flopcalc.cli.command import Command, model_argument
+from flopcalc.cli.options.counting import make_estimate
+from flopcalc.cli.options.time import make_run, make_shares, run_options, time_options
+from flopcalc.cli.options.workload import has_list, trace_option, workload_options
+from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.estimate.run import Run
+from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.errors import WorkloadError
-from flopcalc.units import parse_size
+from flopcalc.units import format_count, parse_size
 
 BY = ("component", "module", "kind")
 FORMATS = ("table", "json", "csv", "markdown")
 
 
-@click.command()
-@model_option
+class Counted(NamedTuple):
+    """One result."""
+
+    estimate: Estimate
+    mfu: Utilization | None
+    hfu: Utilization | None
+    run: Run | None
+    notes: list[str]  # beside the estimate's own
+
+    def to_dict(self, by: str | None, depth: int | None) -> dict[str, Any]:
+        shown = self.estimate.to_dict(depth)
+        shown["mfu"] = self.mfu.to_dict() if self.mfu else None
+        shown["hfu"] = self.hfu.to_dict() if self.hfu else None
+        shown["run"] = self.run.to_dict() if self.run else None
+        shown["notes"] += self.notes
+        if by == "kind":
+            shown["kinds"] = [
+                {"name": name, "forward": forward, "backward": sum(rest)}
+                for name, (forward, *rest) in self.estimate.by_kind().items()
+            ]
+        return shown
+
+
+@click.command(cls=Command)
+@model_argument
 @workload_options
 @trace_option
 @time_options
+@run_options
 @click.option("--depth", metavar="N", help="Module paths cut to N names.")
 @click.option("--by", type=click.Choice(BY), help="Rows of the breakdown (default component).")
 @click.option("--format", "style", type=click.Choice(FORMATS), help="Default table.")
 @click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
-def estimate(model: str, depth: str | None, by: str | None, style: str | None, as_json: bool, **options: Any) -> None:
+@click.option("--plot", "plot_file", metavar="FILE", help="Draw the FLOPs over a list: .png, .svg or .pdf.")
+def estimate(
+    model: str,
+    depth: str | None,
+    by: str | None,
+    style: str | None,
+    as_json: bool,
+    plot_file: str | None,
+    **options: Any,
+) -> None:
     """FLOPs of one step of a model, by component.
 
-    Example: flopcalc estimate --model qwen2-vl --seq 2048 --image 1024x768
+    Lists in --seq, --batch, --device and --gpus give a row for each combination. Examples:
+
+      flopcalc estimate qwen2-vl --seq 2048 --image 1024x768
+
+      flopcalc estimate llama-3.1-8b --seq 1k,2k,4k --batch 1,8
     """
     if as_json and style not in (None, "json"):
         raise WorkloadError(f"--json contradicts --format {style}")
@@ -37,34 +80,92 @@ def estimate(model: str, depth: str | None, by: str | None, style: str | None, a
         if by not in (None, "module"):
             raise WorkloadError(f"--depth cuts module paths: it contradicts --by {by}")
         by = "module"
-    asked = make_estimate(model, options)
-    model_share, hardware_share, found = make_shares(asked.estimate, options)
-    notes = asked.notes + found
+    if has_list(options, plot_file):
+        _show_list(model, options, style, by, levels, plot_file)
+        return
+    counted = _count(model, options)
     if style == "json":
-        shown = asked.estimate.to_dict(levels)
-        shown["mfu"] = model_share.to_dict() if model_share else None
-        shown["hfu"] = hardware_share.to_dict() if hardware_share else None
-        shown["notes"] += notes
-        if by == "kind":
-            shown["kinds"] = [
-                {"name": name, "forward": forward, "backward": sum(rest)}
-                for name, (forward, *rest) in asked.estimate.by_kind().items()
-            ]
-        click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(counted.to_dict(by, levels), indent=2, ensure_ascii=False))
         return
     from flopcalc.report import estimate as report
 
     if style == "csv":
-        click.echo(report.format_csv(asked.estimate, by or "component", levels))
+        click.echo(report.format_csv(counted.estimate, by or "component", levels))
         return
-    shares = [(name, share) for name, share in (("MFU", model_share), ("HFU", hardware_share)) if share]
     click.echo(
         report.format_estimate(
-            asked.estimate,
+            counted.estimate,
             by=by or "component",
             depth=levels,
             style="github" if style == "markdown" else "simple",
-            shares=shares,
-            notes=notes,
+            shares=[(name, share) for name, share in (("MFU", counted.mfu), ("HFU", counted.hfu)) if share],
+            run=counted.run.describe() if counted.run else (),
+            notes=counted.notes,
         )
     )
+
+
+def _count(model: str, options: dict[str, Any]) -> Counted:
+    asked = make_estimate(model, options)
+    model_share, hardware_share, notes = make_shares(asked.estimate, options)
+    return Counted(asked.estimate, model_share, hardware_share, make_run(asked.estimate, options), asked.notes + notes)
+
+
+def _show_list(
+    model: str, options: dict[str, Any], style: str, by: str | None, depth: int | None, plot_file: str | None
+) -> None:
+    from flopcalc.cli import lists  # only where used: a single estimate starts without it
+
+    if by is not None and style != "json":
+        raise WorkloadError("--by and --depth break one result down: give no lists with them, or --json")
+    rows = lists.expand(options)
+    varied = rows[0].varied.keys()
+    if options["step_time"] is not None and varied & {"batch", "seq"}:
+        raise WorkloadError("one --step-time cannot hold for several sizes: give --tokens-per-second, or single values")
+    results = [_count(model, row.options) for row in rows]
+    if plot_file is not None:
+        lists.draw(plot_file, rows, [each.estimate.total / 1e12 for each in results], "TFLOPs per step")
+    if style == "json":
+        lists.show_json(rows, [each.to_dict(by, depth) for each in results])
+    elif style == "csv":
+        lists.show_csv(rows, _EXACT, results)
+    else:
+        first = results[0].estimate
+        estimator, load, _ = first.terms[0]
+        title = f"{estimator.source.name}: FLOPs of one {load.phase} step, convention {first.convention}"
+        notes = [[*each.estimate.notes, *each.notes] for each in results]
+        columns = dict(_COLUMNS)
+        if any(each.mfu or each.run for each in results):  # the width of a terminal holds one or the other
+            del columns["forward"], columns["backward"]
+        lists.show_table(
+            rows, columns, results, notes, title=title, style="github" if style == "markdown" else "simple"
+        )
+        if plot_file is not None:
+            click.echo(f"written: {plot_file}")
+
+
+def _percent(share: Utilization | None) -> str | None:
+    return None if share is None or share.value is None else f"{100 * share.value:.2f} %"
+
+
+_COLUMNS = {
+    "tokens": lambda each: f"{each.estimate.tokens:,}",
+    "forward": lambda each: format_count(each.estimate.forward),
+    "backward": lambda each: format_count(each.estimate.backward) if each.estimate.backward else None,
+    "step": lambda each: format_count(each.estimate.total),
+    "per token": lambda each: format_count(each.estimate.total // max(each.estimate.tokens, 1)),
+    "MFU": lambda each: _percent(each.mfu),
+    "HFU": lambda each: _percent(each.hfu),
+    "GPU-hours": lambda each: None if each.run is None or each.run.gpu_hours is None else f"{each.run.gpu_hours:,.0f}",
+}
+_EXACT = {
+    "convention": lambda each: each.estimate.convention,
+    "tokens": lambda each: each.estimate.tokens,
+    "forward": lambda each: each.estimate.forward,
+    "backward": lambda each: each.estimate.backward,
+    "recompute": lambda each: each.estimate.recompute,
+    "clipping": lambda each: each.estimate.clipping,
+    "total": lambda each: each.estimate.total,
+    "mfu": lambda each: None if each.mfu is None else each.mfu.value,
+    "hfu": lambda each: None if each.hfu is None else each.hfu.value,
+}

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import click
 
-from flopcalc.cli.options import make_estimate, model_option, workload_options
+from flopcalc.cli.command import Command, model_argument
+from flopcalc.cli.options.counting import make_estimate
+from flopcalc.cli.options.workload import workload_options
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import Product, Role, Row
 from flopcalc.core.estimate.estimate import Estimate
@@ -19,8 +21,8 @@ from flopcalc.errors import WorkloadError
 from flopcalc.units import format_flops
 
 
-@click.command()
-@model_option
+@click.command(cls=Command)
+@model_argument
 @click.option(
     "--op", "pattern", required=True, metavar="PATTERN", help="Glob of module paths, as *.q_proj or *self_attn*."
 )
@@ -29,7 +31,7 @@ from flopcalc.units import format_flops
 def explain(model: str, pattern: str, as_json: bool, **options: Any) -> None:
     """The formula of an operation with its numbers filled in.
 
-    Example: flopcalc explain --model llama-3.1-8b --seq 2048 --op '*self_attn*'
+    Example: flopcalc explain llama-3.1-8b --seq 2048 --op '*self_attn*'
     """
     asked = make_estimate(model, options)
     found = find_rows(asked.estimate, pattern)

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from flopcalc.cli.command import Group
 from flopcalc.grids import format_grid
 from flopcalc.monitor.log import METRICS, find_series, load_log, sparkline, summarize
 from flopcalc.monitor.log import plot as plot_log
@@ -23,7 +24,7 @@ _SHARES = ("mfu", "device_mfu", "hfu", "tensor_active")
 _ALWAYS = ("mfu", "tokens_per_second", "step_time_s")
 
 
-@click.group()
+@click.group(cls=Group)
 def monitor() -> None:
     """Read the log of a training monitor."""
 

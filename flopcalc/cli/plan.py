@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from flopcalc.cli.options import complete_device, execution_option, make_estimate, model_option
+from flopcalc.cli.command import Command, model_argument
+from flopcalc.cli.options.counting import make_estimate
+from flopcalc.cli.options.time import read_rate
+from flopcalc.cli.options.workload import (
+    add_options,
+    checkpointing_option,
+    complete_device,
+    execution_option,
+    has_list,
+    input_options,
+    source_options,
+    trained_options,
+)
 from flopcalc.cli.predict import OPTIMIZERS
-from flopcalc.errors import FlopcalcError, WorkloadError, format_value
+from flopcalc.errors import RecipeError, WorkloadError
 from flopcalc.grids import format_grid
 from flopcalc.hardware.devices import DTYPES
 from flopcalc.units import format_bytes, format_parameters, format_seconds, format_tokens, parse_size, parse_sizes
+
+if TYPE_CHECKING:
+    from flopcalc.planning.plan import Plan
 
 _DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch")
 _HELP = {
@@ -30,7 +46,8 @@ _HELP = {
 # What estimate's options are for, and a plan decides or does not know.
 _UNUSED: dict[str, Any] = {
     "batch": None, "grad_accum": None, "lengths": None, "phase": "train", "context": None, "logits": None,
-    "recompute": "none", "clipping": "none", "convention": "model", "attention_kernel": "auto",
+    "recompute": "none", "gradient_checkpointing": False, "clipping": "none", "convention": "model",
+    "attention_kernel": "auto",
 }  # fmt: skip
 
 
@@ -41,12 +58,12 @@ def _degree_options(function: Any) -> Any:
     return function
 
 
-@click.command()
-@model_option
+@click.command(cls=Command)
+@model_argument
 @click.option("--tokens", required=True, metavar="N|2T|300B", help="Tokens of the whole run.")
 @click.option("--device", required=True, shell_complete=complete_device, metavar="NAME")
-@click.option("--gpus", required=True, metavar="N", help="Devices of the run.")
-@click.option("--seq", metavar="N", help="Tokens per sequence (default 4096).")
+@click.option("--gpus", "--num-devices", "gpus", required=True, metavar="N", help="GPUs of the run.")
+@click.option("--seq", metavar="N", help="Tokens per sequence (default 4096); 8k is 8,192.")
 @click.option("--global-batch", metavar="N", help="Sequences per step (default: about 4M tokens).")
 @_degree_options
 @click.option(
@@ -54,6 +71,7 @@ def _degree_options(function: Any) -> Any:
     metavar="none|full|…",
     help="none, selective (attention), half (every second layer), full; or several.",
 )
+@checkpointing_option
 @click.option("--interconnect", metavar="NAME", help="What joins the devices (default: the device's usual one).")
 @click.option("--price", metavar="USD", help="Of one GPU-hour (default: a dated one, where known).")
 @click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:2]) + "|fp8")
@@ -61,17 +79,7 @@ def _degree_options(function: Any) -> Any:
 @click.option(
     "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw-master", show_default=True, help="As predict's."
 )
-@click.option("--spec", metavar="FILE", help="Add your own spec (TOML) for its model_type.")
-@click.option("--download", is_flag=True, help="Fetch a hub id's config.json if it is not in the cache.")
-@click.option("--decoder-seq", metavar="N", help="Encoder-decoders: length of the decoder; --seq is the encoder's.")
-@click.option("--text", metavar="N", help="Text tokens per sample; visual and audio tokens are added.")
-@click.option("--image", multiple=True, metavar="WxH", help="An image per sample, in pixels; repeatable.")
-@click.option("--image-grid", multiple=True, metavar="T,H,W", help="An image per sample, in patches.")
-@click.option("--video-grid", multiple=True, metavar="T,H,W", help="A video per sample, in patches.")
-@click.option("--audio", multiple=True, metavar="SECONDS", help="A clip of audio per sample; repeatable.")
-@click.option("--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths, or a group of them.")
-@click.option("--train-only", multiple=True, metavar="PATTERN", help="Only what matches trains.")
-@click.option("--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it.")
+@add_options(*source_options, *input_options, *trained_options)
 @click.option("--top", default="5", show_default=True, metavar="N", help="How many layouts to show.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as one JSON object.")
 @click.option(
@@ -81,40 +89,15 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
     """The best layouts of a training run on many devices.
 
     Searches data, tensor, pipeline, context and expert parallelism, ZeRO, micro-batch and recomputation for what fits,
-    and says why the others lose. Options with several values narrow the search.
+    and says why the others lose. Layout options with several values narrow the search; lists in --device, --gpus and
+    --seq give the best layout of each combination.
     """
-    from flopcalc.planning import plan as planning  # only where used: estimate starts without it
-
-    notes: list[str] = []
-    has_length = options["seq"] is not None or options["text"] is not None
-    if not has_length:
-        options["seq"] = str(planning.DEFAULT_SEQ)
-        notes.append(f"no length given: sequences of {planning.DEFAULT_SEQ} tokens taken")
-    try:
-        asked = make_estimate(model, _UNUSED | {key: options[key] for key in options if key not in _UNUSED})
-    except WorkloadError as error:
-        raise error if has_length else WorkloadError(f"{error}{planning.NO_LENGTH}") from None
-    estimator, sample, _ = asked.estimate.terms[0]
-    degrees: dict[str, Any] = {name: _read_degree(name, options[name]) for name in _DEGREES}
-    batch = options["global_batch"]
-    repeats = options["recompute"]
-    found = planning.plan(
-        estimator,
-        tokens=options["tokens"],
-        device=options["device"],
-        gpus=parse_size(options["gpus"], "--gpus"),
-        global_batch=None if batch is None else parse_size(batch, "--global-batch"),
-        interconnect=options["interconnect"],
-        price=_read_price(options["price"]),
-        dtype=options["dtype"],
-        execution=options["execution"] or "fused",
-        optimizer=options["optimizer"],
-        recompute=None if repeats is None else [word.strip() for word in repeats.split(",")],
-        top=parse_size(options["top"], "--top"),
-        workload=sample,
-        **degrees,
-    )
-    found = found._replace(notes=(*asked.notes, *notes, *found.notes))
+    if has_list(options, None):
+        if plot_file is not None:
+            raise WorkloadError("--plot draws the layouts of one plan: give single values with it")
+        _show_list(model, options, as_json)
+        return
+    found = _plan(model, options)
     if plot_file is not None:
         found.plot(plot_file)
     if as_json:
@@ -123,6 +106,60 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
     click.echo(_format(found))
     if plot_file is not None:
         click.echo(f"written: {plot_file}")
+
+
+def _plan(model: str, options: dict[str, Any]) -> Plan:
+    from flopcalc.planning import plan as planning  # only where used: estimate starts without it
+
+    options, notes = dict(options), []
+    has_length = options["seq"] is not None or options["text"] is not None
+    if not has_length:
+        options["seq"] = str(planning.DEFAULT_SEQ)
+        notes.append(f"no length given: sequences of {planning.DEFAULT_SEQ} tokens taken")
+    try:
+        asked = make_estimate(model, options | _UNUSED)
+    except WorkloadError as error:
+        raise error if has_length else WorkloadError(f"{error}{planning.NO_LENGTH}") from None
+    estimator, sample, _ = asked.estimate.terms[0]
+    degrees: dict[str, Any] = {name: _read_degree(name, options[name]) for name in _DEGREES}
+    batch = options["global_batch"]
+    found = planning.plan(
+        estimator,
+        tokens=options["tokens"],
+        device=options["device"],
+        gpus=parse_size(options["gpus"], "--gpus"),
+        global_batch=None if batch is None else parse_size(batch, "--global-batch"),
+        interconnect=options["interconnect"],
+        price=read_rate(options["price"], "--price"),
+        dtype=options["dtype"],
+        execution=options["execution"] or "fused",
+        optimizer=options["optimizer"],
+        recompute=_read_recompute(options),
+        top=parse_size(options["top"], "--top"),
+        workload=sample,
+        **degrees,
+    )
+    return found._replace(notes=(*asked.notes, *notes, *found.notes))
+
+
+def _show_list(model: str, options: dict[str, Any], as_json: bool) -> None:
+    from flopcalc.cli import lists
+
+    rows = lists.expand(options)
+    results = [_plan(model, row.options) for row in rows]
+    if as_json:
+        lists.show_json(rows, [each.to_dict() for each in results])
+        return
+    columns: dict[str, Callable[[Plan], str | None]] = {
+        "best layout": lambda each: str(each.best[0].layout),
+        "step": lambda each: format_seconds(each.best[0].step.seconds),
+        "MFU": lambda each: f"{100 * each.best[0].mfu:.1f} %",
+        "days": lambda each: _shorten(each.best[0].days),
+        "GPU-hours": lambda each: _shorten(each.best[0].gpu_hours),
+        "k USD": lambda each: None if each.best[0].usd is None else _shorten(each.best[0].usd / 1000),
+    }
+    title = f"{results[0].model}: {format_tokens(results[0].tokens)}, {results[0].dtype}"
+    lists.show_table(rows, columns, results, [each.notes for each in results], title=title)
 
 
 def _read_degree(name: str, text: str | None) -> tuple[int, ...] | None:
@@ -134,13 +171,13 @@ def _read_degree(name: str, text: str | None) -> tuple[int, ...] | None:
     return parse_sizes(text, flag)
 
 
-def _read_price(text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise FlopcalcError(f"--price: {format_value(text)} is no number of USD per GPU-hour") from None
+def _read_recompute(options: dict[str, Any]) -> list[str] | None:
+    words = options["recompute"]
+    if options["gradient_checkpointing"]:
+        if words is not None:
+            raise RecipeError("--gradient-checkpointing is --recompute full: give one of them")
+        return ["full"]
+    return None if words is None else [word.strip() for word in words.split(",")]
 
 
 def _format(found: Any) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from flopcalc.cli.options import Asked, execution_option, make_estimate, model_option, read_float, workload_options
+from flopcalc.cli.command import Command, model_argument
+from flopcalc.cli.options.counting import Asked, is_given, make_estimate, read_recompute
+from flopcalc.cli.options.time import read_rate
+from flopcalc.cli.options.workload import execution_option, has_list, workload_options
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.hardware.devices import DTYPES
 from flopcalc.units import format_bytes, format_seconds, parse_size
@@ -28,8 +32,8 @@ _LABELS = {
 _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 
 
-@click.command()
-@model_option
+@click.command(cls=Command)
+@model_argument
 @workload_options
 @click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:4]) + "|…")
 @click.option(
@@ -45,56 +49,85 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 @click.option("--memory", is_flag=True, help="Show what fills the memory, and the largest batch that fits.")
 @click.option("--top", metavar="N", help="Modules to list (default 8).")
 @click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
+@click.option("--plot", "plot_file", metavar="FILE", help="Draw tokens per second over a list: .png, .svg or .pdf.")
 def predict(
-    model: str,
-    optimizer: str,
-    execution: str | None,
-    compiled: bool,
-    host_factor: str | None,
-    memory: bool,
-    top: str | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """How long one step of a model takes on a device, and why.
+    model: str, memory: bool, top: str | None, as_json: bool, plot_file: str | None, **options: Any
+) -> None:  # fmt: skip
+    """How long one step of HF's model takes on a device, and why.
 
-    Example: flopcalc predict --model llama-3.1-8b --seq 2048 --batch 4 --device h200
+    Lists in --seq, --batch and --device give a row for each combination. Examples:
+
+      flopcalc predict llama-3.1-8b --seq 2048 --batch 4 --device h200
+
+      flopcalc predict llama-3.1-8b --seq 2k --batch 1,2,4 --device h100-sxm,h200
     """
     if options["device"] is None:
         raise DeviceError("on which device? Give --device NAME; `flopcalc devices` lists them")
-    context = click.get_current_context()
-    if context.get_parameter_source("convention") is click.core.ParameterSource.COMMANDLINE:
+    if is_given("convention"):
         raise WorkloadError("predict shows MFU and HFU, each under its own convention: leave --convention out")
+    options |= {"recompute": read_recompute(options), "gradient_checkpointing": False}
+    count = parse_size(top, "--top") if top is not None else 8
+    if has_list(options, plot_file):
+        _show_list(model, options, memory, as_json, plot_file)
+        return
+    predicted = _predict(model, options, memory)
+    if as_json:
+        click.echo(json.dumps(predicted.to_dict(), indent=2, ensure_ascii=False))
+    else:
+        _show(predicted, count)
+
+
+class Predicted(NamedTuple):
+    """One result."""
+
+    asked: Asked
+    found: Prediction
+    notes: list[str]
+    device: str
+    has_memory: bool  # asked for
+    kept: dict[str, int] | None  # bytes of activations with and without recomputation
+    largest: int | None  # batch that fits
+
+    def to_dict(self) -> dict[str, Any]:
+        shown = {**self.found.to_dict(), "notes": self.notes}
+        if self.has_memory:
+            shown["memory_bytes"]["activations_by_recompute"] = self.kept
+            shown["memory_bytes"]["largest_batch"] = self.largest
+        return shown
+
+
+def _predict(model: str, options: dict[str, Any], memory: bool) -> Predicted:
     from flopcalc.prediction.step import choose_execution, find_largest_batch, predict_estimate
 
-    count = parse_size(top, "--top") if top is not None else 8
     device = _find_name(options["device"])
     settings: dict[str, Any] = {
-        "device": device, "dtype": options["dtype"], "optimizer": optimizer,
-        "attention_kernel": options["attention_kernel"], "execution": choose_execution(execution, compiled),
+        "device": device, "dtype": options["dtype"], "optimizer": options["optimizer"],
+        "attention_kernel": options["attention_kernel"],
+        "execution": choose_execution(options["execution"], options["compiled"]),
     }  # fmt: skip
-    options |= {"device": device, "convention": "hardware"}
+    options = {**options, "device": device, "convention": "hardware"}
     asked = make_estimate(model, options)
-    found = predict_estimate(asked.estimate, host_factor=read_float(host_factor, "--host-factor") or 1.0, **settings)
-    notes = _list_notes(asked, found, optimizer)
+    found = predict_estimate(
+        asked.estimate, host_factor=read_rate(options["host_factor"], "--host-factor") or 1.0, **settings
+    )
     kept = _compare_recompute(model, options, asked, found, settings) if memory else None
-    if as_json:
-        shown = found.to_dict()
-        shown["notes"] = notes
-        if memory:
-            shown["memory_bytes"]["activations_by_recompute"] = kept
-            shown["memory_bytes"]["largest_batch"] = find_largest_batch(asked.estimate, **settings)
-        click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
-        return
-    from flopcalc.grids import format_grid
+    largest = find_largest_batch(asked.estimate, **settings) if memory else None
+    return Predicted(asked, found, _list_notes(asked, found, options["optimizer"]), device, memory, kept, largest)
 
+
+def _show(predicted: Predicted, count: int) -> None:
+    from flopcalc.grids import format_grid, wrap
+    from flopcalc.prediction.floors import format_rate
+
+    found, notes = predicted.found, predicted.notes
     seconds = found.step_time_s
     interval = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
     click.echo(f"step      {format_seconds(seconds.mid)}   ({interval})   bound by the {found.bound}")
     click.echo(f"execution {found.execution}")
     click.echo(
-        f"MFU       {_percent(found.mfu)}   HFU {_percent(found.hfu)}   {_format_rate(found.tokens_per_s)} tokens/s"
+        f"MFU       {_percent(found.mfu)}   HFU {_percent(found.hfu)}   {format_rate(found.tokens_per_s)} tokens/s"
     )
+    click.echo("\n".join(wrap(str(found.floors), "floors    ", " " * 10)))
     click.echo("")
     rows = [
         [_LABELS[name], format_seconds(value), _percent(value / seconds.mid)]
@@ -108,17 +141,16 @@ def predict(
     rows = rows[:count] + ([["all others", format_seconds(rest), _percent(rest / total)]] if rest else [])
     click.echo("")
     click.echo(format_grid(["module, on the device", "time", "share"], rows))
-    if memory and found.memory is not None:
+    if predicted.has_memory and found.memory is not None:
         from flopcalc.prediction.memory import format_memory
 
         click.echo("")
-        click.echo(format_memory(found.memory, device))
-        if kept is not None:
-            none, full = format_bytes(kept["none"]), format_bytes(kept["full"])
+        click.echo(format_memory(found.memory, predicted.device))
+        if predicted.kept is not None:
+            none, full = (format_bytes(predicted.kept[word]) for word in ("none", "full"))
             click.echo(f"activations kept: {none} without recomputation, {full} with --recompute full")
-        largest = find_largest_batch(asked.estimate, **settings)
-        if largest is not None:
-            click.echo(f"largest batch that fits: {largest or 'none'}")
+        if predicted.largest is not None:
+            click.echo(f"largest batch that fits: {predicted.largest or 'none'}")
         notes += [f"memory: {note}" for note in found.memory.notes if note not in notes]
     click.echo("")
     click.echo(f"helps most: {found.advice}")
@@ -126,12 +158,38 @@ def predict(
         click.echo(f"note: {note}")
 
 
+def _show_list(model: str, options: dict[str, Any], memory: bool, as_json: bool, plot_file: str | None) -> None:
+    from flopcalc.cli import lists
+    from flopcalc.prediction.floors import format_rate
+
+    rows = lists.expand(options)
+    results = [_predict(model, row.options, memory) for row in rows]
+    if plot_file is not None:
+        lists.draw(plot_file, rows, [each.found.tokens_per_s for each in results], "tokens/s")
+    if as_json:
+        lists.show_json(rows, [each.to_dict() for each in results])
+        return
+    columns: dict[str, Callable[[Predicted], str | None]] = {
+        "step": lambda each: format_seconds(each.found.step_time_s.mid),
+        "bound": lambda each: each.found.bound,
+        "MFU": lambda each: _percent(each.found.mfu),
+        "tokens/s": lambda each: format_rate(each.found.tokens_per_s),
+        "at most": lambda each: format_rate(each.found.floors.tokens_per_s) if each.found.floors else None,
+        "memory": lambda each: _format_fit(each.found),
+        "max batch": lambda each: None if each.largest is None else str(each.largest),
+    }
+    load = results[0].asked.estimate.terms[0].load
+    title = f"{results[0].asked.estimate.terms[0].estimator.source.name}: one {load.phase} step"
+    lists.show_table(rows, columns, results, [each.notes for each in results], title=title)
+    if plot_file is not None:
+        click.echo(f"written: {plot_file}")
+
+
 def _list_notes(asked: Asked, found: Prediction, optimizer: str) -> list[str]:
     """What a reader should know of the prediction, of the workload and of options that change nothing, each once."""
     notes = [*found.notes, *asked.notes]
     phase = asked.estimate.terms[0][1].phase
-    source = click.get_current_context().get_parameter_source("optimizer")
-    if phase != "train" and optimizer != "none" and source is click.core.ParameterSource.COMMANDLINE:
+    if phase != "train" and optimizer != "none" and is_given("optimizer"):
         notes.append(f"phase {phase} has no optimizer's step, so --optimizer {optimizer} changes nothing")
     return list(dict.fromkeys(notes))
 
@@ -155,8 +213,10 @@ def _compare_recompute(
     return kept
 
 
-def _format_rate(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+def _format_fit(found: Prediction) -> str | None:
+    if found.memory is None:
+        return None
+    return f"{'too much: ' if found.fits is False else ''}{format_bytes(found.memory.peak)}"
 
 
 def _percent(share: float) -> str:

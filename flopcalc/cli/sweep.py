@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from flopcalc.cli.options import complete_model
+from flopcalc.cli.command import Group, complete_model
 
 if TYPE_CHECKING:
     from flopcalc.measure.sweep.matrix import Configuration
@@ -75,7 +75,7 @@ def _with(*groups: Sequence[Callable[[Function], Function]]) -> Callable[[Functi
     return add
 
 
-@click.group()
+@click.group(cls=Group)
 def sweep() -> None:
     """Many training configurations, one process each.
 

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flopcalc.api import bind
+from flopcalc.cli.command import Command, complete_model
+from flopcalc.cli.options.counting import read_recompute
+from flopcalc.cli.options.workload import checkpointing_option
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.recipe.recipe import make_recipe
-from flopcalc.data import list_data_files
+from flopcalc.data import describe_install, list_data_files
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.grids import format_grid
 from flopcalc.units import parse_size, parse_sizes
@@ -27,9 +30,10 @@ _SHOWN = 12  # rows that differ, per case
 _SMALL = 2 * 10**9  # parameters that any machine has memory for
 
 
-@click.command()
+@click.command(cls=Command)
+@click.argument("first", required=False, shell_complete=complete_model, metavar="[MODEL]")
 @click.option("--model-type", "types", multiple=True, metavar="T", help="Its tiny examples; repeatable.")
-@click.option("--config", metavar="PATH", help="A preset, a config.json or its folder, at its own size.")
+@click.option("--config", metavar="PATH", help="Same as MODEL: a preset, a config.json or its folder, at its own size.")
 @click.option("--all", "every", is_flag=True, help="Every model type that has an example.")
 @click.option("--batch", metavar="N", help="One workload instead of the usual ones: samples (default 1).")
 @click.option("--seq", metavar="N", help="Length per sample.")
@@ -41,25 +45,29 @@ _SMALL = 2 * 10**9  # parameters that any machine has memory for
 @click.option("--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths.")
 @click.option("--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it.")
 @click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True)
+@checkpointing_option
 @click.option(
     "--device", type=click.Choice(("cpu", "meta")), help="meta takes no memory. Default: cpu for tiny examples."
 )
 @click.option("--json", "as_json", is_flag=True)
-def verify(types: tuple[str, ...], config: str | None, every: bool, as_json: bool, **options: Any) -> None:
+def verify(
+    first: str | None, types: tuple[str, ...], config: str | None, every: bool, as_json: bool, **options: Any
+) -> None:
     """Build HF's model, count it with the operator counter, and compare with the analytic count, row by row.
 
     Needs torch: pip install 'flopcalc[measure]'. Exit code 1 when a row differs.
 
     \b
       flopcalc verify --model-type llama
-      flopcalc verify --config llama-3.1-8b --seq 64
+      flopcalc verify llama-3.1-8b --seq 64
     """
-    if sum((bool(types), config is not None, every)) != 1:
-        raise FlopcalcError("say what to verify: one of --model-type T, --config PATH, --all")
+    if sum((bool(types), config is not None, first is not None, every)) != 1:
+        raise FlopcalcError("say what to verify: one of MODEL (or --config MODEL), --model-type T, --all")
+    config = first if config is None else config
     try:
         from flopcalc.measure.hf.verify import prepare
     except ImportError as error:
-        raise FlopcalcError(f"verify needs {error.name}: pip install 'flopcalc[measure]'") from None
+        raise FlopcalcError(f"verify needs {error.name}: {describe_install('measure')}") from None
     prepare()
     found: list[dict[str, Any]] = []
     failed = 0
@@ -90,13 +98,13 @@ def verify(types: tuple[str, ...], config: str | None, every: bool, as_json: boo
 def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options: dict[str, Any]) -> Any:
     from flopcalc.measure.hf.examples import find_example, list_cases
 
-    recipe = make_recipe(freeze=options["freeze"], lora=options["lora"], recompute=options["recompute"])
+    recipe = make_recipe(freeze=options["freeze"], lora=options["lora"], recompute=read_recompute(options))
     asked = {key: value for key, value in recipe.to_dict().items() if value and value != "none"}
     workload = _read_workload(options)
     if workload is None and config is None:
         given = [key for key in ("batch", "image_grid", "clip", "context", "freeze", "lora") if options[key]]
         given += ["phase"] if options["phase"] != "train" else []
-        given += ["recompute"] if options["recompute"] != "none" else []
+        given += ["recompute"] if read_recompute(options) != "none" else []
         if given:
             raise FlopcalcError(f"--{given[0].replace('_', '-')} belongs to one workload: give its --seq too")
     if config is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
-from flopcalc.errors import DeviceError, SpecError, format_nearest, format_value
+from flopcalc.errors import DeviceError, SpecError, find_nearest, format_nearest, format_value
 
 DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "fp4", "int8")
 _DTYPE_ALIASES = {
@@ -75,24 +76,87 @@ def _read_device(entry: dict[str, Any]) -> Device:
 def find_device(name: str, *, needs_all: bool = False) -> Device:
     """The device of exactly this name, id or alias (case, spaces, dashes and underscores aside).
 
-    `needs_all`: more than a peak is read of it, so the error of an unknown one offers no peak by hand.
+    A short name of several variants (a100, h800) gives what they have in common, such as their peaks. `needs_all`: more
+    than a peak is read of it, so it must be one variant, and the error of an unknown one offers no peak by hand.
     """
     if not isinstance(name, str):
         raise DeviceError(f"a device is named by a string, not {format_value(name)}")
-    devices, ambiguous = load_devices()
+    devices, _ = load_devices()
     wanted = _plain(name)
     for device in devices:
         if wanted in {_plain(known) for known in (device.id, device.name, *device.aliases)}:
             return device
-    if wanted in ambiguous:
-        raise DeviceError(f"device {name!r} is ambiguous: say which of {', '.join(ambiguous[wanted])}")
-    near = format_nearest(name, [device.id for device in devices])
+    variants = _find_variants(name)
+    if variants:
+        common = _find_common(name, variants)
+        if needs_all or not common.peak_tflops:
+            raise DeviceError(f"device {name!r} is ambiguous: say which of {_list_ids(variants)}")
+        return common
+    near = _suggest(name)
+    hint = f" Did you mean {', '.join(near)}?" if near else ""
     remedy = (
         "your own devices.toml adds one, with its peaks, bandwidth and memory (docs/specs.md)"
         if needs_all
         else "--peak FLOPS_PER_S gives a peak by hand"
     )
-    raise DeviceError(f"device {format_value(name)} unknown.{near} `flopcalc devices` lists them; {remedy}")
+    raise DeviceError(f"device {format_value(name)} unknown.{hint} `flopcalc devices` lists them; {remedy}")
+
+
+def _find_variants(name: str) -> list[Device]:
+    """The devices that a short name stands for: those listed for it, else those whose ids begin with it."""
+    devices, ambiguous = load_devices()
+    start = re.sub(r"[\s_-]+", "-", name.strip()).lower()
+    ids = ambiguous.get(_plain(name))
+    if ids is None:
+        return [device for device in devices if device.id.startswith(f"{start}-")]
+    return [device for each in ids for device in devices if device.id == each]
+
+
+def _find_common(name: str, variants: Sequence[Device]) -> Device:
+    """A device with what all variants share; what differs is not known."""
+
+    def share(values: Sequence[Any]) -> Any:
+        return values[0] if all(value == values[0] for value in values) else None
+
+    peaks = {
+        dtype: peak
+        for dtype, peak in variants[0].peak_tflops.items()
+        if all(each.peak_tflops.get(dtype) == peak for each in variants)
+    }
+    return Device(
+        id=_plain(name), name=f"{name.strip()} ({_list_ids(variants)})", aliases=(), peak_tflops=peaks,
+        memory_gb=share([each.memory_gb for each in variants]),
+        bandwidth_gb_per_s=share([each.bandwidth_gb_per_s for each in variants]),
+        tdp_w=share([each.tdp_w for each in variants]), sdpa=share([each.sdpa for each in variants]),
+        source=variants[0].source, date=variants[0].date,
+    )  # fmt: skip
+
+
+def _list_ids(devices: Sequence[Device]) -> str:
+    return ", ".join(device.id for device in devices)
+
+
+def _suggest(name: str) -> list[str]:
+    """Ids of the same maker and generation as a mistyped name, the most alike first; else any that are alike."""
+    wanted = _MAKERS.sub("", name[:100].lower())
+    ids = [device.id for device in load_devices()[0]]
+    for depth in (2, 1):
+        family = _name_family(wanted)[:depth]
+        same = [each for each in ids if family[0] and _name_family(each)[:depth] == family]
+        if same:
+            return find_nearest(wanted, same, cutoff=0.0)
+    return find_nearest(wanted, ids)
+
+
+_MAKERS = re.compile(r"\b(nvidia|amd|instinct|tesla|geforce|google|intel|aws|habana)\b[\s_-]*")
+_NUMBERED = ("rtx", "mi", "tpuv", "gaudi", "trainium")  # families whose generation is a number, not a letter
+
+
+def _name_family(name: str) -> tuple[str, str]:
+    """'h200-sxm' -> ('h', ''), 'rtx-4090' -> ('rtx', '4'): the letters, and the digit that tells the generation."""
+    match = re.match(r"([a-z]*)(\d?)", _plain(name))
+    assert match is not None  # it matches anything
+    return match[1], match[2] if match[1] in _NUMBERED else ""
 
 
 def _plain(name: str) -> str:
@@ -114,6 +178,12 @@ def peak_flops_per_s(device: str, dtype: Any = "bf16") -> float:
     found = find_device(device)
     kind = parse_dtype(dtype)
     if kind not in found.peak_tflops:
+        differing = [each for each in _find_variants(device) if kind in each.peak_tflops and found.id != each.id]
+        if differing:
+            raise DeviceError(
+                f"device {device!r} is ambiguous: its variants have different {kind} peaks, so say which of "
+                f"{_list_ids(differing)}"
+            )
         raise DeviceError(
             f"{found.name} has no known {kind} peak; known: {', '.join(found.peak_tflops)}; "
             "--peak FLOPS_PER_S gives one by hand"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, format_value
 from flopcalc.monitor.keys import DATASET_PREFIX, LOST_PREFIX, LOST_SUFFIX, SCHEMA
 from flopcalc.monitor.sinks import LOG_NAME
@@ -224,7 +225,7 @@ def plot(log: Log, path: str | os.PathLike[str]) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise FlopcalcError("a plot needs matplotlib: pip install 'flopcalc[plot]'") from None
+        raise FlopcalcError(f"a plot needs matplotlib: {describe_install('plot')}") from None
 
     figure = Figure(figsize=(9, 9), layout="constrained")
     shares, times, losses = figure.subplots(3, 1, sharex=True)

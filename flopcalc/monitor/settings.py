@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from flopcalc.data import describe_install
 from flopcalc.errors import ConfigError, FlopcalcError, format_nearest, format_value
 from flopcalc.hardware.devices import parse_dtype
 from flopcalc.monitor.keys import STYLES
@@ -303,7 +304,7 @@ def _parse_yaml(text: str) -> Any:
         import yaml
     except ModuleNotFoundError:
         raise ConfigError(
-            "PyYAML is missing: pip install 'flopcalc[monitor]', or write the file as .toml or .json"
+            f"PyYAML is missing: {describe_install('monitor')}, or write the file as .toml or .json"
         ) from None
 
     class Loader(yaml.SafeLoader):  # PyYAML keeps the last of two equal keys and says nothing

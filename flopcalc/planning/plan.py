@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.recipe.recipe import join_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import WorkloadError
 from flopcalc.planning.layout import DEGREES, check_fixed
-from flopcalc.planning.search import Plan, search_layouts
+from flopcalc.planning.search import Plan, Planned, search_layouts
 from flopcalc.prediction.step import check_execution, check_optimizer
 from flopcalc.units import check_size, format_parameters, format_tokens, parse_tokens
 from flopcalc.words import Execution
@@ -21,15 +22,21 @@ DEFAULT_SEQ = 4096
 NO_LENGTH = f"; no length was given, so {DEFAULT_SEQ} tokens were taken: --seq (seq_len) says another"
 DEFAULT_BATCH_TOKENS = 1 << 22
 MOST_GPUS = 1_000_000
+MOST_BATCH_TOKENS = 1 << 28  # beyond it no larger batch is proposed
+_HELPS = 1.1  # how much faster a doubled batch must be to be proposed
+_ALIKE = ("tp", "cp", "ep", "zero", "micro_batch", "recompute")  # degrees that hardly depend on the batch
 
 Degree: TypeAlias = int | Sequence[int] | None
 
 
-def plan(model: Any, *, recipe: Any = None, **options: Any) -> Plan:
+def plan(model: Any, *, recipe: Any = None, lora: Any = None, **options: Any) -> Plan:
     """The best ways to spread a training run over devices: what fits, its time, its money, and why others lose.
 
     `model` is anything that `bind` takes, or an Estimator; all other options are those of plan_estimator.
     """
+    recipe = join_recipe(recipe, lora, None)
+    if isinstance(model, Estimator) and recipe is not None:
+        raise WorkloadError("an Estimator already has its recipe: give neither recipe nor lora beside it")
     estimator = model if isinstance(model, Estimator) else bind_config(model, recipe=recipe)
     return plan_estimator(estimator, **options)
 
@@ -58,21 +65,23 @@ def plan_estimator(
     optimizer: str = "adamw-master",
     attention_kernel: str = "auto",
     top: int = 5,
+    images: Iterable[tuple[int, int]] | None = None,
     workload: Workload | None = None,
 ) -> Plan:
     """The plan of a bound model's training run.
 
     `global_batch` is in sequences; a degree is a number, a list of numbers to try, or None for all that are worth a
-    try. `execution`, `optimizer` and `attention_kernel` are those of predict; `workload` is one sample, for models with
-    images or audio.
+    try. `execution`, `optimizer` and `attention_kernel` are those of predict. `images` are one sample's, each (width,
+    height) in pixels; `workload` is one whole sample instead.
     """
     gpus, top = check_size(gpus, "gpus"), check_size(top, "top")
     if gpus > MOST_GPUS:
         raise WorkloadError(f"gpus must be at most {MOST_GPUS:,}, not {gpus:,}")
     total_tokens = parse_tokens(tokens)
     notes: list[str] = []
-    sample = _make_sample(estimator, seq_len, workload, notes)
+    sample = _make_sample(estimator, seq_len, images, workload, notes)
     notes += [note for note in estimator.notes(sample) if "convention hardware" not in note]  # a plan has none
+    is_chosen = global_batch is None
     if global_batch is None:
         global_batch = choose_batch(gpus, sample.tokens)
         size = format_parameters(global_batch * sample.tokens)
@@ -85,27 +94,82 @@ def plan_estimator(
         total_tokens = whole
     given = dict(zip(DEGREES, (dp, tp, pp, virtual, cp, ep, zero, micro_batch, recompute), strict=True))
     fixed = {name: check_fixed(name, _listed(value)) for name, value in given.items() if value is not None}
-    return search_layouts(
-        estimator, sample, tokens=total_tokens, device=device, gpus=gpus, global_batch=global_batch, fixed=fixed,
-        interconnect=interconnect, price=price, dtype=dtype, execution=check_execution(execution),
-        optimizer=check_optimizer(optimizer), attention_kernel=attention_kernel, top=top, notes=notes,
-    )  # fmt: skip
+
+    def search(batch: int, narrowed: Mapping[str, Sequence[int | str]], notes: list[str]) -> Plan:
+        return search_layouts(
+            estimator, sample, tokens=total_tokens, device=device, gpus=gpus, global_batch=batch, fixed=narrowed,
+            interconnect=interconnect, price=price, dtype=dtype, execution=check_execution(execution),
+            optimizer=check_optimizer(optimizer), attention_kernel=attention_kernel, top=top, notes=notes,
+        )  # fmt: skip
+
+    def find_best(batch: int, narrowed: Mapping[str, Sequence[int | str]]) -> float | None:
+        """Seconds of a step in the fastest layout that fits, with another global batch."""
+        try:
+            return search(batch, narrowed, []).best[0].step.seconds
+        except WorkloadError:  # nothing divides, or nothing fits
+            return None
+
+    found = search(global_batch, fixed, notes)
+    if not is_chosen:
+        return found
+    return found._replace(
+        notes=(*found.notes, *_advise_batch(found.best, global_batch, sample.tokens, fixed, find_best))
+    )
 
 
-def _make_sample(estimator: Estimator, seq_len: int | None, workload: Workload | None, notes: list[str]) -> Workload:
+def _advise_batch(
+    best: Sequence[Planned],
+    batch: int,
+    tokens: int,
+    fixed: Mapping[str, Sequence[int | str]],
+    find_best: Callable[[int, Mapping[str, Sequence[int | str]]], float | None],
+) -> list[str]:
+    """A note where the batch that was taken for want of one decides the plan: the smallest that no longer does.
+
+    Tries doubled batches among layouts like the best ones: same degrees but for replicas, stages and their chunks.
+    """
+    alike = {name: tuple(dict.fromkeys(getattr(planned.layout, name) for planned in best)) for name in _ALIKE}
+    narrowed = {**alike, **fixed}
+    speed, chosen = batch / best[0].step.seconds, batch
+    mfu = best[0].mfu
+    while 2 * chosen * tokens <= MOST_BATCH_TOKENS:
+        seconds = find_best(2 * chosen, narrowed)
+        if seconds is None or 2 * chosen / seconds < _HELPS * speed:
+            break
+        chosen *= 2
+        mfu *= chosen / seconds / speed
+        speed = chosen / seconds
+    if chosen == batch:
+        return []
+    return [
+        f"the batch of {format_tokens(batch * tokens)} was taken because none was given, and it limits this plan: "
+        f"--global-batch {chosen} ({format_tokens(chosen * tokens)}) would reach an MFU of {100 * mfu:.0f} % instead "
+        f"of {100 * best[0].mfu:.0f} %"
+    ]
+
+
+def _make_sample(
+    estimator: Estimator,
+    seq_len: int | None,
+    images: Iterable[tuple[int, int]] | None,
+    workload: Workload | None,
+    notes: list[str],
+) -> Workload:
     """One sample as the estimator checks it."""
     if workload is not None:
-        if seq_len is not None or workload.rows != 1 or workload.phase != "train":
-            raise WorkloadError("workload is one training sample: rows 1, phase train, and no seq_len beside it")
+        if seq_len is not None or images is not None or workload.rows != 1 or workload.phase != "train":
+            raise WorkloadError(
+                "workload is one training sample: rows 1, phase train, and neither seq_len nor images beside it"
+            )
         return estimator.estimate(workload).terms[0][1]
     if seq_len is None:
         seq_len = DEFAULT_SEQ
         notes.append(f"no length given: sequences of {seq_len} tokens taken")
         try:
-            return estimator(1, seq_len).terms[0][1]
+            return estimator(1, seq_len, images=images).terms[0][1]
         except WorkloadError as error:
             raise WorkloadError(f"{error}{NO_LENGTH}") from None
-    return estimator(1, seq_len).terms[0][1]
+    return estimator(1, seq_len, images=images).terms[0][1]
 
 
 def choose_batch(gpus: int, tokens: int) -> int:

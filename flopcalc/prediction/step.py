@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.utilization import check_positive, hfu, mfu
+from flopcalc.core.recipe.recipe import join_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.clock import Clock, StepTime
+from flopcalc.prediction.floors import Floors, describe_execution, find_floors
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import OPTIMIZERS, make_work
 from flopcalc.prediction.memory import (
@@ -53,6 +55,7 @@ class Prediction(NamedTuple):
     notes: tuple[str, ...]
     fits: bool | None = None  # None: the memory was not asked for, or the device's is not known
     execution: Execution = "eager"
+    floors: Floors | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -66,6 +69,7 @@ class Prediction(NamedTuple):
             "tokens_per_s": self.tokens_per_s,
             "breakdown": {**self.breakdown, "modules": self.modules},
             "memory_bytes": {**self.memory.to_dict(), "fits": self.fits} if self.memory else None,
+            "floors": self.floors.to_dict() if self.floors else None,
             "advice": self.advice,
             "evidence": self.evidence,
             "notes": list(self.notes),
@@ -82,6 +86,8 @@ def predict(
     compiled: bool = False,
     attention_kernel: str = "auto",
     recipe: Mapping[str, Any] | Any = None,
+    lora: Any = None,
+    recompute: str | None = None,
     spec: Any = None,
     grad_accum: int = 1,
     host_factor: float = 1.0,
@@ -97,14 +103,15 @@ def predict(
     how long it does something else after each step, while the device works off what is queued. The pause is no part of
     the step's time, but of what shares, tokens per second and the breakdown are of.
     """
-    for name in ("convention", "lora", "freeze", "train_only", "recompute", "clipping"):
+    for name in ("convention", "freeze", "train_only", "clipping"):
         if name in workload:
             where = "the recipe: recipe={...}" if name != "convention" else "estimate_flops; MFU and HFU have their own"
             raise WorkloadError(f"{name} is no part of the workload: it belongs to {where}")
     _check_keywords(workload)
     kernel = find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
     estimator = bind(
-        model, recipe=recipe, convention="hardware", attention_kernel=kernel, device=device, dtype=dtype, spec=spec,
+        model, recipe=join_recipe(recipe, lora, recompute), convention="hardware", attention_kernel=kernel,
+        device=device, dtype=dtype, spec=spec,
     )  # fmt: skip
     batch = workload.pop("batch", None)
     if batch is not None:
@@ -171,6 +178,10 @@ def predict_estimate(
         notes.append(f"execution {chosen} has no host time for each operator, so a host factor changes nothing")
     parts = list(estimate.terms)
     prediction = _predict(estimate, settings)
+    prediction = prediction._replace(
+        notes=(*prediction.notes, describe_execution(chosen, parts[0].load.phase)),
+        floors=find_floors(estimate, machine.device, machine.dtype, machine.width, optimizer),
+    )
     if memory:
         prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
         notes += ["memory is the eager step's: a compiled one keeps less"] if settings.is_compiled else []

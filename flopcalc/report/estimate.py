@@ -39,6 +39,7 @@ def format_estimate(
     depth: int | None = None,
     style: str = "simple",
     shares: Sequence[tuple[str, Utilization]] = (),
+    run: Sequence[tuple[str, str]] = (),
     notes: Sequence[str] = (),
 ) -> str:
     """The readable report: what was counted, the breakdown, totals under every convention, notes."""
@@ -69,6 +70,7 @@ def format_estimate(
             peak = share.peak_flops_per_s or 0.0
             where = f" on {share.device}" if share.device else ""
             facts.append((label, f"{100 * share.value:.2f} % of {format_rate(peak)} {share.dtype}{where}"))
+    facts += run
     facts += [("note", note) for note in (*estimate.notes, *notes)]
     facts.append(("not counted", NOT_COUNTED))
     facts.append(("convention", f"{estimate.convention}: {_CONVENTION_WORDS[estimate.convention]}"))

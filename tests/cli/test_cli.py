@@ -60,19 +60,20 @@ def write(path: Path, content: Any) -> str:
 
 # --- bad input --------------------------------------------------------------------------------------------------------
 BAD: list[tuple[list[str], str]] = [
-    ([], "Missing option '--model'"),
+    ([], "which model? Give its name first, as in flopcalc estimate llama-3.1-8b"),
     (["--model", "lama-3.1-8b", "--seq", "5"], "Did you mean llama-3.1-8b"),
     (["--model", "", "--seq", "5"], "empty"),
     (["--model", "no/such/path", "--seq", "5"], "no such file or folder"),
     (["--model", "gpt2"], "Give --seq N, --text N or --lengths"),
-    *((["--model", "gpt2", "--seq", text], "--seq") for text in ("0", "-1", "1.5", "1e3", "2k", "", "x", "9" * 30)),
+    *((["--model", "gpt2", "--seq", text], "--seq") for text in ("0", "-1", "1.5", "1e3", "2q", "1.3k", "")),
+    *((["--model", "gpt2", "--seq", text], "--seq") for text in ("x", "9" * 30)),
     *((["--model", "gpt2", "--text", text], "--text") for text in ("0", "", "x")),
     *((["--model", "gpt2", "--seq", "5", "--batch", text], "--batch") for text in ("0", "-2", "", "a")),
     *((["--model", "gpt2", "--seq", "5", "--grad-accum", text], "--grad-accum") for text in ("0", "", "1.5")),
     *((["--model", "gpt2", "--lengths", text], "--lengths") for text in ("", ",", "5,", "5,0", "5;6", "a")),
     *((["--model", "gpt2", "--seq", "5", "--logits", text], "--logits") for text in ("0", "-1", "", "first")),
     *((["--model", "gpt2", "--seq", "5", "--depth", text], "--depth") for text in ("0", "-1", "", "x")),
-    *((["--model", "gpt2", "--seq", "5", "--peak", "1", "--num-devices", t], "--num-devices") for t in ("0", "", "x")),
+    *((["--model", "gpt2", "--seq", "5", "--peak", "1", "--num-devices", t], "--gpus") for t in ("0", "", "x")),
     *((["--model", "gpt2", "--phase", "decode", "--context", text], "--context") for text in ("-1", "", "x", "1.5")),
     (["--model", "gpt2", "--seq", "1025"], "beyond the 1024 positions"),
     (["--model", "gpt2", "--phase", "decode", "--context", "1024"], "beyond the 1024 positions"),
@@ -92,7 +93,13 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "qwen2-vl", "--seq", "99", "--image-grid", "1,3,4"], "--image-grid 1,3,4: height and width must be"),
     (["--model", "qwen2-vl", "--seq", "99", "--image-grid", "1,4"], "must hold 3 numbers"),
     (["--model", "qwen2-vl", "--seq", "99", "--image-grid", "0,4,4"], "at least 1"),
-    (["--model", "qwen2-vl", "--seq", "99", "--image", "640"], "must hold 2 numbers"),
+    (["--model", "qwen2-vl", "--seq", "99", "--image", "640"], "'640' is neither WIDTHxHEIGHT nor a file"),
+    (["--model", "qwen2-vl", "--seq", "99", "--image", "no.png"], "neither WIDTHxHEIGHT nor a file"),
+    (["--model", "qwen2-vl", "--seq", "99", "--max-pixels", "9"], "--max-pixels needs an --image or a --video"),
+    (["--model", "llava-1.5-7b", "--seq", "999", "--image", "9x9", "--max-pixels", "9"], "has no such limit"),
+    (["--model", "llava-1.5-7b", "--seq", "999", "--video", "9s@1fps"], "--video: llava-1.5-7b takes no videos"),
+    (["--model", "qwen2-vl", "--seq", "999", "--video", "9s"], "'9s' is no video; write 30s@2fps"),
+    (["--model", "gpt2", "--seq", "9", "--video", "9s@1fps"], "is a text model: it takes no images"),
     (["--model", "qwen2-vl", "--seq", "99", "--image", "0x480"], "at least 1"),
     (["--model", "qwen2-vl", "--seq", "99", "--image", "axb"], "--image"),
     (["--model", "qwen2-vl", "--seq", "99", "--image", "3000x10"], "more than 200 times"),
@@ -104,8 +111,8 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "gpt2", "--seq", "5", "--lengths", "5"], "--seq and --lengths contradict"),
     (["--model", "gpt2", "--text", "5", "--lengths", "5"], "--text and --lengths contradict"),
     (["--model", "gpt2", "--lengths", "5", "--batch", "1"], "--batch contradicts it"),
-    (["--model", "gpt2", "--seq", "5", "--context", "5"], "--context belongs to phase decode, not train"),
-    (["--model", "gpt2", "--seq", "5", "--context", "0", "--phase", "prefill"], "--context belongs to phase decode"),
+    (["--model", "gpt2", "--seq", "5", "--context", "5"], "context belongs to phase decode, not train"),
+    (["--model", "gpt2", "--seq", "5", "--context", "0", "--phase", "prefill"], "context belongs to phase decode"),
     (["--model", "gpt2", "--lengths", "5", "--phase", "decode"], "decode takes neither"),
     (["--model", "qwen2-vl", "--phase", "decode", "--image-grid", "1,4,4"], "decode does no vision work"),
     (["--model", "gpt2", "--seq", "5", "--grad-accum", "2", "--phase", "forward"], "--grad-accum belongs to phase"),
@@ -130,7 +137,20 @@ BAD: list[tuple[list[str], str]] = [
     *((["--model", "gpt2", "--seq", "5", "--peak", text], "--peak") for text in ("0", "-1", "nan", "inf", "x", "")),
     *((["--model", "gpt2", "--seq", "5", "--peak", "1", "--step-time", t], "--step-time") for t in ("0", "-1", "")),
     (["--model", "gpt2", "--seq", "5", "--dtype", "fp17"], "dtype 'fp17' unknown"),
-    (["--model", "gpt2", "--seq", "5", "--num-devices", "2"], "--num-devices needs a --device or a --peak"),
+    (["--model", "gpt2", "--seq", "5", "--num-devices", "2"], "--gpus needs a --device or a --peak"),
+    (["--model", "gpt2", "--seq", "5", "--gpus", "2", "--num-devices", "2"], "--gpus is given twice"),
+    (["gpt2", "--seq", "5", "--peak", "1", "--step-time", "1", "--tokens-per-second", "1"], "are both given"),
+    *((["gpt2", "--seq", "5", "--peak", "1", "--tokens-per-second", t], "--tokens-per-second") for t in ("0", "x")),
+    (["gpt2", "--seq", "5", "--mfu", "40%"], "--mfu belongs to a whole run: give its --tokens too"),
+    (["gpt2", "--seq", "5", "--tokens", "1B", "--mfu", "40%"], "--mfu needs a --device or a --peak"),
+    (["gpt2", "--seq", "5", "--tokens", "1B", "--peak", "1T", "--mfu", "40"], "'40' is more than 100 %"),
+    (["gpt2", "--seq", "5", "--tokens", "1B", "--peak", "1", "--mfu", "1%", "--step-time", "1"], "contradicts a"),
+    *((["gpt2", "--seq", "5", "--tokens", text], "tokens") for text in ("", "0", "x", "5Q", "1e30")),
+    (["gpt2", "--seq", "5", "--recompute", "none", "--gradient-checkpointing"], "contradicts --recompute none"),
+    *(
+        (["gpt2", *(2 * [flag, "5"])], f"{flag} is given twice: give it once")
+        for flag in ("--seq", "--batch", "--device", "--lora", "--convention", "--depth")
+    ),
     (["--model", "gpt2", "--seq", "5", "--device", "t4", "--step-time", "1"], "no known bf16 peak"),
     # words that click checks
     (["--model", "gpt2", "--seq", "5", "--phase", "backward"], "'backward' is not one of"),
@@ -141,7 +161,8 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "gpt2", "--seq", "5", "--format", "x"], "'x' is not one of"),
     (["--model", "gpt2", "--sequence", "5"], "No such option"),
     (["--model", "gpt2", "--seq"], "--seq"),
-    (["--model", "gpt2", "--seq", "5", "extra"], "unexpected extra argument"),
+    (["--model", "gpt2", "--seq", "5", "extra"], "two models are given, 'extra' and --model 'gpt2'"),
+    (["gpt2", "--seq", "5", "extra"], "unexpected extra argument"),
     (["--model", "gpt2", "--seq", "5", "--spec", "/no/such.toml"], "cannot be read: No such file"),
 ]  # fmt: skip
 
@@ -284,7 +305,7 @@ def test_broken_pipe_is_no_error() -> None:
 # --- the JSON contract ------------------------------------------------------------------------------------------------
 TOP = {
     "schema", "version", "model", "workload", "recipe", "convention", "attention_kernel", "flops", "totals",
-    "components", "modules", "parameters", "mfu", "hfu", "notes",
+    "components", "modules", "parameters", "mfu", "hfu", "run", "notes",
 }  # fmt: skip
 WORKLOAD = {
     "batch", "seq", "lengths", "layout", "tokens", "images", "patches", "visual_tokens", "phase", "context", "logits",
@@ -401,6 +422,26 @@ def test_images_are_resized_as_the_preset_says(capsys: Capture, model: str, imag
     assert not any("no preprocessor limits" in note for note in shown["notes"])
 
 
+def test_video(capsys: Capture) -> None:
+    shown = run_json(capsys, "estimate", "qwen2-vl", "--text", "10", "--video", "1280x720:30s@2fps")
+    # 60 frames in pairs, each 1008x560 after the resize to at most 768 tokens: 72 x 40 patches.
+    assert shown["workload"]["visual_tokens"] == 30 * 36 * 20
+    assert shown["flops"]["total"] == total(capsys, "--model", "qwen2-vl", "--text", "10", "--video-grid", "30,40,72")
+    assert "video 1280x720:30s@2fps: 60 frames of 1008x560 pixels" in shown["notes"]
+    two = run_json(capsys, "estimate", "qwen2-vl", "--text", "10", "--video", "30s@2fps", "--video", "280x280x4")
+    assert two["workload"]["images"] == 2
+    assert any("no size given" in note for note in two["notes"])
+
+
+def test_images_of_files_and_a_limit_of_pixels(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "photo.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(8) + (1024).to_bytes(4, "big") + (768).to_bytes(4, "big"))
+    arguments = ("estimate", "qwen2-vl", "--text", "10", "--image")
+    assert run_json(capsys, *arguments, str(path)) == run_json(capsys, *arguments, "1024x768")
+    small = run_json(capsys, *arguments, str(path), "--max-pixels", str(28 * 28 * 100))
+    assert small["workload"]["visual_tokens"] == 8 * 11
+
+
 def test_folder_preprocessor_is_read_else_noted(capsys: Capture, tmp_path: Path) -> None:
     vision = {"depth": 2, "embed_dim": 32, "hidden_size": 24, "num_heads": 4}
     write(tmp_path / "config.json", {**LLAMA, "model_type": "qwen2_vl", "vision_config": vision})
@@ -492,6 +533,72 @@ def test_mfu_and_hfu(capsys: Capture) -> None:
     assert full["mfu"]["value"] == full["totals"]["full"] / 1e15
 
 
+def test_one_name_for_one_thing(capsys: Capture) -> None:
+    """The model may stand first; --gpus and --num-devices, --gradient-checkpointing and --recompute full are one."""
+    old = ("--model", "llama-3.2-1b", "--seq", "4096", "--device", "h200", "--num-devices", "1024", "--recompute",
+           "full", "--step-time", "0.5")  # fmt: skip
+    new = ("llama-3.2-1b", "--gpus", "1k", "--gradient-checkpointing", "--step-time", "500ms", "--seq", "4k",
+           "--device", "h200")  # fmt: skip
+    before, after = (run_json(capsys, "estimate", *arguments) for arguments in (old, new))
+    notes = after.pop("notes")
+    assert after == {key: value for key, value in before.items() if key != "notes"}
+    spelled = "--gpus 1k = 1,024; --step-time 500ms = 0.5 s; --seq 4k = 4,096"
+    assert sorted(set(notes) - set(before["notes"])) == [spelled]
+    behind = run_json(capsys, "estimate", "--seq", "4096", "llama-3.2-1b")
+    assert behind == run_json(capsys, "estimate", "--model", "llama-3.2-1b", "--seq", "4096")
+
+
+def test_tokens_per_second_is_a_step_time(capsys: Capture) -> None:
+    arguments = (*TINY, "--seq", "500", "--batch", "2", "--grad-accum", "3", "--peak", "1T")
+    rate = run_json(capsys, *arguments, "--tokens-per-second", "6k")
+    assert rate["mfu"]["value"] == pytest.approx(rate["totals"]["model"] / (0.5 * 1e12))
+    time = run_json(capsys, *arguments, "--step-time", "0.5")
+    assert (rate["mfu"], rate["hfu"]) == (time["mfu"], time["hfu"])
+
+
+RUN = (*TINY, "--seq", "100", "--batch", "4", "--tokens", "1B")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mfu", "is_bound"),
+    [
+        ((), None, False),
+        (("--peak", "1T"), 1.0, True),
+        (("--peak", "1T", "--mfu", "40%"), 0.4, False),
+        (("--device", "h200", "--mfu", "0.5", "--gpus", "1k"), 0.5, False),
+        (("--peak", "1T", "--gpus", "2", "--step-time", "500ms"), "measured", False),
+        (("--peak", "1T", "--gpus", "2", "--tokens-per-second", "800"), "measured", False),
+    ],
+)
+def test_whole_run(capsys: Capture, arguments: tuple[str, ...], mfu: Any, is_bound: bool) -> None:
+    shown = run_json(capsys, *RUN, *arguments)
+    found, total = shown["run"], shown["totals"]["model"]
+    steps = 10**9 // 400
+    assert (found["tokens"], found["steps"], found["flops"]) == (10**9, steps, steps * total)
+    assert found["is_lower_bound"] is is_bound
+    text = run(capsys, *RUN, *arguments)
+    assert f"run             1.00B tokens: 2,500,000 steps, {steps * total:.3e} FLOPs\n" in text
+    assert ("a lower" in text) == is_bound
+    if mfu is None:
+        assert (found["gpu_hours"], found["mfu"]) == (None, None)
+        assert "GPU-hours" not in text
+    elif mfu == "measured":
+        assert found["mfu"] == shown["mfu"]["value"] == total / (0.5 * 2e12)
+        assert found["gpu_hours"] == pytest.approx(steps * 0.5 * 2 / 3600)
+    else:
+        peak = 989.4e12 if "h200" in arguments else 1e12
+        assert found["mfu"] == mfu
+        assert found["gpu_hours"] == pytest.approx(steps * total / (peak * mfu) / 3600)
+        assert ("days on 1,024" in text) == ("1k" in arguments)
+
+
+def test_a_run_counts_whole_steps_under_its_convention(capsys: Capture) -> None:
+    shown = run_json(capsys, *RUN[:-1], "401", "--convention", "full", "--peak", "1T")
+    assert shown["run"]["steps"] == 2
+    assert shown["run"]["flops"] == 2 * shown["totals"]["full"]
+    assert shown["run"]["gpu_hours"] == pytest.approx(2 * shown["totals"]["full"] / 1e12 / 3600)
+
+
 def test_mfu_above_one(capsys: Capture) -> None:
     shown = run_json(capsys, *TINY, "--seq", "64", "--peak", "1000", "--step-time", "1")
     assert shown["mfu"]["value"] == shown["totals"]["model"] / 1000 > 1
@@ -499,7 +606,9 @@ def test_mfu_above_one(capsys: Capture) -> None:
 
 
 def test_unknown_detected_device(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("flopcalc.hardware.devices", "flopcalc.core.estimate.utilization", "flopcalc.cli.options"):
+    for module in (
+        "flopcalc.hardware.devices", "flopcalc.core.estimate.utilization", "flopcalc.cli.options.counting",
+    ):  # fmt: skip
         monkeypatch.setattr(f"{module}.detect_device", lambda: "NVIDIA X-9000")
     shown = run_json(capsys, *TINY, "--seq", "64", "--device", "auto", "--step-time", "1")
     assert shown["mfu"] is None

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from places import ROOT
 
+from flopcalc import plan as make_plan
 from flopcalc.cli.plan import plan
 from flopcalc.errors import FlopcalcError
 
@@ -20,7 +21,17 @@ SMALL = [*RUN, "--global-batch", "64", "--pp", "1,2", "--virtual", "1", "--zero"
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(plan, arguments, catch_exceptions=False)
+    """Run the command; of an option that comes twice, the later value replaces the earlier one."""
+    chosen: dict[str, list[str]] = {}
+    flag = ""
+    for piece in arguments:
+        if piece.startswith("--"):
+            flag = piece
+            chosen[flag] = []
+        else:
+            chosen[flag].append(piece)
+    pieces = [piece for flag, values in chosen.items() for piece in (flag, *values)]
+    return CliRunner().invoke(plan, pieces, catch_exceptions=False)
 
 
 def test_text() -> None:
@@ -133,8 +144,8 @@ def test_encoder_and_decoder() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--price", "cheap"], "--price: 'cheap' is no number of USD per GPU-hour"),
-        (["--price", "0"], "give a positive number of USD"),
+        (["--price", "cheap"], "--price: 'cheap' is not a number"),
+        (["--price", "0"], "--price must be a positive number"),
         (["--tp", "two"], "--tp: 'two' is not a whole number"),
         (["--tp", "3"], "tp 3 does not divide 16 devices"),
         (["--gpus", "-1"], "--gpus must be at least 1"),
@@ -159,3 +170,16 @@ def test_a_length_that_was_not_given() -> None:
         FlopcalcError, match=r"beyond the 1024 positions.*no length was given, so 4096 tokens were taken"
     ):
         invoke("--model", "gpt2", "--tokens", "1B", "--device", "h200", "--gpus", "8")
+
+
+def test_a_default_batch_that_limits_the_plan_is_noted() -> None:
+    """Llama 3.1 405B on 16,384 GPUs: 4M tokens a step leave most of the pipeline idle; Meta took 16M."""
+    run: dict[str, Any] = {"tokens": "15T", "device": "h100-sxm", "gpus": 16384, "seq_len": 8192, "zero": 1}
+    found = make_plan("llama-3.1-405b", **run)
+    (note,) = (note for note in found.notes if "limits this plan" in note)
+    assert "--global-batch 2048 (16.78M tokens) would reach an MFU of 44 % instead of 16 %" in note
+    given = make_plan("llama-3.1-405b", **run, global_batch=2048)
+    assert round(100 * given.best[0].mfu) == 44
+    assert not any("limits this plan" in note for note in given.notes)  # a batch that was given is meant
+    small: dict[str, Any] = {"tokens": "1B", "device": "h200", "gpus": 8, "seq_len": 2048, "pp": 1}
+    assert not any("limits this plan" in note for note in make_plan("qwen2.5-0.5b", **small).notes)

@@ -9,6 +9,7 @@ import pytest
 from flopcalc.api import bind
 from flopcalc.cli import main
 from flopcalc.core.workload.workload import make_workload
+from flopcalc.prediction.floors import describe_execution
 from flopcalc.prediction.memory import predict_memory
 from flopcalc.units import format_bytes
 
@@ -26,6 +27,8 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, *LLAMA, "--memory", "--top", "2")
     assert code == 0
     assert "bound by the device" in out
+    assert "\nfloors    compute 64.73 ms, bandwidth " in out
+    assert max(map(len, out.split("\n\n")[0].splitlines())) <= 80
     for words in ("matrix products", "all others", "largest batch that fits: ", "helps most: "):
         assert words in out
 
@@ -97,6 +100,8 @@ QWEN = ["predict", "--model", "qwen2-vl-2b", "--seq", "2048", "--device", "h200"
             [*LLAMA, "--phase", "decode", "--recompute", "full", "--optimizer", "adamw-foreach"],
             [
                 HOST,
+                "this decodes 2,048 new tokens after an empty cache; for one token after 2,048 cached ones give "
+                "--seq 1 --context 2048",
                 "phase decode has no backward pass, so nothing is recomputed",
                 "phase decode has no optimizer's step, so --optimizer adamw-foreach changes nothing",
             ],
@@ -124,6 +129,9 @@ QWEN = ["predict", "--model", "qwen2-vl-2b", "--seq", "2048", "--device", "h200"
 def test_notes(
     arguments: list[str], notes: list[str], of_memory: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    phase = arguments[arguments.index("--phase") + 1] if "--phase" in arguments else "train"
+    at = notes.index(HOST) + 1
+    notes = [*notes[:at], describe_execution("eager", phase), *notes[at:]]
     _, out, _ = run(capsys, *arguments, "--json")
     assert json.loads(out)["notes"] == notes
     _, out, _ = run(capsys, *arguments, "--memory")

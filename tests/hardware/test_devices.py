@@ -105,16 +105,71 @@ def test_a_peak_by_hand_is_offered_where_it_is_enough() -> None:
     assert "your own devices.toml adds one" in str(error.value)
 
 
-def test_unknown_device_names_the_nearest() -> None:
-    with pytest.raises(DeviceError, match="Did you mean h200-sxm"):
-        find_device("h200-sxn")
-
-
-@pytest.mark.parametrize(("name", "count"), [("h100", 3), ("A100", 4), ("a100-80gb", 2), ("V100", 4)])
-def test_ambiguous_device_lists_its_variants(name: str, count: int) -> None:
-    with pytest.raises(DeviceError, match="is ambiguous: say which of") as caught:
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("h200-sxn", ["h200-sxm", "h800-sxm", "h100-sxm"]),
+        ("h300", ["h20", "h800-sxm", "h200-sxm"]),  # never mi300x or rtx-3090
+        ("mi301x", ["mi350x", "mi300x", "mi355x"]),
+        ("MI999", ["mi355x", "mi350x", "mi325x"]),
+        ("NVIDIA GeForce RTX 4080", ["rtx-4090"]),
+        ("NVIDIA B300", ["b200-sxm"]),
+        ("gaudi4", ["gaudi3", "gaudi2"]),
+        ("hh200-sxm", ["h200-sxm", "h800-sxm", "h100-sxm"]),
+        ("abacus", []),
+    ],
+)
+def test_suggestions_are_of_the_same_maker_and_generation(name: str, near: list[str]) -> None:
+    with pytest.raises(DeviceError, match="unknown") as caught:
         find_device(name)
-    assert len(str(caught.value).split("say which of ")[1].split(", ")) == count
+    text = str(caught.value)
+    assert (text.partition("Did you mean ")[2].partition("?")[0].split(", ") if near else []) == near
+    assert ("Did you mean" in text) == bool(near)
+
+
+@pytest.mark.parametrize(("name", "count"), [("h100", 3), ("V100", 4), ("rtx", 6), ("tpu", 5), ("mi250x", 2)])
+def test_ambiguous_device_lists_its_variants(name: str, count: int) -> None:
+    for needs_all in (False, True):
+        with pytest.raises(DeviceError, match="is ambiguous: say which of") as caught:
+            find_device(name, needs_all=needs_all)
+        assert len(str(caught.value).split("say which of ")[1].split(", ")) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "variants", "bf16"),
+    [
+        ("A100", ["a100-sxm-40gb", "a100-sxm-80gb", "a100-pcie-40gb", "a100-pcie-80gb"], 312e12),
+        ("a100-80gb", ["a100-sxm-80gb", "a100-pcie-80gb"], 312e12),
+        ("h800", ["h800-sxm"], 989.4e12),
+        ("a800", ["a800-sxm-80gb"], 312e12),
+        ("gh200", ["gh200-96gb"], 989.4e12),
+    ],
+)
+def test_a_short_name_has_what_its_variants_share(name: str, variants: list[str], bf16: float) -> None:
+    device = find_device(name)
+    assert peak_flops_per_s(name) == bf16
+    assert device.name == f"{name} ({', '.join(variants)})"
+    chosen = [find_device(each) for each in variants]
+    memories = {each.memory_gb for each in chosen}
+    assert device.memory_gb == (memories.pop() if len(memories) == 1 else None)
+    assert device.sdpa == chosen[0].sdpa
+    with pytest.raises(DeviceError, match=f"is ambiguous: say which of {', '.join(variants)}"):
+        find_device(name, needs_all=True)
+
+
+def test_a_short_name_without_the_peak_asked_for(user_folder: Path) -> None:
+    first, second = (
+        ROW.replace("'mine'", f"'mine-{each}'")
+        .replace("'My Card'", f"'My Card {each}'")
+        .replace("7 }", f"7, fp8 = {each} }}")
+        for each in (8, 9)
+    )
+    (user_folder / "devices.toml").write_text(first + second)
+    assert peak_flops_per_s("mine") == 7e12
+    with pytest.raises(DeviceError, match="its variants have different fp8 peaks, so say which of mine-8, mine-9"):
+        peak_flops_per_s("mine", "fp8")
+    with pytest.raises(DeviceError, match="has no known fp4 peak; known: bf16"):
+        peak_flops_per_s("mine", "fp4")
 
 
 @pytest.mark.parametrize("name", [None, 5, ["h200"], b"h200"])

@@ -626,7 +626,7 @@ def test_work_has_every_product_of_the_count() -> None:
         ({"device": "h200", "attention_kernel": "math"}, "attention kernel 'math' unknown"),
         ({"device": "h200", "attention_kernel": "flash", "dtype": "fp32"}, "flash takes bf16 and fp16, not fp32"),
         ({"device": "h200", "phase": "prefill", "grad_accum": 2}, "belongs to phase train"),
-        ({"device": "h200", "lora": {"r": 8}}, "lora is no part of the workload: it belongs to the recipe"),
+        ({"device": "h200", "freeze": "vision"}, "freeze is no part of the workload: it belongs to the recipe"),
         ({"device": "h200", "convention": "full"}, "convention is no part of the workload"),
         ({"device": "h200", "sequence_length": 8}, "keyword 'sequence_length' unknown. Did you mean seq_len"),
         ({"device": "h200", "dtpye": "bf16"}, "keyword 'dtpye' unknown. Did you mean dtype"),

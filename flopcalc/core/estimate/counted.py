@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flopcalc.core.count.count import Mode, count
@@ -14,6 +14,7 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
 from flopcalc.core.estimate.notes import describe_kernels, describe_work
 from flopcalc.core.estimate.padding import list_padding
 from flopcalc.core.model.bound import BoundModel
+from flopcalc.core.model.expand import remove_hooks
 from flopcalc.core.model.ops import join
 from flopcalc.core.recipe.live import read_recipe
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
@@ -24,6 +25,8 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import RecipeError, format_value
 from flopcalc.hardware.kernels import KernelTable, TileTable
 from flopcalc.words import CLIPPING, CONVENTIONS, KERNELS, Recompute, check_word
+
+_TOWERS = ("vision", "audio")  # groups of stages that feed the language model
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,28 @@ class CountedEstimator(Estimator):
             padding = self._list_padding(coefficients, load, counting)
             notes += describe_kernels(self, load, self.kernel_table, self.tile_table, padding)
         return notes
+
+    def count_hooks(self, load: Workload) -> dict[str, int]:
+        """What each frozen tower executes only because HF's checkpointing makes its input require a gradient."""
+        if self.recipe.recompute == "none" or load.phase != "train":
+            return {}
+        trained = dict.fromkeys(_TOWERS, 0)
+        for block in self._choose(load, "hardware")[0].blocks:
+            if block.group in trained:
+                trained[block.group] += sum(row.trainable for row in block.rows)
+        found = {}
+        for group, trainable in trained.items():
+            stages = tuple(remove_hooks(stage) if stage.group == group else stage for stage in self.stages)
+            if trainable or stages == self.stages:
+                continue
+            plain = CountedEstimator(
+                replace(self.model, stages=stages), self.recipe, "hardware", self.attention_kernel, self.kernel_table,
+                self.tile_table,
+            )  # fmt: skip
+            extra = self.count(load, "hardware").total - plain.count(load, "hardware").total
+            if extra:
+                found[group] = extra
+        return found
 
     def _list_padding(self, coefficients: Coefficients, load: Workload, counting: str) -> list[CountedRow]:
         if self.attention_kernel == "eager":

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.model.audio import Audio
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Op, Stage, join
+from flopcalc.core.model.pictures import read_picture_size
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import PARTS, Spec
-from flopcalc.core.workload.workload import Workload, make_workload
-from flopcalc.errors import FlopcalcError, WorkloadError
+from flopcalc.core.workload.workload import Grid, Workload, make_workload
+from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.grids import format_html
 from flopcalc.units import check_size, format_flops, format_parameters, format_share
 from flopcalc.words import CONVENTIONS, Recompute, check_word
+
+Picture: TypeAlias = str | os.PathLike[str] | tuple[int, int]  # a file, or width and height in pixels
 
 
 @runtime_checkable
@@ -43,6 +47,7 @@ class Estimator(Protocol):
         batch_size: int = 1,
         seq_len: int | None = None,
         *,
+        images: Iterable[Picture] | None = None,
         image_grid_thw: Any = None,
         video_grid_thw: Any = None,
         lengths: Iterable[int] | None = None,
@@ -57,14 +62,20 @@ class Estimator(Protocol):
         """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it).
 
         `audio` are the whole batch's clips in seconds; `clips` the same in frames of the model's feature extractor.
+        `images` are the whole batch's too, files or (width, height) in pixels; `image_grid_thw` the same in patches.
         """
+        notes: tuple[str, ...] = ()
         if audio is not None:
             clips = [*(clips or ()), *self.count_frames(audio)]
         if batch is not None:
             check_no_sizes(
-                batch_size, seq_len, lengths, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips
+                batch_size, seq_len, lengths, images, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips
             )
             return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
+        if images is not None:
+            if image_grid_thw is not None:
+                raise WorkloadError("images and image_grid_thw are both given: give the images in one way")
+            image_grid_thw, notes = self.cut_images(images, batch_size)
         load = make_workload(
             batch_size,
             seq_len,
@@ -80,7 +91,7 @@ class Estimator(Protocol):
         if load.grids and self.vision is not None and self.vision.kind == "tiles":
             for grid in load.grids:
                 self.vision.check_tiles(grid, "image_grid_thw")
-        return self.estimate(load)
+        return self.estimate(load, notes)
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate: ...
 
@@ -112,6 +123,34 @@ class Estimator(Protocol):
         if self.audio is None:
             raise WorkloadError(f"{self.source.name} takes no audio")
         return [self.audio.frames_of_seconds(length) for length in seconds]
+
+    def count_hooks(self, load: Workload) -> dict[str, int]:  # noqa: ARG002  # a trace knows none
+        """FLOPs of a training step that frozen towers (vision, audio) owe to gradient checkpointing alone."""
+        return {}
+
+    def cut_images(
+        self, images: Iterable[Picture], batch_size: int = 1, max_pixels: int | None = None
+    ) -> tuple[list[Grid], tuple[str, ...]]:
+        """Grids of a batch's images, each a file or (width, height) in pixels, and notes on the processor's limits."""
+        if self.vision is None:
+            what = "takes no images" if self.audio is not None else "is a text model: it takes no images"
+            raise WorkloadError(f"{self.source.name} {what}")
+        grids: list[Grid] = []
+        notes: dict[str, None] = {}
+        preprocessor = self.source.preprocessor
+        sizes = [read_picture_size(each) if isinstance(each, (str, os.PathLike)) else each for each in images]
+        if max_pixels is not None and sizes:
+            if not self.vision.has_pixel_limit:
+                raise WorkloadError(f"max_pixels: {self.source.name}'s processor has no such limit")
+            preprocessor = {**(preprocessor or {}), "max_pixels": check_size(max_pixels, "max_pixels")}
+        for size in sizes:
+            if not isinstance(size, Sequence) or len(size) != 2:
+                raise WorkloadError(f"images: {format_value(size)} is not (width, height)")
+            each = -(-len(sizes) // batch_size)  # some processors cut only an image that is alone in its sample
+            made, found = self.vision.grids_of_pixels(*size, preprocessor, each)
+            grids += made
+            notes |= dict.fromkeys(found)
+        return grids, tuple(notes)
 
     def count_patches(self, load: Workload) -> int:
         return sum(self.vision.count_patches(grid) for grid in load.all_grids) if self.vision else 0
@@ -294,10 +333,37 @@ class Estimate:
         notes = list(self._notes)
         for estimator, load, _ in self.terms:
             notes += [note for note in estimator.notes(load) if note not in notes]
+        return notes + self._describe_extras()
+
+    def _describe_extras(self) -> list[str]:
+        """What recomputation and clipping execute in the whole step, where the convention leaves it out."""
+        executed, left_out = NO_FLOPS, NO_FLOPS
+        hooks: dict[str, int] = {}
+        for estimator, load, times in self.terms:
+            recipe = estimator.recipe
+            is_plain = recipe.recompute == "none" and recipe.clipping == "none"
+            if estimator.origin == "trace" or load.phase != "train" or is_plain:
+                continue
+            flops = estimator.count(load, "hardware") * times
+            executed += flops
+            left_out += flops if estimator.convention != "hardware" else NO_FLOPS
+            for tower, extra in estimator.count_hooks(load).items():
+                hooks[tower] = hooks.get(tower, 0) + extra * times
+        notes = []
+        for what, extra in (("recomputation", left_out.recompute), ("clipping", left_out.clipping)):
+            if extra:
+                notes.append(f"{what} would add {format_flops(extra)} ({extra:,}) under convention hardware")
+        for tower, extra in hooks.items():
+            notes.append(
+                f"gradient checkpointing makes the input of the frozen {tower} tower require a gradient, so its "
+                f"backward pass runs for nothing: {format_flops(extra)}, {format_share(extra, executed.total)} of the "
+                "FLOPs under convention hardware; model.disable_input_require_grads() after "
+                "gradient_checkpointing_enable() saves them (with use_reentrant=False)"
+            )
         return notes
 
     def to_dict(self, depth: int | None = None) -> dict[str, Any]:
-        """The object that `flopcalc estimate --json` prints, without mfu and hfu, which need a step time."""
+        """The object that `flopcalc estimate --json` prints, without mfu, hfu and run, which need more than a step."""
         from flopcalc._version import __version__
 
         estimator = self.terms[0][0]
@@ -349,6 +415,7 @@ class Estimate:
             "parameters": self.parameters,
             "mfu": None,
             "hfu": None,
+            "run": None,
             "notes": notes,
         }
 

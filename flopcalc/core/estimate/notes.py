@@ -9,7 +9,6 @@ from flopcalc.core.model.ops import Attend, Linear
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import format_value
 from flopcalc.hardware.kernels import KernelTable, TileTable
-from flopcalc.units import format_flops
 
 
 def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> list[str]:
@@ -27,15 +26,15 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
     longest = max(side.longest for side in (load, load.decoder) if side is not None)
     if model.position_limit and model.position_kind == "rotary" and longest > model.position_limit:
         notes.append(f"length {longest} is beyond max_position_embeddings = {model.position_limit}")
-    if recipe.recompute != "none" and estimator.convention != "hardware" and load.phase == "train":
-        again = estimator.count(load, "hardware").recompute
-        notes.append(f"recomputation would add {format_flops(again)} ({again}) under convention hardware")
-    if recipe.clipping != "none" and estimator.convention != "hardware":
-        extra = estimator.count(load, "hardware").clipping
-        notes.append(f"clipping would add {format_flops(extra)} ({extra}) under convention hardware")
     if load.phase == "train" and not estimator.parameters()["trainable"]:
         notes.append("nothing trains under this recipe, so there is no backward pass")
     side = load.decoder or load
+    if load.phase == "decode" and side.seq > 1 and not side.context:
+        flag = "--seq" if load.decoder is None else "--decoder-seq"
+        notes.append(
+            f"this decodes {side.seq:,} new tokens after an empty cache; for one token after {side.seq:,} cached ones "
+            f"give {flag} 1 --context {side.seq}"
+        )
     if isinstance(side.logits, int) and side.logits > side.seq:
         notes.append(f"logits asked for {side.logits} positions, a sequence has {side.seq}: all of them counted")
     if spec.reentrant and recipe.recompute == "full-reentrant" and load.phase == "train":

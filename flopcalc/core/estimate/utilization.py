@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.hardware.devices import detect_device, find_device, parse_dtype, peak_flops_per_s
-from flopcalc.units import check_size
+from flopcalc.units import check_size, format_rate
 
 
 class Utilization(NamedTuple):
@@ -36,42 +36,77 @@ class Utilization(NamedTuple):
 
 def mfu(
     estimate: Estimate,
-    step_time_s: float,
+    step_time_s: float | None = None,
     *,
+    tokens_per_second: float | None = None,
     device: str | None = None,
     dtype: Any = "bf16",
     peak: float | None = None,
     num_devices: int = 1,
+    gpus: int | None = None,
 ) -> Utilization:
-    """Model FLOPs utilization: convention `full` if the estimate is of it, else `model`; never `hardware`."""
+    """Model FLOPs utilization: convention `full` if the estimate is of it, else `model`; never `hardware`.
+
+    The time is that of a step, or follows from the tokens per second of all GPUs; `gpus` is `num_devices` in short.
+    """
     convention = "full" if estimate.convention == "full" else "model"
-    return _share(estimate.total_under(convention), "MFU", step_time_s, device, dtype, peak, num_devices)
+    flops = estimate.total_under(convention)
+    seconds = find_step_time(estimate, step_time_s, tokens_per_second)
+    share = _share(flops, "MFU", seconds, device, dtype, peak, _count_devices(num_devices, gpus))
+    executed = estimate.totals["hardware"] if convention == "full" else None
+    if share.value is None or executed is None or executed >= flops:
+        return share
+    why = (
+        f"this MFU is above the HFU: convention full counts every query-key pair, and kernel "
+        f"{estimate.attention_kernel} skips most masked ones; --convention model gives an MFU that is below the HFU"
+    )
+    return share._replace(note=why if share.note is None else f"{share.note}; {why}")
 
 
 def hfu(
     estimate: Estimate,
-    step_time_s: float,
+    step_time_s: float | None = None,
     *,
+    tokens_per_second: float | None = None,
     device: str | None = None,
     dtype: Any = "bf16",
     peak: float | None = None,
     num_devices: int = 1,
+    gpus: int | None = None,
 ) -> Utilization:
-    """Hardware FLOPs utilization: convention `hardware`, recomputation included."""
-    return _share(estimate.total_under("hardware"), "HFU", step_time_s, device, dtype, peak, num_devices)
+    """Hardware FLOPs utilization: convention `hardware`, recomputation included; arguments as of `mfu`."""
+    seconds = find_step_time(estimate, step_time_s, tokens_per_second)
+    devices = _count_devices(num_devices, gpus)
+    return _share(estimate.total_under("hardware"), "HFU", seconds, device, dtype, peak, devices)
+
+
+def find_step_time(estimate: Estimate, step_time_s: float | None, tokens_per_second: float | None) -> float:
+    """Seconds of a step, as given or from the tokens that pass in a second."""
+    if (step_time_s is None) == (tokens_per_second is None):
+        problem = "are both given" if step_time_s is not None else "are both missing"
+        raise FlopcalcError(f"step time and tokens per second {problem}: give one of them")
+    if tokens_per_second is not None:
+        return estimate.tokens / check_positive(tokens_per_second, "tokens per second")
+    return check_positive(step_time_s, "step time")
+
+
+def _count_devices(num_devices: int, gpus: int | None) -> int:
+    if gpus is None:
+        return check_size(num_devices, "num_devices")
+    if num_devices not in (1, gpus):
+        raise FlopcalcError(f"gpus {gpus} contradicts num_devices {num_devices}: give one of them")
+    return check_size(gpus, "gpus")
 
 
 def _share(
-    flops: int, what: str, step_time_s: float, device: str | None, dtype: Any, peak: float | None, num_devices: int
+    flops: int, what: str, step_time_s: float, device: str | None, dtype: Any, peak: float | None, devices: int
 ) -> Utilization:
-    check_positive(step_time_s, "step time")
-    check_size(num_devices, "num_devices")
     name, rate, note = find_peak(device, dtype, peak)
     kind = parse_dtype(dtype)
     if rate is None:
         return Utilization(None, None, name, kind, note)
     try:
-        value = flops / (step_time_s * rate * num_devices)
+        value = flops / (step_time_s * rate * devices)
     except (ZeroDivisionError, OverflowError):
         value = math.inf
     if math.isinf(value):
@@ -79,6 +114,24 @@ def _share(
     if value > 1:
         note = f"{what} is {value:.3f}, above 1: the peak, the step time, the device count or the workload is wrong"
     return Utilization(value, rate, name, kind, note)
+
+
+def describe_least_time(
+    estimate: Estimate, *, device: str | None, dtype: str, peak: float | None, gpus: int
+) -> list[str]:  # fmt: skip
+    """Without a measured time: the least that the peak allows, and what measured steps reached on the device."""
+    try:
+        name, rate, note = find_peak(device, dtype, peak)
+    except DeviceError as error:  # a dtype without a peak: no reason to refuse the count
+        return [str(error)]
+    if rate is None:
+        return [note] if note else []
+    convention = "full" if estimate.convention == "full" else "model"
+    least = estimate.total_under(convention) / (rate * gpus)
+    where = f" of {gpus} × {name}" if name else ""
+    bound = f"at the {dtype} peak{where} ({format_rate(rate)} each) this takes at least {least:.4g} s"
+    measured = describe_measured_mfu(name, estimate) if name is not None and dtype == "bf16" else None
+    return [f"{bound}; --step-time gives the MFU", *([measured] if measured else [])]
 
 
 def find_peak(device: str | None, dtype: Any, peak: float | None) -> tuple[str | None, float | None, str | None]:
@@ -111,7 +164,10 @@ def describe_measured_mfu(device: str, estimate: Estimate) -> str | None:
     """
     from flopcalc.hardware.tables import find_table, load_table
 
-    path = find_table(find_device(device).id, "steps")
+    try:
+        path = find_table(find_device(device).id, "steps")
+    except DeviceError:  # a device of the user's own, whose peak was given by hand
+        return None
     load = estimate.terms[0][1]
     if path is None or load.phase != "train":
         return None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from flopcalc.data import find_data_file, get_stem, list_data_files, load_toml
+from flopcalc.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 
 MAX_JSON_CHARACTERS = 16_000_000
@@ -23,6 +23,7 @@ class Source(NamedTuple):
     preprocessor: dict[str, Any] | None = None
     reference: str = ""  # what the dims were read from
     module: Any = None  # the live model, if one was given
+    video_preprocessor: dict[str, Any] | None = None
 
 
 def load_config(model: Any, *, download: bool = False) -> Source:
@@ -73,7 +74,7 @@ def _load_named(model: str | os.PathLike[str], download: bool) -> Source:
     if os.path.isdir(path):
         return _load_folder(path)
     if os.path.isfile(path):
-        return _checked(Source(get_stem(path), _load_json(path), path, _load_beside(path), path))
+        return _load_with_processors(get_stem(path), path)
     if text.count("/") == 1 and not text.startswith((".", "/")):
         return _load_hub(text, download)
     if is_name:
@@ -97,12 +98,18 @@ def load_preset(path: str) -> Source:
     null_keys = tables.get("null_keys", [])
     if not isinstance(null_keys, list):
         raise ConfigError(f"{path}: null_keys must be a list of config keys")
-    if not isinstance(tables.get("preprocessor", {}), dict):
-        raise ConfigError(f"{path}: [preprocessor] must be a table")
+    for key in ("preprocessor", "video_preprocessor"):
+        if not isinstance(tables.get(key, {}), dict):
+            raise ConfigError(f"{path}: [{key}] must be a table")
     # TOML has no null, which a published config may give on purpose (no sliding window, say).
     config = {**config, **dict.fromkeys(map(str, null_keys))}
     name = get_stem(path)
-    return _checked(Source(name, config, f"preset {name}", tables.get("preprocessor"), str(tables.get("source", ""))))
+    return _checked(
+        Source(
+            name, config, f"preset {name}", tables.get("preprocessor"), str(tables.get("source", "")),
+            video_preprocessor=tables.get("video_preprocessor"),
+        )
+    )  # fmt: skip
 
 
 def _load_folder(folder: str) -> Source:
@@ -110,11 +117,20 @@ def _load_folder(folder: str) -> Source:
     if not os.path.isfile(path):
         raise ConfigError(f"{folder}: no config.json in this folder")
     name = os.path.basename(os.path.abspath(folder))
-    return _checked(Source(name, _load_json(path), path, _load_beside(path), path))
+    return _load_with_processors(name, path)
 
 
-def _load_beside(path: str) -> dict[str, Any] | None:
-    beside = os.path.join(os.path.dirname(path), "preprocessor_config.json")
+def _load_with_processors(name: str, path: str) -> Source:
+    """A config.json and the processors' files beside it; a video's falls back to the image's, as in transformers."""
+    folder = os.path.dirname(path)
+    images, videos = (_load_beside(folder, prefix) for prefix in ("", "video_"))
+    return _checked(
+        Source(name, _load_json(path), path, images, path, video_preprocessor=images if videos is None else videos)
+    )
+
+
+def _load_beside(folder: str, prefix: str) -> dict[str, Any] | None:
+    beside = os.path.join(folder, f"{prefix}preprocessor_config.json")
     return _load_json(beside) if os.path.isfile(beside) else None
 
 
@@ -137,28 +153,31 @@ def _load_json(path: str) -> dict[str, Any]:
 
 
 def _load_hub(hub_id: str, download: bool) -> Source:
+    """A hub id's config: from the local cache, downloaded if asked for, else the preset that has it."""
     config = _find_cached(hub_id, "config.json")
-    if config is None and download:
+    if config is not None:
+        return _load_with_processors(hub_id, config)
+    if download:
         return _download(hub_id)
-    if config is None:
-        known = _find_preset_of(hub_id)
-        hint = f"; preset {known[0]} has its published dims" if known else ""
-        raise ConfigError(
-            f"{hub_id!r} is neither a path nor in the local Hugging Face cache; --download fetches it{hint}"
-        )
-    preprocessor = _find_cached(hub_id, "preprocessor_config.json")
-    return _checked(
-        Source(hub_id, _load_json(config), config, _load_json(preprocessor) if preprocessor else None, config)
+    preset = _find_preset_of(hub_id)
+    if preset is not None:
+        return load_preset(preset)
+    raise ConfigError(
+        f"{hub_id!r} is neither a path, nor in the local Hugging Face cache, nor has it a preset; --download fetches it"
     )
 
 
-def _find_preset_of(hub_id: str) -> list[str]:
-    found = []
-    for name, path in list_data_files("presets").items():
+def _find_preset_of(hub_id: str) -> str | None:
+    """The file of the preset that has a hub id, in upper or lower case."""
+    wanted = hub_id.lower()
+    for path in list_data_files("presets").values():
+        with open(path, encoding="utf-8") as file:
+            if wanted not in file.read().lower():  # reading is far faster than parsing them all
+                continue
         with suppress(SpecError):  # another preset that cannot be read is not this model's fault
-            if load_toml(path).get("hub_id") == hub_id:
-                found.append(name)
-    return found
+            if str(load_toml(path).get("hub_id", "")).lower() == wanted:
+                return path
+    return None
 
 
 def _find_cached(hub_id: str, filename: str) -> str | None:
@@ -183,14 +202,13 @@ def _download(hub_id: str) -> Source:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
-        raise ConfigError("--download needs huggingface_hub: pip install 'flopcalc[measure]'") from None
+        raise ConfigError(f"--download needs huggingface_hub: {describe_install('hub')}") from None
     try:
         path = hf_hub_download(hub_id, "config.json")
     except Exception as error:  # the hub client raises many kinds; all mean that there is no config to read
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{hub_id}: download failed: {reason[:200]}") from None
-    try:
-        preprocessor = _load_json(hf_hub_download(hub_id, "preprocessor_config.json"))
-    except Exception:  # text models have none
-        preprocessor = None
-    return _checked(Source(hub_id, _load_json(path), path, preprocessor, f"downloaded from {hub_id}"))
+    for prefix in ("", "video_"):
+        with suppress(Exception):  # text models have none
+            hf_hub_download(hub_id, f"{prefix}preprocessor_config.json")
+    return _load_with_processors(hub_id, path)._replace(reference=f"downloaded from {hub_id}")

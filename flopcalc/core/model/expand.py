@@ -71,7 +71,7 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
     except RecursionError:
         raise SpecError(f"{dims.spec.file}: uses itself, through its stacks or its dims") from None
     if dims.spec.main_input != "input_ids":
-        stages = tuple(stage._replace(layers=tuple(map(_remove_hooks, stage.layers))) for stage in stages)
+        stages = tuple(map(remove_hooks, stages))
     lengths = {stage.path: stage.first + len(stage.layers) for stage in stages}
     for stage in stages:
         if stage.reads is not None and max(stage.reads[1], default=-1) >= lengths.get(stage.reads[0], 0):
@@ -502,11 +502,13 @@ def _count_key_heads(before: Sequence[Op | tuple[Chain, ...]], heads: int, qk: i
     return found if found > 0 and not rest and heads % found == 0 else heads
 
 
-def _remove_hooks(chain: Chain) -> Chain:
+def remove_hooks(stage: Stage) -> Stage:
+    """The stage as it is where HF's checkpointing does not make its input require a gradient."""
+
     def remove(op: Op) -> Op:
         return op.replace(input_embedding=False) if isinstance(op, Weighted) and op.input_embedding else op
 
-    return _map(chain, remove)
+    return stage._replace(layers=tuple(_map(chain, remove) for chain in stage.layers))
 
 
 def _put_under(chain: Chain, path: str) -> Chain:

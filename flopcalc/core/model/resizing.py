@@ -16,22 +16,30 @@ _MAX_ASPECT = 200
 
 
 def smart_resize(
-    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: int = 1
+    height: int,
+    width: int,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    frames: int = 1,
+    counted: int | None = None,
 ) -> tuple[int, int]:
     """Qwen's rule: both sides a multiple of `factor`, the area within limits, the aspect kept as far as that allows.
 
-    Some processors count an image as a video of so many `frames` against the limits.
+    Some processors count an image as a video of so many `frames` against the limits; of a video's frames, `counted`
+    are held against them, which may be one fewer or more.
     """
+    counted = frames if counted is None else counted
     if max(height, width) / min(height, width) > _MAX_ASPECT:
         raise WorkloadError(f"image {width}x{height}: the longer side is more than {_MAX_ASPECT} times the shorter")
     # Floats and Python's round-half-even on purpose: the processor computes it so, and ties differ otherwise.
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
-    if frames * new_height * new_width > max_pixels:
+    if counted * new_height * new_width > max_pixels:
         beta = math.sqrt(frames * height * width / max_pixels)
         new_height = max(factor, math.floor(height / beta / factor) * factor)
         new_width = max(factor, math.floor(width / beta / factor) * factor)
-    elif frames * new_height * new_width < min_pixels:
+    elif counted * new_height * new_width < min_pixels:
         beta = math.sqrt(min_pixels / (frames * height * width))
         new_height = math.ceil(height * beta / factor) * factor
         new_width = math.ceil(width * beta / factor) * factor

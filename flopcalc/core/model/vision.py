@@ -29,6 +29,14 @@ class Vision(NamedTuple):
     dims: BoundDims | None = None  # where `tokens` and the parameters of the pixel rule have values
     most: int = 0  # tiles: that one image may have; 0: any number
 
+    @property
+    def has_pixel_limit(self) -> bool:
+        """Whether the processor holds an image within so many pixels."""
+        table = self.dims.spec.vision if self.dims is not None else {}
+        if "pixels" in table:
+            return any("max_pixels" in keys.split(" or ") for keys in table["pixels"])
+        return self.kind == "grid"
+
     def check_grid(self, grid: Grid, what: str) -> Grid:
         t, h, w = grid
         if self.kind == "fixed":

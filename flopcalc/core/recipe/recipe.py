@@ -66,6 +66,21 @@ def make_recipe(
     return Recipe(_patterns(freeze, "freeze"), only, chosen, again, clipping=clips)
 
 
+def join_recipe(
+    recipe: Recipe | Mapping[str, Any] | None, lora: Lora | Mapping[str, Any] | str | None, recompute: str | None
+) -> Recipe | Mapping[str, Any] | None:
+    """A recipe with lora and recompute given beside it, the short way to say them."""
+    given = {key: value for key, value in (("lora", lora), ("recompute", recompute)) if value is not None}
+    if not given:
+        return recipe
+    if isinstance(recipe, Recipe):
+        raise RecipeError(f"{' and '.join(given)} beside a Recipe: say it in make_recipe()")
+    doubled = [key for key in given if key in (recipe or {})]
+    if doubled:
+        raise RecipeError(f"{doubled[0]} is given twice, by itself and in the recipe: give it once")
+    return {**(recipe or {}), **given}
+
+
 def check_clipping(clipping: str, recompute: Recompute) -> Clipping:
     """Opacus works in module hooks, which checkpointing runs twice or not at all: what goes wrong there is refused."""
     clipping = check_word(clipping, CLIPPING, "clipping", RecipeError)

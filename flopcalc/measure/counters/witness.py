@@ -20,6 +20,7 @@ from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.model.ops import Linear
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.workload.workload import Workload
+from flopcalc.data import describe_install
 from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.hardware.devices import Device, find_device
 from flopcalc.words import GROUPS
@@ -210,7 +211,7 @@ def _guard(witness: str, speak: Callable[[], Witnessed]) -> Witnessed:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA:
             return unavailable(witness, f"{type(error).__name__}: {error}", time.perf_counter() - start)
-        return unavailable(witness, f"{package} is not installed: pip install 'flopcalc[measure]'")
+        return unavailable(witness, f"{package} is not installed: {describe_install('measure')}")
     except Exception as error:  # a witness that breaks is a row of the table, never the end of it
         text = str(error).strip().partition("\n")[0][:300]
         return unavailable(witness, f"{type(error).__name__}: {text}", time.perf_counter() - start)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc._version import __version__
+from flopcalc.data import describe_install
 from flopcalc.errors import format_value
 from flopcalc.measure.calibrate.provenance import find_version
 from flopcalc.measure.jobs.runner import Progress, Result, run_jobs
@@ -126,7 +127,7 @@ def check_libraries(configurations: Sequence[Configuration]) -> None:
         needed.append("opacus")
     missing = [name for name in needed if find_version(name) is None]
     if missing:
-        raise SweepError(f"the sweep needs {', '.join(missing)}: pip install 'flopcalc[sweep]'")
+        raise SweepError(f"the sweep needs {', '.join(missing)}: {describe_install('sweep')}")
 
 
 # --- results.jsonl ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from flopcalc.data import describe_install
 from flopcalc.grids import format_grid
 from flopcalc.measure.sweep.matrix import BASELINE, TRAINERS, SweepError
 from flopcalc.measure.sweep.run import get_value
@@ -255,7 +256,7 @@ def plot(summary: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise SweepError("a plot needs matplotlib: pip install 'flopcalc[plot]'") from None
+        raise SweepError(f"a plot needs matplotlib: {describe_install('plot')}") from None
 
     figure = Figure(figsize=(10, 10), layout="constrained")
     draw(figure, summary)

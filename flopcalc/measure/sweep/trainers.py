@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, format_nearest, format_value
 from flopcalc.measure.sweep.matrix import TRAINERS
 
@@ -335,7 +336,7 @@ def make_trainer(
     except ModuleNotFoundError as error:
         if error.name != "opacus":
             raise
-        raise TrainerError(f"{name} needs Opacus: pip install 'flopcalc[sweep]'") from None
+        raise TrainerError(f"{name} needs Opacus: {describe_install('sweep')}") from None
 
 
 def _takes_positions(model: Any) -> bool:

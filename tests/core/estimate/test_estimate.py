@@ -11,6 +11,7 @@ import pytest
 from flopcalc import ConfigError, Estimate, FlopcalcError, WorkloadError, bind, estimate_flops
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import list_data_files
+from flopcalc.units import format_flops
 from flopcalc.words import CONVENTIONS
 
 D, FF, HEADS, KV, HD, VOCAB, LAYERS = 24, 40, 4, 2, 8, 50, 4
@@ -243,15 +244,74 @@ def test_learned_positions_end_and_rotary_ones_are_noted() -> None:
 def test_notes_on_images_and_recomputation() -> None:
     assert "--image" in bind(QWEN)(1, 8).notes[0]
     assert bind(QWEN)(1, 8, image_grid_thw=[[1, 4, 4]]).notes == []
-    assert bind(QWEN)(1, 8, phase="decode").notes == []
+    assert bind(QWEN)(1, 1, phase="decode").notes == []
+    assert bind(QWEN)(1, 8, phase="decode", context=1).notes == []
     estimate = bind(LLAMA, recipe={"recompute": "full"})(1, 8)
     again = bind(LLAMA, recipe={"recompute": "full"}, convention="hardware")(1, 8).recompute
     assert again > 0
-    assert any(f"({again})" in note for note in estimate.notes)
+    assert any(f"({again:,})" in note for note in estimate.notes)
     assert any(
         "nothing is recomputed" in note
         for note in bind(LLAMA, recipe={"recompute": "full"})(1, 8, phase="forward").notes
     )
+
+
+@pytest.mark.parametrize(
+    ("word", "recipe"), [("recomputation", {"recompute": "full"}), ("clipping", {"clipping": "hooks"})]
+)
+def test_notes_are_of_the_whole_step(word: str, recipe: dict[str, str]) -> None:
+    """What convention model leaves out is said for all micro-batches together, also where they differ."""
+    counted, executed = (bind(LLAMA, recipe=recipe, convention=convention) for convention in ("model", "hardware"))
+    cases = [
+        (counted(2, 16), executed(2, 16)),
+        (8 * counted(2, 16), 8 * executed(2, 16)),
+        (3 * counted(2, 16) + counted(1, 7), 3 * executed(2, 16) + executed(1, 7)),
+    ]
+    for needed, run in cases:
+        extra = run.recompute + run.clipping
+        notes = [note for note in needed.notes if f"{word} would add" in note]
+        assert len(notes) == 1
+        assert f"({extra:,})" in notes[0]
+        assert not any("would add" in note for note in run.notes)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("recompute", ["full", "full-reentrant"])
+def test_a_frozen_tower_under_checkpointing_is_noted(recompute: str, convention: str) -> None:
+    def note(times: int, **recipe: Any) -> list[str]:
+        estimate = bind(QWEN, recipe={"recompute": recompute, **recipe}, convention=convention)
+        found = times * estimate(1, 8, image_grid_thw=[[1, 4, 4]])
+        return [each for each in found.notes if "frozen vision tower" in each]
+
+    arguments: dict[str, Any] = {"image_grid_thw": [[1, 4, 4]]}
+    frozen = bind(QWEN, recipe={"recompute": recompute, "freeze": "vision"}, convention="hardware")(1, 8, **arguments)
+    vision = frozen.by_component()["vision"]
+    # Nothing in the tower trains: its whole backward pass and what it recomputes is for nothing.
+    extra = vision.backward + vision.recompute
+    assert vision.backward > 0
+    for times in (1, 8):
+        (text,) = note(times, freeze="vision")
+        assert f": {format_flops(times * extra)}, {100 * extra / frozen.total:.1f} % of the FLOPs" in text
+        assert "disable_input_require_grads()" in text
+    assert note(1) == []
+    assert note(1, freeze="model.visual.blocks.0") == []
+    assert bind(QWEN, recipe={"freeze": "vision"}).count_hooks(Workload(1, 8, grids=((1, 4, 4),))) == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "words"),
+    [
+        (LLAMA, {"seq_len": 4096}, "give --seq 1 --context 4096"),
+        (LLAMA, {"seq_len": 4096, "context": 1}, None),
+        (LLAMA, {"seq_len": 1}, None),
+        (LLAMA, {"context": 4096}, None),
+        ("t5-v1.1-xl", {"seq_len": 16, "decoder_seq_len": 32}, "give --decoder-seq 1 --context 32"),
+    ],
+)
+def test_many_new_tokens_after_an_empty_cache_are_noted(config: Any, sizes: dict[str, int], words: str | None) -> None:
+    notes = [note for note in bind(config)(1, **sizes, phase="decode").notes if "empty cache" in note]
+    assert len(notes) == (words is not None)
+    assert words is None or words in notes[0]
 
 
 def test_bind_says_what_it_does_not_know() -> None:

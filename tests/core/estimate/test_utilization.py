@@ -37,6 +37,21 @@ def test_mfu_is_never_of_convention_hardware() -> None:
         assert hfu(estimate, 1, **arguments).value == executed.total / 1e12
 
 
+@pytest.mark.parametrize(
+    ("convention", "kernel", "is_noted"),
+    [("full", "flash", True), ("full", "eager", False), ("model", "flash", False), ("hardware", "flash", False)],
+)
+def test_an_mfu_above_the_hfu_is_explained(convention: str, kernel: str, is_noted: bool) -> None:
+    """Causal attention over a long sequence: full counts every pair, the fused kernel about half of them."""
+    estimate = bind("llama-3.2-1b", convention=convention, attention_kernel=kernel)(1, 8192)
+    share, executed = mfu(estimate, 1, peak=1e15), hfu(estimate, 1, peak=1e15)
+    assert (float(share) > float(executed)) == is_noted
+    assert ("above the HFU" in (share.note or "")) == is_noted
+    both = mfu(estimate, 1e-9, peak=1e15).note or ""
+    assert "above 1" in both
+    assert ("above the HFU" in both) == is_noted
+
+
 def test_device_and_dtype() -> None:
     share = mfu(bind(MODEL)(1, 64), 1e-3, device="h200", dtype="fp8")
     assert (share.device, share.dtype, share.peak_flops_per_s) == ("NVIDIA H200", "fp8", 1978.9e12)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +132,49 @@ def test_hub_id_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (folder / "refs" / "main").write_text("aaa\n")
     source = load_config("org/name")
     assert (source.name, source.config["hidden_size"]) == ("org/name", 24)
-    with pytest.raises(ConfigError, match="--download fetches it"):
+    with pytest.raises(ConfigError, match="nor has it a preset; --download fetches it"):
         load_config("org/other")
+
+
+def test_a_hub_id_with_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache first, the preset next; --download asks the hub instead."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for hub_id in ("meta-llama/Llama-3.1-8B-Instruct", "META-LLAMA/llama-3.1-8b-instruct"):
+        assert load_config(hub_id) == load_config("llama-3.1-8b")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"--download needs huggingface_hub: pip install .*\[hub\]"):
+        load_config("meta-llama/Llama-3.1-8B-Instruct", download=True)
+    folder = tmp_path / "models--meta-llama--Llama-3.1-8B-Instruct" / "snapshots" / "aaa"
+    folder.mkdir(parents=True)
+    write(folder / "config.json", LLAMA)
+    assert load_config("meta-llama/Llama-3.1-8B-Instruct").config == LLAMA
+
+
+def test_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub alone is asked, for config.json and what image and video processors have beside it."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    asked = []
+
+    def download(hub_id: str, name: str) -> str:
+        asked.append((hub_id, name))
+        if name.startswith("video_"):
+            raise OSError("404")
+        write(tmp_path / name, LLAMA if name == "config.json" else {"min_pixels": 3})
+        return str(tmp_path / name)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=download))
+    source = load_config("org/name", download=True)
+    assert (source.name, source.config, source.reference) == ("org/name", LLAMA, "downloaded from org/name")
+    assert source.preprocessor == source.video_preprocessor == {"min_pixels": 3}
+    names = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+    assert asked == [("org/name", name) for name in names]
+
+    def fail(hub_id: str, name: str) -> str:
+        raise OSError(f"{hub_id} {name}: no such repository")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=fail))
+    with pytest.raises(ConfigError, match=r"download failed: org/name config\.json: no such repository"):
+        load_config("org/name", download=True)
 
 
 # --- objects ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,124 @@
+"""Lists of values, as in --seq 1k,2k,4k: one result each, shown as a table, as JSON rows or as a curve."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple, TypeVar
+
+import click
+
+from flopcalc.cli.options.workload import LISTED
+from flopcalc.errors import WorkloadError
+from flopcalc.grids import format_grid, wrap
+from flopcalc.units import parse_size
+
+MOST_ROWS = 64
+Result = TypeVar("Result")
+
+
+class Row(NamedTuple):
+    """One combination of listed values: what was varied, and the options of the single result."""
+
+    varied: dict[str, int | str]
+    options: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        return " ".join(f"--{name} {value}" for name, value in self.varied.items())
+
+
+def expand(options: Mapping[str, Any]) -> list[Row]:
+    """Every combination of the values that the options list."""
+    lists: dict[str, list[int | str]] = {}
+    for name in LISTED:
+        text = options.get(name)
+        if isinstance(text, str) and "," in text:
+            pieces = [piece.strip() for piece in text.split(",")]
+            if "" in pieces:
+                raise WorkloadError(f"--{name}: {text!r} has an empty value")
+            lists[name] = [piece if name == "device" else parse_size(piece, f"--{name}") for piece in pieces]
+            if len(set(lists[name])) < len(pieces):
+                raise WorkloadError(f"--{name}: {text!r} lists a value twice")
+    count = math.prod(len(values) for values in lists.values())
+    if count > MOST_ROWS:
+        raise WorkloadError(f"{count} combinations of the listed values: at most {MOST_ROWS} are shown")
+    found = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
+    return [Row(varied, {**options, **{name: str(value) for name, value in varied.items()}}) for varied in found]
+
+
+def show_json(rows: Sequence[Row], results: Sequence[Mapping[str, Any]]) -> None:
+    """The single results as one object, each with the values that make it differ from the others."""
+    shown = [{"varied": row.varied, **result} for row, result in zip(rows, results, strict=True)]
+    click.echo(json.dumps({"schema": 1, "rows": shown}, indent=2, ensure_ascii=False))
+
+
+def show_table(
+    rows: Sequence[Row],
+    columns: Mapping[str, Callable[[Result], str | None]],
+    results: Sequence[Result],
+    notes: Sequence[Sequence[str]],
+    *,
+    title: str = "",
+    style: str = "simple",
+) -> None:
+    """A row for each result; columns without any value are left out. Notes follow, each once."""
+    cells = {name: [read(result) for result in results] for name, read in columns.items()}
+    shown = {name: values for name, values in cells.items() if any(value is not None for value in values)}
+    varied = list(rows[0].varied)
+    table = [
+        [*(_format(row.varied[name]) for name in varied), *("-" if v[i] is None else v[i] for v in shown.values())]
+        for i, row in enumerate(rows)
+    ]
+    if title:
+        click.echo(f"{title}\n")
+    click.echo(format_grid([*varied, *shown], table, style))
+    every = dict.fromkeys(note for found in notes for note in found)
+    if every:
+        click.echo("")
+    for note in every:
+        where = _name_rows(rows, [note in found for found in notes])
+        click.echo("\n".join(wrap(f"{where}{note}", "note  ", " " * 6)))
+
+
+def show_csv(rows: Sequence[Row], columns: Mapping[str, Callable[[Result], Any]], results: Sequence[Result]) -> None:
+    """Exact values, a line each."""
+    import csv
+    import io
+
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*rows[0].varied, *columns])
+    for row, result in zip(rows, results, strict=True):
+        writer.writerow([*row.varied.values(), *(read(result) for read in columns.values())])
+    click.echo(out.getvalue(), nl=False)
+
+
+def draw(path: str, rows: Sequence[Row], values: Sequence[float], label: str) -> None:
+    """A curve over the list that changes fastest, one line per combination of the others."""
+    from flopcalc.report.curves import draw_curves
+
+    *others, axis = rows[0].varied
+    lines: dict[str, list[tuple[int | str, float]]] = {}
+    for row, value in zip(rows, values, strict=True):
+        name = ", ".join(f"{other} {row.varied[other]}" for other in others)
+        lines.setdefault(name, []).append((row.varied[axis], value))
+    draw_curves(path, lines, axis, label)
+
+
+def _name_rows(rows: Sequence[Row], chosen: Sequence[bool]) -> str:
+    """Which rows a note is of, as shortly as can be: nothing for all, the values of one option, or every row."""
+    if all(chosen):
+        return ""
+    for name in rows[0].varied:
+        values = {row.varied[name]: is_chosen for row, is_chosen in zip(rows, chosen, strict=True)}
+        if all(values[row.varied[name]] == is_chosen for row, is_chosen in zip(rows, chosen, strict=True)):
+            return f"--{name} {', '.join(str(value) for value, is_chosen in values.items() if is_chosen)}: "
+    labels = (row.label for row, is_chosen in zip(rows, chosen, strict=True) if is_chosen)
+    return f"{'; '.join(labels)}: "
+
+
+def _format(value: int | str) -> str:
+    return f"{value:,}" if isinstance(value, int) else value

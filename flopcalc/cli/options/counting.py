@@ -1,0 +1,163 @@
+"""What a command's options ask to count becomes an Estimate."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import click
+
+from flopcalc.api import bind
+from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.estimate.inputs import Inputs, make_load
+from flopcalc.core.model.config import Source, load_config
+from flopcalc.core.recipe.recipe import Recipe, make_recipe
+from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_value
+from flopcalc.hardware.devices import detect_device, find_device, parse_dtype
+from flopcalc.units import describe_suffixes, parse_number, parse_size, parse_sizes
+
+_SIZE = re.compile(r"-?\d+x-?\d+", re.IGNORECASE)
+_UNTRACED = (
+    "convention", "attention_kernel", "spec", "image", "video", "video_grid", "max_pixels", "lengths", "decoder_seq",
+    "audio", "clipping",
+)  # fmt: skip
+
+
+class Asked(NamedTuple):
+    """What a command was asked to count."""
+
+    estimate: Estimate
+    notes: list[str]
+
+
+def make_estimate(model: Any, options: Mapping[str, Any]) -> Asked:
+    """The Estimate that a command's options ask for, and notes on what was assumed."""
+    notes = spell_out(options)
+    device = _choose_device(options, notes)
+    recipe = make_recipe(
+        freeze=options["freeze"], train_only=options["train_only"], lora=options["lora"],
+        recompute=read_recompute(options), clipping=options["clipping"],
+    )  # fmt: skip
+    source = load_config(model, download=options["download"])
+    if options.get("trace"):
+        return Asked(_count(_find_traced(source, recipe, options), options, notes), notes)
+    estimator = bind(
+        source, recipe=recipe, convention=options["convention"], attention_kernel=options["attention_kernel"],
+        device=device, dtype=parse_dtype(options.get("dtype", "bf16")), spec=options["spec"],
+    )  # fmt: skip
+    estimate = _count(estimator, options, notes)
+    return Asked(estimate, notes)
+
+
+def spell_out(options: Mapping[str, Any]) -> list[str]:
+    """What every value with a suffix stands for, as one note."""
+    found: dict[str, str] = {}
+    for key, value in options.items():
+        flag = f"--{key.replace('_', '-')}"
+        if isinstance(value, str):
+            found[flag] = value
+        elif isinstance(value, tuple):  # a repeatable option
+            found[flag] = ",".join(str(each) for each in value)
+    described = describe_suffixes(found)
+    return ["; ".join(described)] if described else []
+
+
+def is_given(name: str) -> bool:
+    """Whether an option of the running command was written by the user."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.COMMANDLINE
+
+
+def read_recompute(options: Mapping[str, Any]) -> str:
+    """--recompute, or full where --gradient-checkpointing asks for it."""
+    recompute = str(options["recompute"])
+    if not options.get("gradient_checkpointing") or recompute != "none":
+        return recompute
+    if is_given("recompute"):
+        raise RecipeError("--gradient-checkpointing contradicts --recompute none: give one of them")
+    return "full"
+
+
+def read_number(text: str | None, what: str, minimum: int = 1) -> int | None:
+    return None if text is None else parse_size(text, what, minimum)
+
+
+def _find_traced(source: Source, recipe: Recipe, options: Mapping[str, Any]) -> Estimator:
+    """The traced estimator that --trace asks for; options that a trace cannot answer are refused."""
+    for name in _UNTRACED:
+        if name in options and is_given(name) and not (name == "convention" and options[name] == "full"):
+            raise WorkloadError(f"--trace counts what HF's code executes: it takes no --{name.replace('_', '-')}")
+    from flopcalc.api import find_traced
+
+    return find_traced(source, recipe, options["phase"], bool(options["image_grid"]))
+
+
+def _choose_device(options: Mapping[str, Any], notes: list[str]) -> str | None:
+    """The id of the device asked for; None without one, or for this machine's own if it is not in the table."""
+    name = options["device"]
+    if name is None:
+        return None
+    if name == "auto":
+        found = detect_device()
+        try:
+            known = find_device(found) if found is not None else None
+        except DeviceError:
+            known = None
+    else:
+        try:
+            known = find_device(name, needs_all="peak" not in options)
+        except DeviceError:
+            if options.get("peak") is None:
+                raise
+            known = None  # a device that is not in the table: its peak is given by hand
+    if known is None:
+        return None
+    if known.sdpa is None and options["attention_kernel"] == "auto" and options["convention"] == "hardware":
+        notes.append(f"which kernel SDPA picks on {known.name} is not known: flash taken")
+    return known.id
+
+
+def _count(estimator: Estimator, options: Mapping[str, Any], notes: list[str]) -> Estimate:
+    accumulate = read_number(options["grad_accum"], "--grad-accum") or 1
+    if accumulate > 1 and options["phase"] != "train":
+        raise WorkloadError(f"--grad-accum belongs to phase train, not {options['phase']}")
+    load, found = make_load(estimator, _read_inputs(options))
+    notes += found
+    estimate = estimator.estimate(load)
+    return estimate * accumulate if accumulate > 1 else estimate
+
+
+def _read_inputs(options: Mapping[str, Any]) -> Inputs:
+    logits = options["logits"]
+    if logits not in (None, "all", "last"):
+        logits = parse_size(logits, "--logits (all, last or a number)")
+    image_grids = (parse_sizes(text, "--image-grid", 3) for text in options["image_grid"])
+    video_grids = (parse_sizes(text, "--video-grid", 3) for text in options["video_grid"])
+    return Inputs(
+        batch=read_number(options["batch"], "--batch"),
+        seq=read_number(options["seq"], "--seq"),
+        text=read_number(options["text"], "--text"),
+        lengths=parse_sizes(options["lengths"], "--lengths") if options["lengths"] is not None else None,
+        decoder_seq=read_number(options["decoder_seq"], "--decoder-seq"),
+        images=tuple(map(_read_image, options["image"])),
+        image_grids=tuple((t, h, w) for t, h, w in image_grids),
+        videos=tuple(options["video"]),
+        video_grids=tuple((t, h, w) for t, h, w in video_grids),
+        max_pixels=read_number(options["max_pixels"], "--max-pixels"),
+        audio=tuple(parse_number(text, "--audio") for text in options["audio"]),
+        phase=options["phase"],
+        context=read_number(options["context"], "--context", minimum=0),
+        logits=logits,
+    )
+
+
+def _read_image(text: str) -> tuple[int, int] | str:
+    """'640x480' is a size; anything else is the name of a file."""
+    if os.path.isfile(text):
+        return text
+    if _SIZE.fullmatch(text) is None:
+        raise WorkloadError(f"--image: {format_value(text)} is neither WIDTHxHEIGHT nor a file")
+    width, height = parse_sizes(text.lower(), "--image", 2, "x")
+    return width, height

@@ -1,0 +1,78 @@
+"""The options that say how fast a step ran and on what, and the shares of the peak that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from flopcalc.cli.options.counting import read_number
+from flopcalc.cli.options.workload import add_options
+from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.estimate.run import Run, count_run
+from flopcalc.core.estimate.utilization import Utilization, describe_least_time, hfu, mfu
+from flopcalc.errors import WorkloadError
+from flopcalc.hardware.devices import DTYPES, parse_dtype
+from flopcalc.units import parse_number, parse_share
+
+# --step-time, --peak and their like.
+time_options = add_options(
+    click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:4]) + "|…"),
+    click.option("--peak", metavar="FLOPS_PER_S", help="Dense peak of one device, instead of the table's; as 989T."),
+    click.option("--gpus", "--num-devices", "gpus", metavar="N", help="GPUs that share the step (default 1)."),
+    click.option("--step-time", metavar="TIME", help="Measured time of one step, as 0.5 or 500ms: gives MFU and HFU."),
+    click.option("--tokens-per-second", metavar="N", help="Measured tokens per second of all GPUs, as 12k: likewise."),
+)
+
+# --tokens and --mfu.
+run_options = add_options(
+    click.option("--tokens", metavar="N", help="Tokens of a whole run, as 15T: gives steps, FLOPs and GPU-hours."),
+    click.option("--mfu", metavar="SHARE", help="Of the run's GPU-hours, as 40%; default: as measured, or 100 %."),
+)
+
+
+def make_shares(
+    estimate: Estimate, options: Mapping[str, Any]
+) -> tuple[Utilization | None, Utilization | None, list[str]]:
+    """MFU and HFU where a time is given, and notes; without one, the least time that the peak allows."""
+    where, measured = _read_place(options), _read_time(options)
+    if not measured:
+        if where["device"] is None and where["peak"] is None:
+            if options["gpus"]:
+                raise WorkloadError("--gpus needs a --device or a --peak")
+            return None, None, []
+        return None, None, describe_least_time(estimate, **where)
+    model_share, hardware_share = (share(estimate, **measured, **where) for share in (mfu, hfu))
+    found = [share.note for share in (model_share, hardware_share) if share.note]
+    return model_share, hardware_share, list(dict.fromkeys(found))
+
+
+def make_run(estimate: Estimate, options: Mapping[str, Any]) -> Run | None:
+    """The whole run that --tokens asks for."""
+    share = None if options["mfu"] is None else parse_share(options["mfu"], "--mfu")
+    if options["tokens"] is None:
+        if share is not None:
+            raise WorkloadError("--mfu belongs to a whole run: give its --tokens too; --step-time gives a step's MFU")
+        return None
+    return count_run(estimate, options["tokens"], mfu=share, **_read_time(options), **_read_place(options))
+
+
+def _read_place(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "device": options["device"], "dtype": parse_dtype(options["dtype"]),
+        "peak": read_rate(options["peak"], "--peak"), "gpus": read_number(options["gpus"], "--gpus") or 1,
+    }  # fmt: skip
+
+
+def _read_time(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured of a step, if anything."""
+    found = {
+        "step_time_s": read_rate(options["step_time"], "--step-time"),
+        "tokens_per_second": read_rate(options["tokens_per_second"], "--tokens-per-second"),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def read_rate(text: str | None, flag: str) -> float | None:
+    return None if text is None else parse_number(text, flag)

@@ -1,0 +1,118 @@
+"""The options that say what is counted: the workload, what trains, and the convention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from flopcalc.errors import WorkloadError
+from flopcalc.hardware.devices import load_devices
+from flopcalc.words import CLIPPING, CONVENTIONS, EXECUTIONS, KERNELS, PHASES, RECOMPUTE
+
+LISTED = ("device", "gpus", "batch", "seq")  # options that take lists; the last changes fastest
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return [device.id for device in load_devices()[0] if device.id.startswith(incomplete.lower())]
+
+
+def execution_option(default: str) -> Callable[[Function], Function]:
+    """--execution, with what a command takes without it."""
+    return click.option(
+        "--execution",
+        type=click.Choice(EXECUTIONS),
+        help="How the step runs: eager (HF's code), compiled (torch.compile), graphs (compiled, as CUDA graphs), fused "
+        f"(kernels of a training framework). Default: {default}.",
+    )
+
+
+trace_option = click.option(
+    "--trace", is_flag=True, help="Count HF's own code instead of a spec, and keep the result (needs torch once)."
+)
+source_options = (
+    click.option("--spec", metavar="FILE", help="Add your own spec (TOML) for its model_type."),
+    click.option("--download", is_flag=True, help="Fetch a hub id's config.json if it is not in the cache."),
+)
+input_options = (
+    click.option("--decoder-seq", metavar="N", help="Encoder-decoders: length of the decoder; --seq is the encoder's."),
+    click.option("--text", metavar="N", help="Text tokens per sample; visual and audio tokens are added."),
+    click.option(
+        "--image", multiple=True, metavar="WxH|FILE",
+        help="An image per sample, in pixels or as a file whose size is read; repeatable.",
+    ),
+    click.option("--image-grid", multiple=True, metavar="T,H,W", help="An image per sample, in patches."),
+    click.option(
+        "--video", multiple=True, metavar="[WxH:]30s@2fps|WxHxFRAMES",
+        help="A video per sample, sampled at so many frames per second or as frames; repeatable.",
+    ),
+    click.option("--video-grid", multiple=True, metavar="T,H,W", help="A video per sample, in patches."),
+    click.option("--audio", multiple=True, metavar="SECONDS", help="A clip of audio per sample; repeatable."),
+    click.option("--max-pixels", metavar="N", help="The processor's max_pixels, instead of its config's."),
+)  # fmt: skip
+trained_options = (
+    click.option(
+        "--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths, or vision|audio|projector|language."
+    ),
+    click.option("--train-only", multiple=True, metavar="PATTERN", help="Only what matches trains."),
+    click.option(
+        "--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it; save=… trains modules beside it."
+    ),
+)
+checkpointing_option = click.option("--gradient-checkpointing", is_flag=True, help="Same as --recompute full.")
+_SIZES = (
+    click.option("--batch", metavar="N", help="Samples per micro-batch (default 1)."),
+    click.option("--seq", metavar="N", help="Length per sample, visual tokens included; 4k is 4,096."),
+    click.option("--lengths", metavar="N,N,…", help="One packed row of documents; without --seq and --batch."),
+    click.option("--grad-accum", metavar="N", help="Micro-batches per step (default 1)."),
+)
+_PHASE = (
+    click.option("--phase", type=click.Choice(PHASES), default="train", show_default=True),
+    click.option("--context", metavar="C", help="decode: keys already cached (default 0)."),
+    click.option("--logits", metavar="all|last|N", help="Positions that get logits (default: all; prefill: last)."),
+)
+_RECIPE = (
+    *trained_options,
+    click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True),
+    checkpointing_option,
+    click.option(
+        "--clipping", type=click.Choice(CLIPPING), default="none", show_default=True,
+        help="DP-SGD as Opacus runs it; counted under convention hardware.",
+    ),
+)  # fmt: skip
+_COUNTING = (
+    click.option("--convention", type=click.Choice(CONVENTIONS), default="model", show_default=True),
+    click.option(
+        "--attention-kernel", type=click.Choice(KERNELS), default="auto", show_default=True,
+        help="auto: the kernel that PyTorch's SDPA picks on --device; flash if no device is given.",
+    ),
+    click.option(
+        "--device", shell_complete=complete_device, metavar="NAME",
+        help="Device for peaks and kernels; auto = this machine's.",
+    ),
+)  # fmt: skip
+
+
+def has_list(options: Mapping[str, Any], plot_file: str | None) -> bool:
+    """Whether an option lists values; only a list can be drawn."""
+    is_list = any("," in (options.get(name) or "") for name in LISTED)
+    if plot_file is not None and not is_list:
+        raise WorkloadError("--plot draws a curve over a list: give one, as in --seq 1k,2k,4k")
+    return is_list
+
+
+def add_options(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Several options as one decorator, in the order that --help shows."""
+
+    def decorate(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+# --seq, --freeze, --convention and their like.
+workload_options = add_options(*source_options, *_SIZES, *input_options, *_PHASE, *_RECIPE, *_COUNTING)

@@ -1,0 +1,86 @@
+"""A whole training run: tokens and the estimate of one step in; steps, FLOPs and GPU-hours out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.estimate.utilization import check_positive, find_peak, find_step_time
+from flopcalc.core.estimate.utilization import mfu as find_mfu
+from flopcalc.errors import FlopcalcError, format_value
+from flopcalc.units import check_size, format_tokens, parse_tokens
+
+
+class Run(NamedTuple):
+    """All steps of a run; GPU-hours and MFU are None where no peak is known."""
+
+    tokens: int
+    steps: int
+    flops: int  # under the estimate's convention
+    gpu_hours: float | None
+    mfu: float | None
+    is_lower_bound: bool = False  # at 100 % of the peak, for want of a better MFU
+    gpus: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "flops": self.flops,
+            "gpu_hours": self.gpu_hours,
+            "mfu": self.mfu,
+            "is_lower_bound": self.is_lower_bound,
+        }
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Lines for people, each with its label."""
+        lines = [("run", f"{format_tokens(self.tokens)}: {self.steps:,} steps, {self.flops:.3e} FLOPs")]
+        if self.gpu_hours is None or self.mfu is None:
+            return lines
+        share = f"an MFU of {100 * self.mfu:.1f} %"
+        if self.is_lower_bound:
+            share = "100 % of the peak: a lower bound, --mfu 40% says what you expect"
+        days = f" ({_format_amount(self.gpu_hours / self.gpus / 24)} days on {self.gpus:,})" if self.gpus > 1 else ""
+        return [*lines, ("GPU-hours", f"{_format_amount(self.gpu_hours)}{days} at {share}")]
+
+
+def count_run(
+    estimate: Estimate,
+    tokens: float | str,
+    *,
+    mfu: float | None = None,
+    step_time_s: float | None = None,
+    tokens_per_second: float | None = None,
+    device: str | None = None,
+    dtype: Any = "bf16",
+    peak: float | None = None,
+    gpus: int = 1,
+) -> Run:
+    """Whole steps until so many tokens have passed; their GPU-hours at an MFU, or at the pace that was measured."""
+    total = parse_tokens(tokens)
+    steps = -(-total // estimate.tokens)
+    flops = steps * estimate.total
+    is_timed = step_time_s is not None or tokens_per_second is not None
+    if mfu is not None and is_timed:
+        raise FlopcalcError("--mfu contradicts a measured time, which gives it: leave one of them out")
+    if mfu is not None and not 0 < check_positive(mfu, "mfu") <= 1:
+        raise FlopcalcError(f"mfu must be a share of the peak, at most 1, not {format_value(mfu)}")
+    if device is None and peak is None:
+        if mfu is not None:
+            raise FlopcalcError("--mfu needs a --device or a --peak")
+        return Run(total, steps, flops, None, None)
+    check_size(gpus, "gpus")
+    if is_timed:
+        seconds = find_step_time(estimate, step_time_s, tokens_per_second)
+        share = find_mfu(estimate, seconds, device=device, dtype=dtype, peak=peak, gpus=gpus).value
+        return Run(total, steps, flops, steps * seconds * gpus / 3600, share, gpus=gpus)
+    _, rate, _ = find_peak(device, dtype, peak)
+    if rate is None:
+        return Run(total, steps, flops, None, mfu)
+    needed = steps * estimate.total_under("full" if estimate.convention == "full" else "model")
+    hours = needed / (rate * (mfu or 1.0)) / 3600
+    return Run(total, steps, flops, hours, mfu or 1.0, mfu is None, gpus)
+
+
+def _format_amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,109 @@
+"""Floors of a step: bytes counted by hand, and the seconds that a device's published limits make of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flopcalc import bind, estimate_flops, predict
+from flopcalc.hardware.devices import Device, find_device
+from flopcalc.prediction.floors import Floors, describe_execution, find_floors
+
+D, FF, HEADS, KV, HD, VOCAB, LAYERS = 64, 96, 4, 2, 16, 128, 3
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": D, "intermediate_size": FF, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": HD, "vocab_size": VOCAB,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+LAYER = D * HEADS * HD * 2 + 2 * D * KV * HD + 3 * D * FF  # weights of products in one layer
+WEIGHTS = LAYERS * LAYER + D * VOCAB
+ALL = WEIGHTS + VOCAB * D + (2 * LAYERS + 1) * D  # and the table of words, and norms
+H200 = find_device("h200")
+
+
+def find(config: Any, recipe: dict[str, Any] | None = None, optimizer: str = "adamw", **sizes: Any) -> Floors:
+    return find_floors(bind(config, recipe=recipe)(**sizes), H200, "bf16", 2, optimizer)
+
+
+CACHE = LAYERS * 2 * KV * HD  # keys and values that one position leaves
+EXPERTS = {
+    "model_type": "mixtral", **{key: value for key, value in LLAMA.items() if key != "model_type"},
+    "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
+}  # fmt: skip
+SPARSE = LAYERS * (LAYER - 3 * D * FF + 8 * D + 2 * 3 * D * FF) + D * VOCAB  # two experts of eight, and the router
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "numbers"),
+    [
+        (LLAMA, {"seq_len": 8, "phase": "prefill"}, WEIGHTS),
+        (LLAMA, {"seq_len": 8, "batch_size": 5, "phase": "forward"}, WEIGHTS),
+        ({**LLAMA, "tie_word_embeddings": True}, {"seq_len": 8, "phase": "prefill"}, WEIGHTS),
+        # Decoding: one token after 9 others reads 10 positions of every sample's cache.
+        (LLAMA, {"phase": "decode", "context": 9, "batch_size": 4}, WEIGHTS + 4 * 10 * CACHE),
+        (LLAMA, {"phase": "decode", "context": 9, "seq_len": 3}, 3 * WEIGHTS + (10 + 11 + 12) * CACHE),
+        (EXPERTS, {"phase": "decode"}, SPARSE + CACHE),
+        # Training: weights in both passes; only the first product's inputs (layer 0's norm trains) need no less.
+        (LLAMA, {"seq_len": 8}, 2 * WEIGHTS + 8 * ALL),
+    ],
+)  # fmt: skip
+def test_bytes(config: Any, arguments: dict[str, Any], numbers: int) -> None:
+    assert find(config, **arguments).bytes == 2 * numbers
+
+
+def test_optimizer_and_frozen_weights() -> None:
+    assert find(LLAMA, optimizer="none", seq_len=8).bytes == 2 * (2 * WEIGHTS + ALL)
+    # The head alone trains: no gradient goes further back, so every weight is read once.
+    found = find(LLAMA, {"train_only": "lm_head"}, seq_len=8)
+    assert found.bytes == 2 * (WEIGHTS + 8 * D * VOCAB)
+
+
+def test_micro_batches_read_the_weights_again() -> None:
+    one = bind(LLAMA)(1, 8)
+    two = find_floors(2 * one, H200, "bf16", 2, "adamw")
+    assert two.bytes == 2 * (4 * WEIGHTS + 8 * ALL)
+    assert two.flops == 2 * one.total
+
+
+def test_seconds() -> None:
+    found = find("llama-3.1-8b", phase="decode", context=4096)
+    assert found.flops == estimate_flops("llama-3.1-8b", phase="decode", context=4096).total
+    assert found.compute_s == found.flops / 989.4e12
+    assert found.bandwidth_s == found.bytes / 4.8e12
+    assert found.tokens_per_s == pytest.approx(1 / found.bandwidth_s)
+    shown = found.to_dict()
+    assert shown["bound"] == "bandwidth"
+    assert shown["flops_per_byte"] == found.flops / found.bytes
+    assert shown["ridge_flops_per_byte"] == pytest.approx(989.4e12 / 4.8e12)
+    assert find("llama-3.1-8b", seq_len=4096).to_dict()["bound"] == "compute"
+
+
+def test_a_device_without_a_bandwidth() -> None:
+    device: Device = H200._replace(bandwidth_gb_per_s=None)
+    found = find_floors(bind(LLAMA)(1, 8), device, "bf16", 2, "adamw")
+    assert found.bandwidth_s is None
+    assert found.to_dict()["bound"] is None
+    assert "bandwidth is not known" in str(found)
+    assert found.tokens_per_s == pytest.approx(8 / found.compute_s)
+
+
+def test_a_prediction_carries_its_floors() -> None:
+    found = predict("llama-3.2-1b", device="h200", seq_len=512, batch_size=2)
+    assert found.floors is not None
+    assert found.to_dict()["floors"] == found.floors.to_dict()
+    assert found.step_time_s.low > max(found.floors.compute_s, found.floors.bandwidth_s or 0)
+    assert found.floors.compute_s / found.step_time_s.mid == pytest.approx(found.mfu)
+    assert found.notes[-1] == describe_execution(False, "train")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "phase", "words"),
+    [
+        (False, "train", "this times HF's eager code, one kernel per operator; fused kernels can"),
+        (False, "decode", "a serving engine with fused kernels and CUDA graphs can"),
+        (True, "prefill", "this times HF's code under torch.compile; a serving engine"),
+    ],
+)
+def test_what_runs_is_said(compiled: bool, phase: str, words: str) -> None:
+    assert words in describe_execution(compiled, phase)
