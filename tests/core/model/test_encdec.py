@@ -273,7 +273,7 @@ def test_audio_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (LLAMA, ["--seq", "13", "--decoder-seq", "7"], "no encoder-decoder"),
         (LLAMA, ["--seq", "13", "--audio", "2"], "takes no audio"),
         (WHISPER, ["--decoder-seq", "7"], "--audio"),
-        (WHISPER, ["--audio", "soon", "--decoder-seq", "7"], "'soon' is not a number of seconds"),
+        (WHISPER, ["--audio", "soon", "--decoder-seq", "7"], "'soon' is not a number; write 0.5 or 500ms"),
         (QWEN_AUDIO, ["--seq", "10", "--audio", "2"], "50 tokens, more than --seq 10"),
         (QWEN_AUDIO, ["--phase", "decode", "--context", "60", "--audio", "2"], "decode does no audio work"),
     ],
