@@ -193,7 +193,7 @@ def test_what_the_model_needs_stays(clipping: str, convention: str) -> None:
     hardware = plain.totals["hardware"]
     assert hardware is not None
     assert totals == {**plain.totals, "hardware": hardware + extra}
-    assert f"({extra}) under convention hardware" in " ".join(clipped.notes)
+    assert f"({extra:,}) under convention hardware" in " ".join(clipped.notes)
 
 
 def test_sums_products_and_json() -> None:
@@ -239,7 +239,7 @@ def test_cli(capsys: pytest.CaptureFixture[str]) -> None:
     assert "samples: 2" in text
     assert "clipping = layers × 2 × weights that train (per-sample gradients) × tokens" in text
     with pytest.raises(SystemExit):
-        main(["explain", "--op", "*c_attn", *arguments, "--clipping", "fast", "--model", "gpt2"])
+        main(["explain", "--op", "*c_attn", *arguments[2:], "--clipping", "fast", "--model", "gpt2"])
     assert "clipping = layers × 2 × 2 × in × out (run once more" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["compare", "sweep-tiny@clipping=hooks", "sweep-tiny", *arguments[2:]])
