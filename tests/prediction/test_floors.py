@@ -9,6 +9,7 @@ import pytest
 from flopcalc import bind, estimate_flops, predict
 from flopcalc.hardware.devices import Device, find_device
 from flopcalc.prediction.floors import Floors, describe_execution, find_floors
+from flopcalc.words import Execution
 
 D, FF, HEADS, KV, HD, VOCAB, LAYERS = 64, 96, 4, 2, 16, 128, 3
 LLAMA: dict[str, Any] = {
@@ -94,16 +95,16 @@ def test_a_prediction_carries_its_floors() -> None:
     assert found.to_dict()["floors"] == found.floors.to_dict()
     assert found.step_time_s.low > max(found.floors.compute_s, found.floors.bandwidth_s or 0)
     assert found.floors.compute_s / found.step_time_s.mid == pytest.approx(found.mfu)
-    assert found.notes[-1] == describe_execution(False, "train")
+    assert found.notes[-1] == describe_execution("eager", "train")
 
 
 @pytest.mark.parametrize(
-    ("compiled", "phase", "words"),
+    ("execution", "phase", "words"),
     [
-        (False, "train", "this times HF's eager code, one kernel per operator; fused kernels can"),
-        (False, "decode", "a serving engine with fused kernels and CUDA graphs can"),
-        (True, "prefill", "this times HF's code under torch.compile; a serving engine"),
+        ("eager", "train", "this times HF's eager code, one kernel per operator; fused kernels can"),
+        ("eager", "decode", "a serving engine with fused kernels and CUDA graphs can"),
+        ("compiled", "prefill", "this times HF's code under torch.compile; a serving engine"),
     ],
 )
-def test_what_runs_is_said(compiled: bool, phase: str, words: str) -> None:
-    assert words in describe_execution(compiled, phase)
+def test_what_runs_is_said(execution: Execution, phase: str, words: str) -> None:
+    assert words in describe_execution(execution, phase)
