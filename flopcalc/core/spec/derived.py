@@ -11,13 +11,24 @@ from flopcalc.errors import ConfigError, format_value
 Lookup = Callable[[str], Any]
 
 
+def _read_whole(lookup: Lookup, key: str) -> int:
+    """A key of the config that must be a whole number."""
+    value = lookup(key)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{key} must be a whole number, not {format_value(value)}")
+    return value
+
+
 def _list_ngram_tables(lookup: Lookup) -> list[int]:
     """Rows of each layer's table of hashed n-grams: every head's are another prime, in the order of layers and heads.
 
     One entry more than there are layers, for the layers behind the last table.
     """
-    heads = (lookup("ngram_size") - 1) * lookup("heads_per_ngram")
-    base, tables = lookup("ngram_vocab_size_base"), len(set(lookup("ple_layer_ids")))
+    heads = (_read_whole(lookup, "ngram_size") - 1) * _read_whole(lookup, "heads_per_ngram")
+    base, layers = _read_whole(lookup, "ngram_vocab_size_base"), lookup("ple_layer_ids")
+    if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
+        raise ConfigError(f"ple_layer_ids must be a list of layers' numbers, not {format_value(layers)}")
+    tables = len(set(layers))
     if not (0 < base <= 10**9 and 0 <= heads <= 10**3 and tables <= 100):
         raise ConfigError(
             f"ngram_vocab_size_base {format_value(base)} with {heads} heads and {tables} tables is no size"
