@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from shutil import get_terminal_size
 from typing import TextIO
 
 from flopcalc.measure.jobs.job import Job, Result
@@ -58,7 +58,7 @@ class Progress:
         self._shown_s = now
         running = ", ".join(f"{job} {format_time(now - began_s)}" for job, began_s in self._running.items())
         text = self._format_counts() + (f"; running: {running}" if running else "")
-        columns = shutil.get_terminal_size().columns
+        columns = get_terminal_size().columns
         self._write(f"\r{text[: columns - 1]}\x1b[K" if self._is_terminal else f"{text}\n")
 
     def say(self, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ class Terminal(StringIO):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, in a list of one."""
     now = [1000.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
@@ -52,7 +53,7 @@ def test_the_status_is_repeated_in_a_file(clock: list[float]) -> None:
 
 
 def test_the_status_is_rewritten_on_a_terminal(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.shutil, "get_terminal_size", lambda: os.terminal_size((49, 20)))
+    monkeypatch.setattr(module, "get_terminal_size", lambda: os.terminal_size((49, 20)))
     stream = Terminal()
     progress = Progress(stream, lists_results=True)
     progress.begin([make_job("a"), make_job("b")], {})
@@ -111,7 +112,7 @@ class NoReader(Terminal):
 def test_a_stream_that_takes_nothing_stops_no_run(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = NoReader() if end == "no reader" else Terminal()
     if end == "none":  # a process without stderr
-        monkeypatch.setattr(module.sys, "stderr", None)
+        monkeypatch.setattr(module, "sys", SimpleNamespace(stderr=None))
     progress = Progress(None if end == "none" else stream, lists_results=True)
     progress.begin([make_job("a")], {})
     if end == "closed":
