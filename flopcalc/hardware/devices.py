@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
 from flopcalc.errors import DeviceError, SpecError, find_nearest, format_nearest, format_value
 
-DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "fp4", "int8")
+# mxfp8, mxfp4: one scale per 32 elements (OCP); nvfp4: one per 16; fp4: the peak that nvfp4 and mxfp4 share.
+DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "mxfp8", "fp6", "fp4", "nvfp4", "mxfp4", "int8")
 _DTYPE_ALIASES = {
     "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64",
-    "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
+    "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "float8_e4m3fnuz": "fp8", "float8_e5m2fnuz": "fp8",
+    "mxfp6": "fp6", "float4_e2m1fn_x2": "fp4",
 }  # fmt: skip
 
 
@@ -148,7 +150,7 @@ def _suggest(name: str) -> list[str]:
     return find_nearest(wanted, ids)
 
 
-_MAKERS = re.compile(r"\b(nvidia|amd|instinct|tesla|geforce|google|intel|aws|habana)\b[\s_-]*")
+_MAKERS = re.compile(r"\b(nvidia|amd|instinct|tesla|geforce|google|intel|aws|habana|huawei)\b[\s_-]*")
 _NUMBERED = ("rtx", "mi", "tpuv", "gaudi", "trainium")  # families whose generation is a number, not a letter
 
 

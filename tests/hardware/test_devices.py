@@ -36,9 +36,15 @@ def test_row_is_sound(device: Device) -> None:
     assert device.id == device.id.lower()
     # A faster format is never slower than a finer one.
     peaks = device.peak_tflops
-    for fast, slow in (("bf16", "fp32"), ("fp16", "fp32"), ("fp8", "bf16"), ("fp4", "fp8"), ("fp16", "tf32")):
+    for fast, slow in (
+        ("bf16", "fp32"), ("fp16", "fp32"), ("fp8", "bf16"), ("fp4", "fp8"), ("fp16", "tf32"), ("mxfp8", "fp8"),
+        ("fp6", "fp8"), ("mxfp4", "mxfp8"), ("mxfp8", "bf16"),
+    ):  # fmt: skip
         if fast in peaks and slow in peaks:
             assert peaks[fast] >= peaks[slow], (fast, slow)
+    # fp4 is the peak of the 4-bit formats that the device has, so it never stands alone.
+    narrow = {peaks[each] for each in ("nvfp4", "mxfp4") if each in peaks}
+    assert narrow == ({peaks["fp4"]} if "fp4" in peaks else set())
 
 
 def test_no_name_stands_in_two_rows() -> None:
@@ -78,11 +84,68 @@ def test_ambiguous_names_list_devices_and_are_none_themselves() -> None:
         ("a4000", "rtx-a4000", 76.7e12),
         ("NVIDIA RTX A4000", "rtx-a4000", 76.7e12),
         ("NVIDIA A100-SXM4-80GB", "a100-sxm-80gb", 312e12),
+        ("NVIDIA B300 SXM6 AC", "b300-sxm", 2250e12),
+        ("gb200", "gb200", 2500e12),
+        ("gb200-nvl72", "gb200-nvl72", 2500e12),
+        ("GB200 NVL72", "gb200-nvl72", 2500e12),
+        ("NVIDIA GB300", "gb300", 2500e12),
+        ("gb300-nvl72", "gb300", 2500e12),
+        ("NVIDIA GH200 144G HBM3e", "gh200-144gb", 989.4e12),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada", 364.2e12),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-server", 467.8e12),
+        ("NVIDIA GeForce RTX 5080", "rtx-5080", 112.6e12),
+        ("Jetson AGX Orin 64GB", "jetson-agx-orin-64gb", 42.5e12),
+        ("trn3", "trainium3", 671e12),
+        ("910B2", "ascend-910b2", 353.9e12),
+        ("Ascend 910C die", "ascend-910c-die", 376e12),
     ],
 )
 def test_variants_do_not_mix(name: str, device_id: str, bf16: float) -> None:
     assert find_device(name).id == device_id
     assert peak_flops_per_s(name) == bf16
+
+
+@pytest.mark.parametrize(
+    ("device_id", "peaks"),
+    [
+        # CUTLASS's table of Blackwell's instructions: 8 and 6 bits at twice bf16, 4 bits at twice that
+        ("b200-sxm", {"bf16": 1, "tf32": 1 / 2, "fp8": 2, "mxfp8": 2, "fp6": 2, "int8": 2, "nvfp4": 4, "mxfp4": 4}),
+        ("gb200-nvl72", {"bf16": 1, "tf32": 1 / 2, "fp8": 2, "mxfp8": 2, "fp6": 2, "int8": 2, "nvfp4": 4, "mxfp4": 4}),
+        # Blackwell Ultra: 4 bits faster, int8 cut
+        ("gb300", {"bf16": 1, "tf32": 1 / 2, "fp8": 2, "mxfp8": 2, "fp6": 2, "int8": 0.066, "nvfp4": 6, "mxfp4": 6}),
+        # CDNA4: 6 bits as fast as 4
+        ("mi355x", {"bf16": 1, "fp8": 2, "mxfp8": 2, "fp6": 4, "mxfp4": 4, "int8": 2}),
+        # GeForce: FP32 accumulate at half rate in 16 bits, but not in the formats of 8 bits and less
+        ("rtx-5090", {"bf16": 1, "tf32": 1 / 2, "fp8": 4, "mxfp8": 4, "fp6": 4, "int8": 4, "nvfp4": 8, "mxfp4": 8}),
+        ("rtx-5080", {"bf16": 1, "tf32": 1 / 2, "fp8": 4, "mxfp8": 4, "fp6": 4, "int8": 4, "nvfp4": 8, "mxfp4": 8}),
+        ("trainium3", {"bf16": 1, "tf32": 1, "mxfp8": 3.75, "mxfp4": 3.75}),
+        ("ascend-910b3", {"bf16": 1, "fp16": 1, "int8": 2}),
+    ],
+)
+def test_formats_keep_their_ratios(device_id: str, peaks: dict[str, float]) -> None:
+    found = find_device(device_id).peak_tflops
+    assert {dtype: found[dtype] / found["bf16"] for dtype in peaks} == pytest.approx(peaks, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("device_id", "units", "per_clock", "mhz"),
+    [
+        ("b300-sxm", 148, 8192, 1856),
+        ("rtx-6000-ada", 142, 1024, 2505),
+        ("rtx-pro-6000-server", 188, 1024, 2430),
+        ("rtx-5080", 84, 512, 2617),
+        ("jetson-agx-orin-64gb", 16, 2048, 1300),
+        ("ascend-910b1", 24, 8192, 1850),
+        ("ascend-910b4", 20, 8192, 1500),
+    ],
+)
+def test_peaks_follow_from_units_and_clock(device_id: str, units: int, per_clock: int, mhz: int) -> None:
+    assert peak_flops_per_s(device_id) == pytest.approx(units * per_clock * mhz * 1e6, rel=3e-3)
+
+
+def test_gb200_and_its_rack_are_one_gpu() -> None:
+    alone, rack = find_device("gb200"), find_device("gb200-nvl72")
+    assert alone._replace(id="", name="", aliases=()) == rack._replace(id="", name="", aliases=())
 
 
 @pytest.mark.parametrize("name", ["H200-SXM", "h200 sxm", "  H200_sxm ", "nvidia h200", "NVIDIA-H200", "H200 Sxm"])
@@ -91,7 +154,21 @@ def test_case_spaces_and_dashes_do_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["h200x", "h20 0 x", "NVIDIA H200 NVL", "H100 CNX", "L40G", "A4", "", "gpu", "RTX A5000"]
+    "name",
+    [
+        "h200x",
+        "h20 0 x",
+        "NVIDIA H200 NVL",
+        "H100 CNX",
+        "L40G",
+        "A4",
+        "",
+        "gpu",
+        "RTX A5000",
+        "RTX 5070 Ti",
+        "A10G",
+        "Apple M4",
+    ],
 )
 def test_unknown_devices_get_no_neighbours_number(name: str) -> None:
     with pytest.raises(DeviceError, match=r"unknown.*--peak"):
@@ -113,7 +190,7 @@ def test_a_peak_by_hand_is_offered_where_it_is_enough() -> None:
         ("mi301x", ["mi350x", "mi300x", "mi355x"]),
         ("MI999", ["mi355x", "mi350x", "mi325x"]),
         ("NVIDIA GeForce RTX 4080", ["rtx-4090"]),
-        ("NVIDIA B300", ["b200-sxm"]),
+        ("NVIDIA B400", ["b300-sxm", "b200-sxm"]),
         ("gaudi4", ["gaudi3", "gaudi2"]),
         ("hh200-sxm", ["h200-sxm", "h800-sxm", "h100-sxm"]),
         ("abacus", []),
@@ -127,7 +204,9 @@ def test_suggestions_are_of_the_same_maker_and_generation(name: str, near: list[
     assert ("Did you mean" in text) == bool(near)
 
 
-@pytest.mark.parametrize(("name", "count"), [("h100", 3), ("V100", 4), ("rtx", 6), ("tpu", 5), ("mi250x", 2)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("h100", 3), ("V100", 4), ("rtx", 9), ("tpu", 5), ("mi250x", 2), ("Ascend 910B", 4)]
+)
 def test_ambiguous_device_lists_its_variants(name: str, count: int) -> None:
     for needs_all in (False, True):
         with pytest.raises(DeviceError, match="is ambiguous: say which of") as caught:
@@ -142,7 +221,7 @@ def test_ambiguous_device_lists_its_variants(name: str, count: int) -> None:
         ("a100-80gb", ["a100-sxm-80gb", "a100-pcie-80gb"], 312e12),
         ("h800", ["h800-sxm"], 989.4e12),
         ("a800", ["a800-sxm-80gb"], 312e12),
-        ("gh200", ["gh200-96gb"], 989.4e12),
+        ("gh200", ["gh200-96gb", "gh200-144gb"], 989.4e12),
     ],
 )
 def test_a_short_name_has_what_its_variants_share(name: str, variants: list[str], bf16: float) -> None:
@@ -181,7 +260,8 @@ def test_a_device_is_named_by_a_string(name: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "dtype"),
     [("bf16", "bf16"), ("bfloat16", "bf16"), ("torch.bfloat16", "bf16"), ("half", "fp16"), ("FP8", "fp8"),
-     ("torch.float8_e4m3fn", "fp8"), ("float", "fp32")],
+     ("torch.float8_e4m3fn", "fp8"), ("float", "fp32"), ("MXFP8", "mxfp8"), ("mxfp6", "fp6"), ("nvfp4", "nvfp4"),
+     ("mxfp4", "mxfp4"), ("fp4", "fp4"), ("torch.float8_e4m3fnuz", "fp8"), ("torch.float4_e2m1fn_x2", "fp4")],
 )  # fmt: skip
 def test_parse_dtype(given: str, dtype: str) -> None:
     assert parse_dtype(given) == dtype
