@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flopcalc.errors import DeviceError, SpecError
+from flopcalc.hardware.devices import load_devices
 from flopcalc.planning.network import (
     Interconnect,
     find_interconnect,
@@ -80,6 +81,56 @@ def test_measured_rates_are_met() -> None:
     assert time_collective(net, "all_gather", size, 8) == pytest.approx(7 / 8 * size / (0.73 * 442.27e9))
 
 
+@pytest.mark.parametrize(
+    ("device", "name", "per_node", "busbw", "across"),
+    [
+        # bus bandwidth of an all-reduce of 256 MiB inside, and a device's port, in GB/s
+        ("gb200", "nvl72-gb200", 72, 607.46, 50),
+        ("gb200-nvl72", "nvl72-gb200", 72, 607.46, 50),
+        ("gb300", "nvl72-gb300", 72, 613.11, 100),
+        ("b300-sxm", "hgx-b300", 8, 656.86, 100),
+        ("mi300x", "mi300x-xgmi", 8, 442.27 * 0.727, 50),
+        ("mi355x", "mi350x-xgmi", 8, 442.27 * 0.869, 50),
+        ("h20", "hgx-h20", 8, 442.27, 50),
+        ("a800-sxm-80gb", "hgx-a800", 8, 194.07 * 0.667, 25),
+        ("h100-nvl", "h100-nvl-pair", 2, 442.27 * 0.487, 50),
+        ("gh200-144gb", "gh200-quad", 4, 442.27 * 0.73, 25),
+        ("gaudi2", "hls-gaudi2", 8, 442.27 * 0.534, 37.5),
+        ("gaudi3", "hls-gaudi3", 8, 442.27 * 1.067, 75),
+        ("tpu-v5e", "tpu-v5e-ici", 256, None, 3.125),
+        ("tpu-v5p", "tpu-v5p-ici", 8960, None, 6.25),
+        ("tpu-v7x", "tpu-v7x-ici", 9216, None, 6.25),
+        ("trainium2", "trn2-neuronlink", 16, None, 25),
+        ("l40s", "pcie4-l40s", 8, None, 50),
+        ("rtx-4090", "pcie4-x16", 8, None, 25),
+        ("rtx-pro-6000-server", "pcie5-x16", 8, None, 50),
+    ],
+)
+def test_usual_interconnects(device: str, name: str, per_node: int, busbw: float | None, across: float) -> None:
+    net = find_interconnect(None, device)
+    assert (net.id, net.per_node, net.across) == (name, per_node, across * GB)
+    if busbw is not None:
+        size = 256 * (1 << 20)
+        seconds = time_collective(net, "all_reduce", size, per_node)
+        assert seconds == pytest.approx(2 * (per_node - 1) / per_node * size / (busbw * GB))
+
+
+def test_a_rack_of_72_is_one_node() -> None:
+    net = find_interconnect(None, "gb200-nvl72")
+    inside, outside = (time_collective(net, "all_gather", 1 * GB, group) for group in (72, 144))
+    assert inside < outside
+    assert time_collective(net, "all_gather", 1 * GB, 64) < inside
+
+
+def test_devices_without_a_network_are_known() -> None:
+    devices = {device.id for device in load_devices()[0]}
+    assert devices - {device for net in load_interconnects().values() for device in net.devices} == {
+        "t4", "v100-pcie-16gb", "v100-pcie-32gb", "v100s-pcie-32gb", "mi250x-gcd", "mi250x-package", "trainium1",
+        "trainium3", "jetson-agx-orin-64gb", "jetson-t5000",
+        *(each for each in devices if each.startswith(("ascend-", "apple-"))),
+    }  # fmt: skip
+
+
 def test_every_interconnect_has_what_it_needs() -> None:
     known = load_interconnects()
     assert {"hgx-a100", "hgx-h100", "hgx-h200", "hgx-b200"} <= set(known)
@@ -97,7 +148,7 @@ def test_every_interconnect_has_what_it_needs() -> None:
 @pytest.mark.parametrize(
     ("name", "device", "words"),
     [
-        ("hgx-h20", "h200", "interconnect 'hgx-h20' unknown. Did you mean hgx-h200"),
+        ("hgx-h2000", "h200", "interconnect 'hgx-h2000' unknown. Did you mean hgx-h200"),
         (None, "t4", "no interconnect is known for Tesla T4: say which of"),
         (None, "h2000", "device 'h2000' unknown"),
     ],

@@ -100,8 +100,8 @@ def test_one_device_needs_no_interconnect() -> None:
     assert {entry.layout.devices for entry in found.best} == {1}
     assert not any("collectives" in note for note in found.notes)
     assert {"tensor_parallel", "data_parallel", "bubble"}.isdisjoint(found.best[0].to_dict()["breakdown"])
-    with pytest.raises(FlopcalcError, match="no interconnect is known for NVIDIA L4"):
-        make_plan(device="l4", gpus=2)
+    with pytest.raises(FlopcalcError, match="no interconnect is known for AMD Instinct MI250X"):
+        make_plan(device="mi250x-gcd", gpus=2)
 
 
 @pytest.mark.parametrize(("gpus", "is_noted"), [(4, False), (12, True), (16, False)])
