@@ -114,7 +114,7 @@ def test_variants_do_not_mix(name: str, device_id: str, bf16: float) -> None:
         # Blackwell Ultra: 4 bits faster, int8 cut
         ("gb300", {"bf16": 1, "tf32": 1 / 2, "fp8": 2, "mxfp8": 2, "fp6": 2, "int8": 0.066, "nvfp4": 6, "mxfp4": 6}),
         # CDNA4: 6 bits as fast as 4
-        ("mi355x", {"bf16": 1, "fp8": 2, "mxfp8": 2, "fp6": 4, "mxfp4": 4, "int8": 2}),
+        ("mi355x", {"bf16": 1, "fp8": 2, "fp6": 4, "mxfp4": 4, "int8": 2}),
         # GeForce: FP32 accumulate at half rate in 16 bits, but not in the formats of 8 bits and less
         ("rtx-5090", {"bf16": 1, "tf32": 1 / 2, "fp8": 4, "mxfp8": 4, "fp6": 4, "int8": 4, "nvfp4": 8, "mxfp4": 8}),
         ("rtx-5080", {"bf16": 1, "tf32": 1 / 2, "fp8": 4, "mxfp8": 4, "fp6": 4, "int8": 4, "nvfp4": 8, "mxfp4": 8}),
@@ -130,7 +130,6 @@ def test_formats_keep_their_ratios(device_id: str, peaks: dict[str, float]) -> N
 @pytest.mark.parametrize(
     ("device_id", "units", "per_clock", "mhz"),
     [
-        ("b300-sxm", 148, 8192, 1856),
         ("rtx-6000-ada", 142, 1024, 2505),
         ("rtx-pro-6000-server", 188, 1024, 2430),
         ("rtx-5080", 84, 512, 2617),
