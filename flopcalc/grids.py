@@ -1,28 +1,190 @@
-"""Headers and rows become a table: plain text, Markdown or HTML; and text is wrapped to the terminal."""
+"""Headers and rows become a table: plain text, Markdown or HTML; tables and text keep to the terminal's width."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeAlias
 
 Cells: TypeAlias = Sequence[Sequence[Any]]
+_USUAL = 80  # columns of text where there is no terminal
+_WIDEST_TEXT = 100  # longer lines are hard to read
+_NARROWEST = 40  # a narrower terminal is not laid out for
+_GAP = "  "
+_PADDING = 2  # of a header, where there is room
+_LEAST = 14  # a column of words is made no narrower than this while columns can go to a table of their own
+_BREAKS = "./_-,;:@=+|"  # a word that is too long is cut behind one of these
 
 
-def format_grid(headers: Sequence[str], rows: Cells, style: str = "simple") -> str:
-    from tabulate import tabulate
+def find_width() -> int | None:
+    """Columns of the terminal, or $COLUMNS; None where the output goes elsewhere, for a file has no width."""
+    text = os.environ.get("COLUMNS", "")
+    columns = int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0
+    if not columns and sys.stdout.isatty():
+        try:
+            columns = os.get_terminal_size(sys.stdout.fileno()).columns or _USUAL
+        except (OSError, ValueError):  # a terminal that does not say
+            columns = _USUAL
+    return max(columns, _NARROWEST) if columns else None
 
-    numeric = ["right" if _looks_numeric(rows, column) else "left" for column in range(len(headers))]
-    return tabulate(rows, headers=headers, tablefmt=style, colalign=numeric if rows else None, disable_numparse=True)
+
+class _Column(NamedTuple):
+    header: str
+    cells: tuple[str, ...]
+    is_right: bool  # numbers are
+
+    @property
+    def width(self) -> int:
+        return max(_measure(self.header), self.cells_width)
+
+    @property
+    def cells_width(self) -> int:
+        return max(map(_measure, self.cells), default=0)
+
+    def narrow(self, width: int) -> _Column:
+        """The same with every line cut to a width."""
+        header, *cells = ("\n".join(_cut(text, width)) for text in (self.header, *self.cells))
+        return _Column(header, tuple(cells), self.is_right)
+
+    def align(self, text: str, width: int) -> str:
+        return text.rjust(width) if self.is_right else text.ljust(width)
 
 
-def _looks_numeric(rows: Cells, column: int) -> bool:
-    return bool(rows) and all(str(row[column])[:1].isdigit() or row[column] in ("-", "") for row in rows)
+def format_grid(headers: Sequence[str], rows: Cells, style: str = "simple", keys: int = 0) -> str:
+    """A table; style `github` is Markdown, which has no width.
+
+    A table that is wider than the terminal is narrowed: words go to a second line. If that is not enough, its columns
+    go to several tables below each other, each with the first `keys` columns; with 0, each with the rows' numbers.
+    """
+    columns = [
+        _Column(str(header), tuple("" if row[at] is None else str(row[at]).strip() for row in rows), is_right)
+        for at, (header, is_right) in enumerate(zip(headers, _find_numeric(headers, rows), strict=True))
+    ]
+    if style != "simple":
+        return _format_markdown(columns)
+    width = find_width()
+    if width is None:
+        return _format_table(columns, _PADDING)
+    return "\n\n".join(_format_table(part, padding) for part, padding in _fit(columns, keys, width))
 
 
-def wrap(text: str, first: str, rest: str) -> list[str]:
+def _find_numeric(headers: Sequence[str], rows: Cells) -> list[bool]:
+    return [
+        bool(rows) and all(str(row[at])[:1].isdigit() or row[at] in ("-", "") for row in rows)
+        for at in range(len(headers))
+    ]
+
+
+def _fit(columns: list[_Column], keys: int, width: int) -> list[tuple[list[_Column], int]]:
+    """The tables that a table becomes, and how far their headers are padded."""
+    for padding in (_PADDING, 0):
+        if _add(_pad(columns, padding)) <= width:
+            return [(columns, padding)]
+    squeezed = _squeeze(columns, width, _LEAST)
+    if squeezed is not None:
+        return [(squeezed, 0)]
+    if not keys:
+        count = len(columns[0].cells)
+        columns, keys = [_Column("row", tuple(map(str, range(1, count + 1))), True), *columns], 1
+    names = columns[:keys]
+    room = width - len(_GAP) - _LEAST
+    if _add(_pad(names, 0)) > room:
+        names = _squeeze(names, room, 1) or names
+    parts: list[list[_Column]] = []
+    for column in columns[keys:]:
+        if not parts or _add(_pad([*parts[-1], column], 0)) > width:
+            parts.append(list(names))
+        parts[-1].append(column)
+    return [(_squeeze(part, width, 1) or part, 0) for part in parts]
+
+
+def _pad(columns: Sequence[_Column], padding: int) -> list[int]:
+    return [max(_measure(column.header) + padding, column.cells_width) for column in columns]
+
+
+def _add(widths: Sequence[int]) -> int:
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
+
+
+def _squeeze(columns: Sequence[_Column], width: int, least: int) -> list[_Column] | None:
+    """The columns with the widest cut until they fit; numbers are cut only if `least` is 1. None if they cannot fit."""
+    widths = [column.width for column in columns]
+    floors = []
+    for column in columns:
+        word = max((len(word) for word in column.header.split()), default=0)
+        cells = column.cells_width if column.is_right else min(column.cells_width, least)
+        floors.append(max(word, cells) if least > 1 else 1)
+    while _add(widths) > width:
+        spare = [(value, at) for at, value in enumerate(widths) if value > floors[at]]
+        if not spare:
+            return None
+        widths[max(spare)[1]] -= 1
+    return [column.narrow(size) for column, size in zip(columns, widths, strict=True)]
+
+
+def _cut(text: str, width: int) -> list[str]:
+    """Lines of at most a width, cut at spaces, else behind a mark, else anywhere."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        rest = line
+        while len(rest) > width:
+            at = rest.rfind(" ", 0, width + 1)
+            if at <= 0:
+                at = max(rest.rfind(mark, 0, width) for mark in _BREAKS) + 1
+            at = at if at > 0 else width
+            lines.append(rest[:at].rstrip())
+            rest = rest[at:].lstrip()
+        lines.append(rest)
+    return lines
+
+
+def _measure(text: str) -> int:
+    return max(map(len, text.split("\n")))
+
+
+def _format_table(columns: Sequence[_Column], padding: int) -> str:
+    widths = _pad(columns, padding)
+    lines = _format_row(columns, [column.header for column in columns], widths)
+    lines.append(_GAP.join("-" * width for width in widths))
+    for at in range(len(columns[0].cells) if columns else 0):
+        lines += _format_row(columns, [column.cells[at] for column in columns], widths)
+    return "\n".join(lines)
+
+
+def _format_row(columns: Sequence[_Column], texts: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """A row's lines: as many as its highest cell has."""
+    heights = zip_longest(*(text.split("\n") for text in texts), fillvalue="")
+    return [
+        _GAP.join(column.align(text, width) for column, text, width in zip(columns, line, widths, strict=True)).rstrip()
+        for line in heights
+    ]
+
+
+def _format_markdown(columns: Sequence[_Column]) -> str:
+    widths = _pad(columns, _PADDING)
+    rows = [[column.header for column in columns], *zip(*(column.cells for column in columns), strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(columns, row, widths, strict=True)
+        shown = (column.align(text.replace("\n", "<br>"), width) for column, text, width in cells)
+        lines.append(f"| {' | '.join(shown)} |")
+    lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
+    return "\n".join(lines)
+
+
+def wrap(text: str, first: str = "", rest: str = "") -> list[str]:
+    """Lines of a text, no wider than the terminal; `first` stands before the first line, `rest` before the others."""
     import textwrap
 
-    return textwrap.wrap(text, 80, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+    width = min(find_width() or _USUAL, _WIDEST_TEXT)
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+
+
+def format_text(text: str, first: str = "", rest: str = "") -> str:
+    """The same as one string."""
+    return "\n".join(wrap(text, first, rest))
 
 
 def format_html(headers: Sequence[str], rows: Cells, caption: str = "") -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import click
 
 from flopcalc.cli.command import Group
 from flopcalc.errors import CalibrationError, format_nearest
-from flopcalc.grids import format_grid
+from flopcalc.grids import format_grid, format_text
 from flopcalc.hardware.tables import SHAPES, Table, find_folder_tables, list_tables, load_table
 
 
@@ -37,7 +38,10 @@ def list_(as_json: bool) -> None:
     elif not shown:
         click.echo("no calibration tables yet: `flopcalc calibrate` on a machine with a GPU makes them")
     else:
-        click.echo(format_grid(list(shown[0]), [list(entry.values()) for entry in shown]))
+        headers = [name for name in shown[0] if name != "file"]
+        click.echo(format_grid(headers, [[entry[name] for name in headers] for entry in shown], keys=2))
+        for folder in dict.fromkeys(os.path.dirname(str(entry["file"])) for entry in shown):
+            click.echo(format_text(f"files: {folder}", rest="  "))
 
 
 @calibration.command()
@@ -55,13 +59,12 @@ def show(device: str, table: str, as_json: bool) -> None:
         click.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
     about = found.provenance
-    click.echo(
-        f"{found.path}: {about.get('device')}, torch {about.get('torch')}, suite {about.get('suite')}, "
-        f"{about.get('date')}"
-    )
+    words = f"{about.get('device')}, torch {about.get('torch')}, suite {about.get('suite')}, {about.get('date')}"
+    click.echo(format_text(f"{found.path}: {words}", rest="  "))
     click.echo(format_grid(list(found.columns), [["-" if v is None else v for v in row] for row in found.rows]))
     for failure in found.failures:
-        click.echo(f"failed: {failure.get('row')}: {failure.get('reason')}: {failure.get('detail')}")
+        words = f"failed: {failure.get('row')}: {failure.get('reason')}: {failure.get('detail')}"
+        click.echo(format_text(words, rest="  "))
 
 
 @calibration.command()
@@ -89,12 +92,11 @@ def diff(a: str, b: str, as_json: bool) -> None:
         ratios = entry["time_ratio"] or {}
         times = [f"{ratios[key]:.3f}" if ratios else "-" for key in ("median", "min", "max")]
         rows.append([entry["table"], entry["both"], entry["only_a"], entry["only_b"], *times, len(entry["differ"])])
-    click.echo(format_grid(columns, rows))
+    click.echo(format_grid(columns, rows, keys=1))
     for entry in summary:
         for difference in entry.get("differ", [])[:20]:
-            click.echo(
-                f"{entry['table']}: {difference['row']}: {difference['column']} {difference['a']} -> {difference['b']}"
-            )
+            change = f"{difference['column']} {difference['a']} -> {difference['b']}"
+            click.echo(format_text(f"{entry['table']}: {difference['row']}: {change}", rest="  "))
 
 
 def _load(device: str, name: str) -> Table:

@@ -3,37 +3,61 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import click
 
-from flopcalc.cli.command import Command, complete_model
+from flopcalc.cli.command import Command, complete_model, format_options
 from flopcalc.cli.options.counting import make_estimate
+from flopcalc.cli.options.time import make_shares, time_options
 from flopcalc.cli.options.workload import trace_option, workload_options
+from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.errors import WorkloadError, format_nearest
-from flopcalc.grids import format_grid
+from flopcalc.grids import format_grid, wrap
 from flopcalc.units import format_flops, format_parameters
 from flopcalc.words import CLIPPING, CONVENTIONS, KERNELS, PHASES, RECOMPUTE
 
 _SETTABLE = (
     "batch", "seq", "decoder_seq", "text", "lengths", "grad_accum", "image", "image_grid", "video", "video_grid",
     "audio", "max_pixels", "phase", "context", "logits", "freeze", "train_only", "lora", "recompute", "clipping",
-    "convention", "attention_kernel",
+    "convention", "attention_kernel", "device", "dtype", "peak", "gpus", "step_time", "tokens_per_second",
 )  # fmt: skip
 _CHOICES = {
     "phase": PHASES, "convention": CONVENTIONS, "attention_kernel": KERNELS, "recompute": RECOMPUTE,
     "clipping": CLIPPING,
 }  # fmt: skip
 _LENGTHS = ("seq", "text", "lengths")
+_TIMES = ("step_time", "tokens_per_second")
 _REPEATABLE = ("image", "image_grid", "video", "video_grid", "audio", "freeze", "train_only")
+_MIXED = "Different conventions stand side by side: do not compare them."
+
+
+class Column(NamedTuple):
+    """One of the models or workloads."""
+
+    label: str
+    estimate: Estimate
+    mfu: Utilization | None
+    hfu: Utilization | None
+    notes: list[str]  # beside the estimate's own
+
+    def to_dict(self) -> dict[str, Any]:
+        shown = {"label": self.label, **self.estimate.to_dict(1)}
+        shown["notes"] += self.notes
+        shown["mfu"] = self.mfu.to_dict() if self.mfu else None
+        shown["hfu"] = self.hfu.to_dict() if self.hfu else None
+        return shown
 
 
 @click.command(cls=Command)
 @click.argument("models", nargs=-1, required=True, shell_complete=complete_model, metavar="MODEL[@key=value;…] …")
 @workload_options
 @trace_option
-@click.option("--json", "as_json", is_flag=True)
-def compare(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
+@time_options
+@format_options
+def compare(models: tuple[str, ...], style: str, **options: Any) -> None:
     """Several models or workloads side by side.
 
     Options hold for all; MODEL@key=value;key=value changes them for one. Examples:
@@ -41,47 +65,83 @@ def compare(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
       flopcalc compare llama-3.1-8b qwen3-8b --seq 2048
 
       flopcalc compare qwen2-vl@seq=2048 'qwen2-vl@seq=4096;image=1024x768'
+
+      flopcalc compare gpt2@step_time=30ms gpt2-xl@step_time=350ms --seq 1024 --device h200
     """
-    asked = [(text, make_estimate(*_read_column(text, options))) for text in models]
-    columns = [(label, entry.estimate) for label, entry in asked]
-    notes = {label: [*entry.estimate.notes, *entry.notes] for label, entry in asked}
-    conventions = {estimate.convention for _, estimate in columns}
-    if as_json:
-        shown = [{"label": label, **entry.estimate.to_dict(1)} for label, entry in asked]
-        for column, (_, entry) in zip(shown, asked, strict=True):
-            column["notes"] += entry.notes
-        click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
-        return
-    rows = [[name, *(read(estimate) for _, estimate in columns)] for name, read in _ROWS]
+    columns = [_count(text, options) for text in models]
+    if style == "json":
+        click.echo(json.dumps([column.to_dict() for column in columns], indent=2, ensure_ascii=False))
+    elif style == "csv":
+        from flopcalc.report.estimate import format_lines
+
+        click.echo(format_lines([*_EXACT], ([read(column) for read in _EXACT.values()] for column in columns)))
+    else:
+        click.echo(_format(columns, is_markdown=style == "markdown"))
+
+
+def _count(text: str, options: dict[str, Any]) -> Column:
+    name, own = _read_column(text, options)
+    asked = make_estimate(name, own)
+    model_share, hardware_share, notes = make_shares(asked.estimate, own)
+    return Column(text, asked.estimate, model_share, hardware_share, asked.notes + notes)
+
+
+def _format(columns: list[Column], is_markdown: bool) -> str:
+    rows = [[name, *(read(column) for column in columns)] for name, read in _ROWS.items()]
     rows = [row for row in rows if row[0] not in _RARE or set(row[1:]) != {"-"}]
-    parts = [estimate.by_component() for _, estimate in columns]
+    parts = [column.estimate.by_component() for column in columns]
     for part in parts[0]:
         if any(sum(part_sums[part]) for part_sums in parts):
-            rows.append(
-                [part, *(format_flops(sum(part_sums[part])) if sum(part_sums[part]) else "-" for part_sums in parts)]
-            )
-    click.echo(format_grid(["", *(label for label, _ in columns)], rows))
-    for label, found in notes.items():
-        for note in found:
-            click.echo(f"{label}: {note}")
-    if len(conventions) > 1:
-        click.echo("Different conventions stand side by side: do not compare them.")
+            rows.append([part, *(_format_some(sum(part_sums[part])) for part_sums in parts)])
+    headers = ["", *(column.label for column in columns)]
+    lines = [format_grid(headers, rows, "github" if is_markdown else "simple", keys=1)]
+    notes = [f"{column.label}: {note}" for column in columns for note in (*column.estimate.notes, *column.notes)]
+    notes += [_MIXED] if len({column.estimate.convention for column in columns}) > 1 else []
+    if is_markdown:
+        return "\n".join([*lines, "", *(f"- {note}" for note in notes)]).rstrip("\n")
+    return "\n".join([*lines, *(line for note in notes for line in wrap(note, rest="  "))])
 
 
-_ROWS: list[tuple[str, Any]] = [
-    ("model type", lambda e: e.terms[0][0].source.config["model_type"]),
-    ("parameters", lambda e: format_parameters(e.parameters["total"])),
-    ("active", lambda e: format_parameters(e.parameters["active"]) if "active" in e.parameters else "not known"),
-    ("tokens", lambda e: f"{e.tokens:,}"),
-    ("convention", lambda e: e.convention),
-    ("forward", lambda e: format_flops(e.forward)),
-    ("backward", lambda e: format_flops(e.backward) if e.backward else "-"),
-    ("recompute", lambda e: format_flops(e.recompute) if e.recompute else "-"),
-    ("clipping", lambda e: format_flops(e.clipping) if e.clipping else "-"),
-    ("step", lambda e: format_flops(e.total)),
-    ("per token", lambda e: format_flops(e.total // max(e.tokens, 1))),
-]
-_RARE = ("recompute", "clipping")  # rows only where some column has them
+def _format_some(flops: int) -> str:
+    return format_flops(flops) if flops else "-"
+
+
+def _percent(share: Utilization | None) -> str:
+    return "-" if share is None or share.value is None else f"{100 * share.value:.2f} %"
+
+
+_ROWS: dict[str, Callable[[Column], str]] = {
+    "model type": lambda each: each.estimate.terms[0][0].source.config["model_type"],
+    "parameters": lambda each: format_parameters(each.estimate.parameters["total"]),
+    "active": lambda each: (
+        format_parameters(each.estimate.parameters["active"]) if "active" in each.estimate.parameters else "not known"
+    ),
+    "tokens": lambda each: f"{each.estimate.tokens:,}",
+    "convention": lambda each: each.estimate.convention,
+    "forward": lambda each: format_flops(each.estimate.forward),
+    "backward": lambda each: _format_some(each.estimate.backward),
+    "recompute": lambda each: _format_some(each.estimate.recompute),
+    "clipping": lambda each: _format_some(each.estimate.clipping),
+    "step": lambda each: format_flops(each.estimate.total),
+    "per token": lambda each: format_flops(each.estimate.total // max(each.estimate.tokens, 1)),
+    "MFU": lambda each: _percent(each.mfu),
+    "HFU": lambda each: _percent(each.hfu),
+}
+_RARE = ("recompute", "clipping", "MFU", "HFU")  # rows only where some column has them
+_EXACT: dict[str, Callable[[Column], Any]] = {
+    "label": lambda each: each.label,
+    "model_type": lambda each: each.estimate.terms[0][0].source.config["model_type"],
+    "parameters": lambda each: each.estimate.parameters["total"],
+    "convention": lambda each: each.estimate.convention,
+    "tokens": lambda each: each.estimate.tokens,
+    "forward": lambda each: each.estimate.forward,
+    "backward": lambda each: each.estimate.backward,
+    "recompute": lambda each: each.estimate.recompute,
+    "clipping": lambda each: each.estimate.clipping,
+    "total": lambda each: each.estimate.total,
+    "mfu": lambda each: None if each.mfu is None else each.mfu.value,
+    "hfu": lambda each: None if each.hfu is None else each.hfu.value,
+}
 
 
 def _read_column(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -95,9 +155,13 @@ def _read_column(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any
         if not equals or key not in _SETTABLE:
             near = format_nearest(key, _SETTABLE)
             raise WorkloadError(f"{text!r}: {piece!r} is not key=value of a workload option.{near}")
+        if key in chosen:
+            raise WorkloadError(f"{text!r}: {key} is given twice: give it once")
         if key in _LENGTHS and not chosen & set(_LENGTHS):
             own.update(dict.fromkeys(_LENGTHS))  # a column's own length replaces the one given for all
             own["batch"] = own["batch"] if key != "lengths" or "batch" in chosen else None
+        if key in _TIMES and not chosen & set(_TIMES):
+            own.update(dict.fromkeys(_TIMES))  # and so does its own time
         chosen.add(key)
         own[key] = tuple(value.split("+")) if key in _REPEATABLE else value
     for key, known in _CHOICES.items():

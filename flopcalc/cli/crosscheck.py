@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import textwrap
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,7 +17,7 @@ from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import load_config
 from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError
-from flopcalc.grids import format_grid
+from flopcalc.grids import format_grid, wrap
 from flopcalc.units import format_flops, format_parameters, parse_size
 from flopcalc.words import RECOMPUTE
 
@@ -117,14 +116,18 @@ def _format(estimate: Estimate, found: Crosscheck, notes: list[str]) -> str:
     estimator, load, _ = estimate.terms[0]
     depths = ", ".join(f"{key} {value}" for key, value in found.layers.items())
     lines = [
-        f"{estimator.source.name} ({format_parameters(found.parameters)} parameters; {depths})",
-        f"{load.phase}, {load.rows} × {load.seq} tokens; {found.dtype}, {found.attention} attention, on {found.device}",
+        *wrap(f"{estimator.source.name} ({format_parameters(found.parameters)} parameters; {depths})", rest="  "),
+        *wrap(
+            f"{load.phase}, {load.rows} × {load.seq} tokens; {found.dtype}, {found.attention} attention, on "
+            f"{found.device}",
+            rest="  ",
+        ),
         "",
     ]
     cells: list[list[str]] = []
     for row in found.rows:
         counted = row.counted
-        cost, note = f"{counted.seconds:.2f} s", _wrap(counted.reason)
+        cost, note = f"{counted.seconds:.2f} s", counted.reason or ""
         skipped = _format_skipped(counted.not_counted)
         if counted.total is None:
             beside = "-" if counted.witness == "gpm" else row.expected_as  # a gauge is compared with nothing
@@ -134,12 +137,13 @@ def _format(estimate: Estimate, found: Crosscheck, notes: list[str]) -> str:
         cells.append([counted.witness, format_flops(counted.total), first, row.expected_as, skipped, cost, note])
         if counted.corrected is not None:
             ratio = _format_ratio(counted.corrected, row.expected)
-            what = _wrap("without elementwise work, with what it skips")
+            what = "without elementwise work, with what it skips"
             cells.append(["profiler, corrected", format_flops(counted.corrected), ratio, row.expected_as, "", "", what])
-    lines.append(format_grid(["witness", "FLOPs", "ratio", "to analytic", "not counted", "cost", "note"], cells))
+    headers = ["witness", "FLOPs", "ratio", "to analytic", "not counted", "cost", "note"]
+    lines.append(format_grid(headers, cells, keys=1))
     totals = {row.expected_as: row.expected for row in found.rows}
-    lines += ["", *(f"analytic, {name}: {format_flops(value)} = {value:,} FLOPs" for name, value in totals.items())]
-    lines += [f"note: {note}" for note in notes]
+    texts = [f"analytic, {name}: {format_flops(value)} = {value:,} FLOPs" for name, value in totals.items()]
+    lines += ["", *(line for text in (*texts, *(f"note: {note}" for note in notes)) for line in wrap(text, rest="  "))]
     return "\n".join(lines)
 
 
@@ -155,8 +159,4 @@ def _format_skipped(skipped: dict[str, int]) -> str:
     others = len(skipped) - len(products)
     if others:
         products.append(f"{others} kinds without products")
-    return _wrap("; ".join(products)) if products else "none"
-
-
-def _wrap(text: str | None) -> str:
-    return textwrap.fill(text, 44, break_long_words=False) if text else ""
+    return "; ".join(products) or "none"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from flopcalc.cli.command import Command, model_argument
+from flopcalc.cli.command import Command, format_options, model_argument
 from flopcalc.cli.options.counting import make_estimate
 from flopcalc.cli.options.time import make_run, make_shares, run_options, time_options
 from flopcalc.cli.options.workload import has_list, trace_option, workload_options
@@ -18,7 +18,6 @@ from flopcalc.errors import WorkloadError
 from flopcalc.units import format_count, parse_size
 
 BY = ("component", "module", "kind")
-FORMATS = ("table", "json", "csv", "markdown")
 
 
 class Counted(NamedTuple):
@@ -52,15 +51,13 @@ class Counted(NamedTuple):
 @run_options
 @click.option("--depth", metavar="N", help="Module paths cut to N names.")
 @click.option("--by", type=click.Choice(BY), help="Rows of the breakdown (default component).")
-@click.option("--format", "style", type=click.Choice(FORMATS), help="Default table.")
-@click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
+@format_options
 @click.option("--plot", "plot_file", metavar="FILE", help="Draw the FLOPs over a list: .png, .svg or .pdf.")
 def estimate(
     model: str,
     depth: str | None,
     by: str | None,
-    style: str | None,
-    as_json: bool,
+    style: str,
     plot_file: str | None,
     **options: Any,
 ) -> None:
@@ -72,9 +69,6 @@ def estimate(
 
       flopcalc estimate llama-3.1-8b --seq 1k,2k,4k --batch 1,8
     """
-    if as_json and style not in (None, "json"):
-        raise WorkloadError(f"--json contradicts --format {style}")
-    style = "json" if as_json else style or "table"
     levels = parse_size(depth, "--depth") if depth is not None else None
     if levels is not None and style != "json":
         if by not in (None, "module"):
@@ -90,7 +84,7 @@ def estimate(
     from flopcalc.report import estimate as report
 
     if style == "csv":
-        click.echo(report.format_csv(counted.estimate, by or "component", levels))
+        click.echo(report.format_csv(counted.estimate, by or "component", levels, mfu=counted.mfu, hfu=counted.hfu))
         return
     click.echo(
         report.format_estimate(

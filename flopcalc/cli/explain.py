@@ -18,6 +18,7 @@ from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.ops import Attend, Embed, Linear, Multiply, join
 from flopcalc.core.workload.sums import Sum
 from flopcalc.errors import WorkloadError
+from flopcalc.grids import format_text
 from flopcalc.units import format_flops
 
 
@@ -47,9 +48,10 @@ def explain(model: str, pattern: str, as_json: bool, **options: Any) -> None:
     click.echo(f"convention {asked.estimate.convention}")
     for entry in shown:
         parameter = f".{entry['parameter']}" if entry["parameter"] not in (None, "weight") else ""
-        click.echo(f"\n{entry['path']}{parameter}  ({entry['kind']} × {entry['count']})")
+        click.echo("")
+        click.echo(format_text(f"{entry['path']}{parameter}  ({entry['kind']} × {entry['count']})", "", "  "))
         for line in entry["lines"]:
-            click.echo(f"  {line}")
+            click.echo(format_text(line, "  ", " " * 13))
 
 
 class Explained(NamedTuple):

@@ -12,7 +12,7 @@ import click
 
 from flopcalc.cli.options.workload import LISTED
 from flopcalc.errors import WorkloadError
-from flopcalc.grids import format_grid, wrap
+from flopcalc.grids import format_grid, format_text
 from flopcalc.units import parse_size
 
 MOST_ROWS = 64
@@ -73,27 +73,25 @@ def show_table(
         for i, row in enumerate(rows)
     ]
     if title:
-        click.echo(f"{title}\n")
-    click.echo(format_grid([*varied, *shown], table, style))
+        click.echo(f"{format_text(title)}\n")
+    click.echo(format_grid([*varied, *shown], table, style, keys=len(varied)))
     every = dict.fromkeys(note for found in notes for note in found)
     if every:
         click.echo("")
     for note in every:
         where = _name_rows(rows, [note in found for found in notes])
-        click.echo("\n".join(wrap(f"{where}{note}", "note  ", " " * 6)))
+        click.echo(format_text(f"{where}{note}", "note  ", " " * 6))
 
 
 def show_csv(rows: Sequence[Row], columns: Mapping[str, Callable[[Result], Any]], results: Sequence[Result]) -> None:
     """Exact values, a line each."""
-    import csv
-    import io
+    from flopcalc.report.estimate import format_lines
 
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*rows[0].varied, *columns])
-    for row, result in zip(rows, results, strict=True):
-        writer.writerow([*row.varied.values(), *(read(result) for read in columns.values())])
-    click.echo(out.getvalue(), nl=False)
+    lines = (
+        [*row.varied.values(), *(read(result) for read in columns.values())]
+        for row, result in zip(rows, results, strict=True)
+    )
+    click.echo(format_lines([*rows[0].varied, *columns], lines))
 
 
 def draw(path: str, rows: Sequence[Row], values: Sequence[float], label: str) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import click
 
 from flopcalc.cli.command import Group
-from flopcalc.grids import format_grid
+from flopcalc.grids import find_width, format_grid, wrap
 from flopcalc.monitor.log import METRICS, find_series, load_log, sparkline, summarize
 from flopcalc.monitor.log import plot as plot_log
 from flopcalc.units import format_parameters, format_rate
 
 _MOST_EVENTS = 20
+_AROUND_CURVE = 28  # characters before and behind a curve, as "100.00 % to 100.00 %"
 _LABELS = {
     "mfu": "MFU (wall)", "device_mfu": "MFU (device)", "hfu": "HFU", "tflops_per_gpu": "TFLOP/s per GPU",
     "tokens_per_second": "tokens/s", "padded_tokens_per_second": "padded tokens/s", "samples_per_second": "samples/s",
@@ -56,7 +57,7 @@ def plot(log: str, output: str) -> None:
 
 def _format(summary: dict[str, Any], shares: list[float | None]) -> list[str]:
     state = "ended" if summary["is_ended"] else "no end yet: still running, or killed"
-    lines = [f"{summary['file']}: run {summary['run']} of {summary['runs']}, {state}", ""]
+    lines = [*wrap(f"{summary['file']}: run {summary['run']} of {summary['runs']}, {state}", rest="  "), ""]
     parameters, peak = summary["parameters"], summary["peak_flops_per_s"]
     facts = {
         "model": [("", summary["model"]), ("parameters ", format_parameters(parameters) if parameters else None)],
@@ -71,35 +72,38 @@ def _format(summary: dict[str, Any], shares: list[float | None]) -> list[str]:
     }
     for name, values in facts.items():
         known = [f"{word}{value}" for word, value in values if value is not None]
-        lines.append(f"{name:<8}{', '.join(known) or 'not known'}")
+        lines += wrap(", ".join(known) or "not known", f"{name:<8}", " " * 8)
     rows = []
     for name, label in _LABELS.items():
         values = summary["metrics"][name]
         if values is not None or name in _ALWAYS:
             shown = [_format_value(name, values[key]) if values else "-" for key in ("mean", "median", "last")]
             rows.append([label, *shown])
-    lines += ["", format_grid(["", "mean", "median", "last"], rows)]
+    lines += ["", format_grid(["", "mean", "median", "last"], rows, keys=1)]
     levels = [share for share in shares if share is not None]
     if levels:
-        lines += ["", f"MFU  {sparkline(shares)}  {_format_share(min(levels))} to {_format_share(max(levels))}"]
+        width = min(60, (find_width() or 80) - _AROUND_CURVE)
+        curve = sparkline(shares, width)
+        lines += ["", f"MFU  {curve}  {_format_share(min(levels))} to {_format_share(max(levels))}"]
     if summary["datasets"]:
         names = sorted({name for values in summary["datasets"].values() for name in values})
         rows = [
             [dataset, *(f"{values[name]:,.4g}" if name in values else "-" for name in names)]
             for dataset, values in summary["datasets"].items()
         ]
-        lines += ["", format_grid(["dataset", *names], rows)]
+        lines += ["", format_grid(["dataset", *names], rows, keys=1)]
     lines += ["", *_format_goodput(summary["goodput"])]
     if summary["stragglers"]:
-        lines.append(f"slow ranks: {', '.join(map(str, summary['stragglers']))}")
+        lines += wrap(f"slow ranks: {', '.join(map(str, summary['stragglers']))}", rest="  ")
     if summary["unreadable_lines"]:
-        lines.append(f"unreadable lines left out: {summary['unreadable_lines']} (a process was killed while it wrote)")
+        count = summary["unreadable_lines"]
+        lines += wrap(f"unreadable lines left out: {count} (a process was killed while it wrote)", rest="  ")
     events = summary["events"]
     if events:
         lines += ["", f"warnings ({len(events)})"]
         for event in events[:_MOST_EVENTS]:
             where = "" if event["step"] is None else f"step {event['step']}: "
-            lines.append(f"  {where}{' '.join(event['message'].split())}")
+            lines += wrap(f"{where}{' '.join(event['message'].split())}", "  ", " " * 4)
         if len(events) > _MOST_EVENTS:
             lines.append(f"  … and {len(events) - _MOST_EVENTS} more: --json lists all")
     return lines
@@ -119,7 +123,7 @@ def _format_goodput(goodput: dict[str, Any] | None) -> list[str]:
     lost.sort(key=lambda entry: -entry[1])
     causes = ", ".join(f"{cause} {_format_time(seconds)}" for cause, seconds in lost) or "nothing"
     of = "" if elapsed_s is None else f" of {_format_time(elapsed_s)}"
-    return [f"goodput {_format_share(goodput['share'])}{of}; lost: {causes}"]
+    return wrap(f"goodput {_format_share(goodput['share'])}{of}; lost: {causes}", rest="  ")
 
 
 def _format_value(name: str, value: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Callable
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from flopcalc.cli.options.workload import (
 )
 from flopcalc.cli.predict import OPTIMIZERS
 from flopcalc.errors import RecipeError, WorkloadError
-from flopcalc.grids import format_grid
+from flopcalc.grids import format_grid, wrap
 from flopcalc.hardware.devices import DTYPES
 from flopcalc.units import format_bytes, format_parameters, format_seconds, format_tokens, parse_size, parse_sizes
 
@@ -183,10 +182,14 @@ def _read_recompute(options: dict[str, Any]) -> list[str] | None:
 def _format(found: Any) -> str:
     """The readable report of a Plan."""
     step = f"{found.global_batch:,} × {found.seq:,} tokens a step"
+    joined = f", {found.interconnect.id}" if found.gpus > 1 else ""
     lines = [
-        f"{found.model} ({format_parameters(found.parameters)} parameters) on {found.gpus:,} × {found.device.name}"
-        + (f", {found.interconnect.id}" if found.gpus > 1 else ""),
-        f"{format_tokens(found.tokens)}, {step}, {found.dtype}, execution {found.execution}",
+        *wrap(
+            f"{found.model} ({format_parameters(found.parameters)} parameters) on {found.gpus:,} × "
+            f"{found.device.name}{joined}",
+            rest="  ",
+        ),
+        *wrap(f"{format_tokens(found.tokens)}, {step}, {found.dtype}, execution {found.execution}", rest="  "),
         "",
     ]
     headers = ["layout", "step", "from … to", "MFU", "HFU", "memory", "days", "GPU-hours", "MWh", "k USD"]
@@ -207,7 +210,7 @@ def _format(found: Any) -> str:
                 "-" if entry.usd is None else _shorten(entry.usd / 1000),
             ]
         )
-    lines += [format_grid(headers, rows), ""]
+    lines += [format_grid(headers, rows, keys=1), ""]
     best = found.best[0]
     parts = sorted(best.to_dict()["breakdown"].items(), key=lambda part: -part[1])
     shares = ", ".join(
@@ -234,5 +237,4 @@ def _shorten(value: float) -> str:
 
 
 def _wrap(label: str, text: str) -> list[str]:
-    first, rest = f"{label:21}", " " * 21
-    return textwrap.wrap(text, 110, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+    return wrap(text, f"{label:21}", " " * 21)

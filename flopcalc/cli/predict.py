@@ -116,31 +116,34 @@ def _predict(model: str, options: dict[str, Any], memory: bool) -> Predicted:
 
 
 def _show(predicted: Predicted, count: int) -> None:
-    from flopcalc.grids import format_grid, wrap
+    from flopcalc.grids import format_grid, format_text
     from flopcalc.prediction.floors import format_rate
 
     found, notes = predicted.found, predicted.notes
     seconds = found.step_time_s
     interval = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
-    click.echo(f"step      {format_seconds(seconds.mid)}   ({interval})   bound by the {found.bound}")
-    click.echo(f"execution {found.execution}")
     click.echo(
-        f"MFU       {_percent(found.mfu)}   HFU {_percent(found.hfu)}   {format_rate(found.tokens_per_s)} tokens/s"
+        format_text(
+            f"{format_seconds(seconds.mid)}   ({interval})   bound by the {found.bound}", "step      ", " " * 10
+        )
     )
-    click.echo("\n".join(wrap(str(found.floors), "floors    ", " " * 10)))
+    click.echo(f"execution {found.execution}")
+    shares = f"{_percent(found.mfu)}   HFU {_percent(found.hfu)}   {format_rate(found.tokens_per_s)} tokens/s"
+    click.echo(format_text(shares, "MFU       ", " " * 10))
+    click.echo(format_text(str(found.floors), "floors    ", " " * 10))
     click.echo("")
     rows = [
         [_LABELS[name], format_seconds(value), _percent(value / seconds.mid)]
         for name, value in found.breakdown.items()
         if value >= _LEAST * seconds.mid
     ]
-    click.echo(format_grid(["where the time goes", "time", "share"], rows))
+    click.echo(format_grid(["where the time goes", "time", "share"], rows, keys=1))
     total = sum(found.modules.values())
     rows = [[name, format_seconds(value), _percent(value / total)] for name, value in found.modules.items()]
     rest = sum(list(found.modules.values())[count:])
     rows = rows[:count] + ([["all others", format_seconds(rest), _percent(rest / total)]] if rest else [])
     click.echo("")
-    click.echo(format_grid(["module, on the device", "time", "share"], rows))
+    click.echo(format_grid(["module, on the device", "time", "share"], rows, keys=1))
     if predicted.has_memory and found.memory is not None:
         from flopcalc.prediction.memory import format_memory
 
@@ -148,14 +151,16 @@ def _show(predicted: Predicted, count: int) -> None:
         click.echo(format_memory(found.memory, predicted.device))
         if predicted.kept is not None:
             none, full = (format_bytes(predicted.kept[word]) for word in ("none", "full"))
-            click.echo(f"activations kept: {none} without recomputation, {full} with --recompute full")
+            click.echo(
+                format_text(f"activations kept: {none} without recomputation, {full} with --recompute full", "", "  ")
+            )
         if predicted.largest is not None:
             click.echo(f"largest batch that fits: {predicted.largest or 'none'}")
         notes += [f"memory: {note}" for note in found.memory.notes if note not in notes]
     click.echo("")
-    click.echo(f"helps most: {found.advice}")
+    click.echo(format_text(f"helps most: {found.advice}", "", "  "))
     for note in notes:
-        click.echo(f"note: {note}")
+        click.echo(format_text(f"note: {note}", "", "  "))
 
 
 def _show_list(model: str, options: dict[str, Any], memory: bool, as_json: bool, plot_file: str | None) -> None:

@@ -199,10 +199,8 @@ def summarize(logs_dir: str, output: str | None, markdown: bool, as_json: bool, 
         summary.plot(found, plot_file)
     if as_json:
         click.echo(_to_json(found))
-    elif markdown:
-        click.echo(summary.format_summary(found, "github"))
     else:
-        click.echo(summary.format_summary(found, width=_find_width()))
+        click.echo(summary.format_summary(found, "github" if markdown else "simple"))
 
 
 # --- what the commands share ------------------------------------------------------------------------------------------
@@ -256,19 +254,12 @@ def _run(configurations: Sequence[Configuration], options: Mapping[str, Any], ca
         retry_failed=options.get("retry") == "failed", progress=Progress(sys.stderr, lists_results=True),
     )  # fmt: skip
     found = summarize_rows(swept.rows)
-    click.echo(_to_json(found) if options["as_json"] else format_summary(found, width=_find_width()))
+    click.echo(_to_json(found) if options["as_json"] else format_summary(found))
     if swept.stopped:
         same = "the same command without --fresh" if options["fresh"] else "the same command"
         click.echo(f"stopped: {same} goes on" if can_go_on else "stopped", err=True)
         return 130
     return 1 if swept.failed else 0
-
-
-def _find_width() -> int | None:
-    """Columns of the terminal; None where the output goes elsewhere, for a file has no width."""
-    import shutil
-
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _to_json(summary: Mapping[str, Any]) -> str:

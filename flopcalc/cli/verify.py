@@ -18,7 +18,7 @@ from flopcalc.core.model.ops import iterate
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.data import describe_install, list_data_files
 from flopcalc.errors import FlopcalcError, WorkloadError
-from flopcalc.grids import format_grid
+from flopcalc.grids import format_grid, format_text
 from flopcalc.units import parse_size, parse_sizes
 from flopcalc.words import PHASES, RECOMPUTE
 
@@ -70,7 +70,7 @@ def verify(
         raise FlopcalcError(f"verify needs {error.name}: {describe_install('measure')}") from None
     prepare()
     found: list[dict[str, Any]] = []
-    failed = 0
+    verdicts: list[tuple[str, Verdict | None]] = []
     for name, keys, workload, recipe, example, device in _list_jobs(types, config, every, options):
         label = f"{name} {_format(workload)}{' ' + _format(recipe) if recipe else ''}"
         try:
@@ -81,18 +81,48 @@ def verify(
         except Exception as error:  # HF's own code: whatever it raises is the answer for this case
             verdict, problem = None, f"{type(error).__name__}: {str(error)[:300]}"
         is_equal = verdict is not None and verdict.is_equal
-        failed += not is_equal
+        verdicts.append((label, verdict))
         if as_json:
             found.append({"model": name, "workload": workload, "recipe": recipe, **_describe(verdict, problem)})
         else:
-            click.echo(f"{'equal  ' if is_equal else 'DIFFERS' if verdict else 'FAILED '} {label}")
+            click.echo(format_text(label, "equal   " if is_equal else "DIFFERS " if verdict else "FAILED  ", " " * 8))
             _show(verdict, problem)
+    summary = _summarize(verdicts)
+    is_equal = summary["equal"] == summary["cases"]
     if as_json:
-        click.echo(json.dumps({"schema": 1, "equal": not failed, "cases": found}, indent=2))
-    elif failed:
-        click.echo(f"{failed} cases differ or could not be run")
-    if failed:
+        click.echo(json.dumps({"schema": 1, "equal": is_equal, "cases": found, "summary": summary}, indent=2))
+    else:
+        click.echo(format_text(_format_summary(summary), rest="  "))
+    if not is_equal:
         raise click.exceptions.Exit(1)
+
+
+def _summarize(verdicts: list[tuple[str, Verdict | None]]) -> dict[str, Any]:
+    """How many cases are equal, differ or are not known, and the row that differs most, as a share of its step."""
+    known = [(label, verdict) for label, verdict in verdicts if verdict is not None]
+    equal = sum(verdict.is_equal for _, verdict in known)
+    largest: dict[str, Any] | None = None
+    for label, verdict in known:
+        total = max(sum(verdict.traced), 1)
+        for path, (ours, theirs) in verdict.different.items():
+            flops = abs(sum(ours or ()) - sum(theirs or ()))
+            if largest is None or flops / total > largest["share"]:
+                largest = {"case": label, "module": path, "flops": flops, "share": flops / total}
+    return {
+        "cases": len(verdicts), "equal": equal, "different": len(known) - equal, "unknown": len(verdicts) - len(known),
+        "largest_difference": largest,
+    }  # fmt: skip
+
+
+def _format_summary(summary: dict[str, Any]) -> str:
+    cases, different, unknown = (summary[key] for key in ("cases", "different", "unknown"))
+    counts = f"{summary['equal']} equal, {different} differ{'s' * (different == 1)}, {unknown} not known"
+    text = f"{cases} case{'s' * (cases != 1)}: {counts}{' (could not be run)' if unknown else ''}"
+    largest = summary["largest_difference"]
+    if largest is None:
+        return f"{text}; largest difference: {'none' if not different else 'not in FLOPs'}"
+    flops = f"{largest['flops']:,} FLOPs, {largest['share']:.2g} of the step"
+    return f"{text}; largest difference: {flops}, in {largest['module']} of {largest['case']}"
 
 
 def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options: dict[str, Any]) -> Any:
@@ -209,16 +239,17 @@ def _describe(verdict: Verdict | None, problem: str | None) -> dict[str, Any]:
 
 def _show(verdict: Verdict | None, problem: str | None) -> None:
     if problem:
-        click.echo(f"  {problem}")
+        click.echo(format_text(problem, "  ", "  "))
     if verdict is None or verdict.is_equal:
         return
     if verdict.parameters[0] != verdict.parameters[1]:
-        click.echo(f"  parameters: analytic {verdict.parameters[0]}, model {verdict.parameters[1]}")
+        words = f"parameters: analytic {verdict.parameters[0]}, model {verdict.parameters[1]}"
+        click.echo(format_text(words, "  ", " " * 4))
     for name, calls in verdict.not_counted.items():
-        click.echo(f"  operator not counted: {name}, {calls} calls")
+        click.echo(format_text(f"operator not counted: {name}, {calls} calls", "  ", " " * 4))
     if verdict.different:
         rows = [[path, _join(ours), _join(theirs)] for path, (ours, theirs) in verdict.different.items()]
-        click.echo(format_grid(["module", "analytic fwd bwd again", "traced"], rows[:_SHOWN]))
+        click.echo(format_grid(["module", "analytic fwd bwd again", "traced"], rows[:_SHOWN], keys=1))
         if len(rows) > _SHOWN:
             click.echo(f"  … and {len(rows) - _SHOWN} more (--json shows all)")
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_nearest, format_value
+from flopcalc.grids import wrap
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.operators import Operators, list_operators
 from flopcalc.prediction.tensors import FLOAT, Held, Part, Step
@@ -310,10 +311,11 @@ def format_memory(memory: Memory, device: str | Device | None = None) -> str:
     if device is not None:
         found = find_device(device) if isinstance(device, str) else device
         if found.memory_gb is None:
-            return "\n".join([*lines, f"{found.name}: its memory is not known, so nor is whether this fits"])
+            return "\n".join([*lines, *wrap(f"{found.name}: its memory is not known, so nor is whether this fits")])
         capacity = find_capacity(found)
         words = "fits" if memory.peak <= capacity else f"too much by {format_bytes(memory.peak - capacity)}"
-        lines.append(f"{found.name}: {words}; {format_bytes(capacity)} for tensors, {found.memory_gb:g} GB in all")
+        fit = f"{found.name}: {words}; {format_bytes(capacity)} for tensors, {found.memory_gb:g} GB in all"
+        lines += wrap(fit, "", "  ")
     return "\n".join(lines)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.utilization import Utilization
@@ -20,11 +21,38 @@ _CONVENTION_WORDS = {
 }
 
 
-def format_csv(estimate: Estimate, by: str, depth: int | None) -> str:
+# Parts of a breakdown's row that are FLOPs.
+_PARTS = ("forward", "backward", "recompute", "clipping")
+
+
+def format_csv(
+    estimate: Estimate,
+    by: str,
+    depth: int | None,
+    *,
+    mfu: Utilization | None = None,
+    hfu: Utilization | None = None,
+) -> str:
+    """A line for each row of a breakdown, with its total; the step's own figures are the same on every line."""
+    headers, rows = estimate.breakdown(by, depth)
+    parts = [headers.index(part) for part in _PARTS]
+    step = {
+        "convention": estimate.convention,
+        "tokens": estimate.tokens,
+        "step_total": estimate.total,
+        "mfu": mfu.value if mfu else None,
+        "hfu": hfu.value if hfu else None,
+    }
+    return format_lines(
+        [*headers, "total", *step], ([*row, sum(row[part] for part in parts), *step.values()] for row in rows)
+    )
+
+
+def format_lines(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """CSV."""
     import csv
     import io
 
-    headers, rows = estimate.breakdown(by, depth)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(headers)
@@ -48,10 +76,10 @@ def format_estimate(
     parameters = estimate.parameters
     model_type = estimator.source.config["model_type"]
     title = f"{estimator.source.name} ({model_type}, {format_parameters(parameters['total'])} parameters)"
-    lines = [f"## {title}" if is_markdown else title, ""] if is_markdown else [title]
+    lines = [f"## {title}", ""] if is_markdown else wrap(title, "", "  ")
     work = f"{estimate.describe()}; convention {estimate.convention}"
     lines += [work, ""] if is_markdown else [*wrap(work, "", "  "), ""]
-    lines += [format_grid(*estimate.table(by, depth), style=_style(is_markdown)), ""]
+    lines += [format_grid(*estimate.table(by, depth), style=_style(is_markdown), keys=1), ""]
     facts: list[tuple[str, str]] = [("step", f"{format_flops(estimate.total)} = {estimate.total:,} FLOPs")]
     totals = estimate.totals
     for name in CONVENTIONS:

@@ -172,7 +172,7 @@ def test_a_test_forgets_no_sweep(capsys: Capture) -> None:
 
 
 def test_a_table_fits_the_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_find_width", lambda: 80)
+    monkeypatch.setenv("COLUMNS", "80")
     shown, _ = call(capsys, 0, "run", *SMALL)
     assert max(map(len, shown.splitlines())) <= 80
     assert call(capsys, 0, "summarize")[0] == shown

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flopcalc.data import describe_install
-from flopcalc.grids import format_grid
+from flopcalc.grids import format_grid, format_text, wrap
 from flopcalc.measure.sweep.matrix import BASELINE, TRAINERS, SweepError
 from flopcalc.measure.sweep.run import get_value
 from flopcalc.units import format_bytes, format_flops, format_seconds
@@ -92,21 +91,23 @@ def _describe_ratio(values: Iterable[float | None]) -> Json | None:
     return {"mean": mean, "min": min(known), "max": max(known)}
 
 
+# What names a row: stands in every table that a wide one becomes.
+_NAMES = ("trainer", "model", "batch", "seq")
+
+
 # --- text -------------------------------------------------------------------------------------------------------------
-def format_summary(summary: Mapping[str, Any], style: str = "simple", width: int | None = None) -> str:
-    """Both tables and the failures; style `github` is Markdown. Tables are folded where `width` is less than theirs."""
+def format_summary(summary: Mapping[str, Any], style: str = "simple") -> str:
+    """Both tables and the failures; style `github` is Markdown."""
     is_markdown = style != "simple"
     rows = summary["configurations"]
     rate = "" if summary["success_rate"] is None else f" ({100 * summary['success_rate']:.1f} %)"
     many = "" if summary["total"] == 1 else "s"
     blocks = [f"{summary['total']} configuration{many}: {summary['ok']} ok, {summary['failed']} failed{rate}"]
     if rows:
-        blocks += [_wrap(describe_setting(rows), width)] if summary["ok"] else []
-        blocks += _fold(*_list_trainers(summary), keys=("trainer",), style=style, width=width)
-        blocks += _fold(
-            *_list_configurations(rows), keys=("trainer", "model", "batch", "seq"), style=style, width=width
-        )
-        blocks.append(_explain_columns(rows, width))
+        blocks += [_wrap(describe_setting(rows), is_markdown)] if summary["ok"] else []
+        blocks.append(_format_table(*_list_trainers(summary), style))
+        blocks.append(_format_table(*_list_configurations(rows), style))
+        blocks.append(_wrap(_explain_columns(rows), is_markdown))
     if notes := _list_notes(rows):
         blocks.append(_format_list("notes", notes, is_markdown))
     if summary["failures"]:
@@ -116,9 +117,15 @@ def format_summary(summary: Mapping[str, Any], style: str = "simple", width: int
 
 
 def _format_list(title: str, entries: Sequence[str], is_markdown: bool) -> str:
-    mark = "- " if is_markdown else "  "
-    lines = [f"{mark}{entry}".replace("\n", "\n    ") for entry in entries]
-    return "\n".join([title + (":\n" if is_markdown else ""), *lines])
+    if is_markdown:
+        return "\n".join([f"{title}:\n", *(f"- {entry}".replace("\n", "\n    ") for entry in entries)])
+    lines = []
+    for entry in entries:
+        first, *others = entry.split("\n")
+        lines += wrap(first, "  ", " " * 4)
+        for line in others:
+            lines += wrap(line, " " * 4, " " * 4)
+    return "\n".join([title, *lines])
 
 
 def _list_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -131,26 +138,11 @@ def _list_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [note if len(names) == len(measured) else f"{', '.join(names)}: {note}" for note, names in owners.items()]
 
 
-def _fold(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], *, keys: Sequence[str], style: str, width: int | None
-) -> list[str]:
-    """One table, or where it is wider than that, several below each other, each with the columns that name a row."""
-
-    def show(columns: Sequence[int]) -> str:
-        return format_grid([headers[at] for at in columns], [[row[at] for at in columns] for row in rows], style)
-
-    names = [at for at, header in enumerate(headers) if header in keys]
-    tables, columns = [], list(names)
-    for at in (at for at in range(len(headers)) if at not in names):
-        is_first = columns == names  # a table has at least one column of its own, however narrow the terminal
-        if not is_first and width is not None and len(show([*columns, at]).partition("\n")[0]) > width:
-            tables.append(show(columns))
-            columns = list(names)
-        columns.append(at)
-    return [*tables, show(columns)]
+def _format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], style: str) -> str:
+    return format_grid(headers, rows, style, keys=sum(header in _NAMES for header in headers))
 
 
-def _explain_columns(rows: Sequence[Mapping[str, Any]], width: int | None) -> str:
+def _explain_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
         f"time ×, memory ×, FLOPs ×: over {BASELINE} at the same sizes, by geometric mean; "
         "spread: (p90 - p10) / median;",
@@ -158,11 +150,11 @@ def _explain_columns(rows: Sequence[Mapping[str, Any]], width: int | None) -> st
     ]
     if any(row.get("measured_over_analytic") is not None for row in rows):
         lines[1] += "; measured ÷: the GPU's own counters over analytic FLOPs"
-    return _wrap(lines, width)
+    return lines
 
 
-def _wrap(lines: Sequence[str], width: int | None) -> str:
-    return "\n".join(line if width is None else textwrap.fill(line, width) for line in lines)
+def _wrap(lines: Sequence[str], is_markdown: bool) -> str:
+    return "\n".join(line if is_markdown else format_text(line) for line in lines)
 
 
 def describe_setting(rows: Sequence[Mapping[str, Any]]) -> list[str]:
