@@ -1,7 +1,7 @@
-"""Specs, examples and recorded truth go in; docs/models.md comes out.
+"""Specs, examples and recorded truth go in; docs/models.md and model_specs/catalogue.json come out.
 
-python docs/make_models.py              write the page
-python docs/make_models.py --check      exit 1 if the page is stale
+python docs/make_models.py              write both
+python docs/make_models.py --check      exit 1 if one of them is stale
 python docs/make_models.py --mappings   write model_specs/coverage.toml from the installed transformers
 """
 
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flopcalc.cli.supported import FILE, make_catalogue
 from flopcalc.core.spec.coverage import Mapping, describe_specs, load_coverage
 from flopcalc.data import list_data_files, load_toml
 from flopcalc.measure.trace import truth
@@ -20,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE / "models.md"
 RECORDED = set(truth.list_types())
 COVERAGE = HERE.parent / "model_specs" / "coverage.toml"
+CATALOGUE = HERE.parent / "model_specs" / FILE
 AUTO = {
     "causal": "AutoModelForCausalLM",
     "image-text": "AutoModelForImageTextToText",
@@ -82,6 +84,15 @@ def make_page() -> str:
     return "\n".join(lines)
 
 
+def format_catalogue() -> str:
+    """What `flopcalc models` lists; an entry a line, so that a diff shows what changed."""
+    lists = (
+        f'"{key}": [\n' + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]"
+        for key, entries in make_catalogue()._asdict().items()
+    )
+    return "{" + ",\n".join(lists) + "}\n"
+
+
 def format_mapping(mapping: Mapping, specs: dict[str, Any], examples: dict[str, Any]) -> str:
     rows: list[list[Any]] = []
     for entry in mapping.entries:
@@ -126,12 +137,13 @@ def main() -> int:
         text = format_coverage(f"transformers {version('transformers')}", read_mappings(), reasons)
         COVERAGE.write_text(text, encoding="utf-8")
         return 0
-    page = make_page()
+    made = {PAGE: make_page(), CATALOGUE: format_catalogue()}
     if "--check" in sys.argv:
-        is_fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page
+        is_fresh = all(file.exists() and file.read_text(encoding="utf-8") == text for file, text in made.items())
         print("fresh" if is_fresh else "stale: run python docs/make_models.py")
         return int(not is_fresh)
-    PAGE.write_text(page, encoding="utf-8")
+    for file, text in made.items():
+        file.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -125,19 +125,25 @@ def _squeeze(columns: Sequence[_Column], width: int, least: int) -> list[_Column
 
 
 def _cut(text: str, width: int) -> list[str]:
-    """Lines of at most a width, cut at spaces, else behind a mark, else anywhere."""
+    """Lines of at most a width."""
     lines: list[str] = []
     for line in text.split("\n"):
         rest = line
         while len(rest) > width:
-            at = rest.rfind(" ", 0, width + 1)
-            if at <= 0:
-                at = max(rest.rfind(mark, 0, width) for mark in _BREAKS) + 1
-            at = at if at > 0 else width
-            lines.append(rest[:at].rstrip())
-            rest = rest[at:].lstrip()
+            taken, rest = _take_line(rest, width)
+            lines.append(taken)
         lines.append(rest)
     return lines
+
+
+def _take_line(text: str, width: int) -> tuple[str, str]:
+    """The first line of at most a width and the rest: cut at a space, else behind a mark, else anywhere."""
+    if len(text) <= width:
+        return text, ""
+    at = text.rfind(" ", 0, width + 1)
+    if not text[: max(at, 0)].strip():
+        at = max(text.rfind(mark, 0, width) for mark in _BREAKS) + 1 or width
+    return text[:at].rstrip(), text[at:].lstrip()
 
 
 def _measure(text: str) -> int:
@@ -176,10 +182,14 @@ def _format_markdown(columns: Sequence[_Column]) -> str:
 
 def wrap(text: str, first: str = "", rest: str = "") -> list[str]:
     """Lines of a text, no wider than the terminal; `first` stands before the first line, `rest` before the others."""
-    import textwrap
-
     width = min(find_width() or _USUAL, _WIDEST_TEXT)
-    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+    lines: list[str] = []
+    left = text.replace("\n", " ").rstrip()
+    while left:
+        start = rest if lines else first
+        taken, left = _take_line(left, max(width - len(start), 1))
+        lines.append(start + taken)
+    return lines
 
 
 def format_text(text: str, first: str = "", rest: str = "") -> str:

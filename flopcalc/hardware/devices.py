@@ -83,11 +83,9 @@ def find_device(name: str, *, needs_all: bool = False) -> Device:
     """
     if not isinstance(name, str):
         raise DeviceError(f"a device is named by a string, not {format_value(name)}")
-    devices, _ = load_devices()
-    wanted = _plain(name)
-    for device in devices:
-        if wanted in {_plain(known) for known in (device.id, device.name, *device.aliases)}:
-            return device
+    exact = _find_exact(name)
+    if exact is not None:
+        return exact
     variants = _find_variants(name)
     if variants:
         common = _find_common(name, variants)
@@ -102,6 +100,27 @@ def find_device(name: str, *, needs_all: bool = False) -> Device:
         else "--peak FLOPS_PER_S gives a peak by hand"
     )
     raise DeviceError(f"device {format_value(name)} unknown.{hint} `flopcalc devices` lists them; {remedy}")
+
+
+def match_devices(name: str) -> list[Device]:
+    """The device of exactly this name alone, else all whose names contain it or that it is short for."""
+    exact = _find_exact(name)
+    if exact is not None:
+        return [exact]
+    wanted = _plain(name)
+    variants = _find_variants(name)
+    return [
+        device for device in load_devices()[0] if device in variants or any(wanted in n for n in _list_names(device))
+    ]
+
+
+def _find_exact(name: str) -> Device | None:
+    wanted = _plain(name)
+    return next((device for device in load_devices()[0] if wanted in _list_names(device)), None)
+
+
+def _list_names(device: Device) -> set[str]:
+    return {_plain(name) for name in (device.id, device.name, *device.aliases)}
 
 
 def _find_variants(name: str) -> list[Device]:
