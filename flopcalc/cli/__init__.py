@@ -9,6 +9,7 @@ from importlib import import_module
 import click
 
 from flopcalc._version import __version__
+from flopcalc.cli.command import Group
 from flopcalc.errors import FlopcalcError, format_nearest
 
 # Command -> module that defines it, and its line in --help (so that help need not load them all).
@@ -29,7 +30,7 @@ _COMMANDS = {
 }
 
 
-class _Commands(click.Group):
+class _Commands(Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs a command; every expected error is one line on stderr and exit code 2."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        code = _group.main(args=given or ["--help"], prog_name="flopcalc", standalone_mode=False)
+        code = _group.main(args=given, prog_name="flopcalc", standalone_mode=False)
         sys.stdout.flush()
     except FlopcalcError as error:
         _fail(str(error))

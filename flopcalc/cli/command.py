@@ -28,9 +28,17 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group whose commands are of this kind."""
+    """A group whose commands are of this kind, and that shows its help where none is given."""
 
     command_class = Command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if (
+            not args and not ctx.resilient_parsing
+        ):  # without a command: the help, and exit code 2 in any click's version
+            click.echo(ctx.get_help(), err=True)
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
 
 
 FORMATS = ("table", "json", "csv", "markdown")

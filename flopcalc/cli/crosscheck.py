@@ -59,7 +59,7 @@ def crosscheck(
 ) -> None:
     """Run one batch and set every counter beside the analytic count.
 
-    The model is built with random weights; nothing is downloaded. Needs torch: pip install 'flopcalc[measure]'.
+    The model is built with random weights; nothing is downloaded. Needs torch (the extra `measure`).
     Examples:
 
       flopcalc crosscheck qwen2.5-0.5b --seq 512

@@ -55,7 +55,7 @@ def verify(
 ) -> None:
     """Build HF's model, count it with the operator counter, and compare with the analytic count, row by row.
 
-    Needs torch: pip install 'flopcalc[measure]'. Exit code 1 when a row differs.
+    Needs torch and transformers (the extra `measure`). Exit code 1 when a row differs.
 
     \b
       flopcalc verify --model-type llama

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, format_value
 from flopcalc.units import format_tokens
 
@@ -20,7 +21,7 @@ def plot(found: Plan, path: str | os.PathLike[str]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise FlopcalcError("a plot needs matplotlib: pip install 'flopcalc[plot]'") from None
+        raise FlopcalcError(f"a plot needs matplotlib: {describe_install('plot')}") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     gib = 1 << 30

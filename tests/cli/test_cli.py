@@ -782,11 +782,14 @@ def test_compare_shows_notes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "qwen2-vl: no image given" in capsys.readouterr().out
 
 
-def test_without_arguments_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("group", [[], ["monitor"], ["calibration"], ["sweep"]])
+def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[str], group: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main([])
-    assert stopped.value.code == 0
-    assert "Commands:" in capsys.readouterr().out
+        main(group)
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, out) == (2, "")  # as click's own groups end
+    assert err.startswith(" ".join(["Usage: flopcalc", *group, "[OPTIONS] COMMAND [ARGS]..."]) + "\n")
+    assert "\nCommands:\n" in err
 
 
 def test_a_device_that_is_not_in_the_table_takes_a_peak_by_hand(capsys: pytest.CaptureFixture[str]) -> None:

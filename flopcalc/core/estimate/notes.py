@@ -13,7 +13,7 @@ from flopcalc.hardware.kernels import KernelTable, TileTable
 
 def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> list[str]:
     """Notes on the model, its inputs and its recipe."""
-    notes = []
+    notes = [model.source.note] if model.source.note else []
     spec, recipe = model.spec, estimator.recipe
     named = "" if model.source.module is not None else find_architecture(model.source)
     if named and not is_same_class(named, spec.architecture):

@@ -24,6 +24,7 @@ class Source(NamedTuple):
     reference: str = ""  # what the dims were read from
     module: Any = None  # the live model, if one was given
     video_preprocessor: dict[str, Any] | None = None
+    note: str = ""  # what a reader should know of where it came from
 
 
 def load_config(model: Any, *, download: bool = False) -> Source:
@@ -161,7 +162,9 @@ def _load_hub(hub_id: str, download: bool) -> Source:
         return _download(hub_id)
     preset = _find_preset_of(hub_id)
     if preset is not None:
-        return load_preset(preset)
+        source = load_preset(preset)
+        note = f"{hub_id}: the config of preset {source.name} is used; --download fetches its own instead"
+        return source._replace(note=note)
     raise ConfigError(
         f"{hub_id!r} is neither a path, nor in the local Hugging Face cache, nor has it a preset; --download fetches it"
     )
@@ -202,7 +205,9 @@ def _download(hub_id: str) -> Source:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
-        raise ConfigError(f"--download needs huggingface_hub: {describe_install('hub')}") from None
+        preset = _find_preset_of(hub_id)
+        other = f"; without --download, preset {get_stem(preset)} is used" if preset is not None else ""
+        raise ConfigError(f"--download needs huggingface_hub: {describe_install('hub')}{other}") from None
     try:
         path = hf_hub_download(hub_id, "config.json")
     except Exception as error:  # the hub client raises many kinds; all mean that there is no config to read

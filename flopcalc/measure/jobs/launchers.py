@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from flopcalc.data import describe_install
 from flopcalc.errors import format_nearest, format_value
 from flopcalc.measure.jobs.gpus import LauncherError, make_environments
 from flopcalc.measure.jobs.job import Job, Json, Result, Task, make_failure
@@ -364,7 +365,7 @@ def _import(module: str, extra: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise LauncherError(f"launcher {extra} needs {module}: pip install 'flopcalc[{extra}]'") from None
+        raise LauncherError(f"launcher {extra} needs {module}: {describe_install(extra)}") from None
 
 
 def _shorten(error: BaseException) -> str:

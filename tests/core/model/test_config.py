@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flopcalc import ConfigError, FlopcalcError, bind
+from flopcalc import ConfigError, FlopcalcError, bind, make_workload
 from flopcalc.core.model.config import load_config
 from flopcalc.data import list_data_files
 
@@ -140,9 +140,12 @@ def test_a_hub_id_with_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """The cache first, the preset next; --download asks the hub instead."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     for hub_id in ("meta-llama/Llama-3.1-8B-Instruct", "META-LLAMA/llama-3.1-8b-instruct"):
-        assert load_config(hub_id) == load_config("llama-3.1-8b")
+        source = load_config(hub_id)
+        assert source._replace(note="") == load_config("llama-3.1-8b")
+        assert source.note == f"{hub_id}: the config of preset llama-3.1-8b is used; --download fetches its own instead"
+        assert bind(hub_id).estimate(make_workload(1, 8)).notes[0] == source.note
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ConfigError, match=r"--download needs huggingface_hub: pip install .*\[hub\]"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[hub\]'; without --download, preset llama-3.1-8b is used"):
         load_config("meta-llama/Llama-3.1-8B-Instruct", download=True)
     folder = tmp_path / "models--meta-llama--Llama-3.1-8B-Instruct" / "snapshots" / "aaa"
     folder.mkdir(parents=True)
