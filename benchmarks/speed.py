@@ -21,6 +21,7 @@ from flopcalc.core.spec.spec import load_spec
 
 ROUNDS = 40
 BASE = [sys.executable, "-c", "import click, json, tomllib, dataclasses"]
+MODELS = [sys.executable, "-m", "flopcalc", "models"]
 ESTIMATE = [sys.executable, "-m", "flopcalc", "estimate", "--model", "qwen2-vl", "--seq", "2048"]
 
 
@@ -71,10 +72,11 @@ def main() -> None:
     text = flopcalc.bind("llama-3.1-8b")
     vision = flopcalc.bind("qwen2.5-vl-7b")
     grids = [[1, 36, 52]] * 8
-    starts = compare_commands({"json": [*ESTIMATE, "--json"], "table": ESTIMATE})
+    starts = compare_commands({"json": [*ESTIMATE, "--json"], "table": ESTIMATE, "models": MODELS})
     rows = [
         ("estimate --json, CPU time / importing click, json, tomllib, dataclasses", starts["json"], 1.7),
         ("estimate (table), likewise", starts["table"], 2.5),
+        ("models, likewise", starts["models"], 3.0),
         ("bound call, text batch / sum(range(1000))", compare_calls(lambda: text(4, 2048)), 1.0),
         ("bound call, 8 images / sum(range(1000))", compare_calls(lambda: vision(4, 8192, image_grid_thw=grids)), 3.0),
         ("binding llama-3.1-8b, CPU ms", measure_bind_ms("llama-3.1-8b"), 20.0),

@@ -89,15 +89,13 @@ def _fit(columns: list[_Column], keys: int, width: int) -> list[tuple[list[_Colu
         count = len(columns[0].cells)
         columns, keys = [_Column("row", tuple(map(str, range(1, count + 1))), True), *columns], 1
     names = columns[:keys]
-    room = width - len(_GAP) - _LEAST
-    if _add(_pad(names, 0)) > room:
-        names = _squeeze(names, room, 1) or names
-    parts: list[list[_Column]] = []
+    taken = min(_add(_pad(names, 0)), width - len(_GAP) - _LEAST)  # long names are cut, to leave room for a value
+    parts: list[list[_Column]] = [[]]
     for column in columns[keys:]:
-        if not parts or _add(_pad([*parts[-1], column], 0)) > width:
-            parts.append(list(names))
+        if parts[-1] and taken + len(_GAP) + _add(_pad([*parts[-1], column], 0)) > width:
+            parts.append([])
         parts[-1].append(column)
-    return [(_squeeze(part, width, 1) or part, 0) for part in parts]
+    return [(_squeeze([*names, *part], width, 1) or [*names, *part], 0) for part in parts]
 
 
 def _pad(columns: Sequence[_Column], padding: int) -> list[int]:
@@ -169,12 +167,13 @@ def _format_row(columns: Sequence[_Column], texts: Sequence[str], widths: Sequen
 
 
 def _format_markdown(columns: Sequence[_Column]) -> str:
+    columns = [column._replace(cells=tuple(cell.replace("\n", "<br>") for cell in column.cells)) for column in columns]
     widths = _pad(columns, _PADDING)
     rows = [[column.header for column in columns], *zip(*(column.cells for column in columns), strict=True)]
     lines = []
     for row in rows:
         cells = zip(columns, row, widths, strict=True)
-        shown = (column.align(text.replace("\n", "<br>"), width) for column, text, width in cells)
+        shown = (column.align(text, width) for column, text, width in cells)
         lines.append(f"| {' | '.join(shown)} |")
     lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
     return "\n".join(lines)

@@ -90,6 +90,8 @@ def find_device(name: str, *, needs_all: bool = False) -> Device:
     if variants:
         common = _find_common(name, variants)
         if needs_all or not common.peak_tflops:
+            if len(variants) == 1:
+                raise DeviceError(f"device {name!r} names no variant, and this needs one: give {variants[0].id}")
             raise DeviceError(f"device {name!r} is ambiguous: say which of {_list_ids(variants)}")
         return common
     near = _suggest(name)

@@ -307,7 +307,7 @@ def format_memory(memory: Memory, device: str | Device | None = None) -> str:
             shown = format_bytes(there) if there else "-"
             share = format_share(there, memory.peak)
             lines.append(f"{kind.replace('_', ' '):12}  {format_bytes(most):>12}  {shown:>12}  {share:>7}")
-    lines.append(f"{'peak':12}  {'':12}  {format_bytes(memory.peak):>12}  in {_MOMENTS[memory.moment]}")
+    lines += wrap(f"in {_MOMENTS[memory.moment]}", f"{'peak':12}  {'':12}  {format_bytes(memory.peak):>12}  ", " " * 12)
     if device is not None:
         found = find_device(device) if isinstance(device, str) else device
         if found.memory_gb is None:

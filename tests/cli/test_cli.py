@@ -185,7 +185,7 @@ def test_bad_input(capsys: Capture, arguments: list[str], words: str) -> None:
         (["compare", "gpt2@seq=5;text=6"], "contradict each other"),
         (["explain", "--model", "gpt2", "--seq", "5"], "Missing option '--op'"),
         (["explain", "--model", "gpt2", "--seq", "5", "--op", "q_proj"], "matches no operation"),
-        (["models", "extra"], "unexpected extra argument"),
+        (["models", "extra", "more"], "unexpected extra argument"),
         (["devices", "--jsn"], "No such option"),
     ],
 )
@@ -437,7 +437,9 @@ def test_images_of_files_and_a_limit_of_pixels(capsys: Capture, tmp_path: Path) 
     path = tmp_path / "photo.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(8) + (1024).to_bytes(4, "big") + (768).to_bytes(4, "big"))
     arguments = ("estimate", "qwen2-vl", "--text", "10", "--image")
-    assert run_json(capsys, *arguments, str(path)) == run_json(capsys, *arguments, "1024x768")
+    shown = run_json(capsys, *arguments, str(path))
+    assert shown["notes"] == [f"--image {path} = 1024x768 pixels"]
+    assert {**shown, "notes": []} == run_json(capsys, *arguments, "1024x768")
     small = run_json(capsys, *arguments, str(path), "--max-pixels", str(28 * 28 * 100))
     assert small["workload"]["visual_tokens"] == 8 * 11
 
@@ -651,6 +653,21 @@ def test_csv(capsys: Capture) -> None:
     assert [(row["path"], int(row["forward"]), int(row["backward"])) for row in rows] == [
         (row["path"], row["forward"], row["backward"]) for row in shown["modules"]
     ]
+
+
+@pytest.mark.parametrize("by", ["component", "module", "kind"])
+def test_csv_carries_the_step(capsys: Capture, by: str) -> None:
+    timed = (*TINY, "--seq", "64", "--peak", "1T", "--step-time", "2ms", "--convention", "hardware")
+    timed = (*timed, "--recompute", "full")
+    shown = run_json(capsys, *timed)
+    rows = list(csv.DictReader(io.StringIO(run(capsys, *timed, "--by", by, "--format", "csv"))))
+    assert sum(int(row["total"]) for row in rows) == shown["flops"]["total"]
+    for row in rows:
+        assert sum(int(row[key]) for key in ("forward", "backward", "recompute", "clipping")) == int(row["total"])
+        assert (row["convention"], row["tokens"], row["step_total"]) == ("hardware", "64", str(shown["flops"]["total"]))
+        assert (float(row["mfu"]), float(row["hfu"])) == (shown["mfu"]["value"], shown["hfu"]["value"])
+    row = next(csv.DictReader(io.StringIO(run(capsys, *TINY, "--seq", "64", "--format", "csv"))))
+    assert (row["mfu"], row["hfu"]) == ("", "")
 
 
 def test_markdown(capsys: Capture) -> None:

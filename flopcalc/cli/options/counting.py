@@ -123,13 +123,13 @@ def _count(estimator: Estimator, options: Mapping[str, Any], notes: list[str]) -
     accumulate = read_number(options["grad_accum"], "--grad-accum") or 1
     if accumulate > 1 and options["phase"] != "train":
         raise WorkloadError(f"--grad-accum belongs to phase train, not {options['phase']}")
-    load, found = make_load(estimator, _read_inputs(options))
+    load, found = make_load(estimator, _read_inputs(options, notes))
     notes += found
     estimate = estimator.estimate(load)
     return estimate * accumulate if accumulate > 1 else estimate
 
 
-def _read_inputs(options: Mapping[str, Any]) -> Inputs:
+def _read_inputs(options: Mapping[str, Any], notes: list[str]) -> Inputs:
     logits = options["logits"]
     if logits not in (None, "all", "last"):
         logits = parse_size(logits, "--logits (all, last or a number)")
@@ -141,7 +141,7 @@ def _read_inputs(options: Mapping[str, Any]) -> Inputs:
         text=read_number(options["text"], "--text"),
         lengths=parse_sizes(options["lengths"], "--lengths") if options["lengths"] is not None else None,
         decoder_seq=read_number(options["decoder_seq"], "--decoder-seq"),
-        images=tuple(map(_read_image, options["image"])),
+        images=tuple(_read_image(text, notes) for text in options["image"]),
         image_grids=tuple((t, h, w) for t, h, w in image_grids),
         videos=tuple(options["video"]),
         video_grids=tuple((t, h, w) for t, h, w in video_grids),
@@ -153,10 +153,14 @@ def _read_inputs(options: Mapping[str, Any]) -> Inputs:
     )
 
 
-def _read_image(text: str) -> tuple[int, int] | str:
-    """'640x480' is a size; anything else is the name of a file."""
+def _read_image(text: str, notes: list[str]) -> tuple[int, int]:
+    """'640x480' is a size; anything else is the name of a file, whose size a note says."""
     if os.path.isfile(text):
-        return text
+        from flopcalc.core.model.pictures import read_picture_size
+
+        width, height = read_picture_size(text)
+        notes.append(f"--image {text} = {width}x{height} pixels")
+        return width, height
     if _SIZE.fullmatch(text) is None:
         raise WorkloadError(f"--image: {format_value(text)} is neither WIDTHxHEIGHT nor a file")
     width, height = parse_sizes(text.lower(), "--image", 2, "x")

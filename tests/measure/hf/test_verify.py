@@ -75,6 +75,7 @@ def test_one_workload(capsys: Capture, options: tuple[str, ...]) -> None:
 def test_a_preset_at_its_own_size(capsys: Capture) -> None:
     code, out, _ = run(capsys, "--config", "gpt2", "--seq", "33", "--batch", "2")
     assert (code, out.split()[0]) == (0, "equal")
+    assert out.splitlines()[-1] == "1 case: 1 equal, 0 differ, 0 not known; largest difference: none"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -95,8 +96,14 @@ def test_a_spec_that_no_longer_matches_names_the_row(capsys: Capture, own_data: 
     assert "model.layers.0.mlp.up_proj" in out
     assert "model.layers.0.mlp.down_proj" not in out
     assert "parameters: analytic" in out
+    end = " ".join(out[out.rindex("2 cases: ") :].split())
+    assert end.startswith("2 cases: 0 equal, 2 differ, 0 not known; largest difference: 1,296 FLOPs, ")
+    assert end.endswith(' of the step, in model.layers.0.mlp.up_proj of llama/a batch=1 phase="train" seq=9')
     code, out, _ = run(capsys, "--model-type", "llama", "--seq", "9", "--json")
     case = json.loads(out)["cases"][0]
+    summary = json.loads(out)["summary"]
+    assert (summary["cases"], summary["different"], summary["largest_difference"]["flops"]) == (2, 2, 3 * 2 * 9 * 24)
+    assert summary["largest_difference"]["share"] == 3 * 2 * 9 * 24 / sum(case["flops"]["traced"])
     assert code == 1
     assert set(case["different"]) == {f"model.layers.{i}.mlp.up_proj" for i in range(3)}
     assert case["different"]["model.layers.0.mlp.up_proj"]["traced"][0] == 2 * 9 * 24 * 41
@@ -117,6 +124,8 @@ def test_what_hf_cannot_run_is_a_case_not_the_end(capsys: Capture) -> None:
     assert code == 1  # gpt2's tiny example learned fewer positions than that
     assert out.count("equal ") == 2
     assert out.count("FAILED ") == 2
+    end = "4 cases: 2 equal, 0 differ, 2 not known (could not be run); largest difference:\n  none\n"
+    assert out.endswith(end)
 
 
 @pytest.mark.parametrize(
