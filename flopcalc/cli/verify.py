@@ -121,7 +121,7 @@ def _format_summary(summary: dict[str, Any]) -> str:
     largest = summary["largest_difference"]
     if largest is None:
         return f"{text}; largest difference: {'none' if not different else 'not in FLOPs'}"
-    flops = f"{largest['flops']:,} FLOPs, {largest['share']:.2g} of the step"
+    flops = f"{largest['flops']:,} FLOPs, {100 * largest['share']:.2g} % of the step"
     return f"{text}; largest difference: {flops}, in {largest['module']} of {largest['case']}"
 
 
