@@ -92,7 +92,8 @@ def _fit(columns: list[_Column], keys: int, width: int) -> list[tuple[list[_Colu
     taken = min(_add(_pad(names, 0)), width - len(_GAP) - _LEAST)  # long names are cut, to leave room for a value
     parts: list[list[_Column]] = [[]]
     for column in columns[keys:]:
-        if parts[-1] and taken + len(_GAP) + _add(_pad([*parts[-1], column], 0)) > width:
+        sizes = [max(each.cells_width, min(_measure(each.header), _LEAST)) for each in (*parts[-1], column)]
+        if parts[-1] and taken + len(_GAP) + _add(sizes) > width:
             parts.append([])
         parts[-1].append(column)
     return [(_squeeze([*names, *part], width, 1) or [*names, *part], 0) for part in parts]
@@ -111,7 +112,7 @@ def _squeeze(columns: Sequence[_Column], width: int, least: int) -> list[_Column
     widths = [column.width for column in columns]
     floors = []
     for column in columns:
-        word = max((len(word) for word in column.header.split()), default=0)
+        word = min(_LEAST, max((len(word) for word in column.header.split()), default=0))
         cells = column.cells_width if column.is_right else min(column.cells_width, least)
         floors.append(max(word, cells) if least > 1 else 1)
     while _add(widths) > width:

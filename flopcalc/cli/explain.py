@@ -18,7 +18,7 @@ from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.ops import Attend, Embed, Linear, Multiply, join
 from flopcalc.core.workload.sums import Sum
 from flopcalc.errors import WorkloadError
-from flopcalc.grids import format_text
+from flopcalc.grids import format_text, wrap
 from flopcalc.units import format_flops
 
 
@@ -51,7 +51,16 @@ def explain(model: str, pattern: str, as_json: bool, **options: Any) -> None:
         click.echo("")
         click.echo(format_text(f"{entry['path']}{parameter}  ({entry['kind']} × {entry['count']})", "", "  "))
         for line in entry["lines"]:
-            click.echo(format_text(line, "  ", " " * 13))
+            click.echo("\n".join(_wrap_line(line)))
+
+
+def _wrap_line(line: str) -> list[str]:
+    """A formula that is too long has its result on a line of its own."""
+    lines = wrap(line, "  ", " " * 13)
+    formula, _, result = line.rpartition(" = ")
+    if len(lines) == 1 or "=" not in formula:
+        return lines
+    return [*wrap(formula, "  ", " " * 13), *wrap(f"= {result}", " " * 11, " " * 13)]
 
 
 class Explained(NamedTuple):
