@@ -48,7 +48,8 @@ def test_text() -> None:
     assert max(map(len, lines)) <= 130
 
 
-def test_the_page_shows_what_is_printed() -> None:
+def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     page = ROOT / "docs" / "planning.md"
     command, _, shown = page.read_text(encoding="utf-8").partition("$ flopcalc plan ")[2].partition("\n")
     assert shown.startswith(invoke(*command.split()).output + "```\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -21,6 +22,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         main([*arguments])
     out, err = capsys.readouterr()
     return int(stopped.value.code or 0), out, err
+
+
+def unwrap(text: str) -> str:
+    """A sentence of several lines on one: the others are indented by two."""
+    return re.sub(r"\n  (?=\S)", " ", text)
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +71,7 @@ def test_activations_with_and_without_recomputation(
     assert kept["none"].activations > 4 * kept["full"].activations
     none, full = (format_bytes(kept[word].activations) for word in ("none", "full"))
     _, out, _ = run(capsys, *asked)
-    assert f"\nactivations kept: {none} without recomputation, {full} with --recompute full\n" in out
+    assert f"\nactivations kept: {none} without recomputation, {full} with --recompute full\n" in unwrap(out)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,7 @@ def test_notes(
     _, out, _ = run(capsys, *arguments, "--json")
     assert json.loads(out)["notes"] == notes
     _, out, _ = run(capsys, *arguments, "--memory")
-    assert [line[6:] for line in out.splitlines() if line.startswith("note: ")] == [*notes, *of_memory]
+    assert [line[6:] for line in unwrap(out).splitlines() if line.startswith("note: ")] == [*notes, *of_memory]
 
 
 def test_a_slow_host_bounds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +177,7 @@ def test_other_shapes_of_models(arguments: list[str], capsys: pytest.CaptureFixt
 def test_what_does_not_fit_is_told_first(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "predict", "--model", "llama-3.1-70b", "--seq", "512", "--device", "h200", "--memory")
     assert "largest batch that fits: none" in out
-    notes = [line for line in out.splitlines() if line.startswith("note: ")]
+    notes = [line for line in unwrap(out).splitlines() if line.startswith("note: ")]
     assert notes[0].startswith("note: does not fit: the step needs ")
 
 
