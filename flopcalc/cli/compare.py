@@ -10,6 +10,7 @@ import click
 from flopcalc.cli.command import Command, complete_model
 from flopcalc.cli.options.counting import make_estimate
 from flopcalc.cli.options.workload import trace_option, workload_options
+from flopcalc.cli.pages import choose_format, format_options, write_page
 from flopcalc.errors import WorkloadError, format_nearest
 from flopcalc.grids import format_grid
 from flopcalc.units import format_flops, format_parameters
@@ -32,8 +33,8 @@ _REPEATABLE = ("image", "image_grid", "video", "video_grid", "audio", "freeze", 
 @click.argument("models", nargs=-1, required=True, shell_complete=complete_model, metavar="MODEL[@key=value;…] …")
 @workload_options
 @trace_option
-@click.option("--json", "as_json", is_flag=True)
-def compare(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
+@format_options("table", "json", "html")
+def compare(models: tuple[str, ...], style: str | None, as_json: bool, output: str | None, **options: Any) -> None:
     """Several models or workloads side by side.
 
     Options hold for all; MODEL@key=value;key=value changes them for one. Examples:
@@ -42,14 +43,18 @@ def compare(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
 
       flopcalc compare qwen2-vl@seq=2048 'qwen2-vl@seq=4096;image=1024x768'
     """
+    style = choose_format(style, as_json, output)
     asked = [(text, make_estimate(*_read_column(text, options))) for text in models]
     columns = [(label, entry.estimate) for label, entry in asked]
     notes = {label: [*entry.estimate.notes, *entry.notes] for label, entry in asked}
     conventions = {estimate.convention for _, estimate in columns}
-    if as_json:
+    if style in ("json", "html"):
         shown = [{"label": label, **entry.estimate.to_dict(1)} for label, entry in asked]
         for column, (_, entry) in zip(shown, asked, strict=True):
             column["notes"] += entry.notes
+        if style == "html":
+            _write_page(shown, output)
+            return
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
     rows = [[name, *(read(estimate) for _, estimate in columns)] for name, read in _ROWS]
@@ -66,6 +71,12 @@ def compare(models: tuple[str, ...], as_json: bool, **options: Any) -> None:
             click.echo(f"{label}: {note}")
     if len(conventions) > 1:
         click.echo("Different conventions stand side by side: do not compare them.")
+
+
+def _write_page(columns: list[dict[str, Any]], output: str | None) -> None:
+    from flopcalc.report.html.comparison import make_comparison_page
+
+    write_page(make_comparison_page(columns), output)
 
 
 _ROWS: list[tuple[str, Any]] = [

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from flopcalc.cli.command import Group, complete_model
+from flopcalc.cli.pages import write_page
 
 if TYPE_CHECKING:
     from flopcalc.measure.sweep.matrix import Configuration
@@ -181,25 +182,34 @@ def test(ctx: click.Context, logs_dir: str | None, as_json: bool) -> None:
 
 @sweep.command()
 @click.option("--logs-dir", default="logs", show_default=True, metavar="DIR", help="What a sweep wrote.")
-@click.option("--output", metavar="FILE", help="Write the summary there as JSON, too.")
-@click.option("--markdown", is_flag=True, help="Print Markdown.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "-o", "--output", metavar="FILE", help="Write the summary there as JSON, too; with --format html the page alone."
+)
+@click.option("--format", "style", type=click.Choice(("table", "json", "markdown", "html")), help="Default table.")
+@click.option("--markdown", is_flag=True, help="Same as --format markdown.")
+@click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Draw time, memory and FLOPs: .png, .svg or .pdf.")
-def summarize(logs_dir: str, output: str | None, markdown: bool, as_json: bool, plot_file: str | None) -> None:
+def summarize(
+    logs_dir: str, output: str | None, style: str | None, markdown: bool, as_json: bool, plot_file: str | None
+) -> None:
     """Sum up what a sweep measured: totals, cost of each trainer, failures."""
     from flopcalc.measure.sweep import summary
     from flopcalc.measure.sweep.run import load_results
 
-    if as_json and markdown:
-        raise click.UsageError("--json and --markdown are two forms: choose one")
+    forms = {word for word, is_given in (("json", as_json), ("markdown", markdown), (style, style)) if is_given}
+    if len(forms) > 1:
+        raise click.UsageError("--json, --markdown and --format ask for two forms: choose one")
+    chosen = forms.pop() if forms else "table"
     found = summary.summarize(load_results(logs_dir))
-    if output is not None:
+    if output is not None and chosen != "html":
         _write(output, _to_json(found) + "\n")
     if plot_file is not None:
         summary.plot(found, plot_file)
-    if as_json:
+    if chosen == "json":
         click.echo(_to_json(found))
-    elif markdown:
+    elif chosen == "html":
+        write_page(summary.make_page(found), output)
+    elif chosen == "markdown":
         click.echo(summary.format_summary(found, "github"))
     else:
         click.echo(summary.format_summary(found, width=_find_width()))
