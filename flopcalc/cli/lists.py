@@ -100,10 +100,13 @@ def _make_cells(
     cells = {name: [read(result) for result in results] for name, read in columns.items()}
     shown = {name: values for name, values in cells.items() if any(value is not None for value in values)}
     varied = list(rows[0].varied)
-    return [*varied, *shown], [
-        [*(_format(row.varied[name]) for name in varied), *("-" if v[i] is None else v[i] for v in shown.values())]
-        for i, row in enumerate(rows)
-    ]
+    table = []
+    for i, row in enumerate(rows):
+        found = [values[i] for values in shown.values()]
+        table.append(
+            [*(_format(row.varied[name]) for name in varied), *("-" if cell is None else cell for cell in found)]
+        )
+    return [*varied, *shown], table
 
 
 def _name_notes(rows: Sequence[Row], notes: Sequence[Sequence[str]]) -> list[str]:

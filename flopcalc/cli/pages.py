@@ -59,6 +59,4 @@ def write_page(page: str, output: str | None) -> None:
                     os.unlink(temporary)
     except OSError as error:
         raise FlopcalcError(f"{output}: cannot be written: {error.strerror or error}") from None
-    except ValueError as error:  # a name that no file can have
-        raise FlopcalcError(f"{output!r}: cannot be written: {error}") from None
     click.echo(f"written: {output}", err=True)

@@ -110,9 +110,8 @@ def plan(
     if style == "html":
         from flopcalc.report.html.plan import make_plan_page
 
-        names = [str(planned.layout) for planned in found.best]
         points = [(point.step_time_s, point.memory_bytes) for point in found.points]
-        write_page(make_plan_page(found.to_dict(), names, points), output)
+        write_page(make_plan_page(found.to_dict(), points), output)
         return
     click.echo(_format(found))
     if plot_file is not None:

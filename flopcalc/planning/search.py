@@ -94,6 +94,7 @@ class Planned(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         factor = {"low": self.step.low / self.step.seconds, "mid": 1.0, "high": self.step.high / self.step.seconds}
         return {
+            "name": str(self.layout),
             "layout": self.layout._asdict(),
             "step_time_s": {"low": self.step.low, "mid": self.step.seconds, "high": self.step.high},
             "mfu": self.mfu,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flopcalc.report.estimate import CONVENTION_WORDS, NOT_COUNTED
-from flopcalc.report.html.page import Html, join, list_notes, make_page, number, section, swatch, table, tiles
+from flopcalc.report.html.page import Html, beside, join, list_notes, make_page, number, section, swatch, table, tiles
 from flopcalc.report.html.pictures import draw_treemap
 from flopcalc.report.html.treemap import Leaf, build_tree, find_groups
 from flopcalc.report.html.values import show_code, show_exact, show_flops
@@ -26,8 +26,10 @@ def make_estimate_page(result: Json, work: str) -> str:
         section(
             "Where the FLOPs are",
             *_draw_modules(result),
-            _list_parts("component", result["components"], flops["total"]),
-            _list_parts("kind", result["kinds"], flops["total"]),
+            beside(
+                _list_parts("component", result["components"], flops["total"]),
+                _list_parts("kind", result["kinds"], flops["total"]),
+            ),
         ),
         section("Modules", _list_modules(result)),
         section("Conventions", _list_conventions(result)),
@@ -38,7 +40,8 @@ def make_estimate_page(result: Json, work: str) -> str:
 
 
 def _list_figures(result: Json) -> list[tuple[str, object, object]]:
-    flops, figures = result["flops"], []
+    flops = result["flops"]
+    figures: list[tuple[str, object, object]] = []
     for label, key in (("step", "total"), ("forward", "forward"), ("backward", "backward"),
                        ("recomputed", "recompute"), ("clipping", "clipping")):  # fmt: skip
         if flops[key]:
@@ -85,6 +88,7 @@ def _list_parts(what: str, rows: Sequence[Json], whole: int) -> Html:
         (row["name"].replace("_", " "), show_flops(row["forward"]), show_flops(row["backward"]),
          show_flops(row["forward"] + row["backward"]), format_share(row["forward"] + row["backward"], whole))
         for row in rows
+        if row["forward"] or row["backward"]
     ]  # fmt: skip
     return table([what, "forward", "backward", "sum", "share"], cells, caption=f"FLOPs by {what}")
 

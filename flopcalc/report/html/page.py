@@ -42,7 +42,8 @@ def element(tag: str, *children: object, **attributes: object) -> Html:
 
 def number(value: float | None, text: str) -> Html:
     """A value as it stands in the JSON, shown as `text`; a dash where there is none."""
-    return element("data", text, value=repr(value)) if value is not None else Html("–")
+    is_known = value is not None and value == value  # NaN is unequal to itself
+    return element("data", text, value=repr(value)) if is_known else Html("–")
 
 
 def swatch(at: int) -> Html:
@@ -68,6 +69,11 @@ def table(
     whole = element("table", *title, element("thead", head), element("tbody", *body))
     # A wide table scrolls by itself, so that the page does not; with the keyboard, too.
     return element("div", whole, class_="scroll", tabindex=0, role="region", aria_label=caption or "table")
+
+
+def beside(*parts: object) -> Html:
+    """Side by side where the window is wide enough."""
+    return element("div", *parts, class_="beside")
 
 
 def tiles(values: Iterable[tuple[str, object] | tuple[str, object, object]]) -> Html:
@@ -140,6 +146,7 @@ ul{{padding-left:1.2rem}}
 .tiles dt{{color:var(--muted);font-size:.85rem}}
 .tiles dd{{margin:0;font-size:1.15rem;font-weight:600;overflow-wrap:anywhere}}
 .tiles .remark{{font-size:.8rem;font-weight:400}}
+.beside{{display:flex;flex-wrap:wrap;gap:0 2.5rem;align-items:flex-start}}.beside>*{{max-width:100%}}
 .scroll{{overflow-x:auto;margin:.6rem 0}}
 table{{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}}
 caption{{text-align:left;padding:.2rem 0}}

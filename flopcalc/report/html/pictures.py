@@ -171,16 +171,28 @@ def draw_curves(
         plot = _Plot(width, 300, (min(xs), max(xs)), (min(0.0, *ys), max(ys) * 1.08 or 1.0), is_log=False)
         shapes = [*plot.draw_axes(x_label, y_label)]
         for at, points in enumerate(thinned.values()):
-            path, is_down = "", False
-            for x, y in points:
-                if y is not None:
-                    left, top = plot.place(x, y)
-                    path += f"{'L' if is_down else 'M'}{left} {top}" + ("" if is_down else "h0")
-                is_down = y is not None
-            shapes.append(element("path", d=path, class_=f"curve l{at % len(PALETTE)}", stroke_linecap="round"))
+            colour = at % len(PALETTE)
+            for run in _split(points):
+                places = [plot.place(x, y) for x, y in run]
+                if len(places) == 1:
+                    shapes.append(element("circle", cx=places[0][0], cy=places[0][1], r=3, class_=f"c{colour}"))
+                else:
+                    path = "M" + "L".join(f"{x} {y}" for x, y in places)
+                    shapes.append(element("path", d=path, class_=f"curve l{colour}"))
         return plot.height, join(shapes)
 
     return picture(title, draw, caption)
+
+
+def _split(points: Sequence[tuple[float, float | None]]) -> list[list[tuple[float, float]]]:
+    """Runs of points without a gap."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for x, y in points:
+        if y is not None:
+            runs[-1].append((x, y))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
 
 
 def thin(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float | None]]:

@@ -15,8 +15,8 @@ Json = Mapping[str, Any]
 _GIB = 1 << 30
 
 
-def make_plan_page(result: Json, names: Sequence[str], points: Sequence[tuple[float, int]]) -> str:
-    """`result` is what --json prints, `names` its best layouts' in short, `points` seconds and bytes of all layouts."""
+def make_plan_page(result: Json, points: Sequence[tuple[float, int]]) -> str:
+    """`result` is what --json prints, `points` are seconds and bytes of every layout that fits."""
     best = result["best"][0]
     title = f"{result['model']} on {result['gpus']:,} × {result['device']}: layouts of a training run"
     subtitle = (
@@ -25,8 +25,8 @@ def make_plan_page(result: Json, names: Sequence[str], points: Sequence[tuple[fl
         f"{result['execution']}, optimizer {result['optimizer']}, interconnect {result['interconnect']['id']}"
     )
     parts = [
-        section(f"Best layout: {names[0]}", tiles(_list_figures(best))),
-        section("Best layouts", _list_best(result["best"], names)),
+        section(f"Best layout: {best['name']}", tiles(_list_figures(best))),
+        section("Best layouts", _list_best(result["best"])),
         section("All layouts that fit", _draw_layouts(result, points), paragraph(*_count_layouts(result["layouts"]))),
         section("Where the time goes, in the best layout", *_draw_time(best)),
         section("Memory of one GPU, in the best layout", *_draw_memory(result)),
@@ -60,16 +60,16 @@ def _list_figures(best: Json) -> list[tuple[str, object, object]]:
     return figures
 
 
-def _list_best(best: Sequence[Json], names: Sequence[str]) -> Html:
+def _list_best(best: Sequence[Json]) -> Html:
     headers = ["layout", "step", "from", "to", "MFU", "HFU", "memory a GPU", "days", "GPU-hours", "kWh", "USD"]
     rows = [
         (
-            name, *(show_seconds(each["step_time_s"][key]) for key in ("mid", "low", "high")),
+            each["name"], *(show_seconds(each["step_time_s"][key]) for key in ("mid", "low", "high")),
             show_percent(each["mfu"]), show_percent(each["hfu"]), show_bytes(each["memory_bytes"]["total"]),
             _show_amount(each["days"]["mid"]), _show_amount(each["gpu_hours"]["mid"]),
             _show_amount(each["energy_kwh"]), _show_amount(each["usd"]["mid"] if each["usd"] else None),
         )
-        for name, each in zip(names, best, strict=True)
+        for each in best
     ]  # fmt: skip
     return table(headers, rows, caption="Fastest first")
 
@@ -121,11 +121,17 @@ def _draw_memory(result: Json) -> list[Html]:
 
 def _list_losers(losers: Sequence[Json]) -> Html:
     rows = [
-        (each["reason"], each["why"], show_exact(each["layouts"]), show_seconds(each["nearest"]["step_time_s"]["mid"]))
+        (
+            each["reason"],
+            each["nearest"]["name"],
+            each["why"],
+            show_exact(each["layouts"]),
+            show_seconds(each["nearest"]["step_time_s"]["mid"]),
+        )
         for each in losers
     ]
-    headers = ["reason", "the nearest of them", "layouts", "its step"]
-    return table(headers, rows, caption="Why layouts are slower than the best one, or do not fit", text_columns=2)
+    headers = ["reason", "nearest layout", "why", "layouts", "its step"]
+    return table(headers, rows, caption="Why layouts are slower than the best one, or do not fit", text_columns=3)
 
 
 def _list_sources(result: Json) -> list[str]:

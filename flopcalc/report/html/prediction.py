@@ -7,6 +7,7 @@ from typing import Any
 
 from flopcalc.report.html.page import (
     Html,
+    beside,
     join,
     list_notes,
     make_page,
@@ -78,7 +79,7 @@ def draw_bytes(parts: Mapping[str, int], capacity: int | None) -> list[Html]:
     limit = None if capacity is None else Bar("capacity", capacity, format_bytes(capacity))
     bars = [Bar(name, size, format_bytes(size)) for name, size in shown.items()]
     total = sum(shown.values())
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (join([swatch(at), name]), show_bytes(size), f"{100 * size / total:.1f} %")
         for at, (name, size) in enumerate(shown.items())
     ]
@@ -92,10 +93,12 @@ def draw_bytes(parts: Mapping[str, int], capacity: int | None) -> list[Html]:
 def _draw_memory(memory: Json) -> list[Html]:
     kinds = memory["at_peak"]
     most = [(name.replace("_", " "), show_bytes(memory[name])) for name in kinds if memory[name]]
-    parts = [*draw_bytes(kinds, memory["capacity"]), table(["kind", "most in a step"], most)]
+    picture, *tables = draw_bytes(kinds, memory["capacity"])
+    tables.append(table(["kind", "most in a step"], most))
     if memory.get("activations_by_recompute") is not None:
         rows = [(word, show_bytes(size)) for word, size in memory["activations_by_recompute"].items()]
-        parts.append(table(["recomputation", "activations kept"], rows))
+        tables.append(table(["recomputation", "activations kept"], rows))
+    parts = [picture, beside(*tables)]
     if memory.get("largest_batch") is not None:
         parts.append(paragraph("Largest batch that fits: ", show_exact(memory["largest_batch"])))
     return parts

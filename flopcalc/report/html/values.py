@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopcalc.report.html.page import Html, element, number
+from flopcalc.report.html.page import Html, element, join, number
 from flopcalc.units import format_bytes, format_count, format_seconds
 
 
@@ -26,5 +26,6 @@ def show_exact(value: int | None) -> Html:
     return number(value, "" if value is None else f"{value:,}")
 
 
-def show_code(text: str) -> Html:
-    return element("code", text)
+def show_code(path: str) -> Html:
+    """A module's path, which may be broken at its dots."""
+    return element("code", join(path.split("."), ".<wbr>"))
