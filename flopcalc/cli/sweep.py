@@ -196,10 +196,11 @@ def summarize(
     from flopcalc.measure.sweep import summary
     from flopcalc.measure.sweep.run import load_results
 
-    forms = {word for word, is_given in (("json", as_json), ("markdown", markdown), (style, style)) if is_given}
-    if len(forms) > 1:
-        raise click.UsageError("--json, --markdown and --format ask for two forms: choose one")
-    chosen = forms.pop() if forms else "table"
+    given = [(word, f"--{word}") for word, is_given in (("json", as_json), ("markdown", markdown)) if is_given]
+    given += [(style, f"--format {style}")] if style else []
+    if len({word for word, _ in given}) > 1:
+        raise click.UsageError(f"{' and '.join(flag for _, flag in given)} are two forms: choose one")
+    chosen = given[0][0] if given else "table"
     found = summary.summarize(load_results(logs_dir))
     if output is not None and chosen != "html":
         _write(output, _to_json(found) + "\n")
