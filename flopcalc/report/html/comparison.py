@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flopcalc.report.html.page import Html, bullets, make_page, number, section, table
+from flopcalc.report.html.page import Html, bullets, join, make_page, number, section, swatch, table
 from flopcalc.report.html.pictures import Bar, draw_bars
 from flopcalc.report.html.values import show_exact, show_flops
 from flopcalc.units import format_flops, format_parameters
@@ -16,7 +16,6 @@ Json = Mapping[str, Any]
 def make_comparison_page(columns: Sequence[Json]) -> str:
     """`columns` is what --json prints."""
     labels = [column["label"] for column in columns]
-    bars = [Bar(column["label"], total, format_flops(total)) for column in columns if (total := _find_total(column))]
     rows: list[list[object]] = [["model type", *(column["model"]["model_type"] for column in columns)]]
     for key in ("total", "active", "trainable"):
         rows.append([f"{key} parameters", *(_show_parameters(column["parameters"].get(key)) for column in columns)])
@@ -29,12 +28,24 @@ def make_comparison_page(columns: Sequence[Json]) -> str:
     rows.append(["per token", *map(show_flops, per_token)])
     sums = [{part["name"]: part["forward"] + part["backward"] for part in column["components"]} for column in columns]
     names = dict.fromkeys(name for parts in sums for name in parts)
-    components = [[name.replace("_", " "), *(show_flops(parts.get(name)) for parts in sums)] for name in names]
+    components = [
+        [join([swatch(at), name.replace("_", " ")]), *(show_flops(parts.get(name)) for parts in sums)]
+        for at, name in enumerate(names)
+    ]
+    bars = [
+        Bar(column["label"], total, format_flops(total), parts=tuple(parts.get(name, 0) for name in names))
+        for column, parts in zip(columns, sums, strict=True)
+        if (total := _find_total(column))
+    ]
     notes = [f"{column['label']}: {note}" for column in columns for note in column["notes"]]
     if len({column["convention"] for column in columns}) > 1:
         notes.insert(0, "Different conventions stand side by side: do not compare them.")
     parts = [
-        section("FLOPs of a step", draw_bars("FLOPs of a step", bars), table(["", *labels], rows, caption="Models")),
+        section(
+            "FLOPs of a step",
+            draw_bars("FLOPs of a step", bars, "Colours are components, as below."),
+            table(["", *labels], rows, caption="Models"),
+        ),
         section("Components", table(["component", *labels], components, caption="FLOPs by component")),
         *([section("Notes", bullets(notes))] if notes else []),
     ]

@@ -15,13 +15,14 @@ _MOST_POINTS = 400  # of a curve: neighbours are averaged
 
 
 class Bar(NamedTuple):
-    """A value, how it is written, and perhaps the interval that it lies in."""
+    """A value, how it is written, and perhaps the interval that it lies in, or the parts that add up to it."""
 
     label: str
     value: float
     text: str
     low: float | None = None
     high: float | None = None
+    parts: tuple[float, ...] = ()  # a colour each
 
 
 def picture(title: str, draw: Callable[[int], tuple[int, Html]], caption: object = "") -> Html:
@@ -68,9 +69,8 @@ def draw_bars(title: str, bars: Sequence[Bar], caption: object = "") -> Html:
             shapes += [
                 _text(label, 0, y + 14),
                 _text(bar.text, width, y + 14, anchor="end"),
-                element("rect", element("title", f"{bar.label}: {bar.text}"), x=0, y=y + 20, height=14,
-                        width=_round(max(bar.value * scale, 1)), class_="c0"),
-            ]  # fmt: skip
+                element("g", element("title", f"{bar.label}: {bar.text}"), *_draw_parts(bar, y + 20, scale)),
+            ]
             if bar.low is not None and bar.high is not None:
                 low, high = _round(bar.low * scale), _round(bar.high * scale)
                 path = f"M{low} {y + 27}H{high}M{low} {y + 21}v12M{high} {y + 21}v12"
@@ -78,6 +78,15 @@ def draw_bars(title: str, bars: Sequence[Bar], caption: object = "") -> Html:
         return max(44 * len(bars), 1), join(shapes)
 
     return picture(title, draw, caption)
+
+
+def _draw_parts(bar: Bar, y: float, scale: float) -> list[Html]:
+    x, shapes = 0.0, []
+    for at, part in enumerate(bar.parts or (bar.value,)):
+        width = part * scale if bar.parts else max(part * scale, 1)
+        shapes.append(_rectangle(Box(x, y, width, 14), class_=f"c{at % len(PALETTE)}"))
+        x += width
+    return shapes
 
 
 def draw_stack(title: str, parts: Sequence[Bar], limit: Bar | None, caption: object = "") -> Html:
