@@ -44,7 +44,7 @@ def make_comparison_page(columns: Sequence[Json]) -> str:
         section(
             "FLOPs of a step",
             draw_bars("FLOPs of a step", bars, "Colours are components, as below."),
-            table(["", *labels], rows, caption="Models"),
+            table(["figure", *labels], rows, caption="Models and totals"),
         ),
         section("Components", table(["component", *labels], components, caption="FLOPs by component")),
         *([section("Notes", bullets(notes))] if notes else []),

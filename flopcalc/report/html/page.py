@@ -169,7 +169,7 @@ svg .curve{{stroke-width:2;fill:none}}
 .swatch{{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:.15em}}
 .narrow{{display:none}}
 {_FILLS}{_LINES}
-@media (max-width:38rem){{.wide{{display:none}}.narrow{{display:block}}main{{padding:.7rem}}}}
+@media (max-width:38rem){{.wide{{display:none}}.narrow{{display:block}}main,footer{{padding:.7rem}}}}
 @media print{{:root{{color-scheme:light;{_set(LIGHT)}}}body{{font-size:10pt}}main{{max-width:none;padding:0}}
 .scroll{{overflow:visible}}figure,tr,.tiles div{{break-inside:avoid}}h2{{break-after:avoid}}
 svg,.swatch,.tiles div{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}}}
