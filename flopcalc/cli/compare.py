@@ -10,7 +10,7 @@ import click
 from flopcalc.cli.command import Command, complete_model
 from flopcalc.cli.options.counting import make_estimate
 from flopcalc.cli.options.workload import trace_option, workload_options
-from flopcalc.cli.pages import choose_format, format_options, write_page
+from flopcalc.cli.pages import format_options, write_page
 from flopcalc.errors import WorkloadError, format_nearest
 from flopcalc.grids import format_grid
 from flopcalc.units import format_flops, format_parameters
@@ -34,7 +34,7 @@ _REPEATABLE = ("image", "image_grid", "video", "video_grid", "audio", "freeze", 
 @workload_options
 @trace_option
 @format_options("table", "json", "html")
-def compare(models: tuple[str, ...], style: str | None, as_json: bool, output: str | None, **options: Any) -> None:
+def compare(models: tuple[str, ...], style: str, output: str | None, **options: Any) -> None:
     """Several models or workloads side by side.
 
     Options hold for all; MODEL@key=value;key=value changes them for one. Examples:
@@ -43,7 +43,6 @@ def compare(models: tuple[str, ...], style: str | None, as_json: bool, output: s
 
       flopcalc compare qwen2-vl@seq=2048 'qwen2-vl@seq=4096;image=1024x768'
     """
-    style = choose_format(style, as_json, output)
     asked = [(text, make_estimate(*_read_column(text, options))) for text in models]
     columns = [(label, entry.estimate) for label, entry in asked]
     notes = {label: [*entry.estimate.notes, *entry.notes] for label, entry in asked}

@@ -11,7 +11,7 @@ from flopcalc.cli.command import Command, model_argument
 from flopcalc.cli.options.counting import make_estimate
 from flopcalc.cli.options.time import make_run, make_shares, run_options, time_options
 from flopcalc.cli.options.workload import has_list, trace_option, workload_options
-from flopcalc.cli.pages import choose_format, format_options, write_page
+from flopcalc.cli.pages import format_options, write_page
 from flopcalc.core.estimate.estimate import BREAKDOWNS, Estimate
 from flopcalc.core.estimate.run import Run
 from flopcalc.core.estimate.utilization import Utilization
@@ -58,8 +58,7 @@ def estimate(
     model: str,
     depth: str | None,
     by: str | None,
-    style: str | None,
-    as_json: bool,
+    style: str,
     output: str | None,
     plot_file: str | None,
     **options: Any,
@@ -72,7 +71,6 @@ def estimate(
 
       flopcalc estimate llama-3.1-8b --seq 1k,2k,4k --batch 1,8
     """
-    style = choose_format(style, as_json, output)
     if by is not None and style == "html":
         raise WorkloadError("the page of --format html holds every breakdown: leave --by out")
     levels = parse_size(depth, "--depth") if depth is not None else None

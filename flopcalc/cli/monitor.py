@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from flopcalc.cli.command import Group
-from flopcalc.cli.pages import choose_format, format_options, write_page
+from flopcalc.cli.pages import format_options, write_page
 from flopcalc.grids import format_grid
 from flopcalc.monitor.log import METRICS, find_series, load_log, sparkline, summarize
 from flopcalc.monitor.log import plot as plot_log
@@ -30,9 +30,8 @@ def monitor() -> None:
 @click.option("--run", type=click.IntRange(min=1), help="Which run of the file, 1 is the first; default the last.")
 @click.option("--last", type=click.IntRange(min=1), help="Only the last N records of the run.")
 @format_options("table", "json", "html")
-def show(log: str, run: int | None, last: int | None, style: str | None, as_json: bool, output: str | None) -> None:
+def show(log: str, run: int | None, last: int | None, style: str, output: str | None) -> None:
     """Sum up LOG: a JSONL file, or the folder that a monitor wrote flopcalc.jsonl into."""
-    style = choose_format(style, as_json, output)
     found = load_log(log)
     summary = summarize(found, run, last)
     if style == "json":

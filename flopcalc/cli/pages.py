@@ -5,35 +5,32 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any
 
 import click
 
 from flopcalc.errors import FlopcalcError, WorkloadError
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-output_option = click.option("-o", "--output", metavar="FILE", help="Write the page of --format html there.")
 
+def format_options(*formats: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """--format, --json and -o; the command gets them as `style` and `output`."""
 
-def format_options(*formats: str) -> Callable[[Function], Function]:
-    """--format, --json and -o; the command reads them with choose_format."""
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*arguments: Any, style: str | None, as_json: bool, output: str | None, **options: Any) -> Any:
+            if as_json and style not in (None, "json"):
+                raise WorkloadError(f"--json contradicts --format {style}")
+            chosen = "json" if as_json else style or "table"
+            if output is not None and chosen != "html":
+                raise WorkloadError("-o writes the page of --format html: give both, or neither")
+            return function(*arguments, style=chosen, output=output, **options)
 
-    def add(function: Function) -> Function:
-        choice = click.option("--format", "style", type=click.Choice(formats), help="Default table.")
-        as_json = click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
-        return choice(as_json(output_option(function)))
+        file = click.option("-o", "--output", metavar="FILE", help="Write the page of --format html there.")
+        shorter = click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
+        return click.option("--format", "style", type=click.Choice(formats), help="Default table.")(shorter(file(run)))
 
     return add
-
-
-def choose_format(style: str | None, as_json: bool, output: str | None) -> str:
-    """One format, from options that may contradict each other."""
-    if as_json and style not in (None, "json"):
-        raise WorkloadError(f"--json contradicts --format {style}")
-    chosen = "json" if as_json else style or "table"
-    if output is not None and chosen != "html":
-        raise WorkloadError("-o writes the page of --format html: give both, or neither")
-    return chosen
 
 
 def write_page(page: str, output: str | None) -> None:

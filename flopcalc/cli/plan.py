@@ -23,7 +23,7 @@ from flopcalc.cli.options.workload import (
     source_options,
     trained_options,
 )
-from flopcalc.cli.pages import choose_format, format_options, write_page
+from flopcalc.cli.pages import format_options, write_page
 from flopcalc.cli.predict import OPTIMIZERS
 from flopcalc.errors import RecipeError, WorkloadError
 from flopcalc.grids import format_grid
@@ -86,16 +86,13 @@ def _degree_options(function: Any) -> Any:
 @click.option(
     "--plot", "plot_file", metavar="FILE", help="Draw time over memory of all layouts (needs flopcalc[plot])."
 )
-def plan(
-    model: str, style: str | None, as_json: bool, output: str | None, plot_file: str | None, **options: Any
-) -> None:
+def plan(model: str, style: str, output: str | None, plot_file: str | None, **options: Any) -> None:
     """The best layouts of a training run on many devices.
 
     Searches data, tensor, pipeline, context and expert parallelism, ZeRO, micro-batch and recomputation for what fits,
     and says why the others lose. Layout options with several values narrow the search; lists in --device, --gpus and
     --seq give the best layout of each combination.
     """
-    style = choose_format(style, as_json, output)
     if has_list(options, None):
         if plot_file is not None:
             raise WorkloadError("--plot draws the layouts of one plan: give single values with it")

@@ -12,7 +12,7 @@ from flopcalc.cli.command import Command, model_argument
 from flopcalc.cli.options.counting import Asked, is_given, make_estimate, read_recompute
 from flopcalc.cli.options.time import read_rate
 from flopcalc.cli.options.workload import execution_option, has_list, workload_options
-from flopcalc.cli.pages import choose_format, format_options, write_page
+from flopcalc.cli.pages import format_options, write_page
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.hardware.devices import DTYPES
 from flopcalc.report.labels import TIME_KINDS
@@ -45,7 +45,7 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 @format_options("table", "json", "html")
 @click.option("--plot", "plot_file", metavar="FILE", help="Draw tokens per second over a list: .png, .svg or .pdf.")
 def predict(
-    model: str, memory: bool, top: str | None, style: str | None, as_json: bool, output: str | None,
+    model: str, memory: bool, top: str | None, style: str, output: str | None,
     plot_file: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """How long one step of HF's model takes on a device, and why.
@@ -56,7 +56,6 @@ def predict(
 
       flopcalc predict llama-3.1-8b --seq 2k --batch 1,2,4 --device h100-sxm,h200
     """
-    style = choose_format(style, as_json, output)
     if options["device"] is None:
         raise DeviceError("on which device? Give --device NAME; `flopcalc devices` lists them")
     if is_given("convention"):
