@@ -198,12 +198,20 @@ def format_text(text: str, first: str = "", rest: str = "") -> str:
 
 
 def format_html(headers: Sequence[str], rows: Cells, caption: str = "") -> str:
-    """A table for a notebook."""
+    """A table for a notebook: the first cell of a row names it, numbers are aligned right."""
     from html import escape
 
-    head = "".join(f"<th>{escape(str(cell))}</th>" for cell in headers)
-    body = "".join(
-        "<tr>" + "".join(f"<td style='text-align:right'>{escape(str(cell))}</td>" for cell in row) + "</tr>"
-        for row in rows
-    )
-    return f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    sides = ["right" if is_number else "left" for is_number in _find_numeric(headers, rows)]
+
+    def format_row(cells: Sequence[Any], names: int, scope: str) -> str:
+        """The first `names` cells are headers."""
+        tags = [("th", f' scope="{scope}"') if at < names else ("td", "") for at in range(len(cells))]
+        shown = (
+            f'<{tag}{extra} style="text-align:{side}">{escape(str(cell))}</{tag}>'
+            for (tag, extra), side, cell in zip(tags, sides, cells, strict=True)
+        )
+        return f"<tr>{''.join(shown)}</tr>"
+
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    body = "".join(format_row(row, 1, "row") for row in rows)
+    return f"<table>{title}<thead>{format_row(headers, len(headers), 'col')}</thead><tbody>{body}</tbody></table>"

@@ -56,6 +56,11 @@ def format_seconds(value: float) -> str:
     return f"{value:,.2f} s" if value >= 1 else f"{1000 * value:.2f} ms"
 
 
+def format_amount(value: float) -> str:
+    """12345.6 -> '12,346'; below 100, three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 

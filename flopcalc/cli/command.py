@@ -41,22 +41,6 @@ class Group(click.Group):
         return super().parse_args(ctx, args)
 
 
-FORMATS = ("table", "json", "csv", "markdown")
-
-
-def format_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--format and --json; the command gets both as `style`."""
-
-    @wraps(function)
-    def run(*arguments: Any, style: str | None, as_json: bool, **options: Any) -> Any:
-        if as_json and style not in (None, "json"):
-            raise WorkloadError(f"--json contradicts --format {style}")
-        return function(*arguments, style="json" if as_json else style or "table", **options)
-
-    shorter = click.option("--json", "as_json", is_flag=True, help="Same as --format json.")(run)
-    return click.option("--format", "style", type=click.Choice(FORMATS), help="Default table.")(shorter)
-
-
 def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     return [name for name in list_data_files("presets") if name.startswith(incomplete.lower())]
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import click
 
-from flopcalc.cli.command import Command, complete_model, format_options
+from flopcalc.cli.command import Command, complete_model
 from flopcalc.cli.options.counting import make_estimate
 from flopcalc.cli.options.time import make_shares, time_options
 from flopcalc.cli.options.workload import trace_option, workload_options
+from flopcalc.cli.pages import FORMATS, format_options, write_page
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.errors import WorkloadError, format_nearest
@@ -56,8 +57,8 @@ class Column(NamedTuple):
 @workload_options
 @trace_option
 @time_options
-@format_options
-def compare(models: tuple[str, ...], style: str, **options: Any) -> None:
+@format_options(*FORMATS)
+def compare(models: tuple[str, ...], style: str, output: str | None, **options: Any) -> None:
     """Several models or workloads side by side.
 
     Options hold for all; MODEL@key=value;key=value changes them for one. Examples:
@@ -71,6 +72,10 @@ def compare(models: tuple[str, ...], style: str, **options: Any) -> None:
     columns = [_count(text, options) for text in models]
     if style == "json":
         click.echo(json.dumps([column.to_dict() for column in columns], indent=2, ensure_ascii=False))
+    elif style == "html":
+        from flopcalc.report.html.comparison import make_comparison_page
+
+        write_page(make_comparison_page([column.to_dict() for column in columns]), output)
     elif style == "csv":
         from flopcalc.report.estimate import format_lines
 

@@ -7,17 +7,16 @@ from typing import Any, NamedTuple
 
 import click
 
-from flopcalc.cli.command import Command, format_options, model_argument
+from flopcalc.cli.command import Command, model_argument
 from flopcalc.cli.options.counting import make_estimate
 from flopcalc.cli.options.time import make_run, make_shares, run_options, time_options
 from flopcalc.cli.options.workload import has_list, trace_option, workload_options
-from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.cli.pages import FORMATS, format_options, write_page
+from flopcalc.core.estimate.estimate import BREAKDOWNS, Estimate
 from flopcalc.core.estimate.run import Run
 from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.errors import WorkloadError
-from flopcalc.units import format_count, parse_size
-
-BY = ("component", "module", "kind")
+from flopcalc.units import format_count, format_flops, parse_size
 
 
 class Counted(NamedTuple):
@@ -50,14 +49,15 @@ class Counted(NamedTuple):
 @time_options
 @run_options
 @click.option("--depth", metavar="N", help="Module paths cut to N names.")
-@click.option("--by", type=click.Choice(BY), help="Rows of the breakdown (default component).")
-@format_options
+@click.option("--by", type=click.Choice(BREAKDOWNS), help="Rows of the breakdown (default component).")
+@format_options(*FORMATS)
 @click.option("--plot", "plot_file", metavar="FILE", help="Draw the FLOPs over a list: .png, .svg or .pdf.")
 def estimate(
     model: str,
     depth: str | None,
     by: str | None,
     style: str,
+    output: str | None,
     plot_file: str | None,
     **options: Any,
 ) -> None:
@@ -69,17 +69,24 @@ def estimate(
 
       flopcalc estimate llama-3.1-8b --seq 1k,2k,4k --batch 1,8
     """
+    if by is not None and style == "html":
+        raise WorkloadError("the page of --format html holds every breakdown: leave --by out")
     levels = parse_size(depth, "--depth") if depth is not None else None
-    if levels is not None and style != "json":
+    if levels is not None and style not in ("json", "html"):
         if by not in (None, "module"):
             raise WorkloadError(f"--depth cuts module paths: it contradicts --by {by}")
         by = "module"
     if has_list(options, plot_file):
-        _show_list(model, options, style, by, levels, plot_file)
+        _show_list(model, options, style, output, by, levels, plot_file)
         return
     counted = _count(model, options)
     if style == "json":
         click.echo(json.dumps(counted.to_dict(by, levels), indent=2, ensure_ascii=False))
+        return
+    if style == "html":
+        from flopcalc.report.html.estimate import make_estimate_page
+
+        write_page(make_estimate_page(counted.to_dict("kind", levels), counted.estimate.describe()), output)
         return
     from flopcalc.report import estimate as report
 
@@ -106,11 +113,12 @@ def _count(model: str, options: dict[str, Any]) -> Counted:
 
 
 def _show_list(
-    model: str, options: dict[str, Any], style: str, by: str | None, depth: int | None, plot_file: str | None
-) -> None:
+    model: str, options: dict[str, Any], style: str, output: str | None, by: str | None, depth: int | None,
+    plot_file: str | None,
+) -> None:  # fmt: skip
     from flopcalc.cli import lists  # only where used: a single estimate starts without it
 
-    if by is not None and style != "json":
+    if (by is not None or depth is not None) and style != "json":
         raise WorkloadError("--by and --depth break one result down: give no lists with them, or --json")
     rows = lists.expand(options)
     varied = rows[0].varied.keys()
@@ -129,6 +137,11 @@ def _show_list(
         title = f"{estimator.source.name}: FLOPs of one {load.phase} step, convention {first.convention}"
         notes = [[*each.estimate.notes, *each.notes] for each in results]
         columns = dict(_COLUMNS)
+        if style == "html":
+            bars = [(each.estimate.total, format_flops(each.estimate.total)) for each in results]
+            page = lists.make_page(rows, columns, results, notes, title=title, label="FLOPs of a step", bars=bars)
+            write_page(page, output)
+            return
         if any(each.mfu or each.run for each in results):  # the width of a terminal holds one or the other
             del columns["forward"], columns["backward"]
         lists.show_table(

@@ -65,22 +65,54 @@ def show_table(
     style: str = "simple",
 ) -> None:
     """A row for each result; columns without any value are left out. Notes follow, each once."""
+    if title:
+        click.echo(f"{format_text(title)}\n")
+    click.echo(format_grid(*_make_cells(rows, columns, results), style, keys=len(rows[0].varied)))
+    named = _name_notes(rows, notes)
+    if named:
+        click.echo("")
+    for note in named:
+        click.echo(format_text(note, "note  ", " " * 6))
+
+
+def make_page(
+    rows: Sequence[Row],
+    columns: Mapping[str, Callable[[Result], str | None]],
+    results: Sequence[Result],
+    notes: Sequence[Sequence[str]],
+    *,
+    title: str,
+    label: str,
+    bars: Sequence[tuple[float, str]],
+) -> str:
+    """The same table as an HTML page, and a bar for each row: a value and how it is written."""
+    from flopcalc.report.html.lists import make_list_page
+    from flopcalc.report.html.pictures import Bar
+
+    drawn = [Bar(row.label, *bar) for row, bar in zip(rows, bars, strict=True)]
+    headers, cells = _make_cells(rows, columns, results)
+    return make_list_page(title, headers, cells, _name_notes(rows, notes), label=label, bars=drawn)
+
+
+def _make_cells(
+    rows: Sequence[Row], columns: Mapping[str, Callable[[Result], str | None]], results: Sequence[Result]
+) -> tuple[list[str], list[list[str]]]:
     cells = {name: [read(result) for result in results] for name, read in columns.items()}
     shown = {name: values for name, values in cells.items() if any(value is not None for value in values)}
     varied = list(rows[0].varied)
-    table = [
-        [*(_format(row.varied[name]) for name in varied), *("-" if v[i] is None else v[i] for v in shown.values())]
-        for i, row in enumerate(rows)
-    ]
-    if title:
-        click.echo(f"{format_text(title)}\n")
-    click.echo(format_grid([*varied, *shown], table, style, keys=len(varied)))
+    table = []
+    for i, row in enumerate(rows):
+        found = [values[i] for values in shown.values()]
+        table.append(
+            [*(_format(row.varied[name]) for name in varied), *("-" if cell is None else cell for cell in found)]
+        )
+    return [*varied, *shown], table
+
+
+def _name_notes(rows: Sequence[Row], notes: Sequence[Sequence[str]]) -> list[str]:
+    """Every note once, with the rows that it is of."""
     every = dict.fromkeys(note for found in notes for note in found)
-    if every:
-        click.echo("")
-    for note in every:
-        where = _name_rows(rows, [note in found for found in notes])
-        click.echo(format_text(f"{where}{note}", "note  ", " " * 6))
+    return [f"{_name_rows(rows, [note in found for found in notes])}{note}" for note in every]
 
 
 def show_csv(rows: Sequence[Row], columns: Mapping[str, Callable[[Result], Any]], results: Sequence[Result]) -> None:

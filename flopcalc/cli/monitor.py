@@ -8,20 +8,16 @@ from typing import Any
 import click
 
 from flopcalc.cli.command import Group
+from flopcalc.cli.pages import format_options, write_page
 from flopcalc.grids import find_width, format_grid, wrap
 from flopcalc.monitor.log import METRICS, find_series, load_log, sparkline, summarize
 from flopcalc.monitor.log import plot as plot_log
+from flopcalc.report.labels import METRICS as LABELS
+from flopcalc.report.labels import SHARES
 from flopcalc.units import format_parameters, format_rate
 
 _MOST_EVENTS = 20
 _AROUND_CURVE = 28  # characters before and behind a curve, as "100.00 % to 100.00 %"
-_LABELS = {
-    "mfu": "MFU (wall)", "device_mfu": "MFU (device)", "hfu": "HFU", "tflops_per_gpu": "TFLOP/s per GPU",
-    "tokens_per_second": "tokens/s", "padded_tokens_per_second": "padded tokens/s", "samples_per_second": "samples/s",
-    "images_per_second": "images/s", "step_time_s": "step time", "device_step_time_s": "device step time",
-    "data_time_s": "data time", "tensor_active": "tensor cores active", "loss": "loss",
-}  # fmt: skip
-_SHARES = ("mfu", "device_mfu", "hfu", "tensor_active")
 _ALWAYS = ("mfu", "tokens_per_second", "step_time_s")
 
 
@@ -34,16 +30,30 @@ def monitor() -> None:
 @click.argument("log")
 @click.option("--run", type=click.IntRange(min=1), help="Which run of the file, 1 is the first; default the last.")
 @click.option("--last", type=click.IntRange(min=1), help="Only the last N records of the run.")
-@click.option("--json", "as_json", is_flag=True, help="The summary as one JSON object.")
-def show(log: str, run: int | None, last: int | None, as_json: bool) -> None:
+@format_options("table", "json", "html")
+def show(log: str, run: int | None, last: int | None, style: str, output: str | None) -> None:
     """Sum up LOG: a JSONL file, or the folder that a monitor wrote flopcalc.jsonl into."""
     found = load_log(log)
     summary = summarize(found, run, last)
-    if as_json:
+    if style == "json":
         click.echo(json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False))
         return
-    series = find_series(found.runs[summary["run"] - 1], METRICS["mfu"])
-    click.echo("\n".join(_format(summary, series if last is None else series[-last:])))
+    chosen = found.runs[summary["run"] - 1]
+    if last is not None:
+        chosen = chosen._replace(steps=chosen.steps[-last:])
+    if style == "html":
+        from flopcalc.report.html.monitor import make_monitor_page
+
+        steps = find_series(chosen, "global_step")
+        series = {
+            name: [
+                (step, value) for step, value in zip(steps, find_series(chosen, key), strict=True) if step is not None
+            ]
+            for name, key in METRICS.items()
+        }
+        write_page(make_monitor_page(summary, series), output)
+        return
+    click.echo("\n".join(_format(summary, find_series(chosen, METRICS["mfu"]))))
 
 
 @monitor.command()
@@ -74,7 +84,7 @@ def _format(summary: dict[str, Any], shares: list[float | None]) -> list[str]:
         known = [f"{word}{value}" for word, value in values if value is not None]
         lines += wrap(", ".join(known) or "not known", f"{name:<8}", " " * 8)
     rows = []
-    for name, label in _LABELS.items():
+    for name, label in LABELS.items():
         values = summary["metrics"][name]
         if values is not None or name in _ALWAYS:
             shown = [_format_value(name, values[key]) if values else "-" for key in ("mean", "median", "last")]
@@ -127,7 +137,7 @@ def _format_goodput(goodput: dict[str, Any] | None) -> list[str]:
 
 
 def _format_value(name: str, value: float) -> str:
-    if name in _SHARES:
+    if name in SHARES:
         return _format_share(value)
     if name.endswith("_s"):
         return _format_time(value)

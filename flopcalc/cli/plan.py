@@ -22,6 +22,7 @@ from flopcalc.cli.options.workload import (
     source_options,
     trained_options,
 )
+from flopcalc.cli.pages import format_options, write_page
 from flopcalc.cli.predict import OPTIMIZERS
 from flopcalc.errors import RecipeError, WorkloadError
 from flopcalc.grids import format_grid, wrap
@@ -80,11 +81,11 @@ def _degree_options(function: Any) -> Any:
 )
 @add_options(*source_options, *input_options, *trained_options)
 @click.option("--top", default="5", show_default=True, metavar="N", help="How many layouts to show.")
-@click.option("--json", "as_json", is_flag=True, help="Everything as one JSON object.")
+@format_options("table", "json", "html")
 @click.option(
     "--plot", "plot_file", metavar="FILE", help="Draw time over memory of all layouts (needs flopcalc[plot])."
 )
-def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> None:
+def plan(model: str, style: str, output: str | None, plot_file: str | None, **options: Any) -> None:
     """The best layouts of a training run on many devices.
 
     Searches data, tensor, pipeline, context and expert parallelism, ZeRO, micro-batch and recomputation for what fits,
@@ -94,13 +95,19 @@ def plan(model: str, as_json: bool, plot_file: str | None, **options: Any) -> No
     if has_list(options, None):
         if plot_file is not None:
             raise WorkloadError("--plot draws the layouts of one plan: give single values with it")
-        _show_list(model, options, as_json)
+        _show_list(model, options, style, output)
         return
     found = _plan(model, options)
     if plot_file is not None:
         found.plot(plot_file)
-    if as_json:
+    if style == "json":
         click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    if style == "html":
+        from flopcalc.report.html.plan import make_plan_page
+
+        points = [(point.step_time_s, point.memory_bytes) for point in found.points]
+        write_page(make_plan_page(found.to_dict(), points), output)
         return
     click.echo(_format(found))
     if plot_file is not None:
@@ -141,12 +148,12 @@ def _plan(model: str, options: dict[str, Any]) -> Plan:
     return found._replace(notes=(*asked.notes, *notes, *found.notes))
 
 
-def _show_list(model: str, options: dict[str, Any], as_json: bool) -> None:
+def _show_list(model: str, options: dict[str, Any], style: str, output: str | None) -> None:
     from flopcalc.cli import lists
 
     rows = lists.expand(options)
     results = [_plan(model, row.options) for row in rows]
-    if as_json:
+    if style == "json":
         lists.show_json(rows, [each.to_dict() for each in results])
         return
     columns: dict[str, Callable[[Plan], str | None]] = {
@@ -158,7 +165,14 @@ def _show_list(model: str, options: dict[str, Any], as_json: bool) -> None:
         "k USD": lambda each: None if each.best[0].usd is None else _shorten(each.best[0].usd / 1000),
     }
     title = f"{results[0].model}: {format_tokens(results[0].tokens)}, {results[0].dtype}"
-    lists.show_table(rows, columns, results, [each.notes for each in results], title=title)
+    notes = [each.notes for each in results]
+    if style == "html":
+        days = [each.best[0].days for each in results]
+        bars = [(value, f"{_shorten(value)} days") for value in days]
+        page = lists.make_page(rows, columns, results, notes, title=title, label="Days, in the best layout", bars=bars)
+        write_page(page, output)
+        return
+    lists.show_table(rows, columns, results, notes, title=title)
 
 
 def _read_degree(name: str, text: str | None) -> tuple[int, ...] | None:

@@ -12,8 +12,10 @@ from flopcalc.cli.command import Command, model_argument
 from flopcalc.cli.options.counting import Asked, is_given, make_estimate, read_recompute
 from flopcalc.cli.options.time import read_rate
 from flopcalc.cli.options.workload import execution_option, has_list, workload_options
+from flopcalc.cli.pages import format_options, write_page
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.hardware.devices import DTYPES
+from flopcalc.report.labels import TIME_KINDS
 from flopcalc.units import format_bytes, format_seconds, parse_size
 
 if TYPE_CHECKING:
@@ -21,14 +23,6 @@ if TYPE_CHECKING:
 
 # Spelled out here and not read from flopcalc.prediction: --help must not load it.
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-master", "none")
-_LABELS = {
-    "products": "matrix products",
-    "attention": "attention",
-    "memory": "memory-bound",
-    "optimizer": "optimizer",
-    "launches": "gaps, lower clock",
-    "host": "waiting for the host",
-}
 _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 
 
@@ -48,10 +42,11 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 @click.option("--host-factor", metavar="F", help="How many times longer than the measured CPU yours takes (default 1).")
 @click.option("--memory", is_flag=True, help="Show what fills the memory, and the largest batch that fits.")
 @click.option("--top", metavar="N", help="Modules to list (default 8).")
-@click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
+@format_options("table", "json", "html")
 @click.option("--plot", "plot_file", metavar="FILE", help="Draw tokens per second over a list: .png, .svg or .pdf.")
 def predict(
-    model: str, memory: bool, top: str | None, as_json: bool, plot_file: str | None, **options: Any
+    model: str, memory: bool, top: str | None, style: str, output: str | None,
+    plot_file: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """How long one step of HF's model takes on a device, and why.
 
@@ -66,13 +61,19 @@ def predict(
     if is_given("convention"):
         raise WorkloadError("predict shows MFU and HFU, each under its own convention: leave --convention out")
     options |= {"recompute": read_recompute(options), "gradient_checkpointing": False}
+    if top is not None and style == "html":
+        raise WorkloadError("the page of --format html lists every module: leave --top out")
     count = parse_size(top, "--top") if top is not None else 8
     if has_list(options, plot_file):
-        _show_list(model, options, memory, as_json, plot_file)
+        _show_list(model, options, memory, style, output, plot_file)
         return
     predicted = _predict(model, options, memory)
-    if as_json:
+    if style == "json":
         click.echo(json.dumps(predicted.to_dict(), indent=2, ensure_ascii=False))
+    elif style == "html":
+        from flopcalc.report.html.prediction import make_prediction_page
+
+        write_page(make_prediction_page(predicted.to_dict()), output)
     else:
         _show(predicted, count)
 
@@ -133,7 +134,7 @@ def _show(predicted: Predicted, count: int) -> None:
     click.echo(format_text(str(found.floors), "floors    ", " " * 10))
     click.echo("")
     rows = [
-        [_LABELS[name], format_seconds(value), _percent(value / seconds.mid)]
+        [TIME_KINDS[name], format_seconds(value), _percent(value / seconds.mid)]
         for name, value in found.breakdown.items()
         if value >= _LEAST * seconds.mid
     ]
@@ -163,7 +164,9 @@ def _show(predicted: Predicted, count: int) -> None:
         click.echo(format_text(f"note: {note}", "", "  "))
 
 
-def _show_list(model: str, options: dict[str, Any], memory: bool, as_json: bool, plot_file: str | None) -> None:
+def _show_list(
+    model: str, options: dict[str, Any], memory: bool, style: str, output: str | None, plot_file: str | None
+) -> None:
     from flopcalc.cli import lists
     from flopcalc.prediction.floors import format_rate
 
@@ -171,7 +174,7 @@ def _show_list(model: str, options: dict[str, Any], memory: bool, as_json: bool,
     results = [_predict(model, row.options, memory) for row in rows]
     if plot_file is not None:
         lists.draw(plot_file, rows, [each.found.tokens_per_s for each in results], "tokens/s")
-    if as_json:
+    if style == "json":
         lists.show_json(rows, [each.to_dict() for each in results])
         return
     columns: dict[str, Callable[[Predicted], str | None]] = {
@@ -185,7 +188,13 @@ def _show_list(model: str, options: dict[str, Any], memory: bool, as_json: bool,
     }
     load = results[0].asked.estimate.terms[0].load
     title = f"{results[0].asked.estimate.terms[0].estimator.source.name}: one {load.phase} step"
-    lists.show_table(rows, columns, results, [each.notes for each in results], title=title)
+    notes = [each.notes for each in results]
+    if style == "html":
+        bars = [(each.found.tokens_per_s, format_rate(each.found.tokens_per_s)) for each in results]
+        page = lists.make_page(rows, columns, results, notes, title=title, label="Tokens per second", bars=bars)
+        write_page(page, output)
+        return
+    lists.show_table(rows, columns, results, notes, title=title)
     if plot_file is not None:
         click.echo(f"written: {plot_file}")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from flopcalc.cli.command import Group, complete_model
+from flopcalc.cli.pages import write_page
 
 if TYPE_CHECKING:
     from flopcalc.measure.sweep.matrix import Configuration
@@ -181,26 +182,36 @@ def test(ctx: click.Context, logs_dir: str | None, as_json: bool) -> None:
 
 @sweep.command()
 @click.option("--logs-dir", default="logs", show_default=True, metavar="DIR", help="What a sweep wrote.")
-@click.option("--output", metavar="FILE", help="Write the summary there as JSON, too.")
-@click.option("--markdown", is_flag=True, help="Print Markdown.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "-o", "--output", metavar="FILE", help="Write the summary there as JSON, too; with --format html the page alone."
+)
+@click.option("--format", "style", type=click.Choice(("table", "json", "markdown", "html")), help="Default table.")
+@click.option("--markdown", is_flag=True, help="Same as --format markdown.")
+@click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Draw time, memory and FLOPs: .png, .svg or .pdf.")
-def summarize(logs_dir: str, output: str | None, markdown: bool, as_json: bool, plot_file: str | None) -> None:
+def summarize(
+    logs_dir: str, output: str | None, style: str | None, markdown: bool, as_json: bool, plot_file: str | None
+) -> None:
     """Sum up what a sweep measured: totals, cost of each trainer, failures."""
     from flopcalc.measure.sweep import summary
     from flopcalc.measure.sweep.run import load_results
 
-    if as_json and markdown:
-        raise click.UsageError("--json and --markdown are two forms: choose one")
+    given = [(word, f"--{word}") for word, is_given in (("json", as_json), ("markdown", markdown)) if is_given]
+    given += [(style, f"--format {style}")] if style else []
+    if len({word for word, _ in given}) > 1:
+        raise click.UsageError(f"{' and '.join(flag for _, flag in given)} are two forms: choose one")
+    chosen = given[0][0] if given else "table"
     found = summary.summarize(load_results(logs_dir))
-    if output is not None:
+    if output is not None and chosen != "html":
         _write(output, _to_json(found) + "\n")
     if plot_file is not None:
         summary.plot(found, plot_file)
-    if as_json:
+    if chosen == "json":
         click.echo(_to_json(found))
+    elif chosen == "html":
+        write_page(summary.make_page(found), output)
     else:
-        click.echo(summary.format_summary(found, "github" if markdown else "simple"))
+        click.echo(summary.format_summary(found, "github" if chosen == "markdown" else "simple"))
 
 
 # --- what the commands share ------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple, TypeAlias
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, WorkloadError
+from flopcalc.frames import FrozenRows, Rows, shorten, show_rows
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts
 from flopcalc.planning.money import Rate, count_energy, find_price
 from flopcalc.planning.network import Interconnect, find_interconnect
 from flopcalc.planning.step import PARTS, Overlaps, Runner, Step
 from flopcalc.prediction.memory import Memory, find_capacity
-from flopcalc.units import format_bytes, format_seconds
+from flopcalc.units import format_amount, format_bytes, format_seconds
 from flopcalc.words import Execution
 
 MOST_LAYOUTS = 1_000_000
@@ -42,6 +43,40 @@ def _list_bytes(memory: Memory) -> dict[str, int]:
     return {name: there[name] for name in named} | {"other": other, "total": memory.peak}
 
 
+class Point(NamedTuple):
+    """A layout that fits."""
+
+    step_time_s: float
+    memory_bytes: int  # of one device
+    layout: Layout
+
+
+class PlannedRow(NamedTuple):
+    """A layout with its time, memory and cost, as one flat row; energy and money are None where not known."""
+
+    layout: str
+    dp: int
+    tp: int
+    pp: int
+    virtual: int
+    cp: int
+    ep: int
+    zero: int
+    micro_batch: int
+    recompute: str
+    step_time_s: float
+    step_time_low_s: float
+    step_time_high_s: float
+    mfu: float
+    hfu: float
+    tokens_per_s: float
+    memory_bytes: int
+    days: float
+    gpu_hours: float
+    energy_kwh: float | None
+    usd: float | None
+
+
 class Planned(NamedTuple):
     """A layout with its time, memory and cost; days, hours and money are of the whole run at the middle time."""
 
@@ -59,6 +94,7 @@ class Planned(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         factor = {"low": self.step.low / self.step.seconds, "mid": 1.0, "high": self.step.high / self.step.seconds}
         return {
+            "name": str(self.layout),
             "layout": self.layout._asdict(),
             "step_time_s": {"low": self.step.low, "mid": self.step.seconds, "high": self.step.high},
             "mfu": self.mfu,
@@ -72,6 +108,21 @@ class Planned(NamedTuple):
             "memory_bytes": _list_bytes(self.memory),
         }
 
+    def to_row(self) -> PlannedRow:
+        layout, step = self.layout, self.step
+        return PlannedRow(
+            str(layout), layout.dp, layout.tp, layout.pp, layout.virtual, layout.cp, layout.ep, layout.zero,
+            layout.micro_batch, layout.recompute, step.seconds, step.low, step.high, self.mfu, self.hfu,
+            self.tokens_per_s, self.memory.peak, self.days, self.gpu_hours, self.kwh, self.usd,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return (
+            f"Planned({self.layout}: step {format_seconds(self.step.seconds)}, MFU {100 * self.mfu:.1f} %, "
+            f"{format_bytes(self.memory.peak)}, {format_amount(self.days)} days, "
+            f"{format_amount(self.gpu_hours)} GPU-hours)"
+        )
+
 
 class Loser(NamedTuple):
     """Why layouts lose to the best one: how many for this reason, and the nearest of them."""
@@ -80,6 +131,9 @@ class Loser(NamedTuple):
     layouts: int
     nearest: Planned
     text: str
+
+    def __repr__(self) -> str:
+        return f"Loser({self.reason}: {self.layouts:,} layouts, nearest {self.nearest.layout}: {shorten(self.text)})"
 
 
 class Plan(NamedTuple):
@@ -102,7 +156,7 @@ class Plan(NamedTuple):
     price: Rate | None
     is_measured: bool  # the device's own times, not another's scaled by published figures
     notes: tuple[str, ...]
-    points: tuple[tuple[float, float, Layout], ...]  # step time in s and bytes of every layout that fits
+    points: FrozenRows[Point]  # every layout that fits
     execution: Execution = "fused"
     optimizer: str = "adamw-master"
 
@@ -115,6 +169,7 @@ class Plan(NamedTuple):
             "execution": self.execution,
             "optimizer": self.optimizer,
             "gpus": self.gpus,
+            "memory_capacity_bytes": find_capacity(self.device),
             "interconnect": {"id": self.interconnect.id, "source": self.interconnect.source},
             "tokens": self.tokens,
             "seq": self.seq,
@@ -130,7 +185,7 @@ class Plan(NamedTuple):
                 for loser in self.losers
             ],
             "front": [
-                {"step_time_s": seconds, "memory_bytes": int(size), "layout": str(layout)}
+                {"step_time_s": seconds, "memory_bytes": size, "layout": str(layout)}
                 for seconds, size, layout in self.find_front()
             ],
             "layouts": {"divide": self.layouts, "fit": self.fitting, "skipped": self.skipped},
@@ -143,13 +198,43 @@ class Plan(NamedTuple):
             "notes": list(self.notes),
         }
 
-    def find_front(self) -> list[tuple[float, float, Layout]]:
+    def find_front(self) -> Rows[Point]:
         """The layouts that no other beats in both step time and memory, fastest first."""
-        front: list[tuple[float, float, Layout]] = []
+        front: Rows[Point] = Rows()
         for point in sorted(self.points):
-            if not front or point[1] < front[-1][1]:
+            if not front or point.memory_bytes < front[-1].memory_bytes:
                 front.append(point)
         return front
+
+    def rows(self) -> Rows[PlannedRow]:
+        """The best layouts, one flat row each."""
+        return Rows(planned.to_row() for planned in self.best)
+
+    def to_pandas(self) -> Any:
+        """The best layouts as a pandas DataFrame; `points.to_pandas()` has every layout that fits."""
+        return self.rows().to_pandas()
+
+    def __repr__(self) -> str:
+        return f"Plan({self._describe()})"
+
+    def _describe(self) -> str:
+        best = self.best[0]
+        return (
+            f"{shorten(self.model)} on {self.gpus:,} × {self.device.id} in {self.dtype}: {self.fitting:,} of "
+            f"{self.layouts:,} layouts fit, best {best.layout}: step {format_seconds(best.step.seconds)}, "
+            f"MFU {100 * best.mfu:.1f} %, {format_amount(best.days)} days"
+        )
+
+    def _repr_html_(self) -> str:
+        headers = ["layout", "step", "MFU", "memory", "days", "GPU-hours"]
+        cells = [
+            [
+                row.layout, format_seconds(row.step_time_s), f"{100 * row.mfu:.1f} %", format_bytes(row.memory_bytes),
+                format_amount(row.days), format_amount(row.gpu_hours),
+            ]
+            for row in self.rows()
+        ]  # fmt: skip
+        return show_rows(headers, cells, self._describe())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw days over memory for every layout that fits, into a .png, .svg or .pdf (needs matplotlib)."""
@@ -224,7 +309,7 @@ def search_layouts(
         estimator.source.name, estimator.parameters()["total"], found, kind, gpus, net, tokens, sample.tokens,
         global_batch, tuple(best), tuple(losers), len(ranked) + len(searched.misfits), len(ranked), searched.skipped,
         rate, runner.machine.is_measured, tuple(said),
-        tuple((step.seconds, memory.peak, layout) for layout, step, memory in ranked), execution, optimizer,
+        FrozenRows(Point(step.seconds, memory.peak, layout) for layout, step, memory in ranked), execution, optimizer,
     )  # fmt: skip
 
 

@@ -162,6 +162,10 @@ class Memory(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         return {**self._asdict(), "at_peak": dict(self.at_peak), "notes": list(self.notes)}
 
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.at_peak.items() if size)
+        return f"Memory(peak {format_bytes(self.peak)} in {_MOMENTS[self.moment]}: {parts})"
+
 
 _KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "kv_cache", "inputs")
 

@@ -13,6 +13,7 @@ from flopcalc.core.estimate.utilization import check_positive, hfu, mfu
 from flopcalc.core.recipe.recipe import join_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
+from flopcalc.frames import Rows, shorten, show_rows
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.clock import Clock, StepTime
 from flopcalc.prediction.floors import Floors, describe_execution, find_floors
@@ -27,14 +28,22 @@ from flopcalc.prediction.memory import (
     resize_batch,
 )
 from flopcalc.prediction.tensors import has_sdpa
-from flopcalc.units import format_bytes
-from flopcalc.words import EXECUTIONS, KERNELS, Execution, Recompute
+from flopcalc.units import format_bytes, format_seconds
+from flopcalc.words import EXECUTIONS, KERNELS, Execution, Recompute, check_word
 
 __all__ = ["OPTIMIZERS", "Prediction", "StepTime", "find_largest_batch", "predict", "predict_estimate"]
 
 _EAGER = ("gpt_oss",)  # without SDPA in HF, beside types that were recorded with eager attention alone
 _COUNTING = ("kernel ", "tile padding ")  # an estimate's notes on how HFU's FLOPs were counted, not on the workload
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
+
+
+class TimeRow(NamedTuple):
+    """Seconds of a kind of work, or of a module on the device; `share` of the sum of all rows."""
+
+    name: str
+    seconds: float
+    share: float
 
 
 class Prediction(NamedTuple):
@@ -56,9 +65,18 @@ class Prediction(NamedTuple):
     fits: bool | None = None  # None: the memory was not asked for, or the device's is not known
     execution: Execution = "eager"
     floors: Floors | None = None
+    model: str = ""
+    device: str = ""
+    dtype: str = ""
+    workload: str = ""  # in words
+    capacity: int | None = None  # bytes that tensors can fill; None as for `fits`
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "model": self.model,
+            "workload": self.workload,
+            "device": self.device,
+            "dtype": self.dtype,
             "step_time_s": self.step_time_s._asdict(),
             "execution": self.execution,
             "bound": self.bound,
@@ -68,12 +86,40 @@ class Prediction(NamedTuple):
             "hfu": self.hfu,
             "tokens_per_s": self.tokens_per_s,
             "breakdown": {**self.breakdown, "modules": self.modules},
-            "memory_bytes": {**self.memory.to_dict(), "fits": self.fits} if self.memory else None,
+            "memory_bytes": (
+                {**self.memory.to_dict(), "fits": self.fits, "capacity": self.capacity} if self.memory else None
+            ),
             "floors": self.floors.to_dict() if self.floors else None,
             "advice": self.advice,
             "evidence": self.evidence,
             "notes": list(self.notes),
         }
+
+    def rows(self, by: str = "kind") -> Rows[TimeRow]:
+        """Seconds by kind of work (they add up to the likeliest time) or by module (on the device)."""
+        parts = self.breakdown if check_word(by, ("kind", "module"), "rows by") == "kind" else self.modules
+        whole = sum(parts.values())
+        return Rows(TimeRow(name, seconds, seconds / whole if whole else 0.0) for name, seconds in parts.items())
+
+    def to_pandas(self, by: str = "kind") -> Any:
+        """The rows as a pandas DataFrame."""
+        return self.rows(by).to_pandas()
+
+    def __repr__(self) -> str:
+        return f"Prediction({self._describe()})"
+
+    def _describe(self) -> str:
+        low, mid, high = (format_seconds(value) for value in self.step_time_s)
+        fit = "" if self.fits is not False else "; does not fit"
+        return (
+            f"{shorten(self.model)}, {shorten(self.workload)} on {self.device} in {self.dtype}, {self.execution}: step "
+            f"{mid} ({low} to {high}), bound by the {self.bound}, MFU {100 * self.mfu:.1f} %, "
+            f"{self.tokens_per_s:,.0f} tokens/s{fit}"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [[row.name, format_seconds(row.seconds), f"{100 * row.share:.1f} %"] for row in self.rows()]
+        return show_rows(["where the time goes", "time", "share"], rows, self._describe())
 
 
 def predict(
@@ -366,6 +412,10 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         clock.evidence(),
         tuple(clock.notes(bound)),
         execution=settings.execution,
+        model=estimate.terms[0].estimator.source.name,
+        device=machine.device.id,
+        dtype=machine.dtype,
+        workload=estimate.describe(),
     )
 
 
@@ -376,12 +426,12 @@ def _add_memory(prediction: Prediction, memory: Memory, device: Device) -> Predi
         return prediction._replace(memory=memory, notes=(*prediction.notes, note))
     capacity = find_capacity(device)
     if memory.peak <= capacity:
-        return prediction._replace(memory=memory, fits=True)
+        return prediction._replace(memory=memory, fits=True, capacity=capacity)
     note = (
         f"does not fit: the step needs {format_bytes(memory.peak)}, {device.name} has {format_bytes(capacity)} for "
         "tensors; the time is as if it did"
     )
-    return prediction._replace(memory=memory, fits=False, notes=(note, *prediction.notes))
+    return prediction._replace(memory=memory, fits=False, capacity=capacity, notes=(note, *prediction.notes))
 
 
 def _share(found: Any) -> float:

@@ -14,7 +14,7 @@ from flopcalc.words import CONVENTIONS
 NOT_COUNTED = (
     "norms, softmax, activations, rotary embeddings, table look-ups, loss and optimizer are not matrix products"
 )
-_CONVENTION_WORDS = {
+CONVENTION_WORDS = {
     "model": "what the model needs (unmasked pairs, top-k experts, real tokens)",
     "full": "what HF's eager code executes: every query-key pair, padding included",
     "hardware": "what the kernels execute: recomputation and blocks included",
@@ -101,7 +101,7 @@ def format_estimate(
     facts += run
     facts += [("note", note) for note in (*estimate.notes, *notes)]
     facts.append(("not counted", NOT_COUNTED))
-    facts.append(("convention", f"{estimate.convention}: {_CONVENTION_WORDS[estimate.convention]}"))
+    facts.append(("convention", f"{estimate.convention}: {CONVENTION_WORDS[estimate.convention]}"))
     width = max(len(label) for label, _ in facts) + 2
     for label, text in facts:
         lines += [f"- {label}: {text}"] if is_markdown else wrap(text, label.ljust(width), " " * width)

@@ -118,7 +118,7 @@ def test_html_escapes(tmp_path: Path) -> None:
     assert "a&lt;b&gt;" in html
     assert "<b>" not in html
     assert html.count("<tr>") == 6
-    assert "<th>forward</th>" in html
+    assert '<th scope="col" style="text-align:right">forward</th>' in html
 
 
 def test_words_of_the_work() -> None:

@@ -18,10 +18,11 @@ from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import PARTS, Spec
 from flopcalc.core.workload.workload import Grid, Workload, make_workload
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
-from flopcalc.grids import format_html
+from flopcalc.frames import Rows, Table, shorten, show_rows
 from flopcalc.units import check_size, format_flops, format_parameters, format_share
 from flopcalc.words import CONVENTIONS, Recompute, check_word
 
+BREAKDOWNS = ("component", "module", "kind")
 Picture: TypeAlias = str | os.PathLike[str] | tuple[int, int]  # a file, or width and height in pixels
 
 
@@ -183,6 +184,16 @@ class ModuleRow(NamedTuple):
     parameters: int
 
 
+class PartRow(NamedTuple):
+    """FLOPs of a component, or of a kind of operation."""
+
+    name: str
+    forward: int
+    backward: int
+    recompute: int
+    clipping: int
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Estimate:
     """FLOPs of one step: exact ints at once, the breakdown when asked for."""
@@ -278,7 +289,7 @@ class Estimate:
             sums[name] = sums.get(name, NO_FLOPS) + flops * (counted.block.copies * times)
         return sums
 
-    def by_module(self, depth: int | None = None, *, per_layer: bool = False) -> list[ModuleRow]:
+    def by_module(self, depth: int | None = None, *, per_layer: bool = False) -> Rows[ModuleRow]:
         """Rows per module path, layers folded into '*' unless per_layer, cut to `depth` names."""
         if depth is not None:
             check_size(depth, "depth")
@@ -303,13 +314,13 @@ class Estimate:
                 if is_first:
                     entry.parameters += row.parameters * len(group)
         ordered = sorted(found.items(), key=lambda item: item[1].place) if per_layer else found.items()
-        return [
+        return Rows(
             ModuleRow(
                 path, next(iter(entry.kinds)) if len(entry.kinds) == 1 else "module", len(entry.layers),
                 *entry.flops, entry.parameters,
             )
             for path, entry in ordered
-        ]  # fmt: skip
+        )  # fmt: skip
 
     def _rows(self) -> Iterator[tuple[CountedRow, Flops, int, bool]]:
         """Every row, the FLOPs of one layer of it, how often it runs, and whether its model is met first."""
@@ -421,24 +432,30 @@ class Estimate:
 
     def __repr__(self) -> str:
         estimator, load, times = self.terms[0]
+        name = shorten(estimator.source.name)
         more = f" and {len(self.terms) - 1} more" if len(self.terms) > 1 else ""
         repeated = f" x {times}" if times > 1 else ""
         return (
             f"Estimate({format_flops(self.total)}: forward {format_flops(self.forward)}, backward "
-            f"{format_flops(self.backward)}; {estimator.source.name}, {load.rows} x {load.seq} {load.phase}{repeated}"
+            f"{format_flops(self.backward)}; {name}, {load.rows} x {load.seq} {load.phase}{repeated}"
             f"{more}; convention {self.convention})"
         )
 
-    def breakdown(self, by: str, depth: int | None = None) -> tuple[list[str], list[list[Any]]]:
-        """Headers and exact rows of one breakdown; rows without work are left out, their parameters kept."""
+    def breakdown(self, by: str, depth: int | None = None) -> Table:
+        """Headers and exact, named rows of one breakdown; components and kinds without work are left out."""
+        check_word(by, BREAKDOWNS, "breakdown")
         if by == "module":
             headers = ["path", "kind", "count", "forward", "backward", "recompute", "clipping", "parameters"]
-            return headers, [list(row) for row in self.by_module(depth)]
+            return Table(headers, self.by_module(depth))
         sums = self.by_component() if by == "component" else self.by_kind()
         headers = [by, "forward", "backward", "recompute", "clipping"]
-        return headers, [[name, *row] for name, row in sums.items() if any(row)]
+        return Table(headers, Rows(PartRow(name, *row) for name, row in sums.items() if any(row)))
 
-    def table(self, by: str = "component", depth: int | None = None) -> tuple[list[str], list[list[Any]]]:
+    def to_pandas(self, by: str = "component", depth: int | None = None) -> Any:
+        """The exact rows of a breakdown (by component, module or kind) as a pandas DataFrame."""
+        return self.breakdown(by, depth).to_pandas()
+
+    def table(self, by: str = "component", depth: int | None = None) -> Table:
         """A breakdown as people read it: headers, and rows of rounded counts with their shares."""
         _, rows = self.breakdown(by, depth)
         total = self.total
@@ -459,14 +476,13 @@ class Estimate:
             shown.append([*head, _cell(forward), _cell(backward), *cells, share, *tail])
         names = ["module", "×"] if by == "module" else [by]
         extra_names = [name for name, value in extras.items() if value]
-        return [*names, "forward", "backward", *extra_names, "share", *(["params"] if by == "module" else [])], [
-            *shown,
-            [
-                "total", *([""] if by == "module" else []), _cell(self.forward), _cell(self.backward),
-                *(_cell(value) for value in extras.values() if value), format_share(total, total),
-                *([format_parameters(self.parameters["total"])] if by == "module" else []),
-            ],
+        headers = [*names, "forward", "backward", *extra_names, "share", *(["params"] if by == "module" else [])]
+        sums = [
+            "total", *([""] if by == "module" else []), _cell(self.forward), _cell(self.backward),
+            *(_cell(value) for value in extras.values() if value), format_share(total, total),
+            *([format_parameters(self.parameters["total"])] if by == "module" else []),
         ]  # fmt: skip
+        return Table(headers, [*shown, sums])
 
     def describe(self) -> str:
         """The work in one line: phase, sizes, what trains."""
@@ -502,7 +518,7 @@ class Estimate:
 
     def _repr_html_(self) -> str:
         caption = f"{self.terms[0].estimator.source.name}: {self.describe()}; convention {self.convention}"
-        return format_html(*self.table(), caption=caption)
+        return show_rows(*self.table(), caption=caption)
 
 
 def _cell(value: int) -> str:

@@ -8,7 +8,7 @@ from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.utilization import check_positive, find_peak, find_step_time
 from flopcalc.core.estimate.utilization import mfu as find_mfu
 from flopcalc.errors import FlopcalcError, format_value
-from flopcalc.units import check_size, format_tokens, parse_tokens
+from flopcalc.units import check_size, format_amount, format_tokens, parse_tokens
 
 
 class Run(NamedTuple):
@@ -40,8 +40,8 @@ class Run(NamedTuple):
         share = f"an MFU of {100 * self.mfu:.1f} %"
         if self.is_lower_bound:
             share = "100 % of the peak: a lower bound, --mfu 40% says what you expect"
-        days = f" ({_format_amount(self.gpu_hours / self.gpus / 24)} days on {self.gpus:,})" if self.gpus > 1 else ""
-        return [*lines, ("GPU-hours", f"{_format_amount(self.gpu_hours)}{days} at {share}")]
+        days = f" ({format_amount(self.gpu_hours / self.gpus / 24)} days on {self.gpus:,})" if self.gpus > 1 else ""
+        return [*lines, ("GPU-hours", f"{format_amount(self.gpu_hours)}{days} at {share}")]
 
 
 def count_run(
@@ -80,7 +80,3 @@ def count_run(
     needed = steps * estimate.total_under("full" if estimate.convention == "full" else "model")
     hours = needed / (rate * (mfu or 1.0)) / 3600
     return Run(total, steps, flops, hours, mfu or 1.0, mfu is None, gpus)
-
-
-def _format_amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Rows of a sweep in; totals, success and cost by trainer, failures out: as values, a table, Markdown or a plot."""
+"""Rows of a sweep in; totals, success, cost by trainer and failures out: values, tables, Markdown, HTML, a plot."""
 
 from __future__ import annotations
 
@@ -240,6 +240,17 @@ def _format_exact(value: float) -> str:
 
 def _format_share(value: float) -> str:
     return f"{100 * value:.1f} %"
+
+
+def make_page(summary: Mapping[str, Any]) -> str:
+    """The same tables and lists as an HTML page, with pictures."""
+    from flopcalc.report.html.sweep import make_sweep_page
+
+    rows = summary["configurations"]
+    notes = [*_list_notes(rows), *([" ".join(_explain_columns(rows))] if rows else [])]
+    return make_sweep_page(
+        summary, _list_trainers(summary), _list_configurations(rows), setting=describe_setting(rows), notes=notes
+    )
 
 
 # --- plot -------------------------------------------------------------------------------------------------------------

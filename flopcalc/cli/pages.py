@@ -1,0 +1,61 @@
+"""Where a result goes: --format with its words, and -o FILE for the page of --format html."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+
+from flopcalc.errors import FlopcalcError, WorkloadError
+
+FORMATS = ("table", "json", "csv", "markdown", "html")  # of commands that count
+
+
+def format_options(*formats: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """--format, --json and -o; the command gets them as `style` and `output`."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*arguments: Any, style: str | None, as_json: bool, output: str | None, **options: Any) -> Any:
+            if as_json and style not in (None, "json"):
+                raise WorkloadError(f"--json contradicts --format {style}")
+            chosen = "json" if as_json else style or "table"
+            if output is not None and chosen != "html":
+                raise WorkloadError("-o writes the page of --format html: give both, or neither")
+            return function(*arguments, style=chosen, output=output, **options)
+
+        file = click.option("-o", "--output", metavar="FILE", help="Write the page of --format html there.")
+        shorter = click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
+        return click.option("--format", "style", type=click.Choice(formats), help="Default table.")(shorter(file(run)))
+
+    return add
+
+
+def write_page(page: str, output: str | None) -> None:
+    """To stdout, or whole or not at all into a file, whose path goes to stderr."""
+    if output is None or output == "-":
+        click.echo(page, nl=False)
+        return
+    if os.path.isdir(output):
+        raise FlopcalcError(f"{output}: is a folder: give the name of a file, such as {os.path.join(output, 'x.html')}")
+    path = os.path.realpath(output)  # a link stays one
+    temporary = f"{path}.{os.getpid()}.new"
+    try:
+        if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device takes it as it comes
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(page)
+        else:
+            try:
+                with open(temporary, "w", encoding="utf-8") as file:
+                    file.write(page)
+                os.replace(temporary, path)
+            finally:
+                if os.path.exists(temporary):
+                    os.unlink(temporary)
+    except OSError as error:
+        raise FlopcalcError(f"{output}: cannot be written: {error.strerror or error}") from None
+    click.echo(f"written: {output}", err=True)

@@ -1,0 +1,100 @@
+"""Rows with named columns: an HTML table in a notebook, a short line in a terminal, a pandas DataFrame on request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from flopcalc.data import describe_install
+from flopcalc.errors import FlopcalcError
+from flopcalc.grids import format_html
+
+MOST_SHOWN = 100  # rows of a table in a notebook
+
+Row = TypeVar("Row", bound=tuple[Any, ...])
+
+
+def make_frame(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Any:
+    """A pandas DataFrame; an error with the install command where pandas is missing."""
+    try:
+        import pandas  # lazily: nothing else needs it
+    except ImportError:
+        raise FlopcalcError(f"to_pandas() needs pandas: {describe_install('pandas')}") from None
+    # Column by column, so that exact ints stay ints; a value of several parts (a layout) is given as its text.
+    cells = [[str(cell) if isinstance(cell, tuple) else cell for cell in row] for row in rows]
+    return pandas.DataFrame({name: [row[at] for row in cells] for at, name in enumerate(columns)})
+
+
+def show_rows(columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
+    """The first rows as an HTML table; how many follow is said below it."""
+    left = len(rows) - MOST_SHOWN
+    more = f"<p>… and {left:,} more rows: to_pandas() has all</p>" if left > 0 else ""
+    return format_html(columns, [[_format(cell) for cell in row] for row in rows[:MOST_SHOWN]], caption) + more
+
+
+def _format(cell: object) -> str:
+    if isinstance(cell, int) and not isinstance(cell, bool):
+        return f"{cell:,}"
+    return f"{cell:,.6g}" if isinstance(cell, float) else str(cell)
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    """For a short repr: the text, cut where it is longer."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+class Table(NamedTuple):
+    """Headers and rows."""
+
+    headers: list[str]
+    rows: Sequence[Sequence[Any]]
+
+    def __repr__(self) -> str:
+        return _describe("Table", len(self.rows), self.headers)
+
+    def _repr_html_(self) -> str:
+        return show_rows(self.headers, self.rows)
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame of the same rows."""
+        return make_frame(self.headers, self.rows)
+
+
+class Rows(list[Row]):
+    """A list of named tuples of one kind."""
+
+    def __repr__(self) -> str:
+        return _describe("Rows", len(self), _find_fields(self))
+
+    def _repr_html_(self) -> str:
+        return show_rows(_find_fields(self), self)
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with a column for each field."""
+        return make_frame(_find_fields(self), self)
+
+
+class FrozenRows(tuple[Row, ...]):
+    """A tuple of named tuples of one kind."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return _describe("FrozenRows", len(self), _find_fields(self))
+
+    def _repr_html_(self) -> str:
+        return show_rows(_find_fields(self), self)
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with a column for each field."""
+        return make_frame(_find_fields(self), self)
+
+
+def _find_fields(rows: Iterable[Any]) -> tuple[str, ...]:
+    """Names of the columns; none where there is no row."""
+    first: Iterator[Any] = iter(rows)
+    return getattr(next(first, ()), "_fields", ())
+
+
+def _describe(kind: str, count: int, columns: Sequence[str]) -> str:
+    return f"{kind}({count:,} row{'s' * (count != 1)}: {shorten(', '.join(columns), 200)})"
