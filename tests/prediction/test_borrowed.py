@@ -6,20 +6,31 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from tiers import mark_heavy
 
 from flopcalc import bind
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import iterate, join
-from flopcalc.core.workload.workload import make_workload
-from flopcalc.data import list_data_files
+from flopcalc.core.workload.workload import Workload, make_workload
+from flopcalc.data import list_data_files, load_toml
+from flopcalc.measure.hf.compare import make_load
+from flopcalc.measure.trace.truth import list_types
+from flopcalc.measure.trace.truth import load as load_truth
 from flopcalc.prediction.operators import Operators, list_operators
 from flopcalc.prediction.recordings import load_file
+from flopcalc.prediction.step import predict_estimate
 
 MODELS = (
     "falcon-7b", "mamba-130m", "gemma-4-e2b", "deepseek-v2-lite", "olmo-3-7b", "jamba-1.5-mini", "gpt-j-6b",
     "lfm2-350m",
-    "llama-3.2-11b-vision", "llama-4-scout", "modernbert-base", "minicpm3-4b", "qwen3.5-9b", "nemotron-3-nano-30b-a3b",
+    "llama-3.2-11b-vision", "llama-4-scout", "minicpm3-4b", "qwen3.5-9b", "nemotron-3-nano-30b-a3b",
 )  # fmt: skip
+BORROWING = [name for name in list_types() if load_file(name) is None]
+PRESETS = [
+    name
+    for name, path in list_data_files("presets").items()
+    if "alias" not in (table := load_toml(path)) and load_file(table["config"]["model_type"]) is None
+]
 
 
 def list_modules(estimator: Estimator) -> set[str]:
@@ -34,40 +45,38 @@ def list_modules(estimator: Estimator) -> set[str]:
     return found
 
 
-def check_modules(model: str, **workload: Any) -> None:
-    estimator = bind(model)
-    load = make_workload(1, 64, **workload)
-    try:
-        load = estimator.estimate(load).terms[0][1]
-    except Exception:  # a phase that the model does not have
-        pytest.skip(f"{model} has no such phase")
+def check_modules(estimator: Estimator, load: Workload) -> None:
+    """Every module that is listed is the model's own, and has its own sizes."""
     found = list_operators(estimator, load)
     assert not found.is_recorded
-    strange = {row.module for row in found.rows} - list_modules(estimator)
-    assert strange == set()
+    assert {row.module for row in found.rows} - list_modules(estimator) == set()
     assert not [note for note in found.notes if "count no bytes" in note]
 
 
 @pytest.mark.parametrize("phase", ["train", "decode"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_listed_module_is_the_models_own(model: str, phase: str) -> None:
-    check_modules(model, phase=phase)
+    check_modules(bind(model), make_workload(1, 64, phase=phase))
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("phase", ["train", "prefill", "decode"])
-def test_every_listed_module_of_every_preset_is_its_own(phase: str) -> None:
-    for name in list_data_files("presets"):
-        estimator = bind(name)
-        if load_file(str(estimator.source.config["model_type"])) is not None:
-            continue
-        try:
-            load = estimator.estimate(make_workload(1, 64, phase=phase)).terms[0][1]
-        except Exception:
-            continue  # needs a decoder's length, or has no such phase
-        found = list_operators(estimator, load)
-        assert {row.module for row in found.rows} <= list_modules(estimator), name
-        assert not [note for note in found.notes if "count no bytes" in note], name
+@pytest.mark.parametrize("name", mark_heavy(BORROWING, ["mamba2", "qwen3_next", "bert", "t5", "whisper"]))
+def test_every_type_without_a_recording_lists_its_own_modules(name: str) -> None:
+    """Tiny models of every type, under the workloads and recipes that were traced."""
+    truth = load_truth(name)
+    named = {"architectures": [truth.architecture]} if truth.architecture else {}
+    for entry in truth.entries:
+        for case in entry.all_cases:
+            check_modules(bind({**entry.config, **named}, recipe=case.recipe), make_load(case.workload))
+
+
+@pytest.mark.parametrize("name", mark_heavy(PRESETS))
+def test_every_preset_without_a_recording_predicts_its_own_modules(name: str) -> None:
+    estimator = bind(name)
+    decoder = {"decoder_seq_len": 32} if estimator.has_decoder else {}
+    for phase in ("train", "forward"):
+        estimate = estimator(1, 64, phase=phase, **decoder)
+        found = predict_estimate(estimate, device="h200", memory=False, advise=False)
+        assert set(found.modules) <= list_modules(estimator)
 
 
 TOKENS = 2 * 100
@@ -130,7 +139,8 @@ def test_a_layer_without_attention_gets_none() -> None:
     for workload in ({}, {"seq": 1, "phase": "decode", "context": 500}):
         found = read("mamba-130m", **workload)
         assert not [row for row in found.rows if row.kind.startswith("attention")]
-        assert not [row for row in found.rows if row.kind.startswith("cat") and row.reads]
+        inside = [row for row in found.rows if row.module.startswith("backbone.layers")]
+        assert not [row for row in inside if row.kind.startswith("cat")]
 
 
 def test_towers_and_text_borrow_from_their_like() -> None:
