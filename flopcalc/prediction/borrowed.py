@@ -89,11 +89,15 @@ def choose_variant(signatures: Iterable[str], chain: Chain) -> str:
 
 
 def borrow_layer(
-    signature: str, chain: Chain, width: int, count_rows: Callable[[Op], int], has_cache: bool
-) -> list[Borrowed]:
-    """What the modules of a layer borrow from a recorded layer; `width` is that of the residual stream."""
+    signature: str, chain: Chain, width: int, around: Mapping[str, int], count_rows: Callable[[Op], int],
+    has_cache: bool,
+) -> list[Borrowed]:  # fmt: skip
+    """What the modules of a layer borrow from a recorded layer; `width` is that of the residual stream.
+
+    `around` has the sizes of the whole model, from `Outside.size`.
+    """
     roles, ops = _find_roles(signature), list(iterate(chain))
-    sizes = _size_layer(roles, ops, width)
+    sizes = {**around, **_size_layer(roles, ops, width)}
     found: list[Borrowed] = []
     linears: list[Op] = []  # since the last attention, activation function or norm of the residual stream
     is_behind = False  # an activation function came since then
@@ -179,40 +183,68 @@ def _size_layer(roles: _Roles, ops: Sequence[Op], width: int) -> dict[str, int]:
 
 # --- outside of layers ------------------------------------------------------------------------------------------------
 class Outside(NamedTuple):
-    """What the modules outside of layers borrow, and from which recorded signatures their sizes are named."""
+    """What the stand-in has outside of its layers, and the stages of the model that borrows it."""
 
     stand_in: StandIn
     signature: str  # of what the stand-in has outside of its layers
     layers: Mapping[str, str]  # path of its layers -> their signature
+    stages: Sequence[Stage]
     widths: Mapping[str, int]  # stage path -> width of its residual stream
+
+    def list_sources(self) -> list[tuple[str, str]]:
+        """Kind and path of the stand-in's ops outside of its layers."""
+        return [
+            (kind, join(path, name))
+            for path, inside in re.findall(r"(\S+?)\[([^\]]*)\]", self.signature)
+            for kind, name in _parse(inside)
+        ]
+
+    def list_ops(self) -> list[tuple[Stage, Op, str]]:
+        """The model's own ops outside of layers, each with the stand-in's module that plays its part, or none."""
+        sources = self.list_sources()
+        return [
+            (stage, op, _find_outside(sources, op, stage.group))
+            for stage in self.stages
+            for op in (iterate(stage.layers[0]) if not stage.repeated and stage.layers else ())
+        ]
+
+    def size(self) -> dict[str, int]:
+        """Sizes of the whole model under the stand-in's names, which begin with a slash; 0 of what it does not have."""
+        sizes = {f"/{source}.{name}": 0 for _, source in self.list_sources() for name in _SIZES}
+        for _, op, source in reversed(self.list_ops()):  # the first of several that play one part wins
+            if source:
+                sizes |= {f"/{source}.{name}": getattr(op, name) for name in _SIZES}
+        for group in ("vision", "language"):
+            path = self.stand_in.find_path(group)
+            layers = [stage for stage in self.stages if stage.repeated and stage.layers and stage.group == group]
+            if path not in self.layers:
+                continue
+            width, ops = (self.widths[layers[0].path], list(iterate(layers[0].layers[0]))) if layers else (0, [])
+            own = _size_layer(_find_roles(self.layers[path]), ops, width)
+            sizes |= {f"/{path}:{name}": size for name, size in own.items()} | {"width": width}
+        return sizes
+
+
+_SIZES = ("n_in", "n_out", "size")
 
 
 def borrow_outside(
-    given: Outside, names: Iterable[str], stages: Sequence[Stage], count_rows: Callable[[Op], int], tokens: int
-) -> list[Borrowed]:
+    given: Outside, names: Iterable[str], count_rows: Callable[[Op], int], tokens: int
+) -> list[Borrowed]:  # fmt: skip
     """What the modules outside of layers borrow; those around layers get what lies around the stand-in's."""
-    sources = [
-        (kind, join(path, name))
-        for path, inside in re.findall(r"(\S+?)\[([^\]]*)\]", given.signature)
-        for kind, name in _parse(inside)
-    ]
-    heads = [op for stage in stages for chain in stage.layers[:1] for op in iterate(chain) if op.part == "lm_head"]
-    head = next(name for kind, name in reversed(sources) if kind == "linear")
-    sizes = {**_size_model(given, stages), f"/{head}.n_out": heads[-1].n_out if heads else 0}
+    sizes = given.size()
     found: list[Borrowed] = []
-    for stage in stages:
-        for op in iterate(stage.layers[0]) if not stage.repeated and stage.layers else ():
-            source = _find_outside(sources, op, stage.group)
-            if source:
-                module = join(stage.path, op.name).replace("*", "#")
-                own = {f"{source}.{name}": getattr(op, name) for name in ("n_in", "n_out", "size")}
-                found.append(Borrowed(source, module, {**sizes, **own}, count_rows(op)))
-    known = {name for _, name in sources}
+    for stage, op, source in given.list_ops():
+        if source:
+            module = join(stage.path, op.name).replace("*", "#")
+            own = {f"{source}.{name}": getattr(op, name) for name in _SIZES}
+            found.append(Borrowed(source, module, {**sizes, **own}, count_rows(op)))
+    known = {name for _, name in given.list_sources()}
     tower = given.stand_in.vision.rpartition(".")[0]
     for name in names:
         if name not in known:
             is_seeing = bool(tower) and f"{name}.".startswith(f"{tower}.")
-            around = _find_around(stages, "vision" if is_seeing else "language") if name else ""
+            around = _find_around(given.stages, "vision" if is_seeing else "language") if name else ""
             found.append(Borrowed(name, around, sizes, tokens))
     return found
 
@@ -234,17 +266,3 @@ def _find_around(stages: Sequence[Stage], group: str) -> str:
     """The module around the layers of a group."""
     paths = [stage.path for stage in stages if stage.repeated and stage.group == group]
     return paths[-1].rpartition(".")[0] if paths else ""
-
-
-def _size_model(given: Outside, stages: Sequence[Stage]) -> dict[str, int]:
-    """Sizes of the whole model under the stand-in's names, which begin with a slash."""
-    sizes: dict[str, int] = {}
-    for group in ("vision", "language"):
-        path = given.stand_in.find_path(group)
-        layers = [stage for stage in stages if stage.repeated and stage.layers and stage.group == group]
-        if not layers or path not in given.layers:
-            continue
-        width, ops = given.widths[layers[0].path], list(iterate(layers[0].layers[0]))
-        own = _size_layer(_find_roles(given.layers[path]), ops, width)
-        sizes |= {f"/{path}:{name}": size for name, size in own.items()} | {"width": width}
-    return sizes

@@ -283,7 +283,8 @@ class _Reader:
         else:
             modules = self._borrow(path, chain, signature, recorded[phase])
         for from_, module, own in modules:
-            name = f"{path}.*.{module}".rstrip(".") if path else module
+            name = join(f"{path}.*", module) if path else module
+            module = module.removeprefix("/")  # a whole path: the name alone says what trains
             group = self._find_group(path, module)
             if from_ not in recorded[phase] or (not self.has_images and group in ("vision", "projector")):
                 continue
@@ -332,13 +333,13 @@ class _Reader:
         def count_rows(op: Op) -> int:
             return op.rows.count(call, "full") * op.times
 
+        layers = {path: self._list_recorded(path)[0] for path in (self.stand_in.text, self.stand_in.vision) if path}
+        given = Outside(self.stand_in, self._list_recorded("")[0], layers, self.estimator.stages, widths)
         if chain is not None:
             has_cache = self.load.phase in ("prefill", "decode")
-            found = borrow_layer(signature, chain, widths[path], count_rows, has_cache)
+            found = borrow_layer(signature, chain, widths[path], given.size(), count_rows, has_cache)
         else:
-            layers = {path: self._list_recorded(path)[0] for path in (self.stand_in.text, self.stand_in.vision) if path}
-            given = Outside(self.stand_in, signature, layers, widths)
-            found = borrow_outside(given, recorded, self.estimator.stages, count_rows, self.features["tokens"])
+            found = borrow_outside(given, recorded, count_rows, self.features["tokens"])
         return [(each.source, each.module, self._make_scope(each)) for each in found if each.rows]
 
     def _make_scope(self, each: Borrowed) -> Scope:
@@ -379,7 +380,7 @@ class _Reader:
 
     def _add_adapters(self, path: str, chain: Chain | None, state: _Layer, count: int, is_again: bool) -> None:
         """What PEFT's LoRA adds to a linear module, beside the base layer whose weight is frozen."""
-        ops: dict[str, Op] = {op.name: op for op in iterate(chain)} if chain is not None else {}
+        ops = {op.name.removeprefix("/"): op for op in iterate(chain)} if chain is not None else {}
         if chain is None:
             for stage in self.estimator.stages:
                 if not stage.repeated:
@@ -395,7 +396,7 @@ class _Reader:
             if not rows and not is_train:
                 continue
             scope = Scope({"rows": rows}, {"in": op.n_in, "out": op.n_out, "rank": rank}, self.dtype_bytes)
-            module = f"{path}.*.{name}" if path else name
+            module = join(f"{path}.*", op.name) if path else name
             group = self._find_group(path, name)
             # Adapters are float32; in a float32 model nothing is cast.
             table = [row for row in _ADAPTER if row[1] != "cast" or self.dtype_bytes != 4]

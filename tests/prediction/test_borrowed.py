@@ -76,7 +76,7 @@ def test_every_preset_without_a_recording_predicts_its_own_modules(name: str) ->
     for phase in ("train", "forward"):
         estimate = estimator(1, 64, phase=phase, **decoder)
         found = predict_estimate(estimate, device="h200", memory=False, advise=False)
-        assert set(found.modules) <= list_modules(estimator)
+        assert set(found.modules) - {"model", "optimizer"} <= list_modules(estimator)  # the whole model's own work
 
 
 TOKENS = 2 * 100
