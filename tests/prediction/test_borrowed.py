@@ -16,6 +16,7 @@ from flopcalc.data import list_data_files, load_toml
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.measure.trace.truth import list_types
 from flopcalc.measure.trace.truth import load as load_truth
+from flopcalc.prediction import operators
 from flopcalc.prediction.operators import Operators, list_operators
 from flopcalc.prediction.recordings import load_file
 from flopcalc.prediction.step import predict_estimate
@@ -148,3 +149,26 @@ def test_towers_and_text_borrow_from_their_like() -> None:
     groups = {row.group for row in found.rows if row.module.startswith("model.vision_model")}
     assert groups == {"vision"}
     assert any(row.module.startswith("model.vision_model.transformer.layers.*.") for row in found.rows)
+
+
+@pytest.mark.parametrize("load", [{"seq_len": 128}, {"seq_len": 1, "phase": "decode", "context": 100}])
+@pytest.mark.parametrize("model", ["mistral-7b", "qwen2-7b", "qwen3-8b"])
+def test_a_recorded_type_borrows_nearly_what_was_recorded(
+    model: str, load: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held out, types that differ from Llama in biases, norms of heads or tied heads get their own calls and bytes."""
+    estimator = bind(model)
+    own = list_operators(estimator, make_workload(2, **load))
+    name = estimator.source.config["model_type"]
+    monkeypatch.setattr(operators, "load_file", lambda asked: None if asked == name else load_file(asked))
+    borrowed = list_operators(estimator, make_workload(2, **load))
+    assert (own.is_recorded, borrowed.is_recorded) == (True, False)
+    calls, moved = (
+        [
+            sum(row.count * (row.reads + row.writes if is_bytes else 1) for row in found.rows)
+            for found in (own, borrowed)
+        ]
+        for is_bytes in (False, True)
+    )
+    assert calls[1] == pytest.approx(calls[0], rel=0.05)
+    assert moved[1] == pytest.approx(moved[0], rel=0.05)
