@@ -22,7 +22,7 @@ MOVED = {
     "expr": ("core.spec.expressions",),
     "kernels": ("hardware.kernels",),
     "measure.gpm": ("measure.counters.gpm",),
-    "operators": ("prediction.operators",),
+    "operators": ("prediction.operators", "prediction.recordings", "prediction.kinds"),
     "ops": ("core.model.ops", "core.model.expand"),
     "prediction.plan": ("planning.plan",),
     "recipe": ("core.recipe.recipe", "core.recipe.resolver", "core.recipe.live", "core.model.ops", "core.model.live"),

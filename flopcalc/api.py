@@ -11,6 +11,7 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator, Picture, check_
 from flopcalc.core.estimate.traced import TracedEstimator, load_trace, make_trace_key
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.recipe import Lora, Recipe, join_recipe
+from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.units import check_size
@@ -75,6 +76,7 @@ def find_traced(source: Source, recipe: Recipe, phase: str, has_images: bool) ->
 
 def estimate_flops(
     model: Any,
+    workload: Workload | None = None,
     *,
     batch_size: int = 1,
     seq_len: int | None = None,
@@ -101,14 +103,25 @@ def estimate_flops(
 ) -> Estimate:
     """FLOPs of one step, exactly: `model` is a preset's name, a path, a mapping, a HF config or a HF model.
 
-    `images` are the whole batch's, each a file or (width, height) in pixels; `grad_accum` micro-batches make the step.
+    `workload` is what one micro-batch holds, as a Workload; the keywords up to `audio` say the same in short. `images`
+    are the whole batch's, each a file or (width, height) in pixels; `grad_accum` micro-batches make the step.
     """
+    if workload is not None:
+        beside = {
+            "batch_size": batch_size if batch_size != 1 else None, "seq_len": seq_len, "images": images,
+            "image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw, "lengths": lengths, "batch": batch,
+            "phase": phase if phase != "train" else None, "context": context, "logits": logits,
+            "decoder_seq_len": decoder_seq_len, "clips": clips, "audio": audio,
+        }  # fmt: skip
+        phase = check_workload_alone(workload, beside).phase
     estimator = bind(
         model, recipe=recipe, lora=lora, recompute=recompute, convention=convention, attention_kernel=attention_kernel,
         device=device, spec=spec, clipping=clipping,
     )  # fmt: skip
     if check_size(grad_accum, "grad_accum") > 1 and phase != "train":
         raise WorkloadError(f"grad_accum belongs to phase train, not {phase}")
+    if workload is not None:
+        return grad_accum * estimator.estimate(workload)
     if batch is not None:
         check_no_sizes(
             batch_size, seq_len, lengths, images, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips, audio

@@ -13,6 +13,7 @@ Phase = Literal["train", "forward", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 # How the rows of a batch hold their documents.
 BatchLayout = Literal["unpadded", "padded", "packed"]
+BATCH_LAYOUTS: tuple[BatchLayout, ...] = get_args(BatchLayout)
 # Kernels of attention; auto: what PyTorch's SDPA picks on the device, flash without one.
 Kernel = Literal["auto", "eager", "flash", "efficient", "cudnn"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)

@@ -202,7 +202,7 @@ class Copy:
         return sum(self._kept[key] * times for key, times in Counter(signatures).items())
 
     def _count_missing(self, module: Any, missing: Mapping[Hashable, Mapping[str, Any]]) -> None:
-        from flopcalc.measure.trace.polynomials import copy_to_meta, count_copy
+        from flopcalc.measure.trace.copies import copy_to_meta, count_copy
 
         made = copy_to_meta(module)
         for key, batch in missing.items():

@@ -8,10 +8,11 @@ from typing import Any, TypeAlias
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.recipe.recipe import join_recipe
-from flopcalc.core.workload.workload import Workload
+from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.errors import WorkloadError
 from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.search import Plan, Planned, search_layouts
+from flopcalc.prediction.memory import resize_batch
 from flopcalc.prediction.step import check_execution, check_optimizer
 from flopcalc.units import check_size, format_parameters, format_tokens, parse_tokens
 from flopcalc.words import Execution
@@ -29,7 +30,9 @@ _ALIKE = ("tp", "cp", "ep", "zero", "micro_batch", "recompute")  # degrees that 
 Degree: TypeAlias = int | Sequence[int] | None
 
 
-def plan(model: Any, *, recipe: Any = None, lora: Any = None, **options: Any) -> Plan:
+def plan(
+    model: Any, workload: Workload | None = None, *, recipe: Any = None, lora: Any = None, **options: Any
+) -> Plan:  # fmt: skip
     """The best ways to spread a training run over devices: what fits, its time, its money, and why others lose.
 
     `model` is anything that `bind` takes, or an Estimator; all other options are those of plan_estimator.
@@ -38,7 +41,7 @@ def plan(model: Any, *, recipe: Any = None, lora: Any = None, **options: Any) ->
     if isinstance(model, Estimator) and recipe is not None:
         raise WorkloadError("an Estimator already has its recipe: give neither recipe nor lora beside it")
     estimator = model if isinstance(model, Estimator) else bind_config(model, recipe=recipe)
-    return plan_estimator(estimator, **options)
+    return plan_estimator(estimator, workload=workload, **options)
 
 
 def plan_estimator(
@@ -72,13 +75,16 @@ def plan_estimator(
 
     `global_batch` is in sequences; a degree is a number, a list of numbers to try, or None for all that are worth a
     try. `execution`, `optimizer` and `attention_kernel` are those of predict. `images` are one sample's, each (width,
-    height) in pixels; `workload` is one whole sample instead.
+    height) in pixels. `workload` is one sample instead, or the global batch of several like one another.
     """
     gpus, top = check_size(gpus, "gpus"), check_size(top, "top")
     if gpus > MOST_GPUS:
         raise WorkloadError(f"gpus must be at most {MOST_GPUS:,}, not {gpus:,}")
     total_tokens = parse_tokens(tokens)
     notes: list[str] = []
+    if workload is not None:
+        beside = {"seq_len": seq_len, "images": images}
+        workload, global_batch = _find_sample(check_workload_alone(workload, beside), global_batch)
     sample = _make_sample(estimator, seq_len, images, workload, notes)
     notes += [note for note in estimator.notes(sample) if "convention hardware" not in note]  # a plan has none
     is_chosen = global_batch is None
@@ -148,6 +154,23 @@ def _advise_batch(
     ]
 
 
+def _find_sample(workload: Workload, global_batch: int | None) -> tuple[Workload, int | None]:
+    """One sample of a workload, and the global batch: the workload's rows, where it has several."""
+    if workload.phase != "train":
+        raise WorkloadError(f"a plan is of training: workload has phase {workload.phase}")
+    if workload.rows == 1:
+        return workload, global_batch
+    if global_batch is not None:
+        raise WorkloadError(
+            f"workload has {workload.rows} rows, so it is the global batch itself: leave global_batch out, or give one "
+            "sample, with rows=1"
+        )
+    sample = resize_batch(workload, 1) if workload.layout == "unpadded" else None
+    if sample is None or resize_batch(sample, workload.rows) != workload:
+        raise WorkloadError("the rows of workload differ: a plan needs samples like one another, or one, with rows=1")
+    return sample, workload.rows
+
+
 def _make_sample(
     estimator: Estimator,
     seq_len: int | None,
@@ -157,10 +180,6 @@ def _make_sample(
 ) -> Workload:
     """One sample as the estimator checks it."""
     if workload is not None:
-        if seq_len is not None or images is not None or workload.rows != 1 or workload.phase != "train":
-            raise WorkloadError(
-                "workload is one training sample: rows 1, phase train, and neither seq_len nor images beside it"
-            )
         return estimator.estimate(workload).terms[0][1]
     if seq_len is None:
         seq_len = DEFAULT_SEQ

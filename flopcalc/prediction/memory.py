@@ -16,6 +16,7 @@ from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_near
 from flopcalc.grids import wrap
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.operators import Operators, list_operators
+from flopcalc.prediction.serving import Serving
 from flopcalc.prediction.tensors import FLOAT, Held, Part, Step
 from flopcalc.units import format_bytes, format_share
 from flopcalc.words import Execution
@@ -210,7 +211,7 @@ def predict_memory(
     eager code does; `is_adding`: gradients of several micro-batches add up, so they stay all the while.
     """
     if load.phase != "train" or not estimator.parameters()["trainable"]:
-        return _infer(Step(estimator, load, _count_bytes(dtype), attention, execution), shards)
+        return _infer(Serving(estimator, load, _count_bytes(dtype), attention, execution), shards)
     tensors = list_tensors(
         estimator, load, dtype=dtype, optimizer=optimizer, attention=attention, execution=execution
     )  # fmt: skip
@@ -430,7 +431,7 @@ def _divide(held: Held, by: tuple[int, int], each: int = 1) -> int:
     return -(-held.dense * each // by[0]) + -(-held.other * each // by[1])
 
 
-def _infer(step: Step, shards: Shards) -> Memory:
+def _infer(step: Serving, shards: Shards) -> Memory:
     weights = _divide(_sum(step.count_weights().values()), shards.divide(3))
     cache = step.count_cache() if step.load.phase in ("prefill", "decode") else 0
     inputs = step.count_inputs(False)

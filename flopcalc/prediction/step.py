@@ -11,7 +11,7 @@ from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.utilization import check_positive, hfu, mfu
 from flopcalc.core.recipe.recipe import join_recipe
-from flopcalc.core.workload.workload import Workload
+from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.frames import Rows, shorten, show_rows
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
@@ -124,6 +124,7 @@ class Prediction(NamedTuple):
 
 def predict(
     model: Any,
+    workload: Workload | None = None,
     *,
     device: str,
     dtype: str = "bf16",
@@ -140,30 +141,35 @@ def predict(
     pause_s: float = 0.0,
     memory: bool = True,
     advise: bool = True,
-    **workload: Any,
+    **sizes: Any,
 ) -> Prediction:
-    """Time, utilization and memory of one step of a model on one device; `workload` as estimate_flops takes it.
+    """Time, utilization and memory of one step of a model on one device.
 
-    `execution` is eager (HF's own code, the default), compiled, graphs or fused; `compiled=True` means compiled.
-    `host_factor` says how many times longer than the measured machine's CPU yours takes for the same Python; `pause_s`
-    how long it does something else after each step, while the device works off what is queued. The pause is no part of
-    the step's time, but of what shares, tokens per second and the breakdown are of.
+    Workload and recipe are those of estimate_flops. `execution` is eager (HF's own code, the default), compiled, graphs
+    or fused; `compiled=True` means compiled. `host_factor` says how many times longer than the measured machine's CPU
+    yours takes for the same Python; `pause_s` how long it does something else after each step, while the device works
+    off what is queued. The pause is no part of the step's time, but of what shares, tokens per second and the breakdown
+    are of.
     """
     for name in ("convention", "freeze", "train_only", "clipping"):
-        if name in workload:
+        if name in sizes:
             where = "the recipe: recipe={...}" if name != "convention" else "estimate_flops; MFU and HFU have their own"
             raise WorkloadError(f"{name} is no part of the workload: it belongs to {where}")
-    _check_keywords(workload)
+    _check_keywords(sizes)
+    if workload is not None:
+        check_workload_alone(workload, sizes)
     kernel = find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
     estimator = bind(
         model, recipe=join_recipe(recipe, lora, recompute), convention="hardware", attention_kernel=kernel,
         device=device, dtype=dtype, spec=spec,
     )  # fmt: skip
-    batch = workload.pop("batch", None)
-    if batch is not None:
-        estimate = estimator.estimate_batch(batch, **workload)
+    batch = sizes.pop("batch", None)
+    if workload is not None:
+        estimate = estimator.estimate(workload)
+    elif batch is not None:
+        estimate = estimator.estimate_batch(batch, **sizes)
     else:
-        estimate = estimator(workload.pop("batch_size", 1), workload.pop("seq_len", None), **workload)
+        estimate = estimator(sizes.pop("batch_size", 1), sizes.pop("seq_len", None), **sizes)
     if type(grad_accum) is not int or grad_accum < 1:
         raise WorkloadError(f"grad_accum is a whole number of at least 1, not {format_value(grad_accum)}")
     phase = estimate.terms[0][1].phase
@@ -176,15 +182,15 @@ def predict(
     )  # fmt: skip
 
 
-def _check_keywords(workload: Mapping[str, Any]) -> None:
+def _check_keywords(sizes: Mapping[str, Any]) -> None:
     """Only what an estimator takes, and of a real batch what the batch does not say itself."""
     known = list(inspect.signature(Estimator.__call__).parameters)[1:]
-    if workload.get("batch") is not None:
+    if sizes.get("batch") is not None:
         alone = list(inspect.signature(Estimator.estimate_batch).parameters)[1:]
-        if any(name in known and name not in alone for name in workload):
+        if any(name in known and name not in alone for name in sizes):
             raise WorkloadError("batch already says sizes, lengths and images: give it alone")
         known = alone
-    for name in workload:
+    for name in sizes:
         if name not in known:
             own = inspect.signature(predict).parameters.values()
             options = [*known, *(each.name for each in own if each.kind is each.KEYWORD_ONLY)]

@@ -16,7 +16,8 @@ from flopcalc.core.model.ops import Attend, Chain, Dropout, Op, Stage, iterate, 
 from flopcalc.core.workload.sums import Either, InDecoder, Pairs
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import RecipeError, format_nearest, format_value
-from flopcalc.prediction.operators import Operator, Operators, Saved, load_file
+from flopcalc.prediction.operators import Operator, Operators, Saved
+from flopcalc.prediction.recordings import load_file
 from flopcalc.prediction.sides import list_wide_saved
 from flopcalc.words import KERNELS, Execution
 
@@ -24,7 +25,6 @@ __all__ = ["FLOAT", "Held", "Part", "Step"]
 
 FLOAT = 4  # bytes of what is always computed in float32: losses, norms, softmax
 _INDEX = 8  # bytes of a token's id, and of its label
-_TOWERS = ("vision", "audio", "projector")  # groups that run before the language model
 
 
 class Held(NamedTuple):
@@ -54,7 +54,7 @@ class Part(NamedTuple):
     wide_share: float = 0.0  # of what a layer saves, recomputed or not: the share that has the residual's width
 
 
-class _Placed(NamedTuple):
+class Placed(NamedTuple):
     """An op of a layer with what its backward frees and makes."""
 
     op: Op
@@ -88,7 +88,6 @@ class Step:
         # PEFT keeps adapters in float32 beside a half-precision model.
         has_adapters = estimator.recipe.lora is not None or bool(estimator.recipe.adapters)
         self.trained_bytes = FLOAT if has_adapters else dtype_bytes
-        self.copied_cache = 0
         code = "what fused kernels keep" if self.is_fused else "HF's model in eager mode"
         self.notes: list[str] = [f"{code}; the allocator's rounding is left out"]
         if has_adapters and dtype_bytes != FLOAT:
@@ -155,9 +154,7 @@ class Step:
         if self.has_cudnn:
             self.joined = {stage.path for stage in self.estimator.stages if _joins_queries(found.rows, stage)}
         # HF embeds the text before it looks at images: autograd comes to the embedding last of all.
-        stages = sorted(
-            self.estimator.stages, key=lambda stage: not any(op.input_embedding for op in _first_ops(stage))
-        )
+        stages = sorted(self.estimator.stages, key=lambda stage: not any(op.input_embedding for op in first_ops(stage)))
         places = [f"{stage.path}.*" if stage.repeated else stage.path for stage in stages]
         inside: list[list[Saved]] = [[] for _ in stages]
         outside = 0
@@ -198,7 +195,7 @@ class Step:
         for block in dict.fromkeys(block for block, _, _ in self.estimator.rows(self.load, "full")):
             products = [row for row in block.rows if row.op.kind in ("linear", "conv")]
             has_gradient = any(row.has_backward for row in products)
-            if not (has_gradient if products else any(map(self._runs, _list_ops(block)))):
+            if not (has_gradient if products else any(map(self.runs, _list_ops(block)))):
                 continue
             experts = block.copies * sum(row.trainable for row in products if row.op.copies > 1)
             whole = block.copies * sum(row.trainable for row in block.rows)
@@ -213,8 +210,8 @@ class Step:
 
     def _find_shared(self, stage: Stage) -> str:
         """The name of the weight that a stage shares with another; none where it shares none."""
-        names = {op.tied for each in self.estimator.stages for op in _first_ops(each) if op.tied}
-        own = [op.tied or f"{join(stage.path, op.name)}.weight" for op in _first_ops(stage)]
+        names = {op.tied for each in self.estimator.stages for op in first_ops(each) if op.tied}
+        own = [op.tied or f"{join(stage.path, op.name)}.weight" for op in first_ops(stage)]
         return next((name for name in own if name in names), "")
 
     def _make_part(
@@ -231,7 +228,7 @@ class Step:
         whole_wide = sum(entry.bytes * entry.count for entry in saved if entry.module in wide)
         wide_share = whole_wide / max(1, sum(entry.bytes * entry.count for entry in saved))
         chains = Counter(stage.layers) if owes and stage.layers else Counter()
-        ops_of = {chain: [op for op in iterate(chain) if self._runs(op)] for chain in chains}
+        ops_of = {chain: [op for op in iterate(chain) if self.runs(op)] for chain in chains}
         # Layers may differ: what a module saved belongs to those that have it.
         held = {chain: [0] * len(ops) for chain, ops in ops_of.items()}
         for entry in saved:
@@ -246,7 +243,7 @@ class Step:
         extra = table = copied = 0
         for chain, ops in ops_of.items():
             placed = [
-                _Placed(op, self.rows(op), bytes_, gradients * _count_parameters(op) // whole)
+                Placed(op, self.rows(op), bytes_, gradients * _count_parameters(op) // whole)
                 for op, bytes_ in zip(ops, held[chain], strict=True)
             ]
             if placed:
@@ -276,8 +273,8 @@ class Step:
                 prefix = f"{stage.path}.*." if stage.repeated else f"{stage.path}."
                 found += [Saved(prefix + op.name, stage.group, size, many, is_again) for op, size in entries]
                 if is_again:
-                    placed = [_Placed(op, self.rows(op), 0, 0) for op in iterate(chain)]
-                    found.append(Saved(prefix[:-1], stage.group, self._find_stream(placed), many))
+                    placed = [Placed(op, self.rows(op), 0, 0) for op in iterate(chain)]
+                    found.append(Saved(prefix[:-1], stage.group, self.find_stream(placed), many))
         return tuple(found)
 
     def _save(self, chain: Chain, is_saved: bool, entries: list[tuple[Op, int]]) -> bool:
@@ -325,7 +322,7 @@ class Step:
             is_saved = item.kind == "attend"
         return is_saved
 
-    def _runs(self, op: Op) -> bool:
+    def runs(self, op: Op) -> bool:
         return op.kind in ("pointwise", "dropout") or self.rows(op) > 0
 
     def _find_op(self, ops: list[Op], name: str, size: int) -> int:
@@ -345,19 +342,19 @@ class Step:
         found = []
         for chain, many in Counter(stage.layers).items():
             ops = list(iterate(chain))
-            size = self.bytes * self._count_mask(stage, ops)
+            size = self.bytes * self.count_mask(stage, ops)
             if size:
                 name = next(op.name for op in ops if isinstance(op, Attend) and _find_pairs(op) is not None)
                 found.append(Saved(prefix + name, stage.group, size, many, is_again))
         return found
 
-    def _count_mask(self, stage: Stage, ops: list[Op]) -> int:
+    def count_mask(self, stage: Stage, ops: list[Op]) -> int:
         """Pairs of the mask that HF gives SDPA for all rows of a layer; 0 where none is needed or causal is enough."""
         side = self.call.decoder if self.call.decoder is not None and stage.stream == "language" else self.call
         attends = [op for op in ops if op.kind == "attend"]
         pairs = [op for op in attends if _find_pairs(op) is not None]
         sees_images = any(isinstance(op.rows, Either) for op in attends) and bool(self.load.all_grids)
-        if any(sees_images or side.layout != "unpadded" or 0 < _find_reach(op) <= side.seq for op in pairs):
+        if any(sees_images or side.layout != "unpadded" or 0 < find_reach(op) <= side.seq for op in pairs):
             return side.rows * side.seq * (side.context + side.seq)
         return 0
 
@@ -388,23 +385,23 @@ class Step:
                     found.append(Saved(prefix + op.name, stage.group, size, many, is_again))
         return found
 
-    def _walk_back(self, placed: list[_Placed]) -> int:
+    def _walk_back(self, placed: list[Placed]) -> int:
         """The most bytes at once in one layer's backward: what it saved and has not freed, and gradients."""
         alive = sum(entry.saved for entry in placed)
         made = most = 0
-        stream = self._find_stream(placed)
+        stream = self.find_stream(placed)
         for i in reversed(range(len(placed))):
             made += placed[i].gradient
             most = max(most, alive + made + stream + self._count_gradients(placed, i))
             alive -= placed[i].saved
         return most
 
-    def _find_stream(self, placed: list[_Placed]) -> int:
+    def find_stream(self, placed: list[Placed]) -> int:
         """Bytes of the tensor that passes from layer to layer."""
         first = next((entry for entry in placed if entry.op.kind in ("norm", "linear", "conv")), None)
         return self.bytes * first.rows * (first.op.size or first.op.n_in) if first is not None else 0
 
-    def _count_gradients(self, placed: list[_Placed], i: int) -> int:
+    def _count_gradients(self, placed: list[Placed], i: int) -> int:
         """Bytes of gradients of activations that one op's backward reads and writes."""
         op, rows = placed[i].op, placed[i].rows
         if op.kind in ("linear", "conv"):
@@ -418,11 +415,11 @@ class Step:
         if isinstance(op, Attend):
             return self._count_attention(op, placed, i)
         if op.kind == "pointwise":
-            wide, rows, branches = _find_width(placed, i)
+            wide, rows, branches = find_width(placed, i)
             return self.bytes * rows * wide * (1 + branches)
         return 0
 
-    def _count_attention(self, op: Attend, placed: list[_Placed], i: int) -> int:
+    def _count_attention(self, op: Attend, placed: list[Placed], i: int) -> int:
         before = [entry for entry in placed[:i] if entry.op.kind == "linear"]
         rows = before[-1].rows if before else 0
         if self.attention == "eager":
@@ -430,118 +427,6 @@ class Step:
             return 2 * FLOAT * op.heads * placed[i].rows
         # Gradients of output and queries, of keys and values for every head; the queries' are added up in float32.
         return rows * op.heads * (self.bytes * (2 * op.v + 2 * op.qk) + FLOAT * op.qk)
-
-    # --- without training ---------------------------------------------------------------------------------------------
-    def find_widest(self, found: Operators) -> tuple[int, int, int]:
-        """Bytes at the widest moment of a layer, of a tower's layer, and of what the head reads."""
-        layer = tower = head = 0
-        seen = self._count_seen()
-        for stage in self.estimator.stages:
-            written_out = _find_written_out(found.rows, stage)
-            gathers, casts = (_find_written(found.rows, stage, kind) for kind in ("gather", "cast"))
-            for chain in dict.fromkeys(stage.layers):
-                placed = [_Placed(op, self.rows(op), 0, 0) for op in iterate(chain) if self._runs(op)]
-                if any(entry.op.part == "lm_head" for entry in placed):
-                    head = max(head, self._find_stream(placed))
-                elif placed:
-                    mask = self._count_mask(stage, [entry.op for entry in placed]) if self.attention == "sdpa" else 0
-                    # Of windows alone, booleans of one row serve all.
-                    held = mask if self.call.layout != "unpadded" else mask // max(1, self.call.rows)
-                    # HF's frames hold the embeddings, the layer's input and the residual all the while; of a tower,
-                    # whose input is the residual, the text's embeddings and the input.
-                    is_tower = stage.group in _TOWERS
-                    held += self._find_stream(placed) * (2 if is_tower else 3)
-                    held += max(self._list_working(placed, written_out, gathers, casts, mask, is_tower))
-                    if is_tower:
-                        tower = max(tower, held)
-                    else:
-                        layer = max(layer, held + seen)
-        return layer, tower, head
-
-    def _count_seen(self) -> int:
-        """Bytes of images that stay while the language model runs: what the projector read, made, and joined."""
-        total = 0
-        for stage in self.estimator.stages:
-            if stage.group == "projector" and stage.layers:
-                placed = [_Placed(op, self.rows(op), 0, 0) for op in _first_ops(stage)]
-                linears = [entry for entry in placed if entry.op.kind == "linear"]
-                made = self.bytes * linears[-1].rows * linears[-1].op.n_out if linears else 0
-                total += self._find_stream(placed) + 2 * made * len(stage.layers)
-        return total
-
-    def _list_working(
-        self, placed: list[_Placed], written_out: set[str], gathers: dict[str, int], casts: dict[str, int], mask: int,
-        is_tower: bool,
-    ) -> list[int]:  # fmt: skip
-        """Bytes beside the residual stream at every moment of one layer's forward pass without autograd."""
-        stream = self._find_stream(placed)
-        working = [self._count_working(placed, i, stream, written_out, casts, is_tower) for i in range(len(placed))]
-        for i, entry in enumerate(placed):
-            if entry.op.kind == "attend":  # SDPA makes numbers of the booleans
-                working[i] += self.bytes * mask
-        for first, last in _find_experts(placed):
-            # The rows gathered for the experts stay until all is done.
-            gathered = self.bytes * placed[first].rows * placed[first].op.n_in
-            for i in range(first, last + 1):
-                working[i] += stream if placed[i].op.kind == "linear" else 0
-                working[i] += gathered if i > first else 0
-            # At the end beside them: what the last product made, weighed, and the same in the tokens' order.
-            made = placed[last].rows * placed[last].op.n_out
-            is_float = gathers.get(placed[last].op.name, 0) == FLOAT * made
-            working.append(stream + gathered + made * (self.bytes + 2 * (FLOAT if is_float else self.bytes)))
-        return working
-
-    def _count_working(
-        self, placed: list[_Placed], i: int, stream: int, written_out: set[str], casts: dict[str, int], is_tower: bool
-    ) -> int:
-        """Bytes beside the residual stream while one op runs; the normed stream stays until its block is done."""
-        op, rows = placed[i].op, placed[i].rows
-        if op.kind == "norm":
-            return 2 * FLOAT * rows * op.size
-        if op.kind in ("linear", "conv"):
-            return self.bytes * rows * (op.n_in + op.n_out)
-        if isinstance(op, Attend):
-            width = sum(self.bytes * entry.rows * entry.op.n_out for entry in placed[:i] if entry.op.kind == "linear")
-            if self.attention == "eager":
-                return stream + width + (2 * FLOAT + self.bytes) * op.heads * placed[i].rows
-            before = next((entry for entry in reversed(placed[:i]) if entry.op.kind == "linear"), None)
-            queries = before.rows * op.heads * op.qk if before is not None else 0
-            if before is None or not casts.get(op.name, 0) == FLOAT * queries > 0:
-                return stream + width + 3 * self.bytes * queries  # the rotation's products
-            # In float32 both operands stay, and what is rotated: queries, then keys beside the rotated queries. The
-            # third stream that a language's layer holds, the residual behind attention, is not there yet: the normed
-            # one stands in its place.
-            keys = min(queries, before.rows * (op.latent or op.kv_heads * (op.qk + op.v)) // 2)
-            rotated = queries + keys + max(3 * queries, queries + 3 * keys)
-            return (stream if is_tower else 0) + width + FLOAT * rotated
-        if op.kind == "pointwise":
-            wide, rows, branches = _find_width(placed, i)
-            return stream + self.bytes * rows * wide * max(1 + branches, 4 if op.name in written_out else 0)
-        return 0
-
-    def count_cache(self) -> int:
-        """Bytes of keys and values of all layers once the call is done, as HF's cache holds them."""
-        total = self.copied_cache = 0
-        for stage in self.estimator.stages:
-            for chain, layers in Counter(stage.layers).items():
-                for op in iterate(chain):
-                    if not isinstance(op, Attend) or not op.cache:
-                        continue
-                    each = self._count_positions(op) * op.cache * self.bytes
-                    # Adding a token copies: keys, then values; with a window both before either is freed.
-                    self.copied_cache = max(self.copied_cache, each if _find_reach(op) else each // 2)
-                    total += layers * each
-        if not total:
-            self.notes.append("no layer caches keys and values; recurrent states are left out")
-        return total
-
-    def _count_positions(self, op: Attend) -> int:
-        """Positions of all rows whose keys an attention op caches."""
-        if self.load.phase == "prefill" and _find_reach(op):
-            # What prefill cuts off for a window still lies in memory: the rest is a view of the whole.
-            side = self.load.decoder or self.load
-            return side.rows * (side.context + side.seq)
-        return op.cache_rows.count(self.call, "full") if op.cache_rows is not None else 0
 
 
 def _list_ops(block: Block) -> list[Op]:
@@ -561,44 +446,14 @@ def _find_last_call(load: Workload) -> Workload:
     return load.replace(seq=1, context=load.context + load.seq - 1)
 
 
-def _find_written_out(rows: tuple[Operator, ...], stage: Stage) -> set[str]:
-    """Names of a stage's activation functions that HF writes out in several operators, such as gelu_new."""
-    prefix = f"{stage.path}.*." if stage.repeated else f"{stage.path}."
-    calls: Counter[str] = Counter()
-    for row in rows:
-        if row.direction == "forward" and row.kind == "pointwise" and row.module.startswith(prefix):
-            calls[row.module[len(prefix) :]] += row.count
-    return {name for name, count in calls.items() if count >= 4 * len(stage.layers)}
-
-
-def _find_written(rows: tuple[Operator, ...], stage: Stage, kind: str) -> dict[str, int]:
-    """Per module of a stage, the most bytes that one call of a kind writes: they tell what is computed in float32."""
-    prefix = f"{stage.path}.*." if stage.repeated else f"{stage.path}."
-    found: dict[str, int] = {}
-    for row in rows:
-        if row.direction == "forward" and row.kind.startswith(kind) and row.module.startswith(prefix):
-            name = row.module[len(prefix) :]
-            found[name] = max(found.get(name, 0), row.writes)
-    return found
-
-
-def _find_experts(placed: list[_Placed]) -> list[tuple[int, int]]:
-    """First and last product of every group of experts that several rows of a token go through."""
-    found: dict[str, list[int]] = {}
-    for i, (op, *_) in enumerate(placed):
-        if op.kind == "linear" and op.part == "mlp" and op.copies > 1 and op.times > 1:
-            found.setdefault(op.name, []).append(i)
-    return [(places[0], places[-1]) for places in found.values() if len(places) > 1]
-
-
 def _joins_queries(rows: tuple[Operator, ...], stage: Stage) -> bool:
     """Whether a stage's queries and keys are joined after their rotation, which itself has two concatenations."""
-    names = {f"{stage.path}.*.{op.name}" for op in _first_ops(stage) if op.kind == "attend"}
+    names = {f"{stage.path}.*.{op.name}" for op in first_ops(stage) if op.kind == "attend"}
     found = [row for row in rows if row.module in names and row.direction == "forward" and not row.is_again]
     return sum(row.count for row in found if row.kind.startswith("cat")) >= 4 * len(stage.layers) > 0
 
 
-def _first_ops(stage: Stage) -> list[Op]:
+def first_ops(stage: Stage) -> list[Op]:
     return list(iterate(stage.layers[0])) if stage.layers else []
 
 
@@ -614,7 +469,7 @@ def _find_pairs(op: Op) -> Pairs | None:
     return rows if isinstance(rows, Pairs) else None
 
 
-def _find_reach(op: Op) -> int:
+def find_reach(op: Op) -> int:
     """How many keys back a query sees; 0: all of them."""
     pairs = _find_pairs(op)
     return pairs.window if pairs is not None else 0
@@ -624,7 +479,7 @@ def _has_module(ops: list[Op], name: str) -> bool:
     return any(op.name == name or op.name.startswith(f"{name}.") for op in ops) if name else True
 
 
-def _find_width(placed: list[_Placed], i: int) -> tuple[int, int, int]:
+def find_width(placed: list[Placed], i: int) -> tuple[int, int, int]:
     """Of an activation function: its width, its rows, and how many tensors it joins."""
     after = next((entry for entry in placed[i:] if entry.op.kind == "linear"), None)
     if after is None:

@@ -125,7 +125,6 @@ QWEN = ["predict", "--model", "qwen2-vl-2b", "--seq", "2048", "--device", "h200"
                 "operators of falcon_mamba were not recorded: those of llama stand in",  # which memory says too
                 "layers of backbone.layers: what their scans or selections of keys dispatch was not recorded; they may "
                 "take far longer",
-                "layers of backbone.layers: this kind was not recorded; the nearest stands in",
                 HOST,
             ],
             [EAGER, "memory: no layer caches keys and values; recurrent states are left out"],

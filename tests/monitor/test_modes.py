@@ -18,7 +18,7 @@ from tiers import mark_heavy
 from flopcalc import bind
 from flopcalc.measure.counters import cupti, gpm, torch_profiler
 from flopcalc.measure.hf.models import apply_recipe, build_model, make_batch
-from flopcalc.measure.trace import polynomials as tracing
+from flopcalc.measure.trace import copies as tracing
 from flopcalc.monitor import instruments
 from flopcalc.monitor import modes as sources
 from flopcalc.monitor.instruments import Copy, NotMeasured, list_tensor_dtypes

@@ -18,7 +18,7 @@ from families import load_tiny
 from flopcalc import FlopcalcError, estimate_flops
 from flopcalc.measure.counters import cupti, torch_profiler
 from flopcalc.measure.hf.models import apply_recipe, build_model
-from flopcalc.measure.trace import polynomials as tracing
+from flopcalc.measure.trace import copies as tracing
 from flopcalc.monitor import precise
 from flopcalc.monitor.instruments import Counters, NotMeasured, Profiler
 from flopcalc.monitor.precise import MeasuredMfu, calculate_mfu_with_profiler, calculate_precise_mfu

@@ -14,9 +14,11 @@ from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError, SpecError
-from flopcalc.prediction import operators
+from flopcalc.prediction import operators, recordings
+from flopcalc.prediction.kinds import KINDS, RECORDED_KINDS, classify
 from flopcalc.prediction.maker import make_work
-from flopcalc.prediction.operators import KINDS, MissingSizeError, Operators, Scope, classify, list_operators
+from flopcalc.prediction.operators import Operators, list_operators
+from flopcalc.prediction.recordings import MissingSizeError, Scope
 
 T, D, FF, V, LAYERS = 2 * 100, 4096, 14336, 128256, 32  # Llama 3.1 8B, two rows of a hundred tokens
 X, F = T * D * 2, T * D * 4  # bytes of a hidden state in bf16 and in float32
@@ -277,7 +279,7 @@ USUAL = {"a": {"hidden_act": "silu", "attention_dropout": 0.0, "hidden_dropout":
     ],
 )
 def test_switches_that_are_not_the_usual_ones(config: dict[str, Any], signed: str) -> None:
-    assert operators.sign_switches({"model_type": "a", **config}, USUAL) == signed
+    assert recordings.sign_switches({"model_type": "a", **config}, USUAL) == signed
 
 
 @pytest.mark.parametrize(
@@ -377,7 +379,7 @@ def test_configs_tell_whether_attention_drops(
 
 def test_a_rotated_share_may_stand_with_its_kind_of_layer() -> None:
     inner = {"full_attention": {"partial_rotary_factor": 0.4}}
-    assert operators.read_switches({"rope_parameters": inner}) == {"partial_rotary_factor": 0.4}
+    assert recordings.read_switches({"rope_parameters": inner}) == {"partial_rotary_factor": 0.4}
 
 
 def test_the_nearest_variant_stands_in() -> None:
@@ -391,7 +393,7 @@ def test_the_nearest_variant_stands_in() -> None:
 def test_a_file_without_usual_switches_is_read_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     written = json.loads((Path(find_data_dir()) / "operators" / "llama.json").read_text())
     del written["usual"]
-    data = operators.unpack(written)
+    data = recordings.unpack(written)
     monkeypatch.setattr(operators, "load_file", lambda _: data)
     config = load_config("llama-3.1-8b").config
     assert list_operators(bind({**config, "hidden_act": "gelu"}), make_workload(1, 64)).notes == ()
@@ -477,9 +479,9 @@ def test_unknown_attention() -> None:
 def test_a_broken_file_is_named(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "operators").mkdir()
     (tmp_path / "operators" / "odd.json").write_text(text)
-    monkeypatch.setattr(operators, "find_data_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(recordings, "find_data_dir", lambda: str(tmp_path))
     with pytest.raises(SpecError, match=message):
-        operators.load_file.__wrapped__("odd")
+        recordings.load_file.__wrapped__("odd")
 
 
 def test_a_missing_stand_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +491,7 @@ def test_a_missing_stand_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_are_whole() -> None:
-    folder = Path(operators.find_data_dir()) / "operators"
+    folder = Path(find_data_dir()) / "operators"
     files = sorted(folder.glob("*.json"))
     assert sum(path.stat().st_size for path in files) < 1_500_000
     for path in files:
@@ -497,7 +499,7 @@ def test_files_are_whole() -> None:
         if "same" in data:
             assert (folder / f"{data['same']}.json").is_file()
             continue
-        whole = operators.unpack(data)
+        whole = recordings.unpack(data)
         used = {
             number
             for stages in whole["parts"].values()
@@ -507,7 +509,7 @@ def test_files_are_whole() -> None:
             for number in modules.values()
         }
         assert used == set(range(len(data["blocks"]))), path
-        assert {row[1] for row in data["rows"]} <= operators.RECORDED_KINDS, path
+        assert {row[1] for row in data["rows"]} <= RECORDED_KINDS, path
 
 
 def count_ahead(preset: str, recipe: dict[str, Any], seq: int, **workload: Any) -> Counter[tuple[Any, ...]]:

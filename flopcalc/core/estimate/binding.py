@@ -46,7 +46,7 @@ def bind_config(
     if isinstance(recipe, Mapping):
         is_said = "recompute" in recipe or source.module is None
         recipe = _read_recipe(recipe)
-        recipe = recipe if is_said else recipe._replace(recompute=read_recompute(source.module))
+        recipe = recipe if is_said else recipe.replace(recompute=read_recompute(source.module))
     elif recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(f"a recipe is a mapping or what make_recipe() gives, not {format_value(recipe)}")
     bound = bind_model(source, specs)

@@ -24,7 +24,7 @@ from flopcalc.core.workload.sums import Sum
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import RecipeError, format_value
 from flopcalc.hardware.kernels import KernelTable, TileTable
-from flopcalc.words import CLIPPING, CONVENTIONS, KERNELS, Recompute, check_word
+from flopcalc.words import CONVENTIONS, KERNELS, Recompute, check_word
 
 _TOWERS = ("vision", "audio")  # groups of stages that feed the language model
 
@@ -84,7 +84,7 @@ class CountedEstimator(Estimator):
         """The same model and what trains of it, under another recomputation, convention or kernel."""
         return CountedEstimator(
             self.model,
-            self.recipe._replace(recompute=recompute or self.recipe.recompute),
+            self.recipe.replace(recompute=recompute or self.recipe.recompute),
             convention or self.convention,
             attention_kernel or self.attention_kernel,
         )
@@ -240,12 +240,8 @@ def _join_recipe(model: BoundModel, recipe: Recipe | None, clipping: str | None)
             )
         live, sizes, names = read_recipe(model.source.module, None if recipe is None else recipe.recompute)
         check_live(model, sizes, names)
-        recipe = live if recipe is None else live._replace(clipping=recipe.clipping)
+        recipe = live if recipe is None else live.replace(clipping=recipe.clipping)
     recipe = recipe if recipe is not None else make_recipe()
     if clipping is not None and recipe.clipping not in ("none", clipping):
         raise RecipeError(f"clipping {format_value(clipping)} contradicts the recipe's, {recipe.clipping}")
-    return (
-        recipe
-        if clipping is None
-        else recipe._replace(clipping=check_word(clipping, CLIPPING, "clipping", RecipeError))
-    )
+    return recipe if clipping is None else recipe.replace(clipping=clipping)

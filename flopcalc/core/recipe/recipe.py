@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from flopcalc.errors import RecipeError, format_value
 from flopcalc.units import check_size, parse_size
 from flopcalc.words import CLIPPING, RECOMPUTE, Clipping, Recompute, check_word
 
 
-class Lora(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Lora:
     """PEFT's LoRA: rank, targets by name suffix ('all-linear': every linear but the head), modules to save."""
 
     r: int
     targets: tuple[str, ...]
     save: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "targets", _patterns(self.targets, "lora targets"))
+        if not self.targets:
+            raise RecipeError("lora needs targets, as in r=16,targets=q_proj+v_proj")
+        put(self, "r", check_size(self.r, "lora r"))
+        put(self, "save", _patterns(self.save, "lora save"))
 
-class Recipe(NamedTuple):
-    """What trains, what is recomputed, how samples are clipped; everything trains by default."""
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What trains, what is recomputed, how samples are clipped; everything trains by default.
+
+    `lora` may also be 'r=16,targets=q_proj+v_proj' or a mapping with the same keys; a pattern may stand alone.
+    """
 
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
@@ -29,6 +43,22 @@ class Recipe(NamedTuple):
     trained: frozenset[str] | None = None
     adapters: tuple[tuple[str, int], ...] = ()
     clipping: Clipping = "none"
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        check_word(self.recompute, RECOMPUTE, "recompute", RecipeError)
+        put(self, "lora", _make_lora(self.lora))
+        put(self, "train_only", _patterns(self.train_only, "train_only"))
+        if self.lora is not None and self.train_only:
+            raise RecipeError(
+                "train-only contradicts lora, which trains its adapters alone: name modules to train beside them in "
+                "lora's save=, or freeze some adapters with freeze"
+            )
+        check_clipping(self.clipping, self.recompute)
+        put(self, "freeze", _patterns(self.freeze, "freeze"))
+
+    def replace(self, **changes: Any) -> Recipe:
+        return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         shown: dict[str, Any] = {
@@ -53,17 +83,8 @@ def make_recipe(
     recompute: str = "none",
     clipping: str = "none",
 ) -> Recipe:
-    """A checked Recipe; `lora` may be 'r=16,targets=q_proj+v_proj' or a mapping with the same keys."""
-    again = check_word(recompute, RECOMPUTE, "recompute", RecipeError)
-    chosen = _make_lora(lora)
-    only = _patterns(train_only, "train_only")
-    if chosen is not None and only:
-        raise RecipeError(
-            "train-only contradicts lora, which trains its adapters alone: name modules to train beside them in "
-            "lora's save=, or freeze some adapters with freeze"
-        )
-    clips = check_clipping(clipping, again)
-    return Recipe(_patterns(freeze, "freeze"), only, chosen, again, clipping=clips)
+    """A Recipe from plain arguments, checked as the class checks them."""
+    return Recipe(freeze, train_only, lora, recompute, clipping=clipping)  # type: ignore[arg-type]  # it converts them
 
 
 def join_recipe(
@@ -81,9 +102,9 @@ def join_recipe(
     return {**(recipe or {}), **given}
 
 
-def check_clipping(clipping: str, recompute: Recompute) -> Clipping:
+def check_clipping(clipping: str, recompute: Recompute) -> None:
     """Opacus works in module hooks, which checkpointing runs twice or not at all: what goes wrong there is refused."""
-    clipping = check_word(clipping, CLIPPING, "clipping", RecipeError)
+    check_word(clipping, CLIPPING, "clipping", RecipeError)
     if clipping in ("ghost", "fast") and recompute != "none":
         raise RecipeError(
             f"clipping {clipping} is not counted with recompute {recompute}: it goes back through the graph twice, and "
@@ -94,7 +115,6 @@ def check_clipping(clipping: str, recompute: Recompute) -> Clipping:
             "clipping hooks with recompute full leaves parameters without per-sample gradients, silently: "
             "take recompute full-reentrant (use_reentrant=True)"
         )
-    return clipping
 
 
 def _patterns(value: str | Iterable[str], what: str) -> tuple[str, ...]:
@@ -115,16 +135,13 @@ def _make_lora(value: Lora | Mapping[str, Any] | str | None) -> Lora | None:
     if isinstance(value, str):
         value = parse_lora(value)
     if isinstance(value, Lora):
-        value = value._asdict()
+        return value
     if not isinstance(value, Mapping):
         raise RecipeError(f"lora must be r=16,targets=q_proj+v_proj or a mapping, not {format_value(value)}")
     unknown = [key for key in value if key not in ("r", "targets", "save")]
     if unknown:
         raise RecipeError(f"lora: unknown key {format_value(unknown[0])}; known: r, targets, save")
-    targets = _patterns(value.get("targets", ()), "lora targets")
-    if not targets:
-        raise RecipeError("lora needs targets, as in r=16,targets=q_proj+v_proj")
-    return Lora(check_size(value.get("r", 8), "lora r"), targets, _patterns(value.get("save", ()), "lora save"))
+    return Lora(value.get("r", 8), value.get("targets", ()), value.get("save", ()))
 
 
 def parse_lora(text: str) -> dict[str, Any]:

@@ -3,50 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 from flopcalc.errors import WorkloadError, format_value
 from flopcalc.units import check_size
-from flopcalc.words import PHASES, check_word
+from flopcalc.words import BATCH_LAYOUTS, PHASES, check_word
 
 Grid: TypeAlias = tuple[int, int, int]
 
 
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Workload:
-    """One micro-batch: `rows` sequences of `seq` positions; `documents` are the real lengths inside, if fewer."""
+    """One micro-batch: `rows` sequences of `seq` positions; `documents` are the real lengths inside, if fewer.
 
-    __slots__ = (
-        "clips", "context", "decoder", "documents", "grids", "layout", "logits", "phase", "rows", "seq", "videos",
-    )  # fmt: skip
+    Values that no step can have are a WorkloadError. A grid of zeros is one that the model knows itself; `clips` are
+    audio, in frames of the feature extractor. With a `decoder`, whose tokens are its own, this is the encoder's side,
+    and `seq` may be 0.
+    """
+
+    rows: int
+    seq: int
+    documents: tuple[int, ...] | None
+    layout: str
+    phase: str
+    context: int
+    logits: int | str
+    grids: tuple[Grid, ...]
+    videos: tuple[Grid, ...]
+    clips: tuple[int, ...]
+    decoder: Workload | None
 
     def __init__(
         self,
         rows: int = 1,
         seq: int = 1,
-        documents: tuple[int, ...] | None = None,
+        documents: Iterable[int] | None = None,
         layout: str = "unpadded",
         phase: str = "train",
         context: int = 0,
         logits: int | str | None = None,
-        grids: tuple[Grid, ...] = (),
-        videos: tuple[Grid, ...] = (),
-        clips: tuple[int, ...] = (),
+        grids: Sequence[Grid] = (),
+        videos: Sequence[Grid] = (),
+        clips: Iterable[int] = (),
         decoder: Workload | None = None,
     ) -> None:
-        self.rows = rows
-        self.seq = seq
-        self.documents = documents
-        self.layout = layout
-        self.phase = phase
-        self.context = context
-        self.logits = logits if logits is not None else ("last" if phase == "prefill" else "all")
-        self.grids = grids
-        self.videos = videos
-        self.clips = clips  # audio, in frames of the feature extractor
-        self.decoder = decoder  # of an encoder-decoder: then this one is its encoder's
+        put = object.__setattr__
+        put(self, "rows", _check_quickly(rows, "rows", 1))
+        put(self, "seq", _check_quickly(seq, "seq", 1 if decoder is None else 0))
+        put(self, "documents", _check_each(documents, "documents") if documents is not None else None)
+        put(self, "layout", check_word(layout, BATCH_LAYOUTS, "layout", WorkloadError))
+        put(self, "phase", check_word(phase, PHASES, "phase", WorkloadError))
+        put(self, "context", _check_quickly(context, "context", 0))
+        if logits is None:
+            logits = "last" if phase == "prefill" else "all"
+        put(self, "logits", logits if logits in ("all", "last") else check_size(logits, "logits"))
+        put(self, "grids", read_grids(grids, "grids", 0) if grids != () else ())
+        put(self, "videos", read_grids(videos, "videos", 0) if videos != () else ())
+        put(self, "clips", _check_each(clips, "clips") if clips != () else ())
+        put(self, "decoder", decoder)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.context and self.phase != "decode":
+            raise WorkloadError(f"context belongs to phase decode, not {self.phase}")
+        if self.decoder is not None:
+            if not isinstance(self.decoder, Workload):
+                raise WorkloadError(f"decoder must be a Workload, not {format_value(self.decoder)}")
+            if self.decoder.phase != self.phase:
+                raise WorkloadError(f"a decoder in phase {self.decoder.phase} cannot follow phase {self.phase}")
+        elif self.phase == "decode":
+            if self.logits != "all":
+                raise WorkloadError("decode makes logits for each new token: logits cannot be chosen there")
+            if self.documents is not None or self.grids or self.videos:
+                raise WorkloadError("decode takes neither packed lengths nor images: their keys are in the context")
+            if self.clips:
+                raise WorkloadError("decode takes no audio: its keys are in the context")
+        if (self.documents is None) != (self.layout == "unpadded"):
+            needs = "no documents" if self.layout == "unpadded" else "documents, the real lengths"
+            raise WorkloadError(f"layout {self.layout} takes {needs}")
+        if not self.documents:
+            return
+        if self.layout == "padded" and (len(self.documents) > self.rows or max(self.documents) > self.seq):
+            raise WorkloadError(f"padded documents must be at most {self.rows}, of at most {self.seq} tokens")
+        if sum(self.documents) > self.rows * self.seq:
+            raise WorkloadError(f"documents of {sum(self.documents)} tokens do not fit into {self.rows} x {self.seq}")
 
     def replace(self, **changes: Any) -> Workload:
-        return Workload(**{**{key: getattr(self, key) for key in self.__slots__}, **changes})
+        return Workload(**{**{key: getattr(self, key) for key in _FIELDS}, **changes})
 
     @property
     def all_grids(self) -> tuple[Grid, ...]:
@@ -66,14 +110,6 @@ class Workload:
         longest = max(self.documents) if self.layout == "packed" and self.documents else self.seq
         return longest + self.context
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Workload) and all(getattr(self, k) == getattr(other, k) for k in self.__slots__)
-
-    def __hash__(self) -> int:
-        return hash(
-            (self.rows, self.seq, self.documents, self.phase, self.grids, self.videos, self.clips, self.decoder)
-        )
-
     def __repr__(self) -> str:
         extra = f", documents={self.documents}" if self.documents is not None else ""
         extra += f", context={self.context}" if self.phase == "decode" else ""
@@ -82,6 +118,19 @@ class Workload:
         extra += f", clips={list(self.clips)}" if self.clips else ""
         extra += f", decoder={self.decoder}" if self.decoder is not None else ""
         return f"Workload({self.rows} x {self.seq} {self.layout}, {self.phase}{extra})"
+
+
+_FIELDS = tuple(field.name for field in fields(Workload))
+
+
+def _check_quickly(value: int, what: str, minimum: int) -> int:
+    return value if type(value) is int and minimum <= value < 10**9 else check_size(value, what, minimum)
+
+
+def _check_each(values: Iterable[int], what: str) -> tuple[int, ...]:
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise WorkloadError(f"{what} must be a list of lengths, not {format_value(values)}")
+    return tuple([_check_quickly(value, what, 1) for value in values])
 
 
 def make_workload(
@@ -110,22 +159,12 @@ def make_workload(
     check_word(phase, PHASES, "phase", WorkloadError)
     if phase != "decode" and context is not None:
         raise WorkloadError(f"context belongs to phase decode, not {phase}")
-    if logits is not None and logits not in ("all", "last"):
-        logits = check_size(logits, "logits")
     grids = read_grids(image_grid_thw, "image_grid_thw") if image_grid_thw is not None else ()
     videos = read_grids(video_grid_thw, "video_grid_thw") if video_grid_thw is not None else ()
     if phase == "decode":
-        if logits not in (None, "all"):
-            raise WorkloadError("decode makes logits for each new token: logits cannot be chosen there")
-        if lengths is not None or grids or videos:
-            raise WorkloadError("decode takes neither packed lengths nor images: their keys are in the context")
-        if frames:
-            raise WorkloadError("decode takes no audio: its keys are in the context")
         past = check_size(context, "context", 0) if context is not None else 0
-        return Workload(
-            check_size(batch_size, "batch"), check_size(1 if seq_len is None else seq_len, "seq"),
-            phase=phase, context=past, logits=logits,
-        )  # fmt: skip
+        rows, seq = check_size(batch_size, "batch"), check_size(1 if seq_len is None else seq_len, "seq")
+        return Workload(rows, seq, lengths, "unpadded", phase, past, logits, grids, videos, frames)
     if lengths is not None:
         if seq_len is not None or batch_size != 1:
             raise WorkloadError("lengths describe one packed row: give neither seq nor batch with them")
@@ -137,12 +176,24 @@ def make_workload(
         return Workload(1, sum(documents), documents, "packed", phase, 0, logits, grids, videos, frames)
     if seq_len is None:
         raise WorkloadError("seq is missing: the length that the language model sees per sample")
-    rows = batch_size if type(batch_size) is int and 0 < batch_size < 10**9 else check_size(batch_size, "batch")
-    seq = seq_len if type(seq_len) is int and 0 < seq_len < 10**9 else check_size(seq_len, "seq")
+    rows, seq = _check_quickly(batch_size, "batch", 1), _check_quickly(seq_len, "seq", 1)
     return Workload(rows, seq, None, "unpadded", phase, 0, logits, grids, videos, frames)
 
 
-def read_grids(value: Any, what: str) -> tuple[Grid, ...]:
+def check_workload_alone(workload: object, others: Mapping[str, object]) -> Workload:
+    """The workload that was given whole, with nothing beside it that it says itself."""
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"workload must be a Workload, not {format_value(workload)}: "
+            "sizes have names, as batch_size=8, seq_len=2048"
+        )
+    for name, value in others.items():
+        if value is not None:
+            raise WorkloadError(f"workload already says sizes, phase and images: leave {name} out")
+    return workload
+
+
+def read_grids(value: Any, what: str, minimum: int = 1) -> tuple[Grid, ...]:
     """Rows of (t, h, w) from a tensor, an array or nested sequences."""
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -155,8 +206,6 @@ def read_grids(value: Any, what: str) -> tuple[Grid, ...]:
         row = row.tolist() if hasattr(row, "tolist") else row
         if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 3:
             raise WorkloadError(f"{what}: {format_value(row)} is not (t, h, w)")
-        t, h, w = row
-        if not (type(t) is type(h) is type(w) is int and 0 < t < 10**9 and 0 < h < 10**9 and 0 < w < 10**9):
-            t, h, w = (check_size(entry, what) for entry in row)
+        t, h, w = (_check_quickly(entry, what, minimum) for entry in row)
         grids.append((t, h, w))
     return tuple(grids)

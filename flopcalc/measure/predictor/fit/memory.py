@@ -11,7 +11,7 @@ from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import BINS_PER_OCTAVE, MIN_CURVE_POINTS
 from flopcalc.measure.predictor.fit.points import MovedPoint, is_plain, list_operators
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_nonnegative
-from flopcalc.prediction.operators import classify
+from flopcalc.prediction.kinds import classify
 
 _CATS = ("cat", "cat_one", "cat_cache", "cat_strided", "cat_strided_wide")  # a profile shows their sum only
 _LINES = ("gather", "scatter", "embedding_backward", "loss", "norm", "norm_backward", "sort", "random")

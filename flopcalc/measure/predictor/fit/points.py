@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import MIN_ROWS_PER_EXPERT, SINGLE_CALL_WEIGHT
-from flopcalc.prediction.operators import classify
+from flopcalc.prediction.kinds import classify
 from flopcalc.prediction.work import Work
 
 _DTYPE_BYTES = {

@@ -17,7 +17,7 @@ from flopcalc.core.model.ops import Attend, iterate
 from flopcalc.data import list_data_files
 from flopcalc.errors import FlopcalcError
 from flopcalc.measure.hf.examples import Example, make_estimator
-from flopcalc.prediction.operators import (
+from flopcalc.prediction.recordings import (
     SWITCHES,
     find_language,
     read_switches,

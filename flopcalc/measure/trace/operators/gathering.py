@@ -10,7 +10,7 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.measure.trace.dispatch import Event, Kept
 from flopcalc.measure.trace.operators.configs import find_switches
 from flopcalc.measure.trace.operators.runs import Run
-from flopcalc.prediction.operators import sign_layer, sign_outside
+from flopcalc.prediction.recordings import sign_layer, sign_outside
 
 Place = tuple[str, int | None, str]  # stage or "", layer, module inside it
 Spot = tuple[str, str, str]  # stage, signature, "*" or first or last

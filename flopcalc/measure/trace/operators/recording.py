@@ -22,7 +22,7 @@ from flopcalc.measure.trace.operators.configs import (
 from flopcalc.measure.trace.operators.fitting import Fitter, Row, fit_events, fit_tensors
 from flopcalc.measure.trace.operators.gathering import Spot, gather, gather_kept
 from flopcalc.measure.trace.operators.runs import PHASES, Run, is_masked, list_workloads, run
-from flopcalc.prediction.operators import find_language, list_sizes
+from flopcalc.prediction.recordings import find_language, list_sizes
 
 
 class Recording:
@@ -133,7 +133,7 @@ def pack(
     kept: list[Any],
     saved: Json,
 ) -> str:
-    """The text of a file; flopcalc.prediction.operators.unpack reads it."""
+    """The text of a file; flopcalc.prediction.recordings.unpack reads it."""
     rows: dict[str, int] = {}
     kept_rows: dict[str, int] = {}
     layouts: dict[str, int] = {}

@@ -14,7 +14,7 @@ from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.measure.hf.examples import Example, find_example, make_estimator, make_inputs
 from flopcalc.measure.hf.models import build_model
 from flopcalc.measure.trace.dispatch import Trace, trace_operators
-from flopcalc.prediction.operators import list_features, list_windows
+from flopcalc.prediction.recordings import list_features, list_windows
 
 Json = dict[str, Any]
 PHASES = ("train", "flow", "forward", "prefill", "decode")

@@ -1,0 +1,100 @@
+"""A copy of a live module on meta, and one counted training step of it at a batch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flopcalc.errors import WorkloadError
+from flopcalc.measure.counters.flop_counter import Counted, count_flops
+from flopcalc.measure.hf.models import floats_on_meta
+from flopcalc.measure.trace.meta import make_step, unwrap
+
+__all__ = ["copy_to_meta", "count_copy"]
+
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+def copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy that takes no memory and runs eager attention; the live module, its hooks and gradients are not touched.
+
+    Floats are fp32 on meta, so that no autocast is needed, integers keep their values, and what checkpoints still does.
+    """
+    if any(type(tensor).__name__ == "DTensor" for tensor in module.parameters()):
+        raise WorkloadError("its parameters are sharded (DTensor): a rank holds no whole model to copy")
+    memo: dict[int, Any] = {}
+    for each in module.modules():
+        for name in _HOOKS:  # a hook may belong to anything: a monitor, a trainer
+            hooks = each.__dict__.get(name)
+            if hooks is not None:
+                memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if _is_hf(hook))
+        for leaf in torch.utils._pytree.tree_leaves(list(vars(each).values())):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
+                memo[id(leaf)] = _make_twin(leaf)
+    made = copy.deepcopy(module, memo)
+    for each in made.modules():
+        config: Any = getattr(each, "config", None)
+        if getattr(config, "_attn_implementation", None) is not None:
+            config._attn_implementation = "eager"
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "batched_mm"  # HF's own choice wants values and bf16 on meta
+    return made
+
+
+def _is_hf(hook: Any) -> bool:
+    """A hook that HF set to change what runs: inputs of a checkpoint that require gradients."""
+    return getattr(hook, "__name__", "") == "make_inputs_require_grads"
+
+
+def _make_twin(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point():
+        twin = torch.empty(tensor.shape, dtype=torch.float32, device="meta")
+    else:
+        twin = tensor.detach().cpu().clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        twin = torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin
+
+
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what talks to other ranks: they do not run this step, and would never answer."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if "c10d" in func.namespace:
+            raise WorkloadError(f"its forward pass talks to other ranks ({func})")
+        return func(*args, **(kwargs or {}))
+
+
+def count_copy(made: torch.nn.Module, batch: Mapping[str, Any]) -> Counted:
+    """A training step of what copy_to_meta made, at a batch: floats on meta, integers on the host."""
+    random = torch.random.get_rng_state()  # the live step's numbers go on as if nothing had been
+    is_training = made.training
+    for each in made.modules():  # a part that is kept in eval mode stays so
+        each.training = each.training or not is_training
+    try:
+        with (
+            torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False),
+            _Alone(), floats_on_meta(),  # type: ignore[no-untyped-call]
+        ):  # fmt: skip
+            return count_flops(made, make_step(made, _keep_arguments(made, batch), "train"))
+    finally:
+        torch.random.set_rng_state(random)
+
+
+def _keep_arguments(module: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What the forward takes: a collator's batch may hold more than that."""
+    takes = inspect.signature(unwrap(module).forward).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+        return dict(batch)
+    return {name: value for name, value in batch.items() if name in takes}

@@ -1,0 +1,268 @@
+"""Operators of a model that was not recorded: those of the modules of another model that play the same part in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from flopcalc.core.model.ops import Attend, Chain, Op, Stage, iterate, join
+from flopcalc.core.workload.sums import Pairs
+
+
+class StandIn(NamedTuple):
+    """A recorded model type that stands in for others, and where its layers are."""
+
+    name: str
+    text: str  # path of its language model's layers
+    vision: str = ""  # and of its tower's
+
+    def find_path(self, group: str) -> str:
+        """The layers that stand in for those of a group."""
+        return self.vision if group == "vision" and self.vision else self.text
+
+
+TEXT = StandIn("llama", "model.layers")
+SEEING = StandIn("qwen2_vl", "model.language_model.layers", "model.visual.blocks")
+
+
+class Borrowed(NamedTuple):
+    """A module, the stand-in's module whose operators it gets, and its sizes under the stand-in's names."""
+
+    source: str
+    module: str
+    sizes: Mapping[str, int]
+    rows: int  # that pass in one call
+    window: int = 0  # of attention: how many keys back a query sees
+
+
+class _Roles(NamedTuple):
+    """The modules of the stand-in's layer by the part that they play."""
+
+    norm: str
+    projections: tuple[str, ...]  # before attention
+    attend: str
+    output: str  # behind it
+    inner: tuple[str, ...]  # of the MLP, before its activation function
+    function: str
+    outer: str  # and behind it
+
+    @property
+    def mlp(self) -> str:
+        """The module around the MLP, which multiplies by the gate."""
+        return self.function.rpartition(".")[0]
+
+
+def _parse(signature: str) -> list[tuple[str, str]]:
+    """Kind and name of every op of a layer's signature."""
+    signs = [sign.partition(":") for sign in signature.split() if "=" not in sign]
+    return [(kind, name.partition("+")[0]) for kind, _, name in signs]
+
+
+def _find_roles(signature: str) -> _Roles:
+    ops = _parse(signature)
+    attend = [kind for kind, _ in ops].index("attend")
+    function = [kind for kind, _ in ops].index("pointwise")
+    linears = [(place, name) for place, (kind, name) in enumerate(ops) if kind == "linear"]
+    behind = [(place, name) for place, name in linears if place > attend]
+    return _Roles(
+        next(name for kind, name in ops if kind == "norm"),
+        tuple(name for place, name in linears if place < attend),
+        ops[attend][1],
+        behind[0][1],
+        tuple(name for place, name in behind[1:] if place < function),
+        ops[function][1],
+        next(name for place, name in behind if place > function),
+    )
+
+
+def choose_variant(signatures: Iterable[str], chain: Chain) -> str:
+    """The recorded kind of layer that has grouped keys and biases as a layer has, or is nearest to it."""
+    ops = list(iterate(chain))
+    grouped = any(isinstance(op, Attend) and op.kv_heads < op.heads for op in ops)
+    biased = any(op.kind == "linear" and op.bias for op in ops)
+
+    def find_distance(signature: str) -> tuple[bool, bool]:
+        return ("+grouped" in signature) != grouped, ("+bias" in signature) != biased
+
+    return min(signatures, key=find_distance)
+
+
+def borrow_layer(
+    signature: str, chain: Chain, width: int, around: Mapping[str, int], count_rows: Callable[[Op], int],
+    has_cache: bool,
+) -> list[Borrowed]:  # fmt: skip
+    """What the modules of a layer borrow from a recorded layer; `width` is that of the residual stream.
+
+    `around` has the sizes of the whole model, from `Outside.size`.
+    """
+    roles, ops = _find_roles(signature), list(iterate(chain))
+    sizes = {**around, **_size_layer(roles, ops, width)}
+    found: list[Borrowed] = []
+    linears: list[Op] = []  # since the last attention, activation function or norm of the residual stream
+    is_behind = False  # an activation function came since then
+    for i, op in enumerate(ops):
+        rows, name = count_rows(op), op.name.replace("*", "#")
+        if op.kind in ("linear", "conv"):
+            source = _find_linear(roles, op, ops[i:], len(linears), is_behind)
+            own = {f"{source}.n_in": op.n_in, f"{source}.n_out": op.n_out}
+            found.append(Borrowed(source, name, {**sizes, **own}, rows))
+            linears.append(op)
+        elif op.kind == "norm":
+            # A norm of heads runs over all that the layer before it put out.
+            is_inner = op.size < width // 2 and bool(linears)
+            own = {f"{roles.norm}.size": linears[-1].n_out if is_inner else op.size}
+            found.append(Borrowed(roles.norm, name, {**sizes, **own}, rows))
+            if not is_inner:
+                linears, is_behind = [], False
+        elif isinstance(op, Attend):
+            own = _size_attention(roles, op, width, has_cache)
+            # As many queries as rows leave it: what is before may run over all keys.
+            after = next((each for each in (*ops[i:], *reversed(ops[:i])) if each.kind == "linear"), None)
+            window = op.rows.window if isinstance(op.rows, Pairs) else 0
+            if after is not None and rows:
+                found.append(Borrowed(roles.attend, name, {**sizes, **own}, count_rows(after), window))
+            linears, is_behind = [], False
+        elif op.kind == "pointwise" and linears and not is_behind:
+            found += _borrow_function(roles, op, linears, ops[i:], sizes, count_rows)
+            linears, is_behind = [], True
+    first = next((op for op in ops if op.kind in ("norm", "linear", "conv")), None)
+    return [*found, Borrowed("", "", sizes, count_rows(first))] if first is not None else found
+
+
+def _find_linear(roles: _Roles, op: Op, left: Sequence[Op], before: int, is_behind: bool) -> str:
+    """The stand-in's linear module that plays the part of one."""
+    if op.part == "attention_projections":
+        if any(isinstance(each, Attend) for each in left):
+            return roles.projections[min(before, len(roles.projections) - 1)]
+        return roles.output
+    return roles.outer if is_behind else roles.inner[min(before, len(roles.inner) - 1)]
+
+
+def _borrow_function(
+    roles: _Roles, op: Op, linears: Sequence[Op], left: Sequence[Op], sizes: Mapping[str, int],
+    count_rows: Callable[[Op], int],
+) -> list[Borrowed]:  # fmt: skip
+    """An activation function, and the product with a gate where there is one."""
+    after = next((each for each in left if each.kind in ("linear", "conv")), None)
+    wide = after.n_in if after is not None else linears[-1].n_out
+    rows = count_rows(linears[-1])
+    own = {**sizes, **{f"{name}.n_out": wide for name in roles.inner}, f"{roles.outer}.n_in": wide}
+    name = op.name.replace("*", "#")
+    found = [Borrowed(roles.function, name, own, rows)]
+    is_gated = sum(each.n_out for each in linears[-2:]) == 2 * wide or linears[-1].n_out == 2 * wide
+    if is_gated and len(roles.inner) > 1:
+        found.append(Borrowed(roles.mlp, name.rpartition(".")[0], own, rows))
+    return found
+
+
+def _size_attention(roles: _Roles, op: Attend, width: int, has_cache: bool = False) -> dict[str, int]:
+    """Sizes of attention and of its projections under the stand-in's names; with a cache, keys are what it holds."""
+    widths = [op.heads * op.qk, op.kv_heads * op.qk, op.kv_heads * op.v]
+    if has_cache:
+        widths[1:] = [op.cache // 2, op.cache - op.cache // 2]
+    if len(roles.projections) == 1:
+        widths = [sum(widths)]
+    sizes = {f"{name}.n_out": wide for name, wide in zip(roles.projections, widths, strict=True)}
+    sizes |= {f"{name}.n_in": width for name in roles.projections}
+    sizes |= {f"{roles.output}.n_in": op.heads * op.v, f"{roles.output}.n_out": width}
+    own = {"heads": op.heads, "qk": op.qk, "v": op.v, "kv": op.kv_heads}
+    return sizes | {f"{roles.attend}.{name}": value for name, value in own.items()}
+
+
+def _size_layer(roles: _Roles, ops: Sequence[Op], width: int) -> dict[str, int]:
+    """Sizes of a whole layer under the stand-in's names: those of its first attention and of its widest MLP."""
+    core = next((op for op in ops if isinstance(op, Attend)), None)
+    wide = max((op.n_in for op in ops if op.kind == "linear" and op.part != "attention_projections"), default=width)
+    sizes = {"width": width, f"{roles.norm}.size": width, f"{roles.outer}.n_in": wide, f"{roles.outer}.n_out": width}
+    sizes |= {f"{name}.n_out": wide for name in roles.inner} | {f"{name}.n_in": width for name in roles.inner}
+    if core is None:  # what attention needs around the layers has no bytes
+        return sizes | {f"{roles.attend}.{name}": 0 for name in ("heads", "qk", "v", "kv")}
+    return sizes | _size_attention(roles, core, width)
+
+
+# --- outside of layers ------------------------------------------------------------------------------------------------
+class Outside(NamedTuple):
+    """What the stand-in has outside of its layers, and the stages of the model that borrows it."""
+
+    stand_in: StandIn
+    signature: str  # of what the stand-in has outside of its layers
+    layers: Mapping[str, str]  # path of its layers -> their signature
+    stages: Sequence[Stage]
+    widths: Mapping[str, int]  # stage path -> width of its residual stream
+
+    def list_sources(self) -> list[tuple[str, str]]:
+        """Kind and path of the stand-in's ops outside of its layers."""
+        return [
+            (kind, join(path, name))
+            for path, inside in re.findall(r"(\S+?)\[([^\]]*)\]", self.signature)
+            for kind, name in _parse(inside)
+        ]
+
+    def list_ops(self) -> list[tuple[Stage, Op, str]]:
+        """The model's own ops outside of layers, each with the stand-in's module that plays its part, or none."""
+        sources = self.list_sources()
+        return [
+            (stage, op, _find_outside(sources, op, stage.group))
+            for stage in self.stages
+            for op in (iterate(stage.layers[0]) if not stage.repeated and stage.layers else ())
+        ]
+
+    def size(self) -> dict[str, int]:
+        """Sizes of the whole model under the stand-in's names, which begin with a slash; 0 of what it does not have."""
+        sizes = {f"/{source}.{name}": 0 for _, source in self.list_sources() for name in _SIZES}
+        for _, op, source in reversed(self.list_ops()):  # the first of several that play one part wins
+            if source:
+                sizes |= {f"/{source}.{name}": getattr(op, name) for name in _SIZES}
+        for group in ("vision", "language"):
+            path = self.stand_in.find_path(group)
+            layers = [stage for stage in self.stages if stage.repeated and stage.layers and stage.group == group]
+            if path not in self.layers:
+                continue
+            width, ops = (self.widths[layers[0].path], list(iterate(layers[0].layers[0]))) if layers else (0, [])
+            own = _size_layer(_find_roles(self.layers[path]), ops, width)
+            sizes |= {f"/{path}:{name}": size for name, size in own.items()} | {"width": width}
+        return sizes
+
+
+_SIZES = ("n_in", "n_out", "size")
+
+
+def borrow_outside(
+    given: Outside, names: Iterable[str], count_rows: Callable[[Op], int], tokens: int
+) -> list[Borrowed]:  # fmt: skip
+    """What the modules outside of layers borrow; those around layers get what lies around the stand-in's."""
+    sizes = given.size()
+    found: list[Borrowed] = []
+    for stage, op, source in given.list_ops():
+        if source:
+            module = join(stage.path, op.name).replace("*", "#")
+            own = {f"{source}.{name}": getattr(op, name) for name in _SIZES}
+            found.append(Borrowed(source, module, {**sizes, **own}, count_rows(op)))
+    known = {name for _, name in given.list_sources()}
+    tower = given.stand_in.vision.rpartition(".")[0]
+    for name in names:
+        if name not in known:
+            is_seeing = bool(tower) and f"{name}.".startswith(f"{tower}.")
+            around = _find_around(given.stages, "vision" if is_seeing else "language") if name else ""
+            found.append(Borrowed(name, around, sizes, tokens))
+    return found
+
+
+def _find_outside(sources: Sequence[tuple[str, str]], op: Op, group: str) -> str:
+    """The stand-in's module outside of layers that plays the part of one; none where none does."""
+    alike = [name for kind, name in sources if kind == op.kind]
+    if op.kind in ("linear", "conv"):
+        linears = [name for kind, name in sources if kind == "linear"]
+        if op.part == "lm_head" or not alike:
+            return linears[-1]
+        return alike[0] if op.kind == "conv" or len(linears) > 1 else linears[-1]
+    if not alike:
+        return ""
+    return alike[-1] if op.kind == "norm" and group == "language" else alike[0]
+
+
+def _find_around(stages: Sequence[Stage], group: str) -> str:
+    """The module around the layers of a group."""
+    paths = [stage.path for stage in stages if stage.repeated and stage.group == group]
+    return paths[-1].rpartition(".")[0] if paths else ""
