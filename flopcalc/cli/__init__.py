@@ -15,6 +15,7 @@ from flopcalc.errors import FlopcalcError, format_nearest
 _COMMANDS = {
     "estimate": ("flopcalc.cli.estimate", "FLOPs of one step of a model, by component."),
     "compare": ("flopcalc.cli.compare", "Several models or workloads side by side."),
+    "translate": ("flopcalc.cli.translate", "One quoted MFU under every convention, or whose it is."),
     "predict": ("flopcalc.cli.predict", "How long one step takes on a device, what bounds it, whether it fits."),
     "plan": ("flopcalc.cli.plan", "The best layouts of a training run on many devices, their time and money."),
     "explain": ("flopcalc.cli.explain", "The formula of an operation with its numbers filled in."),
