@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from flopcalc.core.count.products import CountedRow
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Attend, Embed, Linear
 from flopcalc.core.spec.expressions import MissingNameError, evaluate
-from flopcalc.core.spec.spec import PARTS, find_key
+from flopcalc.core.spec.spec import PARTS, Spec, find_key, find_spec
 from flopcalc.core.workload.expression_units import get_decoder
 from flopcalc.core.workload.pairs import causal_pairs
 from flopcalc.core.workload.sums import Either, Expression, InDecoder, Pairs, Sum
@@ -58,6 +58,7 @@ class Estimating(Protocol):
 
     origin: str
     source: Source
+    spec: Spec
 
     def rows(self, load: Workload, convention: str) -> list[CountedRow]: ...
 
@@ -111,11 +112,13 @@ def count_quoted(estimator: Estimating, load: Workload, name: str, mtp: int | No
 class QuotedScope:
     """The names of a formula: dims, parameters, tokens, and forward FLOPs by part, of one model on one workload."""
 
-    def __init__(self, estimator: Estimating, load: Workload, mtp: str = "0") -> None:
+    def __init__(
+        self, estimator: Estimating, load: Workload, mtp: str = "0", names: Mapping[str, list[str]] | None = None
+    ) -> None:
         self._estimator = estimator
         self._load = load
         self._mtp = mtp
-        self._names = load_quoted().names
+        self._names = {**load_quoted().names, **(names or {})}
 
     def evaluate_whole(self, text: str, what: str) -> int:
         """The value of an expression that must be a whole number of at least 0."""
@@ -152,11 +155,16 @@ class QuotedScope:
         raise MissingNameError(name)
 
     def _read_config(self, name: str, key: str) -> Any:
-        config = self._estimator.source.config
-        for place in ("", *(f"{inner}." for inner in _INNER)):
-            found, value = find_key(config, place + key)
-            if found and value is not None:
-                return value
+        """A key of the config, or of its language model's; else the default that the spec has for it."""
+        places = list(_list_configs(self._estimator))
+        for config, spec in places:
+            for each in (key, *spec.renamed.get(key, ())):
+                found, value = find_key(config, each)
+                if found and value is not None:
+                    return value
+        for _, spec in places:
+            if spec.defaults.get(key) is not None:
+                return spec.defaults[key]
         raise MissingNameError(name)
 
     @cached_property
@@ -213,6 +221,15 @@ class QuotedScope:
             "ssm_layers": sum(times for row, times in rows if _is_ssm(row)),
             **sums,
         }
+
+
+def _list_configs(estimator: Estimating) -> Iterator[tuple[dict[str, Any], Spec]]:
+    """The config of a model and that of the language model inside it, each with its spec."""
+    yield estimator.source.config, estimator.spec
+    for key in _INNER:
+        _, inner = find_key(estimator.source.config, key)
+        if isinstance(inner, dict):
+            yield inner, find_spec(str(inner.get("model_type", ""))) or estimator.spec
 
 
 def _list(value: Any) -> list[str]:
@@ -279,11 +296,15 @@ def _find_dims(rows: Iterable[CountedRow]) -> dict[str, int]:
 def _fold_flops(rows: Iterable[tuple[CountedRow, int]], load: Workload) -> dict[str, int]:
     """Forward FLOPs by part; of attention scores, by how pairs are taken."""
     sums = {part: 0 for part in PARTS if part != "attention_scores"} | {f"attention.{how}": 0 for how in PAIRS}
+    sums["tower_square"] = 0
+    image_pairs = sum((t * h * w) ** 2 for t, h, w in load.all_grids)
     for counted, copies in rows:
         for product, value in zip(counted.row.products, counted.values, strict=True):
             if product.role not in _ROLES:
                 continue
             flops = product.flops * product.passes.forward * copies
+            if counted.row.op.part == "vision" and isinstance(counted.row.op, Attend):
+                sums["tower_square"] += flops * image_pairs
             if counted.row.op.part != "attention_scores":
                 sums[counted.row.op.part] += flops * value
                 continue

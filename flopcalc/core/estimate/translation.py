@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.quoted import find_quoted, load_quoted
 from flopcalc.core.estimate.utilization import check_positive, find_peak
-from flopcalc.errors import FlopcalcError, format_value
+from flopcalc.errors import FlopcalcError, SpecError, format_value
 from flopcalc.units import check_size, parse_number
 
 FIT = 0.005  # a convention explains a printed figure that it meets within half a per cent
@@ -99,7 +99,7 @@ def translate_estimate(
     quoted = None if from_ is None else find_quoted(from_).name
     check_size(gpus, "gpus")
     tokens = estimate.tokens
-    flops = _count_all(estimate, mtp)
+    flops, missing = _count_all(estimate, mtp, quoted)
     name, rate = _find_rate(device, dtype, peak, mfu is not None)
     printed = _read_printed(mfu, tflops, rate)
     pace = _find_pace(quoted, printed, tokens_per_second, gpus, flops, tokens)
@@ -122,7 +122,7 @@ def translate_estimate(
     if is_fit:
         rows.sort(key=lambda row: round(abs(row.difference) / _STEP))
     best = rows[0].name if is_fit and rows[0].fits else quoted
-    notes = _describe(rows, is_fit, best)
+    notes = [*_describe(rows, is_fit, best), *missing]
     kind = str(dtype)
     return Translation(
         estimate.terms[0].estimator.source.name, estimate.describe(), best, is_fit, pace, gpus, name, kind, rate,
@@ -130,11 +130,22 @@ def translate_estimate(
     )  # fmt: skip
 
 
-def _count_all(estimate: Estimate, mtp: int | None) -> dict[str, int]:
-    """FLOPs of the step under every convention that the model has; a traced one has only full."""
-    is_traced = any(term.estimator.origin == "trace" for term in estimate.terms)
-    names = ["full"] if is_traced else list(load_quoted().conventions)
-    return {name: estimate.under(name, mtp=mtp) for name in names}
+def _count_all(estimate: Estimate, mtp: int | None, quoted: str | None) -> tuple[dict[str, int], list[str]]:
+    """FLOPs of the step under every convention, and why some have none for this model."""
+    if any(term.estimator.origin == "trace" for term in estimate.terms):
+        note = "a traced model's layers are not known: only convention full is counted"
+        return {"full": estimate.under("full")}, [note]
+    flops, missing = {}, []
+    for name in load_quoted().conventions:
+        try:
+            flops[name] = estimate.under(name, mtp=mtp)
+        except SpecError:
+            raise
+        except FlopcalcError as error:  # a formula that needs a dim which this model has not, or not only one of
+            if name == quoted:
+                raise
+            missing.append(str(error))
+    return flops, missing
 
 
 def _find_rate(
