@@ -92,11 +92,11 @@ def explain(row: dict[str, str]) -> Explained:
     pace, rate = float(row["tokens_per_second"]), float(row["tflops"])
     found: Translation = translate(estimate, tokens_per_second=pace, tflops=rate, mtp=mtp)
     convention = entry.get("convention", source["convention"])
-    difference = found.find(convention).difference
+    difference = found.find(convention).difference or 0.0
     nearest = [
         each.name
         for each in found.rows
-        if round(1000 * abs(each.difference)) == round(1000 * abs(found.rows[0].difference))
+        if round(1000 * abs(each.difference or 0.0)) == round(1000 * abs(found.rows[0].difference))
     ]
     variant, other = _find_variant(row), None
     if variant:

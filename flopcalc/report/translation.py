@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from flopcalc.core.estimate.translation import Translation, format_difference
+from flopcalc.core.estimate.translation import TranslatedRow, Translation, format_difference
 from flopcalc.grids import format_grid, wrap
 from flopcalc.units import format_rate
 
@@ -35,7 +33,7 @@ def format_translation_csv(found: Translation) -> str:
     import io
 
     out = io.StringIO()
-    rows = [row.to_dict() for row in found.rows]
+    rows = [{key: value for key, value in row.to_dict().items() if key != "terms"} for row in found.rows]
     writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
@@ -56,7 +54,7 @@ def _list_facts(found: Translation) -> list[str]:
     return facts
 
 
-def _list_cells(row: Any) -> list[str]:
+def _list_cells(row: TranslatedRow) -> list[str]:
     share = "-" if row.mfu is None else f"{100 * row.mfu:.2f} %"
     return [
         row.name, f"{row.flops_per_token / 1e9:,.3f}", f"{row.tflops_per_gpu:,.1f}", share, format_difference(row),

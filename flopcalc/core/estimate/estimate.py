@@ -262,10 +262,18 @@ class Estimate:
 
         `mtp` is the number of layers of multi-token prediction that train; default: what the formula's source takes.
         """
+        return sum(self.terms_under(name, mtp=mtp).values())
+
+    def terms_under(self, name: str, *, mtp: int | None = None) -> dict[str, int]:
+        """As `under`, term by term of the convention's formula."""
         from flopcalc.core.estimate.quoted import count_quoted  # few ask for it, and start-up is counted
 
         depth = None if mtp is None else check_size(mtp, "mtp", 0)
-        return sum(sum(count_quoted(each, load, name, depth).values()) * times for each, load, times in self.terms)
+        sums: dict[str, int] = {}
+        for estimator, load, times in self.terms:
+            for term, flops in count_quoted(estimator, load, name, depth).items():
+                sums[term] = sums.get(term, 0) + flops * times
+        return sums
 
     @property
     def totals(self) -> dict[str, int | None]:

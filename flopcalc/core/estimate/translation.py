@@ -20,10 +20,11 @@ class TranslatedRow(NamedTuple):
 
     name: str
     flops: int  # of the whole step
+    terms: dict[str, int]  # of its formula
     flops_per_token: float
     tflops_per_gpu: float
     mfu: float | None  # None without a peak
-    difference: float  # from the convention or the rate that was quoted, as a share
+    difference: float | None  # from the convention or the rate that was quoted, as a share; None if none was
     fits: bool
     counts: str
     leaves_out: str
@@ -99,7 +100,8 @@ def translate_estimate(
     quoted = None if from_ is None else find_quoted(from_).name
     check_size(gpus, "gpus")
     tokens = estimate.tokens
-    flops, missing = _count_all(estimate, mtp, quoted)
+    terms, missing = _count_all(estimate, mtp, quoted)
+    flops = {each: sum(values.values()) for each, values in terms.items()}
     name, rate = _find_rate(device, dtype, peak, mfu is not None)
     printed = _read_printed(mfu, tflops, rate)
     pace = _find_pace(quoted, printed, tokens_per_second, gpus, flops, tokens)
@@ -110,17 +112,17 @@ def translate_estimate(
         if each.name not in flops:
             continue
         per_gpu = pace * flops[each.name] / tokens / gpus
-        difference = per_gpu / base - 1 if base else 0.0
+        difference = per_gpu / base - 1 if base else None
         is_other = each.types and estimate.terms[0].estimator.source.config["model_type"] not in each.types
         rows.append(
             TranslatedRow(
-                each.name, flops[each.name], flops[each.name] / tokens, per_gpu / 1e12,
-                None if rate is None else per_gpu / rate, difference, base is not None and abs(difference) <= FIT,
+                each.name, flops[each.name], terms[each.name], flops[each.name] / tokens, per_gpu / 1e12,
+                None if rate is None else per_gpu / rate, difference, difference is not None and abs(difference) <= FIT,
                 each.counts, each.leaves_out, each.source, each.url, each.otherwise if is_other else "",
             )
         )  # fmt: skip
     if is_fit:
-        rows.sort(key=lambda row: round(abs(row.difference) / _STEP))
+        rows.sort(key=lambda row: round(abs(row.difference or 0.0) / _STEP))
     best = rows[0].name if is_fit and rows[0].fits else quoted
     notes = [*_describe(rows, is_fit, best), *missing]
     kind = str(dtype)
@@ -130,22 +132,22 @@ def translate_estimate(
     )  # fmt: skip
 
 
-def _count_all(estimate: Estimate, mtp: int | None, quoted: str | None) -> tuple[dict[str, int], list[str]]:
+def _count_all(estimate: Estimate, mtp: int | None, quoted: str | None) -> tuple[dict[str, dict[str, int]], list[str]]:
     """FLOPs of the step under every convention, and why some have none for this model."""
     if any(term.estimator.origin == "trace" for term in estimate.terms):
         note = "a traced model's layers are not known: only convention full is counted"
-        return {"full": estimate.under("full")}, [note]
-    flops, missing = {}, []
+        return {"full": estimate.terms_under("full")}, [note]
+    terms, missing = {}, []
     for name in load_quoted().conventions:
         try:
-            flops[name] = estimate.under(name, mtp=mtp)
+            terms[name] = estimate.terms_under(name, mtp=mtp)
         except SpecError:
             raise
         except FlopcalcError as error:  # a formula that needs a dim which this model has not, or not only one of
             if name == quoted:
                 raise
             missing.append(str(error))
-    return flops, missing
+    return terms, missing
 
 
 def _find_rate(
@@ -245,5 +247,7 @@ def _describe(rows: list[TranslatedRow], is_fit: bool, best: str | None) -> list
 
 def format_difference(row: TranslatedRow) -> str:
     """+1.2 %, with a sign; what rounds to nothing has none."""
+    if row.difference is None:
+        return "-"
     text = f"{100 * row.difference:+.2f} %"
     return "0.00 %" if text[1:] == "0.00 %" else text
