@@ -20,7 +20,8 @@ def format_translation(found: Translation, style: str = "simple") -> str:
     ]  # fmt: skip
     lines += ["", format_grid(_HEADERS, [_list_cells(row) for row in found.rows], style=style), ""]
     width = max(len(row.name) for row in found.rows) + 2
-    for row in found.rows:
+    fitting = [row for row in found.rows if row.fits] or list(found.rows[:1])
+    for row in fitting if found.is_fit else found.rows:
         text = f"counts {row.counts}; leaves out {row.leaves_out}"
         lines += [f"- {row.name}: {text}"] if is_markdown else wrap(text, row.name.ljust(width), " " * width)
     for note in found.notes:
