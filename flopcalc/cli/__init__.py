@@ -45,7 +45,8 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
-            raise FlopcalcError(f"no command {args[0]!r}.{format_nearest(args[0], _COMMANDS)} Try flopcalc --help")
+            near = format_nearest(args[0], _COMMANDS, 0.6)
+            raise FlopcalcError(f"no command {args[0]!r}.{near} Try flopcalc --help")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
