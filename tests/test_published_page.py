@@ -12,6 +12,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import quoted_rows as page
 
+from flopcalc.core.estimate.quoted import load_quoted
+
 # Rows that neither a convention explains within 0.5 %, nor a formula of their release, nor rounding.
 UNKNOWN = {
     ("Megatron-Bridge performance summary 26.08", "Nemotron_3_Ultra"),
@@ -30,6 +32,13 @@ def test_page_is_fresh() -> None:
 def test_all_rows_are_judged() -> None:
     states = Counter(each.state for each in page.explain_all())
     assert states == {"explained": 186, "explained, not nearest": 5, "by another formula": 16, "unexplained": 20}
+
+
+def test_the_commonest_conventions_are_those_of_the_page() -> None:
+    counted = Counter(each.convention for each in page.explain_all())
+    assert counted == {
+        name: quoted.published_rows for name, quoted in load_quoted().conventions.items() if quoted.published_rows
+    }
 
 
 def test_what_is_unexplained_is_rounded_or_named() -> None:

@@ -24,7 +24,7 @@ from flopcalc.words import CONVENTIONS
 
 _FILE = "quoted_conventions.toml"
 _KEYS = {"counts", "leaves_out", "source", "url", "date", "terms"}
-_OPTIONAL = {"types", "otherwise", "mtp"}
+_OPTIONAL = {"types", "otherwise", "mtp", "published_rows"}
 # Query-key pairs as formulas take them. needed: under the mask; half: half a square, windows exactly; area: half a
 # square, windows as an area; span, reach: every query with the keys that the last one sees; square: every pair.
 # half and reach go by document, the others by row.
@@ -51,6 +51,7 @@ class Quoted:
     types: tuple[str, ...] = ()  # model types that the source has a formula for; none: all
     otherwise: str = ""  # what the source itself does with others
     mtp: str = "0"  # layers of multi-token prediction that the source's own settings train
+    published_rows: int = 0  # of docs/published.md that count in it: among equals the commonest is named first
 
 
 class Estimating(Protocol):

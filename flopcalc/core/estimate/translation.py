@@ -12,6 +12,7 @@ from flopcalc.units import check_size, parse_number
 
 FIT = 0.005  # a convention explains a printed figure that it meets within half a per cent
 # Differences are ordered in steps of this: printed figures are rounded, and some conventions are equal for some models.
+# Among equals the one that most published rows count in comes first.
 _STEP = 0.001
 
 
@@ -122,7 +123,8 @@ def translate_estimate(
             )
         )  # fmt: skip
     if is_fit:
-        rows.sort(key=lambda row: round(abs(row.difference or 0.0) / _STEP))
+        known = load_quoted().conventions
+        rows.sort(key=lambda row: (round(abs(row.difference or 0.0) / _STEP), -known[row.name].published_rows))
     best = rows[0].name if is_fit and rows[0].fits else quoted
     notes = [*_describe(rows, is_fit, best), *missing]
     kind = str(dtype)
