@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -26,10 +27,10 @@ _FILE = "quoted_conventions.toml"
 _KEYS = {"counts", "leaves_out", "source", "url", "date", "terms"}
 _OPTIONAL = {"types", "otherwise", "mtp", "published_rows"}
 # Query-key pairs as formulas take them. needed: under the mask; half: half a square, windows exactly; area: half a
-# square, windows as an area; span, reach: every query with the keys that the last one sees; square: every pair.
-# half and reach go by document, the others by row.
-PAIRS = ("needed", "half", "reach", "area", "span", "square")
-_BY_DOCUMENT = ("half", "reach")
+# square, windows as an area; span, reach: every query with the keys that the last one sees; square, whole: every pair.
+# half, reach and whole go by document, area, span and square by row.
+PAIRS = ("needed", "half", "reach", "whole", "area", "span", "square")
+_BY_DOCUMENT = ("half", "reach", "whole")
 # What a layer multiplies in its forward pass, adapters left out: no quoted formula knows them.
 _ROLES = ("base", "scores", "values", "activations")
 _TOWERS = ("vision", "audio", "projector")
@@ -320,22 +321,22 @@ def _count_double_pairs(rows: Sum, load: Workload, how: str) -> int:
         return 2 * rows.count(load, "model")
     if isinstance(rows, InDecoder):
         return _count_double_pairs(rows.inner, get_decoder(load), how)
-    lengths = [load.seq] * load.rows
+    lengths = {load.seq: load.rows}
     if how in _BY_DOCUMENT and load.documents is not None:
-        lengths = list(load.documents)
+        lengths = Counter(load.documents)
     if isinstance(rows, Pairs):
-        return sum(_double_pairs(length, rows, how) for length in lengths)
+        return sum(many * _double_pairs(length, rows, how) for length, many in lengths.items())
     if isinstance(rows, (Either, Expression)) and how != "area":
-        if how == "square":
+        if how in ("square", "whole"):
             return 2 * rows.count(load, "full")
         if how in ("span", "reach"):
-            return sum(2 * length * _count_last(rows, load, length) for length in lengths)
+            return sum(2 * many * length * _count_last(rows, load, length) for length, many in lengths.items())
     return 2 * rows.count(load, "model")
 
 
 def _double_pairs(length: int, pairs: Pairs, how: str) -> int:
     seen = min(pairs.window or length, length)
-    if how == "square" or pairs.mask == "full":
+    if how in ("square", "whole") or pairs.mask == "full":
         return 2 * length * length
     if how == "half":
         return length * length if seen == length else 2 * causal_pairs(length, seen)

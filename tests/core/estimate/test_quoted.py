@@ -40,6 +40,12 @@ def test_names_and_sources() -> None:
             parse(text)
 
 
+def test_the_page_shows_what_each_counts() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "conventions.md").read_text(encoding="utf-8")
+    for quoted in load_quoted().conventions.values():
+        assert f"| {quoted.counts} | {quoted.leaves_out} |" in page, quoted.name
+
+
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure["id"])
 def test_published_figures(figure: dict[str, Any]) -> None:
     estimate = estimate_flops(figure["model"], seq_len=figure["seq"])
@@ -84,7 +90,7 @@ def test_without_a_backward_pass_a_third_is_left(name: str) -> None:
 
 def test_documents_and_padding() -> None:
     packed = estimate_flops(TINY, lengths=[3, 4])
-    pairs = {"megatron": 9 + 16, "verl": 49, "maxtext": 49, "torchtitan": 2 * 49}  # half of them, by document or by row
+    pairs = {"megatron": 9 + 16, "verl": 9 + 16, "maxtext": 49, "torchtitan": 2 * 49}  # by document, or by row
     for name, value in pairs.items():
         assert packed.terms_under(name)["attention"] == 6 * 3 * 4 * 2 * value, name
     mask = [[1, 1, 1, 0], [1, 1, 1, 1]]
