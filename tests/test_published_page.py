@@ -50,7 +50,7 @@ def test_what_is_unexplained_is_rounded_or_named() -> None:
 
 @pytest.mark.parametrize("each", page.load_tables()["source"], ids=lambda each: each["prefix"])
 def test_sources_have_a_commit_and_a_licence(each: dict[str, str]) -> None:
-    notice = (page.DATA / "NOTICE.md").read_text(encoding="utf-8")
+    notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
     assert each["repository"] in notice
     assert each["commit"][:7] in notice
     assert each["licence"] in notice
