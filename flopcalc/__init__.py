@@ -8,9 +8,10 @@ from flopcalc._moved import install_old_paths
 from flopcalc._version import __version__
 
 if TYPE_CHECKING:
-    from flopcalc.api import bind, estimate_flops
+    from flopcalc.api import bind, estimate_flops, translate
     from flopcalc.compat import calculate_mfu, get_gpu_peak_flops, profile_model_flops
     from flopcalc.core.estimate.estimate import Estimate, Estimator
+    from flopcalc.core.estimate.translation import Translation
     from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
     from flopcalc.core.recipe.recipe import Lora, Recipe, make_recipe
     from flopcalc.core.workload.workload import Workload, make_workload
@@ -28,7 +29,7 @@ __all__ = [
     # what is counted
     "Workload", "make_workload", "Recipe", "make_recipe", "Lora",
     # share of the hardware
-    "mfu", "hfu", "Utilization", "peak_flops_per_s",
+    "mfu", "hfu", "Utilization", "peak_flops_per_s", "translate", "Translation",
     # seconds, bytes and money
     "predict", "Prediction", "plan", "Plan",
     # in the training loop
@@ -42,11 +43,12 @@ __all__ = [
 
 # Public name -> module: loaded when first used, so that the command line starts with what it needs alone.
 _HOMES = {
-    "api": ("estimate_flops", "bind"),
+    "api": ("estimate_flops", "bind", "translate"),
     "compat": ("profile_model_flops", "calculate_mfu", "get_gpu_peak_flops"),
     "core.estimate.estimate": ("Estimate", "Estimator"),
     "core.workload.workload": ("Workload", "make_workload"),
     "core.recipe.recipe": ("Recipe", "make_recipe", "Lora"),
+    "core.estimate.translation": ("Translation",),
     "core.estimate.utilization": ("mfu", "hfu", "Utilization"),
     "hardware.devices": ("peak_flops_per_s",),
     "prediction.step": ("predict", "Prediction"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimate, Estimator, Picture, check_no_sizes
@@ -15,6 +15,9 @@ from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.units import check_size
+
+if TYPE_CHECKING:
+    from flopcalc.core.estimate.translation import Translation
 
 
 def bind(
@@ -131,4 +134,37 @@ def estimate_flops(
         batch_size, seq_len, images=images, image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw,
         lengths=lengths, phase=phase, context=context, logits=logits, decoder_seq_len=decoder_seq_len, clips=clips,
         audio=audio,
+    )  # fmt: skip
+
+
+def translate(
+    model: Any,
+    *,
+    from_: str | None = None,
+    mfu: float | str | None = None,
+    tflops: float | None = None,
+    tokens_per_second: float | None = None,
+    gpus: int = 1,
+    device: str | None = None,
+    dtype: Any = "bf16",
+    peak: float | None = None,
+    mtp: int | None = None,
+    **workload: Any,
+) -> Translation:
+    """The same performance under every convention that people quote; `model` is an Estimate or what makes one.
+
+    Give an MFU or TFLOP/s per GPU with `from_`, the convention they were quoted in; or tokens per second of all GPUs;
+    or both without `from_`, and the rows are ordered by how well each convention fits. `workload` is estimate_flops'.
+    """
+    from flopcalc.core.estimate.translation import translate_estimate  # few ask for it, and start-up is counted
+
+    if isinstance(model, Estimate):
+        if workload:
+            raise WorkloadError(f"an Estimate already says the work: give no {', '.join(workload)} with it")
+        estimate = model
+    else:
+        estimate = estimate_flops(model, **workload)
+    return translate_estimate(
+        estimate, from_=from_, mfu=mfu, tflops=tflops, tokens_per_second=tokens_per_second, gpus=gpus, device=device,
+        dtype=dtype, peak=peak, mtp=mtp,
     )  # fmt: skip

@@ -40,9 +40,9 @@ def find_nearest(word: str, known: Iterable[str], limit: int = 3, cutoff: float 
     return difflib.get_close_matches(word[:100].lower(), [str(entry) for entry in known], n=limit, cutoff=cutoff)
 
 
-def format_nearest(word: str, known: Iterable[str]) -> str:
+def format_nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """' Did you mean a, b?' or an empty string."""
-    near = find_nearest(word, known)
+    near = find_nearest(word, known, cutoff=cutoff)
     return f" Did you mean {', '.join(near)}?" if near else ""
 
 

@@ -16,6 +16,7 @@ from flopcalc.errors import FlopcalcError, format_nearest
 _COMMANDS = {
     "estimate": ("flopcalc.cli.estimate", "FLOPs of one step of a model, by component."),
     "compare": ("flopcalc.cli.compare", "Several models or workloads side by side."),
+    "translate": ("flopcalc.cli.translate", "One quoted MFU under every convention, or whose it is."),
     "predict": ("flopcalc.cli.predict", "How long one step takes on a device, what bounds it, whether it fits."),
     "plan": ("flopcalc.cli.plan", "The best layouts of a training run on many devices, their time and money."),
     "explain": ("flopcalc.cli.explain", "The formula of an operation with its numbers filled in."),
@@ -45,7 +46,8 @@ class _Commands(Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
-            raise FlopcalcError(f"no command {args[0]!r}.{format_nearest(args[0], _COMMANDS)} Try flopcalc --help")
+            near = format_nearest(args[0], _COMMANDS, 0.6)
+            raise FlopcalcError(f"no command {args[0]!r}.{near} Try flopcalc --help")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -268,6 +268,24 @@ class Estimate:
         check_word(convention, CONVENTIONS, "convention")
         return sum(sum(estimator.count(load, convention)) * times for estimator, load, times in self.terms)
 
+    def under(self, name: str, *, mtp: int | None = None) -> int:
+        """FLOPs of the same step under a convention that people quote, such as palm, 6nd or megatron.
+
+        `mtp` is the number of layers of multi-token prediction that train; default: what the formula's source takes.
+        """
+        return sum(self.terms_under(name, mtp=mtp).values())
+
+    def terms_under(self, name: str, *, mtp: int | None = None) -> dict[str, int]:
+        """As `under`, term by term of the convention's formula."""
+        from flopcalc.core.estimate.quoted import count_quoted  # few ask for it, and start-up is counted
+
+        depth = None if mtp is None else check_size(mtp, "mtp", 0)
+        sums: dict[str, int] = {}
+        for estimator, load, times in self.terms:
+            for term, flops in count_quoted(estimator, load, name, depth).items():
+                sums[term] = sums.get(term, 0) + flops * times
+        return sums
+
     @property
     def totals(self) -> dict[str, int | None]:
         """The total under every convention; None where it cannot be known (of a traced model, all but full)."""
