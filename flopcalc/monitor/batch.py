@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.api import bind
@@ -11,6 +11,9 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.live import strip, unwrap
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import WorkloadError
+from flopcalc.monitor.device import Device
+from flopcalc.monitor.messages import Say
+from flopcalc.monitor.values import is_tensor
 
 # Of these, shapes alone count.
 _SHAPES = (
@@ -22,8 +25,11 @@ _VALUES = (
     "attention_mask", "position_ids", "cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q", "image_grid_thw", "video_grid_thw",
     "logits_to_keep",
 )  # fmt: skip
-_BOUNDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q")
-_KINDS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+# What makes a workload class of its own.
+_CLASSES = {
+    **{name: name for name in ("pixel_values", "pixel_values_videos", "input_features", "input_values")},
+    **dict.fromkeys(("cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q"), "packed"),
+}
 _DECODER_VALUES = ("labels", "decoder_attention_mask")
 _KEPT = 4096  # counted workloads that are kept
 _KERNELS = {"eager": "eager", "flash_attention_2": "flash", "flash_attention_3": "flash"}
@@ -42,10 +48,9 @@ class Shape:
 
 
 class Snapshot(NamedTuple):
-    """What is kept of a batch on the hot path."""
+    """What is kept of a batch on the training thread."""
 
     key: tuple[tuple[str, Any], ...]  # the shape of everything that counts
-    kind: Hashable  # the workload class: what a measured factor holds for
     values: Mapping[str, Any]  # of what counts by its values, those: on the host, or on their way there
 
 
@@ -60,47 +65,6 @@ class Work(NamedTuple):
     samples: int
     images: int
     notes: tuple[str, ...] = ()
-
-
-class Copies:
-    """Small device tensors on their way to the host: queued behind the step's work, read once that is over."""
-
-    def __init__(self) -> None:
-        self._free: dict[Hashable, list[Any]] = {}
-
-    def take(self, tensor: Any) -> Any:
-        """A pinned host tensor that will hold the values; nothing waits."""
-        import torch
-
-        free = self._free.get((tensor.shape, tensor.dtype))
-        if free:
-            held = free.pop()
-        else:
-            with torch.inference_mode(False):  # it is written into again, maybe outside of that
-                held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return held.copy_(tensor.detach(), non_blocking=True)
-
-    def give_back(self, held: Any) -> None:
-        free = self._free.setdefault((held.shape, held.dtype), [])
-        if len(free) < 16 and len(self._free) < 256:
-            free.append(held)
-
-
-def is_tensor(value: Any) -> bool:
-    return hasattr(value, "is_cuda") and hasattr(value, "detach")
-
-
-def find_whole(tensor: Any) -> Any:
-    """The tensor without its graph; of a distributed one what is here, if that is all of it; None if it is not.
-
-    To read the others ranks would have to talk, and one that has no monitor would never answer.
-    """
-    placements = getattr(tensor, "placements", None)
-    if placements is not None:
-        if not all(each.is_replicate() for each in placements):
-            return None
-        tensor = tensor.to_local()
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 class Intake:
@@ -118,44 +82,47 @@ class Intake:
             **dict.fromkeys((*_SHAPES, *audio, *traced), False),
             **dict.fromkeys((*_VALUES, *own, *(_DECODER_VALUES if estimator.has_decoder else ())), True),
         }
-        self._kinds: dict[Hashable, Hashable] = {}
         self._plain: OrderedDict[Hashable, Work] = OrderedDict()
         self._counted: OrderedDict[Hashable, tuple[int, int | None]] = OrderedDict()
         self._eager: Estimator | None = None
 
-    def take(self, batch: Mapping[str, Any], copies: Copies | None) -> tuple[Snapshot, list[Any]]:
-        """A snapshot, and the copies it waits for; hot path: no value of a device is read here."""
-        parts: list[tuple[str, Any]] = []
+    def take(self, batch: Mapping[str, Any], device: Device | None, copies: list[Any]) -> Snapshot:
+        """A snapshot. On the training thread: values on the device are added to `copies`, and not waited for."""
+        key: list[tuple[str, Any]] = []
         values: dict[str, Any] = {}
-        waiting: list[Any] = []
         for name, value in batch.items():
             by_value = self._counts_by.get(name)
             if by_value is None or value is None:
                 continue
             shape = getattr(value, "shape", None)
-            parts.append((name, shape))
+            key.append((name, shape))
             if not by_value and shape is not None:
                 continue
             if name == "position_ids" and batch.get("attention_mask") is not None:
                 continue  # with a mask, HF does not keep documents apart
             if name == "attention_mask" and shape is not None and len(shape) != 2:
                 continue
-            if is_tensor(value):
-                if value.is_cuda and copies is not None:
-                    value = copies.take(value)
-                    waiting.append(value)
-                elif value.device.type == "cpu":
-                    value = value.detach().clone()  # the loop may fill the same tensor anew
-            elif hasattr(value, "copy"):  # or the same array, or list
-                value = value.copy()
+            if device is not None and getattr(value, "is_cuda", False):
+                value = device.fetch(value)
+                copies.append(value)
+            else:
+                value = _copy(value)
             values[name] = value
-        key = tuple(parts)
-        kind = self._kinds.get(key)
-        if kind is None:
-            if len(self._kinds) > _KEPT:
-                self._kinds.clear()
-            kind = self._kinds[key] = _find_kind(key, batch)
-        return Snapshot(key, kind, values), waiting
+        return Snapshot(tuple(key), values)
+
+    def classify(self, batch: Mapping[str, Any]) -> Hashable:
+        """The workload class, which a measured factor holds for: the length's power of two, and what is beside text."""
+        ids = batch.get("input_ids")
+        if ids is None:
+            ids = batch.get("inputs_embeds")
+        shape = getattr(ids, "shape", None)
+        if shape is None and isinstance(ids, Sequence) and ids:
+            shape = (0, len(ids[0]))
+        found: list[Hashable] = [int(shape[1]).bit_length() if shape is not None and len(shape) > 1 else 0]
+        for name, value in batch.items():
+            if name in _CLASSES and value is not None:
+                found.append(_CLASSES[name])
+        return tuple(found)
 
     def count(self, snapshot: Snapshot) -> Work:
         """FLOPs and sizes of a snapshot whose copies have arrived."""
@@ -208,17 +175,13 @@ class Intake:
         return found
 
 
-def _find_kind(key: Iterable[tuple[str, Any]], batch: Mapping[str, Any]) -> Hashable:
-    """The workload class: the length's power of two, what is in it beside text, and how documents lie."""
-    shapes = dict(key)
-    shape: Sequence[int] = shapes.get("input_ids") or shapes.get("inputs_embeds") or ()
-    if not shape and isinstance(batch.get("input_ids"), Sequence):
-        shape = (0, len(batch["input_ids"][0]))
-    length = int(shape[1]).bit_length() if len(shape) > 1 else 0
-    marks = [name for name in _KINDS if name in shapes]
-    if any(name in shapes for name in _BOUNDS):
-        marks.append("packed")
-    return (length, *marks)
+def _copy(value: Any) -> Any:
+    """The value as it is now: the loop may fill the same tensor, array or list anew."""
+    if is_tensor(value):  # on a device that is not CUDA it is not read, and a note of the count says so
+        if not value.is_cpu:
+            return value
+        return value.detach().clone() if value.requires_grad else value.clone()
+    return value.copy() if hasattr(value, "copy") else value
 
 
 def bind_live(model: Any, device: str | None, dtype: str | None) -> Estimator:
@@ -246,12 +209,51 @@ def bind_eager(estimator: Estimator) -> Estimator:
     return estimator.change(convention="hardware", attention_kernel="eager")
 
 
-def name_arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a forward's positional arguments."""
-    import inspect
+class HostBatches:
+    """Batches of watched loaders, which are on the host when the model's own inputs no longer are."""
 
-    try:
-        found = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):
-        return ("input_ids",)
-    return tuple(each.name for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+    def __init__(self, say: Say) -> None:
+        self.latest: Mapping[str, Any] | None = None  # the model has not run on it yet
+        self._runs_ahead = False
+        self._say = say
+
+    def add(self, batch: Any) -> None:
+        if self.latest is not None and not self._runs_ahead:
+            self._runs_ahead = True
+            self._say(
+                "a watched loader gave a second batch before the model ran on the first: which one it runs on cannot "
+                "be known, so batches are read where the model gets them"
+            )
+        self.latest = batch if isinstance(batch, Mapping) and not self._runs_ahead else None
+
+    def take_alike(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The watched batch where the model was given that, and not a part of it; else what the model was given."""
+        watched, self.latest = self.latest, None
+        if watched is None:
+            return batch
+        shapes = [
+            (getattr(watched[name], "shape", None), getattr(batch[name], "shape", None))
+            for name in watched.keys() & batch.keys()
+        ]
+        return watched if all(ours == theirs for ours, theirs in shapes) else batch
+
+
+class Watched:
+    """A loader whose batches are seen while they are on the host."""
+
+    def __init__(self, loader: Iterable[Any], see: Callable[[Any], None]) -> None:
+        self._loader = loader
+        self._see_batch = see
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self._see_batch(batch)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_loader"], name)

@@ -1,4 +1,4 @@
-"""Entries of the hot path go in, in their order; metrics, records and sums for other ranks come out, off that path."""
+"""Entries of the training thread go in; metrics, records and sums for other ranks come out, off that thread."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flopcalc._version import __version__
 from flopcalc.errors import FlopcalcError
-from flopcalc.monitor.batch import Copies, Intake, Snapshot, Work, is_tensor
-from flopcalc.monitor.keys import CORE, SCHEMA
-from flopcalc.monitor.meter import Meter, Peak, Step, split_by_dataset
-from flopcalc.monitor.modes import Counts, Factor, Source
-from flopcalc.monitor.ranks import Gathered, Say, Side, combine, open_side
+from flopcalc.monitor.batch import Work
+from flopcalc.monitor.device import Device
+from flopcalc.monitor.keys import CORE, LOG_NAME, SCHEMA
+from flopcalc.monitor.messages import Messages
+from flopcalc.monitor.meter import Meter, Step, split_by_dataset
+from flopcalc.monitor.model import TrainedModel, count_batches
+from flopcalc.monitor.ranks import Gathered, Side, combine, open_side
 from flopcalc.monitor.settings import Settings
-from flopcalc.monitor.sinks import LOG_NAME, Outbox, make_sinks
+from flopcalc.monitor.sinks import Outbox, make_sinks
+from flopcalc.monitor.step import VALUES, DatasetMetrics, Entry, LostTime, SeenStep
+from flopcalc.monitor.values import is_tensor
 
-if TYPE_CHECKING:
-    from flopcalc.monitor.lane import Row, RunEntry
-
-VALUES = ("training/epoch", "training/loss", "training/grad_norm", "training/lr")  # that a loop gives
 GOODPUT_NAME = "goodput.json"
 _GOODPUT_S = 5.0  # the file is written no more often
 _LOCK_S = 1.0  # a caller waits no longer for the worker
@@ -39,102 +39,43 @@ _NO_BATCH = (
 )
 
 
-class StepEntry:
-    """One optimizer step; ready when the device has passed `end`."""
-
-    __slots__ = (
-        "data_ns", "dataset", "device_s", "end", "factor", "intake", "is_lost", "is_measured", "is_ready", "number",
-        "sizes", "snapshots", "start", "waiting", "wall_ns",
-    )  # fmt: skip
-
-    def __init__(self, number: int, wall_ns: int, data_ns: int, start: Any, end: Any) -> None:
-        self.number = number
-        self.wall_ns = wall_ns
-        self.data_ns = data_ns
-        self.start, self.end = start, end
-        self.snapshots: Sequence[Snapshot | None] = ()  # None: a pipeline stage that saw no text
-        self.sizes: Hashable = ()  # of a model without a formula: what a measurement holds for
-        self.waiting: Sequence[Any] = ()  # copies that arrive before `end`
-        self.dataset: str | Sequence[str] | None = None
-        self.factor: Factor | None = None  # measured ÷ analytic, as it was known when the step ended
-        self.intake: Intake | None = None  # of the model that was trained
-        self.is_measured = False
-        self.device_s = math.nan
-        self.is_ready = self.is_lost = False
-
-    @property
-    def kind(self) -> Hashable:
-        return find_kind(self.snapshots)
-
-
-class ReportEntry:
-    """A record is due, with values of which some may still be on their way from the device."""
-
-    __slots__ = ("at_ns", "device_s", "end", "is_lost", "is_ready", "skip", "start", "time", "values")
-
-    def __init__(self, values: dict[str, Any], skip: tuple[str, ...], end: Any, at_ns: int) -> None:
-        self.values = values
-        self.at_ns = at_ns
-        self.time = time.time()
-        self.skip = skip
-        self.start, self.end = None, end
-        self.device_s = math.nan
-        self.is_ready = self.is_lost = False
-
-
-class NoteEntry:
-    """Something to do when its turn comes."""
-
-    __slots__ = ("is_ready", "run")
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run = run
-        self.is_ready = True
-
-
-def find_kind(snapshots: Sequence[Snapshot | None]) -> Hashable:
-    """The workload class of a step: that of its first micro-batch."""
-    first = snapshots[0] if snapshots else None
-    return first.kind if first is not None else ()
-
-
 class Digester:
     """Everything that may take its time; `digest` is called by a worker, and by whoever asks for metrics."""
 
     def __init__(
-        self, settings: Settings, output_dir: str, log_file: str | None, say: Say, clock: Callable[[], int]
+        self, settings: Settings, output_dir: str, log_file: str | None, messages: Messages, clock: Callable[[], int]
     ) -> None:
         self.settings = settings
-        self.entries: deque[Any] = deque(maxlen=_MOST_ENTRIES)
+        self.entries: deque[Entry | LostTime | DatasetMetrics] = deque(maxlen=_MOST_ENTRIES)
         self.meter = Meter(settings)
+        self.model = TrainedModel(settings, self.meter, messages.say)
         self.metrics: dict[str, Any] = dict.fromkeys(CORE, math.nan)
-        self.intake: Intake | None = None
-        self.source: Source | None = None
-        self.copies: Copies | None = None
-        self.shared = 1  # ranks that work on one batch together
+        self.device: Device | None = None
         self.rank, self.world = 0, 1
         self.outbox: Outbox | None = None
         self.side: Side | None = None
         self._output_dir = output_dir
         self._log_file = log_file
-        self._say = say
+        self._messages = messages
+        self._say = messages.say
         self._clock = clock
         self._created = clock()
         self._lock = threading.Lock()
-        self._absolute: dict[Hashable, int] = {}
         self._goodput_at_s = -math.inf
-        self.lane: Any = None  # steps that were only noted; handed over here if their monitor is dropped
+        self._logged_before = 0  # the last step that an earlier run wrote into the same log
+        self.has_begun = False
 
     # --- Opening and closing ----------------------------------------------------------------------------------------
 
-    def open_log(self) -> int:
-        """Open the sinks; returns the last step that an earlier run wrote into the same log, 0 without one."""
+    def open_log(self) -> None:
         if self.outbox is not None or self.rank != 0:
-            return 0
-        path = self._log_file or os.path.join(self._output_dir, LOG_NAME)
-        logged = _read_last_step(path)
+            return
+        self._logged_before = _read_last_step(self._log_file or os.path.join(self._output_dir, LOG_NAME))
         self.outbox = Outbox(make_sinks(self.settings, self._output_dir, self._log_file), self._say)
-        return logged
+        self._messages.outbox = self.outbox
+
+    def open_source(self) -> None:
+        self.model.open_source(self.rank)
 
     def open_side(self) -> None:
         if self.world > 1:
@@ -143,11 +84,16 @@ class Digester:
             self.side = open_side(self._say, self.settings.side_timeout_s)
         self.meter.has_others = self.side is not None
 
-    def write_start(self) -> None:
-        """The log's first line: what the run is."""
+    def begin(self, number: int) -> None:
+        """The first step is over: all is known that the log's first line says."""
+        self.has_begun = True
+        self.model.settle_peak()
+        if 1 < number <= self._logged_before:  # resumed before the last logged step: those are done again
+            self.meter.redone_until = self._logged_before
         if self.outbox is None:
             return
-        estimator = self.intake.estimator if self.intake is not None else None
+        intake = self.model.intake
+        estimator = intake.estimator if intake is not None else None
         peak = self.meter.peak
         self.outbox.put({
             "type": "start", "schema": SCHEMA, "version": __version__, "time": time.time(),
@@ -165,8 +111,8 @@ class Digester:
         for number, sums in self.meter.take_intervals(is_end=True):
             side.post(number, sums)
         self._combine(side.close())
-        if self.meter.is_untold:
-            self._write_record(make_plain_report(self.meter.last_number, self._clock()))
+        if self.meter.is_unreported:
+            self._write_record(make_plain_record(self.meter.last_number, self._clock()))
 
     def finish_log(self, timeout_s: float) -> None:
         if self.outbox is None:
@@ -176,23 +122,6 @@ class Digester:
         self.outbox.put({"type": "end", "time": time.time(), "steps": self.meter.steps, "goodput": goodput})
         self.outbox.close(timeout_s)
 
-    def keep_absolute(self, sizes: Hashable) -> None:
-        """Without a formula, what was measured holds for steps of the same sizes, and for no others."""
-        found = self.source.absolute(()) if self.source is not None and self.intake is None else None
-        # A measurement that failed leaves the one before.
-        if found is not None and sizes and (not self._absolute or found != next(reversed(self._absolute.values()))):
-            self._absolute[sizes] = found
-
-    def forget_model(self) -> None:
-        self.close_source()
-        self.source = self.intake = None
-        self.meter.peak = Peak()
-        self._absolute.clear()
-
-    def close_source(self) -> None:
-        if self.source is not None:
-            self.source.close()
-
     # --- Entries ----------------------------------------------------------------------------------------------------
 
     def digest(self) -> None:
@@ -201,7 +130,7 @@ class Digester:
             return  # the worker is at it, and slow
         try:
             while self.entries and self.entries[0].is_ready:
-                self._try(self._digest_one, self.entries.popleft())
+                self._try(self.entries.popleft())
             self._exchange()
             problems, self.meter.problems = self.meter.problems, {}
         finally:
@@ -209,78 +138,68 @@ class Digester:
         for once, problem in problems.items():
             self._say(problem, once)
 
-    def _try(self, digest: Callable[..., None], *given: Any) -> None:
+    def _try(self, entry: Any) -> None:
         """One entry that cannot be digested is said once, and takes no other with it."""
-        try:
-            digest(*given)
-        except Exception as error:
-            self._say(f"a step could not be digested: {type(error).__name__}: {error}", "fail digest")
+        for digest in (self._add, self._report):
+            try:
+                digest(entry)
+            except Exception as error:
+                self._say(f"a step could not be digested: {type(error).__name__}: {error}", "fail digest")
 
-    def _digest_one(self, entry: Any) -> None:
-        if isinstance(entry, NoteEntry):
-            entry.run()
-        elif isinstance(entry, StepEntry):
+    def _add(self, entry: Any) -> None:
+        if isinstance(entry, SeenStep):
             self.meter.add(self._make_step(entry))
-        elif isinstance(entry, ReportEntry):
+        elif isinstance(entry, LostTime):
+            self.meter.lose(entry.cause, entry.seconds)
+        elif isinstance(entry, DatasetMetrics):
+            self.meter.add_datasets(entry.values)
+
+    def _report(self, entry: Any) -> None:
+        if not isinstance(entry, Entry):
+            return
+        if entry.values is not None:
             self._write_record(entry)
-        else:
-            self._digest_run(entry)
+        if self.device is not None and not entry.is_lost:
+            self.device.give_back(entry.copies)
 
-    def _digest_run(self, entry: RunEntry) -> None:
-        """Steps that are alike are counted once."""
-        alike: dict[int, Step] = {}
-        for row, report in entry.list_reports(self.copies):
-            self._try(self._add_alike, entry, row, alike)
-            self._try(self._write_record, report)
-
-    def _add_alike(self, entry: RunEntry, row: Row, alike: dict[int, Step]) -> None:
-        step = alike.get(row.calls)
-        if step is None:
-            step = alike[row.calls] = self._make_step(entry.make_step(row.calls))
-        wall_s, data_s = _find_times(row.now_ns - row.boundary_ns, row.begun_ns - row.boundary_ns)
-        self.meter.add(step._replace(number=row.number, wall_s=wall_s, data_s=data_s))
-
-    def _write_record(self, entry: ReportEntry) -> None:
-        values = {
-            key: value if type(value) is float else self._arrive(value, entry.is_lost)
-            for key, value in entry.values.items()
+    def _write_record(self, entry: Entry) -> None:
+        given = entry.values if entry.values is not None else ()
+        values = {"global_step": entry.number} | {
+            key: self._read(value, entry.is_lost) for key, value in zip(VALUES, given, strict=True)
         }
-        gauge = self.source.gauge() if self.source is not None and self.meter.is_detail_due() else {}
-        record = self.meter.report(values, (entry.at_ns - self._created) / 1e9, gauge)
+        source = self.model.source
+        gauge = source.gauge() if source is not None and self.meter.is_detail_due() else {}
+        record = self.meter.report(values, (entry.ended_ns - self._created) / 1e9, gauge)
         self.metrics.update(record)
         if self.outbox is not None:
-            self.outbox.put({"type": "step", "time": entry.time, **record}, skip=entry.skip)
+            skip = ("wandb",) if entry.skip_wandb else ()
+            self.outbox.put({"type": "step", "time": entry.time_s, **record}, skip=skip)
         if "goodput/share" in record and self._elapsed_s() - self._goodput_at_s >= _GOODPUT_S:
             self._write_goodput()
 
-    def _arrive(self, value: Any, is_lost: bool) -> float:
-        """A value that the loop gave, or the copy of it that has arrived from the device; NaN where it is no number."""
+    def _read(self, value: Any, is_lost: bool) -> float:
+        """A number that the loop gave, or the copy of it that has arrived from the device; NaN where it is none."""
+        if type(value) is float:
+            return value
         if value is None or (is_lost and is_tensor(value)):
             return math.nan
-        if type(value) is float or type(value) is int:
-            return value
         try:
-            found = float(value)
+            return float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             self._say(f"a value given for the record is no number, and left out: {value!r:.60}: {error}", "value type")
             return math.nan
-        if is_tensor(value) and self.copies is not None and value.is_pinned():
-            self.copies.give_back(value)
-        return found
 
-    def _make_step(self, entry: StepEntry) -> Step:
-        works = self._count_entry(entry)
-        if self.copies is not None and not entry.is_lost:
-            for held in entry.waiting:
-                self.copies.give_back(held)
-        wall_s, data_s = _find_times(entry.wall_ns, entry.data_ns)
+    def _make_step(self, entry: SeenStep) -> Step:
+        works = self._count(entry)
+        wall_s = entry.wall_ns / 1e9
+        data_s = min(max(0, entry.data_ns), max(0, entry.wall_ns)) / 1e9  # a part of it
         step = Step(entry.number, wall_s, data_s, entry.device_s, measured=entry.is_measured)
         factor = entry.factor
         if factor is not None:
             model_factor = factor.value if factor.is_of_model else 1.0
             step = step._replace(factor=factor.value, model_factor=model_factor, source=factor.source)
         if works is None:
-            absolute = self._absolute.get(entry.sizes) if entry.intake is None else None
+            absolute = self.model.find_absolute(entry.sizes) if entry.intake is None else None
             if absolute is None:
                 return step._replace(factor=1.0, model_factor=1.0, source="none")
             self.meter.convention = "full"  # what runs, as counters see it
@@ -316,18 +235,18 @@ class Digester:
 
     def _share(self, values: Iterable[float]) -> float:
         """This rank's part of what several ranks work on together; exact while nobody shares it."""
-        total = sum(values)
-        return total if self.shared == 1 else total / self.shared
+        total, ranks = sum(values), self.model.shared
+        return total if ranks == 1 else total / ranks
 
-    def _count_entry(self, entry: StepEntry) -> list[Work] | None:
+    def _count(self, entry: SeenStep) -> list[Work] | None:
         """FLOPs of each micro-batch; None where they cannot be known, and a warning says why."""
-        if entry.intake is None or (entry.is_lost and entry.waiting):
+        if entry.intake is None or (entry.is_lost and entry.copies):
             return None
-        if not entry.snapshots:
+        if not entry.batches or not entry.is_whole:
             self._say(_NO_BATCH, "no batch")
             return None
         try:
-            works = _count(entry.intake, entry.snapshots)
+            works = count_batches(entry.intake, entry.batches)
         except FlopcalcError as error:
             reason = f"its batch cannot be counted, so its MFU is not known: {error}"
             self._say(f"step {entry.number}: {reason}", _without_digits(reason))
@@ -336,21 +255,6 @@ class Digester:
             for note in work.notes:
                 self._say(note, _without_digits(note))
         return works
-
-    def count_measured(self, snapshots: Sequence[Snapshot | None]) -> Counts | None:
-        """What the measured step should have counted, in the ways that counters count."""
-        if self.intake is None:
-            return None
-        try:
-            works = _count(self.intake, snapshots)
-            eager = [self.intake.count_eager(work) for work in works]
-        except FlopcalcError as error:
-            self._say(f"the measured batch cannot be counted: {error}", "no work")
-            return None
-        if not works:
-            return None
-        hardware = [work.hardware_flops for work in works]
-        return Counts(sum(work.model_flops for work in works), sum(eager), _sum_known(hardware))
 
     # --- Other ranks ------------------------------------------------------------------------------------------------
 
@@ -399,23 +303,12 @@ class Digester:
             self._say(f"goodput cannot be written to {path}: {error}", "goodput file")
 
 
-def make_plain_report(step: int, at_ns: int) -> ReportEntry:
+def make_plain_record(step: int, ended_ns: int) -> Entry:
     """A record without a loop's own values."""
-    return ReportEntry({"global_step": step, **dict.fromkeys(VALUES, math.nan)}, (), None, at_ns)
-
-
-def _find_times(wall_ns: int, data_ns: int) -> tuple[float, float]:
-    """Seconds of a step, and of its wait for data, which is a part of them."""
-    return wall_ns / 1e9, min(max(0, data_ns), max(0, wall_ns)) / 1e9
-
-
-def _count(intake: Intake, snapshots: Sequence[Snapshot | None]) -> list[Work]:
-    return [intake.count(each) for each in snapshots if each is not None]
-
-
-def _sum_known(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+    entry = Entry()
+    entry.number, entry.values = step, (None,) * len(VALUES)
+    entry.ended_ns, entry.time_s, entry.is_ready = ended_ns, time.time(), True
+    return entry
 
 
 def _without_digits(text: str) -> str:

@@ -37,8 +37,9 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
         self._set_phase(args, state, is_first=True)
 
     @guarded
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if self._is_live and self.monitor is not None:
+    def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        # The first forward pass begins the step; the threads of DataParallel would begin one each.
+        if args.n_gpu > 1 and self._is_live and self.monitor is not None:
             self.monitor.begin_step()
 
     @guarded
@@ -95,7 +96,7 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
 
     def _set_phase(self, args: TrainingArguments, state: TrainerState, is_first: bool = False) -> None:
         """Only at the start and where the warm-up ends: what a user sets in between stays."""
-        if not self._is_live or self.monitor is None or not self.monitor.settings.phase_frequencies:
+        if self.monitor is None or not self._is_live or not self.monitor.settings.phase_frequencies:
             return
         warmup_steps = args.get_warmup_steps(state.max_steps)
         if is_first and state.global_step < warmup_steps:

@@ -1,4 +1,4 @@
-"""A record's metric names: which are core, which detail, and what other projects call them."""
+"""The log's name, and the names of a record's metrics: which are core, which detail, what other projects call them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from flopcalc.errors import ConfigError, format_nearest
 
+LOG_NAME = "flopcalc.jsonl"
 SCHEMA = 1  # of the JSONL log, in its start lines
 # In every record, NaN where not known.
 CORE = (

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, format_value
-from flopcalc.monitor.keys import DATASET_PREFIX, LOST_PREFIX, LOST_SUFFIX, SCHEMA
-from flopcalc.monitor.sinks import LOG_NAME
+from flopcalc.monitor.keys import DATASET_PREFIX, LOG_NAME, LOST_PREFIX, LOST_SUFFIX, SCHEMA
 
 Record = dict[str, Any]
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -12,7 +12,7 @@ from flopcalc.monitor.ranks import Combined, Sums
 from flopcalc.monitor.settings import Settings
 
 CAUSES = ("start", "data", "eval", "checkpoint", "stall", "measure", "redone", "other")
-_RECENT = 64  # steps whose median a stall is told by
+_RECENT = 64  # steps whose median a stall is compared with
 
 
 class Peak(NamedTuple):
@@ -154,7 +154,7 @@ class Meter:
         self.scope = "this process"
         self.has_others = False  # ranks to send sums to
         self.combined: Combined | None = None  # of all ranks, once they have answered
-        self.is_untold = False  # no record has said so yet
+        self.is_unreported = False  # no record holds them yet
         self.problems: dict[str, str] = {}  # for the monitor to say; key: what it is said once for
 
     def add(self, step: Step) -> None:
@@ -236,7 +236,7 @@ class Meter:
 
     def take_combined(self, found: Combined) -> None:
         """What all ranks did in one interval, scaled by this rank's measured factor."""
-        self.is_untold = True
+        self.is_unreported = True
         last = self._last
         if last is not None:
             found = found._replace(
@@ -250,7 +250,7 @@ class Meter:
     ) -> dict[str, Any]:
         """A record: rates since the last report, the values given, and what is due of details and datasets."""
         window, self._window = self._window, Window()
-        self.is_untold = False
+        self.is_unreported = False
         found = self._mean(window)
         record = {**values, **_list_rates(found), **self._context(found)}
         if self.is_detail_due():

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flopcalc.monitor.instruments import Copy, Counters, NotMeasured, Profiler, find_torch_device, is_profiled
 
 if TYPE_CHECKING:
-    from flopcalc.monitor.ranks import Say
+    from flopcalc.monitor.messages import Say
     from flopcalc.monitor.settings import Settings
 
 # Measured ÷ analytic outside of these is a flaw of the measurement; tiny shapes do execute 1.4 times what they need.
 LOWEST, HIGHEST = 0.5, 2.5
-MOVED = 0.02  # a factor that moved by more is told
+MOVED = 0.02  # a factor that moved by more is said
 _MOST_KINDS = 16  # workload classes that are measured
 
 
@@ -41,6 +41,9 @@ class Factor(NamedTuple):
     is_of_model: bool = True  # False: of what kernels execute, blocks and padding included; not of what the model needs
 
 
+_ESTIMATE = Factor(1.0, "estimate")
+
+
 # --- Sources ----------------------------------------------------------------------------------------------------------
 
 
@@ -48,6 +51,7 @@ class Source:
     """Where a run's factor comes from; this one measures nothing."""
 
     name = "estimate"
+    measures = False  # whether wants() is to be asked
 
     def __init__(self, settings: Settings, model: Any, say: Say) -> None:
         self.settings = settings
@@ -60,10 +64,6 @@ class Source:
         """Whether this step is to be measured; on the hot path."""
         return False
 
-    def period(self, kind: Hashable, frequency: int) -> int | None:  # noqa: ARG002
-        """Every how many steps one of this kind is wanted; 0: never; None: the next one may be."""
-        return 0
-
     def start(self) -> None:
         """A step that was wanted begins."""
 
@@ -75,7 +75,7 @@ class Source:
 
     def factor(self, kind: Hashable) -> Factor:  # noqa: ARG002
         """For steps of this workload class."""
-        return Factor(1.0, self.name)
+        return _ESTIMATE
 
     def absolute(self, kind: Hashable) -> int | None:
         """FLOPs of a step of this workload class as last measured: what stands in where there is no analytic count."""
@@ -95,6 +95,8 @@ EstimateSource = Source
 class _Measuring(Source):
     """What the measuring sources share: when a step is due, and what is believed."""
 
+    measures = True
+
     def __init__(self, settings: Settings, model: Any, say: Say) -> None:
         super().__init__(settings, model, say)
         self._measured_at: dict[Hashable, int] = {}  # workload class -> step
@@ -111,15 +113,6 @@ class _Measuring(Source):
     def _is_due(self, step: int, last: int | None, every: int) -> bool:
         """The first step, then the first one at or past each multiple."""
         return last is None or step // every != last // every
-
-    def period(self, kind: Hashable, frequency: int) -> int | None:
-        if self._is_off:
-            return 0
-        return frequency if self._key(kind) in self._measured_at else None
-
-    def _key(self, kind: Hashable) -> Hashable:  # noqa: ARG002
-        """What a measurement holds for: any step, unless a source tells kinds apart."""
-        return None
 
     def _turn_off(self, reason: str) -> None:
         """Nothing can measure here: the estimate it is, from now on."""
@@ -296,12 +289,6 @@ class SmartSource(_WithCounters):
         if not settings.calibration_enabled:
             self._is_off = True
             self._why = "smart_mode.calibration_enabled is false"
-
-    def _key(self, kind: Hashable) -> Hashable:
-        return kind
-
-    def period(self, kind: Hashable, frequency: int) -> int | None:
-        return super().period(kind, self.settings.recalibration_frequency or frequency)
 
     def factor(self, kind: Hashable) -> Factor:
         return self._factors.get(kind) or self._estimate()  # another class's factor says nothing of this one

@@ -11,8 +11,8 @@ from flopcalc.core.estimate import utilization
 from flopcalc.core.model.live import strip
 from flopcalc.errors import FlopcalcError
 from flopcalc.hardware.devices import detect_device, find_device, parse_dtype
+from flopcalc.monitor.messages import Say
 from flopcalc.monitor.meter import Peak
-from flopcalc.monitor.ranks import Say
 from flopcalc.monitor.settings import Settings
 
 # What the command line calls so is a key here.

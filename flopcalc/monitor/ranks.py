@@ -25,6 +25,8 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
+from flopcalc.monitor.messages import Say
+
 _KEY = "flopcalc/side"  # in the default group's store: where rank 0 listens
 _TAKEN = b"k"  # the answer to a line that was read and kept
 _LINE_BYTES = 65_536  # no line of ours is that long
@@ -33,12 +35,6 @@ _KEPT_LINKS, _MOST_LINKS = 128, 256  # of more ranks than that each connects ane
 _ANSWER_S = 5.0  # for a connection or an answer, before another try
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0  # between tries
 _CLOSE_S = 2.0
-
-
-class Say(Protocol):
-    """Warns the user, once per `once`."""
-
-    def __call__(self, message: str, once: str | None = None) -> None: ...
 
 
 class Store(Protocol):

@@ -31,7 +31,7 @@ DEFAULT_FREQ: int = _DefaultFreq(500)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a monitor was told; every field is checked, whoever builds it."""
+    """How a monitor works; every field is checked, whoever builds it."""
 
     mode: str = "smart"
     flops_profile_freq: int = DEFAULT_FREQ

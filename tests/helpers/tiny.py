@@ -95,11 +95,9 @@ def pad_pictures(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return batch
 
 
-def list_hung(model: Any) -> list[Any]:
-    """What hangs on a model itself: hooks, and what stands around its call."""
-    around = vars(model).get("_compiled_call_impl")
-    hooks = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
-    return hooks if around is None else [around, *hooks]
+def list_hooks(model: Any) -> list[Any]:
+    """What hangs on a model itself."""
+    return [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
 
 
 class Witness:

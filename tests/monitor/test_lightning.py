@@ -21,7 +21,7 @@ from tiny import (
     CONFIG,
     Recorder,
     Witness,
-    list_hung,
+    list_hooks,
     make_llama,
     make_pictures,
     make_qwen2_vl,
@@ -161,7 +161,7 @@ def test_flops_of_every_step_are_those_of_its_batches_and_training_is_unchanged(
     assert [line["global_step"] for line in steps] == list(range(1, len(micro) + 1))
     assert [line["perf/model_flops"] for line in steps] == witness.count_flops(micro)
     assert [line["training/lr"] for line in steps] == [0.05] * len(micro)
-    assert len(list_hung(module.model)) == 1  # the witness's own
+    assert len(list_hooks(module.model)) == 1  # the witness's own
 
 
 def test_loss_is_the_mean_of_the_steps_micro_batches(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_fit_may_be_called_twice(tmp_path: Path) -> None:
     trainer.fit(module, make_loader())
     assert callback.monitor is not first
     assert [line["global_step"] for line in read_log(tmp_path / "flopcalc.jsonl")] == [1, 2, 3]
-    assert list_hung(module.model) == []
+    assert list_hooks(module.model) == []
 
 
 class Trap(Exception):
@@ -403,7 +403,7 @@ def test_an_error_in_training_stays_what_it_is_and_ends_the_log(tmp_path: Path) 
         trainer.fit(module, make_loader())
     assert [line["global_step"] for line in read_log(tmp_path / "flopcalc.jsonl")] == [1]
     assert len(read_log(tmp_path / "flopcalc.jsonl", "end")) == 1
-    assert list_hung(module.model) == []
+    assert list_hooks(module.model) == []
     assert "save_checkpoint" not in vars(trainer)
 
 

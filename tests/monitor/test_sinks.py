@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flopcalc.monitor import sinks
 from flopcalc.monitor.settings import Settings
 from flopcalc.monitor.sinks import JsonlSink, Outbox, Record, Say, Sink, make_sinks
+from flopcalc.monitor.sinks.outbox import ATTEMPTS, LONG_QUEUE
 
 Json = dict[str, Any]
 NAN = math.nan
@@ -229,7 +229,7 @@ def test_full_disk_keeps_the_records_until_there_is_room(tmp_path: Path, monkeyp
     records = [{"n": n} for n in range(50)]
     for record in records:
         outbox.put(record)
-    wait_until(lambda: disk.calls > 5 + sinks.ATTEMPTS)  # more attempts than another sink's record gets
+    wait_until(lambda: disk.calls > 5 + ATTEMPTS)  # more attempts than another sink's record gets
     assert not outbox.flush(timeout_s=0.01)
     assert path.stat().st_size == 100
     disk.room = 1 << 20
@@ -603,14 +603,14 @@ def test_every_sink_gets_every_record_in_order() -> None:
 def test_a_record_wakes_nobody_but_a_long_queue_does() -> None:
     sink = Collect()
     outbox = Outbox([sink], refuse, poll_s=3600)
-    for n in range(sinks.LONG_QUEUE - 1):
+    for n in range(LONG_QUEUE - 1):
         outbox.put({"n": n})
     assert sink.records == []
     outbox.put({"n": -1})
-    wait_until(lambda: len(sink.records) == sinks.LONG_QUEUE)
+    wait_until(lambda: len(sink.records) == LONG_QUEUE)
     outbox.put({"n": -2})
     assert outbox.flush(60)
-    assert len(sink.records) == sinks.LONG_QUEUE + 1
+    assert len(sink.records) == LONG_QUEUE + 1
     assert outbox.close(60)
 
 
@@ -636,9 +636,7 @@ class Failing:
             raise self.error
 
 
-@pytest.mark.parametrize(
-    ("times", "lost"), [(1, 0), (sinks.ATTEMPTS - 1, 0), (sinks.ATTEMPTS, 1), (3 * sinks.ATTEMPTS + 1, 3)]
-)
+@pytest.mark.parametrize(("times", "lost"), [(1, 0), (ATTEMPTS - 1, 0), (ATTEMPTS, 1), (3 * ATTEMPTS + 1, 3)])
 @pytest.mark.parametrize("error", [ConnectionError("down"), SystemExit("down")])
 def test_sink_that_fails_for_a_while(times: int, lost: int, error: BaseException) -> None:
     said: list[str] = []
@@ -817,8 +815,8 @@ def test_say_may_raise_and_may_put() -> None:
 def test_signal_handler_inside_put() -> None:
     sink = Collect()
     outbox = quick(sink, say=refuse)
-    (lane,) = outbox._lanes
-    with lane._lock:  # a handler runs in the thread that it interrupts
+    (queue,) = outbox._queues
+    with queue._lock:  # a handler runs in the thread that it interrupts
         outbox.put({"n": 1})
         assert outbox.flush(60)
     assert sink.records == [{"n": 1}]

@@ -1,0 +1,107 @@
+"""What a monitor sees of a training: hooks and the loop's calls fill in a step, which goes to the digest as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from flopcalc.monitor.batch import Intake, Snapshot
+    from flopcalc.monitor.modes import Factor
+    from flopcalc.monitor.training import TrainingMonitor
+
+VALUES = ("training/epoch", "training/loss", "training/grad_norm", "training/lr")  # that a loop gives
+
+
+class Entry:
+    """A record that is due. It is ready once the device has passed `end`: then `copies` have arrived."""
+
+    # One is made in every step: what most of them do not set stays with the class.
+    number: int = -1  # -1: not known yet
+    values: Sequence[Any] | None = None  # in the order of VALUES; None: no record is due
+    skip_wandb: bool = False
+    ended_ns: int = 0  # on the monitor's clock
+    time_s: float = 0.0  # since the epoch
+    start: Any = None  # marks on the device; None where there is none
+    end: Any = None
+    device_s: float = math.nan  # between the two
+    is_ready: bool = False
+    is_lost: bool = False  # the device never got to `end`
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []  # host buffers that the device writes into
+
+
+class SeenStep(Entry):
+    """One optimizer step, from its first forward pass to its record."""
+
+    wall_ns: int = 0
+    open_passes: int = 0  # forward passes that began and have not ended
+    is_whole: bool = True  # every batch could be read
+    is_given: bool = False  # the loop gave the batches: forward passes are not read
+    dataset: str | Sequence[str] | None = None
+    kind: Hashable | None = None  # the workload class; None: not asked for
+    is_measured: bool = False
+    factor: Factor | None = None  # measured ÷ analytic, as it was known when the step ended; None: nothing measures
+    intake: Intake | None = None  # of the model that was trained
+
+    def __init__(self, data_ns: int) -> None:
+        self.data_ns = data_ns  # of its time, before the first forward pass
+        self.copies: list[Any] = []
+        self.batches: list[Snapshot | None] = []  # None: a pipeline stage that saw no text
+        self.live_batches: list[Mapping[str, Any]] = []  # only of a step that is measured
+
+    @property
+    def sizes(self) -> Hashable:
+        """Of all its batches; empty where one is not known. What was measured without a formula holds for these."""
+        found = tuple(each.key if each is not None else () for each in self.batches)
+        return found if self.is_whole and all(found) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class LostTime:
+    """Time that went into no step."""
+
+    cause: str
+    seconds: float
+    is_ready: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetMetrics:
+    """What the loop knows of its datasets."""
+
+    values: Mapping[str, Mapping[str, float]]
+    is_ready: ClassVar[bool] = True
+
+
+class StepContext:
+    """`with monitor.step(batch) as step:` — one optimizer step; `step.log(loss=…)` adds values to its record."""
+
+    def __init__(self, monitor: TrainingMonitor, batch: Any, dataset: Any) -> None:
+        self._monitor = monitor
+        self._batch = batch
+        self._dataset = dataset
+
+    def log(
+        self,
+        *,
+        loss: Any = None,
+        grad_norm: Any = None,
+        learning_rate: Any = None,
+        epoch: Any = None,
+        step: int | None = None,
+        skip_wandb: bool = False,
+    ) -> None:
+        """Values for this step's record; tensors may be on the device."""
+        self._monitor._fill(step, (epoch, loss, grad_norm, learning_rate), skip_wandb)
+
+    def __enter__(self) -> StepContext:
+        batch, self._batch = self._batch, None
+        self._monitor._enter(batch, self._dataset)
+        return self
+
+    def __exit__(self, kind: Any, _error: Any, _trace: Any) -> None:
+        self._monitor._leave(kind is not None)

@@ -1,0 +1,322 @@
+"""Values that lie on a device: copied behind its own work, read when it has come so far, and never waited for."""
+
+from __future__ import annotations
+
+import gc
+import math
+import types
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop import Clock
+from tiny import CONFIG, read_log
+
+from flopcalc import bind, estimate_flops
+from flopcalc.monitor import TrainingMonitor, training
+from flopcalc.monitor.device import Device
+
+PRESET = "llama-3.1-8b"
+
+
+class Gpu:
+    """A stream whose work is done when the test says so, and the part of torch that reaches it."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], None]] = []
+        self.is_capturing = False
+        self.now_ms = 0.0  # the device's own clock
+        self.copies = self.marks = self.buffers = self.questions = 0
+        self.cuda = types.SimpleNamespace(
+            is_current_stream_capturing=lambda: self.is_capturing,
+            current_stream=lambda: self,
+            Event=lambda enable_timing: Event(self, enable_timing),
+            synchronize=self.run,
+        )
+        self.inference_mode = torch.inference_mode
+
+    def empty(self, size: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        self.buffers += 1
+        made = torch.full((size,), 77).to(dtype).as_subclass(Pinned)  # nobody may read this
+        made.gpu = self
+        return made
+
+    def query(self) -> bool:
+        assert not self.is_capturing
+        self.questions += 1
+        return not self.queue
+
+    def run(self, count: int | None = None) -> None:
+        """The device does what is queued, or so much of it."""
+        for _ in range(len(self.queue) if count is None else count):
+            self.queue.pop(0)()
+
+
+class Event:
+    """As torch.cuda.Event."""
+
+    def __init__(self, gpu: Gpu, enable_timing: bool) -> None:
+        assert enable_timing
+        self._gpu = gpu
+        self.at_ms: float | None = None
+
+    def record(self, stream: Gpu) -> None:
+        assert stream is self._gpu
+        assert not stream.is_capturing
+        stream.marks += 1
+        self.at_ms = None
+
+        def pass_by() -> None:
+            self.at_ms = stream.now_ms
+
+        stream.queue.append(pass_by)
+
+    def query(self) -> bool:
+        assert not self._gpu.is_capturing
+        self._gpu.questions += 1
+        return self.at_ms is not None
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.at_ms is not None
+        assert end.at_ms is not None
+        return end.at_ms - self.at_ms
+
+
+class Pinned(torch.Tensor):
+    """A host buffer that the device writes into later."""
+
+    gpu: Gpu
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Pinned:  # type: ignore[override]
+        assert non_blocking
+        assert not self.gpu.is_capturing
+        self.gpu.copies += 1
+        value = source.as_subclass(torch.Tensor).clone()  # later writes of the loop are queued behind it
+
+        def arrive() -> None:
+            torch.Tensor.copy_(self.as_subclass(torch.Tensor), value)
+
+        self.gpu.queue.append(arrive)
+        return self
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of the device: whoever reads it waits."""
+
+    is_cuda, is_cpu = True, False
+
+    def _wait(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("this waits for the device")
+
+    item = tolist = cpu = numpy = to = __float__ = __int__ = __bool__ = _wait  # type: ignore[assignment]
+
+
+class Echo(torch.nn.Module):
+    """Stands for a model; what is counted is a preset."""
+
+    def forward(self, **kwargs: Any) -> Any:
+        return kwargs
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(training, "find_device", lambda: Device(gpu))
+    return gpu
+
+
+def put(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value).as_subclass(OnDevice)
+
+
+def make_batch(*lengths: int, seq: int = 16) -> dict[str, torch.Tensor]:
+    mask = (torch.arange(seq) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": put(torch.ones_like(mask)), "attention_mask": put(mask)}
+
+
+def count(*lengths: int) -> int:
+    return int(estimate_flops(PRESET, lengths=list(lengths)).total)
+
+
+def watch(folder: Path, **changes: Any) -> tuple[TrainingMonitor, Echo]:
+    module = Echo()
+    monitor = TrainingMonitor(folder, {"monitoring": {**CONFIG["monitoring"], **changes}}, model=bind(PRESET))
+    monitor.attach(module)
+    return monitor, module
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    return read_log(folder / "flopcalc.jsonl")
+
+
+def test_masks_and_losses_arrive_when_the_device_has_come_so_far(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+    monitor, module = watch(tmp_path)
+    for number, lengths in enumerate([(16, 5), (3, 9)], 1):
+        module(**make_batch(*lengths))
+        clock.tick(1)
+        monitor.log_step(number, 0, put(number / 4), None, 0.1)
+    assert math.isnan(monitor.metrics()["global_step"])  # asked, and not waited for
+    gpu.run(4)  # the first step: its mark, its mask, its loss, and its end
+    found = monitor.metrics()
+    assert (found["global_step"], found["training/loss"], found["perf/model_flops"]) == (1, 0.25, count(16, 5))
+    gpu.run()
+    found = monitor.metrics()
+    assert (found["global_step"], found["training/loss"], found["perf/model_flops"]) == (2, 0.5, count(3, 9))
+    monitor.close()
+    assert [record["perf/tokens_per_second"] for record in read_steps(tmp_path)] == [21, 12]
+
+
+def test_an_idle_device_is_done_with_steps_that_were_not_marked(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+    monitor, module = watch(tmp_path)
+    for number in range(1, 5):
+        module(**make_batch(number))
+        clock.tick(0.1)
+        monitor.log_step(number, 0, 0.5, None, 0.1)
+        gpu.run()  # as a loop that reads its loss
+        assert monitor.metrics()["perf/model_flops"] == count(number)
+    assert gpu.marks == 2  # around the first step; the others are within two seconds of it
+    monitor.close()
+
+
+def test_a_step_costs_two_copies_and_every_two_seconds_two_marks(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+    monitor, module = watch(tmp_path, detail_every=20)
+    for number in range(1, 41):
+        before = (gpu.copies, gpu.questions)
+        module(**make_batch(7, seq=8 + number % 8))  # padded to another length each time
+        gpu.now_ms += 30
+        clock.tick(0.25)
+        monitor.log_step(number, 0, put(1.0), None, 0.1)
+        assert gpu.copies - before[0] == 2
+        assert gpu.questions - before[1] <= 3
+        if number % 4 == 0:
+            gpu.run()
+            monitor._digester.digest()  # as the worker does
+    assert gpu.marks == 2 * 40 / 8
+    assert gpu.buffers <= 2 * 20  # of five seconds
+    monitor.close()
+    records = read_steps(tmp_path)
+    assert [record["perf/model_flops"] for record in records if "perf/model_flops" in record] == [count(7)] * 2
+    assert [record["training/loss"] for record in records] == [1.0] * 40
+
+
+def test_quick_steps_are_marked_by_their_number(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+    monitor, module = watch(tmp_path)
+    for number in range(1, 97):
+        module(**make_batch(16))
+        clock.tick(0.001)
+        monitor.log_step(number, 0, 0.5, None, 0.1)
+    assert gpu.marks == 2 * 96 / 32
+    gpu.run()
+    monitor.close()
+
+
+def test_device_time_is_of_the_steps_that_were_marked(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+    monitor, module = watch(tmp_path)
+    for number, device_ms in enumerate([250, 999, 500], 1):
+        module(**make_batch(16))
+        gpu.run()
+        gpu.now_ms += device_ms
+        clock.tick(0.5)
+        monitor.log_step(number, 0, 0.5, None, 0.1)
+        gpu.run()
+        clock.tick(1 if number == 2 else 0)
+    monitor.close()
+    found = [(each["perf/device_step_time"], each["perf/device_mfu"]) for each in read_steps(tmp_path)]
+    peak = CONFIG["monitoring"]["peak_flops_per_s"]
+    assert found == [(0.25, count(16) / (0.25 * peak)), (None, None), (0.5, count(16) / (0.5 * peak))]
+
+
+def test_what_the_loop_overwrites_is_what_it_was(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+    monitor, module = watch(tmp_path)
+    batch, loss = make_batch(16), put(0.0)
+    for number in range(1, 5):
+        batch["attention_mask"].copy_(torch.arange(16) < number)
+        loss.fill_(number)
+        module(**batch)
+        clock.tick(1)
+        monitor.log_step(number, 0, loss, None, 0.1)
+    batch["attention_mask"].zero_()
+    loss.zero_()
+    gpu.run()
+    monitor.close()
+    found = [(record["training/loss"], record["perf/model_flops"]) for record in read_steps(tmp_path)]
+    assert found == [(number, count(number)) for number in range(1, 5)]
+
+
+def test_a_graph_that_is_captured_is_left_alone(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+    monitor, module = watch(tmp_path)
+    for number in range(1, 4):
+        module(**make_batch(16))
+        if number == 2:
+            gpu.is_capturing = True
+            module(**make_batch(5))
+            monitor.metrics()
+            gpu.is_capturing = False
+        clock.tick(1)
+        gpu.run()
+        gpu.is_capturing = number == 3
+        with pytest.warns(RuntimeWarning, match="a value on cpu is not read") if number == 3 else nullcontext():
+            monitor.log_step(number, 0, put(0.5), None, 0.1)
+        gpu.is_capturing = False
+    gpu.run()
+    monitor.close()
+    found = [(record["training/loss"], record["perf/model_flops"]) for record in read_steps(tmp_path)]
+    assert found == [(0.5, count(16)), (0.5, count(16)), (None, count(16))]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_device_that_hangs_is_given_up(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_CLOSE_S", 0.05)
+    monitor, module = watch(tmp_path)
+    for number in (1, 2):
+        module(**make_batch(16))
+        clock.tick(1)
+        monitor.log_step(number, 0, put(0.5), None, 0.1)
+    monitor.close()
+    for record in read_steps(tmp_path):
+        assert record["training/loss"] is record["perf/model_flops"] is record["perf/device_step_time"] is None
+        assert record["perf/step_time"] == 1
+
+
+def test_late_values_wait_for_the_next_mark(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+    monitor, module = watch(tmp_path)
+    for number in (1, 2):
+        module(**make_batch(16))
+        clock.tick(1)
+        monitor.end_step(number)
+        monitor.report(number, loss=put(number / 2))
+    gpu.run(4)  # the first step with its marks and its mask, and its loss
+    assert math.isnan(monitor.metrics()["global_step"])  # which nothing vouches for yet
+    gpu.run()
+    assert monitor.metrics()["training/loss"] == 1.0
+    monitor.close()
+    assert [record["training/loss"] for record in read_steps(tmp_path)] == [0.5, 1.0]
+
+
+def test_a_buffer_made_in_inference_mode_is_used_again_outside() -> None:
+    gpu = Gpu()
+    device = Device(gpu)
+    with torch.inference_mode():
+        held = device.fetch(torch.ones(3))
+        gpu.run()
+        device.give_back([held])
+    again = device.fetch(torch.full((2,), 2.0))
+    gpu.run()
+    assert again is held
+    assert again.tolist() == [2, 2]
+
+
+def test_a_monitor_that_is_dropped_writes_what_the_device_is_done_with(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+    monitor, module = watch(tmp_path)
+    for number in range(1, 6):
+        module(**make_batch(number))
+        clock.tick(0.1)
+        monitor.log_step(number, 0, put(0.5), None, 0.1)
+    gpu.run()
+    del monitor
+    gc.collect()
+    assert [record["perf/model_flops"] for record in read_steps(tmp_path)] == [count(n) for n in range(1, 6)]
