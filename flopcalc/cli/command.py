@@ -33,11 +33,9 @@ class Group(click.Group):
     command_class = Command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if (
-            not args and not ctx.resilient_parsing
-        ):  # without a command: the help, and exit code 2 in any click's version
-            click.echo(ctx.get_help(), err=True)
-            ctx.exit(2)
+        if not args and not ctx.resilient_parsing:  # alike in every version of click
+            click.echo(ctx.get_help())
+            ctx.exit(0)
         return super().parse_args(ctx, args)
 
 
