@@ -200,7 +200,8 @@ def list_features(estimator: Estimator, load: Workload) -> dict[str, int]:
 
 def find_call(load: Workload) -> Workload:
     """One call of the model: in decoding the one in the middle, else the whole step."""
-    return load.replace(seq=1, context=load.context + (load.seq - 1) // 2) if load.phase == "decode" else load
+    # An encoder of audio has no tokens, so no earlier ones either.
+    return load.replace(seq=1, context=load.context + max(0, load.seq - 1) // 2) if load.phase == "decode" else load
 
 
 def _name_sum(rows: Sum) -> str:
