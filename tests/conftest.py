@@ -13,6 +13,7 @@ from hypothesis import settings
 pytest_plugins = ["tiers", "pytester"]  # tiers: tests/helpers; pytester tests it
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported, here and in child processes
+os.environ.pop("COLUMNS", None)  # pytest-xdist's workers have it; a test that needs a terminal's width sets one
 
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
