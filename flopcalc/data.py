@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any
 
 from flopcalc.errors import SpecError
+from flopcalc.files import MAX_TOML_BYTES, read_text
 
-MAX_FILE_BYTES = 10_000_000
 PARTS = "parts"  # a folder inside specs: towers and other parts of models, found by their names as specs are
 
 
@@ -66,15 +66,9 @@ def list_data_files(folder: str) -> dict[str, str]:
 
 def load_toml(path: str) -> dict[str, Any]:
     """The tables of a TOML file, or a SpecError that names it."""
+    text = read_text(path, MAX_TOML_BYTES, SpecError)
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise SpecError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
-    try:
-        return tomllib.loads(data.decode("utf-8"))
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise SpecError(f"{path}: not valid TOML: {error}") from None
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.errors import CalibrationError, format_nearest, format_value
+from flopcalc.files import MAX_TABLE_BYTES, read_bytes, write_whole
 
 SCHEMA = 1
-MAX_TABLE_BYTES = 50_000_000
 FOLDER = "calibration"
 REQUIRED_PROVENANCE = ("device", "device_id", "date", "torch", "command")
 _CACHED_TABLES = 16
@@ -175,13 +175,7 @@ def load_table(path: str) -> Table:
 
 @lru_cache(maxsize=_CACHED_TABLES)
 def _parse_table(path: str, _mtime_ns: int, _size: int, _inode: int) -> Table:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_TABLE_BYTES + 1)
-    except OSError as error:
-        raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > MAX_TABLE_BYTES:
-        raise CalibrationError(f"{path}: larger than {MAX_TABLE_BYTES} bytes")
+    data = read_bytes(path, MAX_TABLE_BYTES, CalibrationError)
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -276,18 +270,9 @@ def save_table(
     rows, failed = _arrange(columns, records, failures)
     path = os.path.join(folder, f"{name}.json")
     text = _format(name, provenance, columns, rows, failed)
-    temporary = os.path.join(folder, f".{name}.json.{os.getpid()}")
     try:
         os.makedirs(folder, exist_ok=True)
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
+        write_whole(path, text)
         directory = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(directory)  # the new name itself, not only the content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.errors import DeviceError, SpecError, format_value
+from flopcalc.files import MAX_JSON_BYTES, read_json
 from flopcalc.hardware.devices import Device, find_device, parse_dtype, peak_flops_per_s
 from flopcalc.prediction.work import Attention, Moved, Product
 
@@ -193,12 +193,9 @@ def load_predictor(device_id: str) -> dict[str, Any] | None:
         if not os.path.isfile(path):
             continue
         try:
-            with open(path, encoding="utf-8") as file:
-                data = json.load(file)
-        except (OSError, ValueError, RecursionError) as error:
-            raise SpecError(
-                f"{path}: cannot be read: {error}; `flopcalc calibrate --predictor` makes it again"
-            ) from None
+            data = read_json(path, MAX_JSON_BYTES, SpecError)
+        except SpecError as error:
+            raise SpecError(f"{error}; `flopcalc calibrate --predictor` makes it again") from None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise SpecError(
                 f"{path}: schema {data.get('schema') if isinstance(data, dict) else None!r}, this version reads "

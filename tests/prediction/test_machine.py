@@ -120,7 +120,7 @@ def test_a_missing_part_of_the_whole_is_named(keep: Keep) -> None:
 
 def test_a_file_too_deep_to_read_is_named(keep: Keep) -> None:
     path = keep("[" * 100_000)
-    with pytest.raises(SpecError, match=r"cannot be read: .*makes it again") as caught:
+    with pytest.raises(SpecError, match=r"not valid JSON: .*makes it again") as caught:
         Machine("h200")
     assert str(caught.value).startswith(f"{path}: ")
 

@@ -25,6 +25,7 @@ from flopcalc.core.workload.batch import read_batch
 from flopcalc.core.workload.sums import Once
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
+from flopcalc.files import MAX_TABLE_BYTES, read_json, write_whole
 from flopcalc.words import Recompute
 
 SCHEMA = 2
@@ -263,8 +264,7 @@ def load_trace(key: str) -> Traced | None:
     """A kept trace, or None: a file that is missing, cut short or of another schema is traced anew."""
     path = os.path.join(find_cache_dir(), "traces", f"{key}.json")
     try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
+        data = read_json(path, MAX_TABLE_BYTES, FlopcalcError)
         if data["schema"] != SCHEMA:
             return None
         polynomials = tuple(
@@ -316,12 +316,9 @@ def save_trace(key: str, traced: Traced) -> str | None:
         ],
     }
     path = os.path.join(folder, f"{key}.json")
-    part = f"{path}.{os.getpid()}.part"
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(part, "w", encoding="utf-8") as file:
-            json.dump(data, file)
-        os.replace(part, path)
+        write_whole(path, json.dumps(data))
     except OSError as error:
         return f"the trace could not be kept in {folder}: {error.strerror}"
     return None

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
 from flopcalc.errors import format_value
+from flopcalc.files import MAX_LOG_BYTES, open_regular
 from flopcalc.measure.jobs.job import Json, Result, RunnerError
 
 
@@ -24,6 +25,10 @@ class Journal:
             if fresh:
                 with suppress(FileNotFoundError):
                     os.unlink(self.path)
+            if os.path.exists(self.path):
+                with open_regular(self.path, RunnerError) as file:
+                    if os.fstat(file.fileno()).st_size > MAX_LOG_BYTES:
+                        raise RunnerError(f"{self.path}: larger than {MAX_LOG_BYTES} bytes, the most that is read")
             self._file: IO[bytes] = open(self.path, "ab+")  # noqa: SIM115 - closed in __exit__
         except OSError as error:
             raise _make_error(self.path, error) from None
@@ -46,7 +51,7 @@ class Journal:
                     stored = dict(entry["run"])
                 else:
                     self.results.append(Result(**entry))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise RunnerError(
                     f"{self.path}: line {number + 1} is damaged ({error}): run with --fresh to start again"
                 ) from None

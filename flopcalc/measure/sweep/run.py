@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flopcalc._version import __version__
 from flopcalc.data import describe_install
 from flopcalc.errors import format_value
+from flopcalc.files import MAX_LOG_BYTES, read_bytes, read_text, write_whole
 from flopcalc.measure.calibrate.provenance import find_version
 from flopcalc.measure.jobs.runner import Progress, Result, run_jobs
 from flopcalc.measure.sweep.matrix import BASELINE, CHILD, Configuration, SweepError
@@ -134,15 +135,12 @@ def check_libraries(configurations: Sequence[Configuration]) -> None:
 def load_results(path: str, *, must_exist: bool = True) -> list[Json]:
     """The rows of a results.jsonl, or of the folder that holds it."""
     name = os.path.join(path, RESULTS) if os.path.isdir(path) else path
-    try:
-        with open(name, encoding="utf-8") as file:
-            lines = file.read().removesuffix("\n").split("\n")  # splitlines() would also cut at U+2028 inside a text
-    except FileNotFoundError:
+    if not os.path.lexists(name):
         if not must_exist:
             return []
-        raise SweepError(f"{name}: not there. Give the --logs-dir of a `flopcalc sweep run`") from None
-    except (OSError, ValueError) as error:
-        raise SweepError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise SweepError(f"{name}: not there. Give the --logs-dir of a `flopcalc sweep run`")
+    text = read_text(name, MAX_LOG_BYTES, SweepError)
+    lines = text.removesuffix("\n").split("\n")  # splitlines() would also cut at U+2028 inside a text
     return [_parse(line, f"{name}: line {number}") for number, line in enumerate(lines, start=1) if line]
 
 
@@ -193,17 +191,10 @@ def get_value(row: Mapping[str, Any], *keys: str) -> Any:
 def save_results(path: str, rows: Sequence[Json]) -> None:
     """Whole or not at all; a file that says the same already is left alone."""
     text = "".join(json.dumps(row) + "\n" for row in rows)  # ASCII: a path may hold bytes that are no UTF-8
-    beside = f"{path}.new"
     try:
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                if file.read() == text:
-                    return
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        if os.path.isfile(path) and read_bytes(path, MAX_LOG_BYTES, SweepError) == text.encode():
+            return
+        write_whole(path, text)
     except OSError as error:
         what = "disk full" if error.errno == errno.ENOSPC else error.strerror
         raise SweepError(f"{path}: {what}; what was measured is in the journal beside it, run again to go on") from None

@@ -237,14 +237,14 @@ def test_bad_json(tmp_path: Path, text: str, words: str) -> None:
 
 def test_json_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b'{"model_type": "\xff"}')
-    with pytest.raises(ConfigError, match="not valid JSON"):
+    with pytest.raises(ConfigError, match=r"config.json: not UTF-8 text: invalid start byte at byte 16"):
         bind(tmp_path)
 
 
 def test_huge_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "config.json", LLAMA)
-    monkeypatch.setattr("flopcalc.core.model.config.MAX_JSON_CHARACTERS", 50)
-    with pytest.raises(ConfigError, match="longer than 50 characters"):
+    monkeypatch.setattr("flopcalc.core.model.config.MAX_JSON_BYTES", 50)
+    with pytest.raises(ConfigError, match="larger than 50 bytes"):
         bind(path)
 
 
@@ -259,7 +259,7 @@ def test_file_that_fails_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def refuse(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("os.open", refuse)
     with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
         load_config(path)
 
