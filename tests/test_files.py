@@ -133,7 +133,7 @@ def test_parts_are_removed(tmp_path: Path) -> None:
         os.utime(path, (time.time() - 4000,) * 2)
     write_whole(str(tmp_path / "b.json"), "text")
     assert sorted(os.listdir(tmp_path)) == ["a.json.124.part", "b.json", "mine.part"]
+    (tmp_path / "c").mkdir()
     with pytest.raises(IsADirectoryError):
-        (tmp_path / "c").mkdir()
         write_whole(str(tmp_path / "c"), "text")
     assert sorted(os.listdir(tmp_path)) == ["a.json.124.part", "b.json", "c", "mine.part"]
