@@ -13,7 +13,8 @@ from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.recipe import Lora, Recipe, join_recipe
 from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, WorkloadError
-from flopcalc.units import check_size
+from flopcalc.units import check_items, check_size
+from flopcalc.words import PHASES, check_word
 
 
 def bind(
@@ -44,7 +45,10 @@ def bind(
     `recompute` are the recipe's too, said in short.
     """
     recipe = join_recipe(recipe, lora, recompute)
+    asked = tuple(check_word(phase, PHASES, "phase", WorkloadError) for phase in check_items(phases, "phases"))
     if example_batch is None:
+        if dims is not None:
+            raise WorkloadError("dims says which axes of an example_batch are batch and length: give that too")
         return bind_config(
             model, recipe=recipe, convention="model" if convention is None else convention,
             attention_kernel=attention_kernel, device=device, dtype=dtype, spec=spec, download=download,
@@ -57,7 +61,7 @@ def bind(
         )
     from flopcalc.measure.trace.polynomials import trace_module  # torch: only where a module is traced
 
-    return trace_module(model, example_batch, phases=tuple(phases), dims=dims)
+    return trace_module(model, example_batch, phases=asked, dims=dims)
 
 
 def find_traced(source: Source, recipe: Recipe, phase: str, has_images: bool) -> TracedEstimator:

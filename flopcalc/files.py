@@ -16,6 +16,7 @@ MAX_JSON_BYTES = 16_000_000
 MAX_TABLE_BYTES = 50_000_000
 MAX_LOG_BYTES = 500_000_000
 _PART_AGE_S = 3600.0
+_MOST_CHARACTERS = 300  # of a path in an error
 # Opening a pipe without a writer would wait for one, and a terminal could become this process's own.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _KINDS = (
@@ -25,12 +26,13 @@ _KINDS = (
 
 def open_regular(path: str | os.PathLike[str], error: type[FlopcalcError]) -> BinaryIO:
     """A regular file, open for reading; an error in words for everything else."""
-    name = os.fspath(path)
+    name = os.fsdecode(path)
+    shown = name if len(name) <= _MOST_CHARACTERS else name[:_MOST_CHARACTERS] + "…"
     descriptor = -1
     try:
-        _check_regular(name, os.stat(name).st_mode, error)  # before it is opened: opening a device may act on it
+        _check_regular(shown, os.stat(name).st_mode, error)  # before it is opened: opening a device may act on it
         descriptor = os.open(name, _FLAGS)
-        _check_regular(name, os.fstat(descriptor).st_mode, error)  # again: the name may mean another file by now
+        _check_regular(shown, os.fstat(descriptor).st_mode, error)  # again: the name may mean another file by now
         return open(descriptor, "rb")
     except error:
         if descriptor >= 0:
@@ -38,7 +40,7 @@ def open_regular(path: str | os.PathLike[str], error: type[FlopcalcError]) -> Bi
         raise
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
-        raise error(f"{name}: cannot be read: {reason}") from None
+        raise error(f"{shown}: cannot be read: {reason}") from None
 
 
 def _check_regular(name: str, mode: int, error: type[FlopcalcError]) -> None:

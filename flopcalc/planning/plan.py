@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.recipe.recipe import join_recipe
-from flopcalc.core.workload.workload import Workload
+from flopcalc.core.workload.workload import Workload, check_load
 from flopcalc.errors import WorkloadError
 from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.search import Plan, Planned, search_layouts
 from flopcalc.prediction.step import check_execution, check_optimizer
-from flopcalc.units import check_size, format_parameters, format_tokens, parse_tokens
+from flopcalc.units import check_items, check_size, format_parameters, format_tokens, parse_tokens
 from flopcalc.words import Execution
 
 __all__ = ["DEFAULT_SEQ", "NO_LENGTH", "Plan", "choose_batch", "plan", "plan_estimator"]
@@ -157,6 +157,7 @@ def _make_sample(
 ) -> Workload:
     """One sample as the estimator checks it."""
     if workload is not None:
+        check_load(workload)
         if seq_len is not None or images is not None or workload.rows != 1 or workload.phase != "train":
             raise WorkloadError(
                 "workload is one training sample: rows 1, phase train, and neither seq_len nor images beside it"
@@ -182,4 +183,8 @@ def choose_batch(gpus: int, tokens: int) -> int:
 
 
 def _listed(value: Any) -> Sequence[int | str]:
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    return (
+        tuple(check_items(value, "a degree"))
+        if isinstance(value, Iterable) and not isinstance(value, str)
+        else (value,)
+    )

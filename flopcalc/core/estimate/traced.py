@@ -23,7 +23,7 @@ from flopcalc.core.spec.expressions import Names, evaluate
 from flopcalc.core.spec.spec import Spec
 from flopcalc.core.workload.batch import read_batch
 from flopcalc.core.workload.sums import Once
-from flopcalc.core.workload.workload import Workload, make_workload
+from flopcalc.core.workload.workload import Workload, check_load, make_workload
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.files import MAX_TABLE_BYTES, read_json, write_whole
 from flopcalc.words import Recompute
@@ -83,13 +83,14 @@ class TracedEstimator(Estimator):
         self.identity = ("trace", traced.name, id(traced), recipe, "full", "eager")
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
+        check_load(load)
         if load.decoder is not None or load.clips:
             raise WorkloadError("traced: one length alone was solved for, without a decoder's length or audio")
         self._check_grids(load)
         return Estimate((Term(self, load, 1),), self.count(load, "full"), notes)
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: str = "", attention_kernel: str = ""
+        self, *, recompute: Recompute | None = None, convention: str | None = None, attention_kernel: str | None = None
     ) -> TracedEstimator:
         if recompute or convention != "full" or attention_kernel != "eager":
             raise FlopcalcError(WHY_FULL)

@@ -31,10 +31,11 @@ from flopcalc.core.estimate.traced import (
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.spec.expressions import Names, evaluate
-from flopcalc.errors import FlopcalcError, WorkloadError
+from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.measure.counters.flop_counter import Counted, count_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model, count_parameters, floats_on_meta
-from flopcalc.words import PHASES
+from flopcalc.units import check_items
+from flopcalc.words import PHASES, check_word
 
 __all__ = ["copy_to_meta", "count_copy", "trace_config", "trace_module"]
 
@@ -374,8 +375,10 @@ def _check_dims(dims: Mapping[str, Sequence[str | None]] | None, tensors: Mappin
     for name, axes in (dims or {}).items():
         if name not in tensors:
             raise WorkloadError(f"dims names {name!r}, which is no tensor of the example batch ({', '.join(tensors)})")
-        if len(axes) > tensors[name].dim() or any(axis not in ("b", "n", None) for axis in axes):
-            raise WorkloadError(f"dims of {name!r} must be 'b', 'n' or None for each of its axes, not {tuple(axes)!r}")
+        kinds = check_items(axes, f"dims of {name!r}")
+        is_known = all(axis is None or (isinstance(axis, str) and axis in ("b", "n")) for axis in kinds)
+        if len(kinds) > tensors[name].dim() or not is_known:
+            raise WorkloadError(f"dims of {name!r} must be 'b', 'n' or None for each of its axes, not {tuple(kinds)!r}")
 
 
 def _find_word(config: Any, fallback: int) -> int:
@@ -652,9 +655,11 @@ def trace_module(
         raise WorkloadError(f"an example batch goes with a torch.nn.Module, not with {type(module).__name__}")
     if not isinstance(example_batch, Mapping):
         raise WorkloadError(f"example_batch is a mapping of the module's arguments, not {type(example_batch).__name__}")
-    phases = tuple(phases)
-    if not phases or any(phase not in PHASES for phase in phases):
-        raise WorkloadError(f"phases must be some of {', '.join(PHASES)}, not {phases!r}")
+    phases = tuple(check_word(phase, PHASES, "phase", WorkloadError) for phase in check_items(phases, "phases"))
+    if not phases:
+        raise WorkloadError(f"phases must be some of {', '.join(PHASES)}, not none")
+    if dims is not None and not isinstance(dims, Mapping):
+        raise WorkloadError(f"dims maps names of the batch to their axes, not {format_value(dims)}")
     config = getattr(module, "config", None)
     # Other code can change without its source showing it (a function, a closure): then nothing is kept.
     is_kept = all(type(each).__module__.startswith(("torch.", *_HF)) for each in module.modules())
