@@ -8,7 +8,7 @@ from typing import Any
 
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimate, Estimator, Picture, check_no_sizes
-from flopcalc.core.estimate.traced import TracedEstimator, load_trace, make_trace_key
+from flopcalc.core.estimate.traced import TracedEstimator, check_layers, load_trace, make_trace_key
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.recipe import Lora, Recipe, join_recipe
 from flopcalc.data import describe_install
@@ -66,6 +66,7 @@ def bind(
 
 def find_traced(source: Source, recipe: Recipe, phase: str, has_images: bool) -> TracedEstimator:
     """The estimator of a config that is counted from HF's own code: kept from before, else traced now."""
+    check_layers(source)
     key = make_trace_key(source, recipe, phase, has_images)
     traced = load_trace(key)
     if traced is None:

@@ -208,14 +208,14 @@ def check_positive(value: Any, what: str, *, or_zero: bool = False) -> float:
     return number
 
 
-def check_items(value: Any, what: str, error: type[FlopcalcError] = WorkloadError) -> list[Any]:
+def check_items(value: Any, what: str, error: type[FlopcalcError] = WorkloadError, form: str = "a list") -> list[Any]:
     """The entries of a list, an array or another iterable; text, bytes and mappings are none."""
     try:
         if isinstance(value, (str, bytes, bytearray, Mapping)):
             raise TypeError
         return list(value)
     except Exception:  # whatever an object does that is no list
-        raise error(f"{what} must be a list, not {format_value(value)}") from None
+        raise error(f"{what} must be {form}, not {format_value(value)}") from None
 
 
 def parse_sizes(text: str, what: str, count: int | None = None, separator: str = ",") -> tuple[int, ...]:

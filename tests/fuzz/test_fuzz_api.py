@@ -172,16 +172,16 @@ def test_change_leaves_what_is_not_given(argument: str) -> None:
 @pytest.mark.parametrize(
     ("lengths", "words"),
     [
-        (b"4", "lengths must be a list, not b'4'"),
-        ("44", "lengths must be a list, not '44'"),
-        ({4: 1}, "lengths must be a list, not {4: 1}"),
-        (4, "lengths must be a list, not 4"),
+        (b"4", "must be a list[a-z ]*, not b'4'"),
+        ("44", "must be a list[a-z ]*, not '44'"),
+        ({4: 1}, "must be a list[a-z ]*, not {4: 1}"),
+        (4, "must be a list[a-z ]*, not 4"),
     ],
 )
 def test_no_lengths(lengths: Any, words: str) -> None:
     with pytest.raises(WorkloadError, match=words):
         make_workload(lengths=lengths)
-    with pytest.raises(WorkloadError, match=words.replace("lengths", "clips")):
+    with pytest.raises(WorkloadError, match=words):
         make_workload(1, 8, clips=lengths)
 
 

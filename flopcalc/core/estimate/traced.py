@@ -29,6 +29,8 @@ from flopcalc.files import MAX_TABLE_BYTES, read_json, write_whole
 from flopcalc.words import Recompute
 
 SCHEMA = 2
+MAX_DECODED = 100_000
+MAX_TRACED_LAYERS = 1000
 _LIBRARIES = ("torch", "transformers", "peft")
 WHY_FULL = (
     "traced: what HF's code executes (convention full); what the model needs (model) and what fused kernels "
@@ -224,6 +226,8 @@ def _sum_monomial(text: str, load: Workload) -> int:
     }  # fmt: skip
     calls: Iterable[tuple[int, int]] = [(load.seq, 0)]
     if load.phase == "decode":
+        if load.seq > MAX_DECODED:
+            raise WorkloadError(f"traced: each new token is counted by itself, at most {MAX_DECODED:,}, not {load.seq}")
         calls = [(1, load.context + j) for j in range(load.seq)]
     return sum(int(evaluate(text, Names({**fixed, "n": n, "c": c}))) for n, c in calls)
 
@@ -259,6 +263,21 @@ def make_trace_key(source: Source, recipe: Recipe, phase: str, has_images: bool)
     """The name under which the trace of a config is kept."""
     identity = {"config": source.config, "recipe": recipe.to_dict(), "phase": phase, "images": has_images}
     return make_key({**identity, **read_versions()})
+
+
+def check_layers(source: Source) -> None:
+    """Refuse a config whose layers would take minutes to build and to run one by one."""
+    waiting = [source.config]
+    while waiting:
+        for key, value in waiting.pop().items():
+            if isinstance(value, dict):
+                waiting.append(value)
+            is_count = isinstance(key, str) and ("layer" in key or "depth" in key)
+            if is_count and isinstance(value, int) and value > MAX_TRACED_LAYERS:
+                raise FlopcalcError(
+                    f"{source.where}: {key} is {format_value(value)}: a trace runs every layer, at most "
+                    f"{MAX_TRACED_LAYERS:,} of them"
+                )
 
 
 def load_trace(key: str) -> Traced | None:

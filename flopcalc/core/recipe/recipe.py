@@ -100,7 +100,7 @@ def check_clipping(clipping: str, recompute: Recompute) -> Clipping:
 def _patterns(value: str | Iterable[str], what: str) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
-    patterns = tuple(check_items(value, what, RecipeError))
+    patterns = tuple(check_items(value, what, RecipeError, "a pattern or several"))
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise RecipeError(f"{what}: {format_value(pattern)} is not a pattern")

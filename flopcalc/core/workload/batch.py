@@ -204,7 +204,7 @@ def _row_lengths(mask: Any, what: str) -> tuple[int, ...]:
             raise WorkloadError(f"{what} holds {wrong}: 0 masks a position, 1 or a document's number keeps it")
         return tuple(sum(1 for entry in row if entry) for row in mask)
     try:
-        kind = str(mask.dtype)
+        kind = str(getattr(mask, "dtype", "bool"))
         is_odd = "int" in kind and bool((mask < 0).any())
         if "bool" not in kind and "int" not in kind:
             is_odd = not bool(((mask == 0) | ((mask >= 1) & (mask < 2**31))).all())  # no comparison holds for a NaN

@@ -128,7 +128,8 @@ def make_workload(
     if lengths is not None:
         if seq_len is not None or check_size(batch_size, "batch") != 1:
             raise WorkloadError("lengths describe one packed row: give neither seq nor batch with them")
-        documents = tuple(check_size(length, "lengths") for length in check_items(lengths, "lengths"))
+        given = check_items(lengths, "lengths", form="a list of document lengths")
+        documents = tuple(check_size(length, "lengths") for length in given)
         if not documents:
             raise WorkloadError("lengths must hold at least one document")
         return Workload(1, sum(documents), documents, "packed", phase, 0, logits, grids, videos, frames)
