@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from fractions import Fraction
@@ -19,14 +20,15 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import TracedModule
 from flopcalc.core.recipe.recipe import Recipe
-from flopcalc.core.spec.expressions import Names, evaluate
+from flopcalc.core.spec.expressions import Names, evaluate, find_names
 from flopcalc.core.spec.spec import Spec
 from flopcalc.core.workload.batch import read_batch
 from flopcalc.core.workload.sums import Once
 from flopcalc.core.workload.workload import Workload, check_load, make_workload
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.files import MAX_TABLE_BYTES, read_json, write_whole
-from flopcalc.words import Recompute
+from flopcalc.forms import FROM_0, Each, Rule, find_fault
+from flopcalc.words import PHASES, Recompute
 
 SCHEMA = 2
 MAX_DECODED = 100_000
@@ -265,6 +267,39 @@ def make_trace_key(source: Source, recipe: Recipe, phase: str, has_images: bool)
     return make_key({**identity, **read_versions()})
 
 
+_COEFFICIENT = Rule(
+    str, lambda text: re.fullmatch(r"-?[0-9]{1,60}(/[1-9][0-9]{0,59})?", text) is not None, "is no number"
+)
+_MONOMIAL_NAMES = {"b", "n", "c", "images", "patches", "pairs"}
+_TRACE_FORM = {
+    "schema": int,
+    "name": str,
+    "model_type": str,
+    "parameters": Rule(
+        Each(int, ("total", "trainable")), lambda sizes: all(size >= 0 for size in sizes.values()), "holds no counts"
+    ),
+    "made_with": Each(str),
+    "visual": Rule({}, lambda sizes: _are_sizes(sizes), "holds no sizes"),
+    "axes": Rule({}, lambda axes: all(isinstance(each, list) for each in axes.values()), "holds no lists"),
+    "polynomials": [
+        {
+            "phase": Rule(str, lambda word: word in PHASES, "is no phase"),
+            "has_images": bool,
+            "monomials": [str],
+            "rows": Each(([_COEFFICIENT], [_COEFFICIENT], [_COEFFICIENT])),
+            "reached": FROM_0,
+            "limit": FROM_0,
+        }
+    ],
+}
+
+
+def _are_sizes(sizes: dict[str, Any]) -> bool:
+    """Whether images' tokens are a size or not known, and their merge is a size."""
+    given = {name: 0 if size is None else size for name, size in sizes.items()}
+    return all(type(size) is int and 0 <= size < 10**9 for size in given.values()) and bool(sizes.get("merge", 1))
+
+
 def check_layers(source: Source) -> None:
     """Refuse a config whose layers would take minutes to build and to run one by one."""
     waiting = [source.config]
@@ -285,33 +320,49 @@ def load_trace(key: str) -> Traced | None:
     path = os.path.join(find_cache_dir(), "traces", f"{key}.json")
     try:
         data = read_json(path, MAX_TABLE_BYTES, FlopcalcError)
-        if data["schema"] != SCHEMA:
-            return None
-        polynomials = tuple(
-            Polynomials(
-                entry["phase"],
-                entry["has_images"],
-                tuple(entry["monomials"]),
-                {
-                    name: tuple(tuple(Fraction(value) for value in each) for each in coefficients)
-                    for name, coefficients in entry["rows"].items()
-                },
-                entry["reached"],
-                entry["limit"],
-            )
-            for entry in data["polynomials"]
-        )
-        return Traced(
-            data["name"],
-            data["model_type"],
-            data["parameters"],
-            data["made_with"],
-            data["visual"],
-            polynomials,
-            data["axes"],
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except FlopcalcError:
         return None
+    if find_fault(data, _TRACE_FORM) or data["schema"] != SCHEMA:
+        return None
+    if not all(_is_solved(entry) for entry in data["polynomials"]):
+        return None
+    return _make_traced(data)
+
+
+def _is_solved(entry: dict[str, Any]) -> bool:
+    """Whether every row has a coefficient for each monomial, and each monomial is one that a workload gives."""
+    count = len(entry["monomials"])
+    try:
+        are_known = all(find_names(text) <= _MONOMIAL_NAMES for text in entry["monomials"])
+    except FlopcalcError:
+        return False
+    return are_known and all(len(each) == count for rows in entry["rows"].values() for each in rows)
+
+
+def _make_traced(data: dict[str, Any]) -> Traced:
+    polynomials = tuple(
+        Polynomials(
+            entry["phase"],
+            entry["has_images"],
+            tuple(entry["monomials"]),
+            {
+                name: tuple(tuple(Fraction(value) for value in each) for each in coefficients)
+                for name, coefficients in entry["rows"].items()
+            },
+            entry["reached"],
+            entry["limit"],
+        )
+        for entry in data["polynomials"]
+    )
+    return Traced(
+        data["name"],
+        data["model_type"],
+        data["parameters"],
+        data["made_with"],
+        data["visual"],
+        polynomials,
+        data["axes"],
+    )
 
 
 def save_trace(key: str, traced: Traced) -> str | None:

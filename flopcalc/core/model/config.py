@@ -171,12 +171,11 @@ def _find_cached(hub_id: str, filename: str) -> str | None:
     home = os.environ.get("HF_HOME") or os.path.join(base, "huggingface")
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
     folder = os.path.join(cache, f"models--{hub_id.replace('/', '--')}")
-    try:
-        with open(os.path.join(folder, "refs", "main"), encoding="utf-8") as file:
-            commits = [file.read().strip()]
-    except OSError:
-        snapshots = os.path.join(folder, "snapshots")
-        commits = sorted(os.listdir(snapshots)) if os.path.isdir(snapshots) else []
+    snapshots = os.path.join(folder, "snapshots")
+    commits = sorted(os.listdir(snapshots)) if os.path.isdir(snapshots) else []
+    with suppress(ConfigError):  # a reference that cannot be read says nothing
+        named = read_text(os.path.join(folder, "refs", "main"), 1000, ConfigError).strip()
+        commits = [named] if named in commits else commits
     for commit in reversed(commits):
         path = os.path.join(folder, "snapshots", commit, filename)
         if os.path.isfile(path):

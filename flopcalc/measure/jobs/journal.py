@@ -12,7 +12,15 @@ from typing import IO
 
 from flopcalc.errors import format_value
 from flopcalc.files import MAX_LOG_BYTES, open_regular
+from flopcalc.forms import FROM_0, Rule, find_fault
 from flopcalc.measure.jobs.job import Json, Result, RunnerError
+
+_WORDS = Rule(object, lambda value: value is None or isinstance(value, str), "is no text")
+_RESULT = {
+    **dict.fromkeys(("job", "row", "key", "status"), str),
+    **dict.fromkeys(("reason", "detail"), _WORDS),
+    "seconds": FROM_0,
+}
 
 
 class Journal:
@@ -50,6 +58,8 @@ class Journal:
                 if number == 0:
                     stored = dict(entry["run"])
                 else:
+                    if fault := find_fault(entry, _RESULT):
+                        raise ValueError(fault.lstrip(".: "))
                     self.results.append(Result(**entry))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise RunnerError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from flopcalc._version import __version__
 from flopcalc.data import describe_install
 from flopcalc.errors import format_value
 from flopcalc.files import MAX_LOG_BYTES, read_bytes, read_text, write_whole
+from flopcalc.forms import FROM_0, find_fault
 from flopcalc.measure.calibrate.provenance import find_version
 from flopcalc.measure.jobs.runner import Progress, Result, run_jobs
 from flopcalc.measure.sweep.matrix import BASELINE, CHILD, Configuration, SweepError
@@ -146,7 +148,7 @@ def load_results(path: str, *, must_exist: bool = True) -> list[Json]:
 
 def _parse(line: str, where: str) -> Json:
     try:
-        row = json.loads(line, parse_constant=lambda _: None)
+        row = json.loads(line, parse_constant=lambda _: None, parse_float=_parse_float)
     except (ValueError, RecursionError):
         row = None
     wrong = "no JSON object" if not isinstance(row, dict) else _find_wrong(row)
@@ -166,6 +168,12 @@ _NUMBERS = (
 )  # fmt: skip
 
 
+def _parse_float(text: str) -> float | None:
+    """A number beyond all floats is none, as NaN and Infinity are."""
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
 def _find_wrong(row: Json) -> str | None:
     """What keeps a JSON object from being a row, or None."""
     for key in _TEXTS:
@@ -175,7 +183,7 @@ def _find_wrong(row: Json) -> str | None:
         return f"notes is {format_value(row['notes'])}"
     for keys in _NUMBERS:
         value = get_value(row, *keys)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if value is not None and find_fault(value, FROM_0):
             return f"{'.'.join(keys)} is {format_value(value)}"
     return None
 

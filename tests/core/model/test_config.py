@@ -326,7 +326,11 @@ def test_mistyped_flag(key: str, value: Any) -> None:
         ({**LLAMA, "model_type": "gemma2", "layer_types": ["x"]}, "layer_types holds a kind"),
         ({**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention"]}, "index"),
         ({**LLAMA, "model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 8}, "8 experts a token"),
+        (
+            {**LLAMA, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
+            | {"num_experts_per_tok": 8},
+            "8 experts a token",
+        ),
         ({**LLAMA, "model_type": "gemma2", "sliding_window": {}}, "{}"),
         ({**LLAMA, "model_type": "qwen2_vl"}, "missing key 'vision_config'"),
         ({"model_type": "qwen2_vl", "vision_config": 5}, "'vision_config' must be an object, not 5"),
