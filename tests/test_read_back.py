@@ -84,6 +84,14 @@ def test_results_out_of_range(tmp_path: Path, value: str) -> None:
         load_results(str(path))
 
 
+def test_a_setting_that_is_a_list(tmp_path: Path) -> None:
+    """Found by the fuzz: rows are compared by their settings."""
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps({**ROW, "environment": {"device": []}}) + "\n")
+    with pytest.raises(FlopcalcError, match=r"environment\.device is \[\]"):
+        load_results(str(path))
+
+
 def test_numbers_beyond_all_floats_are_none(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps(ROW)[:-1] + ', "loss": 1e400, "mfu": -1e400, "step_time_s": {"median": NaN}}\n')

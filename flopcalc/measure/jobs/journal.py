@@ -33,7 +33,7 @@ class Journal:
             if fresh:
                 with suppress(FileNotFoundError):
                     os.unlink(self.path)
-            if os.path.exists(self.path):
+            if os.path.exists(self.path) and not os.path.isdir(self.path):
                 with open_regular(self.path, RunnerError) as file:
                     if os.fstat(file.fileno()).st_size > MAX_LOG_BYTES:
                         raise RunnerError(f"{self.path}: larger than {MAX_LOG_BYTES} bytes, the most that is read")

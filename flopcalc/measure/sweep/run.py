@@ -161,6 +161,10 @@ def _parse(line: str, where: str) -> Json:
 
 # What the summary reads of a row; a newer or an older flopcalc may write more or less, but not something else there.
 _TEXTS = ("id", "status", "trainer", "model")
+_SETTINGS = (
+    ("dtype",), ("device",), ("attention",), ("steps",), ("warmup",), ("environment", "device"),
+    ("environment", "threads"),
+)  # fmt: skip
 _NUMBERS = (
     ("batch_size",), ("seq_len",), ("parameters",), ("step_time_s", "median"), ("step_time_s", "p10"),
     ("step_time_s", "p90"), ("tokens_per_s",), ("peak_memory_bytes",), ("flops", "total"), ("counted_over_analytic",),
@@ -179,6 +183,10 @@ def _find_wrong(row: Json) -> str | None:
     for key in _TEXTS:
         if not isinstance(row.get(key), str):
             return f"{key} is {format_value(row.get(key))}"
+    for keys in _SETTINGS:
+        value = get_value(row, *keys)
+        if not isinstance(value, str | int | float | None):
+            return f"{'.'.join(keys)} is {format_value(value)}"
     if not isinstance(row.get("notes", []), list):
         return f"notes is {format_value(row['notes'])}"
     for keys in _NUMBERS:
