@@ -149,7 +149,8 @@ class Estimator(Protocol):
             if not isinstance(size, Sequence) or len(size) != 2:
                 raise WorkloadError(f"images: {format_value(size)} is not (width, height)")
             each = -(-len(sizes) // samples)  # some processors cut only an image that is alone in its sample
-            made, found = self.vision.grids_of_pixels(*size, preprocessor, each)
+            width, height = size
+            made, found = self.vision.grids_of_pixels(width, height, preprocessor, each)
             grids += made
             notes |= dict.fromkeys(found)
         return grids, tuple(notes)
