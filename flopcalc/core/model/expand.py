@@ -237,18 +237,18 @@ class _Builder:
 
     def _find_changing(self, items: list[Any]) -> list[str]:
         """Names that the ops read and that change from layer to layer."""
-        texts = {value for item in self._flatten(items) for name, value in item.items() if _is_expression(name, value)}
+        flat = self._flatten(items)
+        texts = {value for each in flat for key, value in each.items() if isinstance(value, str) and key not in WORDS}
         texts |= {
             text.partition(":")[2]
-            for item in self._flatten(items)
+            for item in flat
             for text in (item.get("rows", self.rows), item.get("needed", self.needed), item.get("less", ""))
             if ":" in text
         }
-        texts |= {item["cache_rows"].partition(":")[2] for item in self._flatten(items) if "cache_rows" in item}
-        tied = [item["tied"] for item in self._flatten(items) if "tied" in item]
+        texts |= {item["cache_rows"].partition(":")[2] for item in flat if "cache_rows" in item}
+        tied = [item["tied"] for item in flat if "tied" in item]
         texts |= {condition for condition, _ in tied} | {name for _, target in tied for name in _BRACES.findall(target)}
-        texts |= {name for item in self._flatten(items) for name in _BRACES.findall(item.get("name", ""))}
-        texts |= {name for item in self._flatten(items) for name in _BRACES.findall(item.get("under", ""))}
+        texts |= {name for item in flat for key in ("name", "under") for name in _BRACES.findall(item.get(key, ""))}
         names = {name for text in texts for name in find_names(text)}
         return sorted(name for name in names if self.dims.depends_on_layer(name))
 
@@ -393,7 +393,6 @@ class _Builder:
     def _make_attend(
         self, item: dict[str, Any], size: _Size, common: dict[str, Any], before: Sequence[Op | tuple[Chain, ...]]
     ) -> Attend:
-        dims = self.dims
         if "rows" not in item:
             pairs, times = self._attend(item, size)
             pairs = self._sided(pairs)
@@ -405,8 +404,8 @@ class _Builder:
         kv_heads = size("kv_heads", default=str(_count_key_heads(before, heads, qk, v)))
         if heads % kv_heads:
             raise ConfigError(
-                f"{dims.where}: {heads} attention heads cannot share {kv_heads} heads of keys and values"
-                f"{_format_origin(dims, str(item['heads']), str(item.get('kv_heads', '0')))}"
+                f"{self.dims.where}: {heads} attention heads cannot share {kv_heads} heads of keys and values"
+                f"{_format_origin(self.dims, str(item['heads']), str(item.get('kv_heads', '0')))}"
             )
         self._width = size("out", default=str(heads * v)) if v else None  # a part of the products hands nothing on
         cache = size("cache", 0, default=str(kv_heads * (qk + v) if keeps_keys(item) else 0))
@@ -565,10 +564,6 @@ def _map(chain: Chain, change: Callable[[Op], Op]) -> Chain:
 def _absolute(name: str, rename: dict[str, str]) -> str:
     """A name that starts with / is a whole path: a module that several layers share."""
     return f"/{rename_path(name[1:], rename)}" if name.startswith("/") else name
-
-
-def _is_expression(name: str, value: Any) -> bool:
-    return isinstance(value, str) and name not in WORDS
 
 
 def _size(dims: BoundDims, text: str, what: str, minimum: int) -> int:
