@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimate, Estimator, Picture, check_no_sizes
-from flopcalc.core.estimate.traced import TracedEstimator, load_trace, make_trace_key
+from flopcalc.core.estimate.traced import TracedEstimator, check_layers, load_trace, make_trace_key
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.recipe import Lora, Recipe, join_recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, WorkloadError
-from flopcalc.units import check_size
+from flopcalc.units import check_items, check_size
+from flopcalc.words import PHASES, check_word
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.translation import Translation
@@ -48,7 +49,10 @@ def bind(
     `recompute` are the recipe's too, said in short.
     """
     recipe = join_recipe(recipe, lora, recompute)
+    asked = tuple(check_word(phase, PHASES, "phase", WorkloadError) for phase in check_items(phases, "phases"))
     if example_batch is None:
+        if dims is not None:
+            raise WorkloadError("dims says which axes of an example_batch are batch and length: give that too")
         return bind_config(
             model, recipe=recipe, convention="model" if convention is None else convention,
             attention_kernel=attention_kernel, device=device, dtype=dtype, spec=spec, download=download,
@@ -61,11 +65,12 @@ def bind(
         )
     from flopcalc.measure.trace.polynomials import trace_module  # torch: only where a module is traced
 
-    return trace_module(model, example_batch, phases=tuple(phases), dims=dims)
+    return trace_module(model, example_batch, phases=asked, dims=dims)
 
 
 def find_traced(source: Source, recipe: Recipe, phase: str, has_images: bool) -> TracedEstimator:
     """The estimator of a config that is counted from HF's own code: kept from before, else traced now."""
+    check_layers(source)
     key = make_trace_key(source, recipe, phase, has_images)
     traced = load_trace(key)
     if traced is None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from flopcalc.api import estimate_flops
-from flopcalc.core.estimate.utilization import check_positive, find_peak
+from flopcalc.core.estimate.utilization import find_peak
 from flopcalc.errors import DeviceError
+from flopcalc.units import check_positive
 
 
 def profile_model_flops(model: Any, batch: Any) -> int:
@@ -16,7 +17,8 @@ def profile_model_flops(model: Any, batch: Any) -> int:
 
 def calculate_mfu(flops: float, step_time_s: float, peak_flops: float) -> float:
     """FLOPs over time over peak; not clamped."""
-    return flops / check_positive(step_time_s, "step time") / check_positive(peak_flops, "peak")
+    count = check_positive(flops, "flops", or_zero=True)
+    return count / check_positive(step_time_s, "step time") / check_positive(peak_flops, "peak")
 
 
 def get_gpu_peak_flops(device: str = "auto", dtype: Any = "bf16") -> float:

@@ -6,13 +6,16 @@ Paths are strings here and in config.py: pathlib alone would cost a tenth of the
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from functools import cache
 from typing import Any
 
 from flopcalc.errors import SpecError
+from flopcalc.files import MAX_TOML_BYTES, read_text
 
-MAX_FILE_BYTES = 10_000_000
+MAX_KEY_PARTS = 200
+_BETWEEN_KEYS = re.compile(r"[^\w\s.\"'-]")
 PARTS = "parts"  # a folder inside specs: towers and other parts of models, found by their names as specs are
 
 
@@ -66,15 +69,14 @@ def list_data_files(folder: str) -> dict[str, str]:
 
 def load_toml(path: str) -> dict[str, Any]:
     """The tables of a TOML file, or a SpecError that names it."""
+    text = read_text(path, MAX_TOML_BYTES, SpecError)
+    # The parser's memory grows with the square of a key's parts.
+    if text.count(".") > MAX_KEY_PARTS and any(
+        piece.count(".") > MAX_KEY_PARTS for line in text.split("\n") for piece in _BETWEEN_KEYS.split(line)
+    ):
+        raise SpecError(f"{path}: a key of more than {MAX_KEY_PARTS} parts")
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise SpecError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
-    try:
-        return tomllib.loads(data.decode("utf-8"))
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise SpecError(f"{path}: not valid TOML: {error}") from None
 

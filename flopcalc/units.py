@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 
@@ -193,12 +193,34 @@ def check_size(value: object, what: str, minimum: int = 1) -> int:
             raise WorkloadError(f"{what} must be a whole number, not {format_value(value)}")
         try:
             value = int(index())
-        except (TypeError, ValueError, RuntimeError):  # an array of several entries, or of floats
+        except Exception:  # an array of several entries, or of floats
             raise WorkloadError(f"{what} must be a whole number, not {format_value(value)}") from None
     if not minimum <= value <= MAX_SIZE:
         bound = f"at least {minimum}" if value < minimum else f"at most {MAX_SIZE}"
         raise WorkloadError(f"{what} must be {bound}, not {format_value(value)}")
     return value
+
+
+def check_positive(value: Any, what: str, *, or_zero: bool = False) -> float:
+    """A float above 0, or 0 where that is allowed, else an error that names it; also from an array of one number."""
+    try:
+        is_number = not isinstance(value, (bool, str, bytes)) and hasattr(value, "__float__")
+        number = float(value) if is_number else math.nan
+    except Exception:  # an array of several entries, or an int beyond all floats
+        number = math.nan
+    if not 0 <= number < math.inf or (number == 0 and not or_zero):
+        raise FlopcalcError(f"{what} must be a positive number, not {format_value(value)}")
+    return number
+
+
+def check_items(value: Any, what: str, error: type[FlopcalcError] = WorkloadError, form: str = "a list") -> list[Any]:
+    """The entries of a list, an array or another iterable; text, bytes and mappings are none."""
+    try:
+        if isinstance(value, (str, bytes, bytearray, Mapping)):
+            raise TypeError
+        return list(value)
+    except Exception:  # whatever an object does that is no list
+        raise error(f"{what} must be {form}, not {format_value(value)}") from None
 
 
 def parse_sizes(text: str, what: str, count: int | None = None, separator: str = ",") -> tuple[int, ...]:

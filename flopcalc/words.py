@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeVar, get_args
 
-from flopcalc.errors import FlopcalcError, format_value
+from flopcalc.errors import FlopcalcError, format_nearest, format_value
 
 # What a FLOP is counted as: needed by the model, executed by HF's eager code, executed by the kernels.
 Convention = Literal["model", "full", "hardware"]
@@ -30,12 +30,33 @@ GROUPS: tuple[Group, ...] = get_args(Group)
 # CUDA graph; fused: kernels of a training framework, which does not wait for the host.
 Execution = Literal["eager", "compiled", "graphs", "fused"]
 EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
+# Rows of a breakdown.
+By = Literal["component", "module", "kind"]
+BY: tuple[By, ...] = get_args(By)
 
 _Word = TypeVar("_Word", bound=str)
 
 
-def check_word(value: object, known: tuple[_Word, ...], what: str, error: type[FlopcalcError] = FlopcalcError) -> _Word:
-    """The word itself if it is a known one, else an error that lists them."""
+def check_word(
+    value: object,
+    known: tuple[_Word, ...],
+    what: str,
+    error: type[FlopcalcError] = FlopcalcError,
+    *,
+    suggests: bool = False,
+) -> _Word:
+    """The word itself if it is a known one, else an error that lists them, the nearest first if it `suggests`."""
+    # Only a string is compared: an array would answer with an array, and an odd object with anything.
     if isinstance(value, str) and value in known:
         return value
+    if suggests:
+        near = format_nearest(value, known) if isinstance(value, str) else ""
+        raise error(f"{what} {format_value(value)} unknown.{near} Known: {', '.join(known)}")
     raise error(f"{what} {format_value(value)} unknown; known: {', '.join(known)}")
+
+
+def check_flag(value: object, what: str) -> bool:
+    """True or False (or 1 or 0), else an error: a word such as "no" would count as true."""
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise FlopcalcError(f"{what} must be True or False, not {format_value(value)}")

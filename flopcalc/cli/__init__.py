@@ -10,6 +10,7 @@ import click
 
 from flopcalc._version import __version__
 from flopcalc.cli.command import Group
+from flopcalc.cli.streams import drop_output, prepare_streams
 from flopcalc.errors import FlopcalcError, format_nearest
 
 # Command -> module that defines it, and its line in --help (so that help need not load them all).
@@ -63,9 +64,10 @@ def _group() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs a command; every expected error is one line on stderr and exit code 2."""
+    prepare_streams()
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        code = _group.main(args=given, prog_name="flopcalc", standalone_mode=False)
+        code = _run(given)
         sys.stdout.flush()
     except FlopcalcError as error:
         _fail(str(error))
@@ -73,16 +75,31 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(error.format_message())
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader went away (… | head): not an error, but stdout must not be flushed again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader went away (… | head): not an error
+        drop_output()
         sys.exit(0)
     except OSError as error:
+        drop_output()
         _fail(f"output failed: {error.strerror}")
-    sys.exit(code if isinstance(code, int) else 0)
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    """Run a command; its exit code. Click's own main() would end with 1 where a reader went away."""
+    if "_FLOPCALC_COMPLETE" in os.environ:  # a shell asks what could stand here
+        _group.main(args=arguments, prog_name="flopcalc")
+    try:
+        with _group.make_context("flopcalc", list(arguments)) as context:
+            code = _group.invoke(context)
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
+    return code if isinstance(code, int) else 0
 
 
 def _fail(message: str) -> None:
     line = " ".join(message.split())
-    click.echo(f"flopcalc: {line}", err=True)
+    try:
+        click.echo(f"flopcalc: {line}", err=True)
+    except OSError:  # nobody is left to be told
+        drop_output()
     sys.exit(2)

@@ -12,11 +12,12 @@ from flopcalc.cli.options.counting import make_estimate
 from flopcalc.cli.options.time import make_run, make_shares, run_options, time_options
 from flopcalc.cli.options.workload import has_list, trace_option, workload_options
 from flopcalc.cli.pages import FORMATS, format_options, write_page
-from flopcalc.core.estimate.estimate import BREAKDOWNS, Estimate
+from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.run import Run
 from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.errors import WorkloadError
 from flopcalc.units import format_count, format_flops, parse_size
+from flopcalc.words import BY
 
 
 class Counted(NamedTuple):
@@ -49,7 +50,7 @@ class Counted(NamedTuple):
 @time_options
 @run_options
 @click.option("--depth", metavar="N", help="Module paths cut to N names.")
-@click.option("--by", type=click.Choice(BREAKDOWNS), help="Rows of the breakdown (default component).")
+@click.option("--by", type=click.Choice(BY), help="Rows of the breakdown (default component).")
 @format_options(*FORMATS)
 @click.option("--plot", "plot_file", metavar="FILE", help="Draw the FLOPs over a list: .png, .svg or .pdf.")
 def estimate(

@@ -188,7 +188,10 @@ def _plain(name: str) -> str:
 
 def parse_dtype(dtype: Any) -> str:
     """'bf16', 'bfloat16' or torch.bfloat16 -> 'bf16'."""
-    text = str(dtype).removeprefix("torch.").lower()
+    try:
+        text = str(dtype).removeprefix("torch.").lower()
+    except Exception:  # an int of too many digits, or an object that cannot be shown
+        text = ""
     text = _DTYPE_ALIASES.get(text, text)
     if text not in DTYPES:
         near = format_nearest(text, DTYPES)

@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.errors import CalibrationError, format_nearest, format_value
+from flopcalc.files import MAX_TABLE_BYTES, read_bytes, write_whole
+from flopcalc.forms import MOST
 
 SCHEMA = 1
-MAX_TABLE_BYTES = 50_000_000
 FOLDER = "calibration"
 REQUIRED_PROVENANCE = ("device", "device_id", "date", "torch", "command")
 _CACHED_TABLES = 16
+# Columns of keys that hold sizes; the other keys hold words.
+_SIZES = ("m", "n", "k", "qk_dim", "v_dim", "length", "batch", "heads", "bytes", "seq")
 
 
 class Shape(NamedTuple):
@@ -175,13 +178,7 @@ def load_table(path: str) -> Table:
 
 @lru_cache(maxsize=_CACHED_TABLES)
 def _parse_table(path: str, _mtime_ns: int, _size: int, _inode: int) -> Table:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_TABLE_BYTES + 1)
-    except OSError as error:
-        raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > MAX_TABLE_BYTES:
-        raise CalibrationError(f"{path}: larger than {MAX_TABLE_BYTES} bytes")
+    data = read_bytes(path, MAX_TABLE_BYTES, CalibrationError)
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -223,7 +220,8 @@ def _parse_table(path: str, _mtime_ns: int, _size: int, _inode: int) -> Table:
 def _check_values(path: str, shape: Shape, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Column by column: the types of a whole column are one set, and its rows are looked at only if that is wrong."""
     kinds: list[tuple[tuple[str, ...], set[type], str]] = [
-        (shape.keys, {str, int}, "a word or a whole number"),
+        (tuple(name for name in shape.keys if name not in _SIZES), {str}, "a word"),
+        (tuple(name for name in shape.keys if name in _SIZES), {int}, "a size"),
         (shape.timed, {int, float, type(None)}, "a number or null"),
         (shape.exact, {int, type(None)}, "a whole number or null"),
     ]
@@ -231,17 +229,26 @@ def _check_values(path: str, shape: Shape, columns: Sequence[str], rows: Sequenc
     for names, allowed, words in kinds:
         for name in names if rows else ():
             column = values[name]
-            if set(map(type, column)) <= allowed and (float not in allowed or all(map(_is_finite, column))):
+            is_inside = _is_moved if name == "bytes" else _is_size if name in _SIZES else _is_finite
+            if set(map(type, column)) <= allowed and (str in allowed or all(map(is_inside, column))):
                 continue
             for number, value in enumerate(column, 1):
-                if type(value) not in allowed or (float in allowed and not _is_finite(value)):
+                if type(value) not in allowed or (str not in allowed and not is_inside(value)):
                     raise CalibrationError(
                         f"{path}: row {number}, column {name!r}: {format_value(value)} is not {words}"
                     )
 
 
 def _is_finite(value: float | None) -> bool:
-    return value is None or -1e300 < value < 1e300  # JSON as Python reads it knows NaN and Infinity
+    return value is None or -MOST < value < MOST  # JSON as Python reads it knows NaN and Infinity
+
+
+def _is_size(value: int) -> bool:
+    return 1 <= value <= 10**15
+
+
+def _is_moved(value: int) -> bool:
+    return 0 <= value <= 10**15  # a row may be the cost of a launch alone
 
 
 def is_stored(
@@ -276,18 +283,9 @@ def save_table(
     rows, failed = _arrange(columns, records, failures)
     path = os.path.join(folder, f"{name}.json")
     text = _format(name, provenance, columns, rows, failed)
-    temporary = os.path.join(folder, f".{name}.json.{os.getpid()}")
     try:
         os.makedirs(folder, exist_ok=True)
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
+        write_whole(path, text)
         directory = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(directory)  # the new name itself, not only the content

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, format_value
+from flopcalc.files import MAX_LOG_BYTES, read_bytes
 from flopcalc.monitor.keys import DATASET_PREFIX, LOG_NAME, LOST_PREFIX, LOST_SUFFIX, SCHEMA
 
 Record = dict[str, Any]
@@ -54,12 +55,9 @@ def load_log(path: str | os.PathLike[str]) -> Log:
     if os.path.isdir(name):
         name = os.path.join(name, LOG_NAME)
     try:
-        with open(name, "rb") as file:
-            lines = file.read().split(b"\n")
-    except OSError as error:
-        raise FlopcalcError(
-            f"{name}: cannot be read: {error.strerror or error}. Give a log, or the output_dir of a monitor"
-        ) from None
+        lines = read_bytes(name, MAX_LOG_BYTES, FlopcalcError).split(b"\n")
+    except FlopcalcError as error:
+        raise FlopcalcError(f"{error}. Give a log, or the output_dir of a monitor") from None
     runs: list[Run] = []
     unreadable = 0
     for number, line in enumerate(lines, start=1):

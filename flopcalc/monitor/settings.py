@@ -11,6 +11,7 @@ from typing import Any
 
 from flopcalc.data import describe_install
 from flopcalc.errors import ConfigError, FlopcalcError, format_nearest, format_value
+from flopcalc.files import MAX_JSON_BYTES, read_text
 from flopcalc.hardware.devices import parse_dtype
 from flopcalc.monitor.keys import STYLES
 
@@ -285,11 +286,9 @@ def _read(config: Any) -> tuple[str, Mapping[Any, Any]]:
     parse = _PARSERS.get(os.path.splitext(path)[1].lower())
     if parse is None:
         raise ConfigError(f"{path}: a monitor's config is a {', '.join(_PARSERS)} file, or a mapping")
+    text = read_text(path, MAX_JSON_BYTES, ConfigError)
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            content = parse(file.read())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+        content = parse(text)
     except (ValueError, RecursionError) as error:  # also a date that is none, or bytes that are no UTF-8
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     if content is None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flopcalc.errors import RecipeError, WorkloadError, format_value
+from flopcalc.words import check_word
 
 RECOMPUTE = ("none", "selective", "half", "full", "full-reentrant")
 DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch", "recompute")
@@ -153,11 +154,10 @@ def check_fixed(name: str, values: Sequence[int | str]) -> tuple[int | str, ...]
         raise RecipeError(f"{name}: no value given")
     for value in values:
         if name == "recompute":
-            if value not in RECOMPUTE:
-                raise RecipeError(f"recompute {format_value(value)} unknown; known: {', '.join(RECOMPUTE)}")
+            check_word(value, RECOMPUTE, "recompute", RecipeError)
         elif isinstance(value, bool) or not isinstance(value, int) or not (0 if name == "zero" else 1) <= value < 10**7:
             raise WorkloadError(
-                f"{name} must be a whole number of at least {0 if name == 'zero' else 1}, not {value!r}"
+                f"{name} must be a whole number of at least {0 if name == 'zero' else 1}, not {format_value(value)}"
             )
         elif name == "zero" and value > 3:
             raise WorkloadError(f"zero must be 0, 1, 2 or 3, not {value}")

@@ -9,8 +9,9 @@ from math import log
 from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
-from flopcalc.errors import DeviceError, SpecError, format_nearest, format_value
+from flopcalc.errors import DeviceError, SpecError
 from flopcalc.hardware.devices import find_device
+from flopcalc.words import check_word
 
 _MIB = 1 << 20
 # Bus bandwidth is size / time times this share of (g-1)/g: an all-reduce passes everything twice.
@@ -112,10 +113,7 @@ def find_interconnect(name: str | None, device: str) -> Interconnect:
             f"no interconnect is known for {find_device(device).name}: say which of {', '.join(known)} it has "
             "(--interconnect), or describe yours in interconnects.toml of your data folder"
         )
-    if name not in known:
-        near = format_nearest(name, known) if isinstance(name, str) else ""
-        raise DeviceError(f"interconnect {format_value(name)} unknown.{near} Known: {', '.join(known)}")
-    return known[name]
+    return known[check_word(name, tuple(known), "interconnect", DeviceError, suggests=True)]
 
 
 @lru_cache(maxsize=1 << 16)

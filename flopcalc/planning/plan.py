@@ -14,7 +14,7 @@ from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.search import Plan, Planned, search_layouts
 from flopcalc.prediction.memory import resize_batch
 from flopcalc.prediction.step import check_execution, check_optimizer
-from flopcalc.units import check_size, format_parameters, format_tokens, parse_tokens
+from flopcalc.units import check_items, check_size, format_parameters, format_tokens, parse_tokens
 from flopcalc.words import Execution
 
 __all__ = ["DEFAULT_SEQ", "NO_LENGTH", "Plan", "choose_batch", "plan", "plan_estimator"]
@@ -201,4 +201,8 @@ def choose_batch(gpus: int, tokens: int) -> int:
 
 
 def _listed(value: Any) -> Sequence[int | str]:
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    return (
+        tuple(check_items(value, "a degree"))
+        if isinstance(value, Iterable) and not isinstance(value, str)
+        else (value,)
+    )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
-import sys
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.errors import DeviceError, SpecError, format_value
+from flopcalc.files import MAX_JSON_BYTES, read_json
+from flopcalc.forms import ANY, FROM_0, FROM_1, POSITIVE, Each, Rule, find_fault
 from flopcalc.hardware.devices import Device, find_device, parse_dtype, peak_flops_per_s
 from flopcalc.prediction.work import Attention, Moved, Product
 
@@ -193,18 +192,15 @@ def load_predictor(device_id: str) -> dict[str, Any] | None:
         if not os.path.isfile(path):
             continue
         try:
-            with open(path, encoding="utf-8") as file:
-                data = json.load(file)
-        except (OSError, ValueError, RecursionError) as error:
-            raise SpecError(
-                f"{path}: cannot be read: {error}; `flopcalc calibrate --predictor` makes it again"
-            ) from None
+            data = read_json(path, MAX_JSON_BYTES, SpecError)
+        except SpecError as error:
+            raise SpecError(f"{error}; `flopcalc calibrate --predictor` makes it again") from None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise SpecError(
                 f"{path}: schema {data.get('schema') if isinstance(data, dict) else None!r}, this version reads "
                 f"{SCHEMA}; `flopcalc calibrate --predictor` makes it again"
             )
-        if fault := _find_fault(data, _FORM):
+        if fault := find_fault(data, _FORM):
             raise SpecError(f"{path}: {fault.lstrip('.: ')}; `flopcalc calibrate --predictor` makes it again")
         measured = data["provenance"]["device_id"]
         if measured != device_id:
@@ -216,108 +212,44 @@ def load_predictor(device_id: str) -> dict[str, Any] | None:
     return None
 
 
-class _Each(NamedTuple):
-    """A mapping of any names, or of those that match, whose values are all of one form."""
-
-    form: Any
-    needed: tuple[str, ...] = ()
-    names: str = ".*"
-
-
-class _Rule(NamedTuple):
-    """A form, what its values must keep beyond it, and the words that say of one that it does not."""
-
-    form: Any
-    holds: Callable[[Any], bool]
-    words: str
-
-
-_MOST = sys.float_info.max
-_ANY, _FROM_0, _POSITIVE, _FROM_1 = -_MOST, 0.0, sys.float_info.min, 1.0
-_NUMBERS = {_ANY: "finite number", _FROM_0: "number of 0 or more", _POSITIVE: "positive number",
-            _FROM_1: "number of 1 or more"}  # fmt: skip
-_CURVE = _Rule(
-    [(_POSITIVE, _POSITIVE)],
+_CURVE = Rule(
+    [(POSITIVE, POSITIVE)],
     lambda points: bool(points) and all(low[0] < high[0] for low, high in pairwise(points)),
     "is no curve of rising sizes",
 )
-_CALL = _Rule((_FROM_0,) * 4, any, "is 0 throughout")
-_LINE = (_FROM_0, _FROM_0)
+_CALL = Rule((FROM_0,) * 4, any, "is 0 throughout")
+_LINE = (FROM_0, FROM_0)
 # The form of a predictor's file. A dict: a mapping of these names (with ? where one may be absent) and maybe others; a
 # tuple: a list of so many values; a list: one of any length; a number: one from there on. What a fit may leave at 0, or
 # make negative, may be so here: all that `calibrate --predictor` writes is read.
 _FORM = {
     "provenance": {"device_id": str},
     "products": {
-        "shape": (*(_POSITIVE,) * 8, _FROM_1),
-        "residuals": [(str, _FROM_1, _FROM_1, _FROM_1, _POSITIVE)],
-        "unaligned": _Each(_Each(_POSITIVE), names="[1-9][0-9]*"),
-        "grouped": dict.fromkeys(("forward", "dgrad", "wgrad"), (_POSITIVE,) * 6),
-        "patches?": _Each(_LINE),
+        "shape": (*(POSITIVE,) * 8, FROM_1),
+        "residuals": [(str, FROM_1, FROM_1, FROM_1, POSITIVE)],
+        "unaligned": Each(Each(POSITIVE), names="[1-9][0-9]*"),
+        "grouped": dict.fromkeys(("forward", "dgrad", "wgrad"), (POSITIVE,) * 6),
+        "patches?": Each(_LINE),
     },
-    "attention": _Rule(
-        _Each(_Each(_CALL, names=".*/[1-9][0-9]*")),
+    "attention": Rule(
+        Each(Each(_CALL, names=".*/[1-9][0-9]*")),
         lambda tables: bool(tables) and all(tables.values()),
         "lacks entries",
     ),
-    "moved": _Each(_CURVE, ("pointwise_strided",)),
-    "linear": _Each(_LINE),
-    "optimizer": _Each((_FROM_0,) * 3, ("adamw",)),
-    "gaps": dict.fromkeys(("train", "forward"), _FROM_0),
+    "moved": Each(_CURVE, ("pointwise_strided",)),
+    "linear": Each(_LINE),
+    "optimizer": Each((FROM_0,) * 3, ("adamw",)),
+    "gaps": dict.fromkeys(("train", "forward"), FROM_0),
     "power": _LINE,
-    "compiled": dict.fromkeys(("moved", "launch_s"), _FROM_0),
-    "error": dict.fromkeys(("device", "host", "late", "compiled"), _FROM_0),
+    "compiled": dict.fromkeys(("moved", "launch_s"), FROM_0),
+    "error": dict.fromkeys(("device", "host", "late", "compiled"), FROM_0),
     "host": {
         **dict.fromkeys(("train", "forward", "decode", "again"), _LINE),
-        "units": _Each(_FROM_0),
-        "types": _Each(_Each((_FROM_0, _ANY))),
+        "units": Each(FROM_0),
+        "types": Each(Each((FROM_0, ANY))),
     },
-    "probe_s": dict.fromkeys(("train", "forward"), _POSITIVE),
+    "probe_s": dict.fromkeys(("train", "forward"), POSITIVE),
 }
-
-
-def _find_fault(value: Any, form: Any) -> str:
-    """Where a value is not of its form, and how; nothing where it is."""
-    if type(form) is float:
-        is_right = type(value) in (float, int) and form <= value <= _MOST
-        return "" if is_right else f": {format_value(value)} is no {_NUMBERS[form]}"
-    if form is str:
-        return "" if isinstance(value, str) else f": {format_value(value)} is no text"
-    if isinstance(form, _Rule):
-        fault = _find_fault(value, form.form)
-        return fault or ("" if form.holds(value) else f": {format_value(value)} {form.words}")
-    if isinstance(form, (dict, _Each)):
-        return _find_fault_inside(value, form)
-    if not isinstance(value, list):
-        return f": {format_value(value)} is no list"
-    if isinstance(form, list):
-        form = form * len(value)
-    if len(value) != len(form):
-        return f": a list of {len(value)}, not of {len(form)}"
-    for i, each in enumerate(value):
-        if fault := _find_fault(each, form[i]):
-            return f"[{i}]{fault}"
-    return ""
-
-
-def _find_fault_inside(value: Any, form: dict[str, Any] | _Each) -> str:
-    """The same of a mapping."""
-    if not isinstance(value, dict):
-        return f": {format_value(value)} is no mapping"
-    if isinstance(form, _Each):
-        needed: Sequence[str] = form.needed
-        parts = dict.fromkeys(value, form.form)
-        if strange := [name for name in value if not re.fullmatch(form.names, name)]:
-            return f": {format_value(strange[0])} unknown"
-    else:
-        needed = [name for name in form if not name.endswith("?")]
-        parts = {name.rstrip("?"): part for name, part in form.items()}
-    if missing := [name for name in needed if name not in value]:
-        return f": {', '.join(missing)} missing"
-    for name, part in parts.items():
-        if name in value and (fault := _find_fault(value[name], part)):
-            return f".{name}{fault}"
-    return ""
 
 
 MEASURED_ON = "h200-sxm"  # where the shapes of curves come from for devices that were not measured

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.binding import bind_config as bind
-from flopcalc.core.estimate.estimate import Estimate, Estimator
-from flopcalc.core.estimate.utilization import check_positive, hfu, mfu
+from flopcalc.core.estimate.estimate import Estimate, Estimator, check_estimate
+from flopcalc.core.estimate.utilization import hfu, mfu
 from flopcalc.core.recipe.recipe import join_recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
@@ -28,8 +28,8 @@ from flopcalc.prediction.memory import (
     resize_batch,
 )
 from flopcalc.prediction.tensors import has_sdpa
-from flopcalc.units import format_bytes, format_seconds
-from flopcalc.words import EXECUTIONS, KERNELS, Execution, Recompute, check_word
+from flopcalc.units import MAX_SIZE, check_positive, check_size, format_bytes, format_seconds
+from flopcalc.words import EXECUTIONS, KERNELS, Execution, Recompute, check_flag, check_word
 
 __all__ = ["OPTIMIZERS", "Prediction", "StepTime", "find_largest_batch", "predict", "predict_estimate"]
 
@@ -170,8 +170,7 @@ def predict(
         estimate = estimator.estimate_batch(batch, **sizes)
     else:
         estimate = estimator(sizes.pop("batch_size", 1), sizes.pop("seq_len", None), **sizes)
-    if type(grad_accum) is not int or grad_accum < 1:
-        raise WorkloadError(f"grad_accum is a whole number of at least 1, not {format_value(grad_accum)}")
+    grad_accum = check_size(grad_accum, "grad_accum")
     phase = estimate.terms[0][1].phase
     if grad_accum > 1 and phase != "train":
         raise WorkloadError(f"grad_accum belongs to phase train, not {phase}")
@@ -213,9 +212,11 @@ def predict_estimate(
     advise: bool = True,
 ) -> Prediction:
     """The step whose FLOPs were counted: as `predict`."""
-    chosen = choose_execution(execution, compiled)
-    check_positive(host_factor, "the host's factor")
-    if not isinstance(pause_s, (int, float)) or not 0 <= pause_s < math.inf:
+    check_estimate(estimate)
+    chosen = choose_execution(execution, check_flag(compiled, "compiled"))
+    memory, advise = check_flag(memory, "memory"), check_flag(advise, "advise")
+    host_factor = check_positive(host_factor, "the host's factor")
+    if not isinstance(pause_s, (int, float)) or not 0 <= pause_s < MAX_SIZE:
         raise WorkloadError(f"pause_s is a number of seconds, 0 or more, not {format_value(pause_s)}")
     check_optimizer(optimizer)
     kernel = find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
@@ -310,9 +311,7 @@ def find_kernel(device: Device, dtype: str, kernel: str) -> str:
             f"{device.name} has no known {dtype} peak, so no step can be predicted; "
             + (f"it has {', '.join(known)}: give --dtype" if known else "add one in your own devices.toml")
         )
-    if kernel not in KERNELS:
-        near = format_nearest(str(kernel), KERNELS)
-        raise RecipeError(f"attention kernel {format_value(kernel)} unknown.{near} Known: {', '.join(KERNELS)}")
+    check_word(kernel, KERNELS, "attention kernel", RecipeError, suggests=True)
     is_wide = dtype in ("fp32", "tf32")
     if is_wide and kernel in ("flash", "cudnn"):
         raise RecipeError(f"kernel {kernel} takes bf16 and fp16, not {dtype}; SDPA then picks efficient")
@@ -325,26 +324,19 @@ def choose_execution(execution: str | None, compiled: bool) -> Execution:
     """The execution asked for, eager without; `compiled` is the short way to say so."""
     if execution is None:
         return "compiled" if compiled else "eager"
-    if compiled and execution != "compiled":
+    if compiled and check_execution(execution) != "compiled":
         raise RecipeError(f"--compile means execution compiled, not {format_value(execution)}: give one of the two")
     return check_execution(execution)
 
 
 def check_execution(execution: str) -> Execution:
     """A known execution, or an error."""
-    for known in EXECUTIONS:
-        if execution == known:
-            return known
-    near = format_nearest(str(execution), EXECUTIONS)
-    raise RecipeError(f"execution {format_value(execution)} unknown.{near} Known: {', '.join(EXECUTIONS)}")
+    return check_word(execution, EXECUTIONS, "execution", RecipeError, suggests=True)
 
 
 def check_optimizer(optimizer: str) -> str:
     """A known optimizer, or an error."""
-    if optimizer not in OPTIMIZERS:
-        near = format_nearest(str(optimizer), OPTIMIZERS)
-        raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(OPTIMIZERS)}")
-    return optimizer
+    return check_word(optimizer, tuple(OPTIMIZERS), "optimizer", RecipeError, suggests=True)
 
 
 def settle(
@@ -460,7 +452,7 @@ def _advise_fit(parts: Sequence[tuple[Estimator, Workload, int]], settings: _Set
     return "several devices that share the model: one does not hold it"
 
 
-def change(estimator: Estimator, *, recompute: Recompute | None = None, kernel: str = "") -> Estimator | None:
+def change(estimator: Estimator, *, recompute: Recompute | None = None, kernel: str | None = None) -> Estimator | None:
     """The same model under another recomputation or kernel; None where it cannot be made again, as some live models."""
     try:
         return estimator.change(recompute=recompute, attention_kernel=kernel)

@@ -219,9 +219,9 @@ def test_folder_without_config(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_huge_config(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flopcalc.core.model.config.MAX_JSON_CHARACTERS", 10)
+    monkeypatch.setattr("flopcalc.core.model.config.MAX_JSON_BYTES", 10)
     path = write(tmp_path / "config.json", LLAMA)
-    assert "longer than 10 characters" in fail(capsys, "estimate", "--model", path, "--seq", "5")
+    assert "larger than 10 bytes" in fail(capsys, "estimate", "--model", path, "--seq", "5")
 
 
 def test_messages_stay_on_one_line(capsys: Capture, tmp_path: Path) -> None:

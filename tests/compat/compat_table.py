@@ -439,16 +439,16 @@ def list_options() -> dict[str, Json]:
 
     groups: list[click.Command] = []
 
-    def capture(self: click.Command, *_: Any, **__: Any) -> int:
+    def capture(self: click.Command, *_: Any, **__: Any) -> Any:
         groups.append(self)
-        return 0
+        raise click.exceptions.Exit(0)
 
-    real = click.Command.main
-    click.Command.main = capture  # type: ignore[assignment, method-assign]
+    real = click.Command.make_context
+    click.Command.make_context = capture  # type: ignore[method-assign]
     try:
         run_command(["--help"])
     finally:
-        click.Command.main = real  # type: ignore[method-assign]
+        click.Command.make_context = real  # type: ignore[method-assign]
     found: dict[str, Json] = {}
 
     def walk(command: click.Command, name: str) -> None:

@@ -95,10 +95,12 @@ def test_a_table_of_another_form_is_named(tmp_path: Path, entries: dict[str, Any
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [
-        ("m", True, "True is not a word or a whole number"),
-        ("m", 2.0, "2.0 is not a word or a whole number"),
-        ("dtype", None, "None is not a word or a whole number"),
-        ("dtype", ["bf16"], "is not a word or a whole number"),
+        ("m", True, "True is not a size"),
+        ("m", "2", "'2' is not a size"),
+        ("m", 0, "0 is not a size"),
+        ("m", 2.0, "2.0 is not a size"),
+        ("dtype", None, "None is not a word"),
+        ("dtype", ["bf16"], "is not a word"),
         ("seconds", "1", "'1' is not a number or null"),
         ("seconds", False, "False is not a number or null"),
         ("seconds", float("nan"), "nan is not a number or null"),

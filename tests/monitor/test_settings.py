@@ -306,7 +306,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"folder.yaml: cannot be read: Is a directory$"):
         load_settings(tmp_path / "folder.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"wandb: {name: \xe9}\n")
-    with pytest.raises(ConfigError, match=r"latin.yaml: 'utf-8' codec can't decode"):
+    with pytest.raises(ConfigError, match=r"latin.yaml: not UTF-8 text: invalid continuation byte at byte 14"):
         load_settings(tmp_path / "latin.yaml")
     with pytest.raises(ConfigError, match=r"^config must be a mapping or the path of a"):
         load_settings(3)  # type: ignore[arg-type]

@@ -900,7 +900,7 @@ def test_a_predictor_that_lacks_a_part_is_refused(
         load_predictor.cache_clear()
 
 
-@pytest.mark.parametrize(("text", "words"), [("{", "cannot be read"), ('{"schema": 99}', "schema 99")])
+@pytest.mark.parametrize(("text", "words"), [("{", "not valid JSON"), ('{"schema": 99}', "schema 99")])
 def test_a_broken_predictor_is_named(text: str, words: str, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     folder = tmp_path / "predictors"
     folder.mkdir()

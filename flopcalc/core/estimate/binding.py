@@ -13,9 +13,10 @@ from flopcalc.core.model.live import strip
 from flopcalc.core.recipe.live import read_recompute
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.spec.spec import Spec, load_spec
-from flopcalc.errors import ConfigError, RecipeError, format_value
-from flopcalc.hardware.devices import find_device
+from flopcalc.errors import ConfigError, RecipeError, SpecError, format_value
+from flopcalc.hardware.devices import find_device, parse_dtype
 from flopcalc.hardware.kernels import find_kernel_table, find_tile_table
+from flopcalc.words import KERNELS, check_flag, check_word
 
 
 def bind_config(
@@ -32,6 +33,8 @@ def bind_config(
 ) -> CountedEstimator:
     """The estimator of a model that a spec describes; see flopcalc.bind for the arguments."""
     kernels, tiles = None, None
+    check_word(attention_kernel, KERNELS, "attention kernel")
+    dtype = parse_dtype(dtype)
     if device is not None:
         found = find_device(device)
         attention_kernel = (found.sdpa or "flash") if attention_kernel == "auto" else attention_kernel
@@ -39,8 +42,10 @@ def bind_config(
             kernels, tiles = find_kernel_table(found.id, attention_kernel), find_tile_table(found.id)
     specs: dict[str, Spec] = {}
     # DDP and Opacus hide the config of what they wrap.
-    source = load_config(model if hasattr(model, "config") else strip(model), download=download)
+    source = load_config(model if hasattr(model, "config") else strip(model), download=check_flag(download, "download"))
     if spec is not None:
+        if not isinstance(spec, (str, os.PathLike)):
+            raise SpecError(f"spec must be the path of a TOML file, not {format_value(spec)}")
         added = load_spec(os.fspath(spec))
         specs[added.name] = added
     if isinstance(recipe, Mapping):

@@ -21,10 +21,10 @@ from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.recipe.resolver import Resolver
 from flopcalc.core.workload.batch import read_batch
 from flopcalc.core.workload.sums import Sum
-from flopcalc.core.workload.workload import Workload
+from flopcalc.core.workload.workload import Workload, check_load
 from flopcalc.errors import RecipeError, format_value
 from flopcalc.hardware.kernels import KernelTable, TileTable
-from flopcalc.words import CONVENTIONS, KERNELS, Recompute, check_word
+from flopcalc.words import CONVENTIONS, KERNELS, RECOMPUTE, Recompute, check_word
 
 _TOWERS = ("vision", "audio")  # groups of stages that feed the language model
 
@@ -79,14 +79,17 @@ class CountedEstimator(Estimator):
             check_clipping_recipe(model, self.recipe, self._resolver)
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: str = "", attention_kernel: str = ""
+        self, *, recompute: Recompute | None = None, convention: str | None = None, attention_kernel: str | None = None
     ) -> CountedEstimator:
         """The same model and what trains of it, under another recomputation, convention or kernel."""
+        again = self.recipe.recompute
+        if recompute is not None:
+            again = check_word(recompute, RECOMPUTE, "recompute", RecipeError)
         return CountedEstimator(
             self.model,
-            self.recipe.replace(recompute=recompute or self.recipe.recompute),
-            convention or self.convention,
-            attention_kernel or self.attention_kernel,
+            self.recipe.replace(recompute=again),
+            self.convention if convention is None else convention,
+            self.attention_kernel if attention_kernel is None else attention_kernel,
         )
 
     def estimate_batch(
@@ -110,7 +113,7 @@ class CountedEstimator(Estimator):
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
         """FLOPs of one step on a workload."""
-        load = check_workload(self.model, load)
+        load = check_workload(self.model, check_load(load))
         if self._clips and load.phase != "train":
             raise RecipeError(f"clipping {self.recipe.clipping} belongs to phase train, not {load.phase}")
         return Estimate((Term(self, load, 1),), self.count(load, self.convention), notes)
@@ -196,6 +199,8 @@ class CountedEstimator(Estimator):
 
     def _choose(self, load: Workload, convention: str) -> tuple[Coefficients, str]:
         """The coefficients for a workload, and how its sums are to be counted."""
+        check_word(convention, CONVENTIONS, "convention")
+        check_load(load)
         key = (bool(load.grids or load.videos), bool(load.clips), convention)
         found = self._chosen.get(key)
         if found is None:

@@ -19,10 +19,9 @@ from flopcalc.core.spec.spec import PARTS, Spec
 from flopcalc.core.workload.workload import Grid, Workload, make_workload
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.frames import Rows, Table, shorten, show_rows
-from flopcalc.units import check_size, format_flops, format_parameters, format_share
-from flopcalc.words import CONVENTIONS, Recompute, check_word
+from flopcalc.units import check_items, check_size, format_flops, format_parameters, format_share
+from flopcalc.words import BY, CONVENTIONS, Recompute, check_flag, check_word
 
-BREAKDOWNS = ("component", "module", "kind")
 Picture: TypeAlias = str | os.PathLike[str] | tuple[int, int]  # a file, or width and height in pixels
 
 
@@ -67,7 +66,7 @@ class Estimator(Protocol):
         """
         notes: tuple[str, ...] = ()
         if audio is not None:
-            clips = [*(clips or ()), *self.count_frames(audio)]
+            clips = [*(check_items(clips, "clips") if clips is not None else ()), *self.count_frames(audio)]
         if batch is not None:
             check_no_sizes(
                 batch_size, seq_len, lengths, images, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips
@@ -106,7 +105,7 @@ class Estimator(Protocol):
     ) -> Estimate: ...
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: str = "", attention_kernel: str = ""
+        self, *, recompute: Recompute | None = None, convention: str | None = None, attention_kernel: str | None = None
     ) -> Estimator: ...
 
     def count(self, load: Workload, convention: str) -> Flops: ...
@@ -123,7 +122,7 @@ class Estimator(Protocol):
         """Frames of clips that are given in seconds, as the model's feature extractor makes them."""
         if self.audio is None:
             raise WorkloadError(f"{self.source.name} takes no audio")
-        return [self.audio.frames_of_seconds(length) for length in seconds]
+        return [self.audio.frames_of_seconds(length) for length in check_items(seconds, "audio")]
 
     def count_hooks(self, load: Workload) -> dict[str, int]:  # noqa: ARG002  # a trace knows none
         """FLOPs of a training step that frozen towers (vision, audio) owe to gradient checkpointing alone."""
@@ -139,7 +138,9 @@ class Estimator(Protocol):
         grids: list[Grid] = []
         notes: dict[str, None] = {}
         preprocessor = self.source.preprocessor
-        sizes = [read_picture_size(each) if isinstance(each, (str, os.PathLike)) else each for each in images]
+        given = check_items(images, "images")
+        sizes = [read_picture_size(each) if isinstance(each, (str, os.PathLike)) else each for each in given]
+        samples = check_size(batch_size, "batch")
         if max_pixels is not None and sizes:
             if not self.vision.has_pixel_limit:
                 raise WorkloadError(f"max_pixels: {self.source.name}'s processor has no such limit")
@@ -147,8 +148,9 @@ class Estimator(Protocol):
         for size in sizes:
             if not isinstance(size, Sequence) or len(size) != 2:
                 raise WorkloadError(f"images: {format_value(size)} is not (width, height)")
-            each = -(-len(sizes) // batch_size)  # some processors cut only an image that is alone in its sample
-            made, found = self.vision.grids_of_pixels(*size, preprocessor, each)
+            each = -(-len(sizes) // samples)  # some processors cut only an image that is alone in its sample
+            width, height = size
+            made, found = self.vision.grids_of_pixels(width, height, preprocessor, each)
             grids += made
             notes |= dict.fromkeys(found)
         return grids, tuple(notes)
@@ -159,7 +161,7 @@ class Estimator(Protocol):
 
 def check_no_sizes(batch_size: int, *others: Any) -> None:
     """A batch says its sizes itself."""
-    if batch_size != 1 or any(other is not None for other in others):
+    if type(batch_size) is not int or batch_size != 1 or any(other is not None for other in others):
         raise WorkloadError("batch already says sizes, lengths and images: give it alone")
 
 
@@ -309,6 +311,7 @@ class Estimate:
 
     def by_module(self, depth: int | None = None, *, per_layer: bool = False) -> Rows[ModuleRow]:
         """Rows per module path, layers folded into '*' unless per_layer, cut to `depth` names."""
+        check_flag(per_layer, "per_layer")
         if depth is not None:
             check_size(depth, "depth")
         found: dict[str, _ModuleSum] = {}
@@ -461,7 +464,7 @@ class Estimate:
 
     def breakdown(self, by: str, depth: int | None = None) -> Table:
         """Headers and exact, named rows of one breakdown; components and kinds without work are left out."""
-        check_word(by, BREAKDOWNS, "breakdown")
+        check_word(by, BY, "by")
         if by == "module":
             headers = ["path", "kind", "count", "forward", "backward", "recompute", "clipping", "parameters"]
             return Table(headers, self.by_module(depth))
@@ -537,6 +540,13 @@ class Estimate:
     def _repr_html_(self) -> str:
         caption = f"{self.terms[0].estimator.source.name}: {self.describe()}; convention {self.convention}"
         return show_rows(*self.table(), caption=caption)
+
+
+def check_estimate(value: object) -> Estimate:
+    """An Estimate, or an error that says what was given in its place."""
+    if not isinstance(value, Estimate):
+        raise FlopcalcError(f"an estimate is what estimate_flops() gives, not {format_value(value)}")
+    return value
 
 
 def _cell(value: int) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.core.estimate.utilization import check_positive, find_peak, find_step_time
+from flopcalc.core.estimate.estimate import Estimate, check_estimate
+from flopcalc.core.estimate.utilization import find_peak, find_step_time
 from flopcalc.core.estimate.utilization import mfu as find_mfu
 from flopcalc.errors import FlopcalcError, format_value
-from flopcalc.units import check_size, format_amount, format_tokens, parse_tokens
+from flopcalc.hardware.devices import parse_dtype
+from flopcalc.units import check_positive, check_size, format_amount, format_tokens, parse_tokens
 
 
 class Run(NamedTuple):
@@ -57,13 +58,16 @@ def count_run(
     gpus: int = 1,
 ) -> Run:
     """Whole steps until so many tokens have passed; their GPU-hours at an MFU, or at the pace that was measured."""
+    check_estimate(estimate)
+    dtype = parse_dtype(dtype)
     total = parse_tokens(tokens)
     steps = -(-total // estimate.tokens)
     flops = steps * estimate.total
     is_timed = step_time_s is not None or tokens_per_second is not None
     if mfu is not None and is_timed:
         raise FlopcalcError("--mfu contradicts a measured time, which gives it: leave one of them out")
-    if mfu is not None and not 0 < check_positive(mfu, "mfu") <= 1:
+    mfu = None if mfu is None else check_positive(mfu, "mfu")
+    if mfu is not None and mfu > 1:
         raise FlopcalcError(f"mfu must be a share of the peak, at most 1, not {format_value(mfu)}")
     if device is None and peak is None:
         if mfu is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from fractions import Fraction
@@ -19,15 +20,19 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import TracedModule
 from flopcalc.core.recipe.recipe import Recipe
-from flopcalc.core.spec.expressions import Names, evaluate
+from flopcalc.core.spec.expressions import Names, evaluate, find_names
 from flopcalc.core.spec.spec import Spec
 from flopcalc.core.workload.batch import read_batch
 from flopcalc.core.workload.sums import Once
-from flopcalc.core.workload.workload import Workload, make_workload
+from flopcalc.core.workload.workload import Workload, check_load, make_workload
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
-from flopcalc.words import Recompute
+from flopcalc.files import MAX_TABLE_BYTES, read_json, write_whole
+from flopcalc.forms import FROM_0, Each, Rule, find_fault
+from flopcalc.words import PHASES, Recompute
 
 SCHEMA = 2
+MAX_DECODED = 100_000
+MAX_TRACED_LAYERS = 1000
 _LIBRARIES = ("torch", "transformers", "peft")
 WHY_FULL = (
     "traced: what HF's code executes (convention full); what the model needs (model) and what fused kernels "
@@ -82,13 +87,14 @@ class TracedEstimator(Estimator):
         self.identity = ("trace", traced.name, id(traced), recipe, "full", "eager")
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
+        check_load(load)
         if load.decoder is not None or load.clips:
             raise WorkloadError("traced: one length alone was solved for, without a decoder's length or audio")
         self._check_grids(load)
         return Estimate((Term(self, load, 1),), self.count(load, "full"), notes)
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: str = "", attention_kernel: str = ""
+        self, *, recompute: Recompute | None = None, convention: str | None = None, attention_kernel: str | None = None
     ) -> TracedEstimator:
         if recompute or convention != "full" or attention_kernel != "eager":
             raise FlopcalcError(WHY_FULL)
@@ -222,6 +228,8 @@ def _sum_monomial(text: str, load: Workload) -> int:
     }  # fmt: skip
     calls: Iterable[tuple[int, int]] = [(load.seq, 0)]
     if load.phase == "decode":
+        if load.seq > MAX_DECODED:
+            raise WorkloadError(f"traced: each new token is counted by itself, at most {MAX_DECODED:,}, not {load.seq}")
         calls = [(1, load.context + j) for j in range(load.seq)]
     return sum(int(evaluate(text, Names({**fixed, "n": n, "c": c}))) for n, c in calls)
 
@@ -259,39 +267,102 @@ def make_trace_key(source: Source, recipe: Recipe, phase: str, has_images: bool)
     return make_key({**identity, **read_versions()})
 
 
+_COEFFICIENT = Rule(
+    str, lambda text: re.fullmatch(r"-?[0-9]{1,60}(/[1-9][0-9]{0,59})?", text) is not None, "is no number"
+)
+_MONOMIAL_NAMES = {"b", "n", "c", "images", "patches", "pairs"}
+_TRACE_FORM = {
+    "schema": int,
+    "name": str,
+    "model_type": str,
+    "parameters": Rule(
+        Each(int, ("total", "trainable")), lambda sizes: all(size >= 0 for size in sizes.values()), "holds no counts"
+    ),
+    "made_with": Each(str),
+    "visual": Rule({}, lambda sizes: _are_sizes(sizes), "holds no sizes"),
+    "axes": Rule({}, lambda axes: all(isinstance(each, list) for each in axes.values()), "holds no lists"),
+    "polynomials": [
+        {
+            "phase": Rule(str, lambda word: word in PHASES, "is no phase"),
+            "has_images": bool,
+            "monomials": [str],
+            "rows": Each(([_COEFFICIENT], [_COEFFICIENT], [_COEFFICIENT])),
+            "reached": FROM_0,
+            "limit": FROM_0,
+        }
+    ],
+}
+
+
+def _are_sizes(sizes: dict[str, Any]) -> bool:
+    """Whether images' tokens are a size or not known, and their merge is a size."""
+    given = {name: 0 if size is None else size for name, size in sizes.items()}
+    return all(type(size) is int and 0 <= size < 10**9 for size in given.values()) and bool(sizes.get("merge", 1))
+
+
+def check_layers(source: Source) -> None:
+    """Refuse a config whose layers would take minutes to build and to run one by one."""
+    waiting = [source.config]
+    while waiting:
+        for key, value in waiting.pop().items():
+            if isinstance(value, dict):
+                waiting.append(value)
+            is_count = isinstance(key, str) and ("layer" in key or "depth" in key)
+            if is_count and isinstance(value, int) and value > MAX_TRACED_LAYERS:
+                raise FlopcalcError(
+                    f"{source.where}: {key} is {format_value(value)}: a trace runs every layer, at most "
+                    f"{MAX_TRACED_LAYERS:,} of them"
+                )
+
+
 def load_trace(key: str) -> Traced | None:
     """A kept trace, or None: a file that is missing, cut short or of another schema is traced anew."""
     path = os.path.join(find_cache_dir(), "traces", f"{key}.json")
     try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-        if data["schema"] != SCHEMA:
-            return None
-        polynomials = tuple(
-            Polynomials(
-                entry["phase"],
-                entry["has_images"],
-                tuple(entry["monomials"]),
-                {
-                    name: tuple(tuple(Fraction(value) for value in each) for each in coefficients)
-                    for name, coefficients in entry["rows"].items()
-                },
-                entry["reached"],
-                entry["limit"],
-            )
-            for entry in data["polynomials"]
-        )
-        return Traced(
-            data["name"],
-            data["model_type"],
-            data["parameters"],
-            data["made_with"],
-            data["visual"],
-            polynomials,
-            data["axes"],
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        data = read_json(path, MAX_TABLE_BYTES, FlopcalcError)
+    except FlopcalcError:
         return None
+    if find_fault(data, _TRACE_FORM) or data["schema"] != SCHEMA:
+        return None
+    if not all(_is_solved(entry) for entry in data["polynomials"]):
+        return None
+    return _make_traced(data)
+
+
+def _is_solved(entry: dict[str, Any]) -> bool:
+    """Whether every row has a coefficient for each monomial, and each monomial is one that a workload gives."""
+    count = len(entry["monomials"])
+    try:
+        are_known = all(find_names(text) <= _MONOMIAL_NAMES for text in entry["monomials"])
+    except FlopcalcError:
+        return False
+    return are_known and all(len(each) == count for rows in entry["rows"].values() for each in rows)
+
+
+def _make_traced(data: dict[str, Any]) -> Traced:
+    polynomials = tuple(
+        Polynomials(
+            entry["phase"],
+            entry["has_images"],
+            tuple(entry["monomials"]),
+            {
+                name: tuple(tuple(Fraction(value) for value in each) for each in coefficients)
+                for name, coefficients in entry["rows"].items()
+            },
+            entry["reached"],
+            entry["limit"],
+        )
+        for entry in data["polynomials"]
+    )
+    return Traced(
+        data["name"],
+        data["model_type"],
+        data["parameters"],
+        data["made_with"],
+        data["visual"],
+        polynomials,
+        data["axes"],
+    )
 
 
 def save_trace(key: str, traced: Traced) -> str | None:
@@ -316,12 +387,9 @@ def save_trace(key: str, traced: Traced) -> str | None:
         ],
     }
     path = os.path.join(folder, f"{key}.json")
-    part = f"{path}.{os.getpid()}.part"
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(part, "w", encoding="utf-8") as file:
-            json.dump(data, file)
-        os.replace(part, path)
+        write_whole(path, json.dumps(data))
     except OSError as error:
         return f"the trace could not be kept in {folder}: {error.strerror}"
     return None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.estimate.estimate import Estimate, check_estimate
 from flopcalc.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.hardware.devices import detect_device, find_device, parse_dtype, peak_flops_per_s
+from flopcalc.units import check_positive as check_positive
 from flopcalc.units import check_size, format_rate
 
 
@@ -49,6 +50,7 @@ def mfu(
 
     The time is that of a step, or follows from the tokens per second of all GPUs; `gpus` is `num_devices` in short.
     """
+    check_estimate(estimate)
     convention = "full" if estimate.convention == "full" else "model"
     flops = estimate.total_under(convention)
     seconds = find_step_time(estimate, step_time_s, tokens_per_second)
@@ -75,6 +77,7 @@ def hfu(
     gpus: int | None = None,
 ) -> Utilization:
     """Hardware FLOPs utilization: convention `hardware`, recomputation included; arguments as of `mfu`."""
+    check_estimate(estimate)
     seconds = find_step_time(estimate, step_time_s, tokens_per_second)
     devices = _count_devices(num_devices, gpus)
     return _share(estimate.total_under("hardware"), "HFU", seconds, device, dtype, peak, devices)
@@ -93,9 +96,10 @@ def find_step_time(estimate: Estimate, step_time_s: float | None, tokens_per_sec
 def _count_devices(num_devices: int, gpus: int | None) -> int:
     if gpus is None:
         return check_size(num_devices, "num_devices")
+    gpus, num_devices = check_size(gpus, "gpus"), check_size(num_devices, "num_devices")
     if num_devices not in (1, gpus):
         raise FlopcalcError(f"gpus {gpus} contradicts num_devices {num_devices}: give one of them")
-    return check_size(gpus, "gpus")
+    return gpus
 
 
 def _share(
@@ -137,7 +141,9 @@ def describe_least_time(
 def find_peak(device: str | None, dtype: Any, peak: float | None) -> tuple[str | None, float | None, str | None]:
     """Device name, its peak in FLOP/s and a note where there is none: a given peak wins over the table."""
     if peak is not None:
-        check_positive(peak, "peak")
+        peak = check_positive(peak, "peak")
+    if device is not None and not isinstance(device, str):
+        raise DeviceError(f"a device is named by a string, not {format_value(device)}")
     if device == "auto":
         found = detect_device()
         if found is None:
@@ -187,10 +193,3 @@ def describe_measured_mfu(device: str, estimate: Estimate) -> str | None:
         f"({str(about.get('date'))[:10]}), of {sizes[0]:.2g} to {sizes[-1]:.2g} times these FLOPs, reached an MFU of "
         f"{100 * low:.0f} to {100 * high:.0f} %: measured elsewhere, not a prediction"
     )
-
-
-def check_positive(value: Any, what: str) -> float:
-    is_number = not isinstance(value, (bool, str, bytes)) and hasattr(value, "__float__")
-    if not is_number or not (0 < value < math.inf):
-        raise FlopcalcError(f"{what} must be a positive number, not {format_value(value)}")
-    return float(value)

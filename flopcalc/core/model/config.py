@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,8 +9,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
-
-MAX_JSON_CHARACTERS = 16_000_000
+from flopcalc.files import MAX_JSON_BYTES, MAX_TOML_BYTES, read_json, read_text
 
 
 class Source(NamedTuple):
@@ -136,18 +134,7 @@ def _load_beside(folder: str, prefix: str) -> dict[str, Any] | None:
 
 
 def _load_json(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_JSON_CHARACTERS + 1)
-        if len(text) > MAX_JSON_CHARACTERS:
-            raise ConfigError(f"{path}: longer than {MAX_JSON_CHARACTERS} characters, so no config.json")
-        data = json.loads(text)
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid JSON: {str(error)[:200]}") from None
+    data = read_json(path, MAX_JSON_BYTES, ConfigError)
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: holds a {type(data).__name__}, not an object")
     return data
@@ -174,10 +161,9 @@ def _find_preset_of(hub_id: str) -> str | None:
     """The file of the preset that has a hub id, in upper or lower case."""
     wanted = hub_id.lower()
     for path in list_data_files("presets").values():
-        with open(path, encoding="utf-8") as file:
-            if wanted not in file.read().lower():  # reading is far faster than parsing them all
-                continue
         with suppress(SpecError):  # another preset that cannot be read is not this model's fault
+            if wanted not in read_text(path, MAX_TOML_BYTES, SpecError).lower():  # far faster than parsing them all
+                continue
             if str(load_toml(path).get("hub_id", "")).lower() == wanted:
                 return path
     return None
@@ -188,12 +174,11 @@ def _find_cached(hub_id: str, filename: str) -> str | None:
     home = os.environ.get("HF_HOME") or os.path.join(base, "huggingface")
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
     folder = os.path.join(cache, f"models--{hub_id.replace('/', '--')}")
-    try:
-        with open(os.path.join(folder, "refs", "main"), encoding="utf-8") as file:
-            commits = [file.read().strip()]
-    except OSError:
-        snapshots = os.path.join(folder, "snapshots")
-        commits = sorted(os.listdir(snapshots)) if os.path.isdir(snapshots) else []
+    snapshots = os.path.join(folder, "snapshots")
+    commits = sorted(os.listdir(snapshots)) if os.path.isdir(snapshots) else []
+    with suppress(ConfigError):  # a reference that cannot be read says nothing
+        named = read_text(os.path.join(folder, "refs", "main"), 1000, ConfigError).strip()
+        commits = [named] if named in commits else commits
     for commit in reversed(commits):
         path = os.path.join(folder, "snapshots", commit, filename)
         if os.path.isfile(path):

@@ -23,7 +23,7 @@ from flopcalc.core.model.ops import (
     Weighted,
     iterate,
 )
-from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names
+from flopcalc.core.spec.expressions import BudgetError, MissingNameError, evaluate, evaluate_truth, find_names
 from flopcalc.core.spec.merge import rename_path
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.core.spec.spec import (
@@ -65,6 +65,8 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
         stages = tuple(_expand(dims, {}, "encoder"))
     except MissingNameError as error:
         raise ConfigError(f"{dims.where}: missing key {error.name!r}, which {dims.spec.name!r} needs") from None
+    except BudgetError as error:
+        raise SpecError(f"{dims.where}, {dims.spec.file}: {error}") from None
     except SpecError as error:
         # A list that is too short, a word where a number should be: the config's fault as far as anyone can tell.
         raise ConfigError(f"{dims.where}: {error}") from None
@@ -85,11 +87,12 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
 def _expand(dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
     for words, text in dims.spec.checks.items():
         if not evaluate_truth(text, dims):
-            raise ConfigError(f"{dims.where}: {words}")
+            raise ConfigError(f"{dims.where}: {words}{_format_origin(dims, text)}")
     _check_layers(dims)
     stages: list[Stage] = []
     rename = {old: rename_path(new, rename) for old, new in dims.spec.rename.items()} | rename
     for stack in dims.spec.stacks:
+        dims.budget.spend("stacks")
         if "when" in stack and not evaluate_truth(stack["when"], dims):
             continue
         if "use" in stack:
@@ -137,7 +140,7 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Sta
     if is_flat:
         check_required(spec, config, where)
     settings = {key: dims.evaluate(text) for key, text in stack.get("set", {}).items()}
-    inner = BoundDims(spec, config, where, settings, defaults, dims.extra)
+    inner = BoundDims(spec, config, where, settings, defaults, dims.extra, dims.budget)
     inner_stages = _expand(inner, stack.get("rename", {}), stack.get("side", side))
     if "stream" in stack:
         inner_stages = [stage._replace(stream=stack["stream"]) for stage in inner_stages]
@@ -219,6 +222,7 @@ class _Builder:
         self._changing: list[str] | None = None
         self._chains: dict[tuple[Any, ...], Chain] = {}
         self._alike: dict[Chain, Chain] = {}
+        self._width: int | None = None  # what the attention before hands on, until a product reads it
 
     def build(self, items: list[Any]) -> Chain:
         """The chain of the current layer; layers in which every changing name has the same value share one."""
@@ -233,18 +237,18 @@ class _Builder:
 
     def _find_changing(self, items: list[Any]) -> list[str]:
         """Names that the ops read and that change from layer to layer."""
-        texts = {value for item in self._flatten(items) for name, value in item.items() if _is_expression(name, value)}
+        flat = self._flatten(items)
+        texts = {value for each in flat for key, value in each.items() if isinstance(value, str) and key not in WORDS}
         texts |= {
             text.partition(":")[2]
-            for item in self._flatten(items)
+            for item in flat
             for text in (item.get("rows", self.rows), item.get("needed", self.needed), item.get("less", ""))
             if ":" in text
         }
-        texts |= {item["cache_rows"].partition(":")[2] for item in self._flatten(items) if "cache_rows" in item}
-        tied = [item["tied"] for item in self._flatten(items) if "tied" in item]
+        texts |= {item["cache_rows"].partition(":")[2] for item in flat if "cache_rows" in item}
+        tied = [item["tied"] for item in flat if "tied" in item]
         texts |= {condition for condition, _ in tied} | {name for _, target in tied for name in _BRACES.findall(target)}
-        texts |= {name for item in self._flatten(items) for name in _BRACES.findall(item.get("name", ""))}
-        texts |= {name for item in self._flatten(items) for name in _BRACES.findall(item.get("under", ""))}
+        texts |= {name for item in flat for key in ("name", "under") for name in _BRACES.findall(item.get(key, ""))}
         names = {name for text in texts for name in find_names(text)}
         return sorted(name for name in names if self.dims.depends_on_layer(name))
 
@@ -258,28 +262,33 @@ class _Builder:
         return value
 
     def _flatten(self, items: list[Any]) -> list[dict[str, Any]]:
+        """Every op of the items and of the blocks that they name, each block once."""
         flat: list[dict[str, Any]] = []
-        for item in items:
+        blocks: list[str] = []
+        waiting = list(reversed(items))
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, list):
+                waiting += reversed(item)
+                continue
             if isinstance(item, dict):
                 flat.append(item)
-                flat += self._flatten([item["block"]] if "block" in item else [])
-            else:
-                flat += self._flatten(self.dims.spec.blocks[item] if isinstance(item, str) else item)
+            block = item.get("block") if isinstance(item, dict) else item
+            if block is not None and block not in blocks:
+                blocks.append(block)
+                waiting += reversed(self.dims.spec.blocks[block])
         return flat
 
     def _chain(self, items: list[Any], part: str) -> Chain:
         """A series: each item reads the one before it. `part` is what the block usually is that they stand in."""
         built: list[Op | tuple[Chain, ...]] = []
         for item in items:
+            self.dims.budget.spend("ops")
             if isinstance(item, str):
                 built.extend(self._chain(self.dims.spec.blocks[item], find_block_part(item) or part))
             elif isinstance(item, list):
                 # Siblings: branches that read the same tensor; a branch is an op or a series of its own.
-                branches = tuple(
-                    branch
-                    for branch in (self._chain(entry if isinstance(entry, list) else [entry], part) for entry in item)
-                    if branch
-                )
+                branches = tuple(branch for entry in item if (branch := self._branch(entry, part)))
                 if branches:
                     built.append(branches)
             elif "block" in item:
@@ -299,6 +308,13 @@ class _Builder:
                 if op is not None:
                     built.append(op)
         return tuple(built)
+
+    def _branch(self, entry: Any, part: str) -> Chain:
+        """One of several siblings: what it reads is not the attention before them alone, nor what follows it."""
+        self._width = None
+        chain = self._chain(entry if isinstance(entry, list) else [entry], part)
+        self._width = None
+        return chain
 
     def _make(self, item: dict[str, Any], block_part: str, before: Sequence[Op | tuple[Chain, ...]]) -> Op | None:
         dims = self.dims
@@ -354,6 +370,7 @@ class _Builder:
         copies, active = size("copies", default="1"), size("active", default="1")
         if active > copies:
             raise ConfigError(f"{dims.where}: {active} experts a token ({item['active']}) of only {copies}")
+        self._check_width(item, size("in"))
         adapts = evaluate_truth(item["adapts"], dims) if "adapts" in item else common["part"] != "lm_head"
         return (Linear if item["op"] == "linear" else Conv)(
             **common,
@@ -385,6 +402,12 @@ class _Builder:
             common["part"] = "attention_scores"
         heads, qk, v = size("heads"), size("qk"), size("v", 0)
         kv_heads = size("kv_heads", default=str(_count_key_heads(before, heads, qk, v)))
+        if heads % kv_heads:
+            raise ConfigError(
+                f"{self.dims.where}: {heads} attention heads cannot share {kv_heads} heads of keys and values"
+                f"{_format_origin(self.dims, str(item['heads']), str(item.get('kv_heads', '0')))}"
+            )
+        self._width = size("out", default=str(heads * v)) if v else None  # a part of the products hands nothing on
         cache = size("cache", 0, default=str(kv_heads * (qk + v) if keeps_keys(item) else 0))
         return Attend(
             **common,
@@ -396,6 +419,15 @@ class _Builder:
             cache_rows=self._cache_rows(item) if cache else None,
             latent=size("latent", 0, default="0"),
         )
+
+    def _check_width(self, item: dict[str, Any], width: int) -> None:
+        """A product after attention reads its heads, all of them and nothing else: HF's code would fail too."""
+        given, self._width = self._width, None
+        if given is not None and given != width and item["op"] == "linear" and "from" not in item:
+            raise ConfigError(
+                f"{self.dims.where}: attention hands on {given} numbers, but {item.get('name') or self.path} reads "
+                f"{width}: the width is no multiple of the heads{_format_origin(self.dims, str(item['in']))}"
+            )
 
     def _has_bias(self, item: dict[str, Any]) -> bool:
         return evaluate_truth(item["bias"], self.dims) if "bias" in item else False
@@ -534,10 +566,6 @@ def _absolute(name: str, rename: dict[str, str]) -> str:
     return f"/{rename_path(name[1:], rename)}" if name.startswith("/") else name
 
 
-def _is_expression(name: str, value: Any) -> bool:
-    return isinstance(value, str) and name not in WORDS
-
-
 def _size(dims: BoundDims, text: str, what: str, minimum: int) -> int:
     """An expression's value as a whole number of at least `minimum`, else an error that names the config."""
     try:
@@ -555,11 +583,11 @@ def _size(dims: BoundDims, text: str, what: str, minimum: int) -> int:
     raise ConfigError(f"{dims.where}: {what} = {text} {wrong}{_format_origin(dims, text)}")
 
 
-def _format_origin(dims: BoundDims, text: str) -> str:
-    """' (hidden_size is '4096')': the config's keys behind an expression, for an error that names them."""
+def _format_origin(dims: BoundDims, *texts: str) -> str:
+    """' (hidden_size is '4096')': the config's keys behind expressions, for an error that names them."""
     keys: dict[str, None] = {}
     seen: set[str] = set()
-    waiting = [text]
+    waiting = list(texts)
     while waiting:
         for name in sorted(find_names(waiting.pop()) - seen):
             seen.add(name)

@@ -8,8 +8,12 @@ from struct import unpack
 from typing import BinaryIO
 
 from flopcalc.errors import WorkloadError, format_value
+from flopcalc.files import open_regular
 
 _NO_SIZE = {0xC4, 0xC8, 0xCC}  # JPEG: of 0xC0 to 0xCF, those that begin no frame
+# A JPEG file's frame comes after at most so many segments, and so many bytes that are none.
+_MOST_SEGMENTS = 10_000
+_MOST_FILL = 65_536
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height, as loaders apply them
 
 
@@ -17,10 +21,10 @@ def read_picture_size(path: str | os.PathLike[str]) -> tuple[int, int]:
     """(width, height) in pixels, turned as its EXIF data says."""
     name = os.fspath(path)
     try:
-        with open(name, "rb") as file:
+        with open_regular(name, WorkloadError) as file:
             size = _read_size(file)
     except OSError as error:
-        raise WorkloadError(f"image {format_value(name)}: cannot be read: {error.strerror or error}") from None
+        raise WorkloadError(f"{name}: cannot be read: {error.strerror or error}") from None
     except (StructError, IndexError):
         raise WorkloadError(f"image {format_value(name)}: ends before its size is said") from None
     if size is None or min(size) < 1:
@@ -65,13 +69,14 @@ def _read_jpeg(file: BinaryIO) -> tuple[int, int] | None:
     """The size that its first frame says; segments before it may hold the orientation."""
     file.seek(2)
     is_turned = False
-    while True:
+    fill = 0
+    for _ in range(_MOST_SEGMENTS):
         byte = file.read(1)
-        while byte and byte != b"\xff":
-            byte = file.read(1)
-        while byte == b"\xff":  # fill bytes
-            byte = file.read(1)
-        if not byte:
+        while byte and byte != b"\xff" and fill < _MOST_FILL:
+            byte, fill = file.read(1), fill + 1
+        while byte == b"\xff" and fill < _MOST_FILL:
+            byte, fill = file.read(1), fill + 1
+        if not byte or fill >= _MOST_FILL:
             return None
         marker = byte[0]
         if marker == 0x01 or 0xD0 <= marker <= 0xD9:  # no data behind these
@@ -83,6 +88,7 @@ def _read_jpeg(file: BinaryIO) -> tuple[int, int] | None:
             return (height, width) if is_turned else (width, height)
         if marker == 0xE1 and data.startswith(b"Exif\0\0"):
             is_turned = _find_orientation(data[6:]) in _TURNED
+    return None
 
 
 def _find_orientation(tiff: bytes) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flopcalc.errors import RecipeError, format_value
-from flopcalc.units import check_size, parse_size
+from flopcalc.units import check_items, check_size, parse_size
 from flopcalc.words import CLIPPING, RECOMPUTE, Clipping, Recompute, check_word
 
 
@@ -94,7 +94,7 @@ def join_recipe(
     given = {key: value for key, value in (("lora", lora), ("recompute", recompute)) if value is not None}
     if not given:
         return recipe
-    if isinstance(recipe, Recipe):
+    if recipe is not None and not isinstance(recipe, Mapping):
         raise RecipeError(f"{' and '.join(given)} beside a Recipe: say it in make_recipe()")
     doubled = [key for key in given if key in (recipe or {})]
     if doubled:
@@ -120,9 +120,7 @@ def check_clipping(clipping: str, recompute: Recompute) -> None:
 def _patterns(value: str | Iterable[str], what: str) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
-    if not isinstance(value, Iterable):
-        raise RecipeError(f"{what} must be a pattern or several, not {format_value(value)}")
-    patterns = tuple(value)
+    patterns = tuple(check_items(value, what, RecipeError, "a pattern or several"))
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise RecipeError(f"{what}: {format_value(pattern)} is not a pattern")

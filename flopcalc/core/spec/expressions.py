@@ -6,7 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from flopcalc.errors import FlopcalcError, SpecError, format_value
 
@@ -22,6 +22,24 @@ class MissingNameError(FlopcalcError):
 class Scope(Protocol):
     def lookup(self, name: str) -> Any:
         """The value of a (dotted) name, or MissingNameError."""
+
+
+class Budget:
+    """What reading one spec under one config may cost: far more than any model needs, and less than a few seconds."""
+
+    MOST: ClassVar[dict[str, int]] = {"ops": 20_000, "stacks": 1000, "list entries": 1_000_000}
+
+    def __init__(self) -> None:
+        self._spent = dict.fromkeys(self.MOST, 0)
+
+    def spend(self, what: str, amount: int = 1) -> None:
+        self._spent[what] += amount
+        if self._spent[what] > self.MOST[what]:
+            raise BudgetError(f"more than {self.MOST[what]:,} {what}: the spec and the config multiply each other")
+
+
+class BudgetError(FlopcalcError):
+    """A spec and a config that together are more work than any model."""
 
 
 class Object(dict[Any, Any]):
@@ -51,6 +69,7 @@ _CACHE: dict[str, ast.expr] = {}
 MAX_LENGTH = 500
 # Products and powers beyond this are no size of any model, and would only grow from dim to dim.
 MAX_BITS = 4096
+MAX_ENTRIES = 10_000  # of a list of lists
 
 
 def parse(text: str) -> ast.expr:
@@ -335,7 +354,10 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
             raise SpecError(f"{text!r}: index {format_value(index)} outside a list of {len(values)}")
         return values[index]
     if isinstance(node, ast.List):
-        return [_eval(item, scope, text) for item in node.elts]
+        made = [_eval(item, scope, text) for item in node.elts]
+        if any(isinstance(entry, (list, tuple)) for entry in made) and _count_entries(made, MAX_ENTRIES) > MAX_ENTRIES:
+            raise SpecError(f"{text!r} is a list of more than {MAX_ENTRIES:,} entries")
+        return made
     assert isinstance(node, ast.Call)  # _check let nothing else through
     assert isinstance(node.func, ast.Name)
     function = _FUNCTIONS[node.func.id]
@@ -343,9 +365,31 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
         return _has(node, scope, text)
     values = [_eval(argument, scope, text) for argument in node.args]
     try:
-        return function(*values)
+        value = function(*values)
     except (TypeError, ValueError, OverflowError):
         raise SpecError(f"{text!r}: {node.func.id} cannot take {format_value(values)}") from None
+    _spend(scope, *values, value)
+    return value
+
+
+def _spend(scope: Scope, *values: Any) -> None:
+    """Charge the scope's budget, where it has one, for lists that were read or made."""
+    entries = sum(len(value) for value in values if isinstance(value, (list, tuple, str)))
+    budget: Budget | None = getattr(scope, "budget", None)
+    if entries and budget is not None:
+        budget.spend("list entries", entries)
+
+
+def _count_entries(value: Any, most: int) -> int:
+    """Entries of a list with those of the lists inside, as far as `most`: a list may hold another many times."""
+    if not isinstance(value, (list, tuple)):
+        return 1
+    count = 0
+    for entry in value:
+        count += _count_entries(entry, most - count)
+        if count > most:
+            break
+    return count
 
 
 def _has(node: ast.Call, scope: Scope, text: str) -> bool:

@@ -13,14 +13,16 @@ from flopcalc.data import PARTS, find_data_file, get_stem, load_toml
 from flopcalc.errors import SpecError, format_nearest
 
 Table = dict[str, Any]
+MAX_TERMS = 1000  # names of [sums] in one sum, written out
 ROW_KEYS = ("rows", "needed", "less", "cache_rows")  # keys that hold a sum of the workload
 SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
     "checks", "stack", "vision", "audio", "positions", "variants", "rename", "main_input",
-    "reentrant", "sums", "drop",
+    "reentrant", "sums", "drop", "config_checks",
 }  # fmt: skip
 _MERGED = ("defaults", "renamed", "dims", "checks", "blocks", "sums")  # merged key by key
-_TABLES = (*_MERGED, "vision", "audio", "positions", "variants", "rename")
+_OWN = ("variants", "config_checks")  # of one model type: a spec that extends it does not take them over
+_TABLES = (*_MERGED, *_OWN, "vision", "audio", "positions", "rename")
 CHANGES = ("change", "after", "before")  # keys of a stack that say what it does to the other spec's
 
 
@@ -55,7 +57,8 @@ def _load(path: str, above: tuple[str, ...]) -> Table:
     if base_path is None:
         raise SpecError(f"{path}: extends {base_name!r}, which is no spec")
     base = _load(base_path, (*above, get_stem(path)))
-    base.pop("variants", None)
+    for key in _OWN:
+        base.pop(key, None)
     merged = {**base, **tables}
     for key in _MERGED:
         merged[key] = {**base.get(key, {}), **tables.get(key, {})}
@@ -170,7 +173,9 @@ def _write_out(text: str, sums: dict[str, str], terms: dict[str, str], path: str
     except SpecError:
         return text  # refused with its op's name, when the ops are checked
     except RecursionError:
-        raise SpecError(f"{path}: [sums] a name leads back to itself in {text!r}") from None
+        raise SpecError(
+            f"{path}: [sums] a name leads back to itself in {text!r}, or stands for more than {MAX_TERMS} others"
+        ) from None
 
 
 def _make_tree(text: str) -> ast.expr:
@@ -183,10 +188,14 @@ class _Terms(ast.NodeTransformer):
 
     def __init__(self, terms: dict[str, str]) -> None:
         self.terms = terms
+        self.count = 0
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id not in self.terms:
             return node
+        self.count += 1
+        if self.count > MAX_TERMS:
+            raise RecursionError
         tree: ast.expr = self.visit(_make_tree(self.terms[node.id]))
         return tree
 

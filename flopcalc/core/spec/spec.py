@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flopcalc.core.spec.derived import DERIVED
-from flopcalc.core.spec.expressions import MissingNameError, evaluate, find_names, parse
+from flopcalc.core.spec.expressions import Budget, MissingNameError, evaluate, find_names, parse
 from flopcalc.core.spec.merge import ROW_KEYS, check_keys, is_names, load_tables
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.data import find_data_file, get_stem
@@ -31,7 +31,7 @@ OP_KEYS: dict[str, set[str]] = {
     | {"adapts", "numbered"},
     "conv": _OP_COMMON | {"in", "out", "bias", "param", "input_embedding", "at"},
     "attend": _OP_COMMON
-    | {"heads", "qk", "v", "span", "mask", "window", "length", "kv_heads", "cache", "cache_rows", "latent"},
+    | {"heads", "qk", "v", "out", "span", "mask", "window", "length", "kv_heads", "cache", "cache_rows", "latent"},
     "product": _OP_COMMON | {"flops", "backward"},
     "norm": _OP_COMMON | {"dim", "bias", "tied", "copies"},
     "embed": _OP_COMMON | {"count", "dim", "tied", "input_embedding"},
@@ -129,7 +129,7 @@ def load_spec(path: str) -> Spec:
         renamed=tables.get("renamed", {}),
         dims={name: _candidates(value, name, path) for name, value in tables.get("dims", {}).items()},
         blocks=tables.get("blocks", {}),
-        checks=tables.get("checks", {}),
+        checks=tables.get("checks", {}) | tables.get("config_checks", {}),
         stacks=tables.get("stack", []),
         vision=tables.get("vision", {}),
         audio=tables.get("audio", {}),
@@ -212,6 +212,7 @@ def _check_spec(spec: Spec, path: str) -> None:
             _check_expression(text, f"{where} {key}")
     if not spec.stacks:
         raise SpecError(f"{path}: needs at least one [[stack]]")
+    checked: set[str] = set()
     for stack in spec.stacks:
         where = f"{path}: stack {stack.get('path') or stack.get('use')!r}"
         check_keys(stack, _STACK_KEYS, where)
@@ -228,25 +229,30 @@ def _check_spec(spec: Spec, path: str) -> None:
                     raise SpecError(f"{where}: {key} {stack[key]!r} unknown.{format_nearest(stack[key], words)}")
             _check_rows(stack, spec.sums, where)
             try:
-                _check_ops(stack.get("ops", []), spec, where)
+                _check_ops(stack.get("ops", []), spec, where, checked, ())
             except RecursionError:
-                raise SpecError(f"{where}: a block leads back to itself") from None
+                raise SpecError(f"{where}: its lists and blocks are nested too deeply") from None
 
 
-def _check_ops(items: Any, spec: Spec, where: str) -> None:
+def _check_ops(items: Any, spec: Spec, where: str, checked: set[str], above: tuple[str, ...]) -> None:
+    """Every op of a list and of the blocks that it names, each block once; `above` are the blocks it stands in."""
     if not isinstance(items, list):
         raise SpecError(f"{where}: ops must be a list")
     for item in items:
         if isinstance(item, list):
-            _check_ops(item, spec, where)
+            _check_ops(item, spec, where, checked, above)
         elif isinstance(item, str):
             if item not in spec.blocks:
                 raise SpecError(f"{where}: no block {item!r}.{format_nearest(item, spec.blocks)}")
-            _check_ops(spec.blocks[item], spec, f"{where}, block {item!r}")
+            if item in above:
+                raise SpecError(f"{where}: block {item!r} leads back to itself")
+            if item not in checked:
+                _check_ops(spec.blocks[item], spec, f"{where}, block {item!r}", checked, (*above, item))
+                checked.add(item)
         elif isinstance(item, dict) and "block" in item:
             check_keys(item, {"block", "when", "under", "checkpoint", "with"}, f"{where}, block {item['block']!r}")
             _check_expression(str(item.get("when", "true")), f"{where}, block {item['block']!r}, when")
-            _check_ops([item["block"]], spec, where)
+            _check_ops([item["block"]], spec, where, checked, above)
         elif isinstance(item, dict):
             _check_op(item, spec, where)
         else:
@@ -300,13 +306,14 @@ def _check_rows(table: dict[str, Any], sums: tuple[str, ...], where: str) -> Non
 class BoundDims:
     """The names of a spec with their values under one config; dims are computed when first asked for."""
 
-    __slots__ = ("_depends", "_fixed", "_layered", "config", "defaults", "extra", "layer", "spec", "where")
+    __slots__ = ("_depends", "_fixed", "_layered", "budget", "config", "defaults", "extra", "layer", "spec", "where")
 
     def __init__(
         self, spec: Spec, config: dict[str, Any], where: str, settings: dict[str, Any] | None = None,
-        defaults: dict[str, Any] | None = None, extra: dict[str, Spec] | None = None,
+        defaults: dict[str, Any] | None = None, extra: dict[str, Spec] | None = None, budget: Budget | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
+        self.budget = budget or Budget()  # one for a model and the specs inside it
         self.extra = extra or {}  # specs that the user added for this call, by model_type
         self.config = config
         self.where = where

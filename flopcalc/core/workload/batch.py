@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from flopcalc.core.workload.workload import Grid, Workload, read_grids
+from flopcalc.core.workload.workload import Grid, Workload, check_logits, read_grids
 from flopcalc.errors import WorkloadError, format_value
 from flopcalc.units import check_size
 from flopcalc.words import PHASES, check_word
@@ -32,8 +32,7 @@ def read_batch(
     phase = check_word(phase, PHASES, "phase", WorkloadError)
     if phase == "decode":
         raise WorkloadError("decode is described by sizes (seq_len, context), not by a batch")
-    if logits is not None and logits not in ("all", "last"):
-        logits = check_size(logits, "logits")
+    logits = check_logits(logits)
     notes: list[str] = []
 
     def is_readable(tensor: Any) -> bool:
@@ -122,7 +121,7 @@ def _read_decoder(
             notes.append(f"{what} lie on {value.device} and were not read: every position of the decoder counted")
             break
         _check_rows(value, what, (rows,), seq)
-        lengths = _row_lengths(value) if what != "labels" else tuple(map(_label_length, _list(value, what)))
+        lengths = _row_lengths(value, what) if what != "labels" else tuple(map(_label_length, _list(value, what)))
     if lengths is None or all(length == seq for length in lengths):
         return Workload(rows, seq, None, "unpadded", phase, 0, logits)
     return Workload(rows, seq, lengths, "padded", phase, 0, logits)
@@ -156,12 +155,14 @@ def _read_layout(
             notes.append(f"attention_mask lies on {mask.device} and was not read: every position counted as real")
         else:
             _check_rows(mask, "attention_mask", (rows,), seq)
-            lengths = _row_lengths(mask)
+            lengths = _row_lengths(mask, "attention_mask")
             if not any(lengths):
                 raise WorkloadError("attention_mask masks every position: there is nothing to count")
             if any(length < seq for length in lengths):
                 return tuple(length for length in lengths if length), "padded"
     elif mask is not None:
+        if len(_shape(mask)) < 2 and not isinstance(mask, Mapping):
+            raise WorkloadError(f"attention_mask must be (batch, length), not {format_value(mask)}")
         notes.append(f"attention_mask of shape {tuple(_shape(mask))} was not read: counted as plain rows")
     positions = batch.get("position_ids")
     if positions is not None and len(_shape(positions)) == 3 and _shape(positions)[0] == 4:
@@ -195,15 +196,32 @@ def _check_rows(value: Any, what: str, rows: tuple[int, ...], seq: int) -> None:
                 raise WorkloadError(f"{what}: {format_value(row)} is not a row of {seq} whole numbers")
 
 
-def _row_lengths(mask: Any) -> tuple[int, ...]:
-    if hasattr(mask, "sum"):
-        return tuple((mask != 0).sum(-1).tolist())
-    return tuple(sum(1 for entry in row if entry) for row in mask)
+def _row_lengths(mask: Any, what: str) -> tuple[int, ...]:
+    """Real positions of every row: a mask holds 0 where there is none, and 1, or a document's number, elsewhere."""
+    if not hasattr(mask, "sum"):
+        wrong = next((entry for row in mask for entry in row if entry < 0), None)
+        if wrong is not None:
+            raise WorkloadError(f"{what} holds {wrong}: 0 masks a position, 1 or a document's number keeps it")
+        return tuple(sum(1 for entry in row if entry) for row in mask)
+    try:
+        kind = str(getattr(mask, "dtype", "bool"))
+        is_odd = "int" in kind and bool((mask < 0).any())
+        if "bool" not in kind and "int" not in kind:
+            is_odd = not bool(((mask == 0) | ((mask >= 1) & (mask < 2**31))).all())  # no comparison holds for a NaN
+        lengths = tuple((mask != 0).sum(-1).tolist())
+    except (TypeError, ValueError, RuntimeError):  # an array of something else than numbers
+        raise WorkloadError(f"{what} of dtype {format_value(mask.dtype)} is no mask of numbers") from None
+    if is_odd:
+        raise WorkloadError(f"{what} holds values such as -1, 0.5 or NaN: 0 masks a position, 1 keeps it")
+    return lengths
 
 
 def _has_restart(positions: Any) -> bool:
     if hasattr(positions, "shape"):
-        return bool((positions[:, 1:] != positions[:, :-1] + 1).any())
+        try:
+            return bool((positions[:, 1:] != positions[:, :-1] + 1).any())
+        except (TypeError, ValueError, RuntimeError):  # an array of something else than numbers
+            raise WorkloadError(f"position_ids of dtype {format_value(positions.dtype)} are no numbers") from None
     return any(b != a + 1 for row in positions for a, b in pairwise(row))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 from flopcalc.errors import WorkloadError, format_value
-from flopcalc.units import check_size
+from flopcalc.units import check_items, check_size
 from flopcalc.words import BATCH_LAYOUTS, PHASES, check_word
 
 Grid: TypeAlias = tuple[int, int, int]
@@ -147,7 +147,8 @@ def make_workload(
     clips: Iterable[int] | None = None,
 ) -> Workload:
     """A checked Workload from plain arguments; grids and clips (audio, in frames) are the whole batch's."""
-    frames = tuple(check_size(length, "clips") for length in clips) if clips is not None else ()
+    check_word(phase, PHASES, "phase", WorkloadError)
+    frames = tuple(check_size(each, "clips") for each in check_items(clips, "clips")) if clips is not None else ()
     if decoder_seq_len is not None:
         if lengths is not None:
             raise WorkloadError("an encoder-decoder takes no packed lengths: give seq and decoder_seq")
@@ -156,9 +157,9 @@ def make_workload(
         videos = read_grids(video_grid_thw, "video_grid_thw") if video_grid_thw is not None else ()
         seq = check_size(seq_len, "seq") if seq_len is not None else 0  # an encoder of audio has no tokens
         return Workload(decoder.rows, seq, None, "unpadded", phase, 0, "all", grids, videos, frames, decoder)
-    check_word(phase, PHASES, "phase", WorkloadError)
     if phase != "decode" and context is not None:
         raise WorkloadError(f"context belongs to phase decode, not {phase}")
+    logits = check_logits(logits)
     grids = read_grids(image_grid_thw, "image_grid_thw") if image_grid_thw is not None else ()
     videos = read_grids(video_grid_thw, "video_grid_thw") if video_grid_thw is not None else ()
     if phase == "decode":
@@ -166,11 +167,10 @@ def make_workload(
         rows, seq = check_size(batch_size, "batch"), check_size(1 if seq_len is None else seq_len, "seq")
         return Workload(rows, seq, lengths, "unpadded", phase, past, logits, grids, videos, frames)
     if lengths is not None:
-        if seq_len is not None or batch_size != 1:
+        if seq_len is not None or check_size(batch_size, "batch") != 1:
             raise WorkloadError("lengths describe one packed row: give neither seq nor batch with them")
-        if not isinstance(lengths, Iterable):
-            raise WorkloadError(f"lengths must be a list of document lengths, not {format_value(lengths)}")
-        documents = tuple(check_size(length, "lengths") for length in lengths)
+        given = check_items(lengths, "lengths", form="a list of document lengths")
+        documents = tuple(check_size(length, "lengths") for length in given)
         if not documents:
             raise WorkloadError("lengths must hold at least one document")
         return Workload(1, sum(documents), documents, "packed", phase, 0, logits, grids, videos, frames)
@@ -191,6 +191,20 @@ def check_workload_alone(workload: object, others: Mapping[str, object]) -> Work
         if value is not None:
             raise WorkloadError(f"workload already says sizes, phase and images: leave {name} out")
     return workload
+
+
+def check_logits(value: int | str | None) -> int | str | None:
+    """'all', 'last', a number of positions, or None for what the phase needs."""
+    if value is None or (isinstance(value, str) and value in ("all", "last")):
+        return value
+    return check_size(value, "logits")
+
+
+def check_load(value: object) -> Workload:
+    """A Workload, or an error that says what was given in its place."""
+    if not isinstance(value, Workload):
+        raise WorkloadError(f"a workload is what make_workload() gives, not {format_value(value)}")
+    return value
 
 
 def read_grids(value: Any, what: str, minimum: int = 1) -> tuple[Grid, ...]:

@@ -11,7 +11,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
 from flopcalc.errors import format_value
+from flopcalc.files import MAX_LOG_BYTES, open_regular
+from flopcalc.forms import FROM_0, Rule, find_fault
 from flopcalc.measure.jobs.job import Json, Result, RunnerError
+
+_WORDS = Rule(object, lambda value: value is None or isinstance(value, str), "is no text")
+_RESULT = {
+    **dict.fromkeys(("job", "row", "key", "status"), str),
+    **dict.fromkeys(("reason", "detail"), _WORDS),
+    "seconds": FROM_0,
+}
 
 
 class Journal:
@@ -24,6 +33,10 @@ class Journal:
             if fresh:
                 with suppress(FileNotFoundError):
                     os.unlink(self.path)
+            if os.path.exists(self.path) and not os.path.isdir(self.path):
+                with open_regular(self.path, RunnerError) as file:
+                    if os.fstat(file.fileno()).st_size > MAX_LOG_BYTES:
+                        raise RunnerError(f"{self.path}: larger than {MAX_LOG_BYTES} bytes, the most that is read")
             self._file: IO[bytes] = open(self.path, "ab+")  # noqa: SIM115 - closed in __exit__
         except OSError as error:
             raise _make_error(self.path, error) from None
@@ -45,8 +58,10 @@ class Journal:
                 if number == 0:
                     stored = dict(entry["run"])
                 else:
+                    if fault := find_fault(entry, _RESULT):
+                        raise ValueError(fault.lstrip(".: "))
                     self.results.append(Result(**entry))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise RunnerError(
                     f"{self.path}: line {number + 1} is damaged ({error}): run with --fresh to start again"
                 ) from None

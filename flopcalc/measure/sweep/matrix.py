@@ -9,9 +9,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.core.model.config import MAX_JSON_CHARACTERS, load_config
+from flopcalc.core.model.config import load_config
 from flopcalc.data import find_data_file, load_toml
 from flopcalc.errors import DeviceError, FlopcalcError, find_nearest, format_nearest, format_value
+from flopcalc.files import MAX_JSON_BYTES, read_json
 from flopcalc.measure.jobs.job import Job
 from flopcalc.units import MAX_SIZE, check_size
 
@@ -145,13 +146,7 @@ def _read_file(path: str) -> Json:
         return load_toml(path)
     if not path.endswith(".json"):
         raise SweepError(f"{path}: a matrix is a .json or a .toml file")
-    try:
-        with open(path, encoding="utf-8") as file:
-            data = json.loads(file.read(MAX_JSON_CHARACTERS))
-    except OSError as error:
-        raise SweepError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise SweepError(f"{path}: not valid JSON: {str(error)[:200]}") from None
+    data = read_json(path, MAX_JSON_BYTES, SweepError)
     if not isinstance(data, dict):
         raise SweepError(f"{path}: holds a {type(data).__name__}, not an object of lists and settings")
     return data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flopcalc._version import __version__
 from flopcalc.data import describe_install
 from flopcalc.errors import format_value
+from flopcalc.files import MAX_LOG_BYTES, read_bytes, read_text, write_whole
+from flopcalc.forms import FROM_0, find_fault
 from flopcalc.measure.calibrate.provenance import find_version
 from flopcalc.measure.jobs.runner import Progress, Result, run_jobs
 from flopcalc.measure.sweep.matrix import BASELINE, CHILD, Configuration, SweepError
@@ -134,21 +137,18 @@ def check_libraries(configurations: Sequence[Configuration]) -> None:
 def load_results(path: str, *, must_exist: bool = True) -> list[Json]:
     """The rows of a results.jsonl, or of the folder that holds it."""
     name = os.path.join(path, RESULTS) if os.path.isdir(path) else path
-    try:
-        with open(name, encoding="utf-8") as file:
-            lines = file.read().removesuffix("\n").split("\n")  # splitlines() would also cut at U+2028 inside a text
-    except FileNotFoundError:
+    if not os.path.lexists(name):
         if not must_exist:
             return []
-        raise SweepError(f"{name}: not there. Give the --logs-dir of a `flopcalc sweep run`") from None
-    except (OSError, ValueError) as error:
-        raise SweepError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise SweepError(f"{name}: not there. Give the --logs-dir of a `flopcalc sweep run`")
+    text = read_text(name, MAX_LOG_BYTES, SweepError)
+    lines = text.removesuffix("\n").split("\n")  # splitlines() would also cut at U+2028 inside a text
     return [_parse(line, f"{name}: line {number}") for number, line in enumerate(lines, start=1) if line]
 
 
 def _parse(line: str, where: str) -> Json:
     try:
-        row = json.loads(line, parse_constant=lambda _: None)
+        row = json.loads(line, parse_constant=lambda _: None, parse_float=_parse_float)
     except (ValueError, RecursionError):
         row = None
     wrong = "no JSON object" if not isinstance(row, dict) else _find_wrong(row)
@@ -161,6 +161,10 @@ def _parse(line: str, where: str) -> Json:
 
 # What the summary reads of a row; a newer or an older flopcalc may write more or less, but not something else there.
 _TEXTS = ("id", "status", "trainer", "model")
+_SETTINGS = (
+    ("dtype",), ("device",), ("attention",), ("steps",), ("warmup",), ("environment", "device"),
+    ("environment", "threads"),
+)  # fmt: skip
 _NUMBERS = (
     ("batch_size",), ("seq_len",), ("parameters",), ("step_time_s", "median"), ("step_time_s", "p10"),
     ("step_time_s", "p90"), ("tokens_per_s",), ("peak_memory_bytes",), ("flops", "total"), ("counted_over_analytic",),
@@ -168,16 +172,26 @@ _NUMBERS = (
 )  # fmt: skip
 
 
+def _parse_float(text: str) -> float | None:
+    """A number beyond all floats is none, as NaN and Infinity are."""
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
 def _find_wrong(row: Json) -> str | None:
     """What keeps a JSON object from being a row, or None."""
     for key in _TEXTS:
         if not isinstance(row.get(key), str):
             return f"{key} is {format_value(row.get(key))}"
+    for keys in _SETTINGS:
+        value = get_value(row, *keys)
+        if not isinstance(value, str | int | float | None):
+            return f"{'.'.join(keys)} is {format_value(value)}"
     if not isinstance(row.get("notes", []), list):
         return f"notes is {format_value(row['notes'])}"
     for keys in _NUMBERS:
         value = get_value(row, *keys)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if value is not None and find_fault(value, FROM_0):
             return f"{'.'.join(keys)} is {format_value(value)}"
     return None
 
@@ -193,17 +207,10 @@ def get_value(row: Mapping[str, Any], *keys: str) -> Any:
 def save_results(path: str, rows: Sequence[Json]) -> None:
     """Whole or not at all; a file that says the same already is left alone."""
     text = "".join(json.dumps(row) + "\n" for row in rows)  # ASCII: a path may hold bytes that are no UTF-8
-    beside = f"{path}.new"
     try:
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                if file.read() == text:
-                    return
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        if os.path.isfile(path) and read_bytes(path, MAX_LOG_BYTES, SweepError) == text.encode():
+            return
+        write_whole(path, text)
     except OSError as error:
         what = "disk full" if error.errno == errno.ENOSPC else error.strerror
         raise SweepError(f"{path}: {what}; what was measured is in the journal beside it, run again to go on") from None

@@ -13,6 +13,7 @@ import torch
 from flopcalc.errors import WorkloadError
 from flopcalc.measure.hf.models import floats_on_meta
 from flopcalc.measure.trace.forms import Point
+from flopcalc.units import check_items
 
 
 @contextmanager
@@ -179,8 +180,10 @@ def _check_dims(dims: Mapping[str, Sequence[str | None]] | None, tensors: Mappin
     for name, axes in (dims or {}).items():
         if name not in tensors:
             raise WorkloadError(f"dims names {name!r}, which is no tensor of the example batch ({', '.join(tensors)})")
-        if len(axes) > tensors[name].dim() or any(axis not in ("b", "n", None) for axis in axes):
-            raise WorkloadError(f"dims of {name!r} must be 'b', 'n' or None for each of its axes, not {tuple(axes)!r}")
+        kinds = check_items(axes, f"dims of {name!r}")
+        is_known = all(axis is None or (isinstance(axis, str) and axis in ("b", "n")) for axis in kinds)
+        if len(kinds) > tensors[name].dim() or not is_known:
+            raise WorkloadError(f"dims of {name!r} must be 'b', 'n' or None for each of its axes, not {tuple(kinds)!r}")
 
 
 def find_word(config: Any, fallback: int) -> int:

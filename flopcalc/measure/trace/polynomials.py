@@ -25,12 +25,13 @@ from flopcalc.core.estimate.traced import (
 )
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
-from flopcalc.errors import FlopcalcError, WorkloadError
+from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.measure.counters.flop_counter import Counted, count_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model, count_parameters, floats_on_meta
 from flopcalc.measure.trace.forms import DEFAULT_CHUNK, LARGEST, NoPolynomialError, Point, Sizes, fit, list_forms
 from flopcalc.measure.trace.meta import Resizer, find_word, make_decode, make_step, on_meta, unwrap
-from flopcalc.words import PHASES
+from flopcalc.units import check_items
+from flopcalc.words import PHASES, check_word
 
 __all__ = ["trace_config", "trace_module"]
 
@@ -156,9 +157,11 @@ def trace_module(
         raise WorkloadError(f"an example batch goes with a torch.nn.Module, not with {type(module).__name__}")
     if not isinstance(example_batch, Mapping):
         raise WorkloadError(f"example_batch is a mapping of the module's arguments, not {type(example_batch).__name__}")
-    phases = tuple(phases)
-    if not phases or any(phase not in PHASES for phase in phases):
-        raise WorkloadError(f"phases must be some of {', '.join(PHASES)}, not {phases!r}")
+    phases = tuple(check_word(phase, PHASES, "phase", WorkloadError) for phase in check_items(phases, "phases"))
+    if not phases:
+        raise WorkloadError(f"phases must be some of {', '.join(PHASES)}, not none")
+    if dims is not None and not isinstance(dims, Mapping):
+        raise WorkloadError(f"dims maps names of the batch to their axes, not {format_value(dims)}")
     config = getattr(module, "config", None)
     # Other code can change without its source showing it (a function, a closure): then nothing is kept.
     is_kept = all(type(each).__module__.startswith(("torch.", *_HF)) for each in module.modules())

@@ -122,9 +122,9 @@ def test_unreadable_and_huge_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(SpecError, match="cannot be read: No such file"):
         load_spec(str(tmp_path / "absent.toml"))
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(SpecError, match="not valid TOML"):
+    with pytest.raises(SpecError, match="not UTF-8 text"):
         load_spec(str(tmp_path / "bytes.toml"))
-    monkeypatch.setattr("flopcalc.data.MAX_FILE_BYTES", 20)
+    monkeypatch.setattr("flopcalc.data.MAX_TOML_BYTES", 20)
     with pytest.raises(SpecError, match="larger than 20 bytes"):
         load_spec(str(write(tmp_path, MINIMAL, "large")))
 

@@ -324,7 +324,7 @@ def test_a_batch_of_its_own_names() -> None:
     [
         ({"dims": {"nope": ("b", "n")}}, "no tensor of the example batch"),
         ({"dims": {"x": ("b", "q", None)}}, "'b', 'n' or None"),
-        ({"phases": ("bogus",)}, "phases must be some of"),
+        ({"phases": ("bogus",)}, "phase 'bogus' unknown; known: train, forward"),
         ({"convention": "model"}, "neither recipe"),
     ],
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flopcalc.errors import CalibrationError
+from flopcalc.files import write_whole
 from flopcalc.measure.predictor.fit.attention import fit_attention
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, model_cases
 from flopcalc.measure.predictor.fit.choices import HOST_PHASES, HOST_UNITS, INTERVAL, START_GAPS_S, START_POWER
@@ -103,16 +104,9 @@ def check_complete(constants: Json) -> None:
 
 def save_predictor(path: str, constants: Json) -> None:
     """Write a predictor's file whole or not at all, one line per entry of its outer two levels."""
-    partial = f"{path}.{os.getpid()}"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        try:
-            with open(partial, "w", encoding="utf-8") as file:
-                file.write(_format(constants))
-            os.replace(partial, path)
-        finally:
-            if os.path.exists(partial):
-                os.unlink(partial)
+        write_whole(path, _format(constants))
     except OSError as error:
         raise CalibrationError(
             f"{path}: cannot be written: {error.strerror}; what was measured is kept: the same command with another "

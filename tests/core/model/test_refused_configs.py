@@ -1,0 +1,137 @@
+"""Configs that HF refuses are refused, and what it takes is taken: heads, widths and whole numbers of every family."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from tiers import LIGHT_TYPES, mark_heavy
+
+from flopcalc import bind
+from flopcalc.data import list_data_files
+from flopcalc.errors import ConfigError, FlopcalcError
+
+Json = dict[str, Any]
+LLAMA: Json = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_hidden_layers": 2, "vocab_size": 100,
+}  # fmt: skip
+BERT: Json = {**LLAMA, "model_type": "bert"}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({**LLAMA, "num_key_value_heads": 64.5}, "kv_heads = kv must be a whole number, not 64.5"),
+        ({**LLAMA, "num_key_value_heads": 3}, "4 attention heads cannot share 3 heads of keys and values"),
+        ({**LLAMA, "num_key_value_heads": 8}, "4 attention heads cannot share 8 heads of keys and values"),
+        ({**LLAMA, "hidden_size": 65}, "hidden_size must be a multiple of num_attention_heads (hidden_size is 65"),
+        ({**LLAMA, "num_attention_heads": 7}, "(hidden_size is 64, num_attention_heads is 7)"),
+        ({**LLAMA, "num_attention_heads": 7, "head_dim": 16}, "hidden_size must be a multiple of num_attention_heads"),
+        ({**LLAMA, "head_dim": 11}, "head_dim must be even"),
+        ({**LLAMA, "hidden_size": 36}, "head_dim must be even"),
+        ({**BERT, "hidden_size": 65}, "attention hands on 64 numbers, but attention.output.dense reads 65"),
+        ({**BERT, "num_attention_heads": 7}, "attention hands on 63 numbers, but attention.output.dense reads 64"),
+        ({**LLAMA, "model_type": "mistral", "num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+    ],
+)
+def test_refused(config: Json, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        bind(config)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**LLAMA, "num_key_value_heads": 1},
+        {**LLAMA, "head_dim": 32},
+        # These classes do not ask for a multiple: the heads just have another width in all.
+        {**LLAMA, "model_type": "mistral", "hidden_size": 66, "num_key_value_heads": 2},
+        {**LLAMA, "model_type": "qwen2", "hidden_size": 66, "num_key_value_heads": 4},
+    ],
+)
+def test_taken(config: Json) -> None:
+    assert bind(config).parameters()["total"] > 0
+
+
+# --- against HF's own classes -------------------------------------------------------------------------------------
+NAMES = ("head", "kv")
+# HF fails where it is not the config's fault, or where a count does not depend on what it refuses.
+KNOWN = {
+    "qwen2_5_vl": "mrope_section has to follow the head dim",
+}
+
+
+def list_sizes(config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Every size of a config whose key speaks of heads."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from list_sizes(value, (*path, key))
+        elif type(value) is int and value > 1 and any(name in key for name in NAMES) and "token" not in key:
+            yield (*path, key), value
+
+
+def put(config: Json, path: tuple[str, ...], value: Any) -> Json:
+    changed = copy.deepcopy(config)
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return changed
+
+
+def is_taken_by_hf(config: Json, example: Any, estimator: Any, workload: Json) -> bool:
+    """Whether HF's classes build the model and run it once, with the inputs of the unchanged config."""
+    import torch
+
+    from flopcalc.measure.hf.examples import make_inputs, takes
+    from flopcalc.measure.hf.kernels import install
+    from flopcalc.measure.hf.models import build_model
+
+    architecture = example.architecture or estimator.spec.architecture
+    try:
+        model = build_model(config, example.attention, "eager", architecture=architecture).eval()
+        install(example.kernels)
+        extra = {**example.call, **({"use_cache": False} if takes(model, "use_cache") else {})}
+        with torch.no_grad():
+            model(**make_inputs(example, model.config, workload, estimator), **extra)
+    except Exception:  # whatever HF's code raises
+        return False
+    return True
+
+
+@pytest.mark.parametrize("model_type", mark_heavy(("llama", "bert", *LIGHT_TYPES[1:]), ("llama",)))
+def test_as_hf(model_type: str) -> None:
+    """One more, twice as many and a half of each size: refused by both, or by neither."""
+    from flopcalc.measure.hf.examples import find_example, list_cases, make_estimator
+    from flopcalc.measure.hf.verify import prepare
+
+    prepare()
+    example = find_example(model_type)
+    config = example.configs[-1]
+    estimator = make_estimator(example, config)
+    workload = next(
+        load for load, recipe in list_cases(example, config) if not recipe and load.get("phase") == "train"
+    )  # fmt: skip
+    assert is_taken_by_hf(config, example, estimator, workload)
+    wrong = []
+    for path, size in list_sizes(config):
+        for value in (size + 1, 2 * size, size + 0.5):
+            changed = put(config, path, value)
+            try:
+                make_estimator(example, changed)
+                is_taken = True
+            except FlopcalcError:
+                is_taken = False
+            if is_taken != is_taken_by_hf(changed, example, estimator, workload):
+                wrong.append(f"{'.'.join(path)} {size} -> {value}: {'taken' if is_taken else 'refused'} here alone")
+    assert not wrong or model_type in KNOWN, "\n".join(wrong)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", list_data_files("presets"))
+def test_every_preset_is_taken(name: str) -> None:
+    assert bind(name).parameters()["total"] > 0

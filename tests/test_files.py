@@ -1,0 +1,141 @@
+"""Files that are no files: every reader of a user's file refuses pipes, devices and folders in words, at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopcalc.core.estimate.traced import load_trace, make_key
+from flopcalc.core.model.config import load_config
+from flopcalc.core.model.pictures import read_picture_size
+from flopcalc.core.spec.spec import load_spec
+from flopcalc.errors import FlopcalcError
+from flopcalc.files import read_bytes, read_json, read_text, write_whole
+from flopcalc.hardware.tables import load_table
+from flopcalc.measure.jobs.journal import Journal
+from flopcalc.measure.sweep.matrix import load_matrix
+from flopcalc.measure.sweep.run import load_results
+from flopcalc.monitor.log import load_log
+from flopcalc.monitor.settings import load_settings
+
+
+@pytest.fixture(autouse=True)
+def _deadline() -> Iterator[None]:
+    """A reader that waits for a pipe's writer fails its test instead of stopping them all."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("waited for a file that is none")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def make_pipe(path: Path) -> str:
+    os.mkfifo(path)
+    return "it is a pipe, not a regular file"
+
+
+def make_device(path: Path) -> str:
+    path.symlink_to("/dev/zero")
+    return "it is a device, not a regular file"
+
+
+def make_socket(path: Path) -> str:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's name has about 100 characters at most
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
+    return "it is a socket, not a regular file"
+
+
+def make_folder(path: Path) -> str:
+    path.mkdir()
+    return "Is a directory"
+
+
+KINDS = [make_pipe, make_device, make_socket, make_folder]
+READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "spec": ("a.toml", load_spec),
+    "table": ("gemm.json", load_table),
+    "image": ("a.png", read_picture_size),
+    "results": ("results.jsonl", lambda path: load_results(os.path.dirname(path))),
+    "matrix": ("m.json", load_matrix),
+    "journal": ("journal.jsonl", lambda path: Journal(os.path.dirname(path), {})),
+    "monitor log": ("flopcalc.jsonl", lambda path: load_log(os.path.dirname(path))),
+    "monitor config": ("m.yaml", load_settings),
+}
+
+
+CASES = [(reader, kind) for reader in READERS for kind in KINDS if (reader, kind) != ("journal", make_folder)]
+
+
+@pytest.mark.parametrize(("reader", "kind"), CASES)
+def test_no_file(reader: str, kind: Callable[[Path], str], tmp_path: Path) -> None:
+    name, read = READERS[reader]
+    words = kind(tmp_path / name)
+    with pytest.raises(FlopcalcError) as caught:
+        read(str(tmp_path / name))
+    assert f"{name}: cannot be read: {words}" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [make_pipe, make_device])
+def test_data_folders(kind: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in a data folder or a cache and is no file is passed over."""
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    monkeypatch.setenv("FLOPCALC_CACHE", str(tmp_path))
+    for folder, name in (("presets", "odd.toml"), ("traces", f"{make_key({})}.json")):
+        (tmp_path / folder).mkdir()
+        kind(tmp_path / folder / name)
+    assert load_config("Qwen/Qwen2-VL-7B-Instruct").config["model_type"] == "qwen2_vl"
+    assert load_trace(make_key({})) is None
+    with pytest.raises(FlopcalcError, match="no preset, file or folder 'odd'"):
+        load_config("odd")
+
+
+def test_what_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b'\xef\xbb\xbf{"a": "\xc3\x97"}')
+    assert read_json(path, 20, FlopcalcError) == {"a": "×"}
+    assert read_text(str(path), 14, FlopcalcError) == '{"a": "×"}'
+    with pytest.raises(FlopcalcError, match="a: larger than 13 bytes, the most that is read"):
+        read_bytes(path, 13, FlopcalcError)
+    path.write_bytes(b"ab\xff")
+    with pytest.raises(FlopcalcError, match="a: not UTF-8 text: invalid start byte at byte 2"):
+        read_text(path, 20, FlopcalcError)
+    with pytest.raises(FlopcalcError, match="cannot be read: embedded null byte"):
+        read_bytes("a\0b", 20, FlopcalcError)
+
+
+def test_a_jpeg_without_a_frame_ends(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    for content in (bytes(100_000), b"\xff" * 100_000, b"\xff\xe0\x00\x02" * 20_000):
+        path.write_bytes(b"\xff\xd8" + content + b"\xff\xc0\x00\x07\x08\x00\x05\x00\x07")
+        with pytest.raises(FlopcalcError, match="is no PNG, JPEG"):
+            read_picture_size(path)
+
+
+def test_parts_are_removed(tmp_path: Path) -> None:
+    old, new, foreign = (tmp_path / name for name in ("a.json.123.part", "a.json.124.part", "mine.part"))
+    for path in (old, new, foreign):
+        path.write_text("x")
+    for path in (old, foreign):
+        os.utime(path, (time.time() - 4000,) * 2)
+    write_whole(str(tmp_path / "b.json"), "text")
+    assert sorted(os.listdir(tmp_path)) == ["a.json.124.part", "b.json", "mine.part"]
+    (tmp_path / "c").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole(str(tmp_path / "c"), "text")
+    assert sorted(os.listdir(tmp_path)) == ["a.json.124.part", "b.json", "c", "mine.part"]
