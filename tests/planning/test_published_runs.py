@@ -22,6 +22,7 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.mark.heavy
 def test_errors_stay(script: ModuleType) -> None:
     sources, runs = script.load_runs()
     tuned = set(sorted(sources)[::2])

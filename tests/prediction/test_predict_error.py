@@ -26,6 +26,7 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.mark.heavy
 def test_the_report_is_what_comes_out(script: Any, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     shown = script.report(RESULTS / "predict_cases.json", out)

@@ -25,7 +25,7 @@ PATTERNS = {
     "language": ["language", "*.weight", "*lm_head*", "*.0", "*.[12].*", "*mlp*", "*att*", "*.*"],
     "vision": ["vision", "projector", "language", "*norm*", "*.0", "*.[12].*", "*mlp*", "*.*"],
 }
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=30, deadline=None)
 
 
 @cache
@@ -104,7 +104,7 @@ def sums(rows: Any) -> tuple[int, ...]:
 
 # --- sums -------------------------------------------------------------------------------------------------------------
 @given(cases())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_breakdown_sums_to_the_total(case: tuple[str, Estimate, dict[str, Any]]) -> None:
     _, estimate, load = case
     whole = (estimate.forward, estimate.backward, estimate.recompute, estimate.clipping)
@@ -195,7 +195,7 @@ def test_conventions_are_ordered(data: st.DataObject, family: str) -> None:
 
 # --- freezing ---------------------------------------------------------------------------------------------------------
 @given(st.data(), families, st.sampled_from(["model", "full"]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_freezing_never_adds(data: st.DataObject, family: str, convention: str) -> None:
     patterns = PATTERNS["vision" if is_vision(family) else "language"]
     more = data.draw(st.lists(st.sampled_from(patterns), min_size=1, max_size=4, unique=True))
@@ -405,7 +405,7 @@ def test_broken_configs_give_our_errors_alone(count: int) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_broken_arguments_give_our_errors_alone(data: st.DataObject) -> None:
     family = data.draw(families)
     names = ["batch_size", "seq_len", "lengths", "image_grid_thw", "video_grid_thw", "phase", "context", "logits",
@@ -440,7 +440,7 @@ WORDS = [
 
 
 @given(st.lists(st.tuples(st.sampled_from(FLAGS), st.sampled_from(WORDS) | st.text(max_size=6)), max_size=5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_command_line_ends_in_0_or_2(options: list[tuple[str, str]]) -> None:
     from contextlib import redirect_stderr, redirect_stdout
     from io import StringIO

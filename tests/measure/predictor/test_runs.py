@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("bf16_products")
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+@pytest.mark.heavy
 def test_cases_run_and_are_profiled() -> None:
     jobs = runs.plan("test")
     assert {job.id: list(job.rows) for job in jobs} == {
