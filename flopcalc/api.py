@@ -10,6 +10,7 @@ from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimate, Estimator, Picture, check_no_sizes
 from flopcalc.core.estimate.traced import TracedEstimator, check_layers, load_trace, make_trace_key
 from flopcalc.core.model.config import Source
+from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Lora, Recipe, join_recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.data import describe_install
@@ -31,7 +32,11 @@ def bind(
     convention: str | None = None,
     attention_kernel: str = "auto",
     device: str | None = None,
-    dtype: str = "bf16",
+    dtype: str | None = None,
+    compute: str | None = None,
+    weights: str | None = None,
+    kv_cache: str | None = None,
+    autocast: bool | str | None = None,
     spec: str | os.PathLike[str] | None = None,
     download: bool = False,
     phases: Iterable[str] = ("train", "forward"),
@@ -45,17 +50,22 @@ def bind(
 
     The convention is model unless said otherwise. `device` says which kernel "auto" stands for (without one it is
     SDPA's flash kernel), and whose measured constants convention hardware uses; they were measured in bf16, so another
-    `dtype` takes none. `clipping` is the recipe's, for a live model too, which cannot say it itself. `lora` and
+    `compute` takes none. `clipping` is the recipe's, for a live model too, which cannot say it itself. `lora` and
     `recompute` are the recipe's too, said in short.
+
+    `compute` is the number format of products, `weights` that of linear layers' weights, `kv_cache` that of cached keys
+    and values; `autocast` is torch's, to bf16 unless it says fp16; `dtype` is `compute` in short. Without them the
+    config says it: its quantization_config, then its dtype; docs/formats.md.
     """
     recipe = join_recipe(recipe, lora, recompute)
     asked = tuple(check_word(phase, PHASES, "phase", WorkloadError) for phase in check_items(phases, "phases"))
+    formats = FormatOptions(dtype if compute is None else compute, weights, kv_cache, autocast)
     if example_batch is None:
         if dims is not None:
             raise WorkloadError("dims says which axes of an example_batch are batch and length: give that too")
         return bind_config(
             model, recipe=recipe, convention="model" if convention is None else convention,
-            attention_kernel=attention_kernel, device=device, dtype=dtype, spec=spec, download=download,
+            attention_kernel=attention_kernel, device=device, formats=formats, spec=spec, download=download,
             clipping=clipping,
         )  # fmt: skip
     if recipe is not None or spec is not None or convention not in (None, "full") or clipping is not None:
@@ -63,12 +73,16 @@ def bind(
             "a module that is traced says itself what trains, under convention full: give neither recipe, spec, "
             "clipping nor another convention with example_batch"
         )
+    if formats != FormatOptions(formats.compute):
+        raise FlopcalcError("a module that is traced has one number format: give compute or dtype alone")
     from flopcalc.measure.trace.polynomials import trace_module  # torch: only where a module is traced
 
-    return trace_module(model, example_batch, phases=asked, dims=dims)
+    return trace_module(model, example_batch, phases=asked, dims=dims, compute=formats.compute)
 
 
-def find_traced(source: Source, recipe: Recipe, phase: str, has_images: bool) -> TracedEstimator:
+def find_traced(
+    source: Source, recipe: Recipe, phase: str, has_images: bool, compute: str | None = None
+) -> TracedEstimator:
     """The estimator of a config that is counted from HF's own code: kept from before, else traced now."""
     check_layers(source)
     key = make_trace_key(source, recipe, phase, has_images)
@@ -79,7 +93,7 @@ def find_traced(source: Source, recipe: Recipe, phase: str, has_images: bool) ->
         except ImportError as error:
             raise FlopcalcError(f"--trace needs {error.name}: {describe_install('measure')}") from None
         traced = trace_config(source, recipe, phase, has_images, key)
-    return TracedEstimator(traced, source, recipe)
+    return TracedEstimator(traced, source, recipe, FormatOptions(compute))
 
 
 def estimate_flops(
@@ -106,6 +120,11 @@ def estimate_flops(
     convention: str = "model",
     attention_kernel: str = "auto",
     device: str | None = None,
+    dtype: str | None = None,
+    compute: str | None = None,
+    weights: str | None = None,
+    kv_cache: str | None = None,
+    autocast: bool | str | None = None,
     spec: str | os.PathLike[str] | None = None,
     clipping: str | None = None,
 ) -> Estimate:
@@ -113,6 +132,7 @@ def estimate_flops(
 
     `workload` is what one micro-batch holds, as a Workload; the keywords up to `audio` say the same in short. `images`
     are the whole batch's, each a file or (width, height) in pixels; `grad_accum` micro-batches make the step.
+    `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, as `bind` takes them.
     """
     if workload is not None:
         beside = {
@@ -124,7 +144,8 @@ def estimate_flops(
         phase = check_workload_alone(workload, beside).phase
     estimator = bind(
         model, recipe=recipe, lora=lora, recompute=recompute, convention=convention, attention_kernel=attention_kernel,
-        device=device, spec=spec, clipping=clipping,
+        device=device, dtype=dtype, compute=compute, weights=weights, kv_cache=kv_cache, autocast=autocast, spec=spec,
+        clipping=clipping,
     )  # fmt: skip
     if check_size(grad_accum, "grad_accum") > 1 and phase != "train":
         raise WorkloadError(f"grad_accum belongs to phase train, not {phase}")

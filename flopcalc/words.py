@@ -31,8 +31,15 @@ GROUPS: tuple[Group, ...] = get_args(Group)
 Execution = Literal["eager", "compiled", "graphs", "fused"]
 EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
 # Rows of a breakdown.
-By = Literal["component", "module", "kind"]
+By = Literal["component", "module", "kind", "dtype"]
 BY: tuple[By, ...] = get_args(By)
+
+# Formats that a device's peak can be of; fp4 is the peak that nvfp4 and mxfp4 share, whichever of them it has.
+# model_specs/formats.toml says the rest about each.
+Dtype = Literal[
+    "bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "mxfp8", "fp6", "fp4", "nvfp4", "mxfp4", "int8", "int4"
+]  # fmt: skip
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 _Word = TypeVar("_Word", bound=str)
 

@@ -23,6 +23,8 @@ import pytest
 from flopcalc import estimate_flops
 from flopcalc.cli import _COMMANDS, main
 from flopcalc.cli.estimate import estimate as estimate_command
+from flopcalc.core.recipe.formats import load_formats
+from flopcalc.core.recipe.quantizers import _READERS
 from flopcalc.core.spec import expressions as expr
 from flopcalc.core.spec import merge, spec
 from flopcalc.core.spec.row_units import UNITS
@@ -174,6 +176,8 @@ COMPLETE = [
     ("docs/specs.md", "functions", set(expr._FUNCTIONS)),
     ("docs/conventions.md", "keys of the JSON object", set(_json_keys(_json_object()))),
     ("docs/conventions.md", "components", set(spec.PARTS)),
+    ("docs/formats.md", "formats", {*load_formats()[0], *load_formats()[1]}),
+    ("docs/formats.md", "quantization methods", {name.replace("fbgemm-fp8", "fbgemm_fp8") for name in _READERS}),
     ("README.md", "options", {o for p in estimate_command.params for o in p.opts if o.startswith("--")} - {"--help"}),
     ("README.md", "commands", {f"flopcalc {name}" for name in _COMMANDS}),
     (

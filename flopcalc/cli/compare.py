@@ -17,13 +17,14 @@ from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.errors import WorkloadError, format_nearest
 from flopcalc.grids import format_grid, wrap
-from flopcalc.units import format_flops, format_parameters
+from flopcalc.units import format_bytes, format_flops, format_parameters
 from flopcalc.words import CLIPPING, CONVENTIONS, KERNELS, PHASES, RECOMPUTE
 
 _SETTABLE = (
     "batch", "seq", "decoder_seq", "text", "lengths", "grad_accum", "image", "image_grid", "video", "video_grid",
     "audio", "max_pixels", "phase", "context", "logits", "freeze", "train_only", "lora", "recompute", "clipping",
     "convention", "attention_kernel", "device", "dtype", "peak", "gpus", "step_time", "tokens_per_second",
+    "compute", "weights", "kv_cache",
 )  # fmt: skip
 _CHOICES = {
     "phase": PHASES, "convention": CONVENTIONS, "attention_kernel": KERNELS, "recompute": RECOMPUTE,
@@ -121,6 +122,10 @@ _ROWS: dict[str, Callable[[Column], str]] = {
     "active": lambda each: (
         format_parameters(each.estimate.parameters["active"]) if "active" in each.estimate.parameters else "not known"
     ),
+    "weights": lambda each: _format_formats(
+        each.estimate, format_bytes(sum(held.total_bytes for held in each.estimate.weights))
+    ),
+    "computed in": lambda each: _format_formats(each.estimate, ", ".join(each.estimate.by_dtype())),
     "tokens": lambda each: f"{each.estimate.tokens:,}",
     "convention": lambda each: each.estimate.convention,
     "forward": lambda each: format_flops(each.estimate.forward),
@@ -132,7 +137,7 @@ _ROWS: dict[str, Callable[[Column], str]] = {
     "MFU": lambda each: _percent(each.mfu),
     "HFU": lambda each: _percent(each.hfu),
 }
-_RARE = ("recompute", "clipping", "MFU", "HFU")  # rows only where some column has them
+_RARE = ("weights", "computed in", "recompute", "clipping", "MFU", "HFU")  # rows only where some column has them
 _EXACT: dict[str, Callable[[Column], Any]] = {
     "label": lambda each: each.label,
     "model_type": lambda each: each.estimate.terms[0][0].source.config["model_type"],
@@ -147,6 +152,11 @@ _EXACT: dict[str, Callable[[Column], Any]] = {
     "mfu": lambda each: None if each.mfu is None else each.mfu.value,
     "hfu": lambda each: None if each.hfu is None else each.hfu.value,
 }
+
+
+def _format_formats(estimate: Estimate, text: str) -> str:
+    """Nothing where all is bf16, as most models are."""
+    return "-" if estimate.terms[0].estimator.formats.is_default else text
 
 
 def _read_column(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -136,6 +136,13 @@ def explain_row(estimate: Estimate, entry: Explained) -> dict[str, Any]:
     elif flops.clipping:
         lines.append(f"clipping = layers × {_CLIPPING[entry.products[0].role]} × {unit}")
         lines.append(f"         = {layers}{one.clipping:,} × {value:,} = {_count(flops.clipping)}")
+    formats = dict.fromkeys(
+        name for product in entry.products for name in product.split_formats(product.per_unit) if any(product.per_unit)
+    )
+    stored = entry.row.numbers.weight.name if isinstance(op, (Linear, Embed)) else None
+    if [*formats] != ["bf16"] or stored not in ("bf16", None):
+        where = f"; the weight is stored in {stored}" if stored is not None else ""
+        lines.append(f"computed in {', '.join(formats)}{where}")
     return {
         "path": entry.path,
         "parameter": op.param if isinstance(op, (Linear, Embed)) else None,
@@ -147,6 +154,8 @@ def explain_row(estimate: Estimate, entry: Explained) -> dict[str, Any]:
         "backward": flops.backward,
         "recompute": flops.recompute,
         "clipping": flops.clipping,
+        "computed_in": [*formats],
+        "stored_in": stored,
         "lines": lines,
     }
 

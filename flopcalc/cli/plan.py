@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flopcalc.cli.command import Command, model_argument
-from flopcalc.cli.options.counting import make_estimate
+from flopcalc.cli.options.counting import make_estimate, read_formats
 from flopcalc.cli.options.time import read_rate
 from flopcalc.cli.options.workload import (
     add_options,
     checkpointing_option,
     complete_device,
+    dtype_option,
     execution_option,
     has_list,
     input_options,
+    number_options,
     source_options,
     trained_options,
 )
@@ -74,12 +76,12 @@ def _degree_options(function: Any) -> Any:
 @checkpointing_option
 @click.option("--interconnect", metavar="NAME", help="What joins the devices (default: the device's usual one).")
 @click.option("--price", metavar="USD", help="Of one GPU-hour (default: a dated one, where known).")
-@click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:2]) + "|fp8")
+@dtype_option("|".join(DTYPES[:2]) + "|fp8")
 @execution_option("fused")
 @click.option(
     "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw-master", show_default=True, help="As predict's."
 )
-@add_options(*source_options, *input_options, *trained_options)
+@add_options(*source_options, *input_options, *trained_options, *number_options[:2], number_options[3])
 @click.option("--top", default="5", show_default=True, metavar="N", help="How many layouts to show.")
 @format_options("table", "json", "html")
 @click.option(
@@ -137,7 +139,7 @@ def _plan(model: str, options: dict[str, Any]) -> Plan:
         global_batch=None if batch is None else parse_size(batch, "--global-batch"),
         interconnect=options["interconnect"],
         price=read_rate(options["price"], "--price"),
-        dtype=options["dtype"],
+        dtype=read_formats(options)["compute"],
         execution=options["execution"] or "fused",
         optimizer=options["optimizer"],
         recompute=_read_recompute(options),

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from flopcalc.cli.command import Command, model_argument
-from flopcalc.cli.options.counting import Asked, is_given, make_estimate, read_recompute
+from flopcalc.cli.options.counting import Asked, is_given, make_estimate, read_formats, read_recompute
 from flopcalc.cli.options.time import read_rate
-from flopcalc.cli.options.workload import execution_option, has_list, workload_options
+from flopcalc.cli.options.workload import dtype_option, execution_option, has_list, workload_options
 from flopcalc.cli.pages import format_options, write_page
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.hardware.devices import DTYPES
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
     from flopcalc.prediction.step import Prediction
 
 # Spelled out here and not read from flopcalc.prediction: --help must not load it.
-OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-master", "none")
+OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-master", "adamw-8bit", "adamw-fp8", "adamw-offload", "none")
 _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 
 
 @click.command(cls=Command)
 @model_argument
 @workload_options
-@click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:4]) + "|…")
+@dtype_option("|".join(DTYPES[:4]) + "|…")
 @click.option(
     "--optimizer",
     type=click.Choice(OPTIMIZERS),
     default="adamw",
     show_default=True,
-    help="adamw: torch's fused one; adamw-master: with fp32 gradients, master weights and states.",
+    help="adamw: torch's fused one; adamw-master: with fp32 gradients, master weights and states; adamw-8bit, "
+    "adamw-fp8: states of one byte; adamw-offload: states on the host.",
 )
 @execution_option("eager")
 @click.option("--compile", "compiled", is_flag=True, help="The same as --execution compiled.")
@@ -102,7 +103,7 @@ def _predict(model: str, options: dict[str, Any], memory: bool) -> Predicted:
 
     device = _find_name(options["device"])
     settings: dict[str, Any] = {
-        "device": device, "dtype": options["dtype"], "optimizer": options["optimizer"],
+        "device": device, "dtype": read_formats(options)["compute"], "optimizer": options["optimizer"],
         "attention_kernel": options["attention_kernel"],
         "execution": choose_execution(options["execution"], options["compiled"]),
     }  # fmt: skip

@@ -8,16 +8,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from flopcalc.core.recipe.formats import find_computed, parse_compute
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
-from flopcalc.errors import DeviceError, SpecError, find_nearest, format_nearest, format_value
-
-# mxfp8, mxfp4: one scale per 32 elements (OCP); nvfp4: one per 16; fp4: the peak that nvfp4 and mxfp4 share.
-DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "mxfp8", "fp6", "fp4", "nvfp4", "mxfp4", "int8")
-_DTYPE_ALIASES = {
-    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64",
-    "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "float8_e4m3fnuz": "fp8", "float8_e5m2fnuz": "fp8",
-    "mxfp6": "fp6", "float4_e2m1fn_x2": "fp4",
-}  # fmt: skip
+from flopcalc.errors import DeviceError, SpecError, find_nearest, format_value
+from flopcalc.words import DTYPES as DTYPES
 
 
 class Device(NamedTuple):
@@ -188,33 +182,41 @@ def _plain(name: str) -> str:
 
 def parse_dtype(dtype: Any) -> str:
     """'bf16', 'bfloat16' or torch.bfloat16 -> 'bf16'."""
-    try:
-        text = str(dtype).removeprefix("torch.").lower()
-    except Exception:  # an int of too many digits, or an object that cannot be shown
-        text = ""
-    text = _DTYPE_ALIASES.get(text, text)
-    if text not in DTYPES:
-        near = format_nearest(text, DTYPES)
-        raise DeviceError(f"dtype {format_value(dtype)} unknown.{near} Known: {', '.join(DTYPES)}")
-    return text
+    return parse_compute(dtype, "dtype", DeviceError)
 
 
 def peak_flops_per_s(device: str, dtype: Any = "bf16") -> float:
-    """The dense peak of a device for a dtype, in FLOP/s."""
-    found = find_device(device)
-    kind = parse_dtype(dtype)
+    """The dense peak of a device for a dtype, in FLOP/s; where it has none, an error."""
+    found, kind = find_device(device), parse_dtype(dtype)
     if kind not in found.peak_tflops:
-        differing = [each for each in _find_variants(device) if kind in each.peak_tflops and found.id != each.id]
-        if differing:
-            raise DeviceError(
-                f"device {device!r} is ambiguous: its variants have different {kind} peaks, so say which of "
-                f"{_list_ids(differing)}"
-            )
-        raise DeviceError(
-            f"{found.name} has no known {kind} peak; known: {', '.join(found.peak_tflops)}; "
-            "--peak FLOPS_PER_S gives one by hand"
-        )
+        raise _describe_missing(device, found, kind)
     return found.peak_tflops[kind] * 1e12
+
+
+def find_format_peak(device: str, kind: str) -> tuple[float, str]:
+    """The dense peak for a format, and the format that it is of: what the device falls back to, where it lacks it."""
+    found = find_device(device)
+    name: str | None = kind
+    while name is not None and name not in found.peak_tflops:
+        if any(name in each.peak_tflops for each in _find_variants(device)):
+            raise _describe_missing(device, found, name)
+        name = find_computed(name).fallback
+    if name is None:
+        raise _describe_missing(device, found, kind)
+    return found.peak_tflops[name] * 1e12, name
+
+
+def _describe_missing(device: str, found: Device, kind: str) -> DeviceError:
+    differing = [each for each in _find_variants(device) if kind in each.peak_tflops and found.id != each.id]
+    if differing:
+        return DeviceError(
+            f"device {device!r} is ambiguous: its variants have different {kind} peaks, so say which of "
+            f"{_list_ids(differing)}"
+        )
+    return DeviceError(
+        f"{found.name} has no known {kind} peak; known: {', '.join(found.peak_tflops)}; "
+        "--peak FLOPS_PER_S gives one by hand"
+    )
 
 
 def detect_device() -> str | None:

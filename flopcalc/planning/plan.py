@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import join_recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.errors import WorkloadError
@@ -31,16 +32,21 @@ Degree: TypeAlias = int | Sequence[int] | None
 
 
 def plan(
-    model: Any, workload: Workload | None = None, *, recipe: Any = None, lora: Any = None, **options: Any
+    model: Any, workload: Workload | None = None, *, recipe: Any = None, lora: Any = None, compute: str | None = None,
+    weights: str | None = None, autocast: bool | str | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """The best ways to spread a training run over devices: what fits, its time, its money, and why others lose.
 
-    `model` is anything that `bind` takes, or an Estimator; all other options are those of plan_estimator.
+    `model` is anything that `bind` takes, or an Estimator; `compute`, `weights` and `autocast` are number formats, as
+    `bind` takes them; all other options are those of plan_estimator.
     """
     recipe = join_recipe(recipe, lora, None)
-    if isinstance(model, Estimator) and recipe is not None:
-        raise WorkloadError("an Estimator already has its recipe: give neither recipe nor lora beside it")
-    estimator = model if isinstance(model, Estimator) else bind_config(model, recipe=recipe)
+    formats = FormatOptions(compute, weights, None, autocast)
+    if isinstance(model, Estimator) and (recipe is not None or formats != FormatOptions()):
+        raise WorkloadError("an Estimator already has its recipe and formats: give none of them beside it")
+    estimator = model if isinstance(model, Estimator) else bind_config(model, recipe=recipe, formats=formats)
+    if compute is not None:
+        options["dtype"] = compute
     return plan_estimator(estimator, workload=workload, **options)
 
 
@@ -63,7 +69,7 @@ def plan_estimator(
     recompute: str | Sequence[str] | None = None,
     interconnect: str | None = None,
     price: float | None = None,
-    dtype: str = "bf16",
+    dtype: str | None = None,
     execution: Execution = "fused",
     optimizer: str = "adamw-master",
     attention_kernel: str = "auto",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.estimate.utilization import find_ideal_time
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.frames import FrozenRows, Rows, shorten, show_rows
@@ -16,6 +17,7 @@ from flopcalc.planning.money import Rate, count_energy, find_price
 from flopcalc.planning.network import Interconnect, find_interconnect
 from flopcalc.planning.step import PARTS, Overlaps, Runner, Step
 from flopcalc.prediction.memory import Memory, find_capacity
+from flopcalc.prediction.step import describe_formats
 from flopcalc.units import format_amount, format_bytes, format_seconds
 from flopcalc.words import Execution
 
@@ -258,7 +260,7 @@ def search_layouts(
     fixed: Mapping[str, Sequence[int | str]],
     interconnect: str | None = None,
     price: float | None = None,
-    dtype: str = "bf16",
+    dtype: str | None = None,
     execution: Execution = "fused",
     optimizer: str = "adamw-master",
     attention_kernel: str = "auto",
@@ -267,8 +269,11 @@ def search_layouts(
     notes: Sequence[str] = (),
 ) -> Plan:
     """The best layouts of a bound model; `sample` is one sequence, `fixed` the values that degrees may take."""
-    found, kind = find_device(device, needs_all=True), parse_dtype(dtype)
-    peak = _find_peak(found, kind)
+    found = find_device(device, needs_all=True)
+    kind = estimator.formats.attention if dtype is None else parse_dtype(dtype)
+    _check_dtype(found, kind)
+    if dtype is not None and not (estimator.formats.compute == kind or estimator.formats.is_only(kind)):
+        estimator = estimator.change(compute=kind)
     if kind == "fp8" and execution != "fused":
         raise WorkloadError(f"fp8 is planned with execution fused, not {execution}: HF's code does not train in it")
     net = ALONE if gpus == 1 and interconnect is None else find_interconnect(interconnect, device)
@@ -279,7 +284,7 @@ def search_layouts(
         estimator, sample, device, net, global_batch, dtype=kind, execution=execution, optimizer=optimizer,
         attention_kernel=attention_kernel, overlaps=overlaps,
     )  # fmt: skip
-    needed = sum(estimator.count(sample, "model"))
+    needed = _find_ideal(found, {name: flops.total for name, flops in estimator.count_formats(sample, "model").items()})
     capacity = find_capacity(found)
     searched = _search(runner, gpus, global_batch, fixed, capacity)
 
@@ -288,8 +293,8 @@ def search_layouts(
         hours = tokens / (speed * sample.tokens) / 3600
         return Planned(
             layout, step, memory,
-            mfu=needed * speed / (gpus * peak),
-            hfu=_count_executed(runner, layout.recompute) * speed / (gpus * peak),
+            mfu=needed * speed / gpus,
+            hfu=_find_ideal(found, _count_executed(runner, layout.recompute)) * speed / gpus,
             tokens_per_s=speed * sample.tokens,
             days=hours / 24,
             gpu_hours=hours * gpus,
@@ -322,31 +327,39 @@ class _Searched(NamedTuple):
     skipped: dict[str, int]
 
 
-def _count_executed(runner: Runner, recompute: str) -> float:
-    """FLOPs of one sample that are executed under a kind of recomputation."""
+def _find_ideal(device: Device, flops: Mapping[str, float]) -> float:
+    """The least seconds of one sample's FLOPs on a device, each at the peak of its format."""
+    return find_ideal_time(flops, device=device.id).seconds or 0.0
 
-    def count(recompute: str) -> float:
-        return float(sum(runner.estimator(recompute).count(runner.sample, "hardware")))
+
+def _count_executed(runner: Runner, recompute: str) -> dict[str, float]:
+    """FLOPs of one sample that are executed under a kind of recomputation, by number format."""
+
+    def count(recompute: str, share: float = 1.0) -> dict[str, float]:
+        found = runner.estimator(recompute).count_formats(runner.sample, "hardware")
+        return {name: share * flops.total for name, flops in found.items()}
 
     if recompute == "half":
-        return (count("none") + count("full")) / 2
+        none, full = count("none", 0.5), count("full", 0.5)
+        return {name: none.get(name, 0.0) + full.get(name, 0.0) for name in {**none, **full}}
     if recompute == "selective":
+        found = count("none")
         rows = runner.estimator("none").rows(runner.sample, "hardware")
         cores = [each for each in rows if each.block.layers and each.row.op.kind == "attend"]
         again = sum(each.flops.forward * each.block.copies for each in cores if each.block.group == "language")
-        return count("none") + again
+        own = runner.estimator("none").formats.attention
+        return {**found, own: found.get(own, 0.0) + again}
     return count(recompute)
 
 
-def _find_peak(device: Device, dtype: str) -> float:
-    """FLOP/s of a device in a dtype that a plan knows."""
+def _check_dtype(device: Device, dtype: str) -> None:
+    """Only a format that a plan knows and the device has a peak for."""
     if dtype not in KNOWN_DTYPES:
         raise WorkloadError(f"a plan is for training in {', '.join(KNOWN_DTYPES)}, not {dtype}")
     if dtype not in device.peak_tflops:
         known = [name for name in KNOWN_DTYPES if name in device.peak_tflops]
         help_ = f"plan with --dtype {' or '.join(known)}, or add it" if known else "add it"
         raise DeviceError(f"{device.name} has no known {dtype} peak: {help_} to this device in your own devices.toml")
-    return device.peak_tflops[dtype] * 1e12
 
 
 def _search(
@@ -496,8 +509,9 @@ def _list_notes(best: Planned, runner: Runner, rate: Rate | None) -> list[str]:
     notes = [
         own,
         f"{_ASSUMED[runner.execution]}, {hidden}experts loaded evenly",
-        f"memory a device: bf16 weights, {bytes_}",
+        f"memory a device: {runner.estimator('none').formats.name_weights()} weights, {bytes_}",
         *runner.list_notes(best.layout),
+        *describe_formats(runner.estimator("none").formats, runner.optimizer),
     ]
     if many > net.per_node and many % net.per_node:
         notes.append(f"{many} devices are no whole number of nodes of {net.per_node}: groups may lie across two nodes")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.estimate.utilization import find_ideal_time, sum_dtypes
 from flopcalc.core.model.ops import Attend
+from flopcalc.core.recipe.numbers import count_cache_bytes
 from flopcalc.core.workload.workload import Workload
-from flopcalc.hardware.devices import Device, peak_flops_per_s
+from flopcalc.hardware.devices import Device
 from flopcalc.prediction.maker import count_calls
 from flopcalc.units import format_seconds
 from flopcalc.words import Execution
@@ -48,14 +50,14 @@ class Floors(NamedTuple):
         )
 
 
-def find_floors(estimate: Estimate, device: Device, dtype: str, width: int, optimizer: str) -> Floors:
-    """The floors of a step whose numbers take `width` bytes each."""
-    moved = sum(_count_reads(estimator, load) * times for estimator, load, times in estimate.terms)
+def find_floors(estimate: Estimate, device: Device, dtype: str | None, width: int, optimizer: str) -> Floors:
+    """The floors of a step whose plain numbers take `width` bytes each; `dtype` takes one format for all products."""
+    moved = sum(_count_reads(estimator, load, width) * times for estimator, load, times in estimate.terms)
     if estimate.terms[0].load.phase == "train":
-        moved += _UPDATE.get(optimizer, _UPDATE["adamw"]) * estimate.parameters["trainable"]
-    flops, moved = estimate.total_under("model"), moved * width
+        moved += _UPDATE.get(optimizer, _UPDATE["adamw"]) * estimate.parameters["trainable"] * width
+    flops = estimate.total_under("model")
     bandwidth = device.bandwidth_gb_per_s
-    compute_s = flops / peak_flops_per_s(device.id, dtype)
+    compute_s = find_ideal_time(sum_dtypes(estimate, "model"), device=device.id, dtype=dtype).seconds or 0.0
     bandwidth_s = None if bandwidth is None else moved / (bandwidth * 1e9)
     return Floors(flops, moved, compute_s, bandwidth_s, estimate.tokens / max(compute_s, bandwidth_s or 0.0))
 
@@ -82,19 +84,22 @@ def describe_execution(execution: Execution, phase: str) -> str:
     return f"this times {code}; {other} can come closer to the floors"
 
 
-def _count_reads(estimator: Estimator, load: Workload) -> int:
-    """Numbers that one micro-batch reads: weights once per pass that needs them, and cached keys and values."""
+def _count_reads(estimator: Estimator, load: Workload, width: int) -> int:
+    """Bytes that one micro-batch reads: weights once per pass that needs them, and cached keys and values."""
     total = 0
     is_train = load.phase == "train"
     for counted in estimator.rows(load, "model"):
         block, row, _ = counted
         if not counted.flops.forward:
             continue  # a table is looked up, and a tower without input does not run
-        weights = row.parameters - row.inactive if row.op.tied is None else row.op.n_in * row.op.n_out
+        weights = (row.parameters - row.inactive if row.op.tied is None else row.op.n_in * row.op.n_out) * width
+        if row.numbers.weight.is_quantized and row.parameters:
+            whole = sum(held.total_bytes for held in row.list_weights(has_adapters=False))
+            weights = whole * (row.parameters - row.inactive) // row.parameters
         owes_input = is_train and any(product.passes.input_gradient for product in row.products)
         total += weights * (1 + owes_input) * block.copies * count_calls(load)
     if load.phase == "decode":
-        total += _count_cache(estimator, load)
+        total += count_cache_bytes(estimator.formats, _count_cache(estimator, load))
     return total
 
 
@@ -106,7 +111,7 @@ def _count_cache(estimator: Estimator, load: Workload) -> int:
         op = row.op
         if isinstance(op, Attend) and op.cache_rows is not None:
             held = sum(op.cache_rows.count(each, "full") for each in (first, last))
-            total += op.cache * block.copies * held * calls // 2
+            total += (op.latent or op.cache) * block.copies * held * calls // 2
     return total
 
 

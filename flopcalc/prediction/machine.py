@@ -14,7 +14,7 @@ from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.errors import DeviceError, SpecError, format_value
 from flopcalc.files import MAX_JSON_BYTES, read_json
 from flopcalc.forms import ANY, FROM_0, FROM_1, POSITIVE, Each, Rule, find_fault
-from flopcalc.hardware.devices import Device, find_device, parse_dtype, peak_flops_per_s
+from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
 from flopcalc.prediction.work import Attention, Moved, Product
 
 SCHEMA = 4
@@ -269,6 +269,7 @@ class Machine:
     def __init__(self, device: str, dtype: str = "bf16", constants: dict[str, Any] | None = None) -> None:
         self.device: Device = find_device(device)
         self.dtype = parse_dtype(dtype)
+        self._given, self._others = constants, dict[str, Machine]()
         self.peak = peak_flops_per_s(device, dtype)
         constants = constants or load_predictor(self.device.id)
         self.is_measured = constants is not None and self.dtype in ("bf16", "fp16")
@@ -308,7 +309,16 @@ class Machine:
         """Whether a product's operands are brought to fp8 first: those of the head and of routers never are."""
         return self.dtype == "fp8" and product.part not in _UNCAST
 
+    def _find_other(self, kind: str) -> Machine:
+        """The same device computing in another format, or in what it falls back to."""
+        if kind not in self._others:
+            own = find_format_peak(self.device.id, kind)[1]
+            self._others[kind] = self if own == self.dtype else Machine(self.device.id, own, self._given)
+        return self._others[kind]
+
     def time_product(self, product: Product) -> Timed:
+        if product.format and self.dtype != "fp8":
+            return self._find_other(product.format).time_product(product._replace(format=""))
         if self.plain is not self and not self.is_cast(product):
             return self.plain.time_product(product)
         line = self.constants["products"].get("patches", {}).get(product.direction)

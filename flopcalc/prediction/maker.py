@@ -28,7 +28,8 @@ HOST_ONLY = (
 _READS, _WRITES = 4, 3
 # With master weights: reads fp32 gradient, weight and states, writes fp32 weight and states and the 16-bit weight.
 _MASTER_READS, _MASTER_WRITES = 16, 14
-OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-master", "none")
+_NARROW = ("adamw-8bit", "adamw-fp8")  # two states of one byte each
+OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-master", *_NARROW, "adamw-offload", "none")
 SCANS = "what the layers' scans or selections of keys take was never measured: they may take far longer"
 _JOINED = ("attention_projections", "mlp")  # parts whose products of one input frameworks multiply at once
 
@@ -53,7 +54,7 @@ def make_work(
     found = Operators((), (), (), True) if is_fused else _list_operators(estimator, load, kernel, dtype_bytes)
     masked = {each.module for each in found.rows if each.kind == "attention_masked"}
     masked -= {each.module for each in found.rows if each.kind == "attention" and each.direction == "forward"}
-    maker = _Maker(load, kernel, masked, found.has_dropout, is_fused)
+    maker = _Maker(load, kernel, masked, found.has_dropout, is_fused, estimator.formats.attention)
     widths = find_widths(estimator)
     sides = {block: find_sides([row.op for row in block.rows], widths[block.path]) for block, _, _ in rows}
     for counted in rows:
@@ -126,11 +127,13 @@ def _add_optimizer(
     silent = (() if load.all_grids else ("vision", "projector")) + (() if load.clips else ("audio",))
     stepped = [(block, row) for block, row, _ in rows if row.trainable and block.group not in silent]
     tensors = count_tensors(stepped) if load.phase == "train" else 0
-    if not tensors or optimizer == "none":
+    if not tensors or optimizer in ("none", "adamw-offload"):  # the host's step is not in the device's work
         return
     trained = sum(row.trainable * block.copies for block, row in stepped)
     if optimizer == "adamw-master":
         reads, writes, tensors = _MASTER_READS * trained, _MASTER_WRITES * trained, 1  # of one flat buffer
+    elif optimizer in _NARROW:
+        reads, writes = (2 * dtype_bytes + 2) * trained, (dtype_bytes + 2) * trained
     else:
         reads, writes = _READS * trained * dtype_bytes, _WRITES * trained * dtype_bytes
     moved.append(Moved("optimizer", "optimizer", "optimizer", optimizer, reads, writes, tensors=tensors))
@@ -147,7 +150,10 @@ def count_tensors(rows: list[tuple[Block, Row]]) -> int:
 class _Maker:
     """Turns rows of the core into calls."""
 
-    def __init__(self, load: Workload, kernel: str, masked: set[str], has_dropout: bool, is_fused: bool) -> None:
+    def __init__(
+        self, load: Workload, kernel: str, masked: set[str], has_dropout: bool, is_fused: bool, own: str
+    ) -> None:
+        self.own = own  # the number format of attention, and of all that has no other
         self.load, self.kernel, self.masked, self.has_dropout = load, kernel, masked, has_dropout
         self.is_fused = is_fused
         self.is_train = load.phase == "train"
@@ -186,12 +192,16 @@ class _Maker:
         made = tuple(
             Product(
                 module, block.group, op.part, direction, m, n, k, calls, copies, is_again, is_conv, sided.side,
-                sided.kv, sided.kv_heads,
+                sided.kv, sided.kv_heads, self._find_format(product, direction),
             )
             for direction, is_again in ways
         )  # fmt: skip
         self.products += made
         return made
+
+    def _find_format(self, product: CountedProduct, direction: str) -> str:
+        found = product.format if direction == "forward" else product.gradient_format
+        return "" if found == self.own else found
 
     def _join(self, block: Block, op: Op, made: tuple[Product, ...]) -> None:
         """Column-cut siblings become one product, as frameworks for many devices do it."""

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.recipe.formats import find_computed
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.grids import wrap
@@ -57,13 +58,16 @@ class Optimizer(NamedTuple):
     copies: int  # copies of all trainable parameters, during the step
     gradient_bytes: int = 0  # 0: as the parameter's own
     has_master: bool = False  # a float32 copy of narrower parameters, and gradients in one buffer that stays
+    block: int = 0  # numbers of a state that share a float32 scale
 
 
 OPTIMIZERS = {
     "adamw": Optimizer(2, 0, 0),  # fused: one kernel, no temporaries
     "adamw-foreach": Optimizer(2, 0, 1),  # square roots of all second moments at once
     "adamw-master": Optimizer(2, FLOAT, 0, FLOAT, True),
-    "adamw-8bit": Optimizer(2, 1, 0),
+    "adamw-8bit": Optimizer(2, 1, 0, block=256),  # bitsandbytes and torchao: a float32 scale per 256 numbers
+    "adamw-fp8": Optimizer(2, 1, 0, block=256),
+    "adamw-offload": Optimizer(0, 0, 0),  # its states, and float32 copies of the weights, are on the host
     "lion": Optimizer(1, 0, 0),
     "sgd": Optimizer(0, 0, 0),
     "sgd-momentum": Optimizer(1, 0, 0),
@@ -192,13 +196,14 @@ class Tensors(NamedTuple):
     gradient_bytes: int
     optimizer: Optimizer
     notes: tuple[str, ...]
+    dequantized: int = 0  # bytes of the largest weight that is brought to 16 bits to be multiplied
 
 
 def predict_memory(
     estimator: Estimator,
     load: Workload,
     *,
-    dtype: str = "bf16",
+    dtype: str | None = None,
     optimizer: str = "adamw",
     attention: str = "sdpa",
     execution: Execution = "eager",
@@ -208,10 +213,12 @@ def predict_memory(
     """Bytes of one step; the recipe (what trains, what is recomputed) is the estimator's.
 
     `attention` is eager, sdpa or one of its kernels; `execution` fused keeps what fused kernels do, all others what the
-    eager code does; `is_adding`: gradients of several micro-batches add up, so they stay all the while.
+    eager code does; `is_adding`: gradients of several micro-batches add up, so they stay all the while. Number formats
+    are the estimator's; `dtype` takes another for all that is plain.
     """
     if load.phase != "train" or not estimator.parameters()["trainable"]:
-        return _infer(Serving(estimator, load, _count_bytes(dtype), attention, execution), shards)
+        estimator, width, _ = _match_dtype(estimator, dtype, execution)
+        return _infer(Serving(estimator, load, width, attention, execution), shards)
     tensors = list_tensors(
         estimator, load, dtype=dtype, optimizer=optimizer, attention=attention, execution=execution
     )  # fmt: skip
@@ -222,7 +229,7 @@ def list_tensors(
     estimator: Estimator,
     load: Workload,
     *,
-    dtype: str = "bf16",
+    dtype: str | None = None,
     optimizer: str = "adamw",
     attention: str = "sdpa",
     execution: Execution = "eager",
@@ -231,8 +238,7 @@ def list_tensors(
     if optimizer not in OPTIMIZERS:
         near = format_nearest(str(optimizer), OPTIMIZERS)
         raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(OPTIMIZERS)}")
-    is_small = parse_dtype(dtype) == "fp8" and execution == "fused"  # weights in bf16, inputs of products in fp8
-    width = _count_bytes("bf16" if is_small else dtype)
+    estimator, width, is_small = _match_dtype(estimator, dtype, execution)
     step = Step(estimator, load, width, attention, execution, 1 if is_small else width)
     step.notes.append(_FREED)
     chosen = OPTIMIZERS[optimizer]
@@ -256,7 +262,7 @@ def list_tensors(
         outside, loss = max(0, outside - logits), 3 * logits
     return Tensors(
         tuple(parts), outside, loss, step.count_inputs(True), step.find_largest_layer(), step.bytes,
-        step.trained_bytes, each, chosen, tuple(step.notes),
+        step.trained_bytes, each, chosen, tuple(step.notes), step.count_dequantized(),
     )  # fmt: skip
 
 
@@ -332,8 +338,20 @@ _MOMENTS = {
 }
 
 
-def _count_bytes(dtype: str) -> int:
-    kind = parse_dtype(dtype)
+def _match_dtype(estimator: Estimator, dtype: str | None, execution: Execution) -> tuple[Estimator, int, bool]:
+    """The estimator in a format, the bytes of its activations, and whether inputs of products are kept in fp8."""
+    kind = None if dtype is None else parse_dtype(dtype)
+    if kind == "fp8" and execution == "fused":
+        return estimator, _count_bytes(estimator.formats.attention), True
+    formats = estimator.formats
+    if kind is not None and kind != formats.attention:
+        width = _count_bytes(kind)
+        return estimator.change(compute=kind), width, False
+    is_small = find_computed(formats.compute or "bf16").bits == 8 and execution == "fused"
+    return estimator, _count_bytes(formats.attention), is_small
+
+
+def _count_bytes(kind: str) -> int:
     if kind not in _DTYPE_BYTES:
         raise DeviceError(f"memory is predicted for {', '.join(_DTYPE_BYTES)}, not for weights in {kind}")
     return _DTYPE_BYTES[kind]
@@ -363,11 +381,14 @@ def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool
     narrow = optimizer.has_master and tensors.trained_bytes < FLOAT
     state_bytes = optimizer.states * (optimizer.state_bytes or tensors.trained_bytes) + (FLOAT if narrow else 0)
     states = _divide(trained, shards.divide(1), state_bytes)
+    if optimizer.block:
+        scales = Held(*(-(-number // optimizer.block) for number in trained))
+        states += _divide(scales, shards.divide(1), optimizer.states * FLOAT)
     stays = is_adding or optimizer.has_master
     cut = shards.tensor * shards.sequence
     outside = round(tensors.outside / cut * shards.in_flight) if shards.has_last else 0
     kept = outside + sum(part.kept.total for part in parts)
-    workspace = 2 * _CUBLAS_BYTES + _count_gathered(tensors, shards) + shards.buffers
+    workspace = 2 * _CUBLAS_BYTES + _count_gathered(tensors, shards) + shards.buffers + tensors.dequantized
     loss = -(-tensors.loss // cut) if shards.has_last else 0
     inputs = tensors.inputs // shards.sequence if shards.has_first else 0
     whole = Held(trained.dense * each, trained.other * each)
@@ -441,7 +462,8 @@ def _infer(step: Serving, shards: Shards) -> Memory:
         found = list_operators(step.estimator, step.load, step.attention, step.bytes)
     step.notes += found.notes
     layer, tower, head = step.find_widest(found)
-    base = {"weights": weights, "workspace": _CUBLAS_BYTES, "kv_cache": cache, "inputs": inputs}
+    workspace = _CUBLAS_BYTES + step.count_dequantized()
+    base = {"weights": weights, "workspace": workspace, "kv_cache": cache, "inputs": inputs}
     if step.load.phase == "decode":
         layer += step.copied_cache
     moments = [
@@ -456,7 +478,7 @@ def _infer(step: Serving, shards: Shards) -> Memory:
         optimizer=0,
         activations=max(layer, tower),
         logits=logits,
-        workspace=_CUBLAS_BYTES,
+        workspace=workspace,
         kv_cache=cache,
         inputs=inputs,
         peak=sum(there.values()),

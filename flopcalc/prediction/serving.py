@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from flopcalc.core.model.ops import Attend, Stage, iterate
+from flopcalc.core.recipe.numbers import count_cache_bytes
 from flopcalc.prediction.operators import Operator, Operators
 from flopcalc.prediction.tensors import FLOAT, Placed, Step, find_reach, find_width, first_ops
 
@@ -104,14 +105,18 @@ class Serving(Step):
         return 0
 
     def count_cache(self) -> int:
-        """Bytes of keys and values of all layers once the call is done, as HF's cache holds them."""
+        """Bytes of keys and values of all layers once the call is done, as HF's cache holds them.
+
+        Where kernels are fused, a serving engine's: of latent attention it keeps the latents.
+        """
         total = self.copied_cache = 0
         for stage in self.estimator.stages:
             for chain, layers in Counter(stage.layers).items():
                 for op in iterate(chain):
                     if not isinstance(op, Attend) or not op.cache:
                         continue
-                    each = self._count_positions(op) * op.cache * self.bytes
+                    width = op.latent if self.is_fused and op.latent else op.cache
+                    each = count_cache_bytes(self.estimator.formats, self._count_positions(op) * width)
                     # Adding a token copies: keys, then values; with a window both before either is freed.
                     self.copied_cache = max(self.copied_cache, each if find_reach(op) else each // 2)
                     total += layers * each

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.estimate.estimate import Estimate, Estimator, check_estimate
 from flopcalc.core.estimate.utilization import hfu, mfu
+from flopcalc.core.recipe.numbers import FormatOptions, Formats
 from flopcalc.core.recipe.recipe import join_recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
@@ -127,7 +128,11 @@ def predict(
     workload: Workload | None = None,
     *,
     device: str,
-    dtype: str = "bf16",
+    dtype: str | None = None,
+    compute: str | None = None,
+    weights: str | None = None,
+    kv_cache: str | None = None,
+    autocast: bool | str | None = None,
     optimizer: str = "adamw",
     execution: Execution | None = None,
     compiled: bool = False,
@@ -149,7 +154,7 @@ def predict(
     or fused; `compiled=True` means compiled. `host_factor` says how many times longer than the measured machine's CPU
     yours takes for the same Python; `pause_s` how long it does something else after each step, while the device works
     off what is queued. The pause is no part of the step's time, but of what shares, tokens per second and the breakdown
-    are of.
+    are of. `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, as flopcalc.bind takes them.
     """
     for name in ("convention", "freeze", "train_only", "clipping"):
         if name in sizes:
@@ -158,11 +163,16 @@ def predict(
     _check_keywords(sizes)
     if workload is not None:
         check_workload_alone(workload, sizes)
-    kernel = find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
-    estimator = bind(
+    dtype = dtype if compute is None else compute
+    found = find_device(device, needs_all=True)
+    kernel = find_kernel(found, None if dtype is None else parse_dtype(dtype), attention_kernel)
+    estimator: Estimator = bind(
         model, recipe=join_recipe(recipe, lora, recompute), convention="hardware", attention_kernel=kernel,
-        device=device, dtype=dtype, spec=spec,
+        device=device, formats=FormatOptions(dtype, weights, kv_cache, autocast), spec=spec,
     )  # fmt: skip
+    own = find_kernel(found, estimator.formats.attention, attention_kernel)
+    if own != kernel:  # the config's format takes another
+        estimator = estimator.change(attention_kernel=own)
     batch = sizes.pop("batch", None)
     if workload is not None:
         estimate = estimator.estimate(workload)
@@ -201,7 +211,7 @@ def predict_estimate(
     estimate: Estimate,
     *,
     device: str,
-    dtype: str = "bf16",
+    dtype: str | None = None,
     optimizer: str = "adamw",
     execution: Execution | None = None,
     compiled: bool = False,
@@ -219,12 +229,18 @@ def predict_estimate(
     if not isinstance(pause_s, (int, float)) or not 0 <= pause_s < MAX_SIZE:
         raise WorkloadError(f"pause_s is a number of seconds, 0 or more, not {format_value(pause_s)}")
     check_optimizer(optimizer)
-    kernel = find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
-    machine = Machine(device, dtype)
-    if any(estimator.recipe.clipping != "none" for estimator, _, _ in estimate.terms):
-        raise RecipeError("per-sample clipping is counted, not predicted: leave --clipping out")
     if any(estimator.origin == "trace" for estimator, _, _ in estimate.terms):
         raise WorkloadError("a traced model has no op list to predict from: it needs a spec")
+    if dtype is not None:
+        find_kernel(
+            find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel
+        )  # a narrow one is refused
+        estimate = match_dtype(estimate, dtype)
+    kind = estimate.terms[0].estimator.formats.attention
+    kernel = find_kernel(find_device(device, needs_all=True), kind, attention_kernel)
+    machine = Machine(device, kind)
+    if any(estimator.recipe.clipping != "none" for estimator, _, _ in estimate.terms):
+        raise RecipeError("per-sample clipping is counted, not predicted: leave --clipping out")
     estimate, kernel, notes = _settle(estimate, kernel, chosen, is_asked=attention_kernel != "auto")
     settings = _Settings(machine, optimizer, chosen, kernel, host_factor, pause_s)
     if host_factor != 1 and chosen in ("graphs", "fused"):
@@ -233,11 +249,12 @@ def predict_estimate(
     prediction = _predict(estimate, settings)
     prediction = prediction._replace(
         notes=(*prediction.notes, describe_execution(chosen, parts[0].load.phase)),
-        floors=find_floors(estimate, machine.device, machine.dtype, machine.width, optimizer),
+        floors=find_floors(estimate, machine.device, None, machine.width, optimizer),
     )
     if memory:
         prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
         notes += ["memory is the eager step's: a compiled one keeps less"] if settings.is_compiled else []
+    notes += describe_formats(estimate.terms[0].estimator.formats, optimizer)
     notes += [note for note in estimate.notes if not note.startswith(_COUNTING)]
     prediction = prediction._replace(notes=(*prediction.notes, *notes))
     if advise and prediction.fits is False:
@@ -246,14 +263,16 @@ def predict_estimate(
 
 
 def find_largest_batch(
-    estimate: Estimate, *, device: str, dtype: str = "bf16", optimizer: str = "adamw", attention_kernel: str = "auto",
-    execution: Execution = "eager",
+    estimate: Estimate, *, device: str, dtype: str | None = None, optimizer: str = "adamw",
+    attention_kernel: str = "auto", execution: Execution = "eager",
 ) -> int | None:  # fmt: skip
     """The largest micro-batch of the same samples that fits, 0 if none does; None where samples differ."""
-    kernel = find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
+    estimate = estimate if dtype is None else match_dtype(estimate, dtype)
+    kind = estimate.terms[0].estimator.formats.attention
+    kernel = find_kernel(find_device(device, needs_all=True), kind, attention_kernel)
     estimate, kernel, _ = _settle(estimate, kernel, execution, is_asked=attention_kernel != "auto")
     (estimator, load, times), *others = estimate.terms
-    settings = _Settings(Machine(device, dtype), optimizer, execution, kernel, 1.0)
+    settings = _Settings(Machine(device, kind), optimizer, execution, kernel, 1.0)
     return settings.find_largest(estimator, load, times) if not others else None
 
 
@@ -301,8 +320,40 @@ class _Settings(NamedTuple):
         }  # fmt: skip
 
 
-def find_kernel(device: Device, dtype: str, kernel: str) -> str:
+def match_dtype(estimate: Estimate, dtype: str) -> Estimate:
+    """The same step with all products in a format that was asked for, where its own are others."""
+    kind = parse_dtype(dtype)
+    if all(each.formats.compute == kind or each.formats.is_only(kind) for each, _, _ in estimate.terms):
+        return estimate
+    changed = [(each.change(compute=kind), load, times) for each, load, times in estimate.terms]
+    return sum(each.estimate(load) * times for each, load, times in changed) or estimate
+
+
+def describe_formats(formats: Formats, optimizer: str) -> list[str]:
+    """What a prediction does not know about number formats and optimizers."""
+    notes = []
+    if formats.quantization is not None or formats.weights is not None:
+        notes.append("quantized weights: the time to dequantize them, and of kernels for them, was not measured")
+    if formats.autocast and formats.model == "fp32":
+        notes.append(
+            "autocast over float32 weights: bf16 copies of weights, and float32 activations between products, are "
+            "neither timed nor held in memory here"
+        )
+    if formats.cache and formats.cache != formats.attention:
+        notes.append(f"attention is timed with a cache in {formats.attention}, not in {formats.cache}")
+    if optimizer in ("adamw-8bit", "adamw-fp8"):
+        notes.append(f"the time of {optimizer} was not measured: it is that of AdamW for as many bytes")
+    if optimizer == "adamw-offload":
+        notes.append(
+            "the optimizer's states and step are on the host: its time and that of the transfers is not checked, and "
+            "not in the figure"
+        )
+    return notes
+
+
+def find_kernel(device: Device, dtype: str | None, kernel: str) -> str:
     """The attention kernel that runs: the one asked for, or what SDPA picks; refused where there is none."""
+    dtype = "bf16" if dtype is None else dtype
     if dtype not in _DTYPES:
         raise DeviceError(f"steps are predicted in {', '.join(_DTYPES)}, not in {dtype}")
     if dtype not in device.peak_tflops:
@@ -393,7 +444,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         )  # fmt: skip
         clock.add(work, times, load)
     seconds, bound = clock.interval(settings.host_factor, settings.pause_s), clock.bound(settings.host_factor)
-    share: dict[str, Any] = {"device": machine.device.id, "dtype": machine.dtype}
+    share: dict[str, Any] = {"device": machine.device.id}
     whole = seconds.mid + settings.pause_s
     return Prediction(
         seconds,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from flopcalc.core.count.products import Block, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Dropout, Op, Stage, iterate, join
+from flopcalc.core.recipe.formats import find_computed
 from flopcalc.core.workload.sums import Either, InDecoder, Pairs
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import RecipeError, format_nearest, format_value
@@ -86,11 +87,12 @@ class Step:
         self.joined: set[str] = set()  # stages whose attention reads queries that a concatenation made
         self.values: dict[Any, int] = {}
         # PEFT keeps adapters in float32 beside a half-precision model.
-        has_adapters = estimator.recipe.lora is not None or bool(estimator.recipe.adapters)
-        self.trained_bytes = FLOAT if has_adapters else dtype_bytes
+        self.has_adapters = estimator.recipe.lora is not None or bool(estimator.recipe.adapters)
+        adapter = estimator.formats.adapter
+        self.trained_bytes = find_computed(adapter or estimator.formats.model).bits // 8
         code = "what fused kernels keep" if self.is_fused else "HF's model in eager mode"
         self.notes: list[str] = [f"{code}; the allocator's rounding is left out"]
-        if has_adapters and dtype_bytes != FLOAT:
+        if adapter == "fp32" and dtype_bytes != FLOAT:
             self.notes.append("LoRA's adapters in float32, as PEFT keeps them beside a half-precision model")
 
     # --- sizes --------------------------------------------------------------------------------------------------------
@@ -129,8 +131,14 @@ class Step:
 
     def count_weights(self) -> dict[tuple[str, int], Held]:
         """Path and first layer of a stage -> bytes of its weights; adapters are wider than a half-precision model."""
-        adapted = self.trained_bytes - self.bytes
-        return self._sum_rows(lambda row: row.parameters * self.bytes + row.trainable * adapted)
+        return self._sum_rows(
+            lambda row: sum(held.total_bytes for held in row.list_weights(self.has_adapters))
+        )  # fmt: skip
+
+    def count_dequantized(self) -> int:
+        """Bytes of the largest weight that bitsandbytes or HQQ dequantizes before its product; other kernels do not."""
+        rows = [row for _, row, _ in self.estimator.rows(self.load, "full") if row.numbers.weight.flat]
+        return max((row.op.n_in * row.op.n_out * self.bytes for row in rows), default=0)
 
     def _sum_rows(self, count: Callable[[Row], int]) -> dict[tuple[str, int], Held]:
         found: dict[tuple[str, int], Held] = {}

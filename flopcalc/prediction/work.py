@@ -30,6 +30,7 @@ class Product(NamedTuple):
     side: Side = "whole"
     kv: int = 0  # of the n outputs those of keys and values, which are cut no finer than their heads
     kv_heads: int = 0
+    format: str = ""  # what it is computed in, where that is not the step's own
 
     @property
     def flops(self) -> float:

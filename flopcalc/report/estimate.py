@@ -8,7 +8,7 @@ from typing import Any
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.grids import format_grid, wrap
-from flopcalc.units import format_flops, format_parameters, format_rate
+from flopcalc.units import format_bytes, format_flops, format_parameters, format_rate
 from flopcalc.words import CONVENTIONS
 
 NOT_COUNTED = (
@@ -89,6 +89,7 @@ def format_estimate(
             facts.append((f"under {name}", f"{format_flops(total)}{detail}" if total is not None else "not known"))
     shown = ", ".join(f"{format_parameters(value)} {key}" for key, value in parameters.items())
     facts.append(("parameters", shown))
+    facts.append(("weights", _describe_weights(estimate)))
     visual = sum(each.count_visual_tokens(other) * many for each, other, many in estimate.terms)
     if visual:
         images = sum(len(other.all_grids) * many for _, other, many in estimate.terms)
@@ -106,6 +107,17 @@ def format_estimate(
     for label, text in facts:
         lines += [f"- {label}: {text}"] if is_markdown else wrap(text, label.ljust(width), " " * width)
     return "\n".join(lines)
+
+
+def _describe_weights(estimate: Estimate) -> str:
+    """Bytes of the weights, by format where there are several, and what said so."""
+    held = estimate.weights
+    parts = [f"{format_bytes(each.bytes)} in {each.format}" for each in held]
+    scales = sum(each.scale_bytes for each in held)
+    if scales:
+        parts.append(f"{format_bytes(scales)} of scales and zero points")
+    whole = f"{format_bytes(sum(each.total_bytes for each in held))}: " if len(parts) > 1 else ""
+    return f"{whole}{', '.join(parts)} ({estimate.terms[0].estimator.formats.source})"
 
 
 def _style(is_markdown: bool) -> str:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -305,7 +306,7 @@ def test_broken_pipe_is_no_error() -> None:
 # --- the JSON contract ------------------------------------------------------------------------------------------------
 TOP = {
     "schema", "version", "model", "workload", "recipe", "convention", "attention_kernel", "flops", "totals",
-    "components", "modules", "parameters", "mfu", "hfu", "run", "notes",
+    "components", "modules", "parameters", "formats", "mfu", "hfu", "run", "notes",
 }  # fmt: skip
 WORKLOAD = {
     "batch", "seq", "lengths", "layout", "tokens", "images", "patches", "visual_tokens", "phase", "context", "logits",
@@ -366,7 +367,12 @@ def test_json_contract(capsys: Capture, arguments: list[str], convention: str) -
     assert set(shown["parameters"]) == {"total", "active", "trainable"}
     assert sum(row["parameters"] for row in shown["modules"]) == shown["parameters"]["total"]
     for share in (shown["mfu"], shown["hfu"]):
-        assert share is None or set(share) == {"value", "peak_flops_per_s", "device", "dtype"}
+        assert share is None or set(share) == {
+            "value", "peak_flops_per_s", "device", "dtype", "peaks", "of_bf16_peak",
+        }  # fmt: skip
+    products = shown["formats"]["products"]
+    assert sum(row["forward"] + row["backward"] for row in products) == flops["total"]
+    assert sum(row["parameters"] for row in shown["formats"]["weights"]) == shown["parameters"]["total"]
     assert (shown["mfu"] is not None) == ("--step-time" in arguments)
     assert all(isinstance(note, str) for note in shown["notes"])
 
@@ -523,9 +529,10 @@ def test_mfu_and_hfu(capsys: Capture) -> None:
         "--step-time", "0.5", "--num-devices", "2",
     )  # fmt: skip
     peak = 989.4e12
+    value = shown["totals"]["model"] / (0.5 * peak * 2)
     assert shown["mfu"] == {
-        "value": shown["totals"]["model"] / (0.5 * peak * 2), "peak_flops_per_s": peak, "device": "NVIDIA H200",
-        "dtype": "bf16",
+        "value": value, "peak_flops_per_s": peak, "device": "NVIDIA H200", "dtype": "bf16", "of_bf16_peak": value,
+        "peaks": [{"format": "bf16", "flops": shown["totals"]["model"], "peak_flops_per_s": peak}],
     }  # fmt: skip
     assert shown["hfu"]["value"] == shown["totals"]["hardware"] / (0.5 * peak * 2)
     full = run_json(
@@ -839,3 +846,33 @@ def test_explain_products_of_activations(capsys: Capture, model: str, pattern: s
             if line.startswith("         = "):
                 numbers = line.removeprefix("         = ").partition(" = ")[0].replace(",", "")
                 assert eval(numbers.replace("×", "*")) == entry["forward"]
+
+
+# --- number formats ---------------------------------------------------------------------------------------------------
+def test_formats_of_products_and_weights(capsys: Capture) -> None:
+    call = ("estimate", "llama-3.2-1b", "--seq", "64", "--phase", "prefill", "--weights", "fp8")
+    shown = run_json(capsys, *call, "--kv-cache", "fp8", "--step-time", "1", "--peak", "bf16=1000T,fp8=2000T")
+    assert [row["name"] for row in shown["formats"]["products"]] == ["fp8", "bf16"]
+    assert [row["format"] for row in shown["formats"]["weights"]] == ["fp8", "bf16"]
+    assert (shown["formats"]["kv_cache"], shown["formats"]["source"][:16]) == ("fp8", "weights as asked")
+    assert [peak["peak_flops_per_s"] for peak in shown["mfu"]["peaks"]] == [2e15, 1e15]
+    out = run(capsys, *call, "--by", "dtype", "--format", "csv")
+    assert [line.split(",")[0] for line in out.split()] == ["dtype", "fp8", "bf16"]
+    out = run(capsys, "compare", "llama-3.2-1b", "llama-3.2-1b@weights=int4", "--seq", "64")
+    assert re.search(r"computed in +- +bf16", out)
+    assert "computed in fp8; the weight is stored in fp8" in run(capsys, "explain", *call[1:], "--op", "*q_proj")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--peak", "bf16=989T,fp8", "--step-time", "1"], "'fp8', which is not FORMAT=FLOPS_PER_S"),
+        (["--peak", "bf16=989T,bf16=1T", "--step-time", "1"], "gives bf16 twice"),
+        (["--peak", "bf15=989T", "--step-time", "1"], "dtype 'bf15' unknown"),
+        (["--weights", "int5"], "weights 'int5' unknown"),
+        (["--compute", "bf16", "--autocast"], "both say what products are computed in"),
+        (["--trace", "--weights", "int4"], "it takes no --weights"),
+    ],
+)
+def test_bad_formats(capsys: Capture, arguments: list[str], words: str) -> None:
+    assert words in fail(capsys, "estimate", "llama-3.2-1b", "--seq", "64", *arguments)

@@ -123,7 +123,9 @@ def test_model_that_was_not_recorded(monkeypatch: pytest.MonkeyPatch, attention:
         ({"optimizer": "sgd"}, 2 * TOTAL, 0),
         ({"optimizer": "sgd-momentum"}, 2 * TOTAL, 2 * TOTAL),
         ({"optimizer": "lion"}, 2 * TOTAL, 2 * TOTAL),
-        ({"optimizer": "adamw-8bit"}, 2 * TOTAL, 2 * TOTAL),
+        ({"optimizer": "adamw-8bit"}, 2 * TOTAL, 2 * TOTAL + 2 * 4 * -(-TOTAL // 256)),  # a scale per 256 numbers
+        ({"optimizer": "adamw-fp8"}, 2 * TOTAL, 2 * TOTAL + 2 * 4 * -(-TOTAL // 256)),
+        ({"optimizer": "adamw-offload"}, 2 * TOTAL, 0),
         ({"dtype": "fp32"}, 4 * TOTAL, 8 * TOTAL),
         ({"optimizer": "adamw-master"}, 4 * TOTAL, 12 * TOTAL),  # fp32 gradients, master weights, two states
         ({"optimizer": "adamw-master", "dtype": "fp32"}, 4 * TOTAL, 8 * TOTAL),  # no second copy of fp32 weights

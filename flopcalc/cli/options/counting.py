@@ -21,7 +21,7 @@ from flopcalc.units import describe_suffixes, parse_number, parse_size, parse_si
 _SIZE = re.compile(r"-?\d+x-?\d+", re.IGNORECASE)
 _UNTRACED = (
     "convention", "attention_kernel", "spec", "image", "video", "video_grid", "max_pixels", "lengths", "decoder_seq",
-    "audio", "clipping",
+    "audio", "clipping", "weights", "kv_cache", "autocast",
 )  # fmt: skip
 
 
@@ -45,10 +45,21 @@ def make_estimate(model: Any, options: Mapping[str, Any]) -> Asked:
         return Asked(_count(_find_traced(source, recipe, options), options, notes), notes)
     estimator = bind(
         source, recipe=recipe, convention=options["convention"], attention_kernel=options["attention_kernel"],
-        device=device, dtype=parse_dtype(options.get("dtype", "bf16")), spec=options["spec"],
+        device=device, spec=options["spec"], **read_formats(options),
     )  # fmt: skip
     estimate = _count(estimator, options, notes)
     return Asked(estimate, notes)
+
+
+def read_formats(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the options say about number formats; --dtype is --compute in short."""
+    compute = options.get("compute")
+    if compute is None and "dtype" in options and is_given("dtype"):
+        compute = parse_dtype(options["dtype"])
+    return {
+        "compute": compute, "weights": options.get("weights"), "kv_cache": options.get("kv_cache"),
+        "autocast": options.get("autocast") or None,
+    }  # fmt: skip
 
 
 def spell_out(options: Mapping[str, Any]) -> list[str]:
@@ -91,7 +102,8 @@ def _find_traced(source: Source, recipe: Recipe, options: Mapping[str, Any]) -> 
             raise WorkloadError(f"--trace counts what HF's code executes: it takes no --{name.replace('_', '-')}")
     from flopcalc.api import find_traced
 
-    return find_traced(source, recipe, options["phase"], bool(options["image_grid"]))
+    compute = read_formats(options)["compute"]
+    return find_traced(source, recipe, options["phase"], bool(options["image_grid"]), compute)
 
 
 def _choose_device(options: Mapping[str, Any], notes: list[str]) -> str | None:

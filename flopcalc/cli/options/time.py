@@ -8,18 +8,22 @@ from typing import Any
 import click
 
 from flopcalc.cli.options.counting import read_number
-from flopcalc.cli.options.workload import add_options
+from flopcalc.cli.options.workload import add_options, dtype_option
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.run import Run, count_run
 from flopcalc.core.estimate.utilization import Utilization, describe_least_time, hfu, mfu
-from flopcalc.errors import WorkloadError
+from flopcalc.errors import WorkloadError, format_value
 from flopcalc.hardware.devices import DTYPES, parse_dtype
 from flopcalc.units import parse_number, parse_share
 
 # --step-time, --peak and their like.
 time_options = add_options(
-    click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:4]) + "|…"),
-    click.option("--peak", metavar="FLOPS_PER_S", help="Dense peak of one device, instead of the table's; as 989T."),
+    dtype_option("|".join(DTYPES[:4]) + "|…"),
+    click.option(
+        "--peak",
+        metavar="FLOPS_PER_S",
+        help="Dense peak of one device, instead of the table's: 989T for all, or bf16=989T,fp8=1979T.",
+    ),
     click.option("--gpus", "--num-devices", "gpus", metavar="N", help="GPUs that share the step (default 1)."),
     click.option("--step-time", metavar="TIME", help="Measured time of one step, as 0.5 or 500ms: gives MFU and HFU."),
     click.option("--tokens-per-second", metavar="N", help="Measured tokens per second of all GPUs, as 12k: likewise."),
@@ -60,8 +64,8 @@ def make_run(estimate: Estimate, options: Mapping[str, Any]) -> Run | None:
 
 def _read_place(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "device": options["device"], "dtype": parse_dtype(options["dtype"]),
-        "peak": read_rate(options["peak"], "--peak"), "gpus": read_number(options["gpus"], "--gpus") or 1,
+        "device": options["device"], "dtype": None,
+        "peak": read_peak(options["peak"]), "gpus": read_number(options["gpus"], "--gpus") or 1,
     }  # fmt: skip
 
 
@@ -72,6 +76,21 @@ def _read_time(options: Mapping[str, Any]) -> dict[str, Any]:
         "tokens_per_second": read_rate(options["tokens_per_second"], "--tokens-per-second"),
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def read_peak(text: str | None) -> float | dict[str, float] | None:
+    """'989T', or one per format: 'bf16=989T,fp8=1979T'."""
+    if text is None or "=" not in text:
+        return read_rate(text, "--peak")
+    found: dict[str, float] = {}
+    for piece in text.split(","):
+        name, equals, value = piece.partition("=")
+        kind = parse_dtype(name.strip()) if equals else ""
+        if not equals or kind in found:
+            problem = f"gives {kind} twice" if equals else f"has {format_value(piece)}, which is not FORMAT=FLOPS_PER_S"
+            raise WorkloadError(f"--peak {problem}; write it as bf16=989T,fp8=1979T")
+        found[kind] = parse_number(value, "--peak")
+    return found
 
 
 def read_rate(text: str | None, flag: str) -> float | None:

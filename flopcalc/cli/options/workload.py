@@ -29,6 +29,13 @@ def execution_option(default: str) -> Callable[[Function], Function]:
     )
 
 
+def dtype_option(metavar: str) -> Callable[[Function], Function]:
+    """--dtype, the short name of --compute."""
+    return click.option(
+        "--dtype", default="bf16", show_default=True, metavar=metavar, help="Same as --compute; else the config's."
+    )
+
+
 trace_option = click.option(
     "--trace", is_flag=True, help="Count HF's own code instead of a spec, and keep the result (needs torch once)."
 )
@@ -58,8 +65,17 @@ trained_options = (
     ),
     click.option("--train-only", multiple=True, metavar="PATTERN", help="Only what matches trains."),
     click.option(
-        "--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it; save=… trains modules beside it."
+        "--lora",
+        metavar="r=16,targets=q_proj+v_proj",
+        help="LoRA as PEFT applies it; save=… trains modules beside it, dtype=bf16 keeps adapters in bf16.",
     ),
+)
+# What numbers are: the config says it without these.
+number_options = (
+    click.option("--compute", metavar="FORMAT", help="What products are computed in: bf16, fp16, tf32, fp32, fp8, …"),
+    click.option("--weights", metavar="FORMAT", help="How weights are stored: bf16, fp8, int4-g128, nf4-double, …"),
+    click.option("--kv-cache", metavar="FORMAT", help="How cached keys and values are stored: bf16, fp8, …"),
+    click.option("--autocast", is_flag=True, help="Products run under torch.autocast, in bf16."),
 )
 checkpointing_option = click.option("--gradient-checkpointing", is_flag=True, help="Same as --recompute full.")
 _SIZES = (
@@ -115,4 +131,4 @@ def add_options(*options: Callable[[Function], Function]) -> Callable[[Function]
 
 
 # --seq, --freeze, --convention and their like.
-workload_options = add_options(*source_options, *_SIZES, *input_options, *_PHASE, *_RECIPE, *_COUNTING)
+workload_options = add_options(*source_options, *_SIZES, *input_options, *_PHASE, *_RECIPE, *number_options, *_COUNTING)

@@ -40,6 +40,7 @@ from flopcalc.core.model.ops import (
     iterate,
     join,
 )
+from flopcalc.core.recipe.numbers import Formats, Numbers
 from flopcalc.core.recipe.resolver import ALL_TRAIN, Resolver, State
 from flopcalc.core.workload.sums import Calls, Executed, Folds, InDecoder, Minus, Needed, Pairs, PerSample, Samples, Sum
 
@@ -375,8 +376,9 @@ def _in_blocks(rows: Sum, block: int) -> Sum:
     return rows
 
 
-def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode) -> tuple[Block, ...]:
+def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode, formats: Formats) -> tuple[Block, ...]:
     """Rows of every stage, layers that count alike folded together."""
+    is_plain = formats.is_default
     blocks: list[Block] = []
     stream: dict[str, bool] = {}
     after: dict[str, list[bool]] = {}  # per stage: does a gradient flow into layer j's output
@@ -393,10 +395,14 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode) -> tuple[Bl
             if stage.reads is not None:
                 flow = after.get(stage.reads[0], [])[stage.reads[1][layer]]
             states = _layer_states(chain, path, stage, resolver)
-            key = (id(chain), states, flow, stage.checkpoint, stage.dead[layer], runs, *streams.items())
+            numbers = None if is_plain else _find_numbers(chain, path, stage.group, formats)
+            key = (id(chain), states, flow, stage.checkpoint, stage.dead[layer], runs, numbers, *streams.items())
             found = cache.get(key)
             if found is None:
-                found = cache[key] = _count_layer(chain, states, flow, stage, stage.dead[layer], mode, runs, streams)
+                found = _count_layer(chain, states, flow, stage, stage.dead[layer], mode, runs, streams)
+                if numbers is not None:
+                    found = (_add_formats(found[0], chain, numbers), found[1])
+                cache[key] = found
             rows, flow = found
             if stage.adds is not None:
                 added = after.get(stage.adds, [])
@@ -410,6 +416,44 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode) -> tuple[Bl
             for rows, layers in folded.items()
         ]
     return tuple(blocks)
+
+
+def _find_numbers(chain: Chain, path: str, group: str, formats: Formats) -> tuple[Numbers, ...]:
+    """The formats of every op of a layer, in order of execution."""
+    return tuple(formats.resolve(op, join(path, op.name), group) for op in iterate(chain))
+
+
+# Products of an adapter; all others of an op are its own.
+_ADAPTERS = ("adapter_a", "adapter_b", "fold", "fold_gradient")
+
+
+def _add_formats(rows: tuple[Row, ...], chain: Chain, numbers: tuple[Numbers, ...]) -> tuple[Row, ...]:
+    """The rows of a layer with the formats of their products and weights."""
+    known: dict[tuple[str, str, str], Numbers] = {}
+    for op, own in zip(iterate(chain), numbers, strict=True):
+        for key in _name_op(op):
+            known.setdefault(key, own)
+    return tuple(_add_format(row, known[_name_op(row.op)[0]]) for row in rows)
+
+
+def _name_op(op: Op) -> list[tuple[str, str, str]]:
+    """What tells an op from the others of its layer, and the rows that it is split into if another module runs it."""
+    if not isinstance(op, Weighted):
+        return [(op.name, op.kind, "")]
+    names = [(op.name, op.kind, op.param)]
+    if op.at:
+        names += [(op.at.removeprefix("."), op.kind, op.param), (op.name, Param.kind, "weight")]
+    return names
+
+
+def _add_format(row: Row, numbers: Numbers) -> Row:
+    products = []
+    for product in row.products:
+        formats = (numbers.compute, numbers.gradient)
+        if product.role in _ADAPTERS:
+            formats = (numbers.adapter_compute, numbers.adapter_compute)
+        products.append(replace(product, format=formats[0], gradient_format=formats[1]))
+    return row.replace(products=tuple(products), numbers=numbers)
 
 
 def _runs(stream: str, mode: Mode) -> bool:

@@ -7,7 +7,9 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from flopcalc.core.count.flops import NO_FLOPS, Flops
-from flopcalc.core.model.ops import Op
+from flopcalc.core.model.ops import Embed, Linear, Op
+from flopcalc.core.recipe.formats import PLAIN, make_plain
+from flopcalc.core.recipe.numbers import PLAIN_NUMBERS, Numbers, find_sizes
 from flopcalc.core.workload.sums import Sum
 
 Role = Literal[
@@ -51,6 +53,8 @@ class Product:
     n_in: int = 0
     n_out: int = 0
     copies: int = 1  # heads, or copies of a weight that all rows meet
+    format: str = PLAIN  # what it is computed in
+    gradient_format: str = PLAIN  # what its gradients are computed in
 
     @property
     def per_unit(self) -> Flops:
@@ -61,6 +65,15 @@ class Product:
             self.flops * passes.recompute,
             self.flops * passes.clipping,
         )
+
+    def split_formats(self, flops: Flops) -> dict[str, Flops]:
+        """FLOPs of all its passes, by the format that they are computed in."""
+        if self.format == self.gradient_format or not (flops.backward or flops.clipping):
+            return {self.format: flops}
+        return {
+            self.format: Flops(flops.forward, 0, flops.recompute),
+            self.gradient_format: Flops(0, flops.backward, 0, flops.clipping),
+        }
 
     def change(self, **passes: int) -> Product:
         """The same product with other passes."""
@@ -77,10 +90,13 @@ class Row:
     inactive: int = 0  # parameters of experts that one token does not reach
     trainable: int = 0
     trains_weight: bool = False  # its own weight gets a gradient, not its adapter's alone
+    numbers: Numbers = PLAIN_NUMBERS  # how its parameters are stored
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.op, self.products, self.parameters, self.inactive, self.trainable, self.trains_weight))
+        return hash(
+            (self.op, self.products, self.parameters, self.inactive, self.trainable, self.trains_weight, self.numbers)
+        )
 
     def __hash__(self) -> int:  # rows are folded by equality, layer after layer
         return self._hash
@@ -100,8 +116,43 @@ class Row:
         adapter = self.find("adapter_b")
         return adapter.n_in if adapter is not None else 0
 
+    def list_weights(self, has_adapters: bool) -> list[Weights]:
+        """Its parameters by the format that they are stored in; with adapters, what trains is in theirs."""
+        numbers, adapted = self.numbers, self.trainable if has_adapters else 0
+        found = []
+        rest = self.parameters - adapted
+        if numbers.weight.is_quantized and rest and isinstance(self.op, (Linear, Embed)) and not self.op.tied:
+            size = self.op.weight_size
+            found.append(
+                Weights(numbers.weight.name, size, *numbers.weight.count_bytes(*find_sizes(self.op), self.op.copies))
+            )
+            rest -= size
+        plain = numbers.plain if numbers.weight.is_quantized else numbers.weight.name
+        for name, many in ((plain, rest), (numbers.adapter, adapted)):
+            if many:
+                found.append(Weights(name, many, many * make_plain(name).bits // 8))
+        return found
+
     def replace(self, **changes: Any) -> Row:
         return replace(self, **changes)
+
+
+class Weights(NamedTuple):
+    """Parameters that are stored in one format: how many, their bytes, and those of scales and zero points."""
+
+    format: str
+    parameters: int
+    bytes: int
+    scale_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.bytes + self.scale_bytes
+
+    def add(self, other: Weights, times: int = 1) -> Weights:
+        """Together with others of the same format, so many times."""
+        sums = (mine + theirs * times for mine, theirs in zip(self[1:], other[1:], strict=True))
+        return Weights(self.format, *sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +181,14 @@ class CountedRow(NamedTuple):
         pairs = zip(self.row.products, self.values, strict=True)
         return next((value for product, value in pairs if product.role in roles), 0)
 
+    def by_format(self) -> dict[str, Flops]:
+        """FLOPs of one layer by the format that they are computed in."""
+        found: dict[str, Flops] = {}
+        for product, value in zip(self.row.products, self.values, strict=True):
+            for name, flops in product.split_formats(product.per_unit * value).items():
+                found[name] = found.get(name, NO_FLOPS) + flops
+        return found
+
     @property
     def flops(self) -> Flops:
         """Of one layer."""
@@ -148,3 +207,16 @@ def sum_products(blocks: tuple[Block, ...]) -> dict[Sum, Flops]:
                 if any(product.per_unit):
                     totals[product.rows] = totals.get(product.rows, NO_FLOPS) + product.per_unit * block.copies
     return totals
+
+
+def sum_formats(blocks: tuple[Block, ...]) -> dict[str, dict[Sum, Flops]]:
+    """FLOPs per unit of every sum, apart for every format; at least one format, though nothing runs."""
+    totals: dict[str, dict[Sum, Flops]] = {}
+    for block in blocks:
+        for row in block.rows:
+            for product in row.products:
+                for name, flops in product.split_formats(product.per_unit * block.copies).items():
+                    if any(flops):
+                        sums = totals.setdefault(name, {})
+                        sums[product.rows] = sums.get(product.rows, NO_FLOPS) + flops
+    return totals or {PLAIN: {}}

@@ -11,6 +11,7 @@ from flopcalc.core.model.bound import bind_model
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.live import strip
 from flopcalc.core.recipe.live import read_recompute
+from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.spec.spec import Spec, load_spec
 from flopcalc.errors import ConfigError, RecipeError, SpecError, format_value
@@ -26,19 +27,21 @@ def bind_config(
     convention: str = "model",
     attention_kernel: str = "auto",
     device: str | None = None,
-    dtype: str = "bf16",
+    dtype: str | None = None,
+    formats: FormatOptions = FormatOptions(),  # noqa: B008
     spec: str | os.PathLike[str] | None = None,
     download: bool = False,
     clipping: str | None = None,
 ) -> CountedEstimator:
     """The estimator of a model that a spec describes; see flopcalc.bind for the arguments."""
+    compute = dtype if formats.compute is None else formats.compute
+    compute = None if compute is None else parse_dtype(compute)
     kernels, tiles = None, None
     check_word(attention_kernel, KERNELS, "attention kernel")
-    dtype = parse_dtype(dtype)
     if device is not None:
         found = find_device(device)
         attention_kernel = (found.sdpa or "flash") if attention_kernel == "auto" else attention_kernel
-        if attention_kernel != "eager" and dtype == "bf16":
+        if attention_kernel != "eager" and compute in (None, "bf16"):
             kernels, tiles = find_kernel_table(found.id, attention_kernel), find_tile_table(found.id)
     specs: dict[str, Spec] = {}
     # DDP and Opacus hide the config of what they wrap.
@@ -55,7 +58,9 @@ def bind_config(
     elif recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(f"a recipe is a mapping or what make_recipe() gives, not {format_value(recipe)}")
     bound = bind_model(source, specs)
-    estimator = CountedEstimator(bound, recipe, convention, attention_kernel, kernels, tiles, clipping)
+    estimator = CountedEstimator(
+        bound, recipe, convention, attention_kernel, kernels, tiles, clipping, asked=formats._replace(compute=compute)
+    )
     if specs and bound.spec.name not in specs and not _uses_inner(source.config, specs):
         raise ConfigError(
             f"{spec} describes model_type {next(iter(specs))!r}, but {source.where} is {source.config['model_type']!r}"

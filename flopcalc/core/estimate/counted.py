@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from flopcalc.core.count.count import Mode, count
-from flopcalc.core.count.flops import Flops
-from flopcalc.core.count.products import Block, CountedRow, sum_products
+from flopcalc.core.count.flops import NO_FLOPS, Flops
+from flopcalc.core.count.products import Block, CountedRow, Weights, sum_formats, sum_products
 from flopcalc.core.estimate.checks import check_clipping_recipe, check_live, check_workload, find_clipping
 from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
-from flopcalc.core.estimate.notes import describe_kernels, describe_work
+from flopcalc.core.estimate.notes import describe_formats, describe_kernels, describe_work
 from flopcalc.core.estimate.padding import list_padding
 from flopcalc.core.model.bound import BoundModel
 from flopcalc.core.model.expand import remove_hooks
 from flopcalc.core.model.ops import join
-from flopcalc.core.recipe.live import read_recipe
+from flopcalc.core.recipe.live import read_formats, read_recipe
+from flopcalc.core.recipe.numbers import FormatOptions, Formats, make_formats
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.recipe.resolver import Resolver
 from flopcalc.core.workload.batch import read_batch
@@ -36,6 +38,11 @@ class Coefficients:
     blocks: tuple[Block, ...]
     terms: tuple[tuple[Sum, Flops], ...]
 
+    @cached_property
+    def by_format(self) -> dict[str, tuple[tuple[Sum, Flops], ...]]:
+        """The same FLOPs apart, by the format that they are computed in."""
+        return {name: tuple(sums.items()) for name, sums in sum_formats(self.blocks).items()}
+
 
 class CountedEstimator(Estimator):
     """A model counted from its spec, under one recipe and one convention."""
@@ -51,6 +58,8 @@ class CountedEstimator(Estimator):
         kernel_table: KernelTable | None = None,
         tile_table: TileTable | None = None,
         clipping: str | None = None,
+        formats: Formats | None = None,
+        asked: FormatOptions = FormatOptions(),  # noqa: B008
     ) -> None:
         check_word(convention, CONVENTIONS, "convention")
         check_word(attention_kernel, KERNELS, "attention kernel")
@@ -65,7 +74,8 @@ class CountedEstimator(Estimator):
         self.tile_table = tile_table  # and of products, by their exact sizes
         self.recipe = _join_recipe(model, recipe, clipping)
         # Two estimators of one identity count alike: the model under one recipe, however often it was bound.
-        self.identity = (model.name, self.stages, self.recipe, convention, self.attention_kernel)
+        self.formats = formats if formats is not None else _find_formats(model, self.recipe, asked)
+        self.identity = (model.name, self.stages, self.recipe, convention, self.attention_kernel, self.formats)
         self._clips = self.recipe.clipping != "none"
         self._is_functorch = self._clips and find_clipping(self.spec.name) == "functorch"
         self._resolver = Resolver(self.recipe, self.stages)
@@ -79,9 +89,10 @@ class CountedEstimator(Estimator):
             check_clipping_recipe(model, self.recipe, self._resolver)
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: str | None = None, attention_kernel: str | None = None
-    ) -> CountedEstimator:
-        """The same model and what trains of it, under another recomputation, convention or kernel."""
+        self, *, recompute: Recompute | None = None, convention: str | None = None,
+        attention_kernel: str | None = None, compute: str | None = None,
+    ) -> CountedEstimator:  # fmt: skip
+        """The same model and what trains of it, under another recomputation, convention, kernel or number format."""
         again = self.recipe.recompute
         if recompute is not None:
             again = check_word(recompute, RECOMPUTE, "recompute", RecipeError)
@@ -90,6 +101,7 @@ class CountedEstimator(Estimator):
             self.recipe.replace(recompute=again),
             self.convention if convention is None else convention,
             self.attention_kernel if attention_kernel is None else attention_kernel,
+            formats=self.formats if compute is None else self.formats.with_compute(compute),
         )
 
     def estimate_batch(
@@ -137,6 +149,33 @@ class CountedEstimator(Estimator):
                 total += padding.flops * padding.block.copies
         return total if load.phase == "train" else Flops(total.forward)
 
+    def count_formats(self, load: Workload, convention: str) -> dict[str, Flops]:
+        """The same FLOPs by the format that they are computed in."""
+        coefficients, counting = self._choose(load, convention)
+        if len(coefficients.by_format) == 1:
+            return dict.fromkeys(coefficients.by_format, self.count(load, convention))
+        found: dict[str, Flops] = {}
+        for name, terms in coefficients.by_format.items():
+            found[name] = sum((flops * rows.count(load, counting) for rows, flops in terms), NO_FLOPS)
+        if convention == "hardware":
+            for padding in self._list_padding(coefficients, load, counting):
+                for name, flops in padding.by_format().items():
+                    found[name] = found.get(name, NO_FLOPS) + flops * padding.block.copies
+        if load.phase != "train":
+            found = {name: Flops(flops.forward) for name, flops in found.items()}
+        return {name: flops for name, flops in found.items() if any(flops)}
+
+    def count_weights(self) -> list[Weights]:
+        """Parameters and bytes by the format that they are stored in, the largest first."""
+        has_adapters = self.recipe.lora is not None or bool(self.recipe.adapters)
+        found: dict[str, Weights] = {}
+        for block in self._find_counted().blocks:
+            for row in block.rows:
+                for held in row.list_weights(has_adapters):
+                    before = found.get(held.format, Weights(held.format, 0, 0))
+                    found[held.format] = before.add(held, block.copies)
+        return sorted(found.values(), key=lambda held: -held.total_bytes)
+
     def rows(self, load: Workload, convention: str) -> list[CountedRow]:
         """Every row of the model with the values of its sums under a convention."""
         coefficients, counting = self._choose(load, convention)
@@ -149,19 +188,21 @@ class CountedEstimator(Estimator):
 
     def parameters(self) -> dict[str, int]:
         """Parameters: all (tied once, adapters included), those one token reaches, those that train."""
-        # Parameters are the same in every mode: take one that was counted.
-        counted = next(iter(self._coefficients.values()), None) or self._count_mode(False, False, self.convention)
         total = inactive = trainable = 0
-        for block in counted.blocks:
+        for block in self._find_counted().blocks:
             for row in block.rows:
                 total += row.parameters * block.copies
                 inactive += row.inactive * block.copies
                 trainable += row.trainable * block.copies
         return {"total": total, "active": total - inactive, "trainable": trainable}
 
+    def _find_counted(self) -> Coefficients:
+        """Those of any mode: parameters are the same in all."""
+        return next(iter(self._coefficients.values()), None) or self._count_mode(False, False, self.convention)
+
     def notes(self, load: Workload) -> list[str]:
         """What a reader of the numbers should know."""
-        notes = describe_work(self, self.model, load)
+        notes = describe_work(self, self.model, load) + describe_formats(self, load)
         if self.convention == "hardware" and self.attention_kernel != "eager":
             coefficients, counting = self._choose(load, "hardware")
             padding = self._list_padding(coefficients, load, counting)
@@ -183,7 +224,7 @@ class CountedEstimator(Estimator):
                 continue
             plain = CountedEstimator(
                 replace(self.model, stages=stages), self.recipe, "hardware", self.attention_kernel, self.kernel_table,
-                self.tile_table,
+                self.tile_table, formats=self.formats,
             )  # fmt: skip
             extra = self.count(load, "hardware").total - plain.count(load, "hardware").total
             if extra:
@@ -224,7 +265,7 @@ class CountedEstimator(Estimator):
         )
         found = self._coefficients.get(mode)
         if found is None:
-            blocks = count(self.stages, self._resolver, mode)
+            blocks = count(self.stages, self._resolver, mode, self.formats)
             found = self._coefficients[mode] = Coefficients(blocks, tuple(sum_products(blocks).items()))
         return found
 
@@ -234,6 +275,13 @@ class CountedEstimator(Estimator):
             for block in self._count_mode(True, True, self.convention).blocks
             for row in block.rows
         }
+
+
+def _find_formats(model: BoundModel, recipe: Recipe, asked: FormatOptions) -> Formats:
+    """What the numbers of a model are: as asked, as its parameters are, or as its config says."""
+    source = model.source
+    live = read_formats(source.module) if source.module is not None else None
+    return make_formats(source.config, source.where, recipe, asked, live)
 
 
 def _join_recipe(model: BoundModel, recipe: Recipe | None, clipping: str | None) -> Recipe:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from flopcalc.core.count.flops import NO_FLOPS, Flops
-from flopcalc.core.count.products import CountedRow
+from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.model.audio import Audio
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Op, Stage, join
 from flopcalc.core.model.pictures import read_picture_size
 from flopcalc.core.model.vision import Vision
+from flopcalc.core.recipe.numbers import Formats
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import PARTS, Spec
 from flopcalc.core.workload.workload import Grid, Workload, make_workload
@@ -40,6 +41,7 @@ class Estimator(Protocol):
     recipe: Recipe
     convention: str
     attention_kernel: str
+    formats: Formats
     identity: tuple[Any, ...]
 
     def __call__(
@@ -105,10 +107,15 @@ class Estimator(Protocol):
     ) -> Estimate: ...
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: str | None = None, attention_kernel: str | None = None
-    ) -> Estimator: ...
+        self, *, recompute: Recompute | None = None, convention: str | None = None,
+        attention_kernel: str | None = None, compute: str | None = None,
+    ) -> Estimator: ...  # fmt: skip
 
     def count(self, load: Workload, convention: str) -> Flops: ...
+
+    def count_formats(self, load: Workload, convention: str) -> dict[str, Flops]: ...
+
+    def count_weights(self) -> list[Weights]: ...
 
     def rows(self, load: Workload, convention: str) -> list[CountedRow]: ...
 
@@ -302,6 +309,23 @@ class Estimate:
         """Kind of operation (linear, conv, attend, …) -> forward, backward, recomputed, clipping FLOPs."""
         return self._sum_by(lambda op: op.kind)
 
+    def by_dtype(self, convention: str | None = None) -> dict[str, Flops]:
+        """Number format -> FLOPs of the products that are computed in it, most first; under the own convention."""
+        sums: dict[str, Flops] = {}
+        for estimator, load, times in self.terms:
+            for name, flops in estimator.count_formats(load, convention or self.convention).items():
+                sums[name] = sums.get(name, NO_FLOPS) + flops * times
+        return dict(sorted(sums.items(), key=lambda item: -item[1].total))
+
+    @property
+    def weights(self) -> list[Weights]:
+        """Parameters and bytes of the model by the format that they are stored in; of all models, if several."""
+        found: dict[str, Weights] = {}
+        for estimator in {each.identity: each for each, _, _ in self.terms}.values():
+            for held in estimator.count_weights():
+                found[held.format] = found.get(held.format, Weights(held.format, 0, 0)).add(held)
+        return sorted(found.values(), key=lambda held: -held.total_bytes)
+
     def _sum_by(self, key: Callable[[Op], str]) -> dict[str, Flops]:
         sums: dict[str, Flops] = {}
         for counted, flops, times, _ in self._rows():
@@ -445,6 +469,14 @@ class Estimate:
                 for row in self.by_module(depth)
             ],
             "parameters": self.parameters,
+            "formats": {
+                **estimator.formats.to_dict(),
+                "products": [
+                    {"name": name, "forward": forward, "backward": sum(rest)}
+                    for name, (forward, *rest) in self.by_dtype().items()
+                ],
+                "weights": [held._asdict() for held in self.weights],
+            },
             "mfu": None,
             "hfu": None,
             "run": None,
@@ -468,7 +500,7 @@ class Estimate:
         if by == "module":
             headers = ["path", "kind", "count", "forward", "backward", "recompute", "clipping", "parameters"]
             return Table(headers, self.by_module(depth))
-        sums = self.by_component() if by == "component" else self.by_kind()
+        sums = {"component": self.by_component, "kind": self.by_kind, "dtype": self.by_dtype}[by]()
         headers = [by, "forward", "backward", "recompute", "clipping"]
         return Table(headers, Rows(PartRow(name, *row) for name, row in sums.items() if any(row)))
 

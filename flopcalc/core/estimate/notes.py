@@ -44,6 +44,33 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
     return notes
 
 
+def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
+    """What a quantization_config leaves out or takes by default, and weights that do not train as they are stored."""
+    formats, recipe = estimator.formats, estimator.recipe
+    quantization = formats.quantization
+    notes: list[str] = []
+    if quantization is not None:
+        has_experts = any(row.op.kind == "linear" and row.op.copies > 1 for _, row, _ in estimator.rows(load, "full"))
+        notes += [note for note in quantization.notes if has_experts or "experts" not in note]
+    if load.phase == "train" and (quantization is not None or formats.weights is not None):
+        found = {
+            row.numbers.weight.name
+            for _, row, _ in estimator.rows(load, "full")
+            if row.trains_weight and row.numbers.weight.is_quantized and row.numbers.weight.bits != 8
+        }
+        if found:
+            notes.append(
+                f"weights in {', '.join(sorted(found))} do not train themselves: --lora trains adapters beside them, "
+                "--weights bf16 counts plain training"
+            )
+    is_float = formats.adapter == "fp32" != formats.model and not (formats.autocast or formats.compute)
+    if recipe.lora is not None and is_float and load.phase == "train":
+        notes.append(
+            "LoRA's adapters are float32, as PEFT keeps them, and compute in float32: --autocast runs them in bf16"
+        )
+    return notes
+
+
 def describe_kernels(
     estimator: Estimator,
     load: Workload,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from flopcalc.core.count.formulas import KernelShape, fused_call_flops
 from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row
@@ -31,6 +32,9 @@ def list_padding(
     return found
 
 
+_WIDE = ("bf16", "fp16", "fp32", "tf32", "fp64")
+
+
 def _list_tiles(
     tiles: TileTable, blocks: Iterable[Block], load: Workload, counting: str, twice: bool
 ) -> Iterator[CountedRow]:
@@ -43,14 +47,15 @@ def _list_tiles(
                 continue
             base = row.products[0] if len(row.products) == 1 and row.products[0].role == "base" else None
             value = base.rows.count(load, counting) if base is not None else 0
-            excess = tiles.find(value * op.times, op.n_out, op.n_in) if value else None
+            is_wide = base is not None and base.format in _WIDE  # of narrower formats no tiles were measured
+            excess = tiles.find(value * op.times, op.n_out, op.n_in) if value and is_wide else None
             if base is None or excess is None:
                 continue
             passes = base.passes
             back = excess.get("dgrad", 0) * passes.input_gradient + excess.get("wgrad", 0) * passes.weight_gradient
             forward = excess.get("forward", 0)
             if forward or back:
-                yield _make_row(block, op, forward, back, passes.recompute > 0, twice, 1)
+                yield _make_row(block, op, base, forward, back, twice, 1)
 
 
 def _list_ragged(table: KernelTable, blocks: Iterable[Block], load: Workload, twice: bool) -> Iterator[CountedRow]:
@@ -75,14 +80,15 @@ def _list_ragged(table: KernelTable, blocks: Iterable[Block], load: Workload, tw
                 )
                 backward = backward if has_backward else 0
                 if forward or backward:
-                    yield _make_row(block, op, forward, backward, fused.passes.recompute > 0, twice, calls)
+                    yield _make_row(block, op, fused, forward, backward, twice, calls)
 
 
 def _make_row(
-    block: Block, op: Linear | Attend, forward: int, backward: int, is_recomputed: bool, twice: bool, times: int
+    block: Block, op: Linear | Attend, padded: Product, forward: int, backward: int, twice: bool, times: int
 ) -> CountedRow:
+    same = replace(padded, role="padding", rows=Once(), n_in=0, n_out=0, copies=1)
     products = (
-        Product("padding", Once(), forward, Passes(1, recompute=int(is_recomputed))),
-        Product("padding", Once(), backward, Passes(0, 1, clipping=int(twice))),
+        replace(same, flops=forward, passes=Passes(1, recompute=int(padded.passes.recompute > 0))),
+        replace(same, flops=backward, passes=Passes(0, 1, clipping=int(twice))),
     )
     return CountedRow(block, Row(op, products), (times, times))

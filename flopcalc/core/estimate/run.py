@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimate, check_estimate
-from flopcalc.core.estimate.utilization import find_peak, find_step_time
+from flopcalc.core.estimate.utilization import find_ideal_time, find_step_time, sum_dtypes
 from flopcalc.core.estimate.utilization import mfu as find_mfu
 from flopcalc.errors import FlopcalcError, format_value
 from flopcalc.hardware.devices import parse_dtype
@@ -53,8 +54,8 @@ def count_run(
     step_time_s: float | None = None,
     tokens_per_second: float | None = None,
     device: str | None = None,
-    dtype: Any = "bf16",
-    peak: float | None = None,
+    dtype: Any = None,
+    peak: float | Mapping[str, float] | None = None,
     gpus: int = 1,
 ) -> Run:
     """Whole steps until so many tokens have passed; their GPU-hours at an MFU, or at the pace that was measured."""
@@ -78,9 +79,11 @@ def count_run(
         seconds = find_step_time(estimate, step_time_s, tokens_per_second)
         share = find_mfu(estimate, seconds, device=device, dtype=dtype, peak=peak, gpus=gpus).value
         return Run(total, steps, flops, steps * seconds * gpus / 3600, share, gpus=gpus)
-    _, rate, _ = find_peak(device, dtype, peak)
+    convention = "full" if estimate.convention == "full" else "model"
+    ideal = find_ideal_time(sum_dtypes(estimate, convention), device=device, dtype=dtype, peak=peak)
+    rate = ideal.peak_flops_per_s
     if rate is None:
         return Run(total, steps, flops, None, mfu)
-    needed = steps * estimate.total_under("full" if estimate.convention == "full" else "model")
+    needed = steps * estimate.total_under(convention)
     hours = needed / (rate * (mfu or 1.0)) / 3600
     return Run(total, steps, flops, hours, mfu or 1.0, mfu is None, gpus)

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -15,10 +16,12 @@ from typing import Any, NamedTuple
 
 from flopcalc._version import __version__
 from flopcalc.core.count.flops import Flops
-from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row
+from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row, Weights
 from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import TracedModule
+from flopcalc.core.recipe.formats import make_plain
+from flopcalc.core.recipe.numbers import FormatOptions, has_quantization, make_formats
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.expressions import Names, evaluate, find_names
 from flopcalc.core.spec.spec import Spec
@@ -68,7 +71,13 @@ class TracedEstimator(Estimator):
 
     origin = "trace"
 
-    def __init__(self, traced: Traced, source: Source, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        traced: Traced,
+        source: Source,
+        recipe: Recipe,
+        asked: FormatOptions = FormatOptions(),  # noqa: B008
+    ) -> None:
         made_with = ", ".join(f"{library} {version}" for library, version in traced.made_with.items())
         self.traced = traced
         self.source = source
@@ -84,7 +93,10 @@ class TracedEstimator(Estimator):
             **empty, "name": traced.model_type, "file": "", "architecture": traced.name,
             "source": f"traced with {made_with}", "required": (), "stacks": [], "is_tower": False,
         })  # fmt: skip
-        self.identity = ("trace", traced.name, id(traced), recipe, "full", "eager")
+        # A trace knows no module's weights, so the model has one format throughout.
+        plain = {key: value for key, value in source.config.items() if not isinstance(value, Mapping)}
+        self.formats = make_formats(plain, source.where, replace(recipe, lora=None), asked)
+        self.identity = ("trace", traced.name, id(traced), recipe, "full", "eager", self.formats)
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
         check_load(load)
@@ -94,9 +106,10 @@ class TracedEstimator(Estimator):
         return Estimate((Term(self, load, 1),), self.count(load, "full"), notes)
 
     def change(
-        self, *, recompute: Recompute | None = None, convention: str | None = None, attention_kernel: str | None = None
-    ) -> TracedEstimator:
-        if recompute or convention != "full" or attention_kernel != "eager":
+        self, *, recompute: Recompute | None = None, convention: str | None = None,
+        attention_kernel: str | None = None, compute: str | None = None,
+    ) -> TracedEstimator:  # fmt: skip
+        if recompute or convention != "full" or attention_kernel != "eager" or compute:
             raise FlopcalcError(WHY_FULL)
         return self
 
@@ -129,6 +142,13 @@ class TracedEstimator(Estimator):
             self._totals[key] = _add_rows(found)
         return _sum_terms("the model", self._totals[key], values)
 
+    def count_formats(self, load: Workload, convention: str) -> dict[str, Flops]:
+        return {self.formats.attention: self.count(load, convention)}
+
+    def count_weights(self) -> list[Weights]:
+        total, plain = self.traced.parameters["total"], make_plain(self.formats.model)
+        return [Weights(plain.name, total, plain.count_bytes(1, total)[0])]
+
     def rows(self, load: Workload, convention: str) -> list[CountedRow]:
         found = self._find(load, convention)
         values = [_sum_monomial(text, load) for text in found.monomials]
@@ -139,6 +159,11 @@ class TracedEstimator(Estimator):
 
     def notes(self, load: Workload) -> list[str]:
         notes = [WHY_FULL]
+        if has_quantization(self.source.config):
+            own = self.formats.attention
+            notes.append(
+                f"traced: the quantization_config is not read, all is taken as {own}; --compute says otherwise"
+            )
         if load.documents is not None:
             notes.append("traced: the batch counts as full rows, padding and packed documents included")
         reached = self._find(load, "full").reached

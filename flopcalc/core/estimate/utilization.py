@@ -3,23 +3,63 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimate, check_estimate
+from flopcalc.core.recipe.formats import find_computed
 from flopcalc.errors import DeviceError, FlopcalcError, format_value
-from flopcalc.hardware.devices import detect_device, find_device, parse_dtype, peak_flops_per_s
+from flopcalc.hardware.devices import (
+    Device,
+    detect_device,
+    find_device,
+    find_format_peak,
+    parse_dtype,
+    peak_flops_per_s,
+)
 from flopcalc.units import check_positive as check_positive
 from flopcalc.units import check_size, format_rate
 
 
+class Peak(NamedTuple):
+    """FLOPs of one number format and the dense peak that they count at, of one device."""
+
+    format: str
+    flops: float
+    peak_flops_per_s: float
+
+
+class Ideal(NamedTuple):
+    """The least time of some FLOPs on one device: each at the peak of its format."""
+
+    seconds: float | None  # None: no peak is known, and `note` says why
+    peaks: tuple[Peak, ...]
+    device: str | None
+    dtype: str  # the formats, most FLOPs first
+    bf16: float | None = None  # the device's bf16 peak, where it is known
+    note: str | None = None
+
+    @property
+    def peak_flops_per_s(self) -> float | None:
+        """One peak in place of all: the rate at which the FLOPs take the least time."""
+        if len(self.peaks) == 1 or not self.seconds:
+            return self.peaks[0].peak_flops_per_s if self.peaks and self.seconds is not None else None
+        return sum(peak.flops for peak in self.peaks) / self.seconds
+
+
 class Utilization(NamedTuple):
-    """A share of a peak; `value` is None where the peak is not known, and `note` says why."""
+    """A share of a peak; `value` is None where the peak is not known, and `note` says why.
+
+    Of several formats the value is ideal time ÷ measured time, and the peak the one rate that gives it.
+    """
 
     value: float | None
     peak_flops_per_s: float | None  # of one device
     device: str | None
     dtype: str
     note: str | None = None
+    peaks: tuple[Peak, ...] = ()  # what each format's FLOPs count at
+    of_bf16_peak: float | None = None  # the same FLOPs over the bf16 peak alone
 
     def __float__(self) -> float:
         return math.nan if self.value is None else self.value
@@ -32,6 +72,8 @@ class Utilization(NamedTuple):
             "peak_flops_per_s": self.peak_flops_per_s,
             "device": self.device,
             "dtype": self.dtype,
+            "peaks": [peak._asdict() for peak in self.peaks],
+            "of_bf16_peak": self.of_bf16_peak,
         }
 
 
@@ -41,22 +83,24 @@ def mfu(
     *,
     tokens_per_second: float | None = None,
     device: str | None = None,
-    dtype: Any = "bf16",
-    peak: float | None = None,
+    dtype: Any = None,
+    peak: float | Mapping[str, float] | None = None,
     num_devices: int = 1,
     gpus: int | None = None,
 ) -> Utilization:
     """Model FLOPs utilization: convention `full` if the estimate is of it, else `model`; never `hardware`.
 
     The time is that of a step, or follows from the tokens per second of all GPUs; `gpus` is `num_devices` in short.
+    Each product counts at the peak of the format that it is computed in; `dtype` takes one format for all, and `peak`
+    one peak for all, or one per format.
     """
-    check_estimate(estimate)
-    convention = "full" if estimate.convention == "full" else "model"
-    flops = estimate.total_under(convention)
+    convention = _choose_convention(check_estimate(estimate))
     seconds = find_step_time(estimate, step_time_s, tokens_per_second)
-    share = _share(flops, "MFU", seconds, device, dtype, peak, _count_devices(num_devices, gpus))
+    devices = _count_devices(num_devices, gpus)
+    ideal = find_ideal_time(sum_dtypes(estimate, convention), device=device, dtype=dtype, peak=peak)
+    share = share_peak(ideal, "MFU", seconds, devices)
     executed = estimate.totals["hardware"] if convention == "full" else None
-    if share.value is None or executed is None or executed >= flops:
+    if share.value is None or executed is None or executed >= estimate.total_under(convention):
         return share
     why = (
         f"this MFU is above the HFU: convention full counts every query-key pair, and kernel "
@@ -71,8 +115,8 @@ def hfu(
     *,
     tokens_per_second: float | None = None,
     device: str | None = None,
-    dtype: Any = "bf16",
-    peak: float | None = None,
+    dtype: Any = None,
+    peak: float | Mapping[str, float] | None = None,
     num_devices: int = 1,
     gpus: int | None = None,
 ) -> Utilization:
@@ -80,7 +124,112 @@ def hfu(
     check_estimate(estimate)
     seconds = find_step_time(estimate, step_time_s, tokens_per_second)
     devices = _count_devices(num_devices, gpus)
-    return _share(estimate.total_under("hardware"), "HFU", seconds, device, dtype, peak, devices)
+    ideal = find_ideal_time(sum_dtypes(estimate, "hardware"), device=device, dtype=dtype, peak=peak)
+    return share_peak(ideal, "HFU", seconds, devices)
+
+
+def sum_dtypes(estimate: Estimate, convention: str) -> dict[str, int]:
+    """Number format -> all FLOPs of a step that are computed in it, under a convention."""
+    return {name: flops.total for name, flops in estimate.by_dtype(convention).items()}
+
+
+def _choose_convention(estimate: Estimate) -> str:
+    return "full" if estimate.convention == "full" else "model"
+
+
+def find_ideal_time(
+    flops: Mapping[str, float],
+    *,
+    device: str | None,
+    dtype: Any = None,
+    peak: float | Mapping[str, float] | None = None,
+) -> Ideal:
+    """The least time of FLOPs by format on one device: the sum of each format's FLOPs ÷ its peak.
+
+    A format that the device has no peak for counts at that of the format it falls back to, and a note says so.
+    """
+    if dtype is not None:
+        flops = {parse_dtype(dtype): sum(flops.values())}
+    name, known = _find_device(device, peak)
+    if isinstance(peak, Mapping):
+        given = {parse_dtype(key): check_positive(value, f"peak {key}") for key, value in peak.items()}
+    else:
+        given = {} if peak is None else dict.fromkeys(flops, check_positive(peak, "peak"))
+    if known is None and not given:
+        if device == "auto":
+            return Ideal(None, (), name, "+".join(flops), note=_describe_auto(name))
+        raise DeviceError("MFU needs a peak: name a --device, or give --peak FLOPS_PER_S")
+    peaks, notes = [], []
+    for kind, total in flops.items():
+        rate, own = _find_rate(kind, given, known, is_explicit=dtype is not None)
+        if own != kind:
+            notes.append(f"{name or '--peak'} has no {kind} peak: {kind} products count at its {own} peak")
+        peaks.append(Peak(kind, total, rate))
+    seconds = sum(each.flops / each.peak_flops_per_s for each in peaks)
+    bf16 = given.get("bf16") if isinstance(peak, Mapping) else None
+    if bf16 is None and known is not None:
+        bf16 = known.peak_tflops.get("bf16", 0.0) * 1e12 or None
+    return Ideal(seconds, tuple(peaks), name, "+".join(flops), bf16, "; ".join(notes) or None)
+
+
+def _find_rate(kind: str, given: Mapping[str, float], known: Device | None, *, is_explicit: bool) -> tuple[float, str]:
+    """The peak that a format counts at, and the format that the peak is of."""
+    name: str | None = kind
+    while name is not None and given:
+        if name in given:
+            return given[name], name
+        if known is not None and name in known.peak_tflops:
+            break
+        name = find_computed(name).fallback
+    if known is None:
+        raise DeviceError(f"--peak has no {kind}: give {kind}=FLOPS_PER_S too, or name a --device")
+    return (peak_flops_per_s(known.id, kind), kind) if is_explicit else find_format_peak(known.id, kind)
+
+
+def _find_device(device: str | None, peak: float | Mapping[str, float] | None) -> tuple[str | None, Device | None]:
+    """A device's name and what is known of it; one that is not in the table needs a peak."""
+    if device is None:
+        return None, None
+    if not isinstance(device, str):
+        raise DeviceError(f"a device is named by a string, not {format_value(device)}")
+    found = detect_device() if device == "auto" else device
+    if found is None:
+        return None, None
+    try:
+        known = find_device(found)
+    except DeviceError:
+        if device != "auto" and peak is None:
+            raise
+        return found, None
+    return known.name, known
+
+
+def _describe_auto(name: str | None) -> str:
+    if name is None:
+        return "no GPU found on this machine: name one with --device, or give --peak"
+    return f"the GPU found here, {name!r}, is not in the table: give its dense peak with --peak FLOPS_PER_S"
+
+
+def share_peak(ideal: Ideal, what: str, step_time_s: float, devices: int = 1) -> Utilization:
+    """Ideal time ÷ measured time of all devices: FLOPs ÷ (time × peak × devices) where there is one format."""
+    if ideal.seconds is None:
+        return Utilization(None, None, ideal.device, ideal.dtype, ideal.note)
+    rate, note = ideal.peak_flops_per_s, ideal.note
+    flops = sum(peak.flops for peak in ideal.peaks)
+    try:
+        if len(ideal.peaks) == 1 and rate:
+            value = flops / (step_time_s * rate * devices)
+        else:
+            value = ideal.seconds / (step_time_s * devices)
+        plain = flops / (step_time_s * ideal.bf16 * devices) if ideal.bf16 else None
+    except (ZeroDivisionError, OverflowError):
+        value, plain = math.inf, None
+    if math.isinf(value):
+        raise FlopcalcError(f"{what} of {flops} FLOPs in {step_time_s} s at {rate} FLOP/s is beyond any number")
+    if value > 1:
+        wrong = f"{what} is {value:.3f}, above 1: the peak, the step time, the device count or the workload is wrong"
+        note = wrong if note is None else f"{wrong}; {note}"
+    return Utilization(value, rate, ideal.device, ideal.dtype, note, ideal.peaks, plain)
 
 
 def find_step_time(estimate: Estimate, step_time_s: float | None, tokens_per_second: float | None) -> float:
@@ -102,65 +251,35 @@ def _count_devices(num_devices: int, gpus: int | None) -> int:
     return gpus
 
 
-def _share(
-    flops: int, what: str, step_time_s: float, device: str | None, dtype: Any, peak: float | None, devices: int
-) -> Utilization:
-    name, rate, note = find_peak(device, dtype, peak)
-    kind = parse_dtype(dtype)
-    if rate is None:
-        return Utilization(None, None, name, kind, note)
-    try:
-        value = flops / (step_time_s * rate * devices)
-    except (ZeroDivisionError, OverflowError):
-        value = math.inf
-    if math.isinf(value):
-        raise FlopcalcError(f"{what} of {flops} FLOPs in {step_time_s} s at {rate} FLOP/s is beyond any number")
-    if value > 1:
-        note = f"{what} is {value:.3f}, above 1: the peak, the step time, the device count or the workload is wrong"
-    return Utilization(value, rate, name, kind, note)
-
-
 def describe_least_time(
-    estimate: Estimate, *, device: str | None, dtype: str, peak: float | None, gpus: int
-) -> list[str]:  # fmt: skip
+    estimate: Estimate, *, device: str | None, dtype: str | None, peak: float | Mapping[str, float] | None, gpus: int
+) -> list[str]:
     """Without a measured time: the least that the peak allows, and what measured steps reached on the device."""
     try:
-        name, rate, note = find_peak(device, dtype, peak)
+        ideal = find_ideal_time(
+            sum_dtypes(estimate, _choose_convention(estimate)), device=device, dtype=dtype, peak=peak
+        )
     except DeviceError as error:  # a dtype without a peak: no reason to refuse the count
         return [str(error)]
-    if rate is None:
-        return [note] if note else []
-    convention = "full" if estimate.convention == "full" else "model"
-    least = estimate.total_under(convention) / (rate * gpus)
+    if ideal.seconds is None:
+        return [ideal.note] if ideal.note else []
+    name = ideal.device
+    least = ideal.seconds / gpus
     where = f" of {gpus} × {name}" if name else ""
-    bound = f"at the {dtype} peak{where} ({format_rate(rate)} each) this takes at least {least:.4g} s"
-    measured = describe_measured_mfu(name, estimate) if name is not None and dtype == "bf16" else None
-    return [f"{bound}; --step-time gives the MFU", *([measured] if measured else [])]
+    rates = ", ".join(
+        f"{format_rate(each.peak_flops_per_s)}{f' in {each.format}' if len(ideal.peaks) > 1 else ''}"
+        for each in ideal.peaks
+    )
+    bound = f"at the {ideal.dtype} peak{where} ({rates} each) this takes at least {least:.4g} s"
+    measured = describe_measured_mfu(name, estimate) if name is not None and ideal.dtype == "bf16" else None
+    notes = [f"{bound}; --step-time gives the MFU", *([measured] if measured else [])]
+    return [*notes, *([ideal.note] if ideal.note else [])]
 
 
 def find_peak(device: str | None, dtype: Any, peak: float | None) -> tuple[str | None, float | None, str | None]:
-    """Device name, its peak in FLOP/s and a note where there is none: a given peak wins over the table."""
-    if peak is not None:
-        peak = check_positive(peak, "peak")
-    if device is not None and not isinstance(device, str):
-        raise DeviceError(f"a device is named by a string, not {format_value(device)}")
-    if device == "auto":
-        found = detect_device()
-        if found is None:
-            return None, peak, None if peak else "no GPU found on this machine: name one with --device, or give --peak"
-        try:
-            device = find_device(found).id
-        except DeviceError:
-            missing = f"the GPU found here, {found!r}, is not in the table: give its dense peak with --peak FLOPS_PER_S"
-            return found, peak, None if peak else missing
-    if peak is not None:
-        try:
-            return find_device(device).name if device else None, peak, None
-        except DeviceError:
-            return device, peak, None  # not in the table, and need not be
-    if device is None:
-        raise DeviceError("MFU needs a peak: name a --device, or give --peak FLOPS_PER_S")
-    return find_device(device).name, peak_flops_per_s(device, dtype), None
+    """Device name, its peak in FLOP/s for one format and a note where there is none: a given peak wins."""
+    ideal = find_ideal_time({parse_dtype(dtype): 0}, device=device, dtype=dtype, peak=peak)
+    return ideal.device, ideal.peaks[0].peak_flops_per_s if ideal.peaks else None, ideal.note
 
 
 def describe_measured_mfu(device: str, estimate: Estimate) -> str | None:

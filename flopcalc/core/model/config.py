@@ -122,10 +122,12 @@ def _load_folder(folder: str) -> Source:
 def _load_with_processors(name: str, path: str) -> Source:
     """A config.json and the processors' files beside it; a video's falls back to the image's, as in transformers."""
     folder = os.path.dirname(path)
+    config = _load_json(path)
+    beside = os.path.join(folder, "hf_quant_config.json")  # modelopt's own file
+    if config.get("quantization_config") is None and os.path.isfile(beside):
+        config["quantization_config"] = _load_json(beside)
     images, videos = (_load_beside(folder, prefix) for prefix in ("", "video_"))
-    return _checked(
-        Source(name, _load_json(path), path, images, path, video_preprocessor=images if videos is None else videos)
-    )
+    return _checked(Source(name, config, path, images, path, video_preprocessor=images if videos is None else videos))
 
 
 def _load_beside(folder: str, prefix: str) -> dict[str, Any] | None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
+from flopcalc.core.recipe.formats import PLAIN, Stored, load_formats, make_plain, parse_compute
+from flopcalc.core.recipe.numbers import Live
 from flopcalc.core.recipe.recipe import Recipe
-from flopcalc.errors import RecipeError
+from flopcalc.errors import ConfigError, RecipeError
 from flopcalc.words import Recompute
 
+_SCALES = ("_scale_inv", ".activation_scale")  # parameters of transformers' fp8 modules that are no weights
 _WRAPPERS = ("_orig_mod.", "module.", "_module.", "base_model.model.")
 
 
@@ -36,12 +41,14 @@ def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe,
                 trained.add(f"{adapted}.lora_{side}")
             continue
         name = _plain_name(full_name)
+        if name.endswith(_SCALES):
+            continue
         if ".modules_to_save." in name:
             path, _, rest = name.partition(".modules_to_save.")
             if parameter.requires_grad:
                 trained.add(f"{path}.{rest.partition('.')[2]} saved")
             continue
-        sizes[name] = int(parameter.numel())
+        sizes[name] = _count_elements(parameter)
         names[name] = first.setdefault(id(parameter), name)
         if parameter.requires_grad:
             trained.add(name)
@@ -49,6 +56,70 @@ def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe,
         recompute = read_recompute(model)
     recipe = Recipe(recompute=recompute, trained=frozenset(trained), adapters=tuple(sorted(ranks.items())))
     return recipe, sizes, names
+
+
+def _count_elements(parameter: Any) -> int:
+    """Elements of a parameter; bitsandbytes packs two of them into one, and keeps the true shape beside."""
+    state = getattr(parameter, "quant_state", None)
+    shape = getattr(state, "shape", None)
+    return math.prod(shape) if shape is not None else int(parameter.numel())
+
+
+def read_formats(model: Any) -> Live:
+    """The formats of a live model's parameters; bitsandbytes and torchao are known by the names of their classes."""
+    found: dict[str, Stored] = {}
+    sizes: dict[str, int] = {}
+    adapter = ""
+    modules = dict(model.named_modules())
+    for full_name, parameter in model.named_parameters(remove_duplicate=False):
+        if full_name.endswith(_SCALES):
+            continue
+        if ".lora_" in full_name:
+            adapter = parse_compute(parameter.dtype, full_name, ConfigError)
+            continue
+        name = _plain_name(full_name)
+        stored = _find_stored(modules.get(full_name.rpartition(".")[0]), parameter, full_name)
+        found[name] = stored
+        if not stored.is_quantized:
+            sizes[stored.name] = sizes.get(stored.name, 0) + int(parameter.numel())
+    plain = max(sizes, key=lambda name: sizes[name], default=PLAIN)
+    own = make_plain(plain)
+    return Live(plain, {name: stored for name, stored in found.items() if stored != own}, adapter)
+
+
+def _find_stored(module: Any, parameter: Any, name: str) -> Stored:
+    kind, holder = type(parameter).__name__, type(module).__name__
+    if kind == "Params4bit":
+        return _read_4bit(module, parameter, name)
+    if holder == "Linear8bitLt" and kind == "Int8Params" and not getattr(parameter, "has_fp16_weights", False):
+        return replace(load_formats()[1]["int8"], compute="int8", gradient="model", scale_bits=32)
+    if holder.startswith("FP8"):  # transformers' fp8 modules
+        block = getattr(module, "block_size", None)
+        stored = load_formats()[1]["fp8" if block is None else "fp8-block"]
+        return stored if block is None else replace(stored, outputs=int(block[0]), inputs=int(block[1]))
+    known = _TORCHAO.get(kind)
+    if known is not None:
+        return load_formats()[1][known]
+    if kind not in ("Parameter", "Tensor", "Buffer", "DTensor", "Int8Params") and hasattr(
+        parameter, "__tensor_flatten__"
+    ):
+        raise ConfigError(f"{name} is a {kind}, whose number format is not known: weights=FORMAT says it by hand")
+    return make_plain(parse_compute(parameter.dtype, name, ConfigError))
+
+
+# Tensor subclasses of torchao, as far as their names say all.
+_TORCHAO = {"Int4Tensor": "int4", "Float8Tensor": "fp8", "NVFP4Tensor": "nvfp4", "Int8Tensor": "int8"}
+
+
+def _read_4bit(module: Any, parameter: Any, name: str) -> Stored:
+    """bitsandbytes' nf4 and fp4, with or without double quantization."""
+    word = str(getattr(parameter, "quant_type", "fp4"))
+    is_double = bool(getattr(parameter, "compress_statistics", False))
+    stored = load_formats()[1]["nf4-double" if is_double else "nf4"]
+    size = int(getattr(parameter, "blocksize", 0) or 64)
+    dtype = getattr(module, "compute_dtype", None)
+    compute = "" if dtype is None else parse_compute(dtype, f"{name}'s compute_dtype", ConfigError)
+    return replace(stored, name=f"{word}-double" if is_double else word, flat=size, compute=compute)
 
 
 def _check_adapters(model: Any) -> None:

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flopcalc.core.recipe.formats import find_computed, parse_compute
 from flopcalc.errors import RecipeError, format_value
 from flopcalc.units import check_items, check_size, parse_size
 from flopcalc.words import CLIPPING, RECOMPUTE, Clipping, Recompute, check_word
+
+_LORA_KEYS = ("r", "targets", "save", "dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,7 @@ class Lora:
     r: int
     targets: tuple[str, ...]
     save: tuple[str, ...] = ()
+    dtype: str = ""  # of its matrices; empty: PEFT's default, float32 beside a half-precision model
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -26,6 +30,10 @@ class Lora:
             raise RecipeError("lora needs targets, as in r=16,targets=q_proj+v_proj")
         put(self, "r", check_size(self.r, "lora r"))
         put(self, "save", _patterns(self.save, "lora save"))
+        if self.dtype:
+            put(self, "dtype", parse_compute(self.dtype, "lora dtype"))
+            if not find_computed(self.dtype).is_everywhere or self.dtype == "tf32":
+                raise RecipeError(f"lora dtype {self.dtype}: adapters are fp32, bf16 or fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,8 @@ class Recipe:
         }
         if self.lora is not None:
             shown["lora"] = {"r": self.lora.r, "targets": list(self.lora.targets), "save": list(self.lora.save)}
+            if self.lora.dtype:  # a trace is kept under this, and its own default has none
+                shown["lora"]["dtype"] = self.lora.dtype
         if self.trained is not None:
             shown["read_from_model"] = {"trained": len(self.trained), "adapted_modules": len(self.adapters)}
         return shown
@@ -136,10 +146,10 @@ def _make_lora(value: Lora | Mapping[str, Any] | str | None) -> Lora | None:
         return value
     if not isinstance(value, Mapping):
         raise RecipeError(f"lora must be r=16,targets=q_proj+v_proj or a mapping, not {format_value(value)}")
-    unknown = [key for key in value if key not in ("r", "targets", "save")]
+    unknown = [key for key in value if key not in _LORA_KEYS]
     if unknown:
-        raise RecipeError(f"lora: unknown key {format_value(unknown[0])}; known: r, targets, save")
-    return Lora(value.get("r", 8), value.get("targets", ()), value.get("save", ()))
+        raise RecipeError(f"lora: unknown key {format_value(unknown[0])}; known: {', '.join(_LORA_KEYS)}")
+    return Lora(value.get("r", 8), value.get("targets", ()), value.get("save", ()), value.get("dtype") or "")
 
 
 def parse_lora(text: str) -> dict[str, Any]:
@@ -148,14 +158,17 @@ def parse_lora(text: str) -> dict[str, Any]:
     for piece in text.split(","):
         key, equals, value = piece.partition("=")
         key = key.strip()
-        if not equals or key not in ("r", "targets", "save"):
+        if not equals or key not in _LORA_KEYS:
             raise RecipeError(
-                f"lora: {format_value(piece)} is not r=…, targets=… or save=…, as in r=16,targets=q_proj+v_proj"
+                f"lora: {format_value(piece)} is not r=…, targets=…, save=… or dtype=…, "
+                "as in r=16,targets=q_proj+v_proj"
             )
         if key in found:
             raise RecipeError(f"lora: {key} given twice")
         if key == "r":
             found[key] = parse_size(value.strip(), "lora r")
+        elif key == "dtype":
+            found[key] = value.strip()
         else:
             found[key] = tuple(entry.strip() for entry in value.split("+"))
     return found

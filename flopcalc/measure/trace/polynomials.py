@@ -24,6 +24,7 @@ from flopcalc.core.estimate.traced import (
     save_trace,
 )
 from flopcalc.core.model.config import Source
+from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.measure.counters.flop_counter import Counted, count_flops
@@ -151,8 +152,12 @@ def trace_module(
     *,
     phases: Sequence[str] = ("train", "forward"),
     dims: Mapping[str, Sequence[str | None]] | None = None,
+    compute: str | None = None,
 ) -> TracedEstimator:
-    """The estimator of any torch module: `example_batch` holds its keyword arguments, at any small size."""
+    """The estimator of any torch module: `example_batch` holds its keyword arguments, at any small size.
+
+    `compute` is the number format of its products; without it that of its parameters.
+    """
     if not isinstance(module, torch.nn.Module):
         raise WorkloadError(f"an example batch goes with a torch.nn.Module, not with {type(module).__name__}")
     if not isinstance(example_batch, Mapping):
@@ -180,7 +185,8 @@ def trace_module(
             plain = Resizer({**text, "input_ids": _remove_images(text["input_ids"], resizer)}, dims, config)
             found += [_trace(module, phase, plain, _say, _find_sizes(config)) for phase in phases]
         traced = _keep(module, name, model_type, found, resizer, key)
-    return TracedEstimator(traced, source, make_recipe())
+    first = next((each.dtype for each in module.parameters() if each.is_floating_point()), None)
+    return TracedEstimator(traced, source, make_recipe(), FormatOptions(first if compute is None else compute))
 
 
 def _remove_images(ids: torch.Tensor, resizer: Resizer) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 import flopcalc
 from flopcalc import DeviceError, FlopcalcError, Utilization, bind, calculate_mfu, get_gpu_peak_flops, hfu, mfu
 from flopcalc.compat import profile_model_flops
-from flopcalc.core.estimate.utilization import find_peak
+from flopcalc.core.estimate.utilization import Peak, find_peak
 
 MODEL = "sweep-tiny"
 RECIPE = {"recompute": "full"}
@@ -20,9 +20,12 @@ def test_mfu_is_flops_over_time_and_peak() -> None:
     estimate = bind(MODEL)(4, 128)
     share = mfu(estimate, 0.5, peak=1e12, num_devices=2)
     assert share.value == estimate.total / (0.5 * 1e12 * 2)
-    assert share == Utilization(share.value, 1e12, None, "bf16", None)
+    assert share == Utilization(share.value, 1e12, None, "bf16", None, (Peak("bf16", estimate.total, 1e12),))
     assert float(share) == share.value
-    assert share.to_dict() == {"value": share.value, "peak_flops_per_s": 1e12, "device": None, "dtype": "bf16"}
+    assert share.to_dict() == {
+        "value": share.value, "peak_flops_per_s": 1e12, "device": None, "dtype": "bf16", "of_bf16_peak": None,
+        "peaks": [{"format": "bf16", "flops": estimate.total, "peak_flops_per_s": 1e12}],
+    }  # fmt: skip
 
 
 def test_mfu_is_never_of_convention_hardware() -> None:
@@ -154,3 +157,68 @@ def test_measured_mfu_comes_from_steps_of_like_size_and_kind(tmp_path: Any, monk
     assert describe_measured_mfu("l4", estimate) is None
     image = flopcalc.estimate_flops("qwen2-vl-2b", seq_len=2048, image_grid_thw=[[1, 36, 52]])
     assert "10 to 10 %" in str(describe_measured_mfu("a40", image))
+
+
+# --- several number formats -------------------------------------------------------------------------------------------
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def quantize(**options: object) -> flopcalc.Estimate:
+    config = {**bind("llama-3.1-8b").source.config, "quantization_config": FP8}
+    return flopcalc.estimate_flops(config, seq_len=2048, phase="prefill", **options)
+
+
+def test_mixed_formats_are_ideal_time_over_measured_time() -> None:
+    """The example of docs/conventions.md: linear layers in fp8, attention and the head in bf16."""
+    estimate = quantize()
+    flops = {name: sums.total for name, sums in estimate.by_dtype("model").items()}
+    assert flops == {
+        "fp8": 28_587_302_322_176,
+        "bf16": 1_101_099_171_840,
+    }  # 2 x 32 x 256 x pairs x 32, head of one token
+    ideal = flops["fp8"] / 1978.9e12 + flops["bf16"] / 989.4e12
+    share = mfu(estimate, 0.05, device="h200")
+    assert share.value == pytest.approx(ideal / 0.05, rel=1e-12)
+    assert (round(share.value, 4), share.dtype) == (0.3112, "fp8+bf16")
+    assert share.peaks == (Peak("fp8", flops["fp8"], 1978.9e12), Peak("bf16", flops["bf16"], 989.4e12))
+    assert share.of_bf16_peak == sum(flops.values()) / (0.05 * 989.4e12)
+    assert share.peak_flops_per_s == sum(flops.values()) / ideal
+    assert mfu(estimate, 0.05, device="h200", gpus=2).value == pytest.approx(share.value / 2)
+    executed = hfu(estimate, 0.05, device="h200")
+    assert [peak.format for peak in executed.peaks] == ["fp8", "bf16"]
+    assert sum(peak.flops for peak in executed.peaks) == estimate.total_under("hardware")
+
+
+def test_one_format_for_all_and_peaks_by_hand() -> None:
+    estimate = quantize()
+    one = mfu(estimate, 0.05, device="h200", dtype="fp8")
+    assert one.value == estimate.total / (0.05 * 1978.9e12)
+    assert mfu(estimate, 0.05, peak=1e15).value == pytest.approx(estimate.total / (0.05 * 1e15))
+    both = mfu(estimate, 0.05, peak={"bf16": 1e15, "fp8": 2e15})
+    assert [peak.peak_flops_per_s for peak in both.peaks] == [2e15, 1e15]
+    assert both.of_bf16_peak == estimate.total / (0.05 * 1e15)
+    mixed = mfu(estimate, 0.05, device="h200", peak={"fp8": 2e15})  # the rest from the table
+    assert [peak.peak_flops_per_s for peak in mixed.peaks] == [2e15, 989.4e12]
+    with pytest.raises(DeviceError, match="--peak has no fp8: give fp8=FLOPS_PER_S too"):
+        mfu(quantize(compute="fp8"), 0.05, peak={"fp16": 1e15})
+
+
+def test_a_format_that_the_device_lacks_counts_at_its_fallback() -> None:
+    share = mfu(quantize(), 0.05, device="a100-sxm-80gb")
+    assert {peak.peak_flops_per_s for peak in share.peaks} == {312e12}
+    assert "has no fp8 peak: fp8 products count at its bf16 peak" in (share.note or "")
+    four = flopcalc.estimate_flops(MODEL, seq_len=64, weights="nvfp4")
+    peaks = {peak.format: peak.peak_flops_per_s for peak in mfu(four, 1.0, device="b200-sxm").peaks}
+    assert peaks == {"nvfp4": 9000e12, "bf16": 2250e12}
+    with pytest.raises(DeviceError, match="no known fp8 peak"):  # asked for by name
+        mfu(quantize(), 0.05, device="a100-sxm-80gb", dtype="fp8")
+    with pytest.raises(DeviceError, match="ambiguous"):
+        mfu(quantize(), 0.05, device="h100")
+
+
+def test_float32_adapters_count_at_the_vector_peak() -> None:
+    estimate = flopcalc.estimate_flops("llama-3.2-1b", seq_len=512, lora="r=16,targets=all-linear")
+    peaks = {peak.format: peak.peak_flops_per_s for peak in mfu(estimate, 1.0, device="h200").peaks}
+    assert peaks == {"bf16": 989.4e12, "fp32": 66.9 * 1e12}
+    fast = flopcalc.estimate_flops("llama-3.2-1b", seq_len=512, compute="tf32")
+    assert mfu(fast, 1.0, device="h200").peak_flops_per_s == 494.7e12

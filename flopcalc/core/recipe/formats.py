@@ -1,0 +1,155 @@
+"""Number formats: what products are computed in, and how weights lie in memory with their scales; data, and bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache
+from typing import Any, NamedTuple
+
+from flopcalc.data import find_data_dir, load_toml
+from flopcalc.errors import FlopcalcError, RecipeError, format_nearest, format_value
+from flopcalc.words import DTYPES
+
+PLAIN = "bf16"  # what is taken where nothing says otherwise
+_GROUP = re.compile(r"(.+)-g(\d+)")
+
+
+class Computed(NamedTuple):
+    """A format that products are computed in."""
+
+    name: str
+    bits: int
+    is_everywhere: bool  # attention and the output head too, not linear layers alone
+    stored: str  # the format of its tensors in memory
+    fallback: str | None  # what a device computes in that lacks it
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a weight lies in memory: its numbers, and the scales and zero points that they share."""
+
+    name: str
+    bits: int | Fraction = 16
+    compute: str = ""  # of its products; empty: the model's own format, after the weight is dequantized
+    gradient: str = ""  # of the products of its gradients; empty: the same
+    outputs: int = 0  # of a block that shares a scale; 0: all
+    inputs: int = 0
+    flat: int = 0  # numbers of the flattened weight that share a scale, in place of a block
+    scale_bits: int = 0
+    zero_bits: int = 0
+    nested: int = 0  # scales that share one scale of 32 bits
+    tensor_bits: int = 0  # once per weight
+    index_bits: int = 0  # once per input
+    rounds: bool = False  # the last block may be smaller
+    key: str = ""  # what said the block, for an error
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is more than plain numbers."""
+        return bool(self.scale_bits or self.tensor_bits)
+
+    def count_bytes(self, n_out: int, n_in: int, copies: int = 1) -> tuple[int, int]:
+        """Bytes of the numbers of a weight, and of its scales, zero points and tables."""
+        if not self.is_quantized:
+            return _to_bytes(n_out * n_in * copies * self.bits), 0
+        blocks = self._count_blocks(n_out, n_in)
+        extra = blocks * (self.scale_bits + self.zero_bits)
+        extra += 32 * -(-blocks // self.nested) if self.nested else 0
+        extra += self.tensor_bits + self.index_bits * n_in
+        return _to_bytes(n_out * n_in * self.bits) * copies, _to_bytes(extra) * copies
+
+    def _count_blocks(self, n_out: int, n_in: int) -> int:
+        if self.flat:
+            return -(-n_out * n_in // self.flat)
+        return -(-n_out // (self.outputs or n_out)) * -(-n_in // (self.inputs or n_in))
+
+    def find_problem(self, n_out: int, n_in: int) -> str:
+        """What of a block does not divide a weight; empty if all does."""
+        if self.rounds or not self.is_quantized:
+            return ""
+        sizes = ((self.outputs, n_out, "outputs"), (self.inputs, n_in, "inputs"), (self.flat, n_out * n_in, "numbers"))
+        found = [(size, whole, what) for size, whole, what in sizes if size and whole % size]
+        return f"{found[0][0]} does not divide the {found[0][1]:,} {found[0][2]}" if found else ""
+
+
+def _to_bytes(bits: int | Fraction) -> int:
+    return int(-(-bits // 8))
+
+
+BF16 = Stored(PLAIN)
+
+
+@cache
+def load_formats() -> tuple[dict[str, Computed], dict[str, Stored], dict[str, str]]:
+    """Formats of products, formats of weights that have scales, and other names of the first."""
+    tables = load_toml(os.path.join(find_data_dir(), "formats.toml"))
+    computed = {
+        name: Computed(
+            name, entry["bits"], entry.get("everywhere", False), entry.get("stored", name), entry.get("fallback")
+        )
+        for name, entry in tables["compute"].items()
+    }
+    aliases = {alias: name for name, entry in tables["compute"].items() for alias in entry.get("aliases", ())}
+    return computed, {name: _read_stored(name, entry) for name, entry in tables["stored"].items()}, aliases
+
+
+def _read_stored(name: str, entry: dict[str, Any]) -> Stored:
+    outputs, inputs = entry.get("block", (0, 0))
+    kept = {key: value for key, value in entry.items() if key != "block"}
+    return Stored(name, outputs=outputs, inputs=inputs, key="the block", **kept)
+
+
+def find_computed(name: str) -> Computed:
+    """The data of a format that products are computed in."""
+    return load_formats()[0][name]
+
+
+def parse_compute(value: Any, what: str, error: type[FlopcalcError] = RecipeError) -> str:
+    """'bf16', 'bfloat16' or torch.bfloat16 -> 'bf16'; an unknown word is an error that names the option."""
+    try:
+        text = str(value).removeprefix("torch.").lower()
+    except Exception:  # an int of too many digits, or an object that cannot be shown
+        text = ""
+    if text in DTYPES:  # without reading the file
+        return text
+    computed, _, aliases = load_formats()
+    text = aliases.get(text, text)
+    if text not in computed:
+        near = format_nearest(text, computed)
+        raise error(f"{what} {format_value(value)} unknown.{near} Known: {', '.join(computed)}")
+    return text
+
+
+def make_plain(name: str) -> Stored:
+    """Plain numbers of a format, without scales."""
+    if name == PLAIN:  # without reading the file
+        return BF16
+    found = find_computed(find_computed(name).stored)
+    return Stored(found.name, found.bits)
+
+
+def parse_stored(value: Any, what: str) -> Stored:
+    """How a word stores weights: plain (bf16, fp32), with scales (fp8, nf4), or with groups of a size (int4-g64)."""
+    text = str(value).removeprefix("torch.").lower()
+    computed, stored, aliases = load_formats()
+    grouped = _GROUP.fullmatch(text)
+    name = grouped[1] if grouped is not None else text if text in stored else aliases.get(text, text)
+    if name not in stored and not (name in computed and computed[name].is_everywhere and grouped is None):
+        known = (*(each for each in computed if computed[each].is_everywhere and each != "tf32"), *stored)
+        near = format_nearest(text, known)
+        raise RecipeError(
+            f"{what} {format_value(value)} unknown.{near} Known: {', '.join(known)}; int4-g64 has groups of 64"
+        )
+    if name not in stored:
+        return make_plain(name)
+    found = stored[name]
+    if grouped is None:
+        return found
+    size = int(grouped[2])
+    if not size or not (found.flat or found.inputs > 1):
+        raise RecipeError(f"{what} {format_value(value)}: {name} has no groups of that size")
+    changed = replace(found, name=text, key=what)
+    return replace(changed, flat=size) if found.flat else replace(changed, inputs=size)

@@ -1,0 +1,294 @@
+"""The number format of every product and weight of a model: from options, a quantization_config, a config, or live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from flopcalc.core.model.ops import Embed, Linear, Op, Param, Weighted
+from flopcalc.core.recipe.formats import (
+    BF16,
+    PLAIN,
+    Stored,
+    find_computed,
+    load_formats,
+    make_plain,
+    parse_compute,
+    parse_stored,
+)
+from flopcalc.core.recipe.quantization import BY_HAND, Kind, Place, Quantization
+from flopcalc.core.recipe.recipe import Recipe
+from flopcalc.errors import ConfigError, RecipeError
+
+_HALF = ("bf16", "fp16")
+ASSUMED = "assumed, for nothing says it"
+
+
+class Numbers(NamedTuple):
+    """Formats of one op: of its weight, of everything else it holds, of its adapter, and of their products."""
+
+    weight: Stored = BF16
+    plain: str = PLAIN  # bias, norms, tables: the model's own
+    compute: str = PLAIN
+    gradient: str = PLAIN  # of the products of its gradients
+    adapter: str = "fp32"  # as PEFT keeps it beside a half-precision model
+    adapter_compute: str = PLAIN
+
+
+PLAIN_NUMBERS = Numbers()
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What a model's numbers are: its own format, what products are computed in, and what is stored otherwise."""
+
+    model: str = PLAIN  # of all weights that nothing else is said of
+    compute: str = ""  # given for all products; a narrow one for linear layers alone
+    autocast: str = ""
+    weights: Stored | None = None  # given for linear layers of the language model
+    quantization: Quantization | None = None
+    adapter: str = ""  # of LoRA's matrices; empty: no adapters
+    cache: str = ""  # of keys and values; empty: as computed
+    # Of a live model: a weight's name -> how it is stored, where that is not the model's own format.
+    live: Mapping[str, Stored] = field(default_factory=dict, hash=False)
+    source: str = ""  # what said so
+
+    @property
+    def is_default(self) -> bool:
+        """Whether all is bf16: then rows need no change."""
+        return (
+            (self.model, self.compute or PLAIN, self.autocast or PLAIN) == (PLAIN, PLAIN, PLAIN)
+            and self.weights is None and self.quantization is None
+            and self.adapter in ("", "fp32") and self._compute_adapter() == PLAIN and not self.live
+        )  # fmt: skip
+
+    def is_only(self, name: str) -> bool:
+        """Whether one format is that of all products, and of all plain weights."""
+        is_plain = self.weights is None and self.quantization is None and not self.live
+        return is_plain and self.attention == self._compute_adapter() == name and self.model == name
+
+    @property
+    def attention(self) -> str:
+        """What products of activations are computed in."""
+        if self.compute and find_computed(self.compute).is_everywhere:
+            return self.compute
+        return self.autocast or self._rest
+
+    @property
+    def kv_cache(self) -> str:
+        """The format of cached keys and values."""
+        return self.cache or find_computed(self.attention).stored
+
+    @property
+    def _rest(self) -> str:
+        """What is computed in the model's own format; beside a narrow one, never in more than 16 bits."""
+        return PLAIN if self.compute and self.model not in _HALF else self.model
+
+    def with_compute(self, compute: str) -> Formats:
+        """The same with all products computed in one format; plain weights are stored in it too."""
+        is_plain = self.weights is None and self.quantization is None and not self.live
+        model = find_computed(compute).stored if is_plain and find_computed(compute).is_everywhere else self.model
+        return replace(self, model=model, compute=compute, autocast="", source="as asked" if is_plain else self.source)
+
+    def _compute_adapter(self) -> str:
+        if self.compute and find_computed(self.compute).is_everywhere:
+            return self.compute
+        return self.autocast or self.adapter or self._rest
+
+    def resolve(self, op: Op, path: str, group: str = "language") -> Numbers:
+        """The formats of an op whose module is `path`, in the part of the model that `group` names."""
+        stored = self._find_stored(op, path, group)
+        compute, gradient = self._find_compute(op, stored)
+        plain = self.model
+        return Numbers(
+            stored or make_plain(plain), plain, compute, gradient, self.adapter or "fp32", self._compute_adapter()
+        )
+
+    def _find_compute(self, op: Op, stored: Stored | None) -> tuple[str, str]:
+        if not isinstance(op, Linear):
+            return self.attention, self.attention
+        own = self.compute
+        if own and not find_computed(own).is_everywhere and not _is_inner(op):
+            own = ""  # a narrow format leaves head and router alone
+        if own:
+            return own, own
+        if stored is None or not stored.is_quantized:
+            name = self.autocast or (stored.name if stored is not None else self._rest)
+            return name, name
+        # Quantized: its own format, or dequantized; autocast reaches what is dequantized alone.
+        model = self.autocast or self._rest
+        found = stored.compute or model
+        if find_computed(found).is_everywhere:
+            found = self.autocast or found
+        return found, model if stored.gradient == "model" else stored.gradient or found
+
+    def _find_stored(self, op: Op, path: str, group: str) -> Stored | None:
+        """How a weight is stored; None: as the rest of the model."""
+        if not isinstance(op, Weighted):
+            return None
+        if self.live:
+            name = path if isinstance(op, Param) else f"{path}.{op.param}"
+            return self.live.get(name.replace("*", op.copy_names[0]))
+        kind = _find_kind(op)
+        found = None
+        if self.weights is not None:
+            found = self.weights if _is_inner(op) and group == "language" else None
+        elif self.quantization is not None and not op.tied:
+            found = self.quantization.find(Place(_list_names(op, path), kind, group))
+        if found is not None and found.is_quantized:
+            n_out, n_in = find_sizes(op)
+            problem = found.find_problem(n_out, n_in)
+            if problem:
+                error = ConfigError if self.weights is None else RecipeError
+                hint = f"; {BY_HAND}" if self.weights is None else ""
+                raise error(f"{found.key or found.name} {problem} of {path}{hint}")
+        return found
+
+    def name_weights(self) -> str:
+        """How weights are stored, in a word or two."""
+        if self.weights is not None:
+            return f"{self.weights.name} and {self.model}"
+        return self.model if self.quantization is None else f"{self.quantization.method} and {self.model}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was decided, and by what."""
+        return {
+            "model": self.model,
+            "compute": self.compute or None,
+            "autocast": self.autocast or None,
+            "adapters": self.adapter or None,
+            "kv_cache": self.kv_cache,
+            "quantization": self.quantization.method if self.quantization is not None else None,
+            "source": self.source,
+        }
+
+
+def count_cache_bytes(formats: Formats, numbers: int) -> int:
+    """Bytes of cached numbers: with their scales where blocks of them share one."""
+    name = formats.kv_cache
+    if name == PLAIN:
+        return 2 * numbers
+    stored = load_formats()[1].get(name)
+    if stored is not None and stored.inputs > 1:
+        return sum(stored.count_bytes(1, numbers))
+    return -(-numbers * find_computed(name).bits // 8)
+
+
+def _find_kind(op: Op) -> Kind:
+    """What an op is to a quantizer."""
+    if isinstance(op, Embed):
+        return "embed"
+    if op.kind != Linear.kind or not isinstance(op, Linear):
+        return "other"
+    if op.part == "lm_head":
+        return "head"
+    if op.is_bare:
+        return "expert" if op.copies > 1 else "other"
+    return "expert" if op.copies > 1 else "linear"
+
+
+def _is_inner(op: Op) -> bool:
+    """Whether a format that is given by hand holds for it: linear layers and experts, neither head nor router."""
+    return _find_kind(op) in ("linear", "expert") and op.part != "router"
+
+
+def find_sizes(op: Op) -> tuple[int, int]:
+    """Outputs and inputs of a weight; a table's rows and width."""
+    return (op.count, op.dim) if isinstance(op, Embed) else (op.n_out, op.n_in)
+
+
+def _list_names(op: Weighted, path: str) -> tuple[str, ...]:
+    """A module's name as transformers 5 has it, and as checkpoints of older releases do."""
+    names = [path.replace("*", op.copy_names[0])]
+    if isinstance(op, Linear) and op.is_bare and op.copies > 1:  # experts, each with linears of their own before
+        names += [f"{path}.0.{target}" for target in (*op.targets, op.param)]
+        names += [f"{path}.{op.param}"]
+    for name in tuple(names):
+        if name.startswith("model.language_model."):
+            rest = name.removeprefix("model.language_model.")
+            names += [f"language_model.model.{rest}", f"model.{rest}", f"language_model.{rest}"]
+        elif name.startswith("model."):
+            names.append(name.removeprefix("model."))
+    return tuple(dict.fromkeys(names))
+
+
+class FormatOptions(NamedTuple):
+    """What a user says about formats."""
+
+    compute: Any = None  # of products
+    weights: Any = None  # of linear layers' weights
+    kv_cache: Any = None
+    autocast: Any = None  # True: to bf16
+
+
+class Live(NamedTuple):
+    """Formats read from a live model: its own, weights that are stored otherwise, and its adapters'."""
+
+    model: str
+    stored: Mapping[str, Stored]
+    adapter: str = ""
+
+
+def make_formats(
+    config: Mapping[str, Any], where: str, recipe: Recipe, asked: FormatOptions, live: Live | None = None
+) -> Formats:
+    """The formats that options, then a live model or a quantization_config, then the config say; bf16 without any."""
+    compute = "" if asked.compute is None else parse_compute(asked.compute, "compute")
+    cast = asked.autocast
+    cast = "" if cast in (None, False) else parse_compute(PLAIN if cast is True else cast, "autocast")
+    if cast and cast not in _HALF:
+        raise RecipeError(f"autocast is to bf16 or fp16, not {cast}")
+    if cast and compute:
+        raise RecipeError(f"compute {compute} and autocast {cast} both say what products are computed in: give one")
+    weights = None if asked.weights is None else parse_stored(asked.weights, "weights")
+    quantization = None
+    if weights is None and live is None and has_quantization(config):
+        from flopcalc.core.recipe.quantizers import read_quantization  # few configs need it, and start-up is counted
+
+        quantization = read_quantization(config, where)
+    model, source = _find_model(config, where, compute, weights, live)
+    if weights is not None and not weights.is_quantized:
+        weights = None  # it is the whole model's
+    elif weights is not None:
+        source = f"weights as asked; the rest {source}"
+    cache = "" if asked.kv_cache is None else parse_compute(asked.kv_cache, "kv_cache")
+    if not cache and quantization is not None:
+        cache = quantization.kv_cache
+    adapter = ""
+    if recipe.lora is not None:
+        adapter = recipe.lora.dtype or ("fp32" if model in _HALF else model)
+    elif recipe.adapters:
+        adapter = live.adapter if live is not None else "fp32"
+    if quantization is not None:
+        source = f"quantization_config of {quantization.method}; the rest {source}"
+    stored = live.stored if live is not None and asked.weights is None else {}
+    return Formats(model, compute, cast, weights, quantization, adapter, cache, stored, source)
+
+
+def has_quantization(config: Mapping[str, Any]) -> bool:
+    """Whether a config, or one of its parts, says how weights are quantized."""
+    parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
+    return any(part.get(key) for part in parts for key in ("quantization_config", "compression_config"))
+
+
+def _find_model(
+    config: Mapping[str, Any], where: str, compute: str, weights: Stored | None, live: Live | None
+) -> tuple[str, str]:
+    """The model's own format, and what said so."""
+    if weights is not None and not weights.is_quantized:
+        return weights.name, "as asked"
+    if live is not None:
+        return live.model, "the model's parameters"
+    if compute and find_computed(compute).is_everywhere:
+        return find_computed(compute).stored, "as asked"
+    parts = sorted((key for key in config if isinstance(config[key], Mapping)), key=lambda key: "text" not in key)
+    for part in (config, *(config[key] for key in parts)):
+        for key in ("dtype", "torch_dtype"):
+            value = part.get(key)
+            if value is not None and value != "auto":
+                try:
+                    return find_computed(parse_compute(value, key)).stored, f"the config's {key}"
+                except RecipeError as error:
+                    raise ConfigError(f"{where}: {error}") from None
+    return PLAIN, ASSUMED

@@ -1,0 +1,168 @@
+"""A config's quantization_config: which modules' weights it stores how, in rules of which the first that fits holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from flopcalc.core.recipe.formats import Stored
+from flopcalc.errors import ConfigError, format_nearest, format_value
+
+BY_HAND = "--weights FORMAT says the format by hand"
+# What a module is to a quantizer: torch.nn.Linear; a stack of experts, which are bare parameters in transformers 5 and
+# were linears in the checkpoints; the output head; a table of embeddings; anything else.
+Kind = Literal["linear", "expert", "head", "embed", "other"]
+
+
+class Place(NamedTuple):
+    """A module that a rule is asked about: its names, as this model and as older checkpoints spell them."""
+
+    names: tuple[str, ...]
+    kind: Kind
+    group: str = "language"  # or the tower that it belongs to
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the weights are stored of the modules that match: by kind and, where there are patterns, by name too."""
+
+    stored: Stored | None  # None: left as they are
+    kinds: tuple[Kind, ...] = ("linear", "expert")
+    patterns: tuple[Pattern, ...] = ()
+    is_language: bool = False  # layers of the language model alone
+
+    def fits(self, place: Place) -> bool:
+        if place.kind not in self.kinds or (self.is_language and place.group != "language"):
+            return False
+        return not self.patterns or any(pattern.matches(name) for pattern in self.patterns for name in place.names)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A name in a list of modules, in the way of the library that wrote it."""
+
+    text: str
+    style: Literal["hf", "regex", "glob", "name"]
+
+    def matches(self, name: str) -> bool:
+        if self.style == "name":
+            return name == self.text or name.endswith(f".{self.text}")
+        if self.style == "glob":
+            return fnmatchcase(name, self.text) or fnmatchcase(name, f"{self.text}.*")
+        if self.style == "regex":
+            return _compile(self.text).match(name) is not None
+        # transformers: from the start to a module's end, as a regex, or the end of the name.
+        return name.endswith(self.text) or _compile(rf"(?:{self.text})(?:(?<=\.)|(?=\.|$))").match(name) is not None
+
+
+@cache
+def _compile(text: str) -> re.Pattern[str]:
+    """A list may hold hundreds of names, each asked about every module."""
+    return re.compile(text)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a quantization_config says: rules for weights, the cache's format, and what is worth saying."""
+
+    method: str
+    rules: tuple[Rule, ...]
+    kv_cache: str = ""
+    notes: tuple[str, ...] = ()
+
+    def find(self, place: Place) -> Stored | None:
+        """How a module's weight is stored; None: as the rest of the model."""
+        return next((rule.stored for rule in self.rules if rule.fits(place)), None)
+
+
+def find_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
+    """The quantization_config of a model, at the top or in one of its parts; two that differ are an error."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    parts = [("", config), *((f"{key}.", value) for key, value in config.items() if isinstance(value, Mapping))]
+    for prefix, part in parts:
+        for key in ("quantization_config", "compression_config"):
+            value = part.get(key)
+            if value is None:
+                continue
+            value = value.to_dict() if hasattr(value, "to_dict") else value
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where}: {prefix}{key} must be an object, not {format_value(value)}; {BY_HAND}")
+            found.append((f"{prefix}{key}", value))
+    for name, value in found[1:]:
+        if value != found[0][1]:
+            raise ConfigError(f"{where}: {found[0][0]} and {name} contradict each other; {BY_HAND}")
+    return found[0][1] if found else None
+
+
+class Keys:
+    """The keys of a quantization_config, taken one by one; what is left at the end is unknown."""
+
+    def __init__(self, config: Mapping[str, Any], where: str, name: str = "quantization_config") -> None:
+        self.config, self.where, self.name = config, where, name
+        self.seen: set[str] = set()
+
+    def fail(self, key: str, why: str) -> NoReturn:
+        raise ConfigError(f"{self.where}: {self.name}.{key} {why}; {BY_HAND}")
+
+    def take(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """The value of a key, of a kind; null and a missing one are the default."""
+        self.seen.add(key)
+        value = self.config.get(key)
+        if value is None:
+            return default
+        is_number = kind is not bool and isinstance(value, bool) and bool not in _list(kind)
+        if not isinstance(value, kind) or is_number:
+            self.fail(key, f"is {format_value(value)}, which is not read here")
+        return value
+
+    def choose(self, key: str, known: Iterable[Any], default: Any) -> Any:
+        """One of several values."""
+        self.seen.add(key)
+        value = self.config.get(key)
+        value = default if value is None else value
+        value = value.lower() if isinstance(value, str) else value
+        choices = tuple(known)
+        if isinstance(value, (Mapping, list)) or value not in choices:
+            self.fail(key, f"is {format_value(value)}; known: {', '.join(map(str, choices))}")
+        return value
+
+    def take_names(self, key: str) -> tuple[str, ...] | None:
+        """A list of module names; None where there is none."""
+        value = self.take(key, (list, tuple))
+        if value is None:
+            return None
+        for name in value:
+            if not isinstance(name, str) or not name:
+                self.fail(key, f"holds {format_value(name)}, which is no module's name")
+        return tuple(value)
+
+    def compile(self, key: str, names: Iterable[str], style: Literal["hf", "regex", "glob", "name"]) -> list[Pattern]:
+        """Patterns of a list of names; a regex that cannot be read is an error."""
+        found = []
+        for name in names:
+            pattern = Pattern(name, style)
+            try:
+                pattern.matches("model")
+            except re.error as error:
+                self.fail(key, f"holds {format_value(name)}, which is no pattern: {error}")
+            found.append(pattern)
+        return found
+
+    def skip(self, *keys: str) -> None:
+        """Keys that say nothing about formats."""
+        self.seen.update(keys)
+
+    def finish(self) -> None:
+        """An unknown key is an error that names it."""
+        for key in self.config:
+            if key not in self.seen:
+                near = format_nearest(str(key), self.seen)
+                raise ConfigError(f"{self.where}: {self.name}.{key} is not known.{near} {BY_HAND}")
+
+
+def _list(kind: type | tuple[type, ...]) -> tuple[type, ...]:
+    return kind if isinstance(kind, tuple) else (kind,)

@@ -1,0 +1,544 @@
+"""One reader per quantization library: the keys of its quantization_config in, rules for weights out.
+
+Defaults are those of transformers 5 (utils/quantization_config.py, quantizers/) and of the libraries themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from flopcalc.core.recipe.formats import Stored, load_formats, parse_compute
+from flopcalc.core.recipe.quantization import BY_HAND, Keys, Kind, Pattern, Quantization, Rule, find_config
+from flopcalc.errors import ConfigError, RecipeError, format_nearest, format_value
+
+_ALL: tuple[Kind, ...] = ("linear", "expert", "head", "embed", "other")
+_WITH_HEAD: tuple[Kind, ...] = ("linear", "expert", "head")
+
+
+def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
+    """What a model's quantization_config says; None without one, and where it dequantizes all weights on loading."""
+    found = find_config(config, where)
+    if not found:
+        return None
+    if "quantization" in found and "quant_method" not in found:  # as hf_quant_config.json has it
+        inner = found["quantization"]
+        if not isinstance(inner, Mapping):
+            raise ConfigError(f"{where}: quantization_config.quantization must be an object; {BY_HAND}")
+        found = {**inner, "quant_method": "modelopt"}
+    method = found.get("quant_method")
+    if method is None:
+        method = _guess_method(found)
+    name = getattr(method, "value", method)  # transformers' own enum
+    if not name:
+        raise ConfigError(f"{where}: quantization_config.quant_method is missing; {BY_HAND}")
+    reader = _READERS.get(str(name).lower().replace("_", "-"))
+    if reader is None:
+        near = format_nearest(str(name), _READERS)
+        known = ", ".join(_READERS)
+        raise ConfigError(
+            f"{where}: quantization_config.quant_method {format_value(name)} cannot be read.{near} Known: {known}; "
+            f"{BY_HAND}"
+        )
+    keys = Keys(found, where)
+    keys.skip("quant_method")
+    is_dequantized = keys.take("dequantize", bool, False)
+    result = reader(keys)
+    keys.finish()
+    return None if is_dequantized else result
+
+
+def _guess_method(found: Mapping[str, Any]) -> str:
+    """Older files do not name the method."""
+    if any(found.get(key) for key in ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")):
+        return "bitsandbytes"
+    if "quant_algo" in found:
+        return "modelopt"
+    return "compressed-tensors" if "config_groups" in found else ""
+
+
+def _get(word: str, key: str = "", /, **changes: Any) -> Stored:
+    return replace(load_formats()[1][word], key=key, **changes)
+
+
+def _group(keys: Keys, name: str, size: int, key: str = "group_size", **changes: Any) -> Stored:
+    """A format with groups of so many inputs; -1: all of a row."""
+    if size != -1 and size < 1:
+        keys.fail(key, f"is {size}; it is a number of inputs, or -1 for all")
+    if size == -1:
+        return _get(name, f"{keys.name}.{key}", inputs=0, **changes)
+    return _get(name, f"{keys.name}.{key}", inputs=size, **{"name": f"{name}-g{size}", **changes})
+
+
+def _exclude(keys: Keys, *names: str, adds_head: bool = False) -> list[Rule]:
+    """transformers' list of modules that stay as they are; without one, the output head does."""
+    given = [found for key in names if (found := keys.take_names(key)) is not None]
+    if len(given) > 1 and given[0] != given[1]:
+        keys.fail(names[0], f"and {names[1]} contradict each other")
+    rules = []
+    if not given or adds_head:
+        rules.append(Rule(None, ("head",)))
+    if given and given[0]:
+        rules.append(Rule(None, _ALL, tuple(keys.compile(names[0], given[0], "hf"))))
+    return rules
+
+
+# --- float formats ----------------------------------------------------------------------------------------------------
+def _read_fp8(keys: Keys) -> Quantization:
+    scheme = keys.choose("activation_scheme", ("dynamic", "static"), "dynamic")
+    keys.choose("fmt", ("e4m3", "e5m2"), "e4m3")
+    is_said = "weight_block_size" in keys.config
+    block = keys.take("weight_block_size", (list, tuple), None if is_said else [128, 128])
+    scale_bits = {"float": 32, "ue8m0": 8}[keys.choose("scale_fmt", ("float", "ue8m0"), "float")]
+    static = 32 if scheme == "static" else 0
+    if block is None:
+        stored = _get("fp8", tensor_bits=static)
+    else:
+        if len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+            keys.fail("weight_block_size", f"is {format_value(block)}; it is two sizes, as [128, 128]")
+        stored = _get("fp8-block", outputs=block[0], inputs=block[1], scale_bits=scale_bits, tensor_bits=static)
+    expert = stored
+    if keys.choose("expert_dtype", ("fp8", "fp4"), "fp8") == "fp4":
+        expert = _get("mxfp4", "the block", compute="fp8")
+    rules = _exclude(keys, "modules_to_not_convert", "ignored_layers")
+    more = keys.take_names("modules_to_convert")
+    if more:
+        rules.append(Rule(stored, ("embed", "head"), tuple(keys.compile("modules_to_convert", more, "hf"))))
+    rules += [Rule(expert, ("expert",)), Rule(stored, ("linear", "head"))]
+    return Quantization("fp8", tuple(rules), _read_cache(keys))
+
+
+def _read_block_format(name: str) -> Callable[[Keys], Quantization]:
+    """Formats that transformers makes while it loads: mxfp8, nvfp4."""
+
+    def read(keys: Keys) -> Quantization:
+        rules = _exclude(keys, "modules_to_not_convert")
+        return Quantization(name, (*rules, Rule(_get(name), ("linear", "head"))))
+
+    return read
+
+
+def _read_fbgemm(keys: Keys) -> Quantization:
+    keys.skip("activation_scale_ub")
+    rules = _exclude(keys, "modules_to_not_convert")
+    return Quantization("fbgemm_fp8", (*rules, Rule(_get("fp8", outputs=1, tensor_bits=32), ("linear", "head"))))
+
+
+def _read_mxfp4(keys: Keys) -> Quantization:
+    rules = _exclude(keys, "modules_to_not_convert")
+    return Quantization("mxfp4", (*rules, Rule(_get("mxfp4"), ("expert",))))
+
+
+# --- integers, by weight alone ----------------------------------------------------------------------------------------
+def _read_awq(keys: Keys) -> Quantization:
+    bits = keys.choose("w_bit" if "w_bit" in keys.config else "bits", (4,), 4)
+    size = keys.take("q_group_size" if "q_group_size" in keys.config else "group_size", int, 128)
+    keys.take("zero_point", bool, True)  # zero points lie there either way
+    for key in ("version", "format"):
+        keys.choose(key, ("gemm", "gemv", "gemv_fast", "llm-awq"), "gemm")
+    keys.skip(
+        "backend", "fuse_max_seq_len", "do_fuse", "modules_to_fuse", "exllama_config", "sym", "desc_act", "meta",
+        "true_sequential", "damp_percent", "dataset", "tokenizer", "checkpoint_format", *_TRAINING,
+    )  # fmt: skip
+    rules = _exclude(keys, "modules_to_not_convert", adds_head=True)
+    return Quantization("awq", (*rules, Rule(_group(keys, f"int{bits}", size))))
+
+
+# Of making the weights, not of storing them.
+_TRAINING = (
+    "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id",
+    "max_input_length", "cache_block_outputs", "use_cuda_fp16", "use_exllama", "disable_exllama", "act_group_aware",
+    "static_groups", "model_name_or_path", "model_file_base_name", "pack_dtype", "hyb_act", "is_marlin_format",
+    "method", "failsafe", "gptaq", "foem", "hessian", "gc_mode", "offload_to_disk", "offload_to_disk_path", "rotation",
+    "vram_strategy", "adapter", "mock_quantization", "pack_impl", "auto_forward_data_parallel",
+)  # fmt: skip
+
+
+def _read_gptq(keys: Keys) -> Quantization:
+    bits = keys.choose("bits", (2, 3, 4, 8), None)
+    size = keys.take("group_size", int, 128)
+    keys.skip(
+        "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "desc_act", "sym", "true_sequential", "meta",
+        "backend", "exllama_config", "v2", "mse", "quantizer", *_TRAINING,
+    )  # fmt: skip
+    for key in ("format", "checkpoint_format"):
+        keys.choose(key, ("gptq", "gptq_v2"), "gptq")
+    stored = _make_gptq(keys, bits, size)
+    rules: list[Rule] = []
+    for text, changes in (keys.take("dynamic", Mapping) or {}).items():
+        patterns = tuple(keys.compile("dynamic", [text[2:] if text[:2] in ("-:", "+:") else text], "regex"))
+        if text.startswith("-:"):
+            rules.append(Rule(None, _WITH_HEAD, patterns))
+            continue
+        own = Keys(changes if isinstance(changes, Mapping) else {}, keys.where, f"{keys.name}.dynamic[{text!r}]")
+        own.skip("desc_act", "sym", "damp_percent", "mse", "act_group_aware", "static_groups")
+        some = _make_gptq(own, own.choose("bits", (2, 3, 4, 8), bits), own.take("group_size", int, size))
+        own.finish()
+        rules.append(Rule(some, _WITH_HEAD, patterns))
+    inside = keys.take("modules_in_block_to_quantize", (list, tuple))
+    excluded = _exclude(keys, "modules_to_not_convert")
+    has_head = keys.take("lm_head", bool, False)
+    kinds: tuple[Kind, ...] = _WITH_HEAD if has_head else ("linear", "expert")
+    rules += [rule for rule in excluded if not (has_head and rule.kinds == ("head",))]
+    if inside is None:
+        return Quantization("gptq", (*rules, Rule(stored, kinds, is_language=True)))
+    names = [name for entry in inside for name in (entry if isinstance(entry, (list, tuple)) else (entry,))]
+    patterns = tuple(keys.compile("modules_in_block_to_quantize", map(str, names), "name"))
+    return Quantization("gptq", (*rules, Rule(stored, kinds, patterns, is_language=True)))
+
+
+def _make_gptq(keys: Keys, bits: int, size: int) -> Stored:
+    """Packed numbers and zero points, fp16 scales, and the group of every input; the last group may be smaller."""
+    name = f"int{bits}"
+    return _group(keys, name, size, bits=bits, scale_bits=16, zero_bits=bits, index_bits=32, rounds=True)
+
+
+def _read_auto_round(keys: Keys) -> Quantization:
+    packing = str(keys.take("packing_format", str, "auto_round:auto_gptq"))
+    if not packing.endswith(("gptq", "awq")):
+        keys.fail("packing_format", f"is {format_value(packing)}; known: auto_round:auto_gptq, auto_round:auto_awq")
+    bits, size = keys.choose("bits", (2, 3, 4, 8), 4), keys.take("group_size", int, 128)
+    keys.choose("data_type", ("int",), "int")
+    keys.skip(
+        "sym", "backend", "autoround_version", "auto_round_version", "iters", "nsamples", "lr", "minmax_lr", "seqlen",
+        "batch_size", "low_gpu_mem_usage", "gradient_accumulate_steps", "enable_minmax_tuning", "to_quant_block_names",
+        "block_name_to_quantize", "enable_quanted_input", "scale_dtype", "amp", "train_bs", "dataset", "provider",
+        "enable_norm_bias_tuning", "super_bits", "super_group_size", "act_bits", "quant_lm_head", "quant_block_list",
+        "enable_alg_ext", "modules_to_not_convert", "static_kv_dtype", "supported_types", "regex_config",
+    )  # fmt: skip
+    is_awq = packing.endswith("awq")
+    make: Callable[[Keys, int, int], Stored] = _make_gptq
+    if is_awq:
+        make = lambda own, each, many: _group(own, f"int{each}", many)  # noqa: E731
+    rules = []
+    for name, changes in (keys.take("extra_config", Mapping) or {}).items():
+        own = Keys(changes if isinstance(changes, Mapping) else {}, keys.where, f"{keys.name}.extra_config[{name!r}]")
+        each = own.choose("bits", (2, 3, 4, 8, 16, 32), bits)
+        some = None if each >= 16 else make(own, each, own.take("group_size", int, size))
+        rules.append(Rule(some, _WITH_HEAD, (Pattern(name, "name"),)))
+    return Quantization("auto-round", (*rules, Rule(make(keys, bits, size), is_language=True)))
+
+
+_BITS = {bits: (f"load_in_{bits}bit", f"_load_in_{bits}bit") for bits in (4, 8)}
+
+
+def _read_bitsandbytes(keys: Keys) -> Quantization:
+    asked = {key: keys.take(key, bool, False) for key in (*_BITS[4], *_BITS[8])}
+    four, eight = (any(asked[key] for key in names) for names in _BITS.values())
+    if four == eight:
+        keys.fail("load_in_4bit", f"and load_in_8bit are both {str(four).lower()}")
+    kind = keys.choose("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+    is_double = keys.take("bnb_4bit_use_double_quant", bool, False)
+    compute = keys.config.get("bnb_4bit_compute_dtype")
+    keys.skip(
+        "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "llm_int8_threshold", "llm_int8_has_fp16_weight",
+        "llm_int8_enable_fp32_cpu_offload",
+    )  # fmt: skip
+    notes = ["bitsandbytes converts torch.nn.Linear alone: stacks of experts stay in the model's own format"]
+    if four:
+        stored = _get("nf4-double" if is_double else "nf4", name=f"{kind}-double" if is_double else kind)
+        try:
+            stored = replace(stored, compute=parse_compute("fp32" if compute is None else compute, "dtype"))
+        except RecipeError:
+            keys.fail("bnb_4bit_compute_dtype", f"is {format_value(compute)}, which is no format")
+        if compute is None:
+            notes.append("bnb_4bit_compute_dtype is not set: bitsandbytes computes in float32 then")
+    else:
+        # int8 products forward, the dequantized weight backward; a float32 scale per output.
+        stored = _get("int8", compute="int8", gradient="model", scale_bits=32)
+    rules = _exclude(keys, "llm_int8_skip_modules")
+    return Quantization("bitsandbytes", (*rules, Rule(stored, ("linear", "head"))), notes=tuple(notes))
+
+
+def _read_hqq(keys: Keys) -> Quantization:
+    found = keys.take("quant_config", Mapping)
+    skipped = keys.take_names("skip_modules")
+    rules = [Rule(None, _ALL, tuple(keys.compile("skip_modules", ("lm_head",) if skipped is None else skipped, "hf")))]
+    if not found:
+        keys.fail("quant_config", "is missing")
+    layers = {"": found} if "weight_quant_params" in found else dict(found)
+    for tag, entry in layers.items():
+        own = Keys(entry if isinstance(entry, Mapping) else {}, keys.where, f"{keys.name}.quant_config")
+        for key in ("scale_quant_params", "zero_quant_params"):
+            if own.take(key, Mapping) is not None:
+                own.fail(key, "is set: quantized scales are not read")
+        own.skip("offload_meta")
+        weights = Keys(own.take("weight_quant_params", Mapping, {}), keys.where, f"{own.name}.weight_quant_params")
+        own.finish()
+        bits = weights.choose("nbits", (8, 4, 3, 2, 1), 4)
+        size = weights.take("group_size", int)
+        weights.skip("channel_wise", "optimize", "round_zero", "axis", "view_as_float")
+        weights.finish()
+        # Ten numbers of 3 bits to 32; scale and zero point in 16 bits each.
+        packed = Fraction(16, 5) if bits == 3 else bits
+        name = f"int{bits}-g{size}" if size else f"int{bits}"
+        stored = Stored(
+            name, packed, outputs=0 if size else 1, flat=size or 0, scale_bits=16, zero_bits=16,
+            key=f"{weights.name}.group_size",
+        )  # fmt: skip
+        rules.append(Rule(stored, ("linear", "head"), (Pattern(tag, "name"),) if tag else ()))
+    return Quantization("hqq", tuple(rules))
+
+
+# --- compressed-tensors -----------------------------------------------------------------------------------------------
+def _read_compressed(keys: Keys) -> Quantization:
+    format_ = keys.take("format", str, "dense")
+    keys.skip(
+        "quantization_status", "global_compression_ratio", "version", "run_compressed", "use_optimized_inference",
+        "transform_config", "producer",
+    )  # fmt: skip
+    sparse = keys.take("sparsity_config", Mapping) or {}
+    if sparse.get("format", "dense") not in ("dense", None):
+        keys.fail("sparsity_config", f"has format {format_value(sparse.get('format'))}: sparse weights are not read")
+    rules: list[Rule] = []
+    ignored = keys.take_names("ignore") or ()
+    if ignored:
+        rules += _match_targets(keys, "ignore", ignored, None)
+    named: list[Rule] = []
+    classes: list[Rule] = []
+    groups = keys.take("config_groups", Mapping) or {}
+    for label, group in groups.items():
+        own = Keys(group if isinstance(group, Mapping) else {}, keys.where, f"{keys.name}.config_groups.{label}")
+        targets = own.take_names("targets")
+        if not targets:
+            own.fail("targets", "is missing")
+        own.skip("output_activations")
+        stored = _read_scheme(own, own.take("format", str, format_))
+        own.finish()
+        for rule in _match_targets(own, "targets", targets, stored):
+            (named if rule.patterns else classes).append(rule)
+    cache = _read_cache(keys)
+    if not groups and not cache:
+        keys.fail("config_groups", "is missing")
+    return Quantization("compressed-tensors", (*rules, *named, *classes), cache)
+
+
+_CLASSES: dict[str, tuple[Kind, ...]] = {"Linear": _WITH_HEAD, "Embedding": ("embed",)}
+
+
+def _match_targets(keys: Keys, key: str, names: tuple[str, ...], stored: Stored | None) -> list[Rule]:
+    """Names, classes and regular expressions ('re:…') of modules."""
+    rules = [Rule(stored, _CLASSES[name]) for name in names if name in _CLASSES]
+    patterns = keys.compile(key, [name[3:] for name in names if name.startswith("re:")], "regex")
+    patterns += [Pattern(name, "name") for name in names if name not in _CLASSES and not name.startswith("re:")]
+    if patterns:
+        rules.append(Rule(stored, _WITH_HEAD if stored is not None else _ALL, tuple(patterns)))
+    return rules
+
+
+def _read_scheme(keys: Keys, format_: str) -> Stored | None:
+    """One group's weights, and its activations, which say what the product is computed in."""
+    weights, inputs = (keys.take(key, Mapping) for key in ("weights", "input_activations"))
+    if weights is None or format_ == "dense":
+        return None  # weights as they are, and fake-quantized in the model's own format
+    args = _read_args(Keys(weights, keys.where, f"{keys.name}.weights"))
+    kind, bits, strategy, size, block, symmetric, index = args
+    changes: dict[str, Any] = {"compute": ""}
+    if inputs is not None:
+        changes["compute"] = _name_compute(Keys(inputs, keys.where, f"{keys.name}.input_activations"))
+    if format_.startswith("marlin"):
+        keys.fail("format", f"is {format_value(format_)}: sparse weights are not read")
+    key = f"{keys.name}.weights.group_size"
+    if kind == "float" and bits == 4:
+        if strategy == "tensor_group" or size == 16:
+            return _get("nvfp4", key, inputs=size or 16, tensor_bits=64 if inputs is not None else 32, **changes)
+        return _get("mxfp4", key, inputs=size or 32, **changes)
+    if kind == "float" and bits == 8 and "mxfp8" in format_:
+        return _get("mxfp8", key, inputs=size or 32, **changes)
+    if bits > 8 or bits < 2:
+        keys.fail("weights.num_bits", f"is {bits}")
+    name = f"{'fp' if kind == 'float' else 'int'}{bits}"
+    is_packed = kind == "int" and "pack" in format_
+    stored = Stored(
+        name, bits if is_packed else 8, scale_bits=16, zero_bits=0 if symmetric else bits if is_packed else 8,
+        tensor_bits=128 if is_packed else 0, index_bits=index, key=key, **changes,
+    )  # fmt: skip
+    if strategy == "block":
+        return replace(stored, name=f"{name}-block", outputs=block[0], inputs=block[1], rounds=True)
+    if strategy == "group":
+        return replace(stored, name=f"{name}-g{size}", outputs=1, inputs=size)
+    return replace(stored, outputs=1) if strategy == "channel" else stored
+
+
+def _read_args(keys: Keys) -> tuple[str, int, str, int, tuple[int, int], bool, int]:
+    """Type, bits, strategy, group size, block, symmetry and the bits of an input's index."""
+    kind = keys.choose("type", ("int", "float"), "int")
+    bits = keys.take("num_bits", int, 8)
+    size = keys.take("group_size", int, 0)
+    default = "group" if size > 0 else "channel" if size == -1 else "tensor"
+    strategy = keys.choose(
+        "strategy", ("tensor", "channel", "group", "block", "tensor_group", "token", "attn_head"), default
+    )
+    block = keys.take("block_structure", (list, tuple, str), (128, 128))
+    if isinstance(block, str):
+        block = [int(each) if each.isdigit() else 0 for each in block.lower().split("x")]
+    if len(block) != 2 or any(type(each) is not int or each < 1 for each in block):
+        keys.fail("block_structure", f"is {format_value(block)}; it is two sizes, as [128, 128]")
+    if strategy == "group" and size < 1:
+        keys.fail("group_size", f"is {size}; strategy group needs one")
+    order = keys.take("actorder", (str, bool), "")
+    keys.skip("dynamic", "observer", "observer_kwargs", "scale_dtype", "zp_dtype", "is_mx")
+    symmetric = keys.take("symmetric", bool, True)
+    keys.finish()
+    index = 32 if order is True or order in ("group", "dynamic") else 0
+    return kind, bits, strategy, max(size, 0), (block[0], block[1]), symmetric, index
+
+
+def _name_compute(keys: Keys) -> str:
+    """The format that activations are brought to, which is the product's."""
+    kind, bits, strategy, size, *_ = _read_args(keys)
+    names = {("float", 8): "fp8", ("int", 8): "int8", ("int", 4): "int4", ("float", 4): "nvfp4"}
+    if (kind, bits) not in names:
+        keys.fail("num_bits", f"is {bits} with type {kind}")
+    if size == 32 and kind == "float":
+        return "mxfp8" if bits == 8 else "mxfp4"
+    del strategy
+    return names[kind, bits]
+
+
+def _read_cache(keys: Keys) -> str:
+    """The format of cached keys and values; empty: the model's own."""
+    scheme = keys.take("kv_cache_scheme", (Mapping, str))
+    algorithm = keys.take("kv_cache_quant_algo", str)
+    if algorithm is not None and algorithm.lower() != "none":
+        if algorithm.lower() not in ("fp8", "nvfp4", "int8"):
+            keys.fail("kv_cache_quant_algo", f"is {format_value(algorithm)}; known: FP8, NVFP4, INT8")
+        return str(algorithm).lower()
+    if scheme is None:
+        return ""
+    if isinstance(scheme, str):
+        return "fp8"  # AutoFP8: static or dynamic scales
+    return _name_compute(Keys(scheme, keys.where, f"{keys.name}.kv_cache_scheme"))
+
+
+# --- modelopt and torchao ---------------------------------------------------------------------------------------------
+_ALGORITHMS: dict[str, dict[str, Any]] = {
+    "FP8": {"format": "fp8", "tensor_bits": 32},
+    "FP8_PER_CHANNEL_PER_TOKEN": {"format": "fp8", "outputs": 1},
+    "FP8_PB_REAL": {"format": "fp8-block"},
+    "FP8_PB_WO": {"format": "fp8-block", "compute": ""},
+    "NVFP4": {"format": "nvfp4", "tensor_bits": 64, "size": 16},
+    "NVFP4_AWQ": {"format": "nvfp4", "tensor_bits": 64, "size": 16},
+    "W4A16_AWQ": {"format": "int4", "zero_bits": 0, "size": 128},
+    "INT4_AWQ": {"format": "int4", "zero_bits": 0, "size": 128},
+    "W4A8_AWQ": {"format": "int4", "zero_bits": 0, "size": 128, "compute": "fp8"},
+    "W8A16": {"format": "int8"},
+    "W8A8_SQ_PER_CHANNEL": {"format": "w8a8"},
+    "MXFP8": {"format": "mxfp8"},
+}
+
+
+def _read_modelopt(keys: Keys) -> Quantization:
+    keys.skip("producer", "config_groups", "has_zero_point", "pre_quant_scale", "quant_type")
+    excluded = [found for key in ("ignore", "exclude_modules") if (found := keys.take_names(key)) is not None]
+    patterns = [Pattern(name, "glob") for names in excluded for name in names]
+    patterns += [Pattern(f"*{pattern.text}", "glob") for pattern in patterns if not pattern.text.startswith("*")]
+    rules = [Rule(None, _ALL, tuple(patterns))] if patterns else [Rule(None, ("head",))]
+    layers = keys.take("quantized_layers", Mapping) or {}
+    for name, entry in layers.items():
+        own = Keys(entry if isinstance(entry, Mapping) else {}, keys.where, f"{keys.name}.quantized_layers[{name!r}]")
+        rules.append(Rule(_read_algorithm(own), _WITH_HEAD, (Pattern(name, "name"),)))
+        own.skip("has_zero_point", "pre_quant_scale")
+        own.finish()
+    if not layers:
+        rules.append(Rule(_read_algorithm(keys), _WITH_HEAD))
+    else:
+        keys.choose("quant_algo", ("mixed_precision",), "mixed_precision")
+    return Quantization("modelopt", tuple(rules), _read_cache(keys))
+
+
+def _read_algorithm(keys: Keys) -> Stored | None:
+    name = keys.take("quant_algo", str)
+    size = keys.take("group_size", int)
+    if name is None or name.lower() == "none":
+        return None
+    found = _ALGORITHMS.get(name.upper())
+    if found is None:
+        keys.fail("quant_algo", f"is {format_value(name)}; known: {', '.join(_ALGORITHMS)}")
+    changes = {key: value for key, value in found.items() if key not in ("format", "size")}
+    if found["format"] == "int4":
+        return _group(keys, "int4", found["size"] if size is None else size, **changes)
+    if size not in (None, found.get("size", size)):
+        keys.fail("group_size", f"is {size}; {name} has groups of {found['size']}")
+    return _get(found["format"], f"{keys.name}.group_size", **changes)
+
+
+_TORCHAO: dict[str, dict[str, Any]] = {
+    "int4weightonly": {"format": "int4", "zero_bits": 16, "size": 128},
+    "int8weightonly": {"format": "int8"},
+    "int8dynamicactivationint8weight": {"format": "w8a8"},
+    "float8weightonly": {"format": "fp8", "compute": "", "outputs": 1},
+    "float8dynamicactivationfloat8weight": {"format": "fp8"},
+    "nvfp4dynamicactivationnvfp4weight": {"format": "nvfp4"},
+    "nvfp4weightonly": {"format": "nvfp4", "compute": ""},
+    "mxdynamicactivationmxweight": {"format": "mxfp8"},
+}
+
+
+def _read_torchao(keys: Keys) -> Quantization:
+    found: Any = keys.take("quant_type", (str, Mapping))
+    arguments = keys.take("quant_type_kwargs", Mapping, {})
+    keys.skip("untie_embedding_weights")
+    embeds = keys.take("include_input_output_embeddings", bool, False)
+    if isinstance(found, Mapping) and set(found) == {"default"}:
+        found = found["default"]
+    if isinstance(found, str):
+        found = {"_type": found, "_data": arguments}
+    if not isinstance(found, Mapping):
+        keys.fail("quant_type", "is missing")
+    rules = _exclude(keys, "modules_to_not_convert")
+    kinds: tuple[Kind, ...] = ("linear", "head")
+    if embeds:
+        rules = [rule for rule in rules if rule.kinds != ("head",)]
+        kinds = ("linear", "head", "embed")
+    inner = found.get("_data", {})
+    several = next((inner[key] for key in ("module_fqn_to_config", "fqn_to_config") if key in inner), None)
+    if several is None:
+        return Quantization("torchao", (*rules, Rule(_read_torchao_type(keys, found), kinds)))
+    last = []
+    for name, entry in several.items():
+        stored = None if entry is None else _read_torchao_type(keys, entry)
+        if name == "_default":
+            last.append(Rule(stored, kinds))
+        elif name.startswith("re:"):
+            rules.append(Rule(stored, _ALL, tuple(keys.compile("quant_type", [name[3:]], "regex"))))
+        else:
+            rules.append(Rule(stored, _ALL, (Pattern(name.removesuffix(".weight"), "name"),)))
+    return Quantization("torchao", (*rules, *last))
+
+
+def _read_torchao_type(keys: Keys, entry: Mapping[str, Any]) -> Stored:
+    name, data = str(entry.get("_type")), entry.get("_data") or {}
+    plain = name.removesuffix("Config").replace("_", "").lower()
+    known = _TORCHAO.get(plain)
+    if known is None:
+        keys.fail("quant_type", f"is {format_value(name)}; known: {', '.join(_TORCHAO)}")
+    changes = {key: value for key, value in known.items() if key not in ("format", "size")}
+    if "PerRow" in str(data.get("granularity", "")):
+        changes["outputs"] = 1
+    size = data.get("group_size", known.get("size"))
+    if size is None:
+        return _get(known["format"], **changes)
+    if type(size) is not int:
+        keys.fail("quant_type", f"has group_size {format_value(size)}")
+    return _group(keys, known["format"], size, "quant_type.group_size", **changes)
+
+
+_READERS: dict[str, Callable[[Keys], Quantization]] = {
+    "fp8": _read_fp8,
+    "fbgemm-fp8": _read_fbgemm,
+    "mxfp4": _read_mxfp4,
+    "mxfp8": _read_block_format("mxfp8"),
+    "nvfp4": _read_block_format("nvfp4"),
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "auto-round": _read_auto_round,
+    "bitsandbytes": _read_bitsandbytes,
+    "hqq": _read_hqq,
+    "compressed-tensors": _read_compressed,
+    "modelopt": _read_modelopt,
+    "modelopt-fp4": _read_modelopt,
+    "torchao": _read_torchao,
+}
