@@ -60,7 +60,7 @@ def count_run(
 ) -> Run:
     """Whole steps until so many tokens have passed; their GPU-hours at an MFU, or at the pace that was measured."""
     check_estimate(estimate)
-    dtype = parse_dtype(dtype)
+    dtype = None if dtype is None else parse_dtype(dtype)
     total = parse_tokens(tokens)
     steps = -(-total // estimate.tokens)
     flops = steps * estimate.total
