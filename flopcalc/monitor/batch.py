@@ -84,6 +84,7 @@ class Intake:
         }
         self._plain: OrderedDict[Hashable, Work] = OrderedDict()
         self._counted: OrderedDict[Hashable, tuple[int, int | None]] = OrderedDict()
+        self._kinds: dict[Hashable, Hashable] = {}  # workload classes of batches of text, by shape and names
         self._eager: Estimator | None = None
 
     def take(self, batch: Mapping[str, Any], device: Device | None, copies: list[Any]) -> Snapshot:
@@ -112,6 +113,17 @@ class Intake:
 
     def classify(self, batch: Mapping[str, Any]) -> Hashable:
         """The workload class, which a measured factor holds for: the length's power of two, and what is beside text."""
+        sizes = (getattr(batch.get("input_ids"), "shape", None), *batch)
+        kind = self._kinds.get(sizes)
+        if kind is None:
+            kind = self._classify(batch)
+            if sizes[0] is not None and _CLASSES.keys().isdisjoint(batch):  # else values decide: they may be None
+                if len(self._kinds) >= _KEPT:
+                    self._kinds.clear()
+                self._kinds[sizes] = kind
+        return kind
+
+    def _classify(self, batch: Mapping[str, Any]) -> Hashable:
         ids = batch.get("input_ids")
         if ids is None:
             ids = batch.get("inputs_embeds")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from flopcalc.monitor.step import Entry
 
-_MOST_FREE = 256  # buffers of one size that are kept
+# Pinned memory is slow to allocate: buffers of one size are made together.
+_BLOCK_BUFFERS, _BLOCK_BYTES = 64, 1 << 22
 
 
 def find_device() -> Device | None:
@@ -31,6 +33,7 @@ class Device:
         self._events: list[Any] = []
         self._buffers: dict[Hashable, list[Any]] = {}
         self.waiting: deque[Entry] = deque()  # for the device to pass their end, or that of a later one; oldest first
+        self.has_mark = False  # one of them has an end that the device had not passed when it was asked last
 
     def mark(self) -> Any:
         """An event recorded now on the current stream; None while a graph is captured."""
@@ -43,39 +46,53 @@ class Device:
 
     def fetch(self, tensor: Any) -> Any:
         """A host tensor that will hold these values once the device has come so far; not while a graph is captured."""
-        bits = tensor.numel().bit_length()  # lengths differ from batch to batch: buffers go by powers of two
-        free = self._buffers.get((bits, tensor.dtype))
-        if free:
-            held = free.pop()
-        else:
-            with self._torch.inference_mode(False):  # it is written into again, maybe outside of that
-                held = self._torch.empty(1 << bits, dtype=tensor.dtype, pin_memory=True)
+        size = (tensor.numel() - 1).bit_length()  # lengths differ from batch to batch: buffers go by powers of two
+        free = self._buffers.get((size, tensor.dtype))
+        if not free:
+            free = self._make_buffers(size, tensor.dtype)
+        held = free.pop()
         if held.shape != tensor.shape:
             held.resize_(tensor.shape)
         return held.copy_(tensor.detach() if tensor.requires_grad else tensor, non_blocking=True)
 
+    def _make_buffers(self, size: int, dtype: Any) -> list[Any]:
+        """Parts of one block. All parts that were ever on their way at the same time are kept."""
+        count = max(1, min(_BLOCK_BUFFERS, _BLOCK_BYTES // (dtype.itemsize << size)))
+        with self._torch.inference_mode(False):  # they are written into again, maybe outside of that
+            block = self._torch.empty((count, 1 << size), dtype=dtype, pin_memory=True)
+        free = self._buffers.setdefault((size, dtype), [])
+        free += block.unbind()
+        return free
+
     def give_back(self, buffers: list[Any]) -> None:
         """Their values have been read."""
         for held in buffers:
-            free = self._buffers.setdefault((held.numel().bit_length(), held.dtype), [])
-            if len(free) < _MOST_FREE:
-                free.append(held)
+            self._buffers[(held.numel() - 1).bit_length(), held.dtype].append(held)
 
-    def poll(self) -> int:
-        """Find the entries that the device is done with; returns how many are still under way."""
-        if self.is_capturing():
-            return len(self.waiting)
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Makes the stream that training runs on the current one."""
+        return nullcontext() if self._stream is None else self._torch.cuda.stream(self._stream)
+
+    def poll(self, asks_stream: bool = True) -> int:
+        """Find the entries that the device is done with; returns how many are still under way.
+
+        Not while a graph is captured. An end mark vouches for its entry and all before it; an idle stream for all but
+        those with a value that is held.
+        """
+        waiting = self.waiting
         done = 0
-        for count, entry in enumerate(self.waiting, 1):
+        self.has_mark = False
+        for count, entry in enumerate(waiting, 1):
             if entry.end is not None:
                 if not entry.end.query():
+                    self.has_mark = True
                     break
                 done = count
-        if done < len(self.waiting) and self._stream is not None and self._stream.query():
-            done = len(self.waiting)  # it has nothing left to do
+        if asks_stream and done < len(waiting) and self._stream is not None and self._stream.query():
+            done = next((count for count, entry in enumerate(waiting) if entry.has_held), len(waiting))
         for _ in range(done):
-            self._finish(self.waiting.popleft())
-        return len(self.waiting)
+            self._finish(waiting.popleft())
+        return len(waiting)
 
     def _finish(self, entry: Entry) -> None:
         if entry.start is not None and entry.end is not None:

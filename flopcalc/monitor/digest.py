@@ -26,7 +26,6 @@ from flopcalc.monitor.ranks import Gathered, Side, combine, open_side
 from flopcalc.monitor.settings import Settings
 from flopcalc.monitor.sinks import Outbox, make_sinks
 from flopcalc.monitor.step import VALUES, DatasetMetrics, Entry, LostTime, SeenStep
-from flopcalc.monitor.values import is_tensor
 
 GOODPUT_NAME = "goodput.json"
 _GOODPUT_S = 5.0  # the file is written no more often
@@ -59,7 +58,7 @@ class Digester:
         self._messages = messages
         self._say = messages.say
         self._clock = clock
-        self._created = clock()
+        self._created, self._created_s = clock(), time.time()
         self._lock = threading.Lock()
         self._goodput_at_s = -math.inf
         self._logged_before = 0  # the last step that an earlier run wrote into the same log
@@ -169,11 +168,12 @@ class Digester:
         }
         source = self.model.source
         gauge = source.gauge() if source is not None and self.meter.is_detail_due() else {}
-        record = self.meter.report(values, (entry.ended_ns - self._created) / 1e9, gauge)
+        elapsed_s = (entry.ended_ns - self._created) / 1e9
+        record = self.meter.report(values, elapsed_s, gauge)
         self.metrics.update(record)
         if self.outbox is not None:
             skip = ("wandb",) if entry.skip_wandb else ()
-            self.outbox.put({"type": "step", "time": entry.time_s, **record}, skip=skip)
+            self.outbox.put({"type": "step", "time": self._created_s + elapsed_s, **record}, skip=skip)
         if "goodput/share" in record and self._elapsed_s() - self._goodput_at_s >= _GOODPUT_S:
             self._write_goodput()
 
@@ -181,7 +181,7 @@ class Digester:
         """A number that the loop gave, or the copy of it that has arrived from the device; NaN where it is none."""
         if type(value) is float:
             return value
-        if value is None or (is_lost and is_tensor(value)):
+        if value is None or is_lost:
             return math.nan
         try:
             return float(value)
@@ -307,7 +307,7 @@ def make_plain_record(step: int, ended_ns: int) -> Entry:
     """A record without a loop's own values."""
     entry = Entry()
     entry.number, entry.values = step, (None,) * len(VALUES)
-    entry.ended_ns, entry.time_s, entry.is_ready = ended_ns, time.time(), True
+    entry.ended_ns, entry.is_ready = ended_ns, True
     return entry
 
 

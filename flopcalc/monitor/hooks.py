@@ -52,14 +52,14 @@ class BeforeForward(_Hook):
         if monitor is None or monitor._is_off:
             return
         try:
-            if monitor._device is not None and monitor._device.is_capturing():
-                return
             seen = monitor._open or monitor._begin()
             seen.open_passes += 1
-            trained = monitor._trained
-            if seen.kind is None and not seen.is_given and trained.source is not None and trained.source.measures:
-                batch = monitor._name_inputs(args, kwargs) if args else kwargs
-                seen.is_measured = trained.starts_measuring(seen, batch, monitor._number + 1, monitor._frequency)
+            if seen.kind is None and not seen.is_given:
+                source = monitor._trained.source
+                if source is not None and source.measures:
+                    kind = seen.kind = monitor._trained.classify(monitor._name_inputs(args, kwargs) if args else kwargs)
+                    if source.wants(monitor._number + 1, kind, monitor._frequency):
+                        monitor._start_measuring(seen, source)
         except Exception as error:
             monitor._fail("before_forward", error)
 
@@ -78,13 +78,23 @@ class AfterForward(_Hook):
             return
         try:
             seen.open_passes -= 1
+            device = monitor._device
+            if device is not None and device.is_capturing():
+                return
             batch: Mapping[str, Any] = monitor._name_inputs(args, kwargs) if args else kwargs
             if monitor._watched.latest is not None:
                 batch = monitor._watched.take_alike(batch)
             if not seen.is_given:
-                seen.batches.append(monitor._trained.take(batch, monitor._device, seen.copies))
+                seen.batches.append(monitor._trained.take(batch, device, seen.copies))
                 if seen.is_measured:
                     seen.live_batches.append(batch)
+            if device is not None:
+                values = monitor._values
+                values.has_pass = True
+                if values.held:
+                    values.collect()
+                if device.has_mark:
+                    device.poll(asks_stream=False)
         except Exception as error:
             seen.is_whole = False
             monitor._fail("after_forward", error)

@@ -15,7 +15,6 @@ from flopcalc.monitor.meter import Meter, Peak
 from flopcalc.monitor.modes import Counts, Source, make_source
 from flopcalc.monitor.place import find_dtype, find_known_device, find_layout, find_peak, guess_dtype
 from flopcalc.monitor.settings import Settings
-from flopcalc.monitor.step import SeenStep
 
 
 class TrainedModel:
@@ -28,6 +27,7 @@ class TrainedModel:
         self.source: Source | None = None
         self.shared = 1  # ranks that work on one batch together
         self.take: Callable[[Mapping[str, Any], Device | None, list[Any]], Snapshot | None] = _take_sizes
+        self.classify: Callable[[Mapping[str, Any]], Hashable] = _classify_alike
         self.dtype = settings.dtype  # of its products
         self._settings = settings
         self._meter = meter
@@ -51,6 +51,7 @@ class TrainedModel:
             self._explain(str(error))
             return
         self.intake = Intake(estimator, context)
+        self.classify = self.intake.classify
         self.take = self.intake.take if stages == 1 else self._take_stage
         self._meter.convention = estimator.convention
 
@@ -86,15 +87,6 @@ class TrainedModel:
             return None
         return self.intake.take(batch, device, copies)
 
-    def starts_measuring(self, seen: SeenStep, batch: Mapping[str, Any], step: int, frequency: int) -> bool:
-        """Asked once of every step, before its first forward pass. Where it is to be measured, that begins now."""
-        source, intake = self.source, self.intake
-        seen.kind = intake.classify(batch) if intake is not None else ()
-        if source is None or not source.wants(step, seen.kind, frequency):
-            return False
-        source.start()
-        return True
-
     def count_measured(self, batches: Sequence[Snapshot | None]) -> Counts | None:
         """What the measured step should have counted, in the ways that counters count."""
         if self.intake is None:
@@ -128,7 +120,7 @@ class TrainedModel:
         """Another model comes: what was measured or seen of this one says nothing of it."""
         self.close()
         self.source = self.intake = None
-        self.take = _take_sizes
+        self.take, self.classify = _take_sizes, _classify_alike
         self.dtype = self._settings.dtype
         self._meter.peak = Peak()
         self._absolute.clear()
@@ -141,6 +133,11 @@ class TrainedModel:
 def _take_sizes(batch: Mapping[str, Any], _device: Device | None, _copies: list[Any]) -> Snapshot:
     """Of a model without a formula."""
     return Snapshot(tuple((name, each.shape) for name, each in batch.items() if hasattr(each, "shape")), {})
+
+
+def _classify_alike(_batch: Mapping[str, Any]) -> Hashable:
+    """Of a model without a formula."""
+    return ()
 
 
 def count_batches(intake: Intake, batches: Sequence[Snapshot | None]) -> list[Work]:

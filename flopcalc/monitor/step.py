@@ -16,18 +16,18 @@ VALUES = ("training/epoch", "training/loss", "training/grad_norm", "training/lr"
 
 
 class Entry:
-    """A record that is due. It is ready once the device has passed `end`: then `copies` have arrived."""
+    """A record that is due. It is ready once the device has passed a mark after its `copies`: they have arrived."""
 
     # One is made in every step: what most of them do not set stays with the class.
     number: int = -1  # -1: not known yet
     values: Sequence[Any] | None = None  # in the order of VALUES; None: no record is due
     skip_wandb: bool = False
     ended_ns: int = 0  # on the monitor's clock
-    time_s: float = 0.0  # since the epoch
     start: Any = None  # marks on the device; None where there is none
     end: Any = None
     device_s: float = math.nan  # between the two
     is_ready: bool = False
+    has_held: bool = False  # a value of it is held, and not copied yet
     is_lost: bool = False  # the device never got to `end`
 
     def __init__(self) -> None:

@@ -18,13 +18,14 @@ from flopcalc.monitor.device import Device, find_device
 from flopcalc.monitor.digest import Digester, make_plain_record
 from flopcalc.monitor.keys import CORE
 from flopcalc.monitor.messages import Messages, warn
+from flopcalc.monitor.modes import Source
 from flopcalc.monitor.place import find_rank
 from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, load_settings
 from flopcalc.monitor.step import DatasetMetrics, Entry, LostTime, SeenStep, StepContext
-from flopcalc.monitor.values import read_number, read_value
+from flopcalc.monitor.values import Values
 
 _POLL_S = 0.25  # the worker looks this often
-_MARK_NS, _MARK_STEPS = 2_000_000_000, 32  # how often a step is marked on the device, and the device is asked
+_MARK_NS, _MARK_STEPS = 4_000_000_000, 64  # how often a step is marked on the device, and the device is asked
 _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink
 _clock: Callable[[], int] = time.perf_counter_ns
 # Before all atexit hooks, where Python has that: a tracker's own hook would have ended its connection by then.
@@ -93,6 +94,7 @@ class TrainingMonitor:
         self._is_ended = False  # a step is over and not reported yet
         self._owes_report = False  # and nobody else will
         self._watched = HostBatches(self._messages.say)
+        self._values = Values(self._messages.say)
         self._number = 0
         self._frequency = self.settings.frequency(None)
         self._is_started = False
@@ -104,7 +106,7 @@ class TrainingMonitor:
             self.attach(model)
         _made.add(self)
         _at_exit(_close_at_exit, weakref.ref(self))
-        weakref.finalize(self, _finish_dropped, self._digester, self._hooks, self._pid).atexit = False
+        weakref.finalize(self, _finish_dropped, self._digester, self._values, self._hooks, self._pid).atexit = False
 
     # --- What a loop calls ------------------------------------------------------------------------------------------
 
@@ -193,7 +195,7 @@ class TrainingMonitor:
                 seen = self._open or self._begin()
                 if attention_mask is not None:
                     self._see_mask(seen, attention_mask)
-                seen.values = self._read(given, seen)
+                seen.values = self._values.read(given, seen)
                 seen.skip_wandb = skip_wandb
                 self._end(seen, step)
         except Exception as error:
@@ -216,11 +218,8 @@ class TrainingMonitor:
     @_guarded
     def log_datasets(self, values: Mapping[str, Mapping[str, float]]) -> None:
         """Metrics per dataset, as {"coco": {"loss": 1.2}}; sent every dataset_metrics_every steps."""
-        say = self._messages.say
-        found = {
-            str(name): {str(key): read_number(value, say) for key, value in each.items()}
-            for name, each in values.items()
-        }
+        read = self._values.read_number
+        found = {str(name): {str(key): read(value) for key, value in each.items()} for name, each in values.items()}
         self._digester.entries.append(DatasetMetrics(found))
 
     @_guarded
@@ -302,9 +301,11 @@ class TrainingMonitor:
         """A micro-batch that the loop gave."""
         is_readable = self._device is None or not self._device.is_capturing()
         if isinstance(batch, Mapping) and is_readable:
-            trained = self._trained
-            if seen.kind is None and trained.source is not None and trained.source.measures:
-                seen.is_measured = trained.starts_measuring(seen, batch, self._number + 1, self._frequency)
+            trained, source = self._trained, self._trained.source
+            if seen.kind is None and source is not None and source.measures:
+                seen.kind = trained.classify(batch)
+                if source.wants(self._number + 1, seen.kind, self._frequency):
+                    self._start_measuring(seen, source)
             seen.batches.append(trained.take(batch, self._device, seen.copies))
             if seen.is_measured:
                 seen.live_batches.append(batch)
@@ -322,8 +323,8 @@ class TrainingMonitor:
         self._open = None
         trained = self._trained
         seen.number = self._number = self._messages.step = int(step) if step is not None else self._number + 1
-        if seen.start is not None and self._device is not None:
-            seen.end = self._device.mark()
+        if seen.start is not None:
+            self._mark_end(seen)
         now = _clock()
         seen.wall_ns, self._boundary = now - self._boundary, now
         seen.intake = trained.intake
@@ -336,16 +337,22 @@ class TrainingMonitor:
         self._is_ended = seen.values is None
         self._hand_over(seen)
 
+    def _mark_end(self, seen: SeenStep) -> None:
+        """A mark vouches for every copy before it, so nothing may be held by then."""
+        if self._device is not None and not self._device.is_capturing():
+            self._values.collect()
+            seen.end = self._device.mark()
+
     def _hand_over(self, entry: Entry) -> None:
-        entry.ended_ns, entry.time_s = self._boundary, time.time()
-        self._digester.entries.append(entry)
+        entry.ended_ns = self._boundary
         device = self._device
-        if device is None or (entry.end is None and not entry.copies):
-            entry.is_ready = True
-        else:
+        if device is not None and (entry.copies or entry.has_held or entry.end is not None):
             device.waiting.append(entry)
             if entry.end is not None:
-                device.poll()
+                device.has_mark = True
+        else:
+            entry.is_ready = True
+        self._digester.entries.append(entry)
         if self._messages.pending:
             self._messages.warn_pending()
 
@@ -354,17 +361,16 @@ class TrainingMonitor:
         self._is_ended = self._owes_report = False
         entry = Entry()
         entry.number = int(step) if step is not None else self._number
-        entry.values, entry.skip_wandb = self._read(given, entry), skip_wandb
+        entry.values, entry.skip_wandb = self._values.read(given, entry), skip_wandb
         self._hand_over(entry)
 
-    def _read(self, given: Sequence[Any], entry: Entry) -> list[Any]:
-        device, copies, say = self._device, entry.copies, self._messages.say
-        return [
-            value if value is None or type(value) is float else read_value(value, device, copies, say)
-            for value in given
-        ]
-
     # --- Steps that are measured ------------------------------------------------------------------------------------
+
+    def _start_measuring(self, seen: SeenStep, source: Source) -> None:
+        """Before the first forward pass of a step that is to be measured."""
+        if self._device is None or not self._device.is_capturing():
+            source.start()
+            seen.is_measured = True
 
     def _stop_measuring(self, seen: SeenStep) -> None:
         """The measured step is over: here, and only here, the device is waited for."""
@@ -414,7 +420,7 @@ class TrainingMonitor:
         if step is not None:
             seen.number = int(step)
         before = seen.values if seen.values is not None else (None,) * len(given)
-        found = self._read(given, seen)
+        found = self._values.read(given, seen)
         seen.values = [old if new is None else new for new, old in zip(found, before, strict=True)]
         seen.skip_wandb = seen.skip_wandb or skip_wandb
 
@@ -456,7 +462,7 @@ class TrainingMonitor:
 
     def _find_device(self) -> None:
         if self._device is None:
-            self._device = self._digester.device = find_device()
+            self._device = self._digester.device = self._values.device = find_device()
 
     def _start_worker(self) -> None:
         if self._worker is None:
@@ -471,8 +477,7 @@ class TrainingMonitor:
     def _catch_up(self) -> None:
         """Everything that the device is done with becomes metrics now, on the caller's time."""
         self._settle_report()
-        if self._device is not None:
-            self._device.poll()
+        self._values.poll()
         self._digester.digest()
         self._messages.warn_pending()
 
@@ -482,7 +487,7 @@ class TrainingMonitor:
         device = self._device
         if device is not None:
             deadline = time.monotonic() + _CLOSE_S
-            while device.poll() and time.monotonic() < deadline:
+            while self._values.poll() and time.monotonic() < deadline:
                 time.sleep(0.001)
             device.give_up()
         self._digester.digest()
@@ -538,7 +543,7 @@ def _make_idle() -> TrainingMonitor:
     return TrainingMonitor.__new__(TrainingMonitor)
 
 
-def _finish_dropped(digester: Digester, hooks: list[Any], pid: int) -> None:
+def _finish_dropped(digester: Digester, values: Values, hooks: list[Any], pid: int) -> None:
     """A monitor that nobody holds any more, and nobody closed: its log is finished, its hooks and sinks go."""
     if pid != os.getpid():
         return
@@ -547,7 +552,7 @@ def _finish_dropped(digester: Digester, hooks: list[Any], pid: int) -> None:
     device = digester.device
     if device is not None:
         with suppress(Exception):
-            device.poll()
+            values.poll()
         device.give_up()
     for part in (digester.digest, digester.finish_side, lambda: digester.finish_log(_CLOSE_S), digester.model.close):
         with suppress(Exception):
