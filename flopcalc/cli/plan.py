@@ -79,7 +79,12 @@ def _degree_options(function: Any) -> Any:
 @dtype_option("|".join(DTYPES[:2]) + "|fp8")
 @execution_option("fused")
 @click.option(
-    "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw-master", show_default=True, help="As predict's."
+    "--optimizer",
+    type=click.Choice(OPTIMIZERS),
+    metavar="adamw|adamw-8bit|…",
+    default="adamw-master",
+    show_default=True,
+    help="As predict's.",
 )
 @add_options(*source_options, *input_options, *trained_options, *number_options[:2], number_options[3])
 @click.option("--top", default="5", show_default=True, metavar="N", help="How many layouts to show.")

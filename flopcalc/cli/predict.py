@@ -33,10 +33,11 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 @click.option(
     "--optimizer",
     type=click.Choice(OPTIMIZERS),
+    metavar="adamw|adamw-8bit|…",
     default="adamw",
     show_default=True,
-    help="adamw: torch's fused one; adamw-master: with fp32 gradients, master weights and states; adamw-8bit, "
-    "adamw-fp8: states of one byte; adamw-offload: states on the host.",
+    help="adamw: torch's fused one; adamw-foreach; adamw-master: with fp32 gradients, master weights and states; "
+    "adamw-8bit, adamw-fp8: states of one byte; adamw-offload: states on the host; none.",
 )
 @execution_option("eager")
 @click.option("--compile", "compiled", is_flag=True, help="The same as --execution compiled.")
