@@ -147,7 +147,7 @@ def test_check_holds_or_says_what_does_not(fake: Path, capsys: pytest.CaptureFix
     assert main(["--suite", "test", "--out", out, "--tables", "fake", "--check"]) == 1
     assert "DOES NOT HOLD" in capsys.readouterr().out
     (fake / "more").unlink()
-    (fake / "kill-a0").touch()
+    (fake / "kill-a1").touch()
     assert {d.column for d in check(out, "test", tables=["fake"]).differences} == {"status"}
     with pytest.raises(CalibrationError, match="no stored tables"):
         check(str(fake / "nothing"), "test", tables=["fake"])
