@@ -232,9 +232,8 @@ def predict_estimate(
     if any(estimator.origin == "trace" for estimator, _, _ in estimate.terms):
         raise WorkloadError("a traced model has no op list to predict from: it needs a spec")
     if dtype is not None:
-        find_kernel(
-            find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel
-        )  # a narrow one is refused
+        # A narrow format is refused.
+        find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
         estimate = match_dtype(estimate, dtype)
     kind = estimate.terms[0].estimator.formats.attention
     kernel = find_kernel(find_device(device, needs_all=True), kind, attention_kernel)

@@ -85,7 +85,7 @@ def test_rows_are_named(prediction: Prediction, found: Plan) -> None:
         found.best[0].layout.dp,
         found.best[0].mfu,
     )
-    with pytest.raises(FlopcalcError, match="breakdown 'modules' unknown; known: component, module, kind"):
+    with pytest.raises(FlopcalcError, match="by 'modules' unknown; known: component, module, kind, dtype"):
         estimate.breakdown("modules")
     with pytest.raises(FlopcalcError, match="rows by 'x' unknown; known: kind, module"):
         prediction.rows("x")

@@ -505,7 +505,7 @@ class Estimate:
         return Table(headers, Rows(PartRow(name, *row) for name, row in sums.items() if any(row)))
 
     def to_pandas(self, by: str = "component", depth: int | None = None) -> Any:
-        """The exact rows of a breakdown (by component, module or kind) as a pandas DataFrame."""
+        """The exact rows of a breakdown (by component, module, kind or dtype) as a pandas DataFrame."""
         return self.breakdown(by, depth).to_pandas()
 
     def table(self, by: str = "component", depth: int | None = None) -> Table:

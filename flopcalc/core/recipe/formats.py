@@ -107,12 +107,16 @@ def find_computed(name: str) -> Computed:
     return load_formats()[0][name]
 
 
+def _name_format(value: Any) -> str:
+    try:
+        return str(value).removeprefix("torch.").lower()
+    except Exception:  # an int of too many digits, or an object that cannot be shown
+        return ""
+
+
 def parse_compute(value: Any, what: str, error: type[FlopcalcError] = RecipeError) -> str:
     """'bf16', 'bfloat16' or torch.bfloat16 -> 'bf16'; an unknown word is an error that names the option."""
-    try:
-        text = str(value).removeprefix("torch.").lower()
-    except Exception:  # an int of too many digits, or an object that cannot be shown
-        text = ""
+    text = _name_format(value)
     if text in DTYPES:  # without reading the file
         return text
     computed, _, aliases = load_formats()
@@ -133,7 +137,7 @@ def make_plain(name: str) -> Stored:
 
 def parse_stored(value: Any, what: str) -> Stored:
     """How a word stores weights: plain (bf16, fp32), with scales (fp8, nf4), or with groups of a size (int4-g64)."""
-    text = str(value).removeprefix("torch.").lower()
+    text = _name_format(value)
     computed, stored, aliases = load_formats()
     grouped = _GROUP.fullmatch(text)
     name = grouped[1] if grouped is not None else text if text in stored else aliases.get(text, text)
