@@ -59,9 +59,9 @@ class Device:
         """Parts of one block. All parts that were ever on their way at the same time are kept."""
         count = max(1, min(_BLOCK_BUFFERS, _BLOCK_BYTES // (dtype.itemsize << size)))
         with self._torch.inference_mode(False):  # they are written into again, maybe outside of that
-            block = self._torch.empty((count, 1 << size), dtype=dtype, pin_memory=True)
-        free = self._buffers.setdefault((size, dtype), [])
-        free += block.unbind()
+            parts = self._torch.empty((count, 1 << size), dtype=dtype, pin_memory=True).unbind()
+        free = self._buffers.setdefault((size, dtype), [])  # the worker may give some back meanwhile
+        free += parts
         return free
 
     def give_back(self, buffers: list[Any]) -> None:

@@ -17,6 +17,8 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
     Its monitor is `callback.monitor`, from the start of a training on, also after its end.
     """
 
+    _has_threads = False  # of DataParallel, in the training that runs
+
     @guarded
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, _control: Any, model: Any = None, **_: Any
@@ -29,17 +31,17 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
             **_find_shares(args),
         }
         self._open(called, args.output_dir or ".", found)
-        if args.n_gpu > 1 and self.monitor is not None:
+        self._has_threads = args.n_gpu > 1
+        if self._has_threads and self.monitor is not None:
             self.monitor.say(
                 f"DataParallel over {args.n_gpu} devices in one process: MFU is a share of one device's peak; start "
                 "the training with torchrun, one process for each device"
             )
         self._set_phase(args, state, is_first=True)
 
-    @guarded
-    def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         # The first forward pass begins the step; the threads of DataParallel would begin one each.
-        if args.n_gpu > 1 and self._is_live and self.monitor is not None:
+        if self._has_threads and self._is_live and self.monitor is not None:
             self.monitor.begin_step()
 
     @guarded

@@ -27,6 +27,7 @@ from flopcalc.monitor.values import Values
 _POLL_S = 0.25  # the worker looks this often
 _MARK_NS, _MARK_STEPS = 4_000_000_000, 64  # how often a step is marked on the device, and the device is asked
 _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink
+_DROPPED_S = 0.01  # so long a monitor that was not closed waits for its last values
 _clock: Callable[[], int] = time.perf_counter_ns
 # Before all atexit hooks, where Python has that: a tracker's own hook would have ended its connection by then.
 _at_exit: Callable[..., Any] = getattr(threading, "_register_atexit", atexit.register)
@@ -147,10 +148,14 @@ class TrainingMonitor:
         for each in batches:
             self._note_given(seen, each)
 
-    @_guarded
     def end_step(self, step: int | None = None) -> None:
         """An optimizer step is over."""
-        self._end(self._open or self._begin(), step)
+        if self._is_off:
+            return
+        try:
+            self._end(self._open or self._begin(), step)
+        except Exception as error:
+            self._fail("end_step", error)
 
     @_guarded
     def report(
@@ -281,11 +286,14 @@ class TrainingMonitor:
         self._is_ended = False
         now = _clock()
         seen = self._open = SeenStep(now - self._boundary)
-        if self._device is not None and (
+        device = self._device
+        if device is not None and (
             now - self._marked_ns >= _MARK_NS or self._number - self._marked_step >= _MARK_STEPS
         ):
             self._marked_ns, self._marked_step = now, self._number
-            seen.start = self._device.mark()
+            seen.start = device.mark()
+            if seen.start is not None and device.has_mark:  # no forward pass came to ask after it
+                device.poll(asks_stream=False)
         return seen
 
     def _name_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -484,12 +492,7 @@ class TrainingMonitor:
     def _finish_steps(self) -> None:
         self._abandon()
         self._settle_report()
-        device = self._device
-        if device is not None:
-            deadline = time.monotonic() + _CLOSE_S
-            while self._values.poll() and time.monotonic() < deadline:
-                time.sleep(0.001)
-            device.give_up()
+        self._values.finish(_CLOSE_S)
         self._digester.digest()
 
     def _drop_hooks(self) -> None:
@@ -549,11 +552,8 @@ def _finish_dropped(digester: Digester, values: Values, hooks: list[Any], pid: i
         return
     for handle in hooks:
         handle.remove()
-    device = digester.device
-    if device is not None:
-        with suppress(Exception):
-            values.poll()
-        device.give_up()
+    with suppress(Exception):
+        values.finish(_DROPPED_S)
     for part in (digester.digest, digester.finish_side, lambda: digester.finish_log(_CLOSE_S), digester.model.close):
         with suppress(Exception):
             part()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,10 +11,12 @@ from flopcalc.monitor.device import Device
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.step import Entry
 
-_WATCHED = 8  # records in which a loop is watched before its values are held
+_WATCHED = 8  # records in which a loop is watched before values are held
 
 
 class _Watched(NamedTuple):
+    """A value on the device that was copied at once."""
+
     tensor: Any
     version: int
     place: int  # in memory
@@ -28,10 +31,7 @@ def find_whole(tensor: Any) -> Any:
 
     To read the others ranks would have to talk, and one that has no monitor would never answer.
     """
-    placements = getattr(tensor, "placements", None)
-    if placements is None:
-        return tensor
-    return tensor.to_local() if all(each.is_replicate() for each in placements) else None
+    return tensor.to_local() if all(each.is_replicate() for each in tensor.placements) else None
 
 
 class Held:
@@ -39,11 +39,12 @@ class Held:
 
     __slots__ = ("copy", "entry", "tensor", "version")
 
-    def __init__(self, tensor: Any, version: int, entry: Entry) -> None:
+    def __init__(self, tensor: Any, entry: Entry) -> None:
         self.tensor = tensor
-        self.version = version  # as autograd counts the writes into a tensor
-        self.entry = entry
+        self.version = tensor._version  # autograd's count of the writes into it
+        self.entry: Entry | None = entry  # None: copied
         self.copy: Any = math.nan
+        entry.has_held = True
 
     def __float__(self) -> float:
         return float(self.copy)
@@ -56,26 +57,29 @@ class Values:
     """Reads the values that a loop gives for its records, on the training thread.
 
     A CUDA call costs the host several times more at the end of a step than after a forward pass, where the driver's
-    code is in the caches. So a value on the device is held and copied after the next pass. That is right only if the
-    loop does not write into it before. In the first records values are copied at once, and it is watched whether the
-    loop writes into them or uses their memory again, as the replay of a CUDA graph does. If so, it stays like this.
+    code is in the caches. So a value on the device is held, and copied after the next pass. That is right only if the
+    loop does not write into it before. Values of the first records are copied at once, and watched: a loop that writes
+    into them, or uses their memory again as replays of a CUDA graph do, has its values copied at once for ever.
     """
 
     def __init__(self, say: Say) -> None:
         self.device: Device | None = None
         self.held: list[Held] = []
-        self.has_pass = False  # since the last record a forward pass was seen, and no graph was captured then
+        self.has_pass = False  # a forward pass was seen since the last record, and no graph was captured in it
         self._say = say
-        self._to_watch: float = _WATCHED  # records until values are held
+        self._to_watch: float = _WATCHED  # records until values are held; infinite: they never are
         self._given: list[_Watched] = []  # in this record
-        self._before: list[_Watched] = []  # in the record before: kept, so that nothing else gets their memory
+        self._before: list[_Watched] = []  # in the record before: kept alive, so nothing else gets their memory
 
     def read(self, given: Sequence[Any], entry: Entry) -> list[Any]:
         """Numbers, copies that will arrive, and None where nothing was given."""
-        device = self.device
-        if self.held and device is not None and not device.is_capturing():
+        if self.held and self.device is not None and not self.device.is_capturing():
             self.collect()  # no forward pass came
-        found = [value if value is None or type(value) is float else self._read_value(value, entry) for value in given]
+        found = []
+        for value in given:
+            if value is not None and type(value) is not float:
+                value = self._read_value(value, entry)
+            found.append(value)
         if self._given:
             self._judge()
         self.has_pass = False
@@ -94,21 +98,24 @@ class Values:
         """Copy what is held; not while a graph is captured."""
         held, self.held = self.held, []
         for each in held:
+            tensor, entry = each.tensor, each.entry
+            each.tensor = each.entry = None
+            if entry is None or self.device is None:
+                continue
+            entry.has_held = False
             try:
-                is_same = each.tensor._version == each.version
-                if is_same and self.device is not None:
-                    each.copy = self.device.fetch(each.tensor)
-                    each.entry.copies.append(each.copy)
-            except RuntimeError:  # a compiled model's CUDA graph has taken its memory back
-                is_same = False
-            each.tensor, each.entry.has_held = None, False
-            if not is_same:
-                self._to_watch = math.inf
-                self._say(
-                    f"a value given for the record of step {each.entry.number} was overwritten before the next forward "
-                    "pass, and is left out: give value.clone(). From now on values are copied at once",
-                    "value overwritten",
-                )
+                if tensor._version == each.version:
+                    each.copy = self.device.fetch(tensor)
+                    entry.copies.append(each.copy)
+                    continue
+            except RuntimeError:  # a compiled model's CUDA graph took its memory back
+                pass
+            self._to_watch = math.inf
+            self._say(
+                "a value given for a record was overwritten before the next forward pass, and is left out: give "
+                "value.clone(). From now on values are copied at once",
+                "value overwritten",
+            )
 
     def poll(self) -> int:
         """Find the entries that the device is done with; returns how many are still under way."""
@@ -123,44 +130,45 @@ class Values:
                 self.collect()
         return left
 
+    def finish(self, timeout_s: float) -> None:
+        """The training is over: wait a while for what is under way, and give up the rest."""
+        if self.device is None:
+            return
+        deadline = time.monotonic() + timeout_s
+        try:
+            while self.poll() and time.monotonic() < deadline:
+                time.sleep(0.001)
+        finally:
+            self.device.give_up()
+
     def _read_value(self, value: Any, entry: Entry) -> Any:
         try:
             if not hasattr(value, "is_cuda"):
                 return float(value)
-            whole = find_whole(value)
+            whole = find_whole(value) if hasattr(value, "placements") else value
             if whole is None:
                 raise ValueError("ranks would have to talk to know it; give .full_tensor()")
-            if whole.is_cuda and self.device is not None:
-                found = self._take(whole.detach(), entry, self.device)
-                if found is not None:
-                    return found
+            device = self.device
+            if whole.is_cuda and device is not None:
+                whole = whole.detach()
+                # Writes into what was made in inference mode are not counted.
+                is_safe = self.has_pass and self._to_watch != math.inf and not whole.is_inference()
+                if is_safe and not self._to_watch:
+                    held = Held(whole, entry)
+                    self.held.append(held)
+                    return held
+                if not device.is_capturing():
+                    if is_safe:
+                        self._given.append(_Watched(whole, whole._version, whole.data_ptr()))
+                    copy = device.fetch(whole)
+                    entry.copies.append(copy)
+                    return copy
             if whole.is_cpu:
                 return float(whole.item())
             self._say(f"a value on {whole.device} is not read: that would stall the device", "value device")
         except (TypeError, ValueError, RuntimeError) as error:
             self._say(f"a value given for the record is no number, and left out: {value!r:.60}: {error}", "value type")
         return math.nan
-
-    def _take(self, tensor: Any, entry: Entry, device: Device) -> Any:
-        """The value held, or a copy of it that will arrive; None while a graph is captured."""
-        version = None
-        if self.has_pass and self._to_watch != math.inf:
-            try:
-                version = tensor._version
-            except RuntimeError:  # made in inference mode: its writes are not counted
-                self._to_watch = math.inf
-        if version is not None and not self._to_watch:
-            held = Held(tensor, version, entry)
-            self.held.append(held)
-            entry.has_held = True
-            return held
-        if device.is_capturing():
-            return None
-        if version is not None:
-            self._given.append(_Watched(tensor, version, tensor.data_ptr()))
-        copy = device.fetch(tensor)
-        entry.copies.append(copy)
-        return copy
 
     def _judge(self) -> None:
         """Whether the loop left the values of the record before alone."""

@@ -28,6 +28,7 @@ class Gpu:
     def __init__(self) -> None:
         self.queue: list[Callable[[], None]] = []
         self.is_capturing = False
+        self.is_taken_back = False  # the memory of losses, by a graph of a compiled model
         self.now_ms = 0.0  # the device's own clock
         self.copies = self.marks = self.questions = 0
         self.blocks: list[tuple[int, int]] = []  # of pinned memory
@@ -102,6 +103,8 @@ class Pinned(torch.Tensor):
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Pinned:  # type: ignore[override]
         assert non_blocking
         assert not self.gpu.is_capturing
+        if self.gpu.is_taken_back and not source.ndim:
+            raise RuntimeError("accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run")
         self.gpu.copies += 1
         value = source.as_subclass(torch.Tensor).clone()  # later writes of the loop are queued behind it
 
@@ -349,14 +352,25 @@ def test_pinned_memory_is_allocated_in_blocks(
     assert len(gpu.blocks) == before
 
 
-def test_losses_that_the_loop_leaves_alone_are_copied_in_the_next_pass(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+@pytest.mark.parametrize("way", ["log_step", "block", "report"])
+def test_losses_that_the_loop_leaves_alone_are_copied_in_the_next_pass(
+    tmp_path: Path, clock: Clock, gpu: Gpu, way: str
+) -> None:
     monitor, module = watch(tmp_path)
     copied = []
     for number in range(1, 13):
-        module(**make_batch(1))
-        clock.tick(0.1)
-        before = gpu.copies
-        monitor.log_step(number, 0, put(number / 4), put(number / 8), 0.1)
+        with monitor.step() if way == "block" else nullcontext() as step:
+            module(**make_batch(1))
+            clock.tick(0.1)
+            before = gpu.copies
+            loss, norm = put(number / 4), put(number / 8)
+            if step is not None:
+                step.log(loss=loss, grad_norm=norm, step=number)
+            elif way == "report":
+                monitor.end_step(number)
+                monitor.report(number, loss=loss, grad_norm=norm)
+            else:
+                monitor.log_step(number, 0, loss, norm, 0.1)
         copied.append(gpu.copies - before)
         gpu.run()
     assert copied == [2] * 8 + [0] * 4
@@ -410,14 +424,19 @@ def test_losses_that_may_change_are_copied_at_once(
     assert [record["training/loss"] for record in read_steps(tmp_path)] == list(range(1, 21))
 
 
-def test_a_loss_that_changes_while_it_is_held_is_left_out(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+@pytest.mark.parametrize("is_taken_back", [False, True])
+def test_a_loss_that_changes_while_it_is_held_is_left_out(
+    tmp_path: Path, clock: Clock, gpu: Gpu, is_taken_back: bool
+) -> None:
     monitor, module = watch(tmp_path)
     loss = put(0.0)
     for number in range(1, 15):
-        loss = put(float(number)) if number <= 10 else loss.fill_(number)
-        late = number == 11
-        with pytest.warns(RuntimeWarning, match="step 10 was overwritten .* value.clone") if late else nullcontext():
+        loss = put(float(number)) if is_taken_back or number <= 10 else loss.fill_(number)
+        is_late = number == 11
+        gpu.is_taken_back = is_taken_back and is_late
+        with pytest.warns(RuntimeWarning, match="was overwritten .* value.clone") if is_late else nullcontext():
             module(**make_batch(1))
+        gpu.is_taken_back = False
         clock.tick(0.1)
         monitor.log_step(number, 0, loss, None, 0.1)
     gpu.run()
@@ -440,6 +459,19 @@ def test_without_forward_passes_losses_are_copied_at_once(tmp_path: Path, clock:
                 monitor.close()
         assert gpu.copies - before == {9: 0, 10: 0, 11: 2}.get(number, 1)
     assert [record["training/loss"] for record in read_steps(tmp_path)] == list(range(1, 21))
+
+
+def test_without_a_live_model_marks_are_asked_too(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+    monitor = TrainingMonitor(tmp_path, CONFIG, model=bind(PRESET))
+    mask = make_batch(1)["attention_mask"]
+    for number in range(1, 131):
+        clock.tick(0.05)
+        monitor.log_step(number, 0, put(float(number)), None, 0.1, attention_mask=mask)
+        gpu.run()
+    monitor._digester.digest()  # as the worker does
+    assert monitor._digester.metrics["training/loss"] == 65
+    assert monitor.metrics()["training/loss"] == 130
+    monitor.close()
 
 
 def test_a_mark_comes_after_what_is_held(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:

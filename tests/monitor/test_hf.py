@@ -244,9 +244,11 @@ def test_events_reach_the_monitor_in_order(case: str, tmp_path: Path) -> None:
 def test_only_dataparallel_needs_a_step_begun(devices: int, calls: list[str], tmp_path: Path) -> None:
     recorder = Recorder(Settings())
     callback = FlopcalcCallback(monitor=recorder)
-    callback._open(make_llama(), tmp_path, {})
-    callback.on_step_begin(SimpleNamespace(n_gpu=devices), None, None)
-    assert (recorder.calls, recorder.said) == (calls, [])
+    arguments = SimpleNamespace(n_gpu=devices, output_dir=str(tmp_path), torch_compile=False, report_to=[])
+    callback.on_train_begin(arguments, None, None, model=make_llama())
+    callback.on_step_begin(arguments, None, None)
+    assert recorder.calls == calls
+    assert [words.split()[0] for words in recorder.said] == ["DataParallel"] * (devices > 1)
 
 
 def test_values_of_a_report(tmp_path: Path) -> None:
