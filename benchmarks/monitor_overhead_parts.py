@@ -438,6 +438,7 @@ def check_agreement(loop: Loop) -> Row:
         for _ in range(steps):  # no wait in between: both clocks start and end in the steady state
             watching.log(train())
             marks.append(loop.place.mark())
+        watching.monitor.metrics()  # the last loss is copied now
         loop.place.synchronize()
         found = watching.monitor.metrics()
         failures = list_failures(watching.monitor)

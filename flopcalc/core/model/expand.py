@@ -85,8 +85,8 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
 
 
 def _expand(dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
-    for words, text in dims.spec.checks.items():
-        if not evaluate_truth(text, dims):
+    for words, text in (dims.spec.checks | dims.spec.config_checks).items():
+        if not evaluate_truth(text, dims) and not (words in dims.spec.config_checks and _is_partial(dims, text)):
             raise ConfigError(f"{dims.where}: {words}{_format_origin(dims, text)}")
     _check_layers(dims)
     stages: list[Stage] = []
@@ -223,6 +223,7 @@ class _Builder:
         self._chains: dict[tuple[Any, ...], Chain] = {}
         self._alike: dict[Chain, Chain] = {}
         self._width: int | None = None  # what the attention before hands on, until a product reads it
+        self._width_from: tuple[str, ...] = ()  # the expressions behind it
 
     def build(self, items: list[Any]) -> Chain:
         """The chain of the current layer; layers in which every changing name has the same value share one."""
@@ -402,12 +403,14 @@ class _Builder:
             common["part"] = "attention_scores"
         heads, qk, v = size("heads"), size("qk"), size("v", 0)
         kv_heads = size("kv_heads", default=str(_count_key_heads(before, heads, qk, v)))
-        if heads % kv_heads:
+        texts = (str(item["heads"]), str(item.get("kv_heads", "0")))
+        if heads % kv_heads and not _is_partial(self.dims, *texts):
             raise ConfigError(
                 f"{self.dims.where}: {heads} attention heads cannot share {kv_heads} heads of keys and values"
-                f"{_format_origin(self.dims, str(item['heads']), str(item.get('kv_heads', '0')))}"
+                f"{_format_origin(self.dims, *texts)}"
             )
         self._width = size("out", default=str(heads * v)) if v else None  # a part of the products hands nothing on
+        self._width_from = (*texts, str(item["v"]))
         cache = size("cache", 0, default=str(kv_heads * (qk + v) if keeps_keys(item) else 0))
         return Attend(
             **common,
@@ -423,7 +426,8 @@ class _Builder:
     def _check_width(self, item: dict[str, Any], width: int) -> None:
         """A product after attention reads its heads, all of them and nothing else: HF's code would fail too."""
         given, self._width = self._width, None
-        if given is not None and given != width and item["op"] == "linear" and "from" not in item:
+        is_wrong = given is not None and given != width and item["op"] == "linear" and "from" not in item
+        if is_wrong and not _is_partial(self.dims, *self._width_from):
             raise ConfigError(
                 f"{self.dims.where}: attention hands on {given} numbers, but {item.get('name') or self.path} reads "
                 f"{width}: the width is no multiple of the heads{_format_origin(self.dims, str(item['in']))}"
@@ -585,6 +589,22 @@ def _size(dims: BoundDims, text: str, what: str, minimum: int) -> int:
 
 def _format_origin(dims: BoundDims, *texts: str) -> str:
     """' (hidden_size is '4096')': the config's keys behind expressions, for an error that names them."""
+    names = [name for name in _list_keys(dims, *texts) if find_key(dims.config, name)[0]]
+    shown = [f"{key} is {format_value(find_key(dims.config, key)[1])}" for key in names]
+    return f" ({', '.join(shown)})" if shown else ""
+
+
+def _is_partial(dims: BoundDims, *texts: str) -> bool:
+    """Whether a key behind the expressions is left out of the config, so that the config class's default stands."""
+    return any(
+        dims.defaults.get(name) is not None
+        and not any(find_key(dims.config, key)[0] for key in (name, *dims.spec.renamed.get(name, ())))
+        for name in _list_keys(dims, *texts)
+    )
+
+
+def _list_keys(dims: BoundDims, *texts: str) -> list[str]:
+    """The config's keys that expressions read, through dims too."""
     keys: dict[str, None] = {}
     seen: set[str] = set()
     waiting = list(texts)
@@ -593,7 +613,6 @@ def _format_origin(dims: BoundDims, *texts: str) -> str:
             seen.add(name)
             entries = [entry for entry in dims.spec.dims.get(name, ()) if entry != name]
             waiting += entries
-            if not entries and find_key(dims.config, name)[0]:
+            if not entries or len(entries) < len(dims.spec.dims.get(name, ())):
                 keys[name] = None
-    shown = [f"{key} is {format_value(find_key(dims.config, key)[1])}" for key in keys]
-    return f" ({', '.join(shown)})" if shown else ""
+    return list(keys)

@@ -96,6 +96,7 @@ class Spec(NamedTuple):
     dims: dict[str, list[str]]
     blocks: dict[str, list[Any]]
     checks: dict[str, str]  # what must hold of a config, in words -> expression
+    config_checks: dict[str, str]  # the same, of keys that the config itself gives
     stacks: list[dict[str, Any]]
     vision: dict[str, Any]
     audio: dict[str, str]
@@ -129,7 +130,8 @@ def load_spec(path: str) -> Spec:
         renamed=tables.get("renamed", {}),
         dims={name: _candidates(value, name, path) for name, value in tables.get("dims", {}).items()},
         blocks=tables.get("blocks", {}),
-        checks=tables.get("checks", {}) | tables.get("config_checks", {}),
+        checks=tables.get("checks", {}),
+        config_checks=tables.get("config_checks", {}),
         stacks=tables.get("stack", []),
         vision=tables.get("vision", {}),
         audio=tables.get("audio", {}),

@@ -121,9 +121,7 @@ def test_recompute(recompute: str, layer: int) -> None:
 
 
 def test_top_k_experts_and_the_router() -> None:
-    config = {
-        **LLAMA, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
-    }  # fmt: skip
+    config = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     estimate = bind(config)(1, S)
     parts = estimate.by_component()
     assert parts["router"][0] == 2 * (2 * D * 4 * S)
@@ -136,8 +134,7 @@ def test_siblings_owe_one_input_gradient_each() -> None:
     # DeepSeek: shared experts and routed ones read the same tensor; with LoRA on layer 0 alone nothing before owes.
     config = {
         "model_type": "deepseek_v3", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 12,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 10, "moe_intermediate_size": 4,
-        "n_routed_experts": 4,
+        "num_attention_heads": 2, "vocab_size": 10, "moe_intermediate_size": 4, "n_routed_experts": 4,
         "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 0, "q_lora_rank": None,
         "kv_lora_rank": 6, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4,
     }  # fmt: skip

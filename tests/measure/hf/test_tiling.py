@@ -22,16 +22,11 @@ from flopcalc.errors import WorkloadError
 
 SIZES = [(336, 336), (640, 480), (480, 641), (1000, 333), (97, 1013), (30, 20), (1999, 1501), (1500, 301), (3, 170)]
 SOME = [size if size in SIZES[1:5:3] else pytest.param(size, marks=pytest.mark.heavy) for size in SIZES]
-TEXT = {
-    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,
-    "num_key_value_heads": 1, "vocab_size": 99,
-}  # fmt: skip
+TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 99}
 
 
 def tower(kind: str, image: int, patch: int, **keys: Any) -> dict[str, Any]:
-    sizes = {
-        "image_size": image, "patch_size": patch, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    }  # fmt: skip
+    sizes = {"image_size": image, "patch_size": patch, "hidden_size": 64, "num_hidden_layers": 2}
     return {"model_type": kind, **sizes, **keys}
 
 
