@@ -11,14 +11,14 @@ from flopcalc.core.workload.sums import Pairs
 
 
 class StandIn(NamedTuple):
-    """A recorded model type that stands in for others, and where its layers are."""
+    """A recorded model type whose operators others borrow, and where its layers are."""
 
     name: str
     text: str  # path of its language model's layers
     vision: str = ""  # and of its tower's
 
     def find_path(self, group: str) -> str:
-        """The layers that stand in for those of a group."""
+        """The layers whose operators a group's layers borrow."""
         return self.vision if group == "vision" and self.vision else self.text
 
 

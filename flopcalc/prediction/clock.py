@@ -61,7 +61,7 @@ class Piece(NamedTuple):
     flops: float = 0.0
 
     def slow_down(self, slower: float) -> float:
-        """Seconds at a clock that makes others take so many times longer."""
+        """Seconds at a clock that slows the others down by a factor."""
         return self.seconds if self.is_streamed else self.seconds * slower
 
 
@@ -121,7 +121,7 @@ class Clock:
         self.found_notes: dict[str, None] = {}
 
     def add(self, work: Work, times: int, load: Workload) -> None:
-        """A micro-batch's work, so many times."""
+        """A micro-batch's work, repeated."""
         is_first = not self.stacks
         self.phase, self.times, self.stacks = load.phase, max(self.times, times), work.stacks
         self._add_device(work, times)
@@ -228,7 +228,7 @@ class Clock:
         return self.spend(totals, self.slower(totals))
 
     def spend(self, totals: Totals, slower: float) -> float:
-        """Seconds of sums at a clock that makes what it bounds take so many times longer, with the gaps between."""
+        """Seconds of sums at a clock that slows what it bounds by a factor, with the gaps between."""
         clocked = totals.seconds - totals.streamed
         gaps = totals.launches * self.constants["gaps"][name_mode(self.phase)]
         return float(totals.streamed + clocked * slower + gaps)
@@ -249,7 +249,7 @@ class Clock:
         return sum(each.seconds for each in self.hosted) if self.execution == "eager" else 0.0
 
     def step_s(self, host_factor: float = 1.0, pause_s: float = 0.0) -> float:
-        """Seconds of a step on a host that takes so many times longer, and that pauses after each step."""
+        """Seconds of a step on a host that is slower by a factor, and that pauses after each step."""
         device_s = self.device_s()
         if self.execution != "eager" or not self.pieces:
             return max(device_s - pause_s, self.host_s() * host_factor)

@@ -1,4 +1,4 @@
-"""What was recorded of a model type's operators: its file, its signatures, and the sizes and sums they are told in."""
+"""What was recorded of a model type's operators: its file, its signatures, and the sizes and sums in them."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Weights(NamedTuple):
         return self.bytes + self.scale_bytes
 
     def add(self, other: Weights, times: int = 1) -> Weights:
-        """Together with others of the same format, so many times."""
+        """The sum with others of the same format, each repeated."""
         sums = (mine + theirs * times for mine, theirs in zip(self[1:], other[1:], strict=True))
         return Weights(self.format, *sums)
 

@@ -173,7 +173,7 @@ def check_no_sizes(batch_size: int, *others: Any) -> None:
 
 
 class Term(NamedTuple):
-    """One workload on one model, so many times."""
+    """One workload on one model, and how often it runs."""
 
     estimator: Estimator
     load: Workload

@@ -151,7 +151,7 @@ def _sample(video: Video, processor: Processor, values: dict[str, int], notes: l
 def _find_side(processor: Processor, values: dict[str, int], frames: int, vision: Vision) -> int:
     """Pixels a side of the largest square frame that the processor keeps.
 
-    An image's limit may stand in for a video's, far above what anybody gives it: the class's own then counts.
+    If a video has only an image's limit, which is far above any video, the class's own limit counts.
     """
     if processor.rule == "navit":
         return math.isqrt(values["max_patches"]) * vision.patch
