@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -11,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from flopcalc._version import __version__
@@ -273,12 +271,16 @@ def find_cache_dir() -> str:
 
 def make_key(identity: Mapping[str, Any]) -> str:
     """A file's name for whatever decides a trace: config, recipe, library versions, kind of workload."""
+    import hashlib  # imported lazily: few commands trace
+
     text = json.dumps({"schema": SCHEMA, **identity}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 def read_versions() -> dict[str, str]:
     """Versions of the libraries that a trace depends on, without importing them."""
+    from importlib.metadata import PackageNotFoundError, version
+
     found = {"flopcalc": __version__}
     for name in _LIBRARIES:
         with suppress(PackageNotFoundError):
