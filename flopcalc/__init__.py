@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flopcalc.hardware.devices import peak_flops_per_s
     from flopcalc.monitor.precise import calculate_mfu_with_profiler, calculate_precise_mfu
     from flopcalc.monitor.training import TrainingMonitor
+    from flopcalc.planning.local import local_flops
     from flopcalc.planning.plan import Plan, plan
     from flopcalc.prediction.step import Prediction, predict
 
@@ -31,7 +32,7 @@ __all__ = [
     # share of the hardware
     "mfu", "hfu", "Utilization", "peak_flops_per_s", "translate", "Translation",
     # seconds, bytes and money
-    "predict", "Prediction", "plan", "Plan",
+    "predict", "Prediction", "plan", "Plan", "local_flops",
     # in the training loop
     "TrainingMonitor",
     # older names that training code still imports
@@ -53,6 +54,7 @@ _HOMES = {
     "hardware.devices": ("peak_flops_per_s",),
     "prediction.step": ("predict", "Prediction"),
     "planning.plan": ("plan", "Plan"),
+    "planning.local": ("local_flops",),
     "monitor.training": ("TrainingMonitor",),
     "monitor.precise": ("calculate_mfu_with_profiler", "calculate_precise_mfu"),
     "errors": ("FlopcalcError", "ConfigError", "SpecError", "WorkloadError", "RecipeError", "DeviceError"),
