@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 from flopcalc.core.workload.sums import Sum
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)  # never made by itself
 class Op:
     """One operation: its module's name, and the sum of the workload that says how often it runs."""
 
@@ -71,7 +71,7 @@ class Op:
         return False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)  # never made by itself
 class Weighted(Op):
     """An operation with parameters of its own, or tied to another's."""
 
@@ -162,9 +162,10 @@ class Linear(Weighted):
         return [str(name) for name in self.numbered]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Conv(Linear):
     """A convolution as a product: `n_in` is channels x kernel."""
+
+    __slots__ = ()
 
     kind: ClassVar[str] = "conv"
 

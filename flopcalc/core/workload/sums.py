@@ -16,10 +16,13 @@ from flopcalc.core.workload.workload import Grid, Workload
 from flopcalc.errors import SpecError, format_value
 
 
+@dataclass(frozen=True, slots=True)
 class Sum:
-    """One sum over a workload; `counting` is 'model' (needed), 'full' (eager code) or a fused kernel's name."""
+    """One sum over a workload; `counting` is 'model' (needed), 'full' (eager code) or a fused kernel's name.
 
-    __slots__ = ()
+    Two sums are equal when their class and their fields are; those without fields inherit that from here.
+    """
+
     words: ClassVar[str] = ""
 
     def count(self, load: Workload, counting: str) -> int:
@@ -40,10 +43,10 @@ class Sum:
         return {}
 
 
-@dataclass(frozen=True, slots=True)
 class Tokens(Sum):
     """Positions of the language model, or of an encoder."""
 
+    __slots__ = ()
     words: ClassVar[str] = "tokens"
 
     def _count(self, load: Workload, counting: str) -> int:
@@ -96,10 +99,10 @@ class Pairs(Sum):
         return dict(Counter((mask, length) for length in lengths))
 
 
-@dataclass(frozen=True, slots=True)
 class Logits(Sum):
     """Positions that get logits."""
 
+    __slots__ = ()
     words: ClassVar[str] = "positions with logits"
 
     def _count(self, load: Workload, counting: str) -> int:
@@ -112,10 +115,10 @@ class Logits(Sum):
         return load.rows * min(keep, load.seq)
 
 
-@dataclass(frozen=True, slots=True)
 class Cached(Sum):
     """Positions whose keys HF's code forms anew at every call, from a cache of something else."""
 
+    __slots__ = ()
     words: ClassVar[str] = "keys and values formed"
 
     def _count(self, load: Workload, counting: str) -> int:
@@ -124,30 +127,30 @@ class Cached(Sum):
         return Tokens().count(load, counting)
 
 
-@dataclass(frozen=True, slots=True)
 class Calls(Sum):
     """Calls of the model: one, or one per new token."""
 
+    __slots__ = ()
     words: ClassVar[str] = "calls"
 
     def _count(self, load: Workload, counting: str) -> int:
         return load.seq if load.phase == "decode" else 1
 
 
-@dataclass(frozen=True, slots=True)
 class Folds(Sum):
     """Foldings of an adapter into a weight: torch's parametrization computes one more when it is registered."""
 
+    __slots__ = ()
     words: ClassVar[str] = "folds"
 
     def _count(self, load: Workload, counting: str) -> int:
         return Calls().count(load, counting) * 2
 
 
-@dataclass(frozen=True, slots=True)
 class Images(Sum):
     """Images and videos."""
 
+    __slots__ = ()
     words: ClassVar[str] = "images"
 
     def _count(self, load: Workload, counting: str) -> int:
@@ -157,10 +160,10 @@ class Images(Sum):
         return _add_calls({math.isqrt(times): 1} for _ in load.all_grids)
 
 
-@dataclass(frozen=True, slots=True)
 class Tiles(Sum):
     """Tiles of all images."""
 
+    __slots__ = ()
     words: ClassVar[str] = "tiles"
 
     def _count(self, load: Workload, counting: str) -> int:
@@ -170,10 +173,10 @@ class Tiles(Sum):
         return _add_calls({math.isqrt(times): t} for t, _, _ in load.all_grids)
 
 
-@dataclass(frozen=True, slots=True)
 class Patches(Sum):
     """Patches of all images and videos."""
 
+    __slots__ = ()
     words: ClassVar[str] = "patches"
 
     def _count(self, load: Workload, counting: str) -> int:
@@ -192,10 +195,10 @@ class Merged(Sum):
         return Patches().count(load, counting) // self.area
 
 
-@dataclass(frozen=True, slots=True)
 class Frames(Sum):
     """Pairs of patches of the same temporal patch."""
 
+    __slots__ = ()
     words: ClassVar[str] = "query-key pairs within temporal patches"
 
     def _count(self, load: Workload, counting: str) -> int:
@@ -331,10 +334,10 @@ class Executed(Sum):
         return self.inner.describe(convention)
 
 
-@dataclass(frozen=True, slots=True)
 class Samples(Sum):
     """Samples that clipping sums over; torch.einsum makes no product of a sum over one entry."""
 
+    __slots__ = ()
     words: ClassVar[str] = "samples"
 
     def _count(self, load: Workload, counting: str) -> int:
@@ -364,10 +367,10 @@ class PerSample(Sum):
         return rows if self.what == "rows" else f"{rows}² of each sample"
 
 
-@dataclass(frozen=True, slots=True)
 class Once(Sum):
     """One: what a table has measured of exactly this workload."""
 
+    __slots__ = ()
     words: ClassVar[str] = "tile padding"
 
     def count(self, load: Workload, counting: str) -> int:
