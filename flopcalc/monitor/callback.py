@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flopcalc.errors import ConfigError
 from flopcalc.monitor.keys import CORE
-from flopcalc.monitor.settings import Settings, load_settings
+from flopcalc.monitor.settings import Settings, check_path, load_settings
 
 if TYPE_CHECKING:
     from flopcalc.monitor.training import TrainingMonitor
@@ -52,8 +52,8 @@ class MonitorCallback:
             raise ConfigError("a monitor has its own config, output_dir and log_file: give these, or the monitor")
         self.monitor = monitor
         self._settings, self._notes = load_settings(config)  # a bad config ends here, not in training
-        self._output_dir = output_dir
-        self._log_file = log_file
+        self._output_dir = check_path(output_dir, "output_dir") if output_dir is not None else None
+        self._log_file = check_path(log_file, "log_file") if log_file is not None else None
         self._is_own = monitor is None
         self._is_live = False
         self._is_reported = True

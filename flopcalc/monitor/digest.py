@@ -16,6 +16,7 @@ from typing import Any
 
 from flopcalc._version import __version__
 from flopcalc.errors import FlopcalcError
+from flopcalc.files import open_regular
 from flopcalc.monitor.batch import Work
 from flopcalc.monitor.device import Device
 from flopcalc.monitor.keys import CORE, LOG_NAME, SCHEMA
@@ -46,6 +47,8 @@ class Digester:
     ) -> None:
         self.settings = settings
         self.entries: deque[Entry | LostTime | DatasetMetrics] = deque(maxlen=_MOST_ENTRIES)
+        self._dropped = 0  # steps and records that were never digested
+        self._deadline_s = math.inf  # of time.monotonic: what is not digested by then is dropped
         self.meter = Meter(settings)
         self.model = TrainedModel(settings, self.meter, messages.say)
         self.metrics: dict[str, Any] = dict.fromkeys(CORE, math.nan)
@@ -59,7 +62,7 @@ class Digester:
         self._say = messages.say
         self._clock = clock
         self._created, self._created_s = clock(), time.time()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler may close the monitor while it digests
         self._goodput_at_s = -math.inf
         self._logged_before = 0  # the last step that an earlier run wrote into the same log
         self.has_begun = False
@@ -118,17 +121,41 @@ class Digester:
             return
         self._write_goodput()
         goodput = self.meter.goodput.describe(self._elapsed_s())
-        self.outbox.put({"type": "end", "time": time.time(), "steps": self.meter.steps, "goodput": goodput})
+        end = {"type": "end", "time": time.time(), "steps": self.meter.steps, "goodput": goodput}
+        self.outbox.put({**end, "dropped": self._dropped} if self._dropped else end)
         self.outbox.close(timeout_s)
 
     # --- Entries ----------------------------------------------------------------------------------------------------
 
-    def digest(self) -> None:
+    def add(self, entry: Entry | LostTime | DatasetMetrics) -> None:
+        """On the training thread: hand over what happened; of too many that wait the oldest goes."""
+        if len(self.entries) == _MOST_ENTRIES:
+            self._dropped += isinstance(self.entries[0], Entry)
+            self._say(
+                f"steps come faster than they are counted: {_MOST_ENTRIES} wait, and the oldest are dropped", "overfull"
+            )
+        self.entries.append(entry)
+
+    def finish(self, timeout_s: float) -> None:
+        """The training is over: digest what is left, for so long at most, and say how much was dropped."""
+        self._deadline_s = time.monotonic() + timeout_s
+        self.digest(timeout_s)
+        left = [entry for entry in self.entries if isinstance(entry, Entry)]
+        self.entries.clear()
+        self._dropped += len(left)
+        if self._dropped:
+            self._say(
+                f"{self._dropped} records were dropped, and their steps are in no sum: steps came faster than they are "
+                f"counted, and close() waits {timeout_s:g} s at most",
+                "dropped",
+            )
+
+    def digest(self, lock_s: float = _LOCK_S) -> None:
         """Turn what is ready into metrics, in its order."""
-        if not self._lock.acquire(timeout=_LOCK_S):
+        if not self._lock.acquire(timeout=lock_s):
             return  # the worker is at it, and slow
         try:
-            while self.entries and self.entries[0].is_ready:
+            while self.entries and self.entries[0].is_ready and time.monotonic() < self._deadline_s:
                 self._try(self.entries.popleft())
             self._exchange()
             problems, self.meter.problems = self.meter.problems, {}
@@ -319,15 +346,15 @@ def _without_digits(text: str) -> str:
 def _read_last_step(path: str) -> int:
     """The last step of a log that is already there; 0 without one."""
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - 65536))
-            lines = file.read().splitlines()
-    except OSError:
+        with open_regular(path, FlopcalcError) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+            lines = file.read(65536).splitlines()
+    except (FlopcalcError, OSError):
         return 0
     for line in reversed(lines):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, Mapping) and record.get("type") == "step" and isinstance(record.get("global_step"), int):
             return int(record["global_step"])

@@ -191,6 +191,10 @@ def _find_datasets(steps: Iterable[Record]) -> dict[str, dict[str, float]]:
             if key.startswith(DATASET_PREFIX) and (value := _number(record, key)) is not None:
                 name, _, metric = key.removeprefix(DATASET_PREFIX).rpartition("/")
                 found.setdefault(name, {})[metric] = value
+    total = sum(values.get("tokens", 0) for values in found.values())
+    for values in found.values():
+        if "share" in values and "tokens" in values and total > 0:
+            values["share"] = values["tokens"] / total  # a record of many datasets holds those that changed alone
     return found
 
 

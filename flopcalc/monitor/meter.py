@@ -13,6 +13,7 @@ from flopcalc.monitor.settings import Settings
 
 CAUSES = ("start", "data", "eval", "checkpoint", "stall", "measure", "redone", "other")
 _RECENT = 64  # steps whose median a stall is compared with
+_MOST_DATASETS = 100  # of more of them a record holds those that changed since the last one
 
 
 class Peak(NamedTuple):
@@ -148,7 +149,9 @@ class Meter:
         self._due: deque[tuple[int, Sums]] = deque(maxlen=256)
         self._last: Step | None = None
         self._last_detail = 0
-        self._datasets: dict[str, list[float]] = {}
+        self._datasets: dict[str, list[float]] = {}  # samples and tokens
+        self._dataset_tokens: float = 0  # of all of them
+        self._changed: dict[str, None] = {}  # datasets that no record holds as they are
         self._dataset_values: dict[str, dict[str, float]] = {}
         self._last_datasets = 0
         self.scope = "this process"
@@ -176,6 +179,8 @@ class Meter:
             sums = self._datasets.setdefault(name, [0, 0])
             sums[0] += samples
             sums[1] += tokens
+            self._dataset_tokens += tokens
+            self._changed[name] = None
         if not step.wall_s > 0:
             self.problems["step time"] = (
                 f"step {step.number} took {step.wall_s:g} s: the clock stood still or ran backwards; it is in no rate"
@@ -225,6 +230,7 @@ class Meter:
     def add_datasets(self, values: Mapping[str, Mapping[str, float]]) -> None:
         for name, found in values.items():
             self._dataset_values.setdefault(str(name), {}).update(found)
+            self._changed[str(name)] = None
 
     def take_intervals(self, is_end: bool = False) -> list[tuple[int, Sums]]:
         """Numbered sums for the other ranks, of every detail_every steps; at the end also of the rest."""
@@ -318,14 +324,18 @@ class Meter:
         return record | dict(gauge)
 
     def _describe_datasets(self) -> dict[str, float]:
-        total = sum(tokens for _, tokens in self._datasets.values())
+        names, self._changed = self._changed, {}
+        if len(self._datasets) + len(self._dataset_values) <= _MOST_DATASETS:
+            names = dict.fromkeys((*self._datasets, *self._dataset_values))
         found: dict[str, float] = {}
-        for name, (samples, tokens) in self._datasets.items():
-            found[f"dataset/{name}/samples"] = samples
-            found[f"dataset/{name}/tokens"] = tokens
-            found[f"dataset/{name}/share"] = _divide(tokens, total)
-        for name, values in self._dataset_values.items():
-            found |= {f"dataset/{name}/{key}": value for key, value in values.items()}
+        for name in names:
+            if name in self._datasets:
+                samples, tokens = self._datasets[name]
+                found[f"dataset/{name}/samples"] = samples
+                found[f"dataset/{name}/tokens"] = tokens
+                found[f"dataset/{name}/share"] = _divide(tokens, self._dataset_tokens)
+            for key, value in self._dataset_values.get(name, {}).items():
+                found[f"dataset/{name}/{key}"] = value
         return found
 
 

@@ -82,6 +82,14 @@ class Settings:
         return given if given is not None else _PHASE_DEFAULTS.get(phase, self.flops_profile_freq)
 
 
+def check_path(value: Any, what: str) -> str:
+    """The path of a file or folder."""
+    if not isinstance(value, str | os.PathLike) or not os.fsdecode(value):
+        kind = "folder" if what.endswith("dir") else "file"
+        raise ConfigError(f"{what} is the path of a {kind}, not {format_value(value)}")
+    return os.fsdecode(value)
+
+
 def load_settings(
     config: Mapping[str, Any] | str | os.PathLike[str] | Settings | None = None, flops_profile_freq: int = DEFAULT_FREQ
 ) -> tuple[Settings, list[str]]:

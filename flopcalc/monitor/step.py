@@ -94,8 +94,11 @@ class StepContext:
         epoch: Any = None,
         step: int | None = None,
         skip_wandb: bool = False,
+        **unknown: Any,
     ) -> None:
-        """Values for this step's record; tensors may be on the device."""
+        """Values for this step's record; tensors may be on the device. An unknown name is said and left out."""
+        if unknown:
+            self._monitor._say_unknown("step.log", unknown, ("loss", "grad_norm", "learning_rate", "epoch", "step"))
         self._monitor._fill(step, (epoch, loss, grad_norm, learning_rate), skip_wandb)
 
     def __enter__(self) -> StepContext:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, TypeVar
 
+from flopcalc.errors import format_nearest
 from flopcalc.monitor.batch import HostBatches, Shape, Watched
 from flopcalc.monitor.device import Device, find_device
 from flopcalc.monitor.digest import Digester, make_plain_record
@@ -20,13 +21,15 @@ from flopcalc.monitor.keys import CORE
 from flopcalc.monitor.messages import Messages, warn
 from flopcalc.monitor.modes import Source
 from flopcalc.monitor.place import find_rank
-from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, load_settings
+from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, check_path, load_settings
 from flopcalc.monitor.step import DatasetMetrics, Entry, LostTime, SeenStep, StepContext
 from flopcalc.monitor.values import Values
 
 _POLL_S = 0.25  # the worker looks this often
 _MARK_NS, _MARK_STEPS = 4_000_000_000, 64  # how often a step is marked on the device, and the device is asked
 _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink
+_COUNT_S = 5.0  # nor for what is to be counted
+_JOIN_S = 1.0  # and for a thread that was told to end
 _DROPPED_S = 0.01  # so long a monitor that was not closed waits for its last values
 _clock: Callable[[], int] = time.perf_counter_ns
 # Before all atexit hooks, where Python has that: a tracker's own hook would have ended its connection by then.
@@ -71,8 +74,8 @@ class TrainingMonitor:
         model: Any = None,
     ) -> None:
         self.settings, problems = load_settings(config, flops_profile_freq)
-        self.output_dir = os.fspath(output_dir)
-        log_path = os.fspath(log_file) if log_file is not None else None
+        self.output_dir = check_path(output_dir, "output_dir")
+        log_path = check_path(log_file, "log_file") if log_file is not None else None
         try:
             self._set_up(log_path, problems, model)
         except Exception as error:
@@ -148,14 +151,10 @@ class TrainingMonitor:
         for each in batches:
             self._note_given(seen, each)
 
+    @_guarded
     def end_step(self, step: int | None = None) -> None:
         """An optimizer step is over."""
-        if self._is_off:
-            return
-        try:
-            self._end(self._open or self._begin(), step)
-        except Exception as error:
-            self._fail("end_step", error)
+        self._end(self._open or self._begin(), step)
 
     @_guarded
     def report(
@@ -171,10 +170,13 @@ class TrainingMonitor:
         """Send a record: rates over the steps since the last one, and these values; tensors may be on the device."""
         self._report(step, (epoch, loss, grad_norm, learning_rate), skip_wandb)
 
-    def step(self, batch: Any = None, *, dataset: str | Sequence[str] | None = None) -> StepContext:
-        """One optimizer step as a block."""
+    def step(self, batch: Any = None, *, dataset: str | Sequence[str] | None = None, **unknown: Any) -> StepContext:
+        """One optimizer step as a block. An unknown name is said and left out."""
+        if unknown:
+            self._say_unknown("step", unknown, ("batch", "dataset"))
         return StepContext(self, batch, dataset)
 
+    @_guarded
     def log_step(
         self,
         step: int,
@@ -186,25 +188,20 @@ class TrainingMonitor:
         skip_wandb: bool = False,
     ) -> None:
         """An optimizer step is over, and this is its record. Inside or after `with monitor.step()` only the record."""
-        if self._is_off:
-            return
-        try:
-            given = (epoch, loss, grad_norm, learning_rate)
-            if self._is_inside:
-                if attention_mask is not None:
-                    self._see_mask(self._open or self._begin(), attention_mask)
-                self._fill(step, given, skip_wandb)
-            elif self._is_ended:
-                self._report(step, given, skip_wandb)
-            else:
-                seen = self._open or self._begin()
-                if attention_mask is not None:
-                    self._see_mask(seen, attention_mask)
-                seen.values = self._values.read(given, seen)
-                seen.skip_wandb = skip_wandb
-                self._end(seen, step)
-        except Exception as error:
-            self._fail("log_step", error)
+        given = (epoch, loss, grad_norm, learning_rate)
+        if self._is_inside:
+            if attention_mask is not None:
+                self._see_mask(self._open or self._begin(), attention_mask)
+            self._fill(step, given, skip_wandb)
+        elif self._is_ended:
+            self._report(step, given, skip_wandb)
+        else:
+            seen = self._open or self._begin()
+            if attention_mask is not None:
+                self._see_mask(seen, attention_mask)
+            seen.values = self._values.read(given, seen)
+            seen.skip_wandb = skip_wandb
+            self._end(seen, step)
 
     @_guarded
     def mark_lost(self, cause: str) -> None:
@@ -225,7 +222,7 @@ class TrainingMonitor:
         """Metrics per dataset, as {"coco": {"loss": 1.2}}; sent every dataset_metrics_every steps."""
         read = self._values.read_number
         found = {str(name): {str(key): read(value) for key, value in each.items()} for name, each in values.items()}
-        self._digester.entries.append(DatasetMetrics(found))
+        self._digester.add(DatasetMetrics(found))
 
     @_guarded
     def set_phase(self, name: str) -> None:
@@ -254,7 +251,7 @@ class TrainingMonitor:
             return
         digester = self._digester
         for part in (
-            self._finish_steps, digester.finish_side, lambda: digester.finish_log(_CLOSE_S), self._wake.set,
+            self._finish_steps, self._stop_worker, digester.finish_side, lambda: digester.finish_log(_CLOSE_S),
             self._drop_hooks, self._trained.close, self._messages.warn_pending,
         ):  # fmt: skip
             try:
@@ -360,7 +357,7 @@ class TrainingMonitor:
                 device.has_mark = True
         else:
             entry.is_ready = True
-        self._digester.entries.append(entry)
+        self._digester.add(entry)
         if self._messages.pending:
             self._messages.warn_pending()
 
@@ -442,7 +439,7 @@ class TrainingMonitor:
         """A block's step that nobody reported is reported without values."""
         if self._owes_report:
             self._is_ended = self._owes_report = False
-            self._digester.entries.append(make_plain_record(self._number, self._boundary))
+            self._digester.add(make_plain_record(self._number, self._boundary))
 
     @_guarded
     def _see_batch(self, batch: Any) -> None:
@@ -493,7 +490,13 @@ class TrainingMonitor:
         self._abandon()
         self._settle_report()
         self._values.finish(_CLOSE_S)
-        self._digester.digest()
+        self._digester.finish(_COUNT_S)
+
+    def _stop_worker(self) -> None:
+        """A thread that is still in torch when the interpreter ends would abort the process."""
+        self._wake.set()
+        if self._worker is not None and self._worker is not threading.current_thread():
+            self._worker.join(_JOIN_S)
 
     def _drop_hooks(self) -> None:
         for handle in self._hooks:
@@ -504,12 +507,17 @@ class TrainingMonitor:
     def _lose_since(self, cause: str, before: int) -> None:
         now = _clock()
         self._boundary += now - before
-        self._digester.entries.append(LostTime(cause, (now - before) / 1e9))
+        self._digester.add(LostTime(cause, (now - before) / 1e9))
 
     # --- When something goes wrong ----------------------------------------------------------------------------------
 
     def _is_copy(self) -> bool:
         return self._pid != os.getpid()
+
+    def _say_unknown(self, call: str, unknown: Mapping[str, Any], known: Sequence[str]) -> None:
+        """Arguments of the loop that do not exist: no reason to end a training."""
+        for name in unknown:
+            self.say(f"{call} has no argument {name!r}, left out.{format_nearest(name, known)}", f"{call} {name}"[:80])
 
     def _fail(self, where: str, error: BaseException) -> None:
         name = where.strip("_")
@@ -554,7 +562,11 @@ def _finish_dropped(digester: Digester, values: Values, hooks: list[Any], pid: i
         handle.remove()
     with suppress(Exception):
         values.finish(_DROPPED_S)
-    for part in (digester.digest, digester.finish_side, lambda: digester.finish_log(_CLOSE_S), digester.model.close):
+    parts: tuple[Callable[[], None], ...] = (
+        lambda: digester.finish(_COUNT_S), digester.finish_side, lambda: digester.finish_log(_CLOSE_S),
+        digester.model.close,
+    )  # fmt: skip
+    for part in parts:
         with suppress(Exception):
             part()
 

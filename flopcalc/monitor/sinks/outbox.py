@@ -17,6 +17,8 @@ ATTEMPTS = 5
 LONGEST_RETRY_S = 60.0
 # A queue of this many records is worked on before the next poll.
 LONG_QUEUE = 500
+# What a sink has taken and not written is written after this long: a killed process loses no more.
+LONGEST_UNSAVED_S = 2.0
 
 
 class Outbox:
@@ -85,6 +87,7 @@ class _Queue:
         self._attempts = 0  # of the current record
         self._failures = 0  # in a row
         self._flush_failed = False  # the last of them was no record's
+        self._saved_s = time.monotonic()  # when the sink had nothing left to write
         self._said_recovered = False
         self._lost_said = 0
         # Of whoever is first:
@@ -158,7 +161,7 @@ class _Queue:
                 self._tried = self._asked
             try:
                 worked = self._drain()
-                if self._done < self._tried and self._opened:
+                if self._opened and (self._done < self._tried or self._is_overdue()):
                     self.sink.flush()
                     worked = worked or self._flush_failed
             except BaseException as error:  # SystemExit of a library, too, ends with this record
@@ -201,6 +204,12 @@ class _Queue:
             with self._lock:
                 self._current = None
         return worked
+
+    def _is_overdue(self) -> bool:
+        now = time.monotonic()
+        if not self.sink.unsaved():
+            self._saved_s = now
+        return now - self._saved_s >= LONGEST_UNSAVED_S
 
     def _fail(self, error: BaseException) -> None:
         sink = self.sink
