@@ -42,6 +42,7 @@ def bind(
     phases: Iterable[str] = ("train", "forward"),
     dims: Mapping[str, Any] | None = None,
     clipping: str | None = None,
+    model_type: str | None = None,
 ) -> Estimator:
     """The fast estimator of a model for a loop: a callable with estimate_flops' workload arguments.
 
@@ -56,6 +57,8 @@ def bind(
     `compute` is the number format of products, `weights` that of linear layers' weights, `kv_cache` that of cached keys
     and values; `autocast` is torch's, to bf16 unless it says fp16; `dtype` is `compute` in short. Without them the
     config says it: its quantization_config, then its dtype; docs/formats.md.
+
+    `model_type` says which family the config is, whatever it says itself.
     """
     recipe = join_recipe(recipe, lora, recompute)
     asked = tuple(check_word(phase, PHASES, "phase", WorkloadError) for phase in check_items(phases, "phases"))
@@ -66,8 +69,10 @@ def bind(
         return bind_config(
             model, recipe=recipe, convention="model" if convention is None else convention,
             attention_kernel=attention_kernel, device=device, formats=formats, spec=spec, download=download,
-            clipping=clipping,
+            clipping=clipping, model_type=model_type,
         )  # fmt: skip
+    if model_type is not None:
+        raise FlopcalcError("model_type says which family a config is: a module that is traced needs none")
     if recipe is not None or spec is not None or convention not in (None, "full") or clipping is not None:
         raise FlopcalcError(
             "a module that is traced says itself what trains, under convention full: give neither recipe, spec, "
@@ -127,6 +132,7 @@ def estimate_flops(
     autocast: bool | str | None = None,
     spec: str | os.PathLike[str] | None = None,
     clipping: str | None = None,
+    model_type: str | None = None,
 ) -> Estimate:
     """FLOPs of one step, exactly: `model` is a preset's name, a path, a mapping, a HF config or a HF model.
 
@@ -145,7 +151,7 @@ def estimate_flops(
     estimator = bind(
         model, recipe=recipe, lora=lora, recompute=recompute, convention=convention, attention_kernel=attention_kernel,
         device=device, dtype=dtype, compute=compute, weights=weights, kv_cache=kv_cache, autocast=autocast, spec=spec,
-        clipping=clipping,
+        clipping=clipping, model_type=model_type,
     )  # fmt: skip
     if check_size(grad_accum, "grad_accum") > 1 and phase != "train":
         raise WorkloadError(f"grad_accum belongs to phase train, not {phase}")

@@ -16,6 +16,7 @@ from flopcalc.files import MAX_TOML_BYTES, read_text
 
 MAX_KEY_PARTS = 200
 _BETWEEN_KEYS = re.compile(r"[^\w\s.\"'-]")
+ALIASES = "aliases"  # a folder of key maps: foreign configs to known families
 PARTS = "parts"  # a folder inside specs: towers and other parts of models, found by their names as specs are
 
 

@@ -12,7 +12,7 @@ import click
 from flopcalc._version import __version__
 from flopcalc.cli.command import Command, model_argument
 from flopcalc.cli.options.counting import make_estimate
-from flopcalc.cli.options.workload import checkpointing_option
+from flopcalc.cli.options.workload import add_options, checkpointing_option, source_options
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import load_config
 from flopcalc.data import describe_install
@@ -36,7 +36,7 @@ _PRODUCT = re.compile(r"attention|grouped|conv|mm\b|matmul|dot\b|einsum|mv\b")
 
 @click.command(cls=Command)
 @model_argument
-@click.option("--download", is_flag=True, help="Fetch a hub id's config.json if it is not in the cache.")
+@add_options(source_options[0], source_options[2])
 @click.option("--batch", metavar="N", help="Samples (default 1).")
 @click.option("--seq", metavar="N", help="Length the language model sees per sample, visual tokens included.")
 @click.option("--text", metavar="N", help="Text tokens per sample; visual tokens are added.")
@@ -68,7 +68,7 @@ def crosscheck(
     """
     # Before torch is loaded: its profiler prints a line on stderr at every start and stop; errors still come through.
     os.environ.setdefault("KINETO_LOG_LEVEL", "4")
-    source = load_config(model, download=options["download"])
+    source = load_config(model, download=options["download"], model_type=options.pop("model_type"))
     depth = None if layers is None else parse_size(layers, "--layers")
     try:
         from flopcalc.measure.counters import witness

@@ -15,6 +15,7 @@ from flopcalc.cli.options.workload import checkpointing_option
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import iterate
+from flopcalc.core.spec.aliases import strip_marks
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.data import describe_install, list_data_files
 from flopcalc.errors import FlopcalcError, WorkloadError
@@ -32,7 +33,10 @@ _SMALL = 2 * 10**9  # parameters that any machine has memory for
 
 @click.command(cls=Command)
 @click.argument("first", required=False, shell_complete=complete_model, metavar="[MODEL]")
-@click.option("--model-type", "types", multiple=True, metavar="T", help="Its tiny examples; repeatable.")
+@click.option(
+    "--model-type", "--as", "types", multiple=True, metavar="T",
+    help="Its tiny examples; repeatable. With MODEL: which family its config is.",
+)
 @click.option("--config", metavar="PATH", help="Same as MODEL: a preset, a config.json or its folder, at its own size.")
 @click.option("--all", "every", is_flag=True, help="Every model type that has an example.")
 @click.option("--batch", metavar="N", help="One workload instead of the usual ones: samples (default 1).")
@@ -61,7 +65,10 @@ def verify(
       flopcalc verify --model-type llama
       flopcalc verify llama-3.1-8b --seq 64
     """
-    if sum((bool(types), config is not None, first is not None, every)) != 1:
+    has_model = config is not None or first is not None
+    if sum((bool(types) and not has_model, config is not None, first is not None, every)) != 1 or (
+        has_model and len(types) > 1
+    ):
         raise FlopcalcError("say what to verify: one of MODEL (or --config MODEL), --model-type T, --all")
     config = first if config is None else config
     try:
@@ -138,7 +145,7 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
         if given:
             raise FlopcalcError(f"--{given[0].replace('_', '-')} belongs to one workload: give its --seq too")
     if config is not None:
-        keys = load_config(config).config
+        keys = strip_marks(load_config(config, model_type=types[0] if types else None).config)
         workload = workload or _read_workload({**options, "seq": "67"})
         assert workload is not None
         _check_fits(keys["model_type"], [keys], workload, find_example(keys["model_type"]))

@@ -33,18 +33,21 @@ Degree: TypeAlias = int | Sequence[int] | None
 
 def plan(
     model: Any, workload: Workload | None = None, *, recipe: Any = None, lora: Any = None, compute: str | None = None,
-    weights: str | None = None, autocast: bool | str | None = None, **options: Any,
+    weights: str | None = None, autocast: bool | str | None = None, model_type: str | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """The best ways to spread a training run over devices: what fits, its time, its money, and why others lose.
 
-    `model` is anything that `bind` takes, or an Estimator; `compute`, `weights` and `autocast` are number formats, as
-    `bind` takes them; all other options are those of plan_estimator.
+    `model` is anything that `bind` takes, or an Estimator; `compute`, `weights` and `autocast` are number formats and
+    `model_type` is the family, as `bind` takes them; all other options are those of plan_estimator.
     """
     recipe = join_recipe(recipe, lora, None)
     formats = FormatOptions(compute, weights, None, autocast)
-    if isinstance(model, Estimator) and (recipe is not None or formats != FormatOptions()):
-        raise WorkloadError("an Estimator already has its recipe and formats: give none of them beside it")
-    estimator = model if isinstance(model, Estimator) else bind_config(model, recipe=recipe, formats=formats)
+    if isinstance(model, Estimator):
+        if recipe is not None or formats != FormatOptions() or model_type is not None:
+            raise WorkloadError("an Estimator already has its recipe, formats and type: give none of them beside it")
+        estimator: Estimator = model
+    else:
+        estimator = bind_config(model, recipe=recipe, formats=formats, model_type=model_type)
     if compute is not None:
         options["dtype"] = compute
     return plan_estimator(estimator, workload=workload, **options)

@@ -141,6 +141,7 @@ def predict(
     lora: Any = None,
     recompute: str | None = None,
     spec: Any = None,
+    model_type: str | None = None,
     grad_accum: int = 1,
     host_factor: float = 1.0,
     pause_s: float = 0.0,
@@ -169,6 +170,7 @@ def predict(
     estimator: Estimator = bind(
         model, recipe=join_recipe(recipe, lora, recompute), convention="hardware", attention_kernel=kernel,
         device=device, formats=FormatOptions(dtype, weights, kv_cache, autocast), spec=spec,
+        model_type=model_type,
     )  # fmt: skip
     own = find_kernel(found, estimator.formats.attention, attention_kernel)
     if own != kernel:  # the config's format takes another

@@ -14,6 +14,7 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.inputs import Inputs, make_load
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
+from flopcalc.data import get_stem
 from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_value
 from flopcalc.hardware.devices import detect_device, find_device, parse_dtype
 from flopcalc.units import describe_suffixes, parse_number, parse_size, parse_sizes
@@ -40,7 +41,10 @@ def make_estimate(model: Any, options: Mapping[str, Any]) -> Asked:
         freeze=options["freeze"], train_only=options["train_only"], lora=options["lora"],
         recompute=read_recompute(options), clipping=options["clipping"],
     )  # fmt: skip
-    source = load_config(model, download=options["download"])
+    spec = options.get("spec")
+    source = load_config(
+        model, download=options["download"], model_type=options.get("model_type"), own=(get_stem(spec),) if spec else ()
+    )
     if options.get("trace"):
         return Asked(_count(_find_traced(source, recipe, options), options, notes), notes)
     estimator = bind(

@@ -32,6 +32,7 @@ def bind_config(
     spec: str | os.PathLike[str] | None = None,
     download: bool = False,
     clipping: str | None = None,
+    model_type: str | None = None,
 ) -> CountedEstimator:
     """The estimator of a model that a spec describes; see flopcalc.bind for the arguments."""
     compute = dtype if formats.compute is None else formats.compute
@@ -45,12 +46,15 @@ def bind_config(
             kernels, tiles = find_kernel_table(found.id, attention_kernel), find_tile_table(found.id)
     specs: dict[str, Spec] = {}
     # DDP and Opacus hide the config of what they wrap.
-    source = load_config(model if hasattr(model, "config") else strip(model), download=check_flag(download, "download"))
     if spec is not None:
         if not isinstance(spec, (str, os.PathLike)):
             raise SpecError(f"spec must be the path of a TOML file, not {format_value(spec)}")
         added = load_spec(os.fspath(spec))
         specs[added.name] = added
+    source = load_config(
+        model if hasattr(model, "config") else strip(model), download=check_flag(download, "download"),
+        model_type=model_type, own=specs,
+    )  # fmt: skip
     if isinstance(recipe, Mapping):
         is_said = "recompute" in recipe or source.module is None
         recipe = _read_recipe(recipe)

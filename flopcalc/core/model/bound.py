@@ -12,6 +12,7 @@ from flopcalc.core.model.expand import expand
 from flopcalc.core.model.live import unwrap
 from flopcalc.core.model.ops import Stage, iterate
 from flopcalc.core.model.vision import Vision, bind_vision
+from flopcalc.core.spec.aliases import find_family
 from flopcalc.core.spec.expressions import MissingNameError
 from flopcalc.core.spec.spec import BoundDims, Spec, find_spec
 from flopcalc.core.spec.spec import bind as bind_spec
@@ -93,7 +94,7 @@ def is_same_class(named: str, architecture: str) -> bool:
 
 def _find_spec(source: Source, specs: dict[str, Spec]) -> Spec:
     model_type: str = source.config["model_type"]
-    spec = specs.get(model_type) or find_spec(model_type)
+    spec = specs.get(model_type) or find_family(model_type, source.config)
     named = find_architecture(source, spec)
     variant = spec.variants.get(named) if spec is not None else None
     if variant is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from flopcalc.core.spec.aliases import map_config, name_family
 from flopcalc.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.files import MAX_JSON_BYTES, MAX_TOML_BYTES, read_json, read_text
@@ -25,21 +26,43 @@ class Source(NamedTuple):
     note: str = ""  # what a reader should know of where it came from
 
 
-def load_config(model: Any, *, download: bool = False) -> Source:
-    """Find and read a model's config; nothing is downloaded unless asked, no remote code is ever run."""
+def load_config(
+    model: Any, *, download: bool = False, model_type: str | None = None, own: Collection[str] = ()
+) -> Source:
+    """Find and read a model's config; nothing is downloaded unless asked, no remote code is ever run.
+
+    `model_type` says which family it is, whatever the config says. A config of a foreign type is mapped onto the
+    known family of its alias, unless the type is among `own`, those that the user has specs for.
+    """
+    source = _find_source(model, download)
+    if model_type is not None:
+        source = source._replace(config=name_family(source.config, model_type, source.where))
+    return _map_known(_checked(source), own)
+
+
+def _map_known(source: Source, own: Collection[str]) -> Source:
+    if source.config["model_type"] in own:
+        return source
+    config, notes = map_config(source.config, source.where)
+    if config is source.config:
+        return source
+    return source._replace(config=config, note="; ".join(filter(None, (source.note, *notes))))
+
+
+def _find_source(model: Any, download: bool) -> Source:
     if isinstance(model, Source):
         return model
     if isinstance(model, (str, os.PathLike)):
         return _load_named(model, download)
     if isinstance(model, Mapping):
-        return _checked(Source("config", dict(model), "config"))
+        return Source("config", dict(model), "config")
     config = getattr(model, "config", None)
     if config is not None and hasattr(model, "named_parameters"):
         name = type(model).__name__
-        return _checked(Source(name, _plain(config), f"config of {name}", reference="live model", module=model))
+        return Source(name, _plain(config), f"config of {name}", reference="live model", module=model)
     if hasattr(model, "to_dict"):
         name = type(model).__name__
-        return _checked(Source(name, _plain(model), name, reference="HF config object"))
+        return Source(name, _plain(model), name, reference="HF config object")
     raise ConfigError(
         f"a model is a preset's name, a path, a mapping, a HF config or a HF model, not {type(model).__name__}"
     )
@@ -103,11 +126,9 @@ def load_preset(path: str) -> Source:
     # TOML has no null, which a published config may give on purpose (no sliding window, say).
     config = {**config, **dict.fromkeys(map(str, null_keys))}
     name = get_stem(path)
-    return _checked(
-        Source(
-            name, config, f"preset {name}", tables.get("preprocessor"), str(tables.get("source", "")),
-            video_preprocessor=tables.get("video_preprocessor"),
-        )
+    return Source(
+        name, config, f"preset {name}", tables.get("preprocessor"), str(tables.get("source", "")),
+        video_preprocessor=tables.get("video_preprocessor"),
     )  # fmt: skip
 
 
@@ -127,7 +148,7 @@ def _load_with_processors(name: str, path: str) -> Source:
     if config.get("quantization_config") is None and os.path.isfile(beside):
         config["quantization_config"] = _load_json(beside)
     images, videos = (_load_beside(folder, prefix) for prefix in ("", "video_"))
-    return _checked(Source(name, config, path, images, path, video_preprocessor=images if videos is None else videos))
+    return Source(name, config, path, images, path, video_preprocessor=images if videos is None else videos)
 
 
 def _load_beside(folder: str, prefix: str) -> dict[str, Any] | None:

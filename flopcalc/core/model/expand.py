@@ -23,6 +23,7 @@ from flopcalc.core.model.ops import (
     Weighted,
     iterate,
 )
+from flopcalc.core.spec.aliases import find_family
 from flopcalc.core.spec.expressions import BudgetError, MissingNameError, evaluate, evaluate_truth, find_names
 from flopcalc.core.spec.merge import rename_path
 from flopcalc.core.spec.row_units import UNITS
@@ -34,7 +35,6 @@ from flopcalc.core.spec.spec import (
     check_required,
     find_block_part,
     find_key,
-    find_spec,
     keeps_keys,
 )
 from flopcalc.core.workload.sums import (
@@ -90,7 +90,7 @@ def _expand(dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
             raise ConfigError(f"{dims.where}: {words}{_format_origin(dims, text)}")
     _check_layers(dims)
     stages: list[Stage] = []
-    rename = {old: rename_path(new, rename) for old, new in dims.spec.rename.items()} | rename
+    rename = rename | {old: rename_path(new, rename) for old, new in dims.spec.rename.items()}
     for stack in dims.spec.stacks:
         dims.budget.spend("stacks")
         if "when" in stack and not evaluate_truth(stack["when"], dims):
@@ -131,7 +131,7 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Sta
         name = config.get("model_type", defaults.get("model_type"))
         if not isinstance(name, str):
             raise ConfigError(f"{where}: model_type must be a string, not {format_value(name)}")
-    spec = dims.extra.get(name) or find_spec(name)
+    spec = dims.extra.get(name) or find_family(name, config)
     if spec is None:
         raise ConfigError(
             f"{where}: model_type {name!r} has no spec, so {dims.spec.name!r} cannot be counted with it; "

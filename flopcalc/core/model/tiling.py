@@ -71,7 +71,7 @@ def _canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
     side, tile = values["side"], values["size.height"]
     most = values["max_patches"] if values.get("crop_to_patches", True) else 1
     tiles = _count_tiles(width, height, values["min_patches"], most, tile) if most > 1 else 1
-    return (tiles + 1 if tiles > 1 else 1, side, side)
+    return (tiles + 1 if tiles > 1 and values.get("thumbnail", True) else tiles, side, side)
 
 
 def _count_tiles(width: int, height: int, least: int, most: int, tile: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flopcalc.core.spec.expressions import find_names, parse
 from flopcalc.core.spec.row_units import UNITS
-from flopcalc.data import PARTS, find_data_file, get_stem, load_toml
+from flopcalc.data import ALIASES, PARTS, find_data_file, get_stem, load_toml
 from flopcalc.errors import SpecError, format_nearest
 
 Table = dict[str, Any]
@@ -33,6 +33,8 @@ def load_tables(path: str) -> Table:
 
 def _load(path: str, above: tuple[str, ...]) -> Table:
     tables = load_toml(path)
+    if os.path.basename(os.path.dirname(path)) == ALIASES:  # what differs from the family that the alias names
+        tables = {"extends": tables.get("like"), "source": tables.get("source"), **tables.get("spec", {})}
     check_keys(tables, SPEC_KEYS, path)
     base_name = tables.pop("extends", None)
     for key in _TABLES:
@@ -50,9 +52,11 @@ def _load(path: str, above: tuple[str, ...]) -> Table:
         if dropped or any(_is_change(stack) for stack in stacks):
             raise SpecError(f"{path}: changes stacks of another spec, but extends none")
         return tables
-    if base_name in above or base_name == get_stem(path):
+    is_own = base_name == get_stem(path) and os.path.basename(os.path.dirname(path)) != ALIASES
+    if base_name in above or is_own:
         raise SpecError(f"{path}: extends {base_name!r}, which leads back to it")
-    beside = os.path.join(os.path.dirname(path), f"{base_name}.toml")
+    folder = os.path.dirname(path)
+    beside = "" if os.path.basename(folder) == ALIASES else os.path.join(folder, f"{base_name}.toml")
     base_path = beside if os.path.isfile(beside) else find_data_file("specs", str(base_name))
     if base_path is None:
         raise SpecError(f"{path}: extends {base_name!r}, which is no spec")

@@ -1,0 +1,271 @@
+"""Tiny torch models written after published code that transformers does not hold; tests hold aliases' specs to them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+Json = dict[str, Any]
+
+
+class Layout(NamedTuple):
+    """What a family calls the modules of a decoder, and which have biases; the alias's `source` names the code."""
+
+    embed: str
+    layers: str
+    final: str
+    head: str
+    norm: str
+    # One projection ("qkv"), queries beside keys with values ("q", "kv"), or three: name -> what it makes.
+    projections: dict[str, str]
+    attention: str
+    out: str
+    second_norm: str
+    gates: tuple[str, ...]  # one: gate and up side by side
+    down: str
+    biased: tuple[str, ...] = ()
+
+
+LAYOUTS = {
+    "internlm2": Layout(
+        "model.tok_embeddings", "model.layers", "model.norm", "output", "attention_norm",
+        {"attention.wqkv": "qkv"}, "attention", "attention.wo", "ffn_norm", ("feed_forward.w1", "feed_forward.w3"),
+        "feed_forward.w2",
+    ),
+    "qwen": Layout(
+        "transformer.wte", "transformer.h", "transformer.ln_f", "lm_head", "ln_1", {"attn.c_attn": "qkv"}, "attn",
+        "attn.c_proj", "ln_2", ("mlp.w1", "mlp.w2"), "mlp.c_proj", ("attn.c_attn",),
+    ),
+    "chatglm": Layout(
+        "transformer.embedding.word_embeddings", "transformer.encoder.layers", "transformer.encoder.final_layernorm",
+        "transformer.output_layer", "input_layernorm", {"self_attention.query_key_value": "qkv"},
+        "self_attention.core_attention", "self_attention.dense", "post_attention_layernorm", ("mlp.dense_h_to_4h",),
+        "mlp.dense_4h_to_h", ("self_attention.query_key_value",),
+    ),
+    "baichuan": Layout(
+        "model.embed_tokens", "model.layers", "model.norm", "lm_head", "input_layernorm", {"self_attn.W_pack": "qkv"},
+        "self_attn", "self_attn.o_proj", "post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj",
+    ),
+    "telechat": Layout(
+        "transformer.word_embeddings", "transformer.h", "transformer.ln_f", "lm_head", "input_layernorm",
+        {"self_attention.query": "q", "self_attention.key_value": "kv"}, "self_attention", "self_attention.dense",
+        "post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj",
+        ("self_attention.dense", "mlp.down_proj"),
+    ),
+    "exaone": Layout(
+        "transformer.wte", "transformer.h", "transformer.ln_f", "lm_head", "ln_1",
+        {"attn.attention.q_proj": "q", "attn.attention.k_proj": "k", "attn.attention.v_proj": "v"}, "attn.attention",
+        "attn.attention.out_proj", "ln_2", ("mlp.c_fc_0", "mlp.c_fc_1"), "mlp.c_proj",
+    ),
+}  # fmt: skip
+LAYOUTS["telechat2"] = LAYOUTS["telechat"]
+LAYOUTS["llama"] = LAYOUTS["baichuan"]._replace(
+    projections={"self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v"}
+)
+LAYOUTS["qwen2"] = LAYOUTS["llama"]._replace(biased=tuple(LAYOUTS["llama"].projections))
+
+
+class Sizes(NamedTuple):
+    """The sizes of a tiny decoder, read from the mapped config."""
+
+    d: int
+    ff: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+
+    @classmethod
+    def read(cls, config: Json) -> Sizes:
+        d, heads = config["hidden_size"], config["num_attention_heads"]
+        return cls(
+            d, config["intermediate_size"], config["num_hidden_layers"], heads,
+            config.get("num_key_value_heads", heads), config.get("head_dim", d // heads), config["vocab_size"],
+            config.get("tie_word_embeddings", False),
+        )  # fmt: skip
+
+
+def put(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
+    """Hang a module at a dotted path, with plain modules in between."""
+    *outer, last = path.split(".")
+    for part in outer:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.add_module(last, module)
+    return module
+
+
+class Norm(nn.Module):
+    """A root mean square norm."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Attend(nn.Module):
+    """Scores and values by plain products, every pair of them."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = torch.matmul(q, k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+        return torch.matmul(scores.softmax(-1), v).transpose(1, 2).flatten(2)
+
+
+class Layer(nn.Module):
+    """A pre-norm layer under a family's names."""
+
+    def __init__(self, names: Layout, sizes: Sizes) -> None:
+        super().__init__()
+        self.names, self.sizes = names, sizes
+        q, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        self.widths = {"q": q, "k": kv, "v": kv}
+
+        def linear(path: str, width: int, out: int) -> None:
+            put(self, path, nn.Linear(width, out, bias=path in names.biased))
+
+        put(self, names.norm, Norm(sizes.d))
+        put(self, names.attention, Attend())
+        for path, makes in names.projections.items():
+            linear(path, sizes.d, sum(self.widths[each] for each in makes))
+        linear(names.out, q, sizes.d)
+        put(self, names.second_norm, Norm(sizes.d))
+        for path in names.gates:
+            linear(path, sizes.d, sizes.ff * 2 // len(names.gates))
+        linear(names.down, sizes.ff, sizes.d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        find, names, sizes = self.get_submodule, self.names, self.sizes
+        read = find(names.norm)(x)
+        made = [
+            piece
+            for path, makes in names.projections.items()
+            for piece in find(path)(read).split([self.widths[each] for each in makes], -1)
+        ]
+        q, k, v = (each.unflatten(-1, (-1, sizes.head_dim)).transpose(1, 2) for each in made)
+        x = x + find(names.out)(find(names.attention)(q, k, v))
+        read = find(names.second_norm)(x)
+        gates = [piece for path in names.gates for piece in find(path)(read).split(sizes.ff, -1)]
+        return x + find(names.down)(nn.functional.silu(gates[0]) * gates[1])
+
+
+class Decoder(nn.Module):
+    """A causal language model under a family's names."""
+
+    def __init__(self, names: Layout, sizes: Sizes) -> None:
+        super().__init__()
+        self.names = names
+        put(self, names.embed, nn.Embedding(sizes.vocab, sizes.d))
+        put(self, names.layers, nn.ModuleList(Layer(names, sizes) for _ in range(sizes.layers)))
+        put(self, names.final, Norm(sizes.d))
+        head = nn.Linear(sizes.d, sizes.vocab, bias=False)
+        if sizes.tied:
+            head.weight = self.get_submodule(names.embed).weight
+        put(self, names.head, head)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.get_submodule(self.names.embed)(ids)
+        return embedded
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.get_submodule(self.names.layers):  # type: ignore[attr-defined]
+            x = layer(x)
+        logits: torch.Tensor = self.get_submodule(self.names.head)(self.get_submodule(self.names.final)(x))
+        return logits
+
+
+def make_decoder(name: str, config: Json) -> Decoder:
+    """The tiny model of an alias, after its mapped config."""
+    return Decoder(LAYOUTS[name], Sizes.read(config))
+
+
+# --- InternVL chat ---------------------------------------------------------------------------------------------------
+class VisionAttention(nn.Module):
+    """modeling_intern_vit.py: one projection, norms over all heads of queries and keys if the config asks for them."""
+
+    def __init__(self, config: Json) -> None:
+        super().__init__()
+        d, heads = config["hidden_size"], config["num_attention_heads"]
+        self.head_dim = d // heads
+        inner = (heads + config.get("dummy_heads", 0)) * self.head_dim
+        self.qkv = nn.Linear(d, 3 * inner, bias=config["attention_bias"])
+        self.proj = nn.Linear(inner, d)
+        if config["use_qk_norm"]:
+            self.q_norm, self.k_norm = Norm(inner), Norm(inner)
+        self.core = Attend()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        heads = [each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (q, k, v)]
+        q, k, v = heads
+        scores = torch.matmul(q, k.transpose(-1, -2))
+        attended: torch.Tensor = self.proj(torch.matmul(scores.softmax(-1), v).transpose(1, 2).flatten(2))
+        return attended
+
+
+class VisionLayer(nn.Module):
+    """modeling_intern_vit.py: a learned scale after each half."""
+
+    def __init__(self, config: Json) -> None:
+        super().__init__()
+        d = config["hidden_size"]
+        norm = nn.LayerNorm if config["norm_type"] == "layer_norm" else Norm
+        self.norm1, self.norm2 = norm(d), norm(d)
+        self.attn = VisionAttention(config)
+        self.mlp = nn.Module()
+        self.mlp.fc1, self.mlp.fc2 = nn.Linear(d, config["intermediate_size"]), nn.Linear(config["intermediate_size"], d)
+        self.ls1, self.ls2 = nn.Parameter(torch.ones(d)), nn.Parameter(torch.ones(d))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x)) * self.ls1
+        made: torch.Tensor = x + self.mlp.fc2(nn.functional.gelu(self.mlp.fc1(self.norm2(x)))) * self.ls2
+        return made
+
+
+class ChatModel(nn.Module):
+    """modeling_internvl_chat.py: tower, four features side by side, projector, language model."""
+
+    def __init__(self, config: Json, text: str, wide: bool) -> None:
+        super().__init__()
+        tower = config["vision_config"]
+        d, patch = tower["hidden_size"], tower["patch_size"]
+        self.side = tower["image_size"] // patch
+        self.vision_model = nn.Module()
+        embeddings = self.vision_model.embeddings = nn.Module()
+        embeddings.patch_embedding = nn.Conv2d(3, d, patch, patch)
+        embeddings.class_embedding = nn.Parameter(torch.ones(1, 1, d))
+        embeddings.position_embedding = nn.Parameter(torch.ones(1, self.side**2 + 1, d))
+        self.vision_model.encoder = nn.Module()
+        self.vision_model.encoder.layers = nn.ModuleList(VisionLayer(tower) for _ in range(tower["num_hidden_layers"]))
+        sizes = Sizes.read(config["text_config"])._replace(tied=config["tie_word_embeddings"])
+        middle = sizes.ff if wide else sizes.d
+        self.mlp1 = nn.Sequential(
+            nn.LayerNorm(4 * d), nn.Linear(4 * d, middle, bias=not wide), nn.GELU(),
+            nn.Linear(middle, sizes.d, bias=not wide),
+        )  # fmt: skip
+        self.language_model = Decoder(LAYOUTS[text], sizes)
+
+    def forward(self, ids: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+        embeddings = self.vision_model.embeddings
+        x = embeddings.patch_embedding(pixels).flatten(2).transpose(1, 2)
+        x = torch.cat([embeddings.class_embedding.expand(len(x), -1, -1), x], 1) + embeddings.position_embedding
+        for layer in self.vision_model.encoder.layers:
+            x = layer(x)
+        x = x[:, 1:].unflatten(1, (self.side, self.side)).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
+        features = self.mlp1(x.transpose(2, 3).flatten(3).flatten(1, 2))
+        embedded = self.language_model.embed(ids).clone()
+        count = features.shape[0] * features.shape[1] // len(ids)
+        embedded[:, :count] = features.reshape(len(ids), count, -1)
+        logits: torch.Tensor = self.language_model(embedded)
+        return logits

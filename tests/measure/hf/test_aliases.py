@@ -1,0 +1,116 @@
+"""Each alias against its witness: transformers' model of the mapped config, or a tiny module after the published code."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from tiers import mark_heavy
+
+from flopcalc import bind
+from flopcalc.core.model.bound import bind_model
+from flopcalc.core.model.config import load_config
+from flopcalc.core.spec.aliases import list_aliases, strip_marks
+from flopcalc.data import list_data_files, load_toml
+
+Json = dict[str, Any]
+FILES = list_data_files("aliases")
+TABLES = {name: load_toml(path) for name, path in FILES.items()}
+CASES = [(name, i) for name, table in TABLES.items() for i in range(len(table.get("configs", ())))]
+PUBLISHED = [(name, i) for name, table in TABLES.items() for i in range(len(table.get("published", ())))]
+UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def find_config(name: str, i: int, kind: str = "configs") -> Json:
+    entry = TABLES[name][kind][i]
+    return {"model_type": name, **(entry["config"] if kind == "published" else entry)}
+
+
+def test_every_alias_has_a_witness() -> None:
+    for name, alias in list_aliases().items():
+        assert alias.witness in ("transformers", "module"), name
+        assert alias.architectures or name == "intern_vit_6b", name
+        assert TABLES[name].get("configs") or TABLES[name].get("example") or name == "intern_vit_6b", name
+
+
+@pytest.mark.parametrize(("name", "i"), mark_heavy(PUBLISHED, [("internlm2", 0), ("chatglm", 0), ("qwen", 0)]))
+def test_parameters_are_the_published(name: str, i: int) -> None:
+    entry = TABLES[name]["published"][i]
+    total = bind(find_config(name, i, "published")).parameters()["total"]
+    digits = entry["parameters"].replace(",", "")
+    unit = UNITS.get(digits[-1], 1)
+    wanted = Decimal(digits.rstrip("MBT"))
+    assert (Decimal(total) / unit).quantize(wanted) == wanted, total
+
+
+@pytest.mark.parametrize(("name", "i"), mark_heavy(CASES, [("bailing_moe_v2", 0)]))
+def test_mapped_config_builds_the_same_model(name: str, i: int) -> None:
+    """The known family's spec equals transformers' model row by row, and the alias's own spec has the same sums."""
+    from flopcalc.measure.hf.verify import verify
+
+    config = load_config(find_config(name, i)).config
+    known = {"pad_token_id": 0, **strip_marks(config)}
+    if "dummy_heads" in str(known):
+        pytest.skip("transformers' tower has no heads that only fill up")
+    workload: Json = {"batch": 2, "seq": 24}
+    if "vision_config" in known:
+        workload["images"] = [(1, 4, 4)]
+        known["image_token_id"] = 95
+    verdict = verify(known, workload, {})
+    assert verdict.is_equal, (verdict.different, verdict.parameters, verdict.not_counted)
+    renamed, plain = (
+        bind(each, convention="full")(2, 24, image_grid_thw=workload.get("images", []) * 2 or None)
+        for each in (find_config(name, i), known)
+    )
+    assert renamed.by_component() == plain.by_component()
+
+
+MODULES = [(name, i) for name, i in CASES if TABLES[name]["witness"] == "module"]
+
+
+@pytest.mark.parametrize(("name", "i"), mark_heavy(MODULES, [("internlm2", 0)]))
+def test_spec_equals_the_published_code(name: str, i: int) -> None:
+    import torch
+    from foreign import ChatModel, make_decoder
+
+    from flopcalc.measure.counters.flop_counter import count_flops
+    from flopcalc.measure.hf.compare import compare_bound, make_executed
+    from flopcalc.measure.hf.models import count_parameters
+
+    source = load_config(find_config(name, i))
+    ids = torch.zeros(2, 24, dtype=torch.long)
+    workload: Json = {"batch": 2, "seq": 24}
+    if "vision_config" in source.config:
+        inner = source.config["text_config"]
+        text = inner.get("_alias", inner["model_type"])
+        model: Any = ChatModel(source.config, text, name == "NVLM_D")
+        size = source.config["vision_config"]["image_size"]
+        workload["images"] = [(1, 4, 4)]
+
+        def step() -> None:
+            model(ids, torch.ones(2, 3, size, size)).sum().backward()
+    else:
+        model = make_decoder(name, source.config)
+
+        def step() -> None:
+            model(model.embed(ids)).sum().backward()
+
+    counted = count_flops(model, step)
+    total, trainable = count_parameters(model)
+    traced = {"rows": counted.rows, "total": total, "trainable": trainable, "not_counted": counted.not_counted}
+    verdict = compare_bound(make_executed(bind_model(source), {}), workload, traced)
+    assert verdict.is_equal, (verdict.different, verdict.parameters, verdict.not_counted)
+    names = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert set(names) == set(list_names(bind_model(source)))
+
+
+def list_names(model: Any) -> list[str]:
+    """The parameters of a bound model, by name."""
+    from flopcalc.core.estimate.checks import _parameter_sizes
+
+    found: dict[str, int] = {}
+    for stage in model.stages:
+        for layer, chain in enumerate(stage.layers, stage.first):
+            found |= _parameter_sizes(chain, f"{stage.path}.{layer}" if stage.repeated else stage.path)
+    return list(found)
