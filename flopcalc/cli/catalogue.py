@@ -16,12 +16,15 @@ from flopcalc.units import format_number, format_parameters
 
 if TYPE_CHECKING:
     from flopcalc.cli.supported import Catalogue, Entry
+    from flopcalc.core.spec.registries import Item, Registry
     from flopcalc.hardware.devices import Device
 
 
 @click.command(cls=Command)
 @click.argument("name", required=False, shell_complete=complete_model, metavar="[NAME]")
-@click.option("--coverage", is_flag=True, help="Every type of transformers' auto mappings, with its spec or why none.")
+@click.option(
+    "--coverage", is_flag=True, help="Types of transformers' mappings and public registries: spec, or why none."
+)
 @click.option("--json", "as_json", is_flag=True, help="All of it, with sources.")
 def models(name: str | None, coverage: bool, as_json: bool) -> None:
     """What is supported: families and presets.
@@ -125,15 +128,22 @@ def _show_facts(title: str, facts: Mapping[str, str]) -> None:
 
 def _show_coverage(name: str | None, as_json: bool) -> None:
     from flopcalc.core.spec.coverage import load_coverage
+    from flopcalc.core.spec.registries import load_registries
 
     found = load_coverage()
+    registries = load_registries()
     if name is not None:
+        registries = [
+            registry._replace(items=items)
+            for registry in registries
+            if (items := tuple(item for item in registry.items if _is_named(item, name.lower())))
+        ]
         kept = [
             mapping._replace(entries=tuple(entry for entry in mapping.entries if name.lower() in entry.model_type))
             for mapping in found.mappings
         ]
         found = found._replace(mappings=tuple(mapping for mapping in kept if mapping.entries))
-        if not found.mappings:
+        if not found.mappings and not registries:
             raise ConfigError(f"no model type of {found.release} has {format_value(name)} in its name")
     if as_json:
         mappings = [
@@ -144,7 +154,10 @@ def _show_coverage(name: str | None, as_json: bool) -> None:
             }
             for mapping in found.mappings
         ]
-        click.echo(json.dumps({"release": found.release, "mappings": mappings}, indent=2, ensure_ascii=False))
+        shown = {
+            "release": found.release, "mappings": mappings, "registries": [each.to_dict() for each in registries],
+        }  # fmt: skip
+        click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
     title = f"{found.release}: model types with a spec, of those in its auto mappings (--json lists them)"
     click.echo(format_text(title))
@@ -158,6 +171,29 @@ def _show_coverage(name: str | None, as_json: bool) -> None:
     if missing:
         click.echo("\nWithout a spec (--trace counts many of them from HF's own code):")
         click.echo(format_grid(["model_type", "class", "why"], [[*key, why] for key, why in sorted(missing.items())]))
+    for registry in registries:
+        _show_registry(registry)
+
+
+def _is_named(item: Item, text: str) -> bool:
+    return any(text in each.lower() for each in (item.name, *item.architectures, *item.ids))
+
+
+def _show_registry(registry: Registry) -> None:
+    """How many ids or classes of a registry are counted, then those that are not, with the reason."""
+    share = f"{100 * registry.supported / registry.total:.1f} %"
+    click.echo("")
+    click.echo(format_text(f"{registry.name}, {registry.date}: what it registers, and what is counted"))
+    rows: list[list[Any]] = [[registry.unit, registry.supported, registry.total, share]]
+    if registry.untold:
+        rows.append([f"{registry.unit} of a type that it does not tell", "-", len(registry.untold), "-"])
+    rows += [[group, "-", len(names), "-"] for group, names in registry.apart.items()]
+    click.echo(format_grid(["", "counted", "all", "share"], rows, keys=1))
+    missing = sorted((item for item in registry.items if item.spec is None), key=lambda item: (-item.size, item.name))
+    if missing:
+        click.echo("")
+        table = [[item.name, item.size, item.reason or "not written yet"] for item in missing]
+        click.echo(format_grid(["not counted", registry.unit, "why"], table, keys=1))
 
 
 @click.command(cls=Command)

@@ -15,8 +15,8 @@ from flopcalc.cli.options.workload import checkpointing_option
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import iterate
-from flopcalc.core.spec.aliases import strip_marks
 from flopcalc.core.recipe.recipe import make_recipe
+from flopcalc.core.spec.aliases import strip_marks
 from flopcalc.data import describe_install, list_data_files
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.grids import format_grid, format_text
@@ -34,7 +34,11 @@ _SMALL = 2 * 10**9  # parameters that any machine has memory for
 @click.command(cls=Command)
 @click.argument("first", required=False, shell_complete=complete_model, metavar="[MODEL]")
 @click.option(
-    "--model-type", "--as", "types", multiple=True, metavar="T",
+    "--model-type",
+    "--as",
+    "types",
+    multiple=True,
+    metavar="T",
     help="Its tiny examples; repeatable. With MODEL: which family its config is.",
 )
 @click.option("--config", metavar="PATH", help="Same as MODEL: a preset, a config.json or its folder, at its own size.")

@@ -224,7 +224,10 @@ class VisionLayer(nn.Module):
         self.norm1, self.norm2 = norm(d), norm(d)
         self.attn = VisionAttention(config)
         self.mlp = nn.Module()
-        self.mlp.fc1, self.mlp.fc2 = nn.Linear(d, config["intermediate_size"]), nn.Linear(config["intermediate_size"], d)
+        self.mlp.fc1, self.mlp.fc2 = (
+            nn.Linear(d, config["intermediate_size"]),
+            nn.Linear(config["intermediate_size"], d),
+        )
         self.ls1, self.ls2 = nn.Parameter(torch.ones(d)), nn.Parameter(torch.ones(d))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

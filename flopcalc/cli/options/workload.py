@@ -41,7 +41,11 @@ trace_option = click.option(
 )
 source_options = (
     click.option(
-        "--model-type", "--as", "model_type", metavar="TYPE", help="Which family the config is, whatever it says itself."
+        "--model-type",
+        "--as",
+        "model_type",
+        metavar="TYPE",
+        help="Which family the config is, whatever it says itself.",
     ),
     click.option("--spec", metavar="FILE", help="Add your own spec (TOML) for its model_type."),
     click.option("--download", is_flag=True, help="Fetch a hub id's config.json if it is not in the cache."),

@@ -16,10 +16,11 @@ from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 Config = dict[str, Any]
 MARK = "_alias"  # the key of a mapped config that names the alias it came through
 WHOLE = "*"  # as the value of a key: the whole config, for a model whose text config is not nested
+_BESIDE = ("quantization_config", "dtype", "torch_dtype")  # keys of a wrapper that hold for the model inside it
 MAX_DEPTH = 8  # configs inside configs, and aliases of aliases
 ALIAS_KEYS = {
     "like", "source", "note", "required", "when", "cases", "root", "architectures", "keys", "drop", "spec", "witness",
-    "configs", "published", "example",
+    "configs", "published", "example", "checks",
 }  # fmt: skip
 
 
@@ -33,6 +34,7 @@ class Alias(NamedTuple):
     note: str  # what a reader should know
     required: tuple[str, ...]
     when: str  # expression: only such configs are mapped
+    checks: dict[str, str]  # what must hold of a config, in words -> expression
     cases: dict[str, str]  # another alias -> expression: where it is taken instead
     root: str  # key of the inner config that is the whole model
     architectures: dict[str, str]  # class -> the known family's class
@@ -53,7 +55,7 @@ def load_alias(path: str) -> Alias:
     """Read and check one alias file."""
     tables = load_toml(path)
     check_keys(tables, ALIAS_KEYS, path)
-    for key in ("cases", "architectures", "keys", "spec"):
+    for key in ("checks", "cases", "architectures", "keys", "spec"):
         if not isinstance(tables.get(key, {}), dict):
             raise SpecError(f"{path}: [{key}] must be a table")
     for key in ("required", "drop"):
@@ -66,15 +68,20 @@ def load_alias(path: str) -> Alias:
         raise SpecError(f'{path}: needs like = "…", a known model type, and source = "…", where its code was read')
     keys = {name: _list(value) for name, value in tables.get("keys", {}).items()}
     texts = [text for texts in keys.values() for text in texts if text != WHOLE]
-    for text in (*texts, *tables.get("cases", {}).values(), tables.get("when", "true")):
+    for text in (
+        *texts,
+        *tables.get("checks", {}).values(),
+        *tables.get("cases", {}).values(),
+        tables.get("when", "true"),
+    ):
         try:
             parse(text)
         except (SpecError, TypeError, AttributeError):
             raise SpecError(f"{path}: not an expression: {format_value(text)}") from None
     return Alias(
         get_stem(path), path, tables["like"], tables["source"], tables.get("note", ""),
-        tuple(tables.get("required", ())), tables.get("when", ""), tables.get("cases", {}), tables.get("root", ""),
-        tables.get("architectures", {}), keys, tuple(tables.get("drop", ())), "spec" in tables,
+        tuple(tables.get("required", ())), tables.get("when", ""), tables.get("checks", {}), tables.get("cases", {}),
+        tables.get("root", ""), tables.get("architectures", {}), keys, tuple(tables.get("drop", ())), "spec" in tables,
         tables.get("witness", ""),
     )  # fmt: skip
 
@@ -155,10 +162,13 @@ def _apply(alias: Alias, config: Config, where: str, notes: list[str], depth: in
         inner = config.get(alias.root)
         if not isinstance(inner, dict):
             raise ConfigError(f"{where}: missing key {alias.root!r}, which {alias.name!r} needs")
-        beside = {key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}
+        beside: Config = {key: config[key] for key in _BESIDE if key in config}
         config = {**beside, **inner}
     _refuse_missing([key for key in alias.required if not _has_any(config, (key,))], where, alias.name)
     scope = _Keys(config)
+    for words, text in alias.checks.items():
+        if not evaluate_truth(text, scope):
+            raise ConfigError(f"{where}: {words}")
     mapped: Config = {key: value for key, value in config.items() if key not in alias.drop}
     for key, texts in alias.keys.items():
         try:

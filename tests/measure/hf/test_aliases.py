@@ -1,4 +1,4 @@
-"""Each alias against its witness: transformers' model of the mapped config, or a tiny module after the published code."""
+"""Each alias against its witness: transformers' model of the mapped config, or a tiny module after published code."""
 
 from __future__ import annotations
 

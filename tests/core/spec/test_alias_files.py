@@ -1,0 +1,135 @@
+"""Aliases: key maps from foreign configs to known families, what they refuse, and --model-type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopcalc import bind, estimate_flops
+from flopcalc.core.model.config import load_config
+from flopcalc.core.spec.aliases import load_alias, map_config
+from flopcalc.data import list_data_files
+from flopcalc.errors import ConfigError, FlopcalcError, SpecError
+
+Json = dict[str, Any]
+TINY: Json = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
+}  # fmt: skip
+QWEN: Json = {**TINY, "model_type": "qwen", "intermediate_size": 96, "kv_channels": 8, "seq_length": 64}
+
+
+def test_every_file_is_read_and_names_a_known_family() -> None:
+    for path in list_data_files("aliases").values():
+        alias = load_alias(path)
+        assert list_data_files("specs").keys() | list_data_files("aliases").keys() >= {alias.like, *alias.cases}
+
+
+def test_keys_are_renamed_computed_and_constant() -> None:
+    config, notes = map_config({**QWEN, "architectures": ["QWenLMHeadModel"]}, "config")
+    assert config["model_type"] == "qwen2"
+    assert config["intermediate_size"] == 48
+    assert config["num_key_value_heads"] == 4
+    assert config["max_position_embeddings"] == 64
+    assert config["use_sliding_window"] is False
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
+    assert notes == ["model_type qwen is counted as qwen2"]
+
+
+def test_inner_configs_are_mapped_too() -> None:
+    tower = {"model_type": "intern_vit_6b", "hidden_size": 32, "num_attention_heads": 4, "qkv_bias": True}
+    text = {**TINY, "model_type": "internlm2", "bias": False}
+    config, notes = map_config({"model_type": "internvl_chat", "llm_config": text, "vision_config": tower}, "config")
+    assert config["text_config"]["model_type"] == "llama"
+    assert config["vision_config"]["model_type"] == "internvl_vision"
+    assert config["vision_config"]["attention_bias"] is True
+    assert config["vision_config"]["intermediate_size"] == 12800
+    assert notes == ["model_type internvl_chat is counted as internvl"]
+
+
+def test_a_known_config_stays_as_it_is() -> None:
+    config = {**TINY, "model_type": "llama"}
+    assert map_config(config, "config")[0] is config
+
+
+def test_modules_have_the_names_of_the_published_code() -> None:
+    estimate = estimate_flops({**TINY, "model_type": "internlm2", "bias": False}, seq_len=16, lora="r=2,targets=wqkv")
+    assert estimate.parameters["trainable"] == 2 * 2 * (32 + 96)
+
+
+def test_a_wrapper_is_its_inner_config() -> None:
+    inner = {"model_type": "x", "hidden_size": 3}
+    config, _ = map_config({"model_type": "qwen3_omni_moe", "thinker_config": inner, "dtype": "bfloat16"}, "config")
+    assert config["model_type"] == "qwen3_omni_moe_thinker"
+    assert (config["hidden_size"], config["dtype"]) == (3, "bfloat16")
+    with pytest.raises(ConfigError, match="missing key 'thinker_config', which 'qwen3_omni_moe' needs"):
+        map_config({"model_type": "qwen3_omni_moe"}, "config")
+
+
+def test_missing_keys_are_named_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="missing keys 'hidden_size', 'n_layer', 'n_head', which 'RefinedWeb' needs"):
+        bind({"model_type": "RefinedWeb", "vocab_size": 96})
+
+
+def test_model_type_says_the_family() -> None:
+    config = {**TINY, "model_type": "my_llama"}
+    assert bind(config, model_type="llama").parameters() == bind({**TINY, "model_type": "llama"}).parameters()
+    assert bind({key: value for key, value in config.items() if key != "model_type"}, model_type="llama")
+    assert bind({**QWEN, "model_type": "other"}, model_type="qwen").parameters() == bind(QWEN).parameters()
+    estimate = estimate_flops(config, model_type="qwen2", seq_len=16)
+    assert estimate.parameters == bind({**TINY, "model_type": "qwen2"}).parameters()
+
+
+@pytest.mark.parametrize(
+    ("config", "model_type", "words"),
+    [
+        ({"hidden_size": 3}, "llama", "missing keys 'intermediate_size', 'num_hidden_layers', .* which 'llama' needs"),
+        (TINY, "lama", "--model-type 'lama': no spec or alias of that name. Did you mean llama"),
+        ({**TINY, "model_type": "llama"}, "chatglm", "missing keys 'ffn_hidden_size', 'num_layers', .*'chatglm' needs"),
+    ],
+)
+def test_model_type_checks_the_keys(config: Json, model_type: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(config, model_type=model_type)
+
+
+def test_a_traced_module_takes_no_model_type() -> None:
+    with pytest.raises(FlopcalcError, match="model_type says which family a config is"):
+        bind(object(), {"x": 1}, model_type="llama")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('like = "llama"', 'needs like = "…", a known model type, and source'),
+        ('like = "llama"\nsource = "x"\nlikes = 1', "unknown key 'likes'"),
+        ('like = "llama"\nsource = "x"\n[keys]\na = "import os"', "not an expression: 'import os'"),
+        ('like = "llama"\nsource = "x"\nrequired = "a"', "required must be a list of config keys"),
+        ('like = 3\nsource = "x"', "like must be a string"),
+        ('like = "llama"\nsource = "x"\nkeys = 3', r"\[keys\] must be a table"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError, match=words):
+        load_alias(str(path))
+
+
+def test_a_users_own_spec_wins(tmp_path: Path) -> None:
+    spec = tmp_path / "internlm2.toml"
+    spec.write_text('extends = "llama"\nsource = "mine"\n[dims]\nff = "1"\n', encoding="utf-8")
+    own = bind({**TINY, "model_type": "internlm2"}, spec=str(spec))
+    assert own.spec.name == "internlm2"
+    assert own.source.config["model_type"] == "internlm2"
+
+
+def test_aliases_of_each_other_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "aliases"
+    folder.mkdir()
+    for name, like in (("one", "two"), ("two", "one")):
+        (folder / f"{name}.toml").write_text(f'like = "{like}"\nsource = "x"\n', encoding="utf-8")
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    with pytest.raises(ConfigError, match="aliases lead to one another"):
+        map_config({"model_type": "one"}, "config")
