@@ -28,6 +28,7 @@ _COMMANDS = {
     "calibrate": ("flopcalc.cli.calibrate", "Measure this machine's GPU into tables."),
     "calibration": ("flopcalc.cli.calibration", "Show, list and compare measured tables."),
     "sweep": ("flopcalc.cli.sweep", "Train many configurations for a few steps, one process each, and compare."),
+    "web": ("flopcalc.cli.web", "The exact calculator as a page in the browser."),
     "monitor": ("flopcalc.cli.monitor", "Sum up or draw the log of a training monitor."),
 }
 

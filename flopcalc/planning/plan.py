@@ -79,12 +79,14 @@ def plan_estimator(
     top: int = 5,
     images: Iterable[tuple[int, int]] | None = None,
     workload: Workload | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """The plan of a bound model's training run.
 
     `global_batch` is in sequences; a degree is a number, a list of numbers to try, or None for all that are worth a
     try. `execution`, `optimizer` and `attention_kernel` are those of predict. `images` are one sample's, each (width,
     height) in pixels. `workload` is one sample instead, or the global batch of several like one another.
+    `progress` is called with the number of layouts that were looked at, and of all.
     """
     gpus, top = check_size(gpus, "gpus"), check_size(top, "top")
     if gpus > MOST_GPUS:
@@ -110,11 +112,15 @@ def plan_estimator(
     given = dict(zip(DEGREES, (dp, tp, pp, virtual, cp, ep, zero, micro_batch, recompute), strict=True))
     fixed = {name: check_fixed(name, _listed(value)) for name, value in given.items() if value is not None}
 
-    def search(batch: int, narrowed: Mapping[str, Sequence[int | str]], notes: list[str]) -> Plan:
+    def search(
+        batch: int, narrowed: Mapping[str, Sequence[int | str]], notes: list[str],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Plan:  # fmt: skip
         return search_layouts(
             estimator, sample, tokens=total_tokens, device=device, gpus=gpus, global_batch=batch, fixed=narrowed,
             interconnect=interconnect, price=price, dtype=dtype, execution=check_execution(execution),
             optimizer=check_optimizer(optimizer), attention_kernel=attention_kernel, top=top, notes=notes,
+            progress=progress,
         )  # fmt: skip
 
     def find_best(batch: int, narrowed: Mapping[str, Sequence[int | str]]) -> float | None:
@@ -124,7 +130,7 @@ def plan_estimator(
         except WorkloadError:  # nothing divides, or nothing fits
             return None
 
-    found = search(global_batch, fixed, notes)
+    found = search(global_batch, fixed, notes, progress)
     if not is_chosen:
         return found
     return found._replace(

@@ -22,6 +22,7 @@ from flopcalc.units import format_amount, format_bytes, format_seconds
 from flopcalc.words import Execution
 
 MOST_LAYOUTS = 1_000_000
+_TOLD_EVERY = 32  # layouts between two calls of `progress`
 KNOWN_DTYPES = ("bf16", "fp16", "fp8")
 _REASONS = {
     "bubble": ("bubble",),
@@ -267,6 +268,7 @@ def search_layouts(
     overlaps: Overlaps = Overlaps(),  # noqa: B008
     top: int = 5,
     notes: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """The best layouts of a bound model; `sample` is one sequence, `fixed` the values that degrees may take."""
     found = find_device(device, needs_all=True)
@@ -286,7 +288,7 @@ def search_layouts(
     )  # fmt: skip
     needed = _find_ideal(found, {name: flops.total for name, flops in estimator.count_formats(sample, "model").items()})
     capacity = find_capacity(found)
-    searched = _search(runner, gpus, global_batch, fixed, capacity)
+    searched = _search(runner, gpus, global_batch, fixed, capacity, progress)
 
     def finish(layout: Layout, step: Step, memory: Memory) -> Planned:
         speed = global_batch / step.seconds
@@ -363,7 +365,12 @@ def _check_dtype(device: Device, dtype: str) -> None:
 
 
 def _search(
-    runner: Runner, gpus: int, global_batch: int, fixed: Mapping[str, Sequence[int | str]], capacity: float
+    runner: Runner,
+    gpus: int,
+    global_batch: int,
+    fixed: Mapping[str, Sequence[int | str]],
+    capacity: float,
+    progress: Callable[[int, int], None] | None,
 ) -> _Searched:
     """Every layout of the search, timed; an error if none divides."""
     model = runner.model
@@ -372,7 +379,12 @@ def _search(
     misfits: list[Entry] = []
     skipped: dict[str, int] = {}
     problems: dict[str, str] = {}
+    whole = 0
+    if progress is not None:  # a listing alone is quick, and tells how many there are
+        whole = sum(1 for _ in list_layouts(model, gpus, global_batch, runner.net.per_node, fixed))
     for number, layout in enumerate(list_layouts(model, gpus, global_batch, runner.net.per_node, fixed)):
+        if progress is not None and number % _TOLD_EVERY == 0:
+            progress(number, whole)
         if number == MOST_LAYOUTS:
             raise WorkloadError(f"more than {MOST_LAYOUTS} layouts: fix some of them, such as --tp or --micro-batch")
         problem = find_problem(layout, model, gpus, global_batch)

@@ -1,0 +1,65 @@
+"""`flopcalc web`: the calculator as a page in the browser, served here or written as a static site."""
+
+from __future__ import annotations
+
+import click
+
+from flopcalc.cli.command import Command
+from flopcalc.errors import FlopcalcError, WorkloadError
+from flopcalc.grids import format_text
+from flopcalc.units import parse_size
+
+
+@click.command(cls=Command)
+@click.option("--out", metavar="DIR", help="Write a static site there instead: it works from any file server, offline.")
+@click.option("--pyodide", metavar="DIR", help="Pyodide's files, if they are already here; else npm fetches them once.")
+@click.option("--port", metavar="N", help="Port to serve at (default: 8417, or any that is free).")
+@click.option("--no-browser", is_flag=True, help="Serve, but open no browser.")
+def web(out: str | None, pyodide: str | None, port: str | None, no_browser: bool) -> None:
+    """The exact calculator as a page in the browser.
+
+    The page runs this package in the browser, with Pyodide. Nothing that is entered there leaves it. Examples:
+
+      flopcalc web
+
+      flopcalc web --out site
+    """
+    from flopcalc.web.build import build_site, list_sizes
+
+    if out is not None:
+        if port is not None or no_browser:
+            raise WorkloadError("--out writes files and serves none: leave --port and --no-browser out")
+        notes = build_site(out, pyodide)
+        size = sum(size for _, size in list_sizes(out))
+        click.echo(f"written: {out} ({size / 1e6:.1f} MB)", err=True)
+        _show_notes(notes)
+        return
+    _serve(pyodide, None if port is None else parse_size(port, "--port"), opens=not no_browser)
+
+
+def _serve(pyodide: str | None, port: int | None, *, opens: bool) -> None:
+    import os
+    import tempfile
+
+    from flopcalc.web.build import build_site
+    from flopcalc.web.serve import HOST, make_server
+
+    if port is not None and port > 65535:
+        raise FlopcalcError(f"--port: {port} is no port: 1 to 65535")
+    with tempfile.TemporaryDirectory() as folder:
+        site = os.path.join(folder, "site")
+        notes = build_site(site, pyodide)
+        with make_server(site, port) as server:
+            address = f"http://{HOST}:{server.server_address[1]}/"
+            click.echo(f"serving at {address} (Ctrl+C ends it)")
+            _show_notes(notes)
+            if opens:
+                import webbrowser
+
+                webbrowser.open(address)
+            server.serve_forever()
+
+
+def _show_notes(notes: list[str]) -> None:
+    for note in notes:
+        click.echo(format_text(f"note: {note}", "", "  "), err=True)

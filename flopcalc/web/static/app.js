@@ -1,0 +1,512 @@
+// The page: state, form and views joined; questions go to Python, answers come back and are shown.
+import { h } from "./dom.js";
+import { Dropped, Engine } from "./engine.js";
+import { copy, savePng, saveSvg, saveText, tablesToCsv } from "./exports.js";
+import { fetchHub, listDropped, readFiles } from "./files.js";
+import { Form } from "./form.js";
+import { choose, LANGUAGES, load, t, translatePage } from "./i18n.js";
+import { exact, flops } from "./numbers.js";
+import { makeState, read, VIEWS, write } from "./state.js";
+import * as conventions from "./views/conventions.js";
+import * as flopsView from "./views/flops.js";
+import * as memory from "./views/memory.js";
+import * as plan from "./views/plan.js";
+import * as roofline from "./views/roofline.js";
+import * as time from "./views/time.js";
+
+const PLACES = { flops: flopsView, conventions, roofline, time, memory, plan };
+const LETTERS = ["A", "B"];
+const FIRST_DEVICE = "h200";
+const PLAN_PAUSE_MS = 500;
+
+const find = (id) => document.getElementById(id);
+const quick = new Engine((kind, reason) => onStatus(kind, reason)); // counts: always answers at once
+const slow = new Engine((kind, reason) => kind === "failed" && say(t("status.failed", { reason }), true)); // seconds, bytes, plans
+let data; // what the form offers
+let state;
+let form;
+let counted = []; // the headline's answers, one for each set-up
+let shown = []; // the view's answers
+let explanation = null; // the answer of `explain` for the box that is open
+let round = 0; // grows with every change: what belongs to an older one is not shown
+let isLive = false;
+
+async function main() {
+  const first = JSON.parse(find("default").textContent);
+  const [choices, , saved] = await Promise.all([
+    fetch(new URL("./data.json", import.meta.url)).then((response) => response.json()),
+    (quick.start(), null),
+    read(location.hash.slice(1), {}),
+  ]);
+  data = choices;
+  state = saved ?? makeState(data.default.setup);
+  if (!saved) counted = [first];
+  showTheme(localStorageGet("theme"));
+  await load(choose(state.lang || localStorageGet("lang")));
+  buildPage();
+  render();
+  if (isLive === false) say(t(saved ? "status.starting" : "status.default"));
+  await refresh();
+}
+
+function localStorageGet(key) {
+  try {
+    return localStorage.getItem(`flopcalc.${key}`) ?? "";
+  } catch {
+    return ""; // storage may be forbidden
+  }
+}
+
+function localStorageSet(key, value) {
+  try {
+    localStorage.setItem(`flopcalc.${key}`, value);
+  } catch {
+    // the choice then lasts as long as the page
+  }
+}
+
+// ---- words, theme and status -----------------------------------------------------------------------------------------
+
+function say(text, isError = false) {
+  const status = find("status");
+  status.textContent = text;
+  status.classList.toggle("error", isError);
+}
+
+function onStatus(kind, reason) {
+  if (kind === "failed") {
+    say(t("status.failed", { reason }), true);
+    return;
+  }
+  isLive = true;
+  document.documentElement.dataset.python = "ready";
+}
+
+function showTheme(theme) {
+  if (theme) document.documentElement.dataset.theme = theme;
+}
+
+function switchTheme() {
+  const isDark = document.documentElement.dataset.theme
+    ? document.documentElement.dataset.theme === "dark"
+    : matchMedia("(prefers-color-scheme: dark)").matches;
+  showTheme(isDark ? "light" : "dark");
+  localStorageSet("theme", isDark ? "light" : "dark");
+}
+
+async function switchLanguage(language) {
+  state.lang = language;
+  localStorageSet("lang", language);
+  await load(language);
+  buildPage();
+  render();
+  saveAddress();
+}
+
+// ---- the page's fixed parts ------------------------------------------------------------------------------------------
+
+function buildPage() {
+  translatePage();
+  const chosen = document.documentElement.lang.slice(0, 2);
+  find("language").replaceChildren(...Object.entries(LANGUAGES).map(([code, name]) =>
+    h("option", { value: code, lang: code === "zh" ? "zh-Hans" : code, selected: code === chosen }, name)));
+  form = new Form(find("form"), data, { onChange: change, onModel: chooseModel, onFiles: takeFiles, onHub: takeHub, onLaunch: takeLaunch });
+  find("views").replaceChildren(...VIEWS.map((name) => h("button", {
+    type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "panel", "data-view": name, onclick: () => openView(name),
+    onkeydown: (event) => moveTab(event, name),
+  }, t(`view.${name}`))));
+}
+
+function moveTab(event, name) {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const at = event.key === "Home" ? 0 : event.key === "End" ? VIEWS.length - 1
+    : step ? (VIEWS.indexOf(name) + step + VIEWS.length) % VIEWS.length : -1;
+  if (at < 0) return;
+  event.preventDefault();
+  openView(VIEWS[at]);
+  find(`tab-${VIEWS[at]}`).focus();
+}
+
+function listeners() {
+  find("language").addEventListener("change", (event) => switchLanguage(event.target.value));
+  find("theme").addEventListener("click", switchTheme);
+  find("form").addEventListener("submit", (event) => event.preventDefault());
+  addEventListener("hashchange", async () => {
+    const found = await read(location.hash.slice(1), {});
+    if (!found || (await write(found)) === (await write(state))) return;
+    const language = state.lang;
+    state = { ...found, active: 0 };
+    if (state.lang && state.lang !== language) await switchLanguage(state.lang);
+    counted = [];
+    await refresh();
+  });
+  addEventListener("dragover", (event) => {
+    event.preventDefault();
+    document.body.classList.add("dragging");
+  });
+  addEventListener("dragleave", () => document.body.classList.remove("dragging"));
+  addEventListener("drop", async (event) => {
+    event.preventDefault();
+    document.body.classList.remove("dragging");
+    const { folder, files } = await listDropped(event.dataTransfer);
+    await takeFiles(files, folder);
+  });
+  let width = 0;
+  new ResizeObserver(() => {
+    if (Math.abs(find("panel").clientWidth - width) < 8) return;
+    width = find("panel").clientWidth;
+    if (state) renderPanel();
+  }).observe(find("panel"));
+}
+
+// ---- inputs ----------------------------------------------------------------------------------------------------------
+
+const active = () => state.setups[state.active];
+
+function change(name, value) {
+  const setup = active();
+  const isEmpty = value === "" || value === false || (Array.isArray(value) && !value.length);
+  if (isEmpty) delete setup[name];
+  else setup[name] = value;
+  if (name === "text" && !isEmpty) delete setup.seq;
+  if (name === "seq" && !isEmpty) delete setup.text;
+  refresh();
+}
+
+function chooseModel(value) {
+  const setup = active();
+  delete setup.files;
+  setup.model = value;
+  const known = data.presets.some((preset) => preset.name === value || preset.aliases.includes(value));
+  const byHub = data.presets.find((preset) => preset.hub_id === value);
+  if (byHub) setup.model = byHub.name;
+  if (known || byHub || !value.includes("/")) refresh();
+}
+
+async function takeFiles(files, folder = "") {
+  const found = await readFiles(files);
+  const setup = active();
+  if (found.problems.length) say(found.problems.join("; "), true);
+  if (Object.keys(found.configs).length) {
+    setup.files = found.configs;
+    if (folder) setup.model = folder;
+    else delete setup.model;
+    const names = Object.keys(found.configs);
+    if (names.length > 1 && !folder) setup.model = "config";
+  }
+  if (found.images.length) setup.image = [...(setup.image ?? []), ...found.images];
+  if (found.launch) await takeLaunch(...found.launch);
+  else await refresh();
+}
+
+async function takeHub(id) {
+  if (!id) return;
+  const known = data.presets.find((preset) => preset.hub_id === id);
+  try {
+    say(t("status.fetching", { id }));
+    const configs = known ? null : await fetchHub(data.hub, id);
+    const setup = active();
+    if (known) delete setup.files;
+    else setup.files = configs;
+    setup.model = known ? known.name : id;
+    say("");
+    await refresh();
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+async function takeLaunch(name, text) {
+  let answer;
+  try {
+    answer = await quick.ask("launch", { what: "launch", name, text });
+  } catch (error) {
+    if (!(error instanceof Dropped)) say(error.message, true);
+    return;
+  }
+  if (answer.error) {
+    say(answer.error, true);
+    return;
+  }
+  const kept = active();
+  state.setups[state.active] = { ...(answer.setup.model || answer.setup.files ? {} : { model: kept.model, files: kept.files }), ...answer.setup };
+  say(t("status.launch", { name, notes: answer.notes.join("; ") }));
+  await refresh();
+}
+
+// ---- questions -------------------------------------------------------------------------------------------------------
+
+function openView(name) {
+  state.view = name;
+  const place = PLACES[name];
+  for (const setup of state.setups) {
+    if (place.needsDevice) setup.device ||= FIRST_DEVICE;
+    if (name === "plan") {
+      setup.gpus ||= "64";
+      setup.tokens ||= "1T";
+    }
+  }
+  shown = [];
+  refresh();
+}
+
+// Ask everything that the page shows for the present state; answers to older states are not shown.
+async function refresh() {
+  round += 1;
+  const mine = round;
+  explanation = null;
+  if (counted.length !== state.setups.length) counted.length = state.setups.length;
+  form.show(active());
+  renderSetups();
+  renderTabs();
+  saveAddress();
+  await Promise.all([askCounts(mine), askView(mine), askExplanation(mine)]);
+}
+
+async function askCounts(mine) {
+  await Promise.all(state.setups.map(async (setup, at) => {
+    try {
+      const answer = await quick.ask(`count-${at}`, { what: "flops", setup });
+      // A slider moves on while Python counts: what arrives is shown all the same, it is the newest there is.
+      counted[at] = { ...answer, of: JSON.stringify(setup) };
+      if (mine === round) settle();
+      renderHeadline();
+      if (state.view === "flops") renderPanel();
+    } catch (error) {
+      if (!(error instanceof Dropped)) say(error.message, true);
+    }
+  }));
+}
+
+function settle() {
+  if (find("status").dataset.kept !== "1") say(t("status.ready"));
+  if ("serviceWorker" in navigator && !settle.isDone) {
+    settle.isDone = true;
+    // Only now: filling the cache must not slow the first answer down.
+    navigator.serviceWorker.register(new URL("./sw.js", import.meta.url)).catch(() => {});
+  }
+}
+
+async function askExplanation(mine) {
+  if (state.view !== "flops" || !state.op) return;
+  try {
+    const answers = await Promise.all(state.setups.map((setup, at) => quick.ask(`explain-${at}`, { what: "explain", setup, op: state.op })));
+    if (mine !== round) return;
+    explanation = answers;
+    renderPanel();
+  } catch (error) {
+    if (!(error instanceof Dropped)) say(error.message, true);
+  }
+}
+
+async function askView(mine) {
+  const place = PLACES[state.view];
+  if (!place.channel) {
+    if (slow.current) slow.cancel();
+    shown = [];
+    renderPanel();
+    return;
+  }
+  const isCounted = state.view === "conventions";
+  const engine = isCounted ? quick : slow;
+  if (place.isLong) {
+    engine.cancel();
+    renderProgress(0, 0);
+    await new Promise((resolve) => setTimeout(resolve, PLAN_PAUSE_MS));
+    if (mine !== round) return;
+  } else if (slow.current?.question.what === "plan") {
+    slow.cancel(); // its layouts are for an older question, or for a view that is closed
+  }
+  find("panel").setAttribute("aria-busy", "true");
+  try {
+    const answers = await Promise.all(state.setups.map(async (setup, at) => {
+      const found = {};
+      for (const what of place.questions(setup)) {
+        const progress = what === "plan" ? (done, whole) => mine === round && renderProgress(done, whole) : null;
+        found[what] = await engine.ask(`${what}-${at}`, { what, setup }, progress);
+      }
+      return found;
+    }));
+    if (state.view !== Object.keys(PLACES).find((name) => PLACES[name] === place)) return;
+    if (mine !== round && place.isLong) return;
+    shown = answers;
+    if (mine === round) find("panel").removeAttribute("aria-busy");
+    renderPanel();
+  } catch (error) {
+    if (!(error instanceof Dropped)) say(error.message, true);
+  }
+}
+
+let saving = 0;
+
+function saveAddress() {
+  clearTimeout(saving);
+  saving = setTimeout(async () => {
+    const text = await write(state);
+    if (text !== location.hash.slice(1)) history.replaceState(null, "", `#${text}`);
+    const names = state.setups.map((setup) => setup.model || Object.keys(setup.files ?? {})[0] || "").join(" | ");
+    document.title = `flopcalc: ${names}`;
+  }, 120);
+}
+
+// ---- what is shown ---------------------------------------------------------------------------------------------------
+
+function render() {
+  form.show(active());
+  renderSetups();
+  renderTabs();
+  renderHeadline();
+  renderPanel();
+}
+
+function renderSetups() {
+  const buttons = state.setups.map((setup, at) => h("button", {
+    type: "button", "aria-pressed": String(at === state.active), "data-setup": LETTERS[at],
+    onclick: () => { state.active = at; render(); },
+  }, `${LETTERS[at]}: ${setup.model || Object.keys(setup.files ?? {})[0] || "?"}`));
+  const more = state.setups.length === 1
+    ? h("button", { type: "button", id: "add-setup", onclick: () => {
+      state.setups.push(structuredClone(state.setups[0]));
+      state.active = 1;
+      shown = [];
+      refresh();
+    } }, t("setup.add"))
+    : h("button", { type: "button", id: "remove-setup", onclick: () => {
+      state.setups.pop();
+      state.active = 0;
+      counted.length = 1;
+      shown = [];
+      refresh();
+    } }, t("setup.remove"));
+  const focused = document.activeElement?.id;
+  find("setups").replaceChildren(...(state.setups.length > 1 ? buttons : []), more);
+  if (focused && find(focused)) find(focused).focus();
+}
+
+function renderTabs() {
+  for (const button of find("views").children) {
+    const isOpen = button.dataset.view === state.view;
+    button.setAttribute("aria-selected", String(isOpen));
+    button.tabIndex = isOpen ? 0 : -1;
+  }
+  find("panel").setAttribute("aria-labelledby", `tab-${state.view}`);
+}
+
+function renderHeadline() {
+  const cards = state.setups.map((setup, at) => {
+    const answer = counted[at];
+    const letter = state.setups.length > 1 ? `${LETTERS[at]}: ` : "";
+    if (!answer) return h("article", { class: "card" }, h("h2", {}, `${letter}${setup.model ?? ""}`), h("p", {}, t("status.waiting")));
+    if (answer.error) return h("article", { class: "card" }, h("h2", {}, `${letter}${setup.model ?? ""}`), h("p", { class: "error", role: "alert" }, answer.error));
+    const { estimate } = answer;
+    const work = estimate.workload;
+    const pictures = work.images ? t("headline.images", { images: exact(work.images), tokens: exact(work.visual_tokens), patches: exact(work.patches) }) : "";
+    return h("article", { class: "card" },
+      h("h2", {}, `${letter}${estimate.model.name}`),
+      h("p", { class: "answer" }, h("strong", { class: "figure", "data-total": "" }, exact(estimate.flops.total)), " FLOPs",
+        at && counted[0]?.estimate ? h("span", { class: "minor" }, ` ${t("headline.ratio", { ratio: (Number(estimate.flops.total) / Number(counted[0].estimate.flops.total)).toFixed(3) })}`) : null),
+      h("p", {}, `${answer.work}: ${flops(estimate.flops.total)}; ${t("column.forward")} ${exact(estimate.flops.forward)}, ${t("column.backward")} ${exact(estimate.flops.backward)}`,
+        estimate.flops.recompute ? `, ${t("column.recompute")} ${exact(estimate.flops.recompute)}` : ""),
+      h("p", { class: "minor" }, t("headline.parameters", { total: exact(estimate.parameters.total), trainable: exact(estimate.parameters.trainable) }),
+        ` · ${t("headline.convention", { name: estimate.convention })}`, pictures ? ` · ${pictures}` : ""));
+  });
+  const root = find("headline");
+  root.classList.toggle("two", cards.length > 1);
+  root.replaceChildren(...cards);
+}
+
+function renderProgress(done, whole) {
+  const bar = h("progress", { max: whole || 1, "aria-label": t("plan.progress") });
+  if (whole) bar.value = done;
+  const button = h("button", { type: "button", id: "cancel", onclick: () => {
+    round += 1;
+    slow.cancel();
+    find("panel").removeAttribute("aria-busy");
+    find("panel").replaceChildren(h("p", { role: "status" }, t("plan.cancelled")), h("button", { type: "button", id: "again", onclick: () => refresh() }, t("plan.again")));
+  } }, t("plan.cancel"));
+  const hadFocus = document.activeElement?.id === "cancel";
+  find("panel").replaceChildren(h("div", { class: "progress" }, bar, h("span", {}, whole ? t("plan.done", { done: exact(done), whole: exact(whole) }) : t("plan.starting")), button));
+  if (hadFocus) find("cancel").focus();
+}
+
+function renderPanel() {
+  const panel = find("panel");
+  const place = PLACES[state.view];
+  const answers = place.channel ? shown : counted;
+  if (place.isLong && !answers.length) return; // its progress is shown
+  if (!answers.length || [...answers].some((each) => !each)) {
+    panel.replaceChildren(h("p", { class: "minor" }, t("status.waiting")));
+    return;
+  }
+  const problem = (answer) => (place.channel ? Object.entries(answer).find(([what, each]) => each.error && what !== "translate")?.[1].error : answer.error);
+  const count = state.setups.length;
+  const isNarrow = panel.clientWidth < 760;
+  const width = Math.max(300, Math.round((panel.clientWidth - (count > 1 && !isNarrow ? 24 : 0)) / (isNarrow ? 1 : count)));
+  const context = { state, width, onZoom: zoom, onOpen: openBox, explained };
+  const good = answers.filter((answer) => !problem(answer));
+  const rendered = good.length ? place.render(good, context) : [];
+  const focused = document.activeElement?.dataset?.path;
+  const open = new Set([...panel.querySelectorAll("details[open] > summary")].map((each) => each.textContent));
+  panel.replaceChildren(h("div", { class: count > 1 ? "columns two" : "columns" }, answers.map((answer, at) =>
+    h("article", { class: "column", "aria-label": count > 1 ? LETTERS[at] : null },
+      count > 1 ? h("h3", {}, `${LETTERS[at]}: ${counted[at]?.estimate?.model.name ?? state.setups[at]?.model ?? ""}`) : null,
+      problem(answer) ? h("p", { class: "error", role: "alert" }, problem(answer)) : rendered[good.indexOf(answer)],
+      problem(answer) ? null : makeTools(answer, at)))));
+  for (const each of panel.querySelectorAll("details > summary")) if (open.has(each.textContent)) each.parentElement.open = true;
+  if (focused) [...panel.querySelectorAll("[data-path]")].find((each) => each.dataset.path === focused)?.focus();
+}
+
+function zoom(path) {
+  state.zoom = path;
+  saveAddress();
+  renderPanel();
+}
+
+function openBox(path) {
+  state.op = state.op === path ? "" : path;
+  explanation = null;
+  saveAddress();
+  renderPanel();
+  askExplanation(round);
+}
+
+// The formula of the box that is open, as `flopcalc explain` writes it.
+function explained(answer) {
+  if (!state.op) return h("p", { class: "help" }, t("flops.help"));
+  const found = explanation?.[counted.indexOf(answer)];
+  const content = !found ? h("p", {}, t("status.waiting"))
+    : found.error ? h("p", { class: "error" }, found.error)
+      : [found.operations.map((entry) => [h("h4", {}, `${entry.path}${entry.parameter && entry.parameter !== "weight" ? `.${entry.parameter}` : ""} (${entry.kind} × ${entry.count})`), h("pre", {}, entry.lines.join("\n"))]),
+        h("p", { class: "minor" }, h("code", {}, found.lines.command))];
+  return h("section", { class: "explained", "aria-live": "polite", "aria-label": t("flops.formula") }, content);
+}
+
+// ---- exports ---------------------------------------------------------------------------------------------------------
+
+function makeTools(answer, at) {
+  const main = PLACES[state.view].channel ? answer.translate && !answer.translate.error ? answer.translate : Object.values(answer)[0] : answer;
+  const name = `flopcalc-${state.view}${state.setups.length > 1 ? `-${LETTERS[at]}` : ""}`;
+  const column = (event) => event.target.closest("article");
+  const picture = (event) => column(event).querySelector("svg.treemap, svg.chart");
+  const hasPicture = state.view !== "conventions";
+  const button = (label, onclick) => h("button", { type: "button", onclick }, label);
+  return h("section", { class: "exports", "aria-label": t("exports") },
+    h("div", { class: "buttons" },
+      hasPicture ? [button("PNG", (event) => savePng(name, picture(event))), button("SVG", (event) => saveSvg(name, picture(event)))] : null,
+      button("CSV", (event) => saveText(`${name}.csv`, main.csv ?? tablesToCsv(column(event)), "text/csv")),
+      button("JSON", () => saveText(`${name}.json`, `${main.json ?? JSON.stringify(main, null, 2)}\n`, "application/json")),
+      button(t("exports.link"), async (event) => {
+        const text = `${location.origin}${location.pathname}#${await write(state)}`;
+        event.target.textContent = (await copy(text)) ? t("exports.copied") : t("exports.link");
+      })),
+    line(t("exports.command"), main.lines.command),
+    main.lines.python ? line("Python", `from flopcalc import ${main.lines.python.split("(")[0]}\n${main.lines.python}`) : null);
+}
+
+function line(name, text) {
+  return h("div", { class: "line" }, h("span", { class: "minor" }, name), h("pre", { tabindex: "0", "aria-label": name }, text),
+    h("button", { type: "button", onclick: async (event) => { if (await copy(text)) event.target.textContent = t("exports.copied"); } }, t("exports.copy")));
+}
+
+listeners();
+main().catch((error) => say(String(error.message ?? error), true));

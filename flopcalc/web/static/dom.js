@@ -1,0 +1,38 @@
+// Small helpers for elements; text is always set as text, never as HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+export const h = (name, attributes, ...children) => fill(document.createElement(name), attributes, children);
+export const s = (name, attributes, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
+
+export function table(caption, headers, rows, { className = "", numeric = 1 } = {}) {
+  const cell = (value, column) => {
+    const isNumber = column >= numeric;
+    const content = value instanceof Node || Array.isArray(value) ? value : String(value ?? "–");
+    return column === 0
+      ? h("th", { scope: "row" }, content)
+      : h("td", { class: isNumber ? "number" : null }, content);
+  };
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    h("table", { class: className || null },
+      h("caption", {}, caption),
+      h("thead", {}, h("tr", {}, headers.map((each, column) =>
+        h("th", { scope: "col", class: column >= numeric ? "number" : null }, each)))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))));
+}
+
+export function notes(list, title) {
+  if (!list?.length) return null;
+  return h("details", { class: "notes" }, h("summary", {}, `${title} (${list.length})`),
+    h("ul", {}, list.map((each) => h("li", {}, each))));
+}

@@ -1,0 +1,38 @@
+// The page's words: one JSON file for each language; English is there where a word is missing.
+
+export const LANGUAGES = { en: "English", zh: "中文" };
+let words = {};
+let fallback = {};
+
+async function read(language) {
+  const response = await fetch(new URL(`./strings/${language}.json`, import.meta.url));
+  if (!response.ok) throw new Error(`strings/${language}.json: HTTP ${response.status}`);
+  return response.json();
+}
+
+export function choose(wanted) {
+  if (wanted in LANGUAGES) return wanted;
+  return navigator.languages?.some((each) => each.toLowerCase().startsWith("zh")) &&
+    !navigator.languages[0].toLowerCase().startsWith("en") ? "zh" : "en";
+}
+
+export async function load(language) {
+  if (!Object.keys(fallback).length) fallback = await read("en");
+  words = language === "en" ? fallback : await read(language);
+  document.documentElement.lang = language === "zh" ? "zh-Hans" : language;
+}
+
+export function t(key, values = {}) {
+  const text = words[key] ?? fallback[key] ?? key;
+  return text.replace(/\{(\w+)\}/g, (whole, name) => values[name] ?? whole);
+}
+
+// A word that may have no translation, such as a module's kind: itself then.
+export const word = (key, plain) => words[key] ?? fallback[key] ?? plain;
+
+export function translatePage(root = document) {
+  for (const element of root.querySelectorAll("[data-t]")) element.textContent = t(element.dataset.t);
+  for (const element of root.querySelectorAll("[data-t-label]")) {
+    element.setAttribute("aria-label", t(element.dataset.tLabel));
+  }
+}

@@ -1,0 +1,51 @@
+// Numbers for people. Counts may be larger than JavaScript's exact numbers: they come as text then.
+
+const PREFIXES = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+
+export function exact(value) {
+  if (value === null || value === undefined) return "–";
+  return BigInt(value).toLocaleString("en-US");
+}
+
+export function short(value, unit = "") {
+  const number = Number(value);
+  for (const [size, prefix] of PREFIXES) {
+    if (Math.abs(number) >= size) return `${digits(number / size)} ${prefix}${unit}`;
+  }
+  return `${number} ${unit}`.trim();
+}
+
+// As the command line rounds them.
+const digits = (value) => value.toFixed(2);
+
+export const flops = (value) => short(value, "FLOPs");
+
+export function add(...values) {
+  return values.reduce((sum, value) => sum + BigInt(value ?? 0), 0n);
+}
+
+export function share(part, whole) {
+  const total = Number(whole);
+  return total ? `${((100 * Number(part)) / total).toFixed(1)} %` : "–";
+}
+
+export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
+
+export function bytes(value) {
+  const number = Number(value);
+  for (const [power, prefix] of [[40, "T"], [30, "G"], [20, "M"], [10, "K"]]) {
+    if (Math.abs(number) >= 2 ** power) return `${digits(number / 2 ** power)} ${prefix}iB`;
+  }
+  return `${number} B`;
+}
+
+export function seconds(value) {
+  if (value >= 1) return `${digits(value)} s`;
+  return value >= 1e-4 ? `${digits(value * 1e3)} ms` : `${digits(value * 1e6)} µs`;
+}
+
+export function amount(value) {
+  if (value === null || value === undefined) return "–";
+  if (value >= 100) return Math.round(value).toLocaleString("en-US");
+  return value >= 1 ? value.toFixed(1) : Number(value.toPrecision(2)).toString();
+}

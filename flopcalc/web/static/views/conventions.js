@@ -1,0 +1,49 @@
+// The same step under our three conventions and under those that people quote.
+import { h, notes, table } from "../dom.js";
+import { t, word } from "../i18n.js";
+import { exact, percent, share } from "../numbers.js";
+
+export const channel = "conventions";
+
+export function questions(setup) {
+  const hasQuote = setup.mfu || setup.tflops || setup.tokens_per_second;
+  return hasQuote ? ["conventions", "translate"] : ["conventions"];
+}
+
+export function render(answers) {
+  return answers.map(({ conventions, translate }) => [
+    table(t("conventions.components"), [t("column.component"), "model", "full", "hardware"], [
+      ...conventions.components.map((row) => [word(`component.${row.name}`, row.name), exact(row.model), exact(row.full), exact(row.hardware)]),
+      [t("column.total"), exact(conventions.totals.model), exact(conventions.totals.full), exact(conventions.totals.hardware)],
+    ], { className: "summed" }),
+    h("p", { class: "help" }, t("conventions.help")),
+    translate ? showTranslation(translate) : showQuoted(conventions),
+    notes(conventions.notes, t("notes")),
+  ]);
+}
+
+const source = (row) => [row.counts, row.leaves_out ? `; ${t("conventions.without", { what: row.leaves_out })} ` : " ",
+  row.url ? h("a", { href: row.url, rel: "noreferrer" }, t("conventions.source")) : null];
+
+function showQuoted(conventions) {
+  return [
+    table(t("conventions.quoted"), [t("column.convention"), t("column.flops"), t("column.ratio"), t("column.counts")],
+      conventions.quoted.map((row) => [row.name, row.flops === null ? h("span", { title: row.reason }, "–") : exact(row.flops),
+        row.flops === null ? "–" : share(row.flops, conventions.totals.model), h("span", { class: "left" }, source(row))]),
+      { className: "quoted" }),
+    h("p", { class: "help" }, t("conventions.quote")),
+  ];
+}
+
+function showTranslation(answer) {
+  if (answer.error) return h("p", { class: "error", role: "alert" }, answer.error);
+  const { translation } = answer;
+  return [
+    table(t("conventions.translated"),
+      [t("column.convention"), t("column.flops"), "TFLOP/s", "MFU", t("column.difference"), t("column.counts")],
+      translation.rows.map((row) => [`${row.quoted_convention}${row.fits ? " ✓" : ""}`, exact(row.flops), row.tflops_per_gpu.toFixed(1),
+        percent(row.mfu), row.difference === null ? "–" : `${(100 * row.difference).toFixed(2)} %`,
+        h("span", { class: "left" }, source(row))]), { className: "quoted" }),
+    notes(translation.notes, t("notes")),
+  ];
+}

@@ -1,0 +1,70 @@
+// FLOPs by module: a treemap that can be zoomed, each box with its formula, and the same as a table.
+import { drawTreemap, findNode, makeTree } from "../charts.js";
+import { h, notes, table } from "../dom.js";
+import { t, word } from "../i18n.js";
+import { add, exact, flops, share } from "../numbers.js";
+
+export const channel = null; // the headline's own answer is all that is needed
+
+export function render(answers, context) {
+  return answers.map((answer) => show(answer, context));
+}
+
+function show(answer, { state, width, onZoom, onOpen, explained }) {
+  const { estimate } = answer;
+  const rows = estimate.modules.map((row) => ({ ...row, exactValue: add(row.forward, row.backward) }))
+    .map((row) => ({ ...row, value: Number(row.exactValue) }));
+  const whole = makeTree(rows);
+  const tree = findNode(whole, state.zoom) ?? whole;
+  const top = listGroups(whole);
+  const groups = (path) => Math.max(0, top.findIndex((each) => path === each || path.startsWith(`${each}.`)));
+  const picture = drawTreemap(tree, {
+    width, height: Math.max(300, Math.min(520, Math.round(width * 0.62))), label: t("flops.picture", { model: estimate.model.name }),
+    groups, onZoom, onOpen, selected: state.op,
+    describe: (node, value, sum, isLeaf) => isLeaf
+      ? t("flops.leaf", { path: node.path, count: exact(node.row.exactValue), share: share(value, sum) })
+      : t("flops.group", { path: node.path, count: flops(value), share: share(value, sum) }),
+  });
+  const shown = rows.filter((row) => row.value).sort((one, other) => other.value - one.value);
+  return [
+    crumbs(tree, whole, onZoom),
+    picture,
+    explained(answer),
+    table(t("flops.components"), [t("column.component"), t("column.forward"), t("column.backward"), t("column.share")],
+      estimate.components.map((row) => [word(`component.${row.name}`, row.name), exact(row.forward), exact(row.backward),
+        share(add(row.forward, row.backward), estimate.flops.total)])),
+    h("details", {}, h("summary", {}, t("flops.modules", { count: shown.length })),
+      table(t("flops.modules", { count: shown.length }),
+        [t("column.module"), "×", t("column.forward"), t("column.backward"), t("column.share"), t("column.parameters")],
+        shown.map((row) => [row.path, row.count, exact(row.forward), exact(row.backward),
+          share(row.exactValue, estimate.flops.total), exact(row.parameters)]))),
+    notes(estimate.notes, t("notes")),
+  ];
+}
+
+// Parts of the model that get a colour each: the largest is divided while there are few.
+function listGroups(tree) {
+  let groups = tree.children.length ? [...tree.children] : [tree];
+  const size = (node) => (node.row ? node.row.value : node.children.reduce((sum, each) => sum + size(each), 0));
+  for (let round = 0; round < 8; round += 1) {
+    const deep = groups.filter((each) => each.children.length).sort((one, other) => size(other) - size(one))[0];
+    if (!deep || groups.length - 1 + deep.children.length > 8) break;
+    groups = groups.flatMap((each) => (each === deep ? each.children : [each]));
+  }
+  return groups.sort((one, other) => size(other) - size(one)).map((each) => each.path);
+}
+
+function crumbs(tree, whole, onZoom) {
+  const list = [h("li", {}, h("button", { type: "button", class: "link", onclick: () => onZoom("") }, t("flops.whole")))];
+  if (tree !== whole) {
+    const names = tree.path.split(".");
+    names.forEach((name, at) => {
+      const path = names.slice(0, at + 1).join(".");
+      const isLast = at === names.length - 1;
+      const node = findNode(whole, path);
+      list.push(h("li", {}, isLast ? h("span", { "aria-current": "location" }, name)
+        : node ? h("button", { type: "button", class: "link", onclick: () => onZoom(path) }, name) : name));
+    });
+  }
+  return h("nav", { class: "crumbs", "aria-label": t("flops.zoom") }, h("ol", {}, list));
+}

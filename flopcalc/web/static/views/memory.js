@@ -1,0 +1,40 @@
+// What fills the memory at the peak, and what would fit.
+import { colourOf, drawBars, legend } from "../charts.js";
+import { h, notes, table } from "../dom.js";
+import { t, word } from "../i18n.js";
+import { bytes, exact, share } from "../numbers.js";
+
+export const channel = "memory";
+export const needsDevice = true;
+export const questions = () => ["memory"];
+
+const KINDS = ["weights", "gradients", "optimizer", "activations", "logits", "workspace", "kv_cache", "inputs"];
+
+export function render(answers, { width }) {
+  const most = Math.max(...answers.map(({ memory: { memory } }) => Math.max(Number(memory.peak), Number(memory.capacity ?? 0)))) * 1.04;
+  return answers.map(({ memory: answer }) => {
+    const { memory, by_recompute: kept, devices } = answer;
+    const parts = KINDS.filter((kind) => memory.at_peak[kind] > 0).map((kind) => ({
+      name: word(`memory.${kind}`, kind), value: Number(memory.at_peak[kind]), colour: KINDS.indexOf(kind),
+      text: `${word(`memory.${kind}`, kind)}: ${bytes(memory.at_peak[kind])}`,
+    }));
+    const marks = memory.capacity ? [{ value: Number(memory.capacity), text: t("memory.capacity", { size: bytes(memory.capacity) }) }] : [];
+    const fitting = devices.filter((device) => device.fits);
+    return [
+      h("p", { class: "answer" }, h("strong", { class: "figure" }, bytes(memory.peak)), " ",
+        memory.fits === null ? t("memory.unknown") : memory.fits ? t("memory.fits", { size: bytes(memory.capacity) }) : t("memory.misfits", { size: bytes(memory.capacity) })),
+      drawBars({ width, most, format: bytes, label: t("memory.picture", { size: bytes(memory.peak) }), rows: [{ name: t("memory.peak", { moment: word(`moment.${memory.moment}`, memory.moment) }), parts, marks }] }),
+      legend(parts.map((part) => ({ name: part.name, colour: colourOf(part.colour), value: bytes(part.value) }))),
+      table(t("memory.parts"), [t("column.part"), t("column.bytes"), "GiB", t("column.share")],
+        [...parts.map((part) => [part.name, exact(part.value), bytes(part.value), share(part.value, memory.peak)]),
+          [t("column.total"), exact(memory.peak), bytes(memory.peak), ""]], { className: "summed" }),
+      Object.keys(kept).length ? table(t("memory.recompute"), [t("field.recompute"), word("memory.activations", "activations"), t("memory.peakShort"), t("memory.largest")],
+        Object.entries(kept).map(([name, row]) => [word(`word.recompute.${name}`, name), bytes(row.activations), bytes(row.peak), row.largest_batch === null ? "–" : row.largest_batch || t("word.none")]))
+        : h("p", {}, t("memory.largest"), ": ", memory.largest_batch === null ? "–" : String(memory.largest_batch)),
+      h("details", {}, h("summary", {}, t("memory.devices", { fitting: fitting.length, all: devices.length })),
+        table(t("memory.devices", { fitting: fitting.length, all: devices.length }), [t("field.device"), t("column.fits"), t("column.capacity")],
+          devices.map((device) => [device.name, device.fits ? t("word.yes") : t("word.no"), bytes(device.capacity)]))),
+      notes(answer.notes, t("notes")),
+    ];
+  });
+}

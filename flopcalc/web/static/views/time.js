@@ -1,0 +1,41 @@
+// Where the time of a step goes, with its interval.
+import { colourOf, drawBars, legend } from "../charts.js";
+import { h, notes, table } from "../dom.js";
+import { t } from "../i18n.js";
+import { amount, percent, seconds } from "../numbers.js";
+
+export const channel = "time";
+export const needsDevice = true;
+export const questions = () => ["time"];
+
+const KINDS = ["products", "attention", "memory", "optimizer", "launches", "host"];
+
+export function render(answers, { width }) {
+  const most = Math.max(...answers.map(({ time }) => time.prediction.step_time_s.high)) * 1.04;
+  return answers.map(({ time: { prediction } }) => {
+    const { low, mid, high } = prediction.step_time_s;
+    const parts = KINDS.filter((kind) => prediction.breakdown[kind] > 0).map((kind) => ({
+      name: t(`kind.${kind}`), value: prediction.breakdown[kind], colour: KINDS.indexOf(kind),
+      text: `${t(`kind.${kind}`)}: ${seconds(prediction.breakdown[kind])}, ${percent(prediction.breakdown[kind] / mid)}`,
+    }));
+    const modules = Object.entries(prediction.breakdown.modules);
+    const sum = modules.reduce((total, [, value]) => total + value, 0);
+    return [
+      h("p", { class: "answer" }, h("strong", { class: "figure" }, seconds(mid)), ` ${t("time.interval", { low: seconds(low), high: seconds(high) })}`),
+      h("dl", { class: "facts" },
+        fact(t("time.bound"), t(`bound.${prediction.bound}`)), fact("MFU", percent(prediction.mfu)), fact("HFU", percent(prediction.hfu)),
+        fact(t("time.tokens"), amount(prediction.tokens_per_s)), fact(t("field.execution"), prediction.execution), fact(t("field.compute"), prediction.dtype)),
+      drawBars({ width, most, format: seconds, label: t("time.picture", { time: seconds(mid), low: seconds(low), high: seconds(high) }),
+        rows: [{ name: `${prediction.model}, ${prediction.workload}`, parts, interval: [low, high], intervalText: t("time.interval", { low: seconds(low), high: seconds(high) }) }] }),
+      legend(parts.map((part) => ({ name: part.name, colour: colourOf(part.colour), value: seconds(part.value) }))),
+      h("p", { class: "advice" }, h("strong", {}, t("time.advice")), ` ${prediction.advice}`),
+      table(t("time.kinds"), [t("column.kind"), t("column.time"), t("column.share")],
+        parts.map((part) => [part.name, seconds(part.value), percent(part.value / mid)])),
+      h("details", {}, h("summary", {}, t("time.modules")), table(t("time.modules"), [t("column.module"), t("column.time"), t("column.share")],
+        modules.map(([name, value]) => [name, seconds(value), percent(value / sum)]))),
+      notes(prediction.notes, t("notes")),
+    ];
+  });
+}
+
+const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
