@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from flopcalc.core.count.products import Row
@@ -224,7 +225,7 @@ class _Reader:
     def _find_part(self, phase: str, table: str, path: str, signature: str, where: str) -> Any:
         """A recorded part, the nearest one where this one was not recorded."""
         flags = " images" if self.has_images else ""
-        masked = " masked" if self.attention == "sdpa" and self._is_masked() else ""
+        masked = " masked" if self.attention == "sdpa" and self._is_masked else ""
         parts: dict[str, Any] = self.data[table]
         prefix = f"{phase} " if phase else ""
         asked = f"{prefix}{self.attention}{masked}{flags}"
@@ -265,6 +266,7 @@ class _Reader:
                 found.append(key)
         return found
 
+    @cached_property
     def _is_masked(self) -> bool:
         return bool(list_windows(self.estimator, self.features["keys"]))
 

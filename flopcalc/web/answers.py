@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flopcalc.core.estimate.quoted import load_quoted
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_value
-from flopcalc.hardware.devices import load_devices
 from flopcalc.report.estimate import format_csv
-from flopcalc.report.explanation import explain_rows
 from flopcalc.units import parse_number, parse_size, parse_sizes
 from flopcalc.web.lines import write_command, write_python
 from flopcalc.web.setups import Counted, Setup, bind_setup, count, make_setup, read_compute
@@ -88,6 +86,8 @@ def _answer_flops(setup: Setup) -> Answer:
 
 
 def _answer_explain(setup: Setup, op: str) -> Answer:
+    from flopcalc.report.explanation import explain_rows  # each view loads what it needs: the first answer comes sooner
+
     counted = count(setup)
     operations = explain_rows(counted.estimate, op)
     exact = [entry for entry in operations if entry["path"] == op]
@@ -97,6 +97,8 @@ def _answer_explain(setup: Setup, op: str) -> Answer:
 
 def _answer_conventions(setup: Setup) -> Answer:
     """Components under the three conventions, and totals under those that people quote."""
+    from flopcalc.core.estimate.quoted import load_quoted
+
     counted = count(setup)
     parts: dict[str, dict[str, int]] = {}
     for convention in CONVENTIONS:
@@ -188,6 +190,7 @@ def _answer_time(setup: Setup) -> Answer:
 
 def _answer_memory(setup: Setup) -> Answer:
     """What fills the memory, and what would fit: the largest batch, with and without recomputation, by device."""
+    from flopcalc.hardware.devices import load_devices
     from flopcalc.prediction.memory import find_capacity
     from flopcalc.prediction.step import find_largest_batch, predict_estimate
 
@@ -201,14 +204,16 @@ def _answer_memory(setup: Setup) -> Answer:
     for word in ("none", "full") if trains else ():
         other, estimate = found, counted.estimate
         if word != setup.recompute:
-            estimate = count(_change(setup, recompute=word), convention="hardware").estimate
+            estimate = count(replace(setup, recompute=word), convention="hardware").estimate
             other = predict_estimate(estimate, advise=False, **settings)
         assert other.memory is not None
         kept[word] = {
             "activations": other.memory.activations, "peak": other.memory.peak, "fits": other.fits,
             "largest_batch": find_largest_batch(estimate, **settings),
         }  # fmt: skip
-    shown = {**found.to_dict()["memory_bytes"], "largest_batch": find_largest_batch(counted.estimate, **settings)}
+    own = kept.get(setup.recompute)
+    largest = own["largest_batch"] if own else find_largest_batch(counted.estimate, **settings)
+    shown = {**found.to_dict()["memory_bytes"], "largest_batch": largest}
     devices = [
         {"id": device.id, "name": device.name, "capacity": find_capacity(device),
          "fits": found.memory.peak <= find_capacity(device)}
@@ -224,12 +229,6 @@ def _answer_memory(setup: Setup) -> Answer:
         "json": json.dumps({"memory_bytes": shown, "by_recompute": kept}, indent=2, ensure_ascii=False),
         "lines": _write_lines(setup, "memory", counted),
     }
-
-
-def _change(setup: Setup, **changes: Any) -> Setup:
-    from dataclasses import replace
-
-    return replace(setup, **changes)
 
 
 def _answer_roofline(setup: Setup) -> Answer:
@@ -251,17 +250,21 @@ def _answer_roofline(setup: Setup) -> Answer:
 
 def _answer_plan(setup: Setup, progress: Progress | None) -> Answer:
     """The layouts of a training run, as `flopcalc plan`; `progress` hears how many are timed."""
+    from flopcalc.planning.plan import DEFAULT_SEQ
+
     if not setup.device:
         raise DeviceError("on which device? Choose one")
     for name, value in (("tokens", setup.tokens), ("gpus", setup.gpus)):
         if not value:
             raise WorkloadError(f"a plan needs --{name}: say how many {name.replace('gpus', 'GPUs')}")
-    sample = _change(
+    sample = replace(
         setup, batch="", grad_accum="", lengths="", phase="train", context="", logits="", recompute="none",
         clipping="none", convention="model", attention_kernel="auto", kv_cache="",
-        seq=setup.seq or ("" if setup.text else "4096"),
+        seq=setup.seq or ("" if setup.text else str(DEFAULT_SEQ)),
     )  # fmt: skip
-    counted = count(sample)
+    counted = count(
+        sample, spelled=("tokens", "gpus", "seq", "global_batch", "price", "decoder_seq", "text", "max_pixels")
+    )
     found = _plan(sample, setup, counted, progress)
     shown = found.to_dict()
     front = {point.layout for point in found.find_front()}
@@ -307,7 +310,8 @@ def _plan(sample: Setup, setup: Setup, counted: Counted, progress: Progress | No
         progress=progress,
         **degrees,
     )
-    return found._replace(notes=(*counted.notes, *found.notes))
+    assumed = [] if setup.seq or setup.text else [f"no length given: sequences of {sample.seq} tokens taken"]
+    return found._replace(notes=(*counted.notes, *assumed, *found.notes))
 
 
 def _thin(found: Plan, front: set[Any]) -> list[Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -23,6 +22,8 @@ _FILE = re.compile(r"(?:[\w.-]+/)?[\w.-]+\.json", re.ASCII)
 _MOST_FILES = 40
 _MOST_BOUND = 8
 _SIZE = re.compile(r"-?\d+x-?\d+", re.IGNORECASE)
+# Sizes of a step that may have a suffix.
+SPELLED = ("batch", "seq", "lengths", "grad_accum", "decoder_seq", "text", "max_pixels", "context", "logits")
 _bound: dict[tuple[Any, ...], Estimator] = {}
 
 
@@ -135,9 +136,9 @@ class Counted(NamedTuple):
         return list(dict.fromkeys([*self.estimate.notes, *self.notes]))
 
 
-def count(setup: Setup, *, convention: str = "") -> Counted:
-    """FLOPs of one step, exactly as `flopcalc estimate` counts them."""
-    notes = _spell_out(setup)
+def count(setup: Setup, *, convention: str = "", spelled: Sequence[str] = SPELLED) -> Counted:
+    """FLOPs of one step, exactly as `flopcalc estimate` counts them; a note spells out suffixes of some fields."""
+    notes = _spell_out(setup, spelled)
     estimator = bind_setup(setup, convention)
     accumulate = _read_number(setup.grad_accum, "--grad-accum") or 1
     if accumulate > 1 and setup.phase != "train":
@@ -185,7 +186,9 @@ def load_model(setup: Setup) -> Source:
         if "/" in setup.model or setup.model.endswith(".json"):  # nothing of the page's own machine is read
             raise ConfigError(f"{setup.model[:200]!r}: no preset; drop its config.json, or ask the hub")
         return load_config(setup.model)
-    with tempfile.TemporaryDirectory() as folder:
+    from tempfile import TemporaryDirectory  # few set-ups bring files, and start-up is counted
+
+    with TemporaryDirectory() as folder:
         for name, text in setup.files:
             path = os.path.join(folder, name)
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -243,11 +246,8 @@ def _read_number(text: str, what: str, minimum: int = 1) -> int | None:
     return parse_size(text, what, minimum) if text else None
 
 
-_SPELLED = ("batch", "seq", "text", "lengths", "decoder_seq", "max_pixels", "grad_accum", "context", "logits")
-
-
-def _spell_out(setup: Setup) -> list[str]:
+def _spell_out(setup: Setup, names: Sequence[str]) -> list[str]:
     """What every value with a suffix stands for, as one note."""
-    found = {f"--{name.replace('_', '-')}": getattr(setup, name) for name in _SPELLED if getattr(setup, name)}
+    found = {f"--{name.replace('_', '-')}": getattr(setup, name) for name in names if getattr(setup, name)}
     described = describe_suffixes(found)
     return ["; ".join(described)] if described else []

@@ -16,7 +16,7 @@ import * as time from "./views/time.js";
 
 const PLACES = { flops: flopsView, conventions, roofline, time, memory, plan };
 const LETTERS = ["A", "B"];
-const FIRST_DEVICE = "h200";
+const FIRST_DEVICE = "h200-sxm"; // measured
 const PLAN_PAUSE_MS = 500;
 
 const find = (id) => document.getElementById(id);

@@ -1,0 +1,235 @@
+"""The page's questions without a browser: answers equal the command line's and the Python line's, to the last digit."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiers import mark_heavy
+
+import flopcalc
+from flopcalc.cli import main
+from flopcalc.web.answers import EXACT, answer
+
+Capture = pytest.CaptureFixture[str]
+LLAMA = {
+    "model_type": "llama", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50,
+}  # fmt: skip
+DEFAULT = {"model": "qwen2-vl-7b", "seq": "2048"}
+
+
+def ask(what: str, setup: dict[str, Any], **more: Any) -> dict[str, Any]:
+    found = json.loads(answer(json.dumps({"what": what, "setup": setup, **more})))
+    assert isinstance(found, dict)
+    return found
+
+
+def run_line(capsys: Capture, line: str) -> Any:
+    """The JSON of a command line that must succeed."""
+    with pytest.raises(SystemExit) as end:
+        main([*shlex.split(line)[1:], "--json"])
+    out, err = capsys.readouterr()
+    assert (end.value.code, err) == (0, "")
+    return json.loads(out)
+
+
+def fail_line(capsys: Capture, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    assert end.value.code == 2
+    return capsys.readouterr().err.removeprefix("flopcalc: ").rstrip("\n")
+
+
+def evaluate(line: str) -> Any:
+    names = {name: getattr(flopcalc, name) for name in ("estimate_flops", "predict", "plan", "translate")}
+    return eval(line, {"__builtins__": {}}, names)
+
+
+COUNTED: dict[str, dict[str, Any]] = {
+    "default": DEFAULT,
+    "sizes with suffixes": {"model": "llama-3.1-8b", "seq": "4k", "batch": "8", "grad_accum": "2"},
+    "images": {"model": "qwen2-vl-7b", "text": "512", "image": ["1024x768", "640x480"], "batch": "2"},
+    "images, fewer pixels": {"model": "qwen2-vl-7b", "text": "512", "image": ["1024x768"], "max_pixels": "200704"},
+    "video": {"model": "qwen2-vl-7b", "text": "64", "video": ["640x480x16"]},
+    "packed": {"model": "llama-3.1-8b", "lengths": "512,1024,512"},
+    "decode": {"model": "llama-3.1-8b", "phase": "decode", "context": "4096", "batch": "16"},
+    "prefill with logits": {"model": "llama-3.1-8b", "phase": "prefill", "seq": "1024", "logits": "all"},
+    "lora": {"model": "llama-3.1-8b", "seq": "1024", "lora": "r=16,targets=q_proj+v_proj", "recompute": "full"},
+    "frozen tower": {"model": "qwen2-vl-7b", "text": "512", "image": ["640x480"], "freeze": ["vision"]},
+    "clipped": {"model": "sweep-tiny", "seq": "64", "clipping": "ghost", "convention": "hardware"},
+    "hardware": {"model": "llama-3.1-8b", "seq": "2048", "convention": "hardware", "device": "h200"},
+    "formats": {"model": "llama-3.1-8b", "seq": "2048", "compute": "fp8", "weights": "fp8", "kv_cache": "fp8"},
+    "more digits than a double has": {"model": "llama-3.1-405b", "seq": "8191", "batch": "511"},
+}
+
+
+@pytest.mark.parametrize("name", mark_heavy(COUNTED, ["default", "images", "more digits than a double has"]))
+def test_flops_equal_both_lines(name: str, capsys: Capture) -> None:
+    found = ask("flops", COUNTED[name])
+    total = int(found["estimate"]["flops"]["total"])
+    printed = run_line(capsys, found["lines"]["command"])
+    assert printed["flops"]["total"] == total
+    assert json.loads(found["json"]) == {**printed, "notes": json.loads(found["json"])["notes"]}
+    assert evaluate(found["lines"]["python"]) == total
+    assert sum(int(row["forward"]) + int(row["backward"]) for row in found["estimate"]["modules"]) == total
+
+
+def test_default_answer() -> None:
+    found = ask("flops", DEFAULT)
+    assert found["estimate"]["flops"]["total"] == 89_406_346_100_736
+    assert found["lines"] == {
+        "command": "flopcalc estimate qwen2-vl-7b --seq 2048",
+        "python": "estimate_flops('qwen2-vl-7b', seq_len=2048).total",
+    }
+
+
+def test_large_counts_are_sent_as_text() -> None:
+    found = ask("flops", {"files": FILES, "seq": "99999", "batch": "99999"})["estimate"]["flops"]
+    assert isinstance(found["total"], str)
+    assert int(found["total"]) > EXACT
+    assert int(found["total"]) != int(float(found["total"]))  # a number of JavaScript's would have lost digits
+
+
+FILES = {"config.json": json.dumps(LLAMA)}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json": "{bad"},
+        {"config.json": "[]"},
+        {"config.json": "{}"},
+        {"config.json": json.dumps({**LLAMA, "model_type": "lama"})},
+        {"config.json": json.dumps({**LLAMA, "num_attention_heads": "many"})},
+        {"config.json": ""},
+    ],
+)
+def test_bad_config_has_the_command_lines_error(
+    files: dict[str, str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(files["config.json"], encoding="utf-8")
+    expected = fail_line(capsys, "estimate", "config.json", "--seq", "16")
+    assert ask("flops", {"files": files, "seq": "16"}) == {"error": expected}
+
+
+def test_dropped_config(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(FILES["config.json"], encoding="utf-8")
+    found = ask("flops", {"files": FILES, "seq": "16"})
+    assert found["lines"]["command"] == "flopcalc estimate config.json --seq 16"
+    assert run_line(capsys, found["lines"]["command"]) == json.loads(found["json"])
+    assert evaluate(found["lines"]["python"]) == found["estimate"]["flops"]["total"]
+
+
+def test_folder_with_a_processor() -> None:
+    preset = flopcalc.bind("qwen2-vl-7b").source
+    files = {"config.json": json.dumps(preset.config), "preprocessor_config.json": json.dumps(preset.preprocessor)}
+    setup = {"text": "128", "image": ["1024x768"]}
+    found = ask("flops", {**setup, "files": files, "model": "my-folder"})
+    known = ask("flops", {**setup, "model": "qwen2-vl-7b"})
+    assert found["estimate"]["flops"] == known["estimate"]["flops"]
+    assert found["estimate"]["workload"] == known["estimate"]["workload"]
+    assert found["estimate"]["model"]["name"] == "my-folder"
+
+
+@pytest.mark.parametrize(
+    ("question", "error"),
+    [
+        ({"what": "flops", "setup": {"model": "lama-3.1-8b", "seq": "8"}}, "no preset, file or folder 'lama-3.1-8b'."),
+        ({"what": "flops", "setup": {"model": "../x", "seq": "8"}}, "'../x': no preset; drop its config.json"),
+        ({"what": "flops", "setup": {"model": "sweep-tiny"}}, "how long are the sequences? Give --seq N"),
+        ({"what": "flops", "setup": {"model": "sweep-tiny", "sequ": "8"}}, "a set-up has no 'sequ'. Did you mean seq"),
+        ({"what": "flops", "setup": {"model": "sweep-tiny", "seq": 8}}, "seq is a text, not 8"),
+        ({"what": "flops", "setup": {"model": "sweep-tiny", "seq": "8", "image": ["8"]}}, "--image: '8' is not WIDTHx"),
+        ({"what": "flops", "setup": {"files": {"../config.json": "{}"}}}, "'../config.json': not the name of a JSON"),
+        ({"what": "flops", "setup": {"files": []}}, "files is an object of at most 40 names and texts"),
+        ({"what": "flops", "setup": {}}, "which model? Choose a preset, or give a config.json"),
+        ({"what": "time", "setup": {"model": "sweep-tiny", "seq": "8"}}, "on which device? Choose one"),
+        ({"what": "plan", "setup": {"model": "sweep-tiny", "device": "h200"}}, "a plan needs --tokens"),
+        ({"what": "flips", "setup": {}}, "no such question: 'flips'"),
+        ([], "a question is an object, not []"),
+    ],
+)
+def test_errors_are_one_line(question: Any, error: str) -> None:
+    found = json.loads(answer(json.dumps(question)))
+    assert list(found) == ["error"]
+    assert found["error"].startswith(error)
+    assert "\n" not in found["error"]
+
+
+def test_explain_equals_the_command_line(capsys: Capture) -> None:
+    op = "model.layers.*.mlp.down_proj"
+    found = ask("explain", {"model": "sweep-tiny", "seq": "64"}, op=op)
+    assert found["operations"] == run_line(capsys, found["lines"]["command"])["operations"]
+    assert [entry["path"] for entry in found["operations"]] == [op]
+
+
+def test_conventions() -> None:
+    setup = {"model": "llama-3.1-8b", "seq": "2048"}
+    found = ask("conventions", setup)
+    estimate = flopcalc.estimate_flops("llama-3.1-8b", seq_len=2048)
+    assert found["totals"] == estimate.totals
+    for convention in ("model", "full", "hardware"):
+        assert sum(row[convention] for row in found["components"]) == estimate.totals[convention]
+    quoted = {row["name"]: row["flops"] for row in found["quoted"]}
+    assert quoted["6nd"] == estimate.under("6nd")
+    assert quoted["palm"] == estimate.under("palm")
+
+
+def test_translate_equals_both_lines(capsys: Capture) -> None:
+    setup = {"model": "llama-3.1-8b", "seq": "4096", "mfu": "45%", "from": "6nd", "device": "h100-sxm"}
+    found = ask("translate", setup)
+    assert json.loads(found["json"]) == run_line(capsys, found["lines"]["command"])
+    line = evaluate(found["lines"]["python"])
+    assert [row.mfu for row in line.rows] == [row["mfu"] for row in found["translation"]["rows"]]
+
+
+def test_time_equals_both_lines(capsys: Capture) -> None:
+    found = ask("time", {"model": "llama-3.2-1b", "seq": "1024", "batch": "2", "device": "h200"})
+    printed = run_line(capsys, found["lines"]["command"])
+    assert json.loads(found["json"]) == printed
+    assert evaluate(found["lines"]["python"]).step_time_s._asdict() == printed["step_time_s"]
+
+
+def test_memory_equals_the_command_line(capsys: Capture) -> None:
+    found = ask("memory", {"model": "llama-3.2-1b", "seq": "1024", "device": "h200"})
+    printed = run_line(capsys, found["lines"]["command"])["memory_bytes"]
+    kept = printed.pop("activations_by_recompute")
+    assert found["memory"] == printed
+    assert {name: row["activations"] for name, row in found["by_recompute"].items()} == kept
+    here = {device["id"]: device["fits"] for device in found["devices"]}
+    assert here["h200-sxm"] is True
+
+
+def test_roofline_holds_every_product() -> None:
+    found = ask("roofline", {"model": "llama-3.2-1b", "seq": "1024", "device": "h200"})["roofline"]
+    assert found["ridge_flops_per_byte"] == pytest.approx(found["peak_flops_per_s"] / found["bytes_per_s"])
+    products = sum(call["flops"] * call["calls"] for call in found["calls"] if call["kind"] == "product")
+    estimate = flopcalc.estimate_flops("llama-3.2-1b", seq_len=1024)
+    linear = sum(row.total for name, row in estimate.by_component().items() if name != "attention_scores")
+    assert products == linear
+    for call in found["calls"]:
+        bound = min(found["peak_flops_per_s"], call["flops_per_byte"] * found["bytes_per_s"])
+        assert call["flops"] / call["seconds"] < 1.1 * bound, call["module"]
+
+
+def test_plan_equals_both_lines_and_tells_progress(capsys: Capture) -> None:
+    setup = {
+        "model": "llama-3.2-1b", "seq": "2048", "device": "h200", "gpus": "4", "tokens": "10B", "tp": "1,2", "pp": "1",
+    }  # fmt: skip
+    told: list[tuple[int, int]] = []
+    question = json.dumps({"what": "plan", "setup": setup})
+    found = json.loads(answer(question, lambda done, whole: told.append((done, whole))))
+    assert json.loads(found["json"]) == run_line(capsys, found["lines"]["command"])
+    assert str(evaluate(found["lines"]["python"]).best[0].layout) == found["plan"]["best"][0]["name"]
+    assert told[0][0] == 0
+    assert told[-1][0] < told[-1][1]
+    assert sorted(told) == told
+    front = [point["layout"] for point in found["points"] if point["is_front"]]
+    assert front == [point["layout"] for point in found["plan"]["front"]]
+    assert len(found["points"]) == found["plan"]["layouts"]["fit"]
