@@ -1,4 +1,4 @@
-// Files that people drop: configs and folders, launch files, and images, of which only the size is read.
+// Files that people drop: configs and folders, and images, of which only the size is read.
 
 const MOST_BYTES = 16_000_000;
 const CONFIG = /config.*\.json$|^model_index\.json$/i;
@@ -36,9 +36,9 @@ async function readFolder(entry) {
   }
 }
 
-// What each file is good for: {configs: {name: text}, images: ["640x480"], launch: [name, text] or null, problems}.
+// What each file is good for: {configs: {name: text}, images: ["640x480"], problems}.
 export async function readFiles(files) {
-  const result = { configs: {}, images: [], launch: null, problems: [] };
+  const result = { configs: {}, images: [], problems: [] };
   for (const file of files) {
     const name = file.path ?? file.name;
     if (file.type.startsWith("image/")) {
@@ -53,10 +53,8 @@ export async function readFiles(files) {
       result.problems.push(`${name}: larger than ${MOST_BYTES} bytes, the most that is read`);
     } else if (name.endsWith(".json") && (CONFIG.test(name.split("/").pop()) || files.length === 1)) {
       result.configs[name.replace(/[^\w./-]/g, "_")] = await file.text();
-    } else if (/\.(ya?ml|toml|sh|json|cfg|conf)$/i.test(name)) {
-      result.launch = [name, await file.text()];
     } else {
-      result.problems.push(`${name}: neither a config, a launch file nor an image`);
+      result.problems.push(`${name}: neither a config nor an image`);
     }
   }
   return result;
