@@ -20,7 +20,7 @@ _BESIDE = ("quantization_config", "dtype", "torch_dtype")  # keys of a wrapper t
 MAX_DEPTH = 8  # configs inside configs, and aliases of aliases
 ALIAS_KEYS = {
     "like", "source", "note", "required", "when", "cases", "root", "architectures", "keys", "drop", "spec", "witness",
-    "configs", "published", "example", "checks",
+    "configs", "published", "example", "checks", "workload",
 }  # fmt: skip
 
 
@@ -178,14 +178,14 @@ def _apply(alias: Alias, config: Config, where: str, notes: list[str], depth: in
         except SpecError as error:
             raise ConfigError(f"{where}: {error}") from None
         _put(mapped, key.split("."), value)
-    named = config.get("architectures")
-    if isinstance(named, list):
-        mapped["architectures"] = [alias.architectures.get(str(name), name) for name in named]
     mapped["model_type"] = alias.like
     if alias.note or not notes:  # of a chain of aliases and their inner configs, the outermost says enough
         notes.append(alias.note or f"model_type {alias.name} is counted as {alias.like}")
-    if find_alias(alias.like) is not None:  # an alias of an alias
+    if alias.like != alias.name and find_alias(alias.like) is not None:  # an alias of an alias
         mapped = _map(mapped, where, notes, depth - 1)
+    named = mapped.get("architectures")
+    if isinstance(named, list):
+        mapped["architectures"] = [alias.architectures.get(str(name), name) for name in named]
     if alias.has_spec or MARK not in mapped:
         mapped[MARK] = alias.name
     return mapped

@@ -275,6 +275,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "prod": lambda values, first=None: math.prod(_listed(values)[:first]),
     "field": lambda kernels, strides, first=None: _field(kernels, strides, first),
     "run": lambda sizes, index: _run(sizes, index),
+    "pick": lambda indices, values: [_listed(values)[int(index)] for index in _listed(indices)],
     "has": None,  # has(key): the config gives it, and not as null
 }
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

@@ -53,14 +53,13 @@ def test_mapped_config_builds_the_same_model(name: str, i: int) -> None:
     known = {"pad_token_id": 0, **strip_marks(config)}
     if "dummy_heads" in str(known):
         pytest.skip("transformers' tower has no heads that only fill up")
-    workload: Json = {"batch": 2, "seq": 24}
-    if "vision_config" in known:
-        workload["images"] = [(1, 4, 4)]
-        known["image_token_id"] = 95
-    verdict = verify(known, workload, {})
+    workload: Json = {"batch": 2, "seq": 24, **TABLES[name].get("workload", {})}
+    if "images" in workload:
+        known |= {"image_token_id": 95, "image_token_index": 95}
+    verdict = verify(known, workload, {}, device="meta" if bind(known).parameters()["total"] > 10**7 else "cpu")
     assert verdict.is_equal, (verdict.different, verdict.parameters, verdict.not_counted)
     renamed, plain = (
-        bind(each, convention="full")(2, 24, image_grid_thw=workload.get("images", []) * 2 or None)
+        bind(each, convention="full")(2, workload["seq"], image_grid_thw=workload.get("images", []) * 2 or None)
         for each in (find_config(name, i), known)
     )
     assert renamed.by_component() == plain.by_component()
