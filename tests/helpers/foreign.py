@@ -61,6 +61,10 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 LAYOUTS["telechat2"] = LAYOUTS["telechat"]
+LAYOUTS["bailing_moe_linear"] = LAYOUTS["bailing_hybrid"] = LAYOUTS["baichuan"]._replace(
+    embed="model.word_embeddings", projections={"attention.query_key_value": "qkv"}, attention="attention",
+    out="attention.dense",
+)  # fmt: skip
 LAYOUTS["llama"] = LAYOUTS["baichuan"]._replace(
     projections={"self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v"}
 )
@@ -84,7 +88,7 @@ class Sizes(NamedTuple):
         d, heads = config["hidden_size"], config["num_attention_heads"]
         return cls(
             d, config["intermediate_size"], config["num_hidden_layers"], heads,
-            config.get("num_key_value_heads", heads), config.get("head_dim", d // heads), config["vocab_size"],
+            config.get("num_key_value_heads", heads), config.get("linear_head_dim", config.get("head_dim", d // heads)), config["vocab_size"],
             config.get("tie_word_embeddings", False),
         )  # fmt: skip
 
@@ -185,7 +189,64 @@ class Decoder(nn.Module):
 
 def make_decoder(name: str, config: Json) -> Decoder:
     """The tiny model of an alias, after its mapped config."""
-    return Decoder(LAYOUTS[name], Sizes.read(config))
+    decoder = Decoder(LAYOUTS[name], Sizes.read(config))
+    if "layer_group_size" in config:
+        layers = decoder.get_submodule(LAYOUTS[name].layers)
+        for i in range(len(layers)):  # type: ignore[arg-type]
+            if (i + 1) % config["layer_group_size"]:
+                layers[i] = LightningLayer(Sizes.read(config), config["use_qk_norm"])  # type: ignore[index]
+    return decoder
+
+
+# --- Ling's lightning attention --------------------------------------------------------------------------------------
+class Lightning(nn.Module):
+    """bailing_linear_attn.py, and fla's chunk_simple_gla: scores within a chunk, a state from chunk to chunk."""
+
+    def __init__(self, sizes: Sizes, norms: bool) -> None:
+        super().__init__()
+        inner = sizes.heads * sizes.head_dim
+        self.head_dim = sizes.head_dim
+        self.query_key_value = nn.Linear(sizes.d, 3 * inner, bias=False)
+        if norms:
+            self.query_layernorm, self.key_layernorm = Norm(sizes.head_dim), Norm(sizes.head_dim)
+        self.g_proj = nn.Linear(sizes.d, inner, bias=False)
+        self.g_norm = Norm(inner)
+        self.dense = nn.Linear(inner, sizes.d, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.query_key_value(x).chunk(3, -1)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in made)
+        if hasattr(self, "query_layernorm"):
+            q, k = self.query_layernorm(q), self.key_layernorm(k)
+        state = torch.zeros(*q.shape[:2], self.head_dim, self.head_dim)
+        pieces = []
+        for q_chunk, k_chunk, v_chunk in zip(q.split(64, 2), k.split(64, 2), v.split(64, 2), strict=True):
+            scores = torch.matmul(q_chunk, k_chunk.transpose(-1, -2)) * 0.5
+            pieces.append(torch.matmul(scores, v_chunk) + torch.matmul(q_chunk * 0.5, state))
+            state = state * 0.5 + torch.matmul((k_chunk * 0.5).transpose(-1, -2), v_chunk)
+        attended = self.g_norm(torch.cat(pieces, 2).transpose(1, 2).flatten(2))
+        out: torch.Tensor = self.dense(attended * torch.sigmoid(self.g_proj(x)))
+        return out
+
+
+class LightningLayer(nn.Module):
+    """bailing_moe_linear.py: a dense layer with lightning attention."""
+
+    def __init__(self, sizes: Sizes, norms: bool) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = Norm(sizes.d), Norm(sizes.d)
+        self.attention = Lightning(sizes, norms)
+        for path in ("mlp.gate_proj", "mlp.up_proj"):
+            put(self, path, nn.Linear(sizes.d, sizes.ff, bias=False))
+        put(self, "mlp.down_proj", nn.Linear(sizes.ff, sizes.d, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.input_layernorm(x))
+        read = self.post_attention_layernorm(x)
+        made: torch.Tensor = x + self.mlp.down_proj(
+            nn.functional.silu(self.mlp.gate_proj(read)) * self.mlp.up_proj(read)
+        )
+        return made
 
 
 # --- InternVL chat ---------------------------------------------------------------------------------------------------

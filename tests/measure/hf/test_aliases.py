@@ -51,8 +51,8 @@ def test_mapped_config_builds_the_same_model(name: str, i: int) -> None:
 
     config = load_config(find_config(name, i)).config
     known = {"pad_token_id": 0, **strip_marks(config)}
-    if "dummy_heads" in str(known):
-        pytest.skip("transformers' tower has no heads that only fill up")
+    if "dummy_heads" in str(known) or known.get("layer_group_size", 1) > 1:
+        pytest.skip("transformers has no such model: the test below has a witness of its own")
     workload: Json = {"batch": 2, "seq": 24, **TABLES[name].get("workload", {})}
     if "images" in workload:
         known |= {"image_token_id": 95, "image_token_index": 95}
@@ -65,7 +65,9 @@ def test_mapped_config_builds_the_same_model(name: str, i: int) -> None:
     assert renamed.by_component() == plain.by_component()
 
 
-MODULES = [(name, i) for name, i in CASES if TABLES[name]["witness"] == "module"]
+# The first config of these has full attention alone, which transformers' model shows.
+_FIRST = [("bailing_hybrid", 0), ("bailing_moe_linear", 0)]
+MODULES = [case for case in CASES if TABLES[case[0]]["witness"] == "module" and case not in _FIRST]
 
 
 @pytest.mark.parametrize(("name", "i"), mark_heavy(MODULES, [("internlm2", 0)]))
@@ -78,8 +80,9 @@ def test_spec_equals_the_published_code(name: str, i: int) -> None:
     from flopcalc.measure.hf.models import count_parameters
 
     source = load_config(find_config(name, i))
-    ids = torch.zeros(2, 24, dtype=torch.long)
-    workload: Json = {"batch": 2, "seq": 24}
+    seq = 150 if "layer_group_size" in source.config else 24
+    ids = torch.zeros(2, seq, dtype=torch.long)
+    workload: Json = {"batch": 2, "seq": seq}
     if "vision_config" in source.config:
         inner = source.config["text_config"]
         text = inner.get("_alias", inner["model_type"])
