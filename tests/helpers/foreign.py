@@ -86,9 +86,10 @@ class Sizes(NamedTuple):
     @classmethod
     def read(cls, config: Json) -> Sizes:
         d, heads = config["hidden_size"], config["num_attention_heads"]
+        head_dim = config.get("linear_head_dim", config.get("head_dim", d // heads))
         return cls(
             d, config["intermediate_size"], config["num_hidden_layers"], heads,
-            config.get("num_key_value_heads", heads), config.get("linear_head_dim", config.get("head_dim", d // heads)), config["vocab_size"],
+            config.get("num_key_value_heads", heads), head_dim, config["vocab_size"],
             config.get("tie_word_embeddings", False),
         )  # fmt: skip
 

@@ -243,6 +243,13 @@ def _field(kernels: Any, strides: Any, first: Any) -> int:
     return 1 + sum(int((kernel - 1) * math.prod(steps[:i])) for i, kernel in enumerate(_listed(kernels)[:first]))
 
 
+def _pick(indices: Any, values: Any) -> list[Any]:
+    places, entries = _listed(indices), _listed(values)
+    if not all(isinstance(place, int) and 0 <= place < len(entries) for place in places):
+        raise ValueError
+    return [entries[place] for place in places]
+
+
 def _is_in(part: Any, whole: Any) -> bool:
     """An entry of a list, or a piece of a string, as in 'c2p|p2c'."""
     return part in whole if isinstance(part, str) and isinstance(whole, str) else part in _listed(whole)
@@ -275,7 +282,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "prod": lambda values, first=None: math.prod(_listed(values)[:first]),
     "field": lambda kernels, strides, first=None: _field(kernels, strides, first),
     "run": lambda sizes, index: _run(sizes, index),
-    "pick": lambda indices, values: [_listed(values)[int(index)] for index in _listed(indices)],
+    "pick": lambda indices, values: _pick(indices, values),
     "has": None,  # has(key): the config gives it, and not as null
 }
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
