@@ -18,6 +18,7 @@ MAX_KEY_PARTS = 200
 _BETWEEN_KEYS = re.compile(r"[^\w\s.\"'-]")
 ALIASES = "aliases"  # a folder of key maps: foreign configs to known families
 PARTS = "parts"  # a folder inside specs: towers and other parts of models, found by their names as specs are
+DIFFUSERS = "diffusers"  # likewise: parts of pipelines, named by their classes
 
 
 @cache
@@ -54,7 +55,7 @@ def find_data_file(folder: str, name: str) -> str | None:
 
 def _list_folders(root: str, folder: str) -> tuple[str, ...]:
     path = os.path.join(root, folder)
-    return (path, os.path.join(path, PARTS)) if folder == "specs" else (path,)
+    return (path, os.path.join(path, PARTS), os.path.join(path, DIFFUSERS)) if folder == "specs" else (path,)
 
 
 def list_data_files(folder: str) -> dict[str, str]:

@@ -80,7 +80,7 @@ class _Layer:
 
     def __init__(self, states: Iterator[State] | None, mode: Mode, streams: dict[str, bool] | None = None) -> None:
         self.states = states  # in order of execution; None: everything trains
-        self.streams = streams or {}  # does a gradient flow into the output of each stream so far
+        self.streams = {} if streams is None else streams  # does a gradient flow into the output of each stream so far
         self.mode = mode
         self.rows: list[Row] = []
         self.steps: list[_Step] = []
@@ -95,6 +95,8 @@ class _Layer:
         return flows
 
     def _op(self, op: Op, flows: tuple[bool, ...]) -> bool:
+        if op.joined or op.to:
+            return self._streamed(op, flows)
         if op.beside and not _runs(op.beside, self.mode):
             return self._absent(op.replace(beside=""), flows)
         if op.source:
@@ -115,6 +117,17 @@ class _Layer:
             return any(flows)
         assert isinstance(op, Weighted)
         return self._weighted(op, any(flows))
+
+    def _streamed(self, op: Op, flows: tuple[bool, ...]) -> bool:
+        """An op that other streams enter, or whose output enters one."""
+        if op.source:
+            flows = (self.streams.get(op.source, False),)
+        if any(self.streams.get(name, False) for name in op.joined):
+            flows = (True,)
+        flow = self._op(op.replace(source="", joined=(), to=""), flows)
+        if op.to:
+            self.streams[op.to] = self.streams.get(op.to, False) or flow
+        return flow
 
     # --- rows and steps -----------------------------------------------------------------------------------------------
     def _pass(self, saves: bool) -> None:
@@ -382,10 +395,10 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode, formats: Fo
     blocks: list[Block] = []
     stream: dict[str, bool] = {}
     after: dict[str, list[bool]] = {}  # per stage: does a gradient flow into layer j's output
-    cache: dict[object, tuple[tuple[Row, ...], bool]] = {}
+    cache: dict[object, tuple[tuple[Row, ...], bool, dict[str, bool]]] = {}
     for stage in stages:
         runs = _runs(stage.stream, mode)
-        streams = dict(stream) if any(op.source for chain in stage.layers for op in iterate(chain)) else {}
+        streams = dict(stream) if any(_is_streamed(op) for chain in stage.layers for op in iterate(chain)) else {}
         flow = stage.input_gradient or stream.get(stage.stream, False)
         flow = flow or any(stream.get(name, False) for name in stage.joins)
         outputs: list[bool] = []
@@ -399,23 +412,30 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode, formats: Fo
             key = (id(chain), states, flow, stage.checkpoint, stage.dead[layer], runs, numbers, *streams.items())
             found = cache.get(key)
             if found is None:
-                found = _count_layer(chain, states, flow, stage, stage.dead[layer], mode, runs, streams)
+                changed = dict(streams)
+                rows, out = _count_layer(chain, states, flow, stage, stage.dead[layer], mode, runs, changed)
                 if numbers is not None:
-                    found = (_add_formats(found[0], chain, numbers), found[1])
-                cache[key] = found
-            rows, flow = found
+                    rows = _add_formats(rows, chain, numbers)
+                found = cache[key] = (rows, out, changed)
+            rows, flow, streams = found
             if stage.adds is not None:
                 added = after.get(stage.adds, [])
                 flow = flow or (layer < len(added) and added[layer])
             outputs.append(flow)
             folded.setdefault(rows, []).append(stage.first + layer)
         after[stage.path] = after.get(stage.path, [])[: stage.first] + outputs
+        stream.update(streams)
         stream[stage.stream] = flow and runs
         blocks += [
             Block(stage.path, tuple(layers) if stage.repeated else None, stage.group, rows)
             for rows, layers in folded.items()
         ]
     return tuple(blocks)
+
+
+def _is_streamed(op: Op) -> bool:
+    """Whether an op reads other streams than its own chain, or writes into one."""
+    return bool(op.source or op.joined or op.to)
 
 
 def _find_numbers(chain: Chain, path: str, group: str, formats: Formats) -> tuple[Numbers, ...]:

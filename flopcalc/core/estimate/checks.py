@@ -18,6 +18,8 @@ from flopcalc.errors import ConfigError, RecipeError, WorkloadError
 
 def check_workload(model: BoundModel, load: Workload) -> Workload:
     """The workload with grids that the model's tower takes, or an error that says what does not fit."""
+    if model.latents is not None:
+        return _check_latents(model, load)
     if load.phase in ("prefill", "decode"):
         _check_decodes(model, load.phase)
     if load.grids or load.videos:
@@ -32,6 +34,22 @@ def check_workload(model: BoundModel, load: Workload) -> Workload:
                 raise WorkloadError(
                     f"length {side.longest} is beyond the {model.position_limit} positions that {model.name} learned"
                 )
+    return load
+
+
+def _check_latents(model: BoundModel, load: Workload) -> Workload:
+    """A denoiser takes one image or video per sample, all of one size, and text where it reads any."""
+    name = model.name
+    if load.phase in ("prefill", "decode") or load.documents is not None or load.clips or load.decoder is not None:
+        raise WorkloadError(
+            f"{name} is a denoiser: it takes images or videos and text, in phase train, forward or sample"
+        )
+    if len(load.all_grids) != load.rows or len(set(load.all_grids)) > 1:
+        raise WorkloadError(f"{name} is a denoiser: give one --image WxH (or --video WxHxFRAMES) per sample")
+    if model.latents is not None and not model.latents.text_key and load.seq:
+        raise WorkloadError(f"{name} reads no text: leave --text out")
+    if model.latents is not None and model.latents.text_key and not load.seq:
+        raise WorkloadError(f"{name} reads text: give its length (--text N)")
     return load
 
 

@@ -113,6 +113,8 @@ class CountedEstimator(Estimator):
         read_device: bool = True,
     ) -> Estimate:
         """FLOPs of one step on a real batch, as given to the model."""
+        if self.model.latents is not None:
+            return self.estimate(self.model.latents.read_batch(batch, phase))
         audio = (self.audio.key, self.audio.axis) if self.audio is not None else None
         grids = None
         if self.vision is not None and isinstance(batch, Mapping):  # read_batch says what is wrong with another

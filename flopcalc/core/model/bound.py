@@ -9,6 +9,7 @@ from typing import Any
 from flopcalc.core.model.audio import Audio, bind_audio
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.expand import expand
+from flopcalc.core.model.latents import Latents, bind_latents
 from flopcalc.core.model.live import unwrap
 from flopcalc.core.model.ops import Stage, iterate
 from flopcalc.core.model.vision import Vision, bind_vision
@@ -39,6 +40,7 @@ class BoundModel:
     has_text_encoder: bool
     position_kind: str  # 'learned', 'rotary' or nothing
     position_limit: int  # 0: none is known
+    latents: Latents | None = None  # of a denoiser
 
     @property
     def name(self) -> str:
@@ -74,6 +76,7 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None) -> Bound
         ),
         position_kind=spec.positions.get("kind", ""),
         position_limit=_read_limit(dims),
+        latents=bind_latents(dims) if spec.latents else None,
     )
 
 
@@ -102,7 +105,7 @@ def _find_spec(source: Source, specs: dict[str, Spec]) -> Spec:
     if spec is None:
         near = format_nearest(model_type, list_data_files("specs"))
         raise ConfigError(f"{source.where}: model_type {format_value(model_type)} has no spec.{near} {_SUPPORTED_HINT}")
-    if spec.is_tower:
+    if spec.is_tower and not spec.latents:
         raise ConfigError(f"{source.where}: {model_type!r} is a part of other models, not one by itself")
     return spec
 

@@ -78,6 +78,9 @@ def _plain(config: Any) -> dict[str, Any]:
 
 def _checked(source: Source) -> Source:
     model_type = source.config.get("model_type")
+    if model_type is None and isinstance(source.config.get("_class_name"), str):  # diffusers names the class instead
+        model_type = source.config["_class_name"]
+        source = source._replace(config={**source.config, "model_type": model_type})
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(f'{source.where}: needs "model_type", a string; found {format_value(model_type)}')
     return source

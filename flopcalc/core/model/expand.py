@@ -337,6 +337,8 @@ class _Builder:
             "rows": self._rows(item),
             "times": size("times", default="1"),
             "source": item.get("from", ""),
+            "joined": tuple(item["joined"].split()) if "joined" in item else (),
+            "to": item.get("to", ""),
             "detached": bool(item.get("detached", False)) and kind not in ("embed", "dropout", "pointwise"),
         }
         if kind in ("linear", "conv"):

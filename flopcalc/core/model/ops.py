@@ -20,6 +20,8 @@ class Op:
     rows: Sum
     times: int = 1  # runs per unit of the sum (experts per token, rows per image)
     source: str = ""  # the stream whose output it reads, if not its own chain
+    joined: tuple[str, ...] = ()  # streams that are added to, or multiplied with, what it reads
+    to: str = ""  # the stream that its output is added to
     detached: bool = False  # no gradient passes
     frozen: bool = False  # HF itself never trains its weights
     again: bool = False  # its module has run before: its parameters are counted there

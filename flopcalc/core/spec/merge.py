@@ -9,7 +9,7 @@ from typing import Any
 
 from flopcalc.core.spec.expressions import find_names, parse
 from flopcalc.core.spec.row_units import UNITS
-from flopcalc.data import ALIASES, PARTS, find_data_file, get_stem, load_toml
+from flopcalc.data import ALIASES, DIFFUSERS, PARTS, find_data_file, get_stem, load_toml
 from flopcalc.errors import SpecError, format_nearest
 
 Table = dict[str, Any]
@@ -17,12 +17,12 @@ MAX_TERMS = 1000  # names of [sums] in one sum, written out
 ROW_KEYS = ("rows", "needed", "less", "cache_rows")  # keys that hold a sum of the workload
 SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
-    "checks", "stack", "vision", "audio", "positions", "variants", "rename", "main_input",
+    "checks", "stack", "vision", "audio", "latents", "positions", "variants", "rename", "main_input",
     "reentrant", "sums", "drop", "config_checks",
 }  # fmt: skip
 _MERGED = ("defaults", "renamed", "dims", "checks", "blocks", "sums")  # merged key by key
 _OWN = ("variants", "config_checks")  # of one model type: a spec that extends it does not take them over
-_TABLES = (*_MERGED, *_OWN, "vision", "audio", "positions", "rename")
+_TABLES = (*_MERGED, *_OWN, "vision", "audio", "latents", "positions", "rename")
 CHANGES = ("change", "after", "before")  # keys of a stack that say what it does to the other spec's
 
 
@@ -43,7 +43,7 @@ def _load(path: str, above: tuple[str, ...]) -> Table:
     stacks = tables.get("stack", [])
     if not isinstance(stacks, list) or not all(isinstance(stack, dict) for stack in stacks):
         raise SpecError(f"{path}: stacks are written [[stack]], one table each")
-    if os.path.basename(os.path.dirname(path)) == PARTS:
+    if os.path.basename(os.path.dirname(path)) in (PARTS, DIFFUSERS):
         tables.setdefault("tower", True)
     dropped = tables.pop("drop", [])
     if not is_names(dropped):

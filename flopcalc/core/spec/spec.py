@@ -23,8 +23,12 @@ _AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
 _VISION_KEYS = {
     "kind", "patch", "merge", "side", "most", "tokens", "videos", "pixels", "sizes", "grid", "flattened", "canvas",
 }  # fmt: skip
+_LATENT_KEYS = {"input", "axes", "text", "pixels", "frames", "pack", "length"}
 _POSITION_KEYS = {"kind", "limit"}
-_OP_COMMON = {"op", "name", "when", "rows", "needed", "less", "times", "part", "from", "detached", "again", "unused"}
+_OP_COMMON = {
+    "op", "name", "when", "rows", "needed", "less", "times", "part", "from", "joined", "to", "detached", "again",
+    "unused",
+}  # fmt: skip
 OP_KEYS: dict[str, set[str]] = {
     "linear": _OP_COMMON
     | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding", "at", "flops"}
@@ -41,7 +45,7 @@ OP_KEYS: dict[str, set[str]] = {
 }
 PARTS = (
     "vision", "audio", "projector", "attention_projections", "attention_scores", "mlp", "router", "ssm", "lm_head",
-    "other",
+    "modulation", "convolution", "text_encoder", "vae", "other",
 )  # fmt: skip
 # What a block usually is, by the last word of its name: the part of its products with weights that say none.
 _BLOCK_PARTS = {
@@ -57,7 +61,7 @@ _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool,), "flat": (bool,),
     "reversible": (bool,), "input_gradient": (bool,),
     "input_embedding": (bool, str), "detached": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
-    "pixels": (dict,),
+    "pixels": (dict, str),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
     **dict.fromkeys(("flops", "backward", "kv_heads", "cache", "latent"), (str, int)),
     **dict.fromkeys(("length", "repeat", "first"), (str, int)),
@@ -76,6 +80,8 @@ WORDS = {
     "mask",
     "param",
     "from",
+    "joined",
+    "to",
     "at",
     "under",
     "with",
@@ -106,6 +112,7 @@ class Spec(NamedTuple):
     is_tower: bool  # part of a model, not one by itself
     reentrant: str = ""  # what a reader should know of reentrant checkpointing here
     sums: tuple[str, ...] = ()  # names of [sums], already written out in stacks and blocks
+    latents: dict[str, str] = {}  # noqa: RUF012  # of a denoiser: what its input is made of
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
 
@@ -141,6 +148,7 @@ def load_spec(path: str) -> Spec:
         is_tower=bool(tables.get("tower", False)),
         reentrant=str(tables.get("reentrant", "")),
         sums=tuple(tables.get("sums", ())),
+        latents=tables.get("latents", {}),
         main_input=str(tables.get("main_input", "input_ids")),
     )
     _check_spec(spec, path)
@@ -199,15 +207,17 @@ def _check_spec(spec: Spec, path: str) -> None:
             _check_expression(entry, f"{path}: dim {name!r}")
     for table, known, label in (
         (spec.vision, _VISION_KEYS, "vision"), (spec.audio, _AUDIO_KEYS, "audio"),
-        (spec.positions, _POSITION_KEYS, "positions"),
+        (spec.latents, _LATENT_KEYS, "latents"), (spec.positions, _POSITION_KEYS, "positions"),
     ):  # fmt: skip
         where = f"{path}: [{label}]"
         check_keys(table, known, where)
         _check_types(table, where)
         if table and label in _KINDS and table.get("kind") not in _KINDS[label]:
             raise SpecError(f"{where} needs kind = {' or '.join(map(repr, _KINDS[label]))}")
-        pixels: Any = table.get("pixels", {})
+        pixels: Any = table.get("pixels", {}) if label == "vision" else {}
         plain = {"kind", "videos", "pixels", "input", "sizes", "flattened", "canvas"}
+        if label == "latents":
+            plain = {"input", "axes", "text"}
         texts = {key: table[key] for key in table.keys() - plain}
         texts |= {key: str(text) for key, text in pixels.items() if key != "rule"}
         for key, text in texts.items():

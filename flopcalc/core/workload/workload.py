@@ -19,7 +19,7 @@ class Workload:
 
     Values that no step can have are a WorkloadError. A grid of zeros is one that the model knows itself; `clips` are
     audio, in frames of the feature extractor. With a `decoder`, whose tokens are its own, this is the encoder's side,
-    and `seq` may be 0.
+    and `seq` may be 0; a denoiser's `grids` are its latents, and `seq` is the length of its text.
     """
 
     rows: int
@@ -50,7 +50,7 @@ class Workload:
     ) -> None:
         put = object.__setattr__
         put(self, "rows", _check_quickly(rows, "rows", 1))
-        put(self, "seq", _check_quickly(seq, "seq", 1 if decoder is None else 0))
+        put(self, "seq", _check_quickly(seq, "seq", 1 if decoder is None and grids == () and videos == () else 0))
         put(self, "documents", _check_each(documents, "documents") if documents is not None else None)
         put(self, "layout", check_word(layout, BATCH_LAYOUTS, "layout", WorkloadError))
         put(self, "phase", check_word(phase, PHASES, "phase", WorkloadError))

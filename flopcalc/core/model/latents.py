@@ -1,0 +1,78 @@
+"""What a denoiser is given: latents of images or videos, as the pipeline's VAE makes them of pixels, and text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from flopcalc.core.spec.spec import BoundDims
+from flopcalc.core.workload.workload import Grid, Workload
+from flopcalc.errors import ConfigError, WorkloadError, format_value
+from flopcalc.words import PHASES, check_word
+
+
+class Latents(NamedTuple):
+    """A denoiser's input under one config."""
+
+    key: str  # the argument of its forward that holds the latents
+    axes: str  # of that tensor: b batch, c channels, t frames, h, w; n: all places in one row
+    text_key: str  # the argument that holds the text's embeddings; empty: it reads none
+    pixels: int  # along one side of a latent, where no VAE says it
+    frames: int  # in one latent, likewise; 1: images
+    pack: int  # latents along one side that become one place of the input
+    length: int  # of the text, where nothing else says it
+
+    @property
+    def takes_videos(self) -> bool:
+        return self.frames > 1
+
+    def make_grid(self, width: int, height: int, frames: int = 1, pixels: int = 0, per_frame: int = 0) -> Grid:
+        """Places of the input (t, h, w) of an image or a video in pixels; what the VAE says wins."""
+        side, step = (pixels or self.pixels) * self.pack, per_frame or self.frames
+        if width % side or height % side:
+            raise WorkloadError(f"{width}x{height}: width and height must be multiples of {side}")
+        if (frames - 1) % step:
+            raise WorkloadError(f"{frames} frames: one frame, and then a multiple of {step}")
+        return (frames - 1) // step + 1, height // side, width // side
+
+    def read_batch(self, batch: Mapping[str, Any], phase: str) -> Workload:
+        """The workload of what the denoiser's forward is given."""
+        if not isinstance(batch, Mapping):
+            raise WorkloadError(f"batch must be a mapping as given to the model, not {format_value(batch)}")
+        check_word(phase, PHASES, "phase", WorkloadError)
+        shape = _read_shape(batch, self.key)
+        names = self.axes.split()
+        if len(shape) != len(names):
+            raise WorkloadError(f"{self.key} must be ({', '.join(names)}), not of shape {shape}")
+        sizes = dict(zip(names, shape, strict=True))
+        grid = (sizes.get("t", 1), sizes.get("h", 1), sizes.get("w", sizes.get("n", 1)))
+        seq = 0
+        if self.text_key:
+            text = _read_shape(batch, self.text_key)
+            if len(text) != 3 or text[0] != sizes["b"]:
+                raise WorkloadError(f"{self.text_key} must be (batch, length, width), not of shape {text}")
+            seq = text[1]
+        return Workload(sizes["b"], seq, phase=phase, grids=(grid,) * sizes["b"])
+
+
+def _read_shape(batch: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    shape = getattr(batch.get(key), "shape", None)
+    if shape is None:
+        raise WorkloadError(f"batch needs {key}, a tensor")
+    return tuple(int(size) for size in shape)
+
+
+def bind_latents(dims: BoundDims) -> Latents:
+    """The [latents] of a spec under one config."""
+    table = dims.spec.latents
+
+    def size(key: str, default: str) -> int:
+        value = dims.evaluate(table.get(key, default))
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{dims.where}: {key} of its latents must be a whole number, not {format_value(value)}")
+        return value
+
+    return Latents(
+        table["input"], table["axes"], table.get("text", ""), size("pixels", "8"), size("frames", "1"),
+        size("pack", "1"), size("length", "0"),
+    )  # fmt: skip

@@ -1,0 +1,179 @@
+"""Tiny diffusers models, what their forward takes, and what a counter sees of one step."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flopcalc.core.estimate.counted import CountedEstimator
+from flopcalc.core.model.bound import bind_model
+from flopcalc.core.model.config import load_config
+from flopcalc.core.recipe.recipe import make_recipe
+from flopcalc.core.workload.workload import Workload
+from flopcalc.measure.counters.flop_counter import Counted, count_flops
+
+_WIDE = {"num_attention_heads": 2, "attention_head_dim": 12}
+TINY: dict[str, dict[str, Any]] = {
+    "FluxTransformer2DModel": {
+        "in_channels": 8, "num_layers": 2, "num_single_layers": 2, "joint_attention_dim": 10,
+        "pooled_projection_dim": 6, "guidance_embeds": True, "axes_dims_rope": [4, 4, 4], **_WIDE,
+    },
+    "SD3Transformer2DModel": {
+        "sample_size": 8, "in_channels": 4, "out_channels": 4, "num_layers": 3, "joint_attention_dim": 10,
+        "caption_projection_dim": 24, "pooled_projection_dim": 6, "pos_embed_max_size": 8,
+        "dual_attention_layers": [0], "qk_norm": "rms_norm", **_WIDE,
+    },
+    "QwenImageTransformer2DModel": {
+        "in_channels": 8, "out_channels": 2, "num_layers": 2, "joint_attention_dim": 10, "axes_dims_rope": [4, 4, 4],
+        **_WIDE,
+    },
+    "HunyuanVideoTransformer3DModel": {
+        "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2, "num_refiner_layers": 1,
+        "text_embed_dim": 10, "pooled_projection_dim": 6, "rope_axes_dim": [4, 4, 4], **_WIDE,
+    },
+    "PixArtTransformer2DModel": {
+        "in_channels": 4, "out_channels": 8, "num_layers": 2, "cross_attention_dim": 24, "sample_size": 8,
+        "caption_channels": 10, "use_additional_conditions": True, **_WIDE,
+    },
+    "DiTTransformer2DModel": {
+        "in_channels": 4, "out_channels": 8, "num_layers": 2, "sample_size": 8, "num_embeds_ada_norm": 7, **_WIDE,
+    },
+    "WanTransformer3DModel": {
+        "patch_size": [1, 2, 2], "in_channels": 4, "out_channels": 4, "text_dim": 10, "freq_dim": 16, "ffn_dim": 20,
+        "num_layers": 2, **_WIDE,
+    },
+    "LTXVideoTransformer3DModel": {
+        "in_channels": 8, "out_channels": 8, "cross_attention_dim": 24, "num_layers": 2, "caption_channels": 10,
+        **_WIDE,
+    },
+    "CogVideoXTransformer3DModel": {
+        "in_channels": 4, "out_channels": 4, "time_embed_dim": 6, "text_embed_dim": 10, "num_layers": 2,
+        "sample_width": 8, "sample_height": 8, "sample_frames": 9, "max_text_seq_length": 5,
+        "use_rotary_positional_embeddings": True, "num_attention_heads": 2, "attention_head_dim": 12,
+    },
+}  # fmt: skip
+
+
+def build(name: str, config: dict[str, Any]) -> torch.nn.Module:
+    """The diffusers class of a config, with random weights."""
+    import diffusers
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(diffusers, name)(**config)
+
+
+def make_inputs(name: str, config: dict[str, Any], batch: int, text: int, grid: tuple[int, int, int]) -> dict[str, Any]:
+    """What the class's forward takes, for latents (t, h, w) as a Workload holds them."""
+    t, h, w = grid
+    channels = config["in_channels"]
+    time = torch.ones(batch)
+    words = torch.randn(batch, text, config.get("joint_attention_dim", config.get("text_dim", 10))) if text else None
+    if name == "FluxTransformer2DModel":
+        return {
+            "hidden_states": torch.randn(batch, t * h * w, channels), "encoder_hidden_states": words,
+            "pooled_projections": torch.randn(batch, 6), "timestep": time, "guidance": time,
+            "img_ids": torch.zeros(t * h * w, 3), "txt_ids": torch.zeros(text, 3),
+        }  # fmt: skip
+    if name == "SD3Transformer2DModel":
+        return {
+            "hidden_states": torch.randn(batch, channels, h, w), "encoder_hidden_states": words,
+            "pooled_projections": torch.randn(batch, 6), "timestep": time,
+        }  # fmt: skip
+    if name == "QwenImageTransformer2DModel":
+        return {
+            "hidden_states": torch.randn(batch, t * h * w, channels), "encoder_hidden_states": words,
+            "encoder_hidden_states_mask": torch.ones(batch, text), "timestep": time,
+            "img_shapes": [[(t, h, w)]] * batch,
+        }  # fmt: skip
+    if name == "HunyuanVideoTransformer3DModel":
+        return {
+            "hidden_states": torch.randn(batch, channels, t, h, w), "encoder_hidden_states": words, "timestep": time,
+            "encoder_attention_mask": torch.ones(batch, text), "pooled_projections": torch.randn(batch, 6),
+            "guidance": time,
+        }  # fmt: skip
+    if name == "PixArtTransformer2DModel":
+        return {
+            "hidden_states": torch.randn(batch, channels, h, w), "encoder_hidden_states": words, "timestep": time,
+            "added_cond_kwargs": {"resolution": torch.ones(batch, 2), "aspect_ratio": torch.ones(batch, 1)},
+        }  # fmt: skip
+    if name == "DiTTransformer2DModel":
+        return {
+            "hidden_states": torch.randn(batch, channels, h, w), "timestep": time,
+            "class_labels": torch.zeros(batch, dtype=torch.long),
+        }  # fmt: skip
+    if name == "WanTransformer3DModel":
+        return {
+            "hidden_states": torch.randn(batch, channels, t, h, w), "encoder_hidden_states": words, "timestep": time,
+        }  # fmt: skip
+    if name == "LTXVideoTransformer3DModel":
+        return {
+            "hidden_states": torch.randn(batch, t * h * w, channels), "encoder_hidden_states": words,
+            "timestep": time, "encoder_attention_mask": torch.ones(batch, text),
+            "num_frames": t, "height": h, "width": w,
+        }  # fmt: skip
+    if name == "CogVideoXTransformer3DModel":
+        return {
+            "hidden_states": torch.randn(batch, t, channels, h, w), "encoder_hidden_states": words, "timestep": time,
+        }  # fmt: skip
+    raise AssertionError(name)
+
+
+def count_step(model: torch.nn.Module, inputs: dict[str, Any], train: bool) -> Counted:
+    """What a counter sees of one forward pass, or of one with its backward pass; attention is plain products."""
+    model.train(train)
+
+    def step() -> None:
+        with torch.set_grad_enabled(train):
+            out = model(**inputs, return_dict=False)[0]
+        if train:
+            out.float().sum().backward()
+
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return count_flops(model, step)
+
+
+def find_differences(
+    name: str, config: dict[str, Any], batch: int, text: int, grid: tuple[int, int, int], recipe: dict[str, Any],
+    phase: str = "train",
+) -> dict[str, Any]:  # fmt: skip
+    """Rows (path -> ours, counted) and parameters that differ; empty where all are equal."""
+    model = build(name, config)
+    apply_recipe(model, recipe)
+    counted = count_step(model, make_inputs(name, config, batch, text, grid), phase == "train")
+    recomputes = recipe.get("recompute", "none") != "none"
+    estimator = CountedEstimator(
+        bind_model(load_config({"_class_name": name, **config})), make_recipe(**recipe),
+        "hardware" if recomputes else "full", "eager",
+    )  # fmt: skip
+    estimate = estimator.estimate(Workload(batch, text, phase=phase, grids=(grid,) * batch))
+    ours = {row.path: (row.forward, row.backward, row.recompute) for row in estimate.by_module(per_layer=True)}
+    ours = {path: row for path, row in ours.items() if any(row)}
+    theirs = {path: tuple(row) for path, row in counted.rows.items() if any(row)}
+    found: dict[str, Any] = {
+        path: (ours.get(path), theirs.get(path)) for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path)
+    }
+    total = sum(each.numel() for each in model.parameters())
+    trainable = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    if (estimate.parameters["total"], estimate.parameters["trainable"]) != (total, trainable):
+        found["parameters"] = (estimate.parameters, total, trainable)
+    if counted.not_counted:
+        found["operators"] = counted.not_counted
+    return found
+
+
+def apply_recipe(model: Any, recipe: dict[str, Any]) -> None:
+    """LoRA and gradient checkpointing as diffusers' own training scripts set them."""
+    lora = recipe.get("lora")
+    if lora is not None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        model.requires_grad_(False)
+        settings = LoraConfig(r=lora["r"], lora_alpha=lora["r"], target_modules=lora["targets"])
+        inject_adapter_in_model(settings, model)
+    if recipe.get("recompute", "none") != "none":
+        model.enable_gradient_checkpointing()
