@@ -54,6 +54,24 @@ TINY: dict[str, dict[str, Any]] = {
         "sample_width": 8, "sample_height": 8, "sample_frames": 9, "max_text_seq_length": 5,
         "use_rotary_positional_embeddings": True, "num_attention_heads": 2, "attention_head_dim": 12,
     },
+    "UNet2DConditionModel": {
+        "sample_size": 8, "block_out_channels": [8, 16], "layers_per_block": 1, "cross_attention_dim": 10,
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "attention_head_dim": 2, "norm_num_groups": 4,
+    },
+}  # fmt: skip
+# The same classes with other settings.
+MORE: dict[str, list[dict[str, Any]]] = {
+    "UNet2DConditionModel": [
+        {
+            "sample_size": 8, "block_out_channels": [8, 16, 16], "layers_per_block": 2, "cross_attention_dim": 10,
+            "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+            "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+            "attention_head_dim": [1, 2, 4], "transformer_layers_per_block": [1, 2, 3], "norm_num_groups": 4,
+            "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 2,
+            "projection_class_embeddings_input_dim": 18,
+        },
+    ],
 }  # fmt: skip
 
 
@@ -69,7 +87,7 @@ def build(name: str, config: dict[str, Any]) -> torch.nn.Module:
 def make_inputs(name: str, config: dict[str, Any], batch: int, text: int, grid: tuple[int, int, int]) -> dict[str, Any]:
     """What the class's forward takes, for latents (t, h, w) as a Workload holds them."""
     t, h, w = grid
-    channels = config["in_channels"]
+    channels = config.get("in_channels", 4)
     time = torch.ones(batch)
     words = torch.randn(batch, text, config.get("joint_attention_dim", config.get("text_dim", 10))) if text else None
     if name == "FluxTransformer2DModel":
@@ -118,6 +136,12 @@ def make_inputs(name: str, config: dict[str, Any], batch: int, text: int, grid: 
     if name == "CogVideoXTransformer3DModel":
         return {
             "hidden_states": torch.randn(batch, t, channels, h, w), "encoder_hidden_states": words, "timestep": time,
+        }  # fmt: skip
+    if name == "UNet2DConditionModel":
+        added = {"text_embeds": torch.randn(batch, 6), "time_ids": torch.ones(batch, 6)}
+        return {
+            "sample": torch.randn(batch, channels, h, w), "encoder_hidden_states": words, "timestep": time,
+            "added_cond_kwargs": added if "addition_embed_type" in config else None,
         }  # fmt: skip
     raise AssertionError(name)
 

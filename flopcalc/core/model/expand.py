@@ -98,7 +98,7 @@ def _expand(dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
         if "use" in stack:
             stages += _expand_inner(stack, dims, side)
         else:
-            stages.append(_expand_stack(stack, dims, rename, side))
+            stages += _expand_stack(stack, dims, rename, side)
     return stages
 
 
@@ -168,7 +168,8 @@ def _restrict(chain: Chain, which: str) -> Chain:
     )
 
 
-def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str], side: str) -> Stage:
+def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
+    """The stage of a stack; several where gradient checkpointing wraps some of its layers and not others."""
     path = rename_path(stack["path"], rename)
     repeated = "repeat" in stack
     count = _size(dims, str(stack["repeat"]), f"{path} repeat", minimum=0) if repeated else 1
@@ -179,6 +180,7 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
     builder = _Builder(dims, rows, stack.get("part", ""), path, rename, stack.get("side", side))
     layers = []
     dead = []
+    wrapped = []
     reads_layers = []
     first = _size(dims, str(stack.get("first", 0)), f"{path} first", minimum=0)
     for layer in range(first, first + count):
@@ -187,16 +189,18 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
         is_frozen = "untrained" in stack and evaluate_truth(stack["untrained"], dims)
         layers.append(_map(chain, lambda op: op.replace(frozen=True)) if is_frozen else chain)
         dead.append(evaluate_truth(stack["dead"], dims) if "dead" in stack else False)
+        given = stack.get("checkpoint", False)
+        wrapped.append(given if isinstance(given, bool) else evaluate_truth(given, dims))
         if "reads" in stack:
             reads_layers.append(_size(dims, stack["reads"][1], f"{path} reads", minimum=0))
     dims.set_layer(None)
-    return Stage(
+    stage = Stage(
         path=path,
         layers=tuple(layers),
         repeated=repeated,
         stream=stack.get("stream", "language"),
         group=part if part in ("vision", "projector", "audio") else "language",
-        checkpoint=bool(stack.get("checkpoint", False)),
+        checkpoint=any(wrapped),
         dead=tuple(dead),
         reads=(rename_path(stack["reads"][0], rename), tuple(reads_layers)) if "reads" in stack else None,
         joins=tuple(stack.get("joins", ())),
@@ -205,6 +209,15 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
         reversible=bool(stack.get("reversible", False)),
         input_gradient=bool(stack.get("input_gradient", False)),
     )
+    if len(set(wrapped)) < 2:
+        return [stage]
+    starts = [i for i in range(count) if i == 0 or wrapped[i] != wrapped[i - 1]]
+    return [
+        stage._replace(
+            layers=stage.layers[start:end], dead=stage.dead[start:end], first=first + start, checkpoint=wrapped[start]
+        )
+        for start, end in zip(starts, [*starts[1:], count], strict=True)
+    ]
 
 
 class _Builder:

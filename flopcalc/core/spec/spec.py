@@ -58,7 +58,7 @@ SPANS = ("seq", "frames", "windows", "images", "tiles")
 MASKS = ("causal", "full")
 # What the values of these keys are; anything else in a stack or an op is a string, most of them expressions.
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
-    "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool,), "flat": (bool,),
+    "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool, str), "flat": (bool,),
     "reversible": (bool,), "input_gradient": (bool,),
     "input_embedding": (bool, str), "detached": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
     "pixels": (dict, str),

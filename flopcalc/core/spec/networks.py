@@ -1,0 +1,344 @@
+"""Convolutional networks of diffusers as lists of their blocks, which their specs read as keys of the config.
+
+A block of a UNet is [kind, path, channels in, channels out, level, heads, width of the text]; level 1 has half the
+height and width of the latents. A block of an autoencoder is [kind, path, channels in, channels out, side, up, down,
+pace, kernel]: side 0 encodes pixels, 1 decodes latents; up, down and pace are the factors of size and of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flopcalc.errors import ConfigError, format_value
+
+Lookup = Callable[[str], Any]
+Block = list[Any]
+MAX_BLOCKS = 16
+MAX_LAYERS = 1000
+
+
+def _read_whole(value: Any, key: str, most: int = 10**6) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+        raise ConfigError(f"{key} must be a whole number, not {format_value(value)}")
+    return value
+
+
+def _read_list(lookup: Lookup, key: str, most: int = 10**6) -> list[int]:
+    """A key that holds a whole number for every block."""
+    values = lookup(key)
+    if not isinstance(values, (list, tuple)) or not 0 < len(values) <= MAX_BLOCKS:
+        raise ConfigError(f"{key} must be a list of a number per block, not {format_value(values)}")
+    return [_read_whole(value, key, most) for value in values]
+
+
+def _spread(value: Any, many: int, key: str, most: int = 10**6) -> list[int]:
+    """One number for all blocks, or a list with one for each."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * many
+    if len(values) != many:
+        raise ConfigError(f"{key} has {len(values)} entries for {many} blocks")
+    return [_read_whole(each, key, most) for each in values]
+
+
+# --- UNet2DConditionModel ---------------------------------------------------------------------------------------------
+_DOWN = {"CrossAttnDownBlock2D": True, "DownBlock2D": False}
+_UP = {"CrossAttnUpBlock2D": True, "UpBlock2D": False}
+
+
+def _read_kinds(lookup: Lookup, key: str, known: dict[str, bool], many: int) -> list[bool]:
+    """Whether each block attends to the text."""
+    names = lookup(key)
+    if not isinstance(names, (list, tuple)) or len(names) != many:
+        raise ConfigError(f"{key} must name {many} blocks, not {format_value(names)}")
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{key}: block {format_value(name)} is not described; known: {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+def list_unet(lookup: Lookup) -> list[Block]:
+    """Blocks of a UNet2DConditionModel from its first resnet to its last, in order of execution."""
+    channels = _read_list(lookup, "block_out_channels")
+    many = len(channels)
+    layers = _spread(lookup("layers_per_block"), many, "layers_per_block", MAX_LAYERS)
+    heads = _spread(lookup("attention_head_dim"), many, "attention_head_dim")
+    widths = _spread(lookup("cross_attention_dim"), many, "cross_attention_dim")
+    depths = _spread(lookup("transformer_layers_per_block"), many, "transformer_layers_per_block", MAX_LAYERS)
+    downs = _read_kinds(lookup, "down_block_types", _DOWN, many)
+    ups = _read_kinds(lookup, "up_block_types", _UP, many)
+    found: list[Block] = []
+
+    def attend(path: str, level: int, block: int) -> None:
+        width, own = channels[block], (heads[block], widths[block])
+        found.append(["enter", path, width, width, level, *own])
+        for layer in range(depths[block]):
+            found.append(["transformer", f"{path}.transformer_blocks.{layer}", width, width, level, *own])
+        found.append(["leave", path, width, width, level, *own])
+
+    before = channels[0]
+    skips = [channels[0]]
+    for block, width in enumerate(channels):
+        for layer in range(layers[block]):
+            found.append(["resnet", f"down_blocks.{block}.resnets.{layer}", before, width, block, 1, 1])
+            before = width
+            if downs[block]:
+                attend(f"down_blocks.{block}.attentions.{layer}", block, block)
+            skips.append(width)
+        if block < many - 1:
+            found.append(["sample", f"down_blocks.{block}.downsamplers.0.conv", width, width, block + 1, 1, 1])
+            skips.append(width)
+    last = many - 1
+    found.append(["first", "mid_block.resnets.0", before, before, last, 1, 1])
+    attend("mid_block.attentions.0", last, last)
+    found.append(["resnet", "mid_block.resnets.1", before, before, last, 1, 1])
+    for place, block in enumerate(reversed(range(many))):
+        width = channels[block]
+        for layer in range(layers[block] + 1):
+            path = f"up_blocks.{place}.resnets.{layer}"
+            found.append(["resnet", path, before + skips.pop(), width, block, 1, 1])
+            before = width
+            if ups[place]:
+                attend(f"up_blocks.{place}.attentions.{layer}", block, block)
+        if block:
+            found.append(["sample", f"up_blocks.{place}.upsamplers.0.conv", width, width, block - 1, 1, 1])
+    return found
+
+
+# --- Autoencoders -----------------------------------------------------------------------------------------------------
+class _Style(NamedTuple):
+    """How an autoencoder of the usual form names and sizes its parts."""
+
+    kernel: int  # elements of a convolution's kernel
+    wrap: str  # what stands behind a convolution's name
+    sample_kernel: int  # of what makes the image smaller or larger
+    sample_wrap: str
+    norm: str
+    attends: bool
+    down: tuple[tuple[int, int], ...]  # (size, time) factor behind each block but the last
+    up: tuple[tuple[int, int], ...]
+
+
+class _Network:
+    """One side of an autoencoder while it is listed."""
+
+    def __init__(self, found: list[Block], side: int, path: str) -> None:
+        self.found, self.side, self.path = found, side, path
+        self.up = self.down = self.pace = 1
+
+    def add(self, kind: str, name: str, inputs: int, outputs: int, kernel: int = 1) -> None:
+        path = f"{self.path}.{name}" if self.path else name
+        self.found.append([kind, path, inputs, outputs, self.side, self.up, self.down, self.pace, kernel])
+
+    def sample(self, size: int, time: int) -> None:
+        """What follows is smaller (encoding) or larger (decoding) by these factors."""
+        if self.side:
+            self.up *= size
+        else:
+            self.down *= size
+        self.pace *= time
+
+
+def _list_usual(lookup: Lookup, style: _Style) -> list[Block]:
+    channels = _read_list(lookup, "block_out_channels")
+    layers = _read_whole(lookup("layers_per_block"), "layers_per_block", MAX_LAYERS)
+    latent, pixels, outputs = (
+        _read_whole(lookup(key), key) for key in ("latent_channels", "in_channels", "out_channels")
+    )
+    kernel, wrap = style.kernel, style.wrap
+    found: list[Block] = []
+
+    def add_middle(network: _Network, width: int) -> None:
+        network.add("resnet", "mid_block.resnets.0", width, width, kernel)
+        if style.attends:
+            network.add("attention", "mid_block.attentions.0", width, width)
+        network.add("resnet", "mid_block.resnets.1", width, width, kernel)
+
+    encoder = _Network(found, 0, "encoder")
+    encoder.add("conv", f"conv_in{wrap}", pixels, channels[0], kernel)
+    before = channels[0]
+    for block, width in enumerate(channels):
+        for layer in range(layers):
+            encoder.add("resnet", f"down_blocks.{block}.resnets.{layer}", before, width, kernel)
+            before = width
+        if block < len(style.down) and style.down[block] != (1, 1):
+            encoder.sample(*style.down[block])
+            name = f"down_blocks.{block}.downsamplers.0.conv{style.sample_wrap}"
+            encoder.add("conv", name, width, width, style.sample_kernel)
+    add_middle(encoder, before)
+    encoder.add("norm", style.norm, before, before)
+    encoder.add("conv", f"conv_out{wrap}", before, 2 * latent, kernel)
+    if lookup("use_quant_conv"):
+        encoder.path = ""
+        encoder.add("conv", "quant_conv", 2 * latent, 2 * latent)
+    decoder = _Network(found, 1, "")
+    if lookup("use_post_quant_conv"):
+        decoder.add("conv", "post_quant_conv", latent, latent)
+    decoder.path = "decoder"
+    before = channels[-1]
+    decoder.add("conv", f"conv_in{wrap}", latent, before, kernel)
+    add_middle(decoder, before)
+    for block, width in enumerate(reversed(channels)):
+        for layer in range(layers + 1):
+            decoder.add("resnet", f"up_blocks.{block}.resnets.{layer}", before, width, kernel)
+            before = width
+        if block < len(style.up) and style.up[block] != (1, 1):
+            decoder.sample(*style.up[block])
+            name = f"up_blocks.{block}.upsamplers.0.conv{style.sample_wrap}"
+            decoder.add("conv", name, width, width, style.sample_kernel)
+    decoder.add("norm", style.norm, before, before)
+    decoder.add("conv", f"conv_out{wrap}", before, outputs, kernel)
+    return found
+
+
+def list_kl(lookup: Lookup) -> list[Block]:
+    """Blocks of an AutoencoderKL."""
+    many = len(_read_list(lookup, "block_out_channels"))
+    steps = ((2, 1),) * (many - 1)
+    return _list_usual(lookup, _Style(9, "", 9, "", "conv_norm_out", bool(lookup("mid_block_add_attention")), steps, steps))
+
+
+def list_cogvideox_vae(lookup: Lookup) -> list[Block]:
+    """Blocks of an AutoencoderKLCogVideoX: the first blocks halve the time too."""
+    many = len(_read_list(lookup, "block_out_channels"))
+    levels = _read_whole(lookup("temporal_compression_ratio"), "temporal_compression_ratio").bit_length() - 1
+    steps = tuple((2, 2 if block < levels else 1) for block in range(many - 1))
+    return _list_usual(lookup, _Style(27, ".conv", 9, "", "norm_out", False, steps, steps))
+
+
+def list_hunyuan_vae(lookup: Lookup) -> list[Block]:
+    """Blocks of an AutoencoderKLHunyuanVideo: the last blocks halve the time, those that decode double it there too."""
+    many = len(_read_list(lookup, "block_out_channels"))
+    sizes, times = (
+        _read_whole(lookup(f"{kind}_compression_ratio"), f"{kind}_compression_ratio").bit_length() - 1
+        for kind in ("spatial", "temporal")
+    )
+    steps = tuple(
+        (2 if block < sizes else 1, 2 if many - 1 - times <= block < many - 1 else 1) for block in range(many)
+    )
+    return _list_usual(lookup, _Style(27, ".conv", 27, ".conv", "conv_norm_out", bool(lookup("mid_block_add_attention")), steps, steps))
+
+
+def list_wan_vae(lookup: Lookup) -> list[Block]:
+    """Blocks of an AutoencoderKLWan, whose encoder is one flat list; `time` are its convolutions over frames alone."""
+    factors = _read_list(lookup, "dim_mult", 1000)
+    base, latent, layers = (
+        _read_whole(lookup(key), key) for key in ("base_dim", "z_dim", "num_res_blocks")
+    )
+    wide = _read_whole(lookup("decoder_base"), "decoder_base_dim")
+    pixels, outputs = (_read_whole(lookup(key), key) for key in ("in_channels", "out_channels"))
+    halves = lookup("temperal_downsample")
+    if not isinstance(halves, (list, tuple)) or len(halves) != len(factors) - 1 or layers > MAX_LAYERS:
+        raise ConfigError(f"temperal_downsample must say it of {len(factors) - 1} blocks, not {format_value(halves)}")
+    found: list[Block] = []
+    encoder = _Network(found, 0, "encoder")
+    before = base
+    encoder.add("conv", "conv_in", pixels, base, 27)
+    number = 0
+    for block, factor in enumerate(factors):
+        width = base * factor
+        for _ in range(layers):
+            encoder.add("resnet", f"down_blocks.{number}", before, width, 27)
+            before, number = width, number + 1
+        if block < len(halves):
+            encoder.sample(2, 1)
+            encoder.add("conv", f"down_blocks.{number}.resample.1", width, width, 9)
+            if halves[block]:
+                encoder.sample(1, 2)
+                encoder.add("time", f"down_blocks.{number}.time_conv", width, width, 3)
+            number += 1
+    _add_wan_middle(encoder, before)
+    encoder.add("norm", "norm_out", before, before)
+    encoder.add("conv", "conv_out", before, 2 * latent, 27)
+    encoder.path = ""
+    encoder.add("conv", "quant_conv", 2 * latent, 2 * latent)
+    decoder = _Network(found, 1, "")
+    decoder.add("conv", "post_quant_conv", latent, latent)
+    decoder.path = "decoder"
+    before = wide * factors[-1]
+    decoder.add("conv", "conv_in", latent, before, 27)
+    _add_wan_middle(decoder, before)
+    for block, factor in enumerate(reversed(factors)):
+        width = wide * factor
+        for layer in range(layers + 1):
+            decoder.add("resnet", f"up_blocks.{block}.resnets.{layer}", before, width, 27)
+            before = width
+        if block < len(halves):
+            path = f"up_blocks.{block}.upsamplers.0"
+            if halves[-1 - block]:
+                decoder.add("time", f"{path}.time_conv", width, 2 * width, 3)
+                decoder.sample(1, 2)
+            decoder.sample(2, 1)
+            before = width // 2
+            decoder.add("conv", f"{path}.resample.1", width, before, 9)
+    decoder.add("norm", "norm_out", before, before)
+    decoder.add("conv", "conv_out", before, outputs, 27)
+    return found
+
+
+def _add_wan_middle(network: _Network, width: int) -> None:
+    network.add("resnet", "mid_block.resnets.0", width, width, 27)
+    network.add("attention", "mid_block.attentions.0", width, width)
+    network.add("resnet", "mid_block.resnets.1", width, width, 27)
+
+
+def list_ltx_vae(lookup: Lookup) -> list[Block]:
+    """Blocks of an AutoencoderKLLTXVideo, which works on patches."""
+    patch = _read_whole(lookup("patch_size"), "patch_size", 1000)
+    latent, pixels, outputs = (
+        _read_whole(lookup(key), key) for key in ("latent_channels", "in_channels", "out_channels")
+    )
+    found: list[Block] = []
+    channels, layers, scales = _read_ltx_side(lookup, "")
+    encoder = _Network(found, 0, "encoder")
+    encoder.sample(patch, 1)
+    encoder.add("conv", "conv_in.conv", pixels * patch**2, channels[0], 27)
+    before = channels[0]
+    for block in range(len(channels)):
+        width = channels[min(block + 1, len(channels) - 1)]
+        for layer in range(layers[block]):
+            encoder.add("resnet", f"down_blocks.{block}.resnets.{layer}", before, before, 27)
+        if scales[block]:
+            encoder.sample(2, 2)
+            encoder.add("conv", f"down_blocks.{block}.downsamplers.0.conv", before, before, 27)
+        if width != before:
+            encoder.add("resnet", f"down_blocks.{block}.conv_out", before, width, 27)
+        before = width
+    for layer in range(layers[-1]):
+        encoder.add("resnet", f"mid_block.resnets.{layer}", before, before, 27)
+    encoder.add("conv", "conv_out.conv", before, latent + 1, 27)
+    channels, layers, scales = (list(reversed(each)) for each in _read_ltx_side(lookup, "decoder_"))
+    decoder = _Network(found, 1, "decoder")
+    before = channels[0]
+    decoder.add("conv", "conv_in.conv", latent, before, 27)
+    for layer in range(layers[0]):
+        decoder.add("resnet", f"mid_block.resnets.{layer}", before, before, 27)
+    for block, width in enumerate(channels):
+        if width != before:
+            decoder.add("resnet", f"up_blocks.{block}.conv_in", before, width, 27)
+        if scales[block]:
+            decoder.add("conv", f"up_blocks.{block}.upsamplers.0.conv.conv", width, 8 * width, 27)
+            decoder.sample(2, 2)
+        for layer in range(layers[block + 1]):
+            decoder.add("resnet", f"up_blocks.{block}.resnets.{layer}", width, width, 27)
+        before = width
+    decoder.add("conv", "conv_out.conv", before, outputs * patch**2, 27)
+    return found
+
+
+def _read_ltx_side(lookup: Lookup, prefix: str) -> tuple[list[int], list[int], list[bool]]:
+    channels = _read_list(lookup, f"{prefix}block_out_channels")
+    layers = _read_list(lookup, f"{prefix}layers_per_block", MAX_LAYERS)
+    scales = lookup(f"{prefix}spatio_temporal_scaling")
+    if not isinstance(scales, (list, tuple)) or len(scales) != len(channels) or len(layers) != len(channels) + 1:
+        raise ConfigError(f"{prefix}spatio_temporal_scaling and {prefix}layers_per_block must fit {len(channels)} blocks")
+    return channels, layers, [bool(each) for each in scales]
+
+
+NETWORKS: dict[str, Callable[[Lookup], list[Block]]] = {
+    "unet_blocks": list_unet,
+    "kl_blocks": list_kl,
+    "cogvideox_vae_blocks": list_cogvideox_vae,
+    "hunyuan_vae_blocks": list_hunyuan_vae,
+    "wan_vae_blocks": list_wan_vae,
+    "ltx_vae_blocks": list_ltx_vae,
+}
