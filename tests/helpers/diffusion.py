@@ -60,6 +60,24 @@ TINY: dict[str, dict[str, Any]] = {
         "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "attention_head_dim": 2, "norm_num_groups": 4,
     },
 }  # fmt: skip
+TINY_VAES: dict[str, dict[str, Any]] = {
+    "AutoencoderKL": {
+        "block_out_channels": [4, 8, 8], "latent_channels": 2, "layers_per_block": 2, "norm_num_groups": 2,
+        "down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3,
+    },
+    "AutoencoderKLWan": {"base_dim": 4, "z_dim": 2, "num_res_blocks": 1},
+    "AutoencoderKLQwenImage": {"base_dim": 4, "z_dim": 2, "num_res_blocks": 1},
+    "AutoencoderKLCogVideoX": {
+        "block_out_channels": [4, 4, 8, 8], "latent_channels": 2, "layers_per_block": 1, "norm_num_groups": 2,
+    },
+    "AutoencoderKLHunyuanVideo": {
+        "block_out_channels": [4, 4, 8, 8], "latent_channels": 2, "layers_per_block": 1, "norm_num_groups": 2,
+    },
+    "AutoencoderKLLTXVideo": {
+        "block_out_channels": [4, 8, 8, 8], "decoder_block_out_channels": [4, 8, 8, 8], "latent_channels": 6,
+        "layers_per_block": [1, 2, 1, 1, 1], "decoder_layers_per_block": [1, 2, 1, 1, 1],
+    },
+}  # fmt: skip
 # The same classes with other settings.
 MORE: dict[str, list[dict[str, Any]]] = {
     "UNet2DConditionModel": [
@@ -185,6 +203,38 @@ def find_differences(
     trainable = sum(each.numel() for each in model.parameters() if each.requires_grad)
     if (estimate.parameters["total"], estimate.parameters["trainable"]) != (total, trainable):
         found["parameters"] = (estimate.parameters, total, trainable)
+    if counted.not_counted:
+        found["operators"] = counted.not_counted
+    return found
+
+
+def find_vae_differences(name: str, config: dict[str, Any], side: str, size: tuple[int, int, int, int]) -> dict[str, Any]:
+    """As find_differences, of one call of a VAE's encode or decode on (batch, frames, height, width) of its input."""
+    model = build(name, config).eval()
+    batch, t, h, w = size
+    channels = 3 if side == "encode" else config.get("latent_channels", config.get("z_dim"))
+    given = torch.randn(batch, channels, h, w) if name == "AutoencoderKL" else torch.randn(batch, channels, t, h, w)
+
+    def step() -> None:
+        with torch.no_grad():
+            getattr(model, side)(given)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        counted = count_flops(model, step)
+    estimator = CountedEstimator(
+        bind_model(load_config({"_class_name": name, **config}), is_part=True), None, "full", "eager"
+    )
+    grids = ((t, h, w),) * batch
+    load = Workload(batch, 0, phase="forward", **{"grids" if side == "encode" else "videos": grids})
+    estimate = estimator.estimate(load)
+    ours = {row.path: row.forward for row in estimate.by_module(per_layer=True) if row.forward}
+    theirs = {path: row[0] for path, row in counted.rows.items() if row[0]}
+    found: dict[str, Any] = {
+        path: (ours.get(path), theirs.get(path)) for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path)
+    }
+    total = sum(each.numel() for each in model.parameters())
+    if estimate.parameters["total"] != total:
+        found["parameters"] = (estimate.parameters["total"], total)
     if counted.not_counted:
         found["operators"] = counted.not_counted
     return found

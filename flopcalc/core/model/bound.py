@@ -41,6 +41,7 @@ class BoundModel:
     position_kind: str  # 'learned', 'rotary' or nothing
     position_limit: int  # 0: none is known
     latents: Latents | None = None  # of a denoiser
+    is_part: bool = False  # of a pipeline
 
     @property
     def name(self) -> str:
@@ -53,10 +54,12 @@ class BoundModel:
         return sum(self.vision.count_tokens(grid) for grid in load.grids) + videos
 
 
-def bind_model(source: Source, specs: Mapping[str, Spec] | None = None) -> BoundModel:
-    """The model that a config describes; `specs` are the user's own, by model type."""
+def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_part: bool = False) -> BoundModel:
+    """The model that a config describes; `specs` are the user's own, by model type; a part of a pipeline may be a
+    tower, which is no model by itself.
+    """
     extra = dict(specs or {})
-    spec = _find_spec(source, extra)
+    spec = _find_spec(source, extra, is_part)
     dims = bind_spec(spec, source.config, source.where, extra)
     stages = expand(dims)
     ops = [op for stage in stages for chain in stage.layers[:1] for op in iterate(chain)]
@@ -77,6 +80,7 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None) -> Bound
         position_kind=spec.positions.get("kind", ""),
         position_limit=_read_limit(dims),
         latents=bind_latents(dims) if spec.latents else None,
+        is_part=is_part,
     )
 
 
@@ -95,7 +99,7 @@ def is_same_class(named: str, architecture: str) -> bool:
     return named == architecture or named.replace("_", "").lower() == architecture.replace("_", "").lower()
 
 
-def _find_spec(source: Source, specs: dict[str, Spec]) -> Spec:
+def _find_spec(source: Source, specs: dict[str, Spec], is_part: bool) -> Spec:
     model_type: str = source.config["model_type"]
     spec = specs.get(model_type) or find_family(model_type, source.config)
     named = find_architecture(source, spec)
@@ -105,7 +109,7 @@ def _find_spec(source: Source, specs: dict[str, Spec]) -> Spec:
     if spec is None:
         near = format_nearest(model_type, list_data_files("specs"))
         raise ConfigError(f"{source.where}: model_type {format_value(model_type)} has no spec.{near} {_SUPPORTED_HINT}")
-    if spec.is_tower and not spec.latents:
+    if spec.is_tower and not spec.latents and not is_part:
         raise ConfigError(f"{source.where}: {model_type!r} is a part of other models, not one by itself")
     return spec
 

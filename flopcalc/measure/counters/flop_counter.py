@@ -174,7 +174,8 @@ NOT_PRODUCTS: dict[str, str] = {
         "glu glu_backward log_sigmoid_backward",
         "interpolation: a table of positions is read between its entries": "grid_sampler_2d grid_sampler_2d_backward "
         "upsample_linear1d upsample_linear1d_backward "
-        "upsample_nearest2d upsample_nearest2d_backward "
+        "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward "
+        "upsample_nearest3d upsample_nearest3d_backward "
         "upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d upsample_bicubic2d_backward "
         "_upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa "
         "_upsample_bicubic2d_aa_backward",
