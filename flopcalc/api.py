@@ -118,6 +118,11 @@ def estimate_flops(
     decoder_seq_len: int | None = None,
     clips: Iterable[int] | None = None,
     audio: Iterable[float] | None = None,
+    videos: Iterable[Any] | None = None,
+    text: int | None = None,
+    sampling_steps: int | None = None,
+    guidance: bool | str | None = None,
+    parts: Iterable[str] | str | None = None,
     grad_accum: int = 1,
     recipe: Recipe | Mapping[str, Any] | None = None,
     lora: Lora | Mapping[str, Any] | str | None = None,
@@ -139,13 +144,18 @@ def estimate_flops(
     `workload` is what one micro-batch holds, as a Workload; the keywords up to `audio` say the same in short. `images`
     are the whole batch's, each a file or (width, height) in pixels; `grad_accum` micro-batches make the step.
     `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, as `bind` takes them.
+
+    Of a diffusion model `images` is one (width, height), `videos` one (width, height, frames), `text` the length of its
+    text; `sampling_steps` counts the sampling of a pipeline in place of a training step, `guidance` ("on", "off") says
+    whether each step runs twice, and `parts` which of the denoiser, the text encoders and the VAE are counted.
     """
     if workload is not None:
         beside = {
             "batch_size": batch_size if batch_size != 1 else None, "seq_len": seq_len, "images": images,
             "image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw, "lengths": lengths, "batch": batch,
             "phase": phase if phase != "train" else None, "context": context, "logits": logits,
-            "decoder_seq_len": decoder_seq_len, "clips": clips, "audio": audio,
+            "decoder_seq_len": decoder_seq_len, "clips": clips, "audio": audio, "videos": videos, "text": text,
+            "sampling_steps": sampling_steps, "guidance": guidance, "parts": parts,
         }  # fmt: skip
         phase = check_workload_alone(workload, beside).phase
     estimator = bind(
@@ -153,19 +163,21 @@ def estimate_flops(
         device=device, dtype=dtype, compute=compute, weights=weights, kv_cache=kv_cache, autocast=autocast, spec=spec,
         clipping=clipping, model_type=model_type,
     )  # fmt: skip
-    if check_size(grad_accum, "grad_accum") > 1 and phase != "train":
+    if check_size(grad_accum, "grad_accum") > 1 and (phase != "train" or sampling_steps is not None):
+        phase = phase if sampling_steps is None else "sample"
         raise WorkloadError(f"grad_accum belongs to phase train, not {phase}")
     if workload is not None:
         return grad_accum * estimator.estimate(workload)
     if batch is not None:
         check_no_sizes(
-            batch_size, seq_len, lengths, images, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips, audio
-        )
+            batch_size, seq_len, lengths, images, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips,
+            audio, videos, text, sampling_steps, guidance, parts,
+        )  # fmt: skip
         return estimator.estimate_batch(batch, phase=phase, logits=logits) * grad_accum
     return grad_accum * estimator(
         batch_size, seq_len, images=images, image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw,
         lengths=lengths, phase=phase, context=context, logits=logits, decoder_seq_len=decoder_seq_len, clips=clips,
-        audio=audio,
+        audio=audio, videos=videos, text=text, sampling_steps=sampling_steps, guidance=guidance, parts=parts,
     )  # fmt: skip
 
 

@@ -11,6 +11,9 @@ Convention = Literal["model", "full", "hardware"]
 CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 Phase = Literal["train", "forward", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+# A diffusion pipeline samples: its denoiser runs at every step.
+PipelinePhase = Literal["train", "forward", "prefill", "decode", "sample"]
+PIPELINE_PHASES: tuple[PipelinePhase, ...] = get_args(PipelinePhase)
 # How the rows of a batch hold their documents.
 BatchLayout = Literal["unpadded", "padded", "packed"]
 BATCH_LAYOUTS: tuple[BatchLayout, ...] = get_args(BatchLayout)

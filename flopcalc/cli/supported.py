@@ -11,7 +11,7 @@ from flopcalc.data import find_data_dir, find_user_dir, list_data_files, load_to
 from flopcalc.errors import ConfigError, format_nearest, format_value
 
 if TYPE_CHECKING:
-    from flopcalc.core.estimate.counted import CountedEstimator
+    from flopcalc.core.estimate.estimate import Estimator
     from flopcalc.core.model.config import Source
 
 Entry = dict[str, Any]
@@ -103,12 +103,13 @@ def _describe_preset(name: str, path: str, hub_id: str | None) -> Entry:
         "parameters": estimator.parameters()["total"],
         "hub_id": hub_id,
         "source": source.reference,
-        "spec": estimator.model.spec.name,
+        "spec": estimator.spec.name,
     }
 
 
 def describe_whole(preset: Entry) -> Entry:
     """A preset with everything that is known of it."""
+    from flopcalc.core.estimate.counted import CountedEstimator
     from flopcalc.core.model.config import load_config
 
     source = load_config(preset["name"])
@@ -116,20 +117,17 @@ def describe_whole(preset: Entry) -> Entry:
     return {
         **preset,
         "parameters_by_kind": estimator.parameters(),
-        "context": estimator.model.position_limit or None,
+        "context": (estimator.model.position_limit if isinstance(estimator, CountedEstimator) else 0) or None,
         "config": source.config,
         "preprocessor": source.preprocessor,
         "video_preprocessor": source.video_preprocessor,
     }
 
 
-def _bind(source: Source) -> CountedEstimator:
+def _bind(source: Source) -> Estimator:
     from flopcalc.api import bind
-    from flopcalc.core.estimate.counted import CountedEstimator
 
-    estimator = bind(source)
-    assert isinstance(estimator, CountedEstimator)  # a config is never traced
-    return estimator
+    return bind(source)
 
 
 def _contains(wanted: str, *names: str | None) -> bool:

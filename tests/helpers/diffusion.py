@@ -78,6 +78,24 @@ TINY_VAES: dict[str, dict[str, Any]] = {
         "layers_per_block": [1, 2, 1, 1, 1], "decoder_layers_per_block": [1, 2, 1, 1, 1],
     },
 }  # fmt: skip
+_CLIP = {
+    "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30,
+    "projection_dim": 6, "max_position_embeddings": 20, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+_T5 = {
+    "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "vocab_size": 30,
+    "feed_forward_proj": "gated-gelu",
+}  # fmt: skip
+TINY_TEXT: dict[str, dict[str, Any]] = {
+    "CLIPTextModel": _CLIP,
+    "CLIPTextModelWithProjection": _CLIP,
+    "T5EncoderModel": _T5,
+    "UMT5EncoderModel": _T5,
+    "LlamaModel": {
+        "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 30,
+    },
+}  # fmt: skip
 # The same classes with other settings.
 MORE: dict[str, list[dict[str, Any]]] = {
     "UNet2DConditionModel": [
@@ -196,8 +214,9 @@ def find_differences(
     ours = {row.path: (row.forward, row.backward, row.recompute) for row in estimate.by_module(per_layer=True)}
     ours = {path: row for path, row in ours.items() if any(row)}
     theirs = {path: tuple(row) for path, row in counted.rows.items() if any(row)}
+    paths = ours.keys() | theirs.keys()
     found: dict[str, Any] = {
-        path: (ours.get(path), theirs.get(path)) for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path)
+        path: (ours.get(path), theirs.get(path)) for path in paths if ours.get(path) != theirs.get(path)
     }
     total = sum(each.numel() for each in model.parameters())
     trainable = sum(each.numel() for each in model.parameters() if each.requires_grad)
@@ -208,7 +227,9 @@ def find_differences(
     return found
 
 
-def find_vae_differences(name: str, config: dict[str, Any], side: str, size: tuple[int, int, int, int]) -> dict[str, Any]:
+def find_vae_differences(
+    name: str, config: dict[str, Any], side: str, size: tuple[int, int, int, int]
+) -> dict[str, Any]:
     """As find_differences, of one call of a VAE's encode or decode on (batch, frames, height, width) of its input."""
     model = build(name, config).eval()
     batch, t, h, w = size
@@ -229,15 +250,38 @@ def find_vae_differences(name: str, config: dict[str, Any], side: str, size: tup
     estimate = estimator.estimate(load)
     ours = {row.path: row.forward for row in estimate.by_module(per_layer=True) if row.forward}
     theirs = {path: row[0] for path, row in counted.rows.items() if row[0]}
+    found = _compare(ours, theirs, estimate.parameters["total"], model)
+    return {**found, "operators": counted.not_counted} if counted.not_counted else found
+
+
+def find_text_differences(name: str, config: dict[str, Any], batch: int, length: int) -> dict[str, Any]:
+    """As find_differences, of one forward pass of a text encoder."""
+    import transformers
+
+    configs = {"CLIP": "CLIPTextConfig", "T5": "T5Config", "UMT5": "UMT5Config", "Llama": "LlamaConfig"}
+    kind = getattr(transformers, next(value for key, value in configs.items() if name.startswith(key)))
+    model = getattr(transformers, name)._from_config(kind(**config), attn_implementation="eager").eval()
+    ids = torch.full((batch, length), 2)
+
+    def step() -> None:
+        with torch.no_grad():
+            model(ids)
+
+    counted = count_flops(model, step)
+    model_of_spec = bind_model(load_config({"_class_name": name, **config}), is_part=True)
+    estimate = CountedEstimator(model_of_spec, None, "full", "eager").estimate(Workload(batch, length, phase="forward"))
+    ours = {row.path: row.forward for row in estimate.by_module(per_layer=True) if row.forward}
+    theirs = {path: row[0] for path, row in counted.rows.items() if row[0]}
+    return _compare(ours, theirs, estimate.parameters["total"], model)
+
+
+def _compare(ours: dict[str, int], theirs: dict[str, int], total: int, model: torch.nn.Module) -> dict[str, Any]:
+    paths = ours.keys() | theirs.keys()
     found: dict[str, Any] = {
-        path: (ours.get(path), theirs.get(path)) for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path)
+        path: (ours.get(path), theirs.get(path)) for path in paths if ours.get(path) != theirs.get(path)
     }
-    total = sum(each.numel() for each in model.parameters())
-    if estimate.parameters["total"] != total:
-        found["parameters"] = (estimate.parameters["total"], total)
-    if counted.not_counted:
-        found["operators"] = counted.not_counted
-    return found
+    held = sum(each.numel() for each in model.parameters())
+    return found if total == held else {**found, "parameters": (total, held)}
 
 
 def apply_recipe(model: Any, recipe: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import click
 
 from flopcalc.api import bind
-from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.estimate.estimate import Estimate, Estimator, Samples
 from flopcalc.core.estimate.inputs import Inputs, make_load
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
@@ -137,9 +137,15 @@ def _choose_device(options: Mapping[str, Any], notes: list[str]) -> str | None:
 
 def _count(estimator: Estimator, options: Mapping[str, Any], notes: list[str]) -> Estimate:
     accumulate = read_number(options["grad_accum"], "--grad-accum") or 1
-    if accumulate > 1 and options["phase"] != "train":
-        raise WorkloadError(f"--grad-accum belongs to phase train, not {options['phase']}")
-    load, found = make_load(estimator, _read_inputs(options, notes))
+    phase = _read_phase(options)
+    if accumulate > 1 and phase != "train":
+        raise WorkloadError(f"--grad-accum belongs to phase train, not {phase}")
+    inputs = _read_inputs(options, notes)
+    if isinstance(estimator, Samples):
+        from flopcalc.core.estimate.pipeline import read_inputs  # of diffusion models alone: start-up is counted
+
+        return estimator.ask(read_inputs(estimator, inputs)) * accumulate
+    load, found = make_load(estimator, inputs)
     notes += found
     estimate = estimator.estimate(load)
     return estimate * accumulate if accumulate > 1 else estimate
@@ -163,10 +169,22 @@ def _read_inputs(options: Mapping[str, Any], notes: list[str]) -> Inputs:
         video_grids=tuple((t, h, w) for t, h, w in video_grids),
         max_pixels=read_number(options["max_pixels"], "--max-pixels"),
         audio=tuple(parse_number(text, "--audio") for text in options["audio"]),
-        phase=options["phase"],
+        phase=_read_phase(options),
+        sampling_steps=read_number(options.get("sampling_steps"), "--sampling-steps"),
+        guidance=options.get("guidance"),
+        parts=options.get("parts"),
         context=read_number(options["context"], "--context", minimum=0),
         logits=logits,
     )
+
+
+def _read_phase(options: Mapping[str, Any]) -> str:
+    """--phase; sampling steps are asked for in phase sample alone."""
+    if options.get("sampling_steps") is None:
+        return str(options["phase"])
+    if options["phase"] != "sample" and is_given("phase"):
+        raise WorkloadError(f"--sampling-steps belongs to phase sample, not {options['phase']}")
+    return "sample"
 
 
 def _read_image(text: str, notes: list[str]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import click
 
 from flopcalc.errors import WorkloadError
 from flopcalc.hardware.devices import load_devices
-from flopcalc.words import CLIPPING, CONVENTIONS, EXECUTIONS, KERNELS, PHASES, RECOMPUTE
+from flopcalc.words import CLIPPING, CONVENTIONS, EXECUTIONS, KERNELS, PIPELINE_PHASES, RECOMPUTE
 
 LISTED = ("device", "gpus", "batch", "seq")  # options that take lists; the last changes fastest
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -91,8 +91,22 @@ _SIZES = (
     click.option("--lengths", metavar="N,N,…", help="One packed row of documents; without --seq and --batch."),
     click.option("--grad-accum", metavar="N", help="Micro-batches per step (default 1)."),
 )
+# Of diffusion models alone.
+sampling_options = (
+    click.option(
+        "--sampling-steps", metavar="N", help="Diffusion: denoising steps of one sampling; means --phase sample."
+    ),
+    click.option(
+        "--guidance", type=click.Choice(("on", "off")),
+        help="Diffusion: whether each step runs twice. Default: what the pipeline does.",
+    ),
+    click.option(
+        "--parts", metavar="A,B,…", help="Diffusion: what is counted of denoiser, text and vae; default all of them."
+    ),
+)  # fmt: skip
 _PHASE = (
-    click.option("--phase", type=click.Choice(PHASES), default="train", show_default=True),
+    click.option("--phase", type=click.Choice(PIPELINE_PHASES), default="train", show_default=True),
+    *sampling_options,
     click.option("--context", metavar="C", help="decode: keys already cached (default 0)."),
     click.option("--logits", metavar="all|last|N", help="Positions that get logits (default: all; prefill: last)."),
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flopcalc.core.estimate.counted import CountedEstimator
-from flopcalc.core.model.bound import bind_model
+from flopcalc.core.model.bound import BoundModel, bind_model
+from flopcalc.core.model.components import is_pipeline
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.live import strip
 from flopcalc.core.recipe.live import read_recompute
@@ -18,6 +19,9 @@ from flopcalc.errors import ConfigError, RecipeError, SpecError, format_value
 from flopcalc.hardware.devices import find_device, parse_dtype
 from flopcalc.hardware.kernels import find_kernel_table, find_tile_table
 from flopcalc.words import KERNELS, check_flag, check_word
+
+if TYPE_CHECKING:
+    from flopcalc.core.estimate.pipeline import PipelineEstimator
 
 
 def bind_config(
@@ -33,7 +37,7 @@ def bind_config(
     download: bool = False,
     clipping: str | None = None,
     model_type: str | None = None,
-) -> CountedEstimator:
+) -> CountedEstimator | PipelineEstimator:
     """The estimator of a model that a spec describes; see flopcalc.bind for the arguments."""
     compute = dtype if formats.compute is None else formats.compute
     compute = None if compute is None else parse_dtype(compute)
@@ -61,14 +65,28 @@ def bind_config(
         recipe = recipe if is_said else recipe.replace(recompute=read_recompute(source.module))
     elif recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(f"a recipe is a mapping or what make_recipe() gives, not {format_value(recipe)}")
+    asked = formats._replace(compute=compute)
+    if is_pipeline(source.config):
+        from flopcalc.core.estimate.pipeline import FROZEN, bind_pipeline  # few ask for it, and start-up is counted
+
+        if spec is not None:
+            raise SpecError("a diffusion pipeline takes no --spec: give its denoiser's config with one")
+
+        def make(model: BoundModel, is_part: bool) -> CountedEstimator:
+            trained = FROZEN if is_part else recipe
+            return CountedEstimator(model, trained, convention, attention_kernel, kernels, tiles, clipping, asked=asked)
+
+        return bind_pipeline(source, make)
     bound = bind_model(source, specs)
-    estimator = CountedEstimator(
-        bound, recipe, convention, attention_kernel, kernels, tiles, clipping, asked=formats._replace(compute=compute)
-    )
+    estimator = CountedEstimator(bound, recipe, convention, attention_kernel, kernels, tiles, clipping, asked=asked)
     if specs and bound.spec.name not in specs and not _uses_inner(source.config, specs):
         raise ConfigError(
             f"{spec} describes model_type {next(iter(specs))!r}, but {source.where} is {source.config['model_type']!r}"
         )
+    if bound.latents is not None:
+        from flopcalc.core.estimate.pipeline import PipelineEstimator
+
+        return PipelineEstimator(estimator)
     return estimator
 
 

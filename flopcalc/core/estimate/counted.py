@@ -132,6 +132,13 @@ class CountedEstimator(Estimator):
             raise RecipeError(f"clipping {self.recipe.clipping} belongs to phase train, not {load.phase}")
         return Estimate((Term(self, load, 1),), self.count(load, self.convention), notes)
 
+    def count_tokens(self, load: Workload) -> int:
+        """Real tokens; of a denoiser, of its text and its latents, and of another part of a pipeline none."""
+        if self.model.is_part:
+            return 0
+        places = sum(t * h * w for t, h, w in load.all_grids) if self.model.latents is not None else 0
+        return load.tokens + places
+
     def count_visual_tokens(self, load: Workload) -> int:
         return self.model.count_visual_tokens(load)
 

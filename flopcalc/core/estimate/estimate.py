@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import CountedRow, Weights
+from flopcalc.core.estimate.sampling import Sampling
 from flopcalc.core.model.audio import Audio
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Op, Stage, join
@@ -60,13 +61,23 @@ class Estimator(Protocol):
         decoder_seq_len: int | None = None,
         clips: Iterable[int] | None = None,
         audio: Iterable[float] | None = None,
+        videos: Iterable[Any] | None = None,
+        text: int | None = None,
+        sampling_steps: int | None = None,
+        guidance: bool | str | None = None,
+        parts: Iterable[str] | str | None = None,
     ) -> Estimate:
         """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it).
 
         `audio` are the whole batch's clips in seconds; `clips` the same in frames of the model's feature extractor.
         `images` are the whole batch's too, files or (width, height) in pixels; `image_grid_thw` the same in patches.
+        What follows `audio` is said of diffusion models alone.
         """
         notes: tuple[str, ...] = ()
+        check_no_sampling(
+            self.source.name, phase, videos=videos, text=text, sampling_steps=sampling_steps, guidance=guidance,
+            parts=parts,
+        )  # fmt: skip
         if audio is not None:
             clips = [*(check_items(clips, "clips") if clips is not None else ()), *self.count_frames(audio)]
         if batch is not None:
@@ -125,6 +136,10 @@ class Estimator(Protocol):
 
     def count_visual_tokens(self, load: Workload) -> int: ...
 
+    def count_tokens(self, load: Workload) -> int:
+        """Real tokens of a workload."""
+        return load.tokens
+
     def count_frames(self, seconds: Iterable[float]) -> list[int]:
         """Frames of clips that are given in seconds, as the model's feature extractor makes them."""
         if self.audio is None:
@@ -164,6 +179,22 @@ class Estimator(Protocol):
 
     def count_patches(self, load: Workload) -> int:
         return sum(self.vision.count_patches(grid) for grid in load.all_grids) if self.vision else 0
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """The estimator of a diffusion model."""
+
+    def ask(self, asked: Any) -> Estimate: ...
+
+
+def check_no_sampling(name: str, phase: str, **asked: Any) -> None:
+    """What is said of diffusion models alone is refused for any other."""
+    if phase == "sample":
+        raise WorkloadError(f"{name} is no diffusion model: there is no phase sample")
+    for word, value in asked.items():
+        if value is not None:
+            raise WorkloadError(f"{word} belongs to diffusion models: {name} is none")
 
 
 def check_no_sizes(batch_size: int, *others: Any) -> None:
@@ -210,6 +241,7 @@ class Estimate:
     terms: tuple[Term, ...]
     flops: Flops
     _notes: tuple[str, ...] = ()
+    pipeline: Sampling | None = None  # of a diffusion pipeline
 
     @property
     def forward(self) -> int:
@@ -242,7 +274,7 @@ class Estimate:
     @property
     def tokens(self) -> int:
         """Real tokens that the language model sees."""
-        return sum(load.tokens * times for _, load, times in self.terms)
+        return sum(estimator.count_tokens(load) * times for estimator, load, times in self.terms)
 
     def __add__(self, other: Estimate) -> Estimate:
         if not isinstance(other, Estimate):
@@ -262,7 +294,7 @@ class Estimate:
         if times < 1:
             raise FlopcalcError(f"an estimate can be multiplied by a whole number of at least 1, not {times}")
         terms = tuple(term._replace(times=term.times * times) for term in self.terms)
-        return Estimate(terms, self.flops * times, self._notes)
+        return Estimate(terms, self.flops * times, self._notes, self.pipeline.times(times) if self.pipeline else None)
 
     __rmul__ = __mul__
 
@@ -439,6 +471,7 @@ class Estimate:
                 "reference": estimator.spec.source,
             },
             "workload": _describe(self),
+            **({"pipeline": self.pipeline.to_dict()} if self.pipeline is not None else {}),
             "recipe": estimator.recipe.to_dict(),
             "convention": self.convention,
             "attention_kernel": self.attention_kernel,
@@ -541,7 +574,10 @@ class Estimate:
         """The work in one line: phase, sizes, what trains."""
         estimator, load, times = self.terms[0]
         pieces = [load.phase]
-        if load.layout == "packed" and load.documents is not None:
+        if self.pipeline is not None:
+            pieces = self.pipeline.describe(load.rows)
+            times = times if self.pipeline.phase == "train" else 1
+        elif load.layout == "packed" and load.documents is not None:
             pieces.append(f"{len(load.documents)} documents packed into {load.rows} × {load.seq} tokens")
         elif load.decoder is not None:
             side = load.decoder
@@ -554,7 +590,7 @@ class Estimate:
             pieces.append(f"{load.rows} × {load.seq} tokens{' (padded)' if load.layout == 'padded' else ''}")
         if times > 1:
             pieces.append(f"{times} micro-batches")
-        if len(self.terms) > 1:
+        if len(self.terms) > 1 and self.pipeline is None:
             pieces.append(f"and {len(self.terms) - 1} more")
         recipe = estimator.recipe
         if recipe.lora:
@@ -616,7 +652,9 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
     _, load, times = estimate.terms[0]
     is_mixed = len({other.layout for _, other, _ in estimate.terms}) > 1
     images = patches = visual = 0
-    for each, other, many in estimate.terms:
+    # Of a pipeline, the first part's: all of them work on the same images.
+    for each, other, many in estimate.terms[:1] if estimate.pipeline is not None else estimate.terms:
+        many = 1 if estimate.pipeline is not None and estimate.pipeline.phase != "train" else many
         images += len(other.all_grids) * many
         patches += each.count_patches(other) * many
         visual += each.count_visual_tokens(other) * many
@@ -625,12 +663,12 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
         "seq": load.seq,
         "lengths": list(load.documents) if load.documents is not None else None,
         "layout": "mixed" if is_mixed else load.layout,
-        "grad_accum": times,
+        "grad_accum": times if estimate.pipeline is None or estimate.pipeline.phase == "train" else 1,
         "tokens": estimate.tokens,
         "images": images,
         "patches": patches,
         "visual_tokens": visual,
-        "phase": load.phase,
+        "phase": load.phase if estimate.pipeline is None else estimate.pipeline.phase,
         "context": (load.decoder or load).context if load.phase == "decode" else None,
         "logits": load.logits,
         **({"decoder_seq": load.decoder.seq} if load.decoder is not None else {}),

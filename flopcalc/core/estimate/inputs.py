@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flopcalc.core.estimate.estimate import Estimator, Picture
+from flopcalc.core.estimate.estimate import Estimator, Picture, check_no_sampling
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.workload.workload import Grid, Workload, make_workload
 from flopcalc.errors import WorkloadError
@@ -30,11 +30,17 @@ class Inputs(NamedTuple):
     phase: str = "train"
     context: int | None = None
     logits: int | str | None = None
+    sampling_steps: int | None = None  # these of diffusion models alone
+    guidance: str | None = None  # on or off
+    parts: str | None = None
 
 
 def make_load(estimator: Estimator, inputs: Inputs) -> tuple[Workload, list[str]]:
     """The workload of a batch of such samples, and notes on what was assumed."""
     batch, phase = inputs.batch or 1, inputs.phase
+    check_no_sampling(
+        estimator.source.name, phase, sampling_steps=inputs.sampling_steps, guidance=inputs.guidance, parts=inputs.parts
+    )
     images, videos, notes = _cut_images(estimator, inputs)
     if phase == "decode" and (images or videos):
         raise WorkloadError("decode does no vision work: leave images out, their tokens are in --context")

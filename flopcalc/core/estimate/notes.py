@@ -18,7 +18,7 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
     named = "" if model.source.module is not None else find_architecture(model.source)
     if named and not is_same_class(named, spec.architecture):
         notes.append(f"the config names {format_value(named)[1:-1]}; counted as {spec.architecture}")
-    if model.vision is not None and not load.all_grids and load.phase != "decode":
+    if model.vision is not None and not load.all_grids and not model.is_part and load.phase != "decode":
         example = "--image 1024x768" if model.vision.kind == "grid" else "--image 336x336"
         notes.append(f"no image given, so the vision tower is not counted; add one with {example}")
     if model.audio is not None and not load.clips and load.phase != "decode":

@@ -109,7 +109,7 @@ def _find_spec(source: Source, specs: dict[str, Spec], is_part: bool) -> Spec:
     if spec is None:
         near = format_nearest(model_type, list_data_files("specs"))
         raise ConfigError(f"{source.where}: model_type {format_value(model_type)} has no spec.{near} {_SUPPORTED_HINT}")
-    if spec.is_tower and not spec.latents and not is_part:
+    if spec.is_tower and "input" not in spec.latents and not is_part:
         raise ConfigError(f"{source.where}: {model_type!r} is a part of other models, not one by itself")
     return spec
 

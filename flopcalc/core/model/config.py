@@ -7,10 +7,14 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from flopcalc.core.model.components import find_denoiser, name_class, read_folder
+from flopcalc.core.model.live import unwrap
 from flopcalc.core.spec.aliases import map_config, name_family
 from flopcalc.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.files import MAX_JSON_BYTES, MAX_TOML_BYTES, read_json, read_text
+
+PIPELINE_FILE = "model_index.json"  # of diffusers
 
 
 class Source(NamedTuple):
@@ -59,7 +63,11 @@ def _find_source(model: Any, download: bool) -> Source:
     config = getattr(model, "config", None)
     if config is not None and hasattr(model, "named_parameters"):
         name = type(model).__name__
-        return Source(name, _plain(config), f"config of {name}", reference="live model", module=model)
+        plain = _plain(config)
+        if plain.get("model_type") is None:  # diffusers: the class says what it is
+            known = (each.__name__ for each in type(unwrap(model)).__mro__)
+            plain = {**plain, "_class_name": next((each for each in known if find_data_file("specs", each)), name)}
+        return Source(name, plain, f"config of {name}", reference="live model", module=model)
     if hasattr(model, "to_dict"):
         name = type(model).__name__
         return Source(name, _plain(model), name, reference="HF config object")
@@ -79,7 +87,7 @@ def _plain(config: Any) -> dict[str, Any]:
 def _checked(source: Source) -> Source:
     model_type = source.config.get("model_type")
     if model_type is None and isinstance(source.config.get("_class_name"), str):  # diffusers names the class instead
-        model_type = source.config["_class_name"]
+        model_type = name_class(source.config)
         source = source._replace(config={**source.config, "model_type": model_type})
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(f'{source.where}: needs "model_type", a string; found {format_value(model_type)}')
@@ -98,6 +106,8 @@ def _load_named(model: str | os.PathLike[str], download: bool) -> Source:
     path = os.path.expanduser(text)
     if os.path.isdir(path):
         return _load_folder(path)
+    if os.path.isfile(path) and os.path.basename(path) == PIPELINE_FILE:
+        return _load_pipeline(os.path.basename(os.path.dirname(os.path.abspath(path))), path)
     if os.path.isfile(path):
         return _load_with_processors(get_stem(path), path)
     if text.count("/") == 1 and not text.startswith((".", "/")):
@@ -137,10 +147,21 @@ def load_preset(path: str) -> Source:
 
 def _load_folder(folder: str) -> Source:
     path = os.path.join(folder, "config.json")
-    if not os.path.isfile(path):
-        raise ConfigError(f"{folder}: no config.json in this folder")
     name = os.path.basename(os.path.abspath(folder))
+    if os.path.isfile(index := os.path.join(folder, PIPELINE_FILE)):
+        return _load_pipeline(name, index)
+    if not os.path.isfile(path):
+        denoiser = find_denoiser(folder)
+        if denoiser is None:
+            raise ConfigError(f"{folder}: no config.json in this folder, and no {PIPELINE_FILE}")
+        path = denoiser
     return _load_with_processors(name, path)
+
+
+def _load_pipeline(name: str, index: str) -> Source:
+    """A diffusers pipeline: its model_index.json, and the config.json of every part."""
+    config = read_folder(_load_json(index), os.path.dirname(index), _load_json)
+    return Source(name, config, index, None, index)
 
 
 def _load_with_processors(name: str, path: str) -> Source:
@@ -171,6 +192,9 @@ def _load_hub(hub_id: str, download: bool) -> Source:
     config = _find_cached(hub_id, "config.json")
     if config is not None:
         return _load_with_processors(hub_id, config)
+    index = _find_cached(hub_id, PIPELINE_FILE)
+    if index is not None:
+        return _load_pipeline(hub_id, index)
     if download:
         return _download(hub_id)
     preset = _find_preset_of(hub_id)
@@ -222,9 +246,21 @@ def _download(hub_id: str) -> Source:
     try:
         path = hf_hub_download(hub_id, "config.json")
     except Exception as error:  # the hub client raises many kinds; all mean that there is no config to read
+        with suppress(Exception):
+            return _download_pipeline(hub_id, hf_hub_download)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{hub_id}: download failed: {reason[:200]}") from None
     for prefix in ("", "video_"):
         with suppress(Exception):  # text models have none
             hf_hub_download(hub_id, f"{prefix}preprocessor_config.json")
     return _load_with_processors(hub_id, path)._replace(reference=f"downloaded from {hub_id}")
+
+
+def _download_pipeline(hub_id: str, download: Any) -> Source:
+    """A diffusers pipeline's model_index.json, and its parts' configs."""
+    index = download(hub_id, PIPELINE_FILE)
+    for part, entry in _load_json(index).items():
+        if isinstance(entry, list):
+            with suppress(Exception):  # schedulers and tokenizers have no config.json
+                download(hub_id, f"{part}/config.json")
+    return _load_pipeline(hub_id, index)._replace(reference=f"downloaded from {hub_id}")

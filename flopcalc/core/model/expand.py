@@ -187,7 +187,7 @@ def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str]
         dims.set_layer(layer if repeated else None)
         chain = builder.build(stack.get("ops", []))
         is_frozen = "untrained" in stack and evaluate_truth(stack["untrained"], dims)
-        layers.append(_map(chain, lambda op: op.replace(frozen=True)) if is_frozen else chain)
+        layers.append(map_ops(chain, lambda op: op.replace(frozen=True)) if is_frozen else chain)
         dead.append(evaluate_truth(stack["dead"], dims) if "dead" in stack else False)
         given = stack.get("checkpoint", False)
         wrapped.append(given if isinstance(given, bool) else evaluate_truth(given, dims))
@@ -311,8 +311,10 @@ class _Builder:
                     if "under" in item:
                         chain = _put_under(chain, _absolute(self._fill(item["under"]), self.rename))
                     if "with" in item:
-                        chain = _map(chain, partial(Op.replace, beside=item["with"]))
-                    built.extend(_map(chain, lambda op: op.replace(nested=True)) if item.get("checkpoint") else chain)
+                        chain = map_ops(chain, partial(Op.replace, beside=item["with"]))
+                    built.extend(
+                        map_ops(chain, lambda op: op.replace(nested=True)) if item.get("checkpoint") else chain
+                    )
             else:
                 op = self._make(item, part, built)
                 if op is not None and "again" in item:
@@ -559,7 +561,7 @@ def remove_hooks(stage: Stage) -> Stage:
     def remove(op: Op) -> Op:
         return op.replace(input_embedding=False) if isinstance(op, Weighted) and op.input_embedding else op
 
-    return stage._replace(layers=tuple(_map(chain, remove) for chain in stage.layers))
+    return stage._replace(layers=tuple(map_ops(chain, remove) for chain in stage.layers))
 
 
 def _put_under(chain: Chain, path: str) -> Chain:
@@ -571,12 +573,13 @@ def _put_under(chain: Chain, path: str) -> Chain:
             return op.replace(name=name, at=path if op.at == "." else f"{path}.{op.at}")
         return op.replace(name=name)
 
-    return _map(chain, move)
+    return map_ops(chain, move)
 
 
-def _map(chain: Chain, change: Callable[[Op], Op]) -> Chain:
+def map_ops(chain: Chain, change: Callable[[Op], Op]) -> Chain:
+    """The same chain with every op changed."""
     return tuple(
-        change(item) if isinstance(item, Op) else tuple(_map(branch, change) for branch in item) for item in chain
+        change(item) if isinstance(item, Op) else tuple(map_ops(branch, change) for branch in item) for item in chain
     )
 
 

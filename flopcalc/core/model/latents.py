@@ -12,7 +12,7 @@ from flopcalc.words import PHASES, check_word
 
 
 class Latents(NamedTuple):
-    """A denoiser's input under one config."""
+    """A denoiser's input under one config; of a VAE, what one latent stands for alone."""
 
     key: str  # the argument of its forward that holds the latents
     axes: str  # of that tensor: b batch, c channels, t frames, h, w; n: all places in one row
@@ -73,6 +73,6 @@ def bind_latents(dims: BoundDims) -> Latents:
         return value
 
     return Latents(
-        table["input"], table["axes"], table.get("text", ""), size("pixels", "8"), size("frames", "1"),
+        table.get("input", ""), table.get("axes", ""), table.get("text", ""), size("pixels", "8"), size("frames", "1"),
         size("pack", "1"), size("length", "0"),
     )  # fmt: skip

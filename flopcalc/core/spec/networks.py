@@ -194,7 +194,9 @@ def list_kl(lookup: Lookup) -> list[Block]:
     """Blocks of an AutoencoderKL."""
     many = len(_read_list(lookup, "block_out_channels"))
     steps = ((2, 1),) * (many - 1)
-    return _list_usual(lookup, _Style(9, "", 9, "", "conv_norm_out", bool(lookup("mid_block_add_attention")), steps, steps))
+    return _list_usual(
+        lookup, _Style(9, "", 9, "", "conv_norm_out", bool(lookup("mid_block_add_attention")), steps, steps)
+    )
 
 
 def list_cogvideox_vae(lookup: Lookup) -> list[Block]:
@@ -215,15 +217,15 @@ def list_hunyuan_vae(lookup: Lookup) -> list[Block]:
     steps = tuple(
         (2 if block < sizes else 1, 2 if many - 1 - times <= block < many - 1 else 1) for block in range(many)
     )
-    return _list_usual(lookup, _Style(27, ".conv", 27, ".conv", "conv_norm_out", bool(lookup("mid_block_add_attention")), steps, steps))
+    return _list_usual(
+        lookup, _Style(27, ".conv", 27, ".conv", "conv_norm_out", bool(lookup("mid_block_add_attention")), steps, steps)
+    )
 
 
 def list_wan_vae(lookup: Lookup) -> list[Block]:
     """Blocks of an AutoencoderKLWan, whose encoder is one flat list; `time` are its convolutions over frames alone."""
     factors = _read_list(lookup, "dim_mult", 1000)
-    base, latent, layers = (
-        _read_whole(lookup(key), key) for key in ("base_dim", "z_dim", "num_res_blocks")
-    )
+    base, latent, layers = (_read_whole(lookup(key), key) for key in ("base_dim", "z_dim", "num_res_blocks"))
     wide = _read_whole(lookup("decoder_base"), "decoder_base_dim")
     pixels, outputs = (_read_whole(lookup(key), key) for key in ("in_channels", "out_channels"))
     halves = lookup("temperal_downsample")
@@ -306,7 +308,8 @@ def list_ltx_vae(lookup: Lookup) -> list[Block]:
     for layer in range(layers[-1]):
         encoder.add("resnet", f"mid_block.resnets.{layer}", before, before, 27)
     encoder.add("conv", "conv_out.conv", before, latent + 1, 27)
-    channels, layers, scales = (list(reversed(each)) for each in _read_ltx_side(lookup, "decoder_"))
+    channels, layers, scales = _read_ltx_side(lookup, "decoder_")
+    channels, layers, scales = channels[::-1], layers[::-1], scales[::-1]
     decoder = _Network(found, 1, "decoder")
     before = channels[0]
     decoder.add("conv", "conv_in.conv", latent, before, 27)
@@ -330,7 +333,9 @@ def _read_ltx_side(lookup: Lookup, prefix: str) -> tuple[list[int], list[int], l
     layers = _read_list(lookup, f"{prefix}layers_per_block", MAX_LAYERS)
     scales = lookup(f"{prefix}spatio_temporal_scaling")
     if not isinstance(scales, (list, tuple)) or len(scales) != len(channels) or len(layers) != len(channels) + 1:
-        raise ConfigError(f"{prefix}spatio_temporal_scaling and {prefix}layers_per_block must fit {len(channels)} blocks")
+        raise ConfigError(
+            f"{prefix}spatio_temporal_scaling and {prefix}layers_per_block must fit {len(channels)} blocks"
+        )
     return channels, layers, [bool(each) for each in scales]
 
 

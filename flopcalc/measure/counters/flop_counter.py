@@ -150,7 +150,8 @@ NOT_PRODUCTS: dict[str, str] = {
         "resize_ fill_ zero_ fill masked_fill masked_fill_ lift_fresh unique_consecutive _unique2 one_hot "
         "view_copy new_empty_strided detach_ unsqueeze_ _reshape_alias unfold_backward slice_scatter select_scatter "
         "expand_copy clone isin split_with_sizes_copy unsafe_split transpose_ im2col col2im tril_ triu_ as_strided_ "
-        "reflection_pad2d reflection_pad2d_backward index_copy_ index_copy unique_dim",
+        "reflection_pad2d reflection_pad2d_backward replication_pad3d replication_pad3d_backward index_copy_ "
+        "index_copy unique_dim",
         _MAKES: "arange empty empty_like empty_strided full full_like linspace new_empty new_full new_ones new_zeros "
         "ones ones_like scalar_tensor zeros zeros_like eye",
         _LOOKS_UP: "embedding embedding_dense_backward index_add index_add_ index_put index_put_ _index_put_impl_ "

@@ -1,0 +1,375 @@
+"""PipelineEstimator: a diffusion pipeline in; FLOPs of a training step or of sampling images and videos out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from flopcalc.core.count.flops import Flops
+from flopcalc.core.count.products import CountedRow, Weights
+from flopcalc.core.estimate.counted import CountedEstimator
+from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.estimate.inputs import Inputs
+from flopcalc.core.estimate.sampling import PartRun, Sampling
+from flopcalc.core.model.bound import BoundModel, bind_model
+from flopcalc.core.model.components import Pipeline, read_pipeline
+from flopcalc.core.model.config import Source
+from flopcalc.core.model.expand import map_ops
+from flopcalc.core.model.latents import Latents
+from flopcalc.core.model.ops import Op, Stage, Weighted
+from flopcalc.core.recipe.recipe import make_recipe
+from flopcalc.core.workload.workload import Workload
+from flopcalc.errors import ConfigError, WorkloadError, format_value
+from flopcalc.units import check_items, check_size
+from flopcalc.words import PIPELINE_PHASES, Recompute, check_word
+
+_TEXT, _VAE = "text_encoder", "vae"
+FROZEN = make_recipe(freeze=["*"])
+
+
+class Part(NamedTuple):
+    """A frozen part of a pipeline: a text encoder or the VAE."""
+
+    name: str
+    kind: str  # text_encoder or vae
+    estimator: CountedEstimator
+
+
+class Asked(NamedTuple):
+    """What a user says of one sample of a diffusion model."""
+
+    batch: int = 1
+    size: tuple[int, int] | None = None  # width and height in pixels
+    frames: int | None = None
+    text: int | None = None
+    steps: int | None = None
+    guidance: bool | None = None
+    parts: tuple[str, ...] | None = None
+    phase: str = "train"
+
+
+class PipelineEstimator(Estimator):
+    """A pipeline's denoiser with its text encoders and its VAE, or a denoiser by itself."""
+
+    origin = "spec"
+
+    def __init__(
+        self, denoiser: CountedEstimator, pipeline: Pipeline | None = None, parts: tuple[Part, ...] = ()
+    ) -> None:
+        latents = denoiser.model.latents
+        assert latents is not None  # else it is no denoiser
+        self.denoiser, self.pipeline, self.parts = denoiser, pipeline, parts
+        self.latents: Latents = latents
+        self.source, self.spec, self.stages = denoiser.source, denoiser.spec, denoiser.stages
+        self.vision, self.audio, self.has_decoder, self.has_text_encoder = None, None, False, True
+        self.recipe, self.convention, self.formats = denoiser.recipe, denoiser.convention, denoiser.formats
+        self.attention_kernel, self.identity = denoiser.attention_kernel, denoiser.identity
+
+    def ask(self, asked: Asked) -> Estimate:
+        """FLOPs of a step, or of sampling, on such samples."""
+        phase = check_word(asked.phase, PIPELINE_PHASES, "phase", WorkloadError)
+        samples = phase == "sample"
+        self._check(asked, samples)
+        pipeline, latents = self.pipeline, self.latents
+        width, height, frames, notes = self._find_size(asked)
+        pixels, per_frame = self._find_factors()
+        grid = latents.make_grid(width, height, frames, pixels, per_frame)
+        text = self._find_text(asked)
+        guided = samples and (
+            asked.guidance if asked.guidance is not None else pipeline is not None and pipeline.guidance
+        )
+        steps = (asked.steps or (pipeline.steps if pipeline is not None else 1)) if samples else 1
+        chosen = self._choose(asked.parts)
+        batch = asked.batch
+        read = pipeline.count_read(text) if pipeline is not None else text
+        runs: list[PartRun] = []
+        terms: list[Estimate] = []
+
+        def add(name: str, kind: str, estimate: Estimate) -> None:
+            terms.append(estimate)
+            runs.append(
+                PartRun(name, kind, estimate.terms[0].estimator.spec.name, estimate.terms[0].times, estimate.flops)
+            )
+
+        if "denoiser" in chosen:
+            load = Workload(batch, read, phase="forward" if samples else phase, grids=(grid,) * batch)
+            times = steps * (2 if guided else 1)
+            name = pipeline.denoiser if pipeline is not None else "denoiser"
+            add(name, "denoiser", self.denoiser.estimate(load) * times)
+        for part in self.parts:
+            if part.name not in chosen:
+                continue
+            if part.kind == _TEXT:
+                assert pipeline is not None
+                length = pipeline.count_encoded(dict(pipeline.encoders)[part.name], text)
+                estimate = part.estimator.estimate(Workload(batch, length, phase="forward"))
+                add(part.name, _TEXT, estimate * (2 if guided and pipeline.encodes_negative() else 1))
+            else:
+                places = (grid[0], grid[1] * latents.pack, grid[2] * latents.pack)
+                sides: dict[str, Any] = (
+                    {"videos": (places,) * batch} if samples else {"grids": ((frames, height, width),) * batch}
+                )
+                add(part.name, _VAE, part.estimator.estimate(Workload(batch, 0, phase="forward", **sides)))
+        if not terms:
+            raise WorkloadError("no part is left to count")
+        whole = terms[0]
+        for other in terms[1:]:
+            whole += other
+        run = Sampling(
+            phase, width, height, frames, text, steps if samples else None, guided if samples else None, tuple(runs)
+        )
+        return Estimate(whole.terms, whole.flops, (*notes, *whole._notes), run)
+
+    def _check(self, asked: Asked, samples: bool) -> None:
+        name = self.source.name
+        for word, value in (("--sampling-steps", asked.steps), ("--guidance", asked.guidance)):
+            if value is not None and not samples:
+                raise WorkloadError(f"{word} belongs to phase sample, not {asked.phase}")
+        if asked.phase in ("prefill", "decode"):
+            raise WorkloadError(f"{name} is a diffusion model: its phases are train, forward and sample")
+        if asked.frames is not None and asked.frames > 1 and not self.latents.takes_videos:
+            raise WorkloadError(f"--video: {name} takes no videos")
+        if self.pipeline is None and samples and asked.steps is None:
+            raise WorkloadError(
+                f"{name} is a denoiser without its pipeline: say how often it runs (--sampling-steps N)"
+            )
+
+    def _find_size(self, asked: Asked) -> tuple[int, int, int, tuple[str, ...]]:
+        """Width, height and frames; what the pipeline takes by itself where none is said, with a note."""
+        if asked.size is not None:
+            return *asked.size, asked.frames or 1, ()
+        if self.pipeline is None:
+            what = "--video WxHxFRAMES" if self.latents.takes_videos else "--image WxH"
+            raise WorkloadError(f"how large are the images? Give {what}")
+        width, height, frames = (self.pipeline.size(key) for key in ("width", "height", "frames"))
+        size = f"{width}x{height}" + (f"x{frames}" if frames > 1 else "")
+        return width, height, frames, (f"no size given: {size}, as {self.pipeline.name} takes by itself",)
+
+    def _find_factors(self) -> tuple[int, int]:
+        """Pixels and frames of one latent, as the pipeline's VAE makes them; 0 where it has none."""
+        part = next((part for part in self.parts if part.kind == _VAE), None)
+        if part is None:
+            return 0, 0
+        latents = part.estimator.model.latents
+        return (latents.pixels, latents.frames) if latents is not None else (0, 0)
+
+    def _find_text(self, asked: Asked) -> int:
+        reads = bool(self.latents.text_key)
+        if asked.text is not None and not reads:
+            raise WorkloadError(f"{self.source.name} reads no text: leave --text out")
+        if asked.text is not None:
+            return check_size(asked.text, "text")
+        if not reads:
+            return 0
+        return self.pipeline.count_text() if self.pipeline is not None else self.latents.length
+
+    def _choose(self, asked: tuple[str, ...] | None) -> set[str]:
+        """Names of the parts to count; the denoiser is `denoiser`."""
+        words: dict[str, set[str]] = {
+            "denoiser": {"denoiser"},
+            "all": {"denoiser", *(part.name for part in self.parts)},
+        }
+        if self.pipeline is not None:
+            words[self.pipeline.denoiser] = {"denoiser"}
+            for kind, names in ((_TEXT, ("text", "text_encoders")), (_VAE, ())):
+                found = {part.name for part in self.parts if part.kind == kind}
+                words |= dict.fromkeys(names, found)
+            words |= {part.name: {part.name} for part in self.parts}
+        if asked is None:
+            return words["all"]
+        chosen: set[str] = set()
+        for word in asked:
+            if word not in words:
+                known = ", ".join(words)
+                raise WorkloadError(f"--parts: {self.source.name} has no part {format_value(word)}. Known: {known}")
+            chosen |= words[word]
+        return chosen
+
+    def __call__(self, batch_size: int = 1, seq_len: int | None = None, **sizes: Any) -> Estimate:
+        """FLOPs of a step or of sampling; sizes as estimate_flops takes them."""
+        batch = sizes.pop("batch", None)
+        if batch is not None:
+            return self.estimate_batch(batch, phase=sizes.get("phase", "train"))
+        return self.ask(read_asked(self, batch_size, seq_len, **sizes))
+
+    def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
+        """FLOPs of one step of the denoiser alone, on latents as it is given them."""
+        return self.denoiser.estimate(load, notes)
+
+    def estimate_batch(
+        self, batch: Mapping[str, Any], *, phase: str = "train", logits: int | str | None = None,
+        read_device: bool = True,
+    ) -> Estimate:  # fmt: skip
+        """FLOPs of one step of the denoiser on what its forward is given."""
+        return self.denoiser.estimate_batch(batch, phase=phase, logits=logits, read_device=read_device)
+
+    def change(
+        self, *, recompute: Recompute | None = None, convention: str | None = None,
+        attention_kernel: str | None = None, compute: str | None = None,
+    ) -> PipelineEstimator:  # fmt: skip
+        changes: dict[str, Any] = {
+            "convention": convention, "attention_kernel": attention_kernel, "compute": compute
+        }  # fmt: skip
+        parts = tuple(part._replace(estimator=part.estimator.change(**changes)) for part in self.parts)
+        return PipelineEstimator(self.denoiser.change(recompute=recompute, **changes), self.pipeline, parts)
+
+    def count(self, load: Workload, convention: str) -> Flops:
+        return self.denoiser.count(load, convention)
+
+    def count_formats(self, load: Workload, convention: str) -> dict[str, Flops]:
+        return self.denoiser.count_formats(load, convention)
+
+    def count_weights(self) -> list[Weights]:
+        return self.denoiser.count_weights()
+
+    def rows(self, load: Workload, convention: str) -> list[CountedRow]:
+        return self.denoiser.rows(load, convention)
+
+    def parameters(self) -> dict[str, int]:
+        found = [self.denoiser.parameters(), *(part.estimator.parameters() for part in self.parts)]
+        return {key: sum(each[key] for each in found) for key in found[0]}
+
+    def notes(self, load: Workload) -> list[str]:
+        return self.denoiser.notes(load)
+
+    def count_visual_tokens(self, load: Workload) -> int:
+        return self.denoiser.count_visual_tokens(load)
+
+
+def read_asked(
+    estimator: Estimator, batch_size: int = 1, seq_len: int | None = None, *, images: Iterable[Any] | None = None,
+    videos: Iterable[Any] | None = None, text: int | None = None, sampling_steps: int | None = None,
+    guidance: bool | str | None = None, parts: Iterable[str] | str | None = None, phase: str = "train",
+    **others: Any,
+) -> Asked:  # fmt: skip
+    """What estimate_flops' keywords say of a diffusion model; `sampling_steps` alone means phase sample."""
+    for name, value in others.items():
+        if value is not None:
+            raise WorkloadError(f"{estimator.source.name} is a diffusion model: it takes no {name}")
+    if seq_len is not None:
+        raise WorkloadError(
+            f"{estimator.source.name} is a diffusion model: the length of its text is text=N (--text N)"
+        )
+    batch = check_size(batch_size, "batch")
+    if images is not None and videos is not None:
+        raise WorkloadError("images and videos are both given: a diffusion model makes one of them")
+    size, frames = _read_sizes(images, batch, 2, "images"), None
+    if videos is not None:
+        video = _read_sizes(videos, batch, 3, "videos")
+        size, frames = (None if video is None else video[:2]), (None if video is None else video[2])
+    steps = None if sampling_steps is None else check_size(sampling_steps, "sampling_steps")
+    if steps is not None and phase == "train":
+        phase = "sample"
+    return Asked(
+        batch,
+        None if size is None else (size[0], size[1]),
+        frames,
+        text,
+        steps,
+        read_guidance(guidance),
+        read_parts(parts),
+        phase,
+    )
+
+
+def read_inputs(estimator: Estimator, inputs: Inputs) -> Asked:
+    """The same of what a command's options say."""
+    if len(inputs.images) + len(inputs.videos) > 1:
+        raise WorkloadError(f"{estimator.source.name} makes one image or video per sample: give one size")
+    for flag, value in (
+        ("--seq", inputs.seq), ("--lengths", inputs.lengths), ("--decoder-seq", inputs.decoder_seq),
+        ("--image-grid", inputs.image_grids or None), ("--video-grid", inputs.video_grids or None),
+        ("--audio", inputs.audio or None), ("--max-pixels", inputs.max_pixels), ("--context", inputs.context),
+        ("--logits", inputs.logits),
+    ):  # fmt: skip
+        if value is not None:
+            raise WorkloadError(
+                f"{flag}: {estimator.source.name} is a diffusion model; give --image or --video, --text"
+            )
+    return read_asked(
+        estimator, inputs.batch or 1, images=inputs.images or None, videos=inputs.videos or None, text=inputs.text,
+        sampling_steps=inputs.sampling_steps, guidance=inputs.guidance, parts=inputs.parts, phase=inputs.phase,
+    )  # fmt: skip
+
+
+def read_guidance(value: bool | str | None) -> bool | None:
+    """'on', 'off', a truth, or None for what the pipeline does."""
+    if value is None or isinstance(value, bool):
+        return value
+    if value not in ("on", "off"):
+        raise WorkloadError(f"guidance must be on or off, not {format_value(value)}")
+    return value == "on"
+
+
+def read_parts(value: Iterable[str] | str | None) -> tuple[str, ...] | None:
+    """Names of parts: a list, or words with commas or plus signs between."""
+    if value is None:
+        return None
+    words = value.replace("+", ",").split(",") if isinstance(value, str) else check_items(value, "parts")
+    found = tuple(str(word).strip() for word in words)
+    if not found or not all(found):
+        raise WorkloadError(f"parts must name parts of the pipeline, not {format_value(value)}")
+    return found
+
+
+def _read_sizes(given: Iterable[Any] | None, batch: int, many: int, what: str) -> tuple[int, ...] | None:
+    """The one size of all samples: one entry, or the same for each."""
+    if given is None:
+        return None
+    sizes: list[tuple[int, ...]] = []
+    for entry in check_items(given, what):
+        numbers = entry.lower().split("x") if isinstance(entry, str) else entry
+        try:
+            numbers = tuple(int(number) for number in numbers)
+        except (TypeError, ValueError):
+            numbers = ()
+        if len(numbers) != many:
+            form = "(width, height)" if many == 2 else "(width, height, frames)"
+            raise WorkloadError(f"{what}: {format_value(entry)} is not {form}")
+        sizes.append(tuple(check_size(number, what) for number in numbers))
+    if len(sizes) not in (1, batch) or len(set(sizes)) != 1:
+        raise WorkloadError(f"{what}: all {batch} samples of a diffusion model have one size; give it once")
+    return sizes[0]
+
+
+def bind_pipeline(source: Source, make: Callable[[BoundModel, bool], CountedEstimator]) -> PipelineEstimator:
+    """The estimator of a pipeline's config; `make` gives a bound model its estimator (denoiser or frozen part)."""
+    pipeline = read_pipeline(source.config, source.where)
+    inner = dict(source.config[pipeline.denoiser])
+    inner.setdefault("model_type", inner.get("_class_name"))
+    denoiser = make(bind_model(source._replace(config=inner, where=f"{source.where}: {pipeline.denoiser}")), False)
+    if denoiser.model.latents is None:
+        raise ConfigError(f"{source.where}: its {pipeline.denoiser} is no denoiser that flopcalc describes")
+    parts = []
+    for name, kind in (*((name, _TEXT) for name, _ in pipeline.encoders), (_VAE, _VAE)):
+        config = source.config.get(name)
+        if isinstance(config, Mapping):
+            parts.append(Part(name, kind, make(_bind_part(source, name, kind, config), True)))
+    return PipelineEstimator(denoiser, pipeline, tuple(parts))
+
+
+def _bind_part(source: Source, name: str, kind: str, config: Mapping[str, Any]) -> BoundModel:
+    """A part with its modules below its own name, and all of its work in one component."""
+    # A pipeline is loaded in one format, whatever its parts were saved in.
+    plain = {key: value for key, value in config.items() if key not in ("torch_dtype", "dtype", "architectures")}
+    named = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
+    if not isinstance(named, str):
+        raise ConfigError(f"{source.where}: {name}: no class is named (model_index.json or architectures)")
+    where = f"{source.where}: {name}"
+    model = bind_model(Source(source.name, {**plain, "model_type": named}, where), is_part=True)
+
+    def move(op: Op) -> Op:
+        moved = op.replace(part=kind, name=f"/{name}.{op.name[1:]}" if op.name.startswith("/") else op.name)
+        if isinstance(moved, Weighted) and moved.tied:
+            return moved.replace(tied=f"{name}.{moved.tied}")
+        return moved
+
+    def put(stage: Stage) -> Stage:
+        reads = None if stage.reads is None else (f"{name}.{stage.reads[0]}", stage.reads[1])
+        return stage._replace(
+            path=f"{name}.{stage.path}", layers=tuple(map_ops(chain, move) for chain in stage.layers), reads=reads,
+            adds=None if stage.adds is None else f"{name}.{stage.adds}",
+        )  # fmt: skip
+
+    return replace(model, stages=tuple(put(stage) for stage in model.stages))

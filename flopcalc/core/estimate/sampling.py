@@ -1,0 +1,64 @@
+"""What was asked of a diffusion pipeline, and what each of its parts does."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from flopcalc.core.count.flops import Flops
+
+
+class PartRun(NamedTuple):
+    """What one part of a diffusion pipeline does: which class it is, how often it runs, and all of its FLOPs."""
+
+    name: str  # as in the pipeline: transformer, text_encoder_2, vae
+    kind: str  # denoiser, text_encoder or vae
+    architecture: str
+    runs: int
+    flops: Flops
+
+
+class Sampling(NamedTuple):
+    """A training step or the sampling of a diffusion pipeline: what was asked of it, part by part."""
+
+    phase: str
+    width: int
+    height: int
+    frames: int
+    text: int
+    sampling_steps: int | None  # None in training
+    guidance: bool | None
+    parts: tuple[PartRun, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = [
+            {
+                "name": part.name,
+                "kind": part.kind,
+                "class": part.architecture,
+                "runs": part.runs,
+                "forward": part.flops.forward,
+                "backward": part.flops.total - part.flops.forward,
+                "total": part.flops.total,
+            }
+            for part in self.parts
+        ]
+        sizes = self._asdict()
+        del sizes["phase"]
+        return {**sizes, "parts": parts}
+
+    def describe(self, rows: int) -> list[str]:
+        """The work in words."""
+        size = f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
+        pieces = [self.phase, f"{rows} × {size}"]
+        if self.text:
+            pieces.append(f"{self.text} text tokens")
+        if self.sampling_steps is not None:
+            guided = "with" if self.guidance else "without"
+            pieces.append(f"{self.sampling_steps} sampling steps {guided} guidance")
+        return pieces
+
+    def times(self, many: int) -> Sampling:
+        """The same, so many times over."""
+        return self._replace(
+            parts=tuple(part._replace(runs=part.runs * many, flops=part.flops * many) for part in self.parts)
+        )

@@ -1,0 +1,66 @@
+"""Specs of diffusers' classes against what a counter sees of the classes themselves, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiers import mark_heavy
+
+pytest.importorskip("diffusers")
+
+from diffusion import MORE, TINY, TINY_TEXT, TINY_VAES, find_differences, find_text_differences, find_vae_differences
+
+LORA = {"lora": {"r": 2, "targets": ["to_q", "to_k", "to_v", "to_out.0"]}}
+RECIPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lora": LORA,
+    "checkpointed": {"recompute": "full"},
+    "lora, checkpointed": {**LORA, "recompute": "full"},
+}
+FRAMES = ("HunyuanVideo", "Wan", "LTXVideo", "CogVideoX")
+CONFIGS = {f"{name} {i}": (name, config) for name in TINY for i, config in enumerate((TINY[name], *MORE.get(name, [])))}
+CASES = [(name, recipe) for name in CONFIGS for recipe in RECIPES]
+LIGHT = [("FluxTransformer2DModel 0", "lora"), ("UNet2DConditionModel 0", "plain")]
+
+
+def make_grid(name: str, size: int) -> tuple[int, int, int]:
+    return 3 if name.startswith(FRAMES) else 1, size, size
+
+
+@pytest.mark.parametrize(("case", "recipe"), mark_heavy(CASES, LIGHT))
+def test_training_rows_are_equal(case: str, recipe: str) -> None:
+    name, config = CONFIGS[case]
+    text = 0 if name.startswith("DiT") else 5
+    assert find_differences(name, config, 2, text, make_grid(name, 4), RECIPES[recipe]) == {}
+
+
+@pytest.mark.parametrize("name", mark_heavy(TINY))
+def test_forward_rows_are_equal_at_another_size(name: str) -> None:
+    text = 0 if name.startswith("DiT") else 7
+    assert find_differences(name, TINY[name], 1, text, make_grid(name, 8), {}, "forward") == {}
+
+
+VAE_SIZES = [
+    ("encode", (1, 1, 32, 32)), ("decode", (1, 1, 2, 2)), ("encode", (2, 9, 32, 64)), ("decode", (1, 5, 1, 2)),
+    ("encode", (1, 29, 32, 32)), ("decode", (1, 9, 1, 1)),
+]  # fmt: skip
+VAE_CASES = [
+    (name, side, size)
+    for name in TINY_VAES
+    for side, size in VAE_SIZES
+    if name not in ("AutoencoderKL", "AutoencoderKLLTXVideo") or size[1] in (1, 5, 9)
+    if name != "AutoencoderKL" or size[1] == 1
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "size"), mark_heavy(VAE_CASES, [("AutoencoderKLWan", "decode", (1, 5, 1, 2))])
+)
+def test_autoencoders_rows_are_equal(name: str, side: str, size: tuple[int, int, int, int]) -> None:
+    assert find_vae_differences(name, TINY_VAES[name], side, size) == {}
+
+
+@pytest.mark.parametrize("name", mark_heavy(TINY_TEXT, ["CLIPTextModelWithProjection"]))
+def test_text_encoders_rows_are_equal(name: str) -> None:
+    assert find_text_differences(name, TINY_TEXT[name], 2, 7) == {}
