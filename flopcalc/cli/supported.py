@@ -99,7 +99,7 @@ def _describe_preset(name: str, path: str, hub_id: str | None) -> Entry:
     estimator = _bind(source)
     return {
         "name": name,
-        "model_type": source.config["model_type"],
+        "model_type": source.config.get("model_type") or source.config["_class_name"],
         "parameters": estimator.parameters()["total"],
         "hub_id": hub_id,
         "source": source.reference,
