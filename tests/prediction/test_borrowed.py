@@ -6,13 +6,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from presets import MODELS
 from tiers import mark_heavy
 
 from flopcalc import bind
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import iterate, join
 from flopcalc.core.workload.workload import Workload, make_workload
-from flopcalc.data import list_data_files, load_toml
+from flopcalc.data import load_toml
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.measure.trace.truth import list_types
 from flopcalc.measure.trace.truth import load as load_truth
@@ -29,7 +30,7 @@ MODELS = (
 BORROWING = [name for name in list_types() if load_file(name) is None]
 PRESETS = [
     name
-    for name, path in list_data_files("presets").items()
+    for name, path in MODELS.items()
     if "alias" not in (table := load_toml(path)) and load_file(table["config"]["model_type"]) is None
 ]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from presets import MODELS
 
 from flopcalc import ConfigError, FlopcalcError, bind, make_workload
 from flopcalc.core.model.config import load_config
@@ -30,7 +31,7 @@ def test_at_least_forty_presets() -> None:
     assert len(list_data_files("presets")) >= 40
 
 
-@pytest.mark.parametrize("name", list_data_files("presets"))
+@pytest.mark.parametrize("name", MODELS)
 def test_every_preset_binds_and_names_its_source(name: str) -> None:
     source = load_config(name)
     assert source.reference

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from presets import MODELS
 
 from flopcalc import SpecError, bind
 from flopcalc.core.model.config import load_config
@@ -16,7 +17,7 @@ from flopcalc.core.workload.sums import Expression
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.data import list_data_files, load_toml
 
-PRESETS = [name for name, path in list_data_files("presets").items() if "alias" not in load_toml(path)]
+PRESETS = [name for name, path in MODELS.items() if "alias" not in load_toml(path)]
 # Config keys that say how many heads of keys and values a layer has, by hand: the first that is there counts.
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 HEADS = ("num_attention_heads", "n_head", "num_heads")

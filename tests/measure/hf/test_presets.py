@@ -6,13 +6,14 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from presets import MODELS
 from tiers import mark_heavy
 
 from flopcalc import bind
 from flopcalc.core.model.config import load_preset
-from flopcalc.data import list_data_files, load_toml
+from flopcalc.data import load_toml
 
-FILES = list_data_files("presets")
+FILES = MODELS
 PRESETS = [name for name, path in FILES.items() if "alias" not in load_toml(path)]
 ALIASES = [name for name in FILES if name not in PRESETS]
 PUBLISHED = [name for name in PRESETS if "published_parameters" in load_toml(FILES[name])]

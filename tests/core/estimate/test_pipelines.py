@@ -1,0 +1,164 @@
+"""Diffusion pipelines: what is asked of them, their parts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from presets import PIPELINES
+
+from flopcalc import bind, estimate_flops
+from flopcalc.core.model.config import load_config
+from flopcalc.core.workload.workload import Workload
+from flopcalc.errors import ConfigError, FlopcalcError, WorkloadError
+
+# Parameters of the denoiser, as diffusers' class of the published config has them.
+DENOISERS = {
+    "cogvideox-2b": 1_693_783_872, "cogvideox-5b": 5_570_283_072, "dit-xl-2-256": 749_826_464,
+    "dit-xl-2-512": 749_826_464, "flux.1-dev": 11_901_408_320, "flux.1-schnell": 11_891_178_560,
+    "hunyuanvideo": 12_821_012_544, "ltx-video": 1_923_385_472, "pixart-alpha": 611_349_152,
+    "pixart-sigma": 610_856_096, "qwen-image": 20_430_401_088, "sd-1.5": 859_520_964, "sd3-medium": 2_028_328_000,
+    "sd3.5-large": 8_056_627_520, "sdxl-base": 2_567_463_684, "wan2.1-1.3b": 1_418_996_800,
+    "wan2.1-14b": 14_288_491_584,
+}  # fmt: skip
+
+
+def test_presets_have_the_published_parameters() -> None:
+    found = {name: bind(name).denoiser.parameters()["total"] for name in PIPELINES}
+    assert found == DENOISERS
+
+
+def test_sampling_is_steps_of_the_denoiser_and_one_run_of_the_others() -> None:
+    estimate = estimate_flops("flux.1-dev", images=[(1024, 1024)], sampling_steps=28)
+    assert estimate.total == 2_098_100_413_476_864
+    assert estimate.pipeline is not None
+    assert [(part.name, part.kind, part.runs) for part in estimate.pipeline.parts] == [
+        ("transformer", "denoiser", 28), ("text_encoder", "text_encoder", 1), ("text_encoder_2", "text_encoder", 1),
+        ("vae", "vae", 1),
+    ]  # fmt: skip
+    assert sum(part.flops.total for part in estimate.pipeline.parts) == estimate.total
+    shown = estimate.to_dict()
+    assert shown["workload"]["phase"] == "sample"
+    assert {key: value for key, value in shown["pipeline"].items() if key != "parts"} == {
+        "width": 1024, "height": 1024, "frames": 1, "text": 512, "sampling_steps": 28, "guidance": False,
+    }  # fmt: skip
+    assert sum(row["forward"] for row in shown["components"]) == estimate.total
+    one = estimate_flops("flux.1-dev", images=[(1024, 1024)], sampling_steps=1, parts="denoiser")
+    assert estimate.pipeline.parts[0].flops.total == 28 * one.total
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "runs"),
+    [
+        ("flux.1-schnell", False, {"transformer": 2, "text_encoder": 1}),
+        ("sd-1.5", True, {"unet": 2, "text_encoder": 2}),
+        ("sdxl-base", True, {"unet": 2, "text_encoder": 1, "text_encoder_2": 1, "vae": 1}),
+        ("qwen-image", False, {"transformer": 2, "vae": 1}),
+    ],
+)
+def test_guidance_is_the_pipelines_own(name: str, default: bool, runs: dict[str, int]) -> None:
+    steps = 1 if default else 2
+    estimate = estimate_flops(name, images=[(512, 512)], sampling_steps=steps)
+    assert estimate.pipeline is not None
+    assert estimate.pipeline.guidance is default
+    found = {part.name: part.runs for part in estimate.pipeline.parts}
+    assert {key: found[key] for key in runs} == runs
+    both = [
+        estimate_flops(name, images=[(512, 512)], sampling_steps=1, guidance=word, parts="denoiser")
+        for word in ("on", "off")
+    ]
+    assert both[0].total == 2 * both[1].total
+
+
+def test_a_training_step_is_the_denoisers_with_frozen_parts() -> None:
+    whole = estimate_flops("sd-1.5", images=[(512, 512)], batch_size=2, grad_accum=3)
+    denoiser = estimate_flops("sd-1.5", images=[(512, 512)], batch_size=2, grad_accum=3, parts=["denoiser"])
+    others = estimate_flops("sd-1.5", images=[(512, 512)], batch_size=2, grad_accum=3, parts="text,vae")
+    assert whole.total == denoiser.total + others.total
+    assert whole.backward == denoiser.backward > 0 == others.backward
+    assert others.parameters["trainable"] == 0
+    assert {row.path.split(".")[0] for row in others.by_module()} == {"text_encoder", "vae"}
+
+
+def test_dit_has_its_published_count() -> None:
+    """Peebles and Xie, table 1: 118.6 Gflops of multiply-accumulates, with one embedding of time and class."""
+    estimate = estimate_flops("dit-xl-2-256", images=[(256, 256)], phase="forward", parts="transformer")
+    repeated = sum(row.forward for row in estimate.by_module() if "timestep_embedder" in row.path) * 28 // 29
+    assert round((estimate.total - repeated) / 2e9, 1) == 118.6
+
+
+def test_wan_reads_the_published_sequence() -> None:
+    """NVIDIA-NeMo/Megatron-Bridge trains Wan 2.1 14B on sequences of 37,440: 832x480x93."""
+    grid = bind("wan2.1-14b").latents.make_grid(832, 480, 93)
+    assert grid[0] * (grid[1] // 2) * (grid[2] // 2) == 37_440
+
+
+def test_a_folder_is_read(tmp_path: Path) -> None:
+    source = load_config("sdxl-base")
+    parts = {key: value for key, value in source.config.items() if isinstance(value, dict)}
+    index: dict[str, Any] = {"_class_name": "StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": True}
+    for name, config in parts.items():
+        library = "transformers" if name.startswith("text") else "diffusers"
+        index[name] = [library, config["_class_name"]]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    index["scheduler"] = ["diffusers", "EulerDiscreteScheduler"]
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    asked: dict[str, Any] = {"images": [(1024, 1024)], "sampling_steps": 4}
+    expected = estimate_flops("sdxl-base", **asked)
+    assert estimate_flops(tmp_path, **asked).total == expected.total
+    assert estimate_flops(tmp_path / "model_index.json", **asked).total == expected.total
+    (tmp_path / "model_index.json").unlink()
+    assert expected.pipeline is not None
+    alone = expected.pipeline.parts[0].flops.total
+    for path in (tmp_path, tmp_path / "unet", tmp_path / "unet" / "config.json"):
+        assert estimate_flops(path, **asked, guidance="on").total == alone
+
+
+def test_old_names_of_classes_are_known() -> None:
+    config = {**load_config("dit-xl-2-256").config["transformer"], "_class_name": "Transformer2DModel"}
+    assert bind(config).spec.name == "DiTTransformer2DModel"
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "message"),
+    [
+        ("flux.1-dev", {"images": [(1000, 1024)], "sampling_steps": 1}, "must be multiples of 16"),
+        ("flux.1-dev", {"images": [(64, 64)], "guidance": "on"}, "--guidance belongs to phase sample"),
+        ("flux.1-dev", {"images": [(64, 64)], "guidance": "yes", "sampling_steps": 1}, "guidance must be on or off"),
+        ("flux.1-dev", {"videos": [(64, 64, 9)], "sampling_steps": 1}, "takes no videos"),
+        ("flux.1-dev", {"images": [(64, 64)], "parts": "unet"}, "has no part 'unet'"),
+        ("flux.1-dev", {"images": [(64, 64)], "seq_len": 8}, "the length of its text is text=N"),
+        ("flux.1-dev", {"images": [(64, 64)], "phase": "decode"}, "its phases are train, forward and sample"),
+        ("flux.1-dev", {"images": [(64, 64)], "sampling_steps": 0}, "sampling_steps"),
+        ("dit-xl-2-256", {"images": [(64, 64)], "text": 7}, "reads no text"),
+        ("wan2.1-1.3b", {"videos": [(64, 64, 8)], "sampling_steps": 1}, "one frame, and then a multiple of 4"),
+        ("wan2.1-1.3b", {"videos": ["64x64"], "sampling_steps": 1}, "is not (width, height, frames)"),
+        ("llama-3.1-8b", {"seq_len": 8, "sampling_steps": 4}, "sampling_steps belongs to diffusion models"),
+        ("llama-3.1-8b", {"seq_len": 8, "phase": "sample"}, "no phase sample"),
+        ({"_class_name": "FluxTransformer2DModel"}, {}, "how large are the images"),
+        ({"_class_name": "FluxTransformer2DModel"}, {"images": [(64, 64)], "phase": "sample"}, "--sampling-steps N"),
+        ({"_class_name": "AutoencoderKL"}, {"images": [(64, 64)]}, "part of other models"),
+        ({"_class_name": "KandinskyPipeline"}, {}, "pipeline 'KandinskyPipeline' is not described"),
+        ({"_class_name": "FluxPipeline"}, {}, "needs its transformer's config"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(model: Any, sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlopcalcError) as caught:
+        estimate_flops(model, **sizes)
+    assert message in str(caught.value)
+
+
+def test_a_denoiser_takes_latents_of_one_size() -> None:
+    estimator = bind({"_class_name": "FluxTransformer2DModel", "num_layers": 1, "num_single_layers": 1})
+    with pytest.raises(WorkloadError, match="one --image"):
+        estimator.estimate(Workload(2, 8, grids=((1, 4, 4), (1, 4, 8))))
+    with pytest.raises(WorkloadError, match="reads text"):
+        estimator.estimate(Workload(1, 0, grids=((1, 4, 4),)))
+
+
+def test_unknown_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="is not described"):
+        bind({"_class_name": "UNet2DConditionModel", "down_block_types": ["AttnDownBlock2D"] * 4})
