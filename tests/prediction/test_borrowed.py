@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from presets import MODELS
+from presets import MODELS as NAMED
 from tiers import mark_heavy
 
 from flopcalc import bind
@@ -30,7 +30,7 @@ MODELS = (
 BORROWING = [name for name in list_types() if load_file(name) is None]
 PRESETS = [
     name
-    for name, path in MODELS.items()
+    for name, path in NAMED.items()
     if "alias" not in (table := load_toml(path)) and load_file(table["config"]["model_type"]) is None
 ]
 
