@@ -29,7 +29,7 @@ export function makeTree(rows) {
 function fold(node) {
   let children = [...node.children.values()].map(fold);
   if (node.row && children.length) {
-    children.push({ path: node.path, name: node.name, row: node.row, children: [] }); // work of its own
+    children.push({ path: node.path, name: node.row.kind, row: node.row, children: [] }); // work of its own
   } else if (!node.row && children.length === 1 && node.path) {
     const [only] = children;
     return { ...only, name: `${node.name}.${only.name}` };
@@ -102,7 +102,13 @@ function listTicks(low, high, isLog, most = 6) {
     const first = Math.ceil(Math.log10(low) - 1e-9);
     const last = Math.floor(Math.log10(high) + 1e-9);
     const step = Math.max(1, Math.ceil((last - first + 1) / most));
-    for (let power = first; power <= last; power += step) ticks.push(10 ** power);
+    const marks = Math.log10(high / low) < most / 3 ? [1, 2, 5] : [1];
+    for (let power = first - 1; power <= last; power += step) {
+      for (const mark of marks) {
+        const tick = mark * 10 ** power;
+        if (tick >= low * 0.999 && tick <= high * 1.001) ticks.push(tick);
+      }
+    }
     return ticks;
   }
   const raw = (high - low) / most || 1;
@@ -120,7 +126,8 @@ export function drawScatter({ width, height, x, y, points, lines, label }) {
   const picture = s("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "aria-label": label });
   for (const tick of listTicks(...x.range, x.isLog, width < 500 ? 4 : 7)) {
     picture.append(s("line", { class: "grid", x1: across(tick), x2: across(tick), y1: box.top, y2: box.bottom }),
-      s("text", { class: "tick", x: across(tick), y: box.bottom + 16, "text-anchor": "middle" }, x.format(tick)));
+      s("text", { class: "tick", x: across(tick), y: box.bottom + 16,
+        "text-anchor": across(tick) > box.right - 20 ? "end" : "middle" }, x.format(tick)));
   }
   for (const tick of listTicks(...y.range, y.isLog)) {
     picture.append(s("line", { class: "grid", x1: box.left, x2: box.right, y1: up(tick), y2: up(tick) }),
@@ -150,14 +157,14 @@ export function findRange(values, { isLog = false, margin = 0.08 } = {}) {
 
 // ---- bars ------------------------------------------------------------------------------------------------------------
 
-// One stacked bar for each row: {name, parts: [{name, value, text, colour}], marks: [{value, text}], interval: [a, b]}.
-export function drawBars({ width, rows, most, format, label }) {
+// `unit` is what one step of the axis counts in, as 2 ** 30 for GiB. One stacked bar for each row: {name, parts: [{name, value, text, colour}], marks: [{value, text}], interval: [a, b]}.
+export function drawBars({ width, rows, most, format, label, unit = 1 }) {
   const band = 64;
   const height = rows.length * band + 34;
   const right = width - 16;
   const across = makeScale([0, most], [8, right], false);
   const picture = s("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "aria-label": label });
-  for (const tick of listTicks(0, most, false, width < 500 ? 3 : 6)) {
+  for (const tick of listTicks(0, most / unit, false, width < 500 ? 3 : 6).map((each) => each * unit)) {
     picture.append(s("line", { class: "grid", x1: across(tick), x2: across(tick), y1: 4, y2: height - 28 }),
       s("text", { class: "tick", x: across(tick), y: height - 10, "text-anchor": tick ? "middle" : "start" }, format(tick)));
   }

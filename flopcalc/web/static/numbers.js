@@ -49,3 +49,6 @@ export function amount(value) {
   if (value >= 100) return Math.round(value).toLocaleString("en-US");
   return value >= 1 ? value.toFixed(1) : Number(value.toPrecision(2)).toString();
 }
+
+// Numbers of an axis: no digits that say nothing.
+export const tick = (text) => text.replace(/\.?0+(?= |$)/, "");

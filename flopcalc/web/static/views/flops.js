@@ -37,7 +37,7 @@ function show(answer, { state, width, onZoom, onOpen, explained }) {
       table(t("flops.modules", { count: shown.length }),
         [t("column.module"), "×", t("column.forward"), t("column.backward"), t("column.share"), t("column.parameters")],
         shown.map((row) => [row.path, row.count, exact(row.forward), exact(row.backward),
-          share(row.exactValue, estimate.flops.total), exact(row.parameters)]))),
+          share(row.exactValue, estimate.flops.total), exact(row.parameters)]), { className: "paths" })),
     notes(estimate.notes, t("notes")),
   ];
 }
@@ -47,7 +47,7 @@ function listGroups(tree) {
   let groups = tree.children.length ? [...tree.children] : [tree];
   const size = (node) => (node.row ? node.row.value : node.children.reduce((sum, each) => sum + size(each), 0));
   for (let round = 0; round < 8; round += 1) {
-    const deep = groups.filter((each) => each.children.length).sort((one, other) => size(other) - size(one))[0];
+    const deep = groups.filter((each) => each.children.some((child) => child.children.length)).sort((one, other) => size(other) - size(one))[0];
     if (!deep || groups.length - 1 + deep.children.length > 8) break;
     groups = groups.flatMap((each) => (each === deep ? each.children : [each]));
   }

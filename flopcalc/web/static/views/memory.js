@@ -2,7 +2,7 @@
 import { colourOf, drawBars, legend } from "../charts.js";
 import { h, notes, table } from "../dom.js";
 import { t, word } from "../i18n.js";
-import { bytes, exact, share } from "../numbers.js";
+import { bytes, exact, share, tick } from "../numbers.js";
 
 export const channel = "memory";
 export const needsDevice = true;
@@ -23,7 +23,7 @@ export function render(answers, { width }) {
     return [
       h("p", { class: "answer" }, h("strong", { class: "figure" }, bytes(memory.peak)), " ",
         memory.fits === null ? t("memory.unknown") : memory.fits ? t("memory.fits", { size: bytes(memory.capacity) }) : t("memory.misfits", { size: bytes(memory.capacity) })),
-      drawBars({ width, most, format: bytes, label: t("memory.picture", { size: bytes(memory.peak) }), rows: [{ name: t("memory.peak", { moment: word(`moment.${memory.moment}`, memory.moment) }), parts, marks }] }),
+      drawBars({ width, most, unit: 2 ** 30, format: (value) => tick(bytes(value)), label: t("memory.picture", { size: bytes(memory.peak) }), rows: [{ name: t("memory.peak", { moment: word(`moment.${memory.moment}`, memory.moment) }), parts, marks }] }),
       legend(parts.map((part) => ({ name: part.name, colour: colourOf(part.colour), value: bytes(part.value) }))),
       table(t("memory.parts"), [t("column.part"), t("column.bytes"), "GiB", t("column.share")],
         [...parts.map((part) => [part.name, exact(part.value), bytes(part.value), share(part.value, memory.peak)]),

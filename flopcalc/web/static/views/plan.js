@@ -2,7 +2,7 @@
 import { drawScatter, findRange, legend } from "../charts.js";
 import { h, notes, table } from "../dom.js";
 import { t, word } from "../i18n.js";
-import { amount, bytes, exact, percent, seconds } from "../numbers.js";
+import { amount, bytes, exact, percent, seconds, tick } from "../numbers.js";
 
 export const channel = "plan";
 export const needsDevice = true;
@@ -13,7 +13,7 @@ export function render(answers, { width }) {
   return answers.map(({ plan: { plan, points } }) => {
     const front = points.filter((point) => point.is_front).sort((one, other) => one.step_time_s - other.step_time_s);
     const x = { range: findRange(points.map((point) => point.memory_bytes / 2 ** 30)), format: (value) => `${Number(value.toPrecision(4))}`, label: t("plan.x") };
-    const y = { range: findRange(points.map((point) => point.step_time_s), { isLog: true }), isLog: true, format: seconds, label: t("plan.y") };
+    const y = { range: findRange(points.map((point) => point.step_time_s), { isLog: true }), isLog: true, format: (value) => tick(seconds(value)), label: t("plan.y") };
     y.range = [Math.min(...points.map((point) => point.step_time_s)) * 0.9, Math.max(...points.map((point) => point.step_time_s)) * 1.1];
     if (y.range[1] / y.range[0] < 20) y.isLog = false;
     const best = plan.best[0];

@@ -2,7 +2,7 @@
 import { drawScatter, findRange, legend } from "../charts.js";
 import { h, notes, table } from "../dom.js";
 import { t } from "../i18n.js";
-import { seconds, short } from "../numbers.js";
+import { seconds, short, tick } from "../numbers.js";
 
 export const channel = "roofline";
 export const needsDevice = true;
@@ -16,9 +16,9 @@ export function render(answers, { width }) {
     const calls = roofline.calls.map((call) => ({ ...call, rate: call.flops / call.seconds, all: call.seconds * call.calls }));
     const most = Math.max(...calls.map((call) => call.all));
     const x = { range: findRange([...calls.map((call) => call.flops_per_byte), roofline.ridge_flops_per_byte], { isLog: true }), isLog: true,
-      format: (value) => short(value), label: t("roofline.x") };
+      format: (value) => tick(short(value)), label: t("roofline.x") };
     const y = { range: findRange([...calls.map((call) => call.rate), roofline.peak_flops_per_s], { isLog: true }), isLog: true,
-      format: (value) => short(value), label: t("roofline.y") };
+      format: (value) => tick(short(value)), label: t("roofline.y") };
     const low = Math.max(x.range[0], y.range[0] / roofline.bytes_per_s);
     const roof = [[low, low * roofline.bytes_per_s], [roofline.ridge_flops_per_byte, roofline.peak_flops_per_s], [x.range[1], roofline.peak_flops_per_s]];
     const point = (call) => ({ x: call.flops_per_byte, y: call.rate, r: 3 + 9 * Math.sqrt(call.all / most), className: COLOURS[call.direction],
@@ -32,7 +32,7 @@ export function render(answers, { width }) {
         ridge: roofline.ridge_flops_per_byte.toFixed(0) })),
       table(t("roofline.calls"), [t("column.module"), t("column.direction"), t("column.shape"), "FLOP/B", "FLOP/s", t("column.ofpeak"), t("column.time"), "×"],
         rows.map((call) => [call.module, t(`direction.${call.direction}`), call.shape, call.flops_per_byte.toFixed(1), short(call.rate),
-          `${((100 * call.rate) / roofline.peak_flops_per_s).toFixed(0)} %`, seconds(call.all), call.calls]), { numeric: 3 }),
+          `${((100 * call.rate) / roofline.peak_flops_per_s).toFixed(0)} %`, seconds(call.all), call.calls]), { numeric: 3, className: "paths" }),
       notes(answer.notes, t("notes")),
     ];
   });

@@ -2,7 +2,7 @@
 import { colourOf, drawBars, legend } from "../charts.js";
 import { h, notes, table } from "../dom.js";
 import { t } from "../i18n.js";
-import { amount, percent, seconds } from "../numbers.js";
+import { amount, percent, seconds, tick } from "../numbers.js";
 
 export const channel = "time";
 export const needsDevice = true;
@@ -25,7 +25,7 @@ export function render(answers, { width }) {
       h("dl", { class: "facts" },
         fact(t("time.bound"), t(`bound.${prediction.bound}`)), fact("MFU", percent(prediction.mfu)), fact("HFU", percent(prediction.hfu)),
         fact(t("time.tokens"), amount(prediction.tokens_per_s)), fact(t("field.execution"), prediction.execution), fact(t("field.compute"), prediction.dtype)),
-      drawBars({ width, most, format: seconds, label: t("time.picture", { time: seconds(mid), low: seconds(low), high: seconds(high) }),
+      drawBars({ width, most, format: (value) => (value ? tick(seconds(value)) : "0"), label: t("time.picture", { time: seconds(mid), low: seconds(low), high: seconds(high) }),
         rows: [{ name: `${prediction.model}, ${prediction.workload}`, parts, interval: [low, high], intervalText: t("time.interval", { low: seconds(low), high: seconds(high) }) }] }),
       legend(parts.map((part) => ({ name: part.name, colour: colourOf(part.colour), value: seconds(part.value) }))),
       h("p", { class: "advice" }, h("strong", {}, t("time.advice")), ` ${prediction.advice}`),

@@ -1,0 +1,352 @@
+"""The built page in a real Chromium, as a person uses it, with the network off."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import shlex
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from browser import Watched, build, find_locked, launch, serve
+
+from flopcalc.cli import main
+from flopcalc.web.build import HUB
+
+pytestmark = pytest.mark.heavy
+LLAMA = {
+    "model_type": "llama", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50,
+}  # fmt: skip
+SMALL = "model=llama-3.2-1b&seq=1024"
+VIEWS = {
+    "flops": SMALL, "conventions": f"{SMALL}&view=conventions", "roofline": f"{SMALL}&device=h200-sxm&view=roofline",
+    "time": f"{SMALL}&device=h200-sxm&view=time", "memory": f"{SMALL}&device=h200-sxm&view=memory",
+    "plan": f"{SMALL}&device=h200-sxm&gpus=4&tokens=10B&tp=1&pp=1&view=plan",
+}  # fmt: skip
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    return build(tmp_path_factory.mktemp("web"))
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with launch(tmp_path_factory.mktemp("profile"), viewport={"width": 1280, "height": 900}) as context:
+        context.set_default_timeout(300_000)
+        yield context
+
+
+@pytest.fixture(scope="module")
+def opened(site: Path, context: Any) -> Iterator[Watched]:
+    """One page for all tests, at the default question first."""
+    with serve(site) as address:
+        watched = Watched(context, address)
+        watched.open()
+        yield watched
+
+
+@pytest.fixture
+def page(opened: Watched) -> Iterator[Watched]:
+    opened.problems.clear()
+    opened.page.set_viewport_size({"width": 1280, "height": 900})
+    yield opened
+    assert opened.problems == []
+    assert opened.list_others() == []
+
+
+def run_line(capsys: Capture, line: str) -> Any:
+    with pytest.raises(SystemExit) as end:
+        main([*shlex.split(line)[1:], "--json"])
+    assert end.value.code == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def check_same(one: Any, other: Any) -> None:
+    """Counts, words and keys are equal; seconds to twelve digits, for Python 3.12 and later add floats otherwise."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            check_same(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            check_same(left, right)
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, rel=1e-12)
+    else:
+        assert one == other
+
+
+def read_line(page: Watched) -> str:
+    """The command that the view shows."""
+    return str(page.page.locator(".exports .line pre").first.inner_text())
+
+
+def drop(page: Watched, name: str, data: bytes, kind: str) -> None:
+    """Drop a file onto the page."""
+    page.page.evaluate(
+        """([name, data, kind]) => {
+            const bytes = Uint8Array.from(atob(data), (each) => each.charCodeAt(0));
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([bytes], name, {type: kind}));
+            const options = {dataTransfer: transfer, bubbles: true, cancelable: true};
+            document.body.dispatchEvent(new DragEvent("drop", options));
+        }""",
+        [name, base64.b64encode(data).decode(), kind],
+    )
+
+
+def make_png(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = zlib.compress((b"\0" + b"\0" * width) * height)
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def test_default_question(page: Watched) -> None:
+    page.wait_for_total(89_406_346_100_736)
+    page.page.locator("#status").filter(has_text="Ready").wait_for()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_view_equals_the_command_line(page: Watched, view: str, capsys: Capture) -> None:
+    page.open(VIEWS[view])
+    panel = page.wait_for_view(view)
+    printed = run_line(capsys, read_line(page))
+    total = run_line(capsys, "flopcalc estimate llama-3.2-1b --seq 1024")["flops"]["total"]
+    page.wait_for_total(total)
+    with page.page.expect_download() as download:
+        panel.get_by_role("button", name="JSON").click()
+    saved = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
+    if view == "memory":
+        assert saved["memory_bytes"]["peak"] == printed["memory_bytes"]["peak"]
+        assert f"{printed['memory_bytes']['peak']:,}" in panel.inner_text()
+    elif view == "conventions":
+        assert [saved["totals"][name] for name in printed["totals"]] == list(printed["totals"].values())
+        assert f"{printed['totals']['hardware']:,}" in panel.inner_text()
+    elif view == "roofline":
+        assert saved["device"] == printed["device"]
+    else:
+        check_same(saved, printed)
+    if view == "plan":
+        assert printed["best"][0]["name"] in panel.inner_text()
+
+
+def test_explain_and_zoom(page: Watched, capsys: Capture) -> None:
+    page.open(SMALL)
+    panel = page.wait_for_view("flops")
+    panel.locator("g.leaf[data-path$=gate_proj]").click()
+    line = "flopcalc explain llama-3.2-1b --seq 1024 --op 'model.layers.*.mlp.gate_proj'"
+    (explained,) = run_line(capsys, line)["operations"]
+    page.page.locator(".explained pre").filter(has_text=explained["lines"][-1]).wait_for()
+    assert page.page.locator(".explained pre").inner_text() == "\n".join(explained["lines"])
+    panel.locator("g.group[data-path$=mlp]").focus()
+    page.page.keyboard.press("Enter")
+    panel.locator(".crumbs [aria-current=location]").filter(has_text="mlp").wait_for()
+    assert panel.locator("g.leaf").count() == 3
+    panel.get_by_role("button", name="whole model").click()
+    assert panel.locator("g.leaf").count() > 3
+
+
+def test_dropped_config_and_its_link(page: Watched, context: Any, tmp_path: Path, capsys: Capture) -> None:
+    page.open("seq=16")
+    drop(page, "config.json", json.dumps(LLAMA).encode(), "application/json")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    total = run_line(capsys, f"flopcalc estimate {tmp_path}/config.json --seq 16")["flops"]["total"]
+    page.wait_for_total(total)
+    page.page.wait_for_url("**/#*files=*")
+    other = Watched(context, page.address)
+    other.page.goto(page.page.url)
+    other.page.wait_for_selector("html[data-python=ready]", state="attached")
+    other.wait_for_total(total)
+    assert other.problems == []
+    other.page.close()
+
+
+def test_bad_config_has_the_command_lines_error(page: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page.open("seq=16")
+    page.page.locator("summary", has_text="Paste a config.json").click()
+    for text in ("{bad", "{}", json.dumps({**LLAMA, "model_type": "lama"})):
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        page.page.fill("#f-paste", text)
+        page.page.click("#use-paste")
+        expected = run_failing("estimate", "config.json", "--seq", "16")
+        page.page.locator("#headline [role=alert]").filter(has_text=expected).wait_for()
+        assert page.page.locator("#headline [role=alert]").inner_text() == expected
+
+
+def run_failing(*arguments: str) -> str:
+    """The one line of a command that must fail."""
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    assert end.value.code == 2
+    return err.getvalue().removeprefix("flopcalc: ").rstrip("\n")
+
+
+def test_dropped_image_is_cut_as_the_processor_does(page: Watched, capsys: Capture) -> None:
+    page.open("model=qwen2-vl-7b&text=128")
+    drop(page, "photo.png", make_png(640, 480), "image/png")
+    printed = run_line(capsys, "flopcalc estimate qwen2-vl-7b --text 128 --image 640x480")
+    page.wait_for_total(printed["flops"]["total"])
+    assert f"{printed['workload']['visual_tokens']:,} visual tokens" in page.page.locator("#headline").inner_text()
+
+
+def test_slider_under_load(page: Watched, capsys: Capture) -> None:
+    """A long plan runs in its own worker: the slider's counts arrive, and the last one is the slider's."""
+    page.open("model=llama-3.1-8b&seq=512&device=h100-sxm&gpus=256&tokens=1T&view=plan")
+    page.page.wait_for_selector("#panel progress")
+    page.page.click("#tab-flops")
+    slider = page.page.locator("#f-seq-slider")
+    slider.focus()
+    for _ in range(24):
+        page.page.keyboard.press("ArrowRight")
+    seq = page.page.input_value("#f-seq")
+    assert seq == "4096"
+    page.wait_for_total(run_line(capsys, f"flopcalc estimate llama-3.1-8b --seq {seq}")["flops"]["total"])
+    page.page.wait_for_url("**/#*seq=4096*")
+
+
+def test_plan_shows_progress_and_can_be_cancelled(page: Watched) -> None:
+    page.open("model=llama-3.1-70b&seq=4096&device=h100-sxm&gpus=1024&tokens=2T&view=plan")
+    page.page.locator("#panel .progress").filter(has_text="layouts").wait_for()
+    page.page.click("#cancel")
+    page.page.locator("#panel").filter(has_text="Cancelled.").wait_for()
+    page.open(VIEWS["time"])
+    page.wait_for_view("time")
+
+
+def test_two_set_ups(page: Watched, capsys: Capture) -> None:
+    page.open(f"{SMALL}&b.model=qwen2.5-0.5b&b.seq=512&b.lora=r%3D8%2Ctargets%3Dq_proj")
+    other = "flopcalc estimate qwen2.5-0.5b --seq 512 --lora r=8,targets=q_proj"
+    page.wait_for_total(run_line(capsys, "flopcalc estimate llama-3.2-1b --seq 1024")["flops"]["total"])
+    page.wait_for_total(run_line(capsys, other)["flops"]["total"], 1)
+    assert page.page.locator("#panel svg.treemap").count() == 2
+    page.page.click("[data-setup=B]")
+    assert page.page.input_value("#f-lora") == "r=8,targets=q_proj"
+    page.page.click("#remove-setup")
+    page.page.locator("#panel .column").nth(1).wait_for(state="detached")
+
+
+def test_pictures_and_tables_are_saved(page: Watched) -> None:
+    page.open(SMALL)
+    panel = page.wait_for_view("flops")
+    saved = {}
+    for name in ("PNG", "SVG", "CSV"):
+        with page.page.expect_download() as download:
+            panel.get_by_role("button", name=name).click()
+        assert download.value.suggested_filename == f"flopcalc-flops.{name.lower()}"
+        saved[name] = Path(download.value.path()).read_bytes()
+    assert saved["PNG"].startswith(b"\x89PNG\r\n\x1a\n")
+    root = ElementTree.fromstring(saved["SVG"])
+    assert len(root.findall(".//{http://www.w3.org/2000/svg}rect")) > 5
+    assert saved["CSV"].decode().splitlines()[0] == "path,kind,count,forward,backward,recompute,clipping,parameters"
+
+
+def test_hub_is_asked_only_after_a_click(opened: Watched, tmp_path: Path, capsys: Capture) -> None:
+    asked: list[str] = []
+
+    def give(route: Any) -> None:
+        asked.append(route.request.url)
+        if route.request.url.endswith("/config.json") and "preprocessor" not in route.request.url:
+            route.fulfill(status=200, body=json.dumps(LLAMA), headers={"Access-Control-Allow-Origin": "*"})
+        else:
+            route.fulfill(status=404, body="", headers={"Access-Control-Allow-Origin": "*"})
+
+    opened.page.route(f"{HUB}/**", give)
+    opened.open("seq=32")
+    opened.page.locator("summary", has_text="Take a config from the hub").click()
+    opened.page.fill("#f-hub", "someone/tiny")
+    opened.page.keyboard.press("Tab")
+    assert asked == []
+    opened.page.click("#use-hub")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    total = run_line(capsys, f"flopcalc estimate {tmp_path}/config.json --seq 32")["flops"]["total"]
+    opened.wait_for_total(total)
+    assert asked[0] == f"{HUB}/someone/tiny/resolve/main/config.json"
+    assert all(url.startswith(f"{HUB}/someone/tiny/resolve/main/") for url in asked)
+    opened.page.unroute(f"{HUB}/**")
+    opened.requests.clear()
+
+
+def test_keyboard_and_languages(page: Watched) -> None:
+    page.open(SMALL)
+    page.wait_for_view("flops")
+    page.page.focus("#tab-flops")
+    page.page.keyboard.press("ArrowRight")
+    page.wait_for_view("conventions")
+    assert page.page.evaluate("() => document.activeElement.id") == "tab-conventions"
+    page.page.select_option("#language", "zh")
+    page.page.locator("#tab-time").filter(has_text="时间").wait_for()
+    assert page.page.evaluate("() => document.documentElement.lang") == "zh-Hans"
+    page.page.wait_for_url("**/#*lang=zh*")
+    page.page.select_option("#language", "en")
+    page.page.locator("#tab-time").filter(has_text="Time").wait_for()
+
+
+@pytest.mark.parametrize("width", [360, 768, 1920])
+def test_nothing_runs_over_the_edge(page: Watched, width: int) -> None:
+    for view in ("flops", "time", "conventions"):
+        page.open(VIEWS[view])
+        page.wait_for_view(view)
+        page.page.set_viewport_size({"width": width, "height": 900})
+        page.page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(page: Watched, scheme: str) -> None:
+    folder = find_locked(str(Path(__file__).with_name("axe.lock.json")))
+    page.page.emulate_media(color_scheme=scheme)
+    page.page.evaluate(Path(folder, "axe.min.js").read_text(encoding="utf-8"))
+    for view, state in VIEWS.items():
+        page.open(state)
+        page.wait_for_view(view)
+        found = page.page.evaluate("async () => (await axe.run()).violations")
+        serious = [
+            (each["id"], [node["html"][:200] for node in each["nodes"]])
+            for each in found
+            if each["impact"] in ("serious", "critical")
+        ]
+        assert serious == [], view
+    page.page.emulate_media(color_scheme="light")
+
+
+def test_answer_stands_before_python(site: Path, opened: Watched, context: Any) -> None:
+    """With the worker held back, and without any script."""
+    held = context.new_page()
+    held.route("**/worker.js", lambda route: route.abort())
+    held.goto(opened.address)
+    assert "89,406,346,100,736" in held.locator("#headline").inner_text()
+    held.close()
+    assert "89,406,346,100,736" in (site / "index.html").read_text(encoding="utf-8")
+
+
+def test_second_visit_needs_no_server(site: Path, tmp_path: Path) -> None:
+    with launch(tmp_path / "profile") as context:
+        with serve(site) as address:
+            first = Watched(context, address)
+            first.open()
+            first.page.locator("#status").filter(has_text="Ready").wait_for()
+            first.page.evaluate("async () => { await navigator.serviceWorker.ready; }")
+            first.page.close()
+        context.set_offline(True)
+        again = Watched(context, address)
+        again.page.goto(f"{address}#{SMALL}")
+        again.page.wait_for_selector("html[data-python=ready]", state="attached")
+        again.wait_for_view("flops")
+        assert again.total() > 0
+        assert again.problems == []
