@@ -63,18 +63,16 @@ def serve(site: Path) -> Iterator[str]:
 
 
 @contextmanager
-def launch(profile: Path, **options: Any) -> Iterator[Any]:
+def launch(driver: Any, profile: Path, **options: Any) -> Iterator[Any]:
     """A browser context with a fresh profile."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    with playwright.sync_playwright() as driver:
-        context = driver.chromium.launch_persistent_context(
-            str(profile), executable_path=find_chromium(), args=list(FLAGS), headless=True,
-            accept_downloads=True, locale="en-US", **options,
-        )  # fmt: skip
-        try:
-            yield context
-        finally:
-            context.close()
+    context = driver.chromium.launch_persistent_context(
+        str(profile), executable_path=find_chromium(), args=list(FLAGS), headless=True, accept_downloads=True,
+        locale="en-US", **options,
+    )  # fmt: skip
+    try:
+        yield context
+    finally:
+        context.close()
 
 
 class Watched:

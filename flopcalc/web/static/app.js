@@ -434,7 +434,7 @@ function renderPanel() {
       problem(answer) ? h("p", { class: "error", role: "alert" }, problem(answer)) : rendered[good.indexOf(answer)],
       problem(answer) ? null : makeTools(answer, at)))));
   for (const each of panel.querySelectorAll("details > summary")) if (open.has(each.textContent)) each.parentElement.open = true;
-  if (focused) [...panel.querySelectorAll("[data-path]")].find((each) => each.dataset.path === focused)?.focus();
+  if (focused) [...panel.querySelectorAll("rect[data-path]")].find((each) => each.dataset.path === focused)?.focus();
 }
 
 function zoom(path) {

@@ -61,22 +61,22 @@ export function drawTreemap(tree, { width, height, label, describe, onZoom, onOp
     const open = () => (isLeaf ? onOpen(node.data.path) : onZoom(node.data.path));
     const text = describe(node.data, node.value, root.value, isLeaf);
     const name = fit(node.data.name, w - 8);
-    const box = s("g", {
-      class: `${isLeaf ? "leaf" : "group"} ${colourOf(groups(node.data.path))}${selected === node.data.path && isLeaf ? " selected" : ""}`,
-      role: "button", tabindex: "0", "aria-label": text, "data-path": node.data.path,
-      onclick: open,
+    // The rectangle is the button: its name then need not begin with the text that fits into it.
+    const button = s("rect", {
+      x, y, width: w, height: hh, rx: 2, role: "button", tabindex: "0", "aria-label": text, "data-path": node.data.path, onclick: open,
       onkeydown: (event) => {
         if (event.key === "Enter" || event.key === " ") {
           event.preventDefault();
           open();
         }
       },
-    },
-    s("title", {}, text),
-    s("rect", { x, y, width: w, height: hh, rx: 2 }),
-    name && hh >= 15 ? s("text", { x: x + 5, y: y + 14 }, name) : null,
-    isLeaf && name && hh >= 34 && w > 60 ? s("text", { x: x + 5, y: y + 29, class: "minor" },
-      `${((100 * node.value) / root.value).toFixed(1)} %`) : null);
+    }, s("title", {}, text));
+    const isSelected = isLeaf && selected === node.data.path;
+    const box = s("g", { class: `${isLeaf ? "leaf" : "group"} ${colourOf(groups(node.data.path))}${isSelected ? " selected" : ""}`, "data-path": node.data.path },
+      button,
+      name && hh >= 15 ? s("text", { x: x + 5, y: y + 14, "aria-hidden": "true" }, name) : null,
+      isLeaf && name && hh >= 34 && w > 60
+        ? s("text", { x: x + 5, y: y + 29, class: "minor", "aria-hidden": "true" }, `${((100 * node.value) / root.value).toFixed(1)} %`) : null);
     picture.append(box);
   }
   return picture;

@@ -1,0 +1,107 @@
+"""Make the pictures of docs/web.md: the built page in Chromium goes in, compact PNG files come out.
+
+python docs/make_web_pictures.py [--out docs/pictures] [--site DIR]    needs chromium, playwright and Pillow
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flopcalc.web.build import build_site
+from flopcalc.web.serve import make_server
+
+HERE = Path(__file__).resolve().parent
+COLOURS = 128  # of a palette: a page has few, and the file becomes a third
+START_MS = 300_000
+LLAMA = "model=llama-3.1-8b&seq=4096&batch=2&device=h200-sxm"
+
+
+class Shot(NamedTuple):
+    """A picture: the page's state, the size of the window, and its colours."""
+
+    state: str
+    width: int = 1280
+    height: int = 900
+    scheme: str = "light"
+
+
+SHOTS = {
+    "flops": Shot(
+        "model=qwen2-vl-7b&text=1024&image=1024x768&op=model.language_model.layers.*.mlp.down_proj", 1280, 1040
+    ),
+    "conventions": Shot("model=deepseek-v3&seq=4096&view=conventions"),
+    "roofline": Shot(f"{LLAMA}&view=roofline", scheme="dark"),
+    "time": Shot(
+        f"{LLAMA}&view=time&b.model=llama-3.1-8b&b.seq=4096&b.batch=2&b.device=h200-sxm&b.execution=compiled", 1440
+    ),
+    "memory": Shot(f"{LLAMA}&view=memory"),
+    "plan": Shot("model=llama-3.1-70b&seq=4096&device=h100-sxm&gpus=128&tokens=1T&view=plan", scheme="dark"),
+    "phone": Shot("model=llama-3.1-8b&seq=4096&lang=zh", 390, 1500),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=HERE / "pictures")
+    parser.add_argument("--pyodide", help="Pyodide's files, if they are already here")
+    parser.add_argument("--chromium", default="/usr/bin/chromium")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(SHOTS)}; default all")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        site = str(Path(folder) / "site")
+        build_site(site, options.pyodide)
+        with make_server(site, 0) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            draw(options, f"http://127.0.0.1:{server.server_address[1]}/")
+            server.shutdown()
+
+
+def draw(options: argparse.Namespace, address: str) -> None:
+    """All pictures from one page, so that Python starts once."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+        browser = driver.chromium.launch(executable_path=options.chromium, args=flags)
+        page = browser.new_page(locale="en-US")
+        page.set_default_timeout(START_MS)
+        page.goto(address)
+        page.wait_for_selector("html[data-python=ready]", state="attached")
+        for name in options.names or SHOTS:
+            take(page, SHOTS[name], options.out / f"web-{name}.png")
+        browser.close()
+
+
+def take(page: Any, shot: Shot, path: Path) -> None:
+    page.set_viewport_size({"width": shot.width, "height": shot.height})
+    page.emulate_media(color_scheme=shot.scheme)
+    page.evaluate(
+        "state => { location.hash = state; }", shot.state if "lang=" in shot.state else f"{shot.state}&lang=en"
+    )
+    view = next((part[5:] for part in shot.state.split("&") if part.startswith("view=")), "flops")
+    page.wait_for_selector(f"#tab-{view}[aria-selected=true]")
+    page.wait_for_timeout(1000)
+    page.wait_for_selector("#panel:not([aria-busy]) :is(svg, table)")
+    if "op=" in shot.state:
+        page.wait_for_selector(".explained pre")
+    page.evaluate("() => scrollTo(0, 0)")
+    save(page.screenshot(), path)
+
+
+def save(data: bytes, path: Path) -> None:
+    """With a palette: a page has few colours."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(data)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    picture.save(path, optimize=True)
+    print(f"{path.name}: {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
