@@ -1,6 +1,6 @@
 """Make the pictures of docs/web.md: the built page in Chromium goes in, compact PNG files come out.
 
-python docs/make_web_pictures.py [--out docs/pictures] [--site DIR]    needs chromium, playwright and Pillow
+python docs/make_web_pictures.py [--out docs/pictures] [NAME …]    needs chromium, playwright and Pillow
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flopcalc.web.build import build_site
 from flopcalc.web.serve import make_server
 
 HERE = Path(__file__).resolve().parent
-COLOURS = 128  # of a palette: a page has few, and the file becomes a third
+COLOURS = 256  # of a palette: a page has few, and the file becomes a third
 START_MS = 300_000
 LLAMA = "model=llama-3.1-8b&seq=4096&batch=2&device=h200-sxm"
 
@@ -41,7 +41,7 @@ SHOTS = {
     ),
     "memory": Shot(f"{LLAMA}&view=memory"),
     "plan": Shot("model=llama-3.1-70b&seq=4096&device=h100-sxm&gpus=128&tokens=1T&view=plan", scheme="dark"),
-    "phone": Shot("model=llama-3.1-8b&seq=4096&lang=zh", 390, 1500),
+    "phone": Shot("model=llama-3.1-8b&seq=4096&lang=zh", 390, 1100),
 }
 
 
@@ -81,6 +81,8 @@ def draw(options: argparse.Namespace, address: str) -> None:
 def take(page: Any, shot: Shot, path: Path) -> None:
     page.set_viewport_size({"width": shot.width, "height": shot.height})
     page.emulate_media(color_scheme=shot.scheme)
+    for section in page.query_selector_all("form details[open]") if shot.width < 960 else ():
+        section.evaluate("each => { each.open = false; }")  # as on a phone from the start
     page.evaluate(
         "state => { location.hash = state; }", shot.state if "lang=" in shot.state else f"{shot.state}&lang=en"
     )

@@ -19,7 +19,17 @@ _FORMATS = ("compute", "weights", "kv_cache", "autocast")
 _SAMPLE = ("seq", "text", "decoder_seq", "image", "image_grid", "video", "audio", "max_pixels")
 _DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch")
 _PLAIN = {"phase": "train", "recompute": "none", "clipping": "none", "convention": "model", "attention_kernel": "auto"}
-_COUNTED = (*_WORKLOAD, *_TRAINED, "recompute", "clipping", *_FORMATS, "convention", "attention_kernel", "device")
+_COUNTED = (
+    "model_type",
+    *_WORKLOAD,
+    *_TRAINED,
+    "recompute",
+    "clipping",
+    *_FORMATS,
+    "convention",
+    "attention_kernel",
+    "device",
+)
 # What -> command, and the fields of a set-up that it takes.
 _COMMANDS = {
     "flops": ("estimate", _COUNTED),
@@ -28,8 +38,8 @@ _COMMANDS = {
     "time": ("predict", tuple(name for name in _COUNTED if name not in ("convention", "clipping"))),
     "plan": (
         "plan",
-        ("tokens", "device", "gpus", "global_batch", *_DEGREES, "interconnect", "price", *_SAMPLE, *_TRAINED,
-         "compute", "weights", "autocast"),
+        ("tokens", "device", "gpus", "global_batch", *_DEGREES, "interconnect", "price", "model_type", *_SAMPLE,
+         *_TRAINED, "compute", "weights", "autocast"),
     ),
 }  # fmt: skip
 
@@ -75,17 +85,17 @@ def write_python(setup: Setup, what: str, counted: Counted) -> str:
         return _join("plan", _write_plan(setup, load))
     pieces = [repr(name_model(setup)), *_write_load(setup, load), *_write_recipe(setup)]
     if what in ("time", "memory", "roofline"):
-        pieces += _say(setup, "attention_kernel", "device", "optimizer", "execution", *_FORMATS)
+        pieces += _say(setup, "model_type", "attention_kernel", "device", "optimizer", "execution", *_FORMATS)
         return _join("predict", pieces)
     if what == "translate":
-        pieces += _say(setup, "attention_kernel", *_FORMATS)
+        pieces += _say(setup, "model_type", "attention_kernel", *_FORMATS)
         pieces += [f"{name}={getattr(setup, name)!r}" for name in ("from_", "device") if getattr(setup, name)]
         pieces += [f"mfu={setup.mfu!r}"] if setup.mfu else []
         pieces += [f"{name}={parse_number(getattr(setup, name), name):g}" for name in ("tflops", "tokens_per_second")
                    if getattr(setup, name)]  # fmt: skip
         pieces += [f"gpus={parse_size(setup.gpus, '--gpus')}"] if setup.gpus else []
         return _join("translate", pieces)
-    pieces += _say(setup, "convention", "attention_kernel", "device", *_FORMATS)
+    pieces += _say(setup, "model_type", "convention", "attention_kernel", "device", *_FORMATS)
     return f"{_join('estimate_flops', pieces)}.total"
 
 
@@ -156,4 +166,6 @@ def _write_plan(setup: Setup, sample: Workload) -> list[str]:
     pieces += [f"price={parse_number(setup.price, '--price'):g}"] if setup.price else []
     recipe = {name: list(getattr(setup, name)) for name in ("freeze", "train_only") if getattr(setup, name)}
     pieces += [f"recipe={recipe!r}"] if recipe else []
-    return pieces + _say(setup, "interconnect", "lora", "compute", "weights", "autocast", "optimizer", "execution")
+    return pieces + _say(
+        setup, "model_type", "interconnect", "lora", "compute", "weights", "autocast", "optimizer", "execution"
+    )

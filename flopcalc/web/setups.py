@@ -33,6 +33,7 @@ class Setup:
 
     model: str = ""
     files: tuple[tuple[str, str], ...] = ()  # a config.json and what lies beside it: name -> text
+    model_type: str = ""
     # the workload
     batch: str = ""
     seq: str = ""
@@ -151,7 +152,8 @@ def bind_setup(setup: Setup, convention: str = "") -> Estimator:
     """The estimator of a set-up; the last few are kept, so that a slider asks one that is already bound."""
     device = find_device(setup.device, needs_all=True).id if setup.device else None
     key = (
-        setup.model, setup.files, setup.freeze, setup.train_only, setup.lora, setup.recompute, setup.clipping,
+        setup.model, setup.files, setup.model_type, setup.freeze, setup.train_only, setup.lora, setup.recompute,
+        setup.clipping,
         convention or setup.convention, setup.attention_kernel, setup.compute, setup.weights, setup.kv_cache,
         setup.autocast, device,
     )  # fmt: skip
@@ -185,7 +187,7 @@ def load_model(setup: Setup) -> Source:
             raise ConfigError("which model? Choose a preset, or give a config.json")
         if "/" in setup.model or setup.model.endswith(".json"):  # nothing of the page's own machine is read
             raise ConfigError(f"{setup.model[:200]!r}: no preset; drop its config.json, or ask the hub")
-        return load_config(setup.model)
+        return load_config(setup.model, model_type=setup.model_type or None)
     from tempfile import TemporaryDirectory  # few set-ups bring files, and start-up is counted
 
     with TemporaryDirectory() as folder:
@@ -198,7 +200,8 @@ def load_model(setup: Setup) -> Source:
         # One file is read by its own name, as `flopcalc estimate my.json` would; several are a folder.
         single = next(iter(names)) if len(names) == 1 else "config.json" if "config.json" in names else ""
         try:
-            source = load_config(os.path.join(folder, single) if single else folder)
+            path = os.path.join(folder, single) if single else folder
+            source = load_config(path, model_type=setup.model_type or None)
         except FlopcalcError as error:
             raise type(error)(_shorten(str(error), folder)) from None
     name = setup.model or source.name

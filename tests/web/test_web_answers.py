@@ -126,6 +126,14 @@ def test_dropped_config(tmp_path: Path, capsys: Capture, monkeypatch: pytest.Mon
     assert evaluate(found["lines"]["python"]) == found["estimate"]["flops"]["total"]
 
 
+def test_model_type_says_the_family() -> None:
+    strange = {"config.json": json.dumps({**LLAMA, "model_type": "unheard_of"})}
+    assert "unheard_of" in ask("flops", {"files": strange, "seq": "16"})["error"]
+    found = ask("flops", {"files": strange, "seq": "16", "model_type": "llama"})
+    assert found["estimate"]["flops"] == ask("flops", {"files": FILES, "seq": "16"})["estimate"]["flops"]
+    assert found["lines"]["command"] == "flopcalc estimate config.json --model-type llama --seq 16"
+
+
 def test_folder_with_a_processor() -> None:
     preset = flopcalc.bind("qwen2-vl-7b").source
     files = {"config.json": json.dumps(preset.config), "preprocessor_config.json": json.dumps(preset.preprocessor)}

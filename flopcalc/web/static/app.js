@@ -260,7 +260,8 @@ async function askCounts(mine) {
 }
 
 function settle() {
-  if (find("status").dataset.kept !== "1") say(t("status.ready"));
+  say(t("status.ready"));
+  document.documentElement.dataset.live = "true";
   if ("serviceWorker" in navigator && !settle.isDone) {
     settle.isDone = true;
     // Only now: filling the cache must not slow the first answer down.

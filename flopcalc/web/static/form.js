@@ -16,7 +16,7 @@ const SECTIONS = [
   ]],
   ["counting", false, [
     ["convention", "select"], ["compute", "select"], ["weights", "format"], ["kv_cache", "format"], ["autocast", "flag"],
-    ["attention_kernel", "select"],
+    ["attention_kernel", "select"], ["model_type", "text", { hint: "llama" }],
   ]],
   ["device", true, [["device", "device"], ["execution", "select"], ["optimizer", "select"]]],
   ["run", false, [
@@ -43,9 +43,10 @@ export class Form {
 
   build(handlers) {
     const open = new Map([...this.root.querySelectorAll("details[data-section]")].map((each) => [each.dataset.section, each.open]));
+    const isWide = matchMedia("(min-width: 60rem)").matches; // on a phone the result comes after a short form
     this.fields.clear();
     this.root.replaceChildren(this.makeModel(handlers), ...SECTIONS.map(([name, isOpen, fields]) =>
-      h("details", { "data-section": name, open: open.get(name) ?? isOpen },
+      h("details", { "data-section": name, open: open.get(name) ?? (isOpen && isWide) },
         h("summary", {}, t(`section.${name}`)),
         h("div", { class: "fields" }, fields.map((field) => this.makeField(...field))))));
   }

@@ -51,4 +51,4 @@ export function amount(value) {
 }
 
 // Numbers of an axis: no digits that say nothing.
-export const tick = (text) => text.replace(/\.?0+(?= |$)/, "");
+export const tick = (text) => text.replace(/\.(\d*?)0*(?= |$)/, (_, rest) => (rest ? `.${rest}` : ""));
