@@ -60,11 +60,22 @@ def list_units(unit: str, load: Workload, counting: str) -> list[tuple[Values, i
     lengths: list[tuple[int, int]] = [(load.seq, load.rows)]
     if counting == "model" and load.documents is not None:
         lengths = [(length, 1) for length in load.documents]
+    rest = name_shared(load)
+    return [((*names, *rest), many) for n, rows in lengths for names, many in _list_calls(load, n, rows)]
+
+
+def name_shared(load: Workload) -> Values:
+    """What every sequence of a workload has in common."""
+    grids = load.all_grids
     images = ("images", -(-len(grids) // load.rows))
     tiles = ("tiles", -(-sum(t for t, _, _ in grids) // load.rows))
     keep = 0 if load.logits == "all" or load.phase == "decode" else 1 if load.logits == "last" else int(load.logits)
-    rest = (images, tiles, ("last", keep), ("began", load.context))
-    return [((*names, *rest), many) for n, rows in lengths for names, many in _list_calls(load, n, rows)]
+    return (images, tiles, ("last", keep), ("began", load.context))
+
+
+def name_sequence(length: int, is_training: bool, shared: Values) -> Values:
+    """The names of one whole sequence outside of decoding, as list_units gives them."""
+    return (("n", length), ("c", 0), ("decoding", 0), ("training", int(is_training)), *shared)
 
 
 def _list_decoder(

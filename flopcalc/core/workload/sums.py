@@ -10,10 +10,12 @@ from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from flopcalc.core.spec.expressions import Names, evaluate
-from flopcalc.core.workload.expression_units import Values, get_decoder, list_units
+from flopcalc.core.workload.expression_units import Values, get_decoder, list_units, name_sequence, name_shared
 from flopcalc.core.workload.pairs import BLOCK, block_pairs, causal_pairs, decode_pairs, window_pairs
 from flopcalc.core.workload.workload import Grid, Workload
 from flopcalc.errors import SpecError, format_value
+
+_MOST_LENGTHS = 65536  # that an expression's values are kept for
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class Pairs(Sum):
             return load.rows * load.seq * load.seq
         if counting == "model":
             if documents is not None:
+                if not window:  # the usual case, in a training loop with many documents
+                    return (sum([length * length for length in documents]) + sum(documents)) // 2
                 return sum([causal_pairs(length, window) for length in documents])
             return load.rows * causal_pairs(load.seq, window)
         if counting == "full":
@@ -243,6 +247,10 @@ class Expression(Sum):
     constants: tuple[tuple[str, Any], ...] = ()
 
     def count(self, load: Workload, counting: str) -> int:
+        is_whole = load.phase != "decode" and load.documents is not None and counting == "model"
+        if is_whole and self.unit == "sequence" and load.documents is not None:
+            values_of = _find_lengths(self.text, self.constants, load.phase == "train", name_shared(load))
+            return sum([values_of[length] for length in load.documents])
         total = 0
         for values, many in list_units(self.unit, load, counting):
             total += _evaluate_unit(self.text, self.constants, values) * many
@@ -383,6 +391,24 @@ def _add_calls(found: Iterable[dict[int, int]]) -> dict[tuple[str, int], int]:
         for length, many in lengths.items():
             calls["full", length] += many
     return dict(calls)
+
+
+class _Lengths(dict[int, int]):
+    """length of a document -> value of an expression: training loops meet the same lengths again and again."""
+
+    def __init__(self, text: str, constants: tuple[tuple[str, Any], ...], is_training: bool, shared: Values) -> None:
+        super().__init__()
+        self._terms = (text, constants, is_training, shared)
+
+    def __missing__(self, length: int) -> int:
+        if len(self) >= _MOST_LENGTHS:
+            self.clear()
+        text, constants, is_training, shared = self._terms
+        value = self[length] = _evaluate_unit(text, constants, name_sequence(length, is_training, shared))
+        return value
+
+
+_find_lengths = lru_cache(maxsize=256)(_Lengths)
 
 
 @lru_cache(maxsize=65536)

@@ -130,7 +130,10 @@ def _check_quickly(value: int, what: str, minimum: int) -> int:
 def _check_each(values: Iterable[int], what: str) -> tuple[int, ...]:
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise WorkloadError(f"{what} must be a list of lengths, not {format_value(values)}")
-    return tuple([_check_quickly(value, what, 1) for value in values])
+    found = tuple(values)
+    if found and set(map(type, found)) == {int} and min(found) >= 1 and max(found) < 10**9:
+        return found
+    return tuple([_check_quickly(value, what, 1) for value in found])
 
 
 def make_workload(
@@ -217,6 +220,11 @@ def read_grids(value: Any, what: str, minimum: int = 1) -> tuple[Grid, ...]:
         value = [value]
     grids = []
     for row in value:
+        if type(row) is tuple and len(row) == 3:  # the usual case, in a training loop with many images
+            t, h, w = row
+            if type(t) is type(h) is type(w) is int and minimum <= min(row) and max(row) < 10**9:
+                grids.append((t, h, w))
+                continue
         row = row.tolist() if hasattr(row, "tolist") else row
         if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 3:
             raise WorkloadError(f"{what}: {format_value(row)} is not (t, h, w)")

@@ -1,0 +1,1 @@
+"""Adapters: one small file for each training framework replaces its FLOP counter; `launch` reads its launch files."""
