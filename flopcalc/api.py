@@ -13,8 +13,8 @@ from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Lora, Recipe, join_recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
-from flopcalc.data import describe_install
-from flopcalc.errors import FlopcalcError, WorkloadError
+from flopcalc.data import apply_launch, describe_install
+from flopcalc.errors import ConfigError, FlopcalcError, WorkloadError
 from flopcalc.units import check_items, check_size
 from flopcalc.words import PHASES, check_word
 
@@ -102,7 +102,7 @@ def find_traced(
 
 
 def estimate_flops(
-    model: Any,
+    model: Any = None,
     workload: Workload | None = None,
     *,
     batch_size: int = 1,
@@ -138,8 +138,11 @@ def estimate_flops(
     spec: str | os.PathLike[str] | None = None,
     clipping: str | None = None,
     model_type: str | None = None,
+    launch: Any = None,
 ) -> Estimate:
     """FLOPs of one step, exactly: `model` is a preset's name, a path, a mapping, a HF config or a HF model.
+
+    `launch` is a launch file of a training framework, or several: what they say is taken where you say nothing.
 
     `workload` is what one micro-batch holds, as a Workload; the keywords up to `audio` say the same in short. `images`
     are the whole batch's, each a file or (width, height) in pixels; `grad_accum` micro-batches make the step.
@@ -149,6 +152,34 @@ def estimate_flops(
     text; `sampling_steps` counts the sampling of a pipeline in place of a training step, `guidance` ("on", "off") says
     whether each step runs twice, and `parts` which of the denoiser, the text encoders and the VAE are counted.
     """
+    if launch is not None:
+        said = {
+            "model": model, "seq": seq_len, "lengths": lengths, "text": workload if workload is not None else batch,
+            "batch": None if batch_size == 1 else batch_size, "grad_accum": None if grad_accum == 1 else grad_accum,
+            "lora": lora, "recompute": recompute, "compute": compute, "dtype": dtype, "autocast": autocast,
+            "weights": weights, "freeze": recipe, "train_only": recipe,
+        }  # fmt: skip
+        given = {name for name, value in said.items() if value is not None}
+        if recipe is not None:
+            given |= {"lora", "recompute"}
+        if workload is not None or batch is not None:
+            given |= {"batch"}
+        applied = apply_launch(launch, "estimate", given, model)
+        options = applied.options
+        found = estimate_flops(
+            options.get("model", model), workload, batch_size=options.get("batch", batch_size),
+            seq_len=options.get("seq", seq_len), images=images, image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw, lengths=lengths, batch=batch, phase=phase, context=context, logits=logits,
+            decoder_seq_len=decoder_seq_len, clips=clips, audio=audio, grad_accum=options.get("grad_accum", grad_accum),
+            recipe={"freeze": options["freeze"]} if "freeze" in options else recipe, lora=options.get("lora", lora),
+            recompute=options.get("recompute", recompute), convention=convention, attention_kernel=attention_kernel,
+            device=device, dtype=dtype, compute=options.get("compute", compute),
+            weights=options.get("weights", weights), kv_cache=kv_cache, autocast=autocast, spec=spec,
+            clipping=clipping, model_type=model_type,
+        )  # fmt: skip
+        return found.add_notes(applied.notes)
+    if model is None:
+        raise ConfigError("which model? Give its name, path or config first, or launch=")
     if workload is not None:
         beside = {
             "batch_size": batch_size if batch_size != 1 else None, "seq_len": seq_len, "images": images,

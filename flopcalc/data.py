@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -81,6 +82,13 @@ def load_toml(path: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise SpecError(f"{path}: not valid TOML: {error}") from None
+
+
+def apply_launch(launch: Any, command: str, given: Iterable[str], model: Any) -> Any:
+    """What launch files say; their readers lie above everything that can be launched, so they are found by name."""
+    from importlib import import_module
+
+    return import_module("flopcalc.integrations.launch").apply_launch(launch, command, given, model)
 
 
 def describe_install(extra: str) -> str:

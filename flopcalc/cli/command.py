@@ -51,7 +51,7 @@ def model_argument(function: Callable[..., Any]) -> Callable[..., Any]:
         if first is not None and model is not None:
             raise ConfigError(f"two models are given, {first!r} and --model {model!r}: give one")
         name = model if first is None else first
-        if name is None:
+        if name is None and not options.get("launch"):
             example = f"flopcalc {click.get_current_context().info_name} llama-3.1-8b"
             raise ConfigError(f"which model? Give its name first, as in {example} …; `flopcalc models` lists them")
         return function(*arguments, model=name, **options)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import click
 
 from flopcalc.cli.command import Command, model_argument
 from flopcalc.cli.options.counting import make_estimate
+from flopcalc.cli.options.launch import launch_option, read_launch_options
 from flopcalc.cli.options.time import make_run, make_shares, run_options, time_options
 from flopcalc.cli.options.workload import has_list, trace_option, workload_options
 from flopcalc.cli.pages import FORMATS, format_options, write_page
@@ -28,6 +30,7 @@ class Counted(NamedTuple):
     hfu: Utilization | None
     run: Run | None
     notes: list[str]  # beside the estimate's own
+    launch: dict[str, Any] | None = None  # what launch files said
 
     def to_dict(self, by: str | None, depth: int | None) -> dict[str, Any]:
         shown = self.estimate.to_dict(depth)
@@ -35,6 +38,8 @@ class Counted(NamedTuple):
         shown["hfu"] = self.hfu.to_dict() if self.hfu else None
         shown["run"] = self.run.to_dict() if self.run else None
         shown["notes"] += self.notes
+        if self.launch is not None:
+            shown["launch"] = self.launch
         if by == "kind":
             shown["kinds"] = [
                 {"name": name, "forward": forward, "backward": sum(rest)}
@@ -45,6 +50,7 @@ class Counted(NamedTuple):
 
 @click.command(cls=Command)
 @model_argument
+@launch_option
 @workload_options
 @trace_option
 @time_options
@@ -77,10 +83,11 @@ def estimate(
         if by not in (None, "module"):
             raise WorkloadError(f"--depth cuts module paths: it contradicts --by {by}")
         by = "module"
+    model, options, said, report_of_launch = read_launch_options("estimate", model, options)
     if has_list(options, plot_file):
-        _show_list(model, options, style, output, by, levels, plot_file)
+        _show_list(model, options, style, output, by, levels, plot_file, said)
         return
-    counted = _count(model, options)
+    counted = _count(model, options, said)._replace(launch=report_of_launch)
     if style == "json":
         click.echo(json.dumps(counted.to_dict(by, levels), indent=2, ensure_ascii=False))
         return
@@ -107,15 +114,16 @@ def estimate(
     )
 
 
-def _count(model: str, options: dict[str, Any]) -> Counted:
+def _count(model: str, options: dict[str, Any], said: Sequence[str] = ()) -> Counted:
     asked = make_estimate(model, options)
     model_share, hardware_share, notes = make_shares(asked.estimate, options)
-    return Counted(asked.estimate, model_share, hardware_share, make_run(asked.estimate, options), asked.notes + notes)
+    notes = [*said, *asked.notes, *notes]
+    return Counted(asked.estimate, model_share, hardware_share, make_run(asked.estimate, options), notes)
 
 
 def _show_list(
     model: str, options: dict[str, Any], style: str, output: str | None, by: str | None, depth: int | None,
-    plot_file: str | None,
+    plot_file: str | None, said: Sequence[str],
 ) -> None:  # fmt: skip
     from flopcalc.cli import lists  # only where used: a single estimate starts without it
 
@@ -125,7 +133,7 @@ def _show_list(
     varied = rows[0].varied.keys()
     if options["step_time"] is not None and varied & {"batch", "seq"}:
         raise WorkloadError("one --step-time cannot hold for several sizes: give --tokens-per-second, or single values")
-    results = [_count(model, row.options) for row in rows]
+    results = [_count(model, row.options, said) for row in rows]
     if plot_file is not None:
         lists.draw(plot_file, rows, [each.estimate.total / 1e12 for each in results], "TFLOPs per step")
     if style == "json":

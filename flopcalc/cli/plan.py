@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import click
 
 from flopcalc.cli.command import Command, model_argument
 from flopcalc.cli.options.counting import make_estimate, read_formats
+from flopcalc.cli.options.launch import launch_option, read_launch_options
 from flopcalc.cli.options.time import read_rate
 from flopcalc.cli.options.workload import (
     add_options,
@@ -62,9 +63,10 @@ def _degree_options(function: Any) -> Any:
 
 @click.command(cls=Command)
 @model_argument
+@launch_option
 @click.option("--tokens", required=True, metavar="N|2T|300B", help="Tokens of the whole run.")
 @click.option("--device", required=True, shell_complete=complete_device, metavar="NAME")
-@click.option("--gpus", "--num-devices", "gpus", required=True, metavar="N", help="GPUs of the run.")
+@click.option("--gpus", "--num-devices", "gpus", metavar="N", help="GPUs of the run  [required]")
 @click.option("--seq", metavar="N", help="Tokens per sequence (default 4096); 8k is 8,192.")
 @click.option("--global-batch", metavar="N", help="Sequences per step (default: about 4M tokens).")
 @_degree_options
@@ -99,16 +101,23 @@ def plan(model: str, style: str, output: str | None, plot_file: str | None, **op
     and says why the others lose. Layout options with several values narrow the search; lists in --device, --gpus and
     --seq give the best layout of each combination.
     """
+    model, options, said, report = read_launch_options("plan", model, options)
+    if options["gpus"] is None:
+        context = click.get_current_context()
+        raise click.MissingParameter(
+            ctx=context, param=next(each for each in context.command.params if each.name == "gpus")
+        )
     if has_list(options, None):
         if plot_file is not None:
             raise WorkloadError("--plot draws the layouts of one plan: give single values with it")
-        _show_list(model, options, style, output)
+        _show_list(model, options, style, output, said)
         return
-    found = _plan(model, options)
+    found = _plan(model, options, said)
     if plot_file is not None:
         found.plot(plot_file)
     if style == "json":
-        click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+        shown = {**found.to_dict(), **({"launch": report} if report is not None else {})}
+        click.echo(json.dumps(shown, indent=2, ensure_ascii=False, allow_nan=False))
         return
     if style == "html":
         from flopcalc.report.html.plan import make_plan_page
@@ -121,7 +130,7 @@ def plan(model: str, style: str, output: str | None, plot_file: str | None, **op
         click.echo(f"written: {plot_file}")
 
 
-def _plan(model: str, options: dict[str, Any]) -> Plan:
+def _plan(model: str, options: dict[str, Any], said: Sequence[str] = ()) -> Plan:
     from flopcalc.planning import plan as planning  # only where used: estimate starts without it
 
     options, notes = dict(options), []
@@ -152,14 +161,16 @@ def _plan(model: str, options: dict[str, Any]) -> Plan:
         workload=sample,
         **degrees,
     )
-    return found._replace(notes=(*asked.notes, *notes, *found.notes))
+    return found._replace(notes=(*said, *asked.notes, *notes, *found.notes))
 
 
-def _show_list(model: str, options: dict[str, Any], style: str, output: str | None) -> None:
+def _show_list(
+    model: str, options: dict[str, Any], style: str, output: str | None, said: Sequence[str]
+) -> None:  # fmt: skip
     from flopcalc.cli import lists
 
     rows = lists.expand(options)
-    results = [_plan(model, row.options) for row in rows]
+    results = [_plan(model, row.options, said) for row in rows]
     if style == "json":
         lists.show_json(rows, [each.to_dict() for each in results])
         return

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from flopcalc.cli.command import Command, model_argument
 from flopcalc.cli.options.counting import Asked, is_given, make_estimate, read_formats, read_recompute
+from flopcalc.cli.options.launch import launch_option, read_launch_options
 from flopcalc.cli.options.time import read_rate
 from flopcalc.cli.options.workload import dtype_option, execution_option, has_list, workload_options
 from flopcalc.cli.pages import format_options, write_page
@@ -28,6 +29,7 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 
 @click.command(cls=Command)
 @model_argument
+@launch_option
 @workload_options
 @dtype_option("|".join(DTYPES[:4]) + "|…")
 @click.option(
@@ -62,14 +64,15 @@ def predict(
         raise DeviceError("on which device? Give --device NAME; `flopcalc devices` lists them")
     if is_given("convention"):
         raise WorkloadError("predict shows MFU and HFU, each under its own convention: leave --convention out")
+    model, options, said, report = read_launch_options("predict", model, options)
     options |= {"recompute": read_recompute(options), "gradient_checkpointing": False}
     if top is not None and style == "html":
         raise WorkloadError("the page of --format html lists every module: leave --top out")
     count = parse_size(top, "--top") if top is not None else 8
     if has_list(options, plot_file):
-        _show_list(model, options, memory, style, output, plot_file)
+        _show_list(model, options, memory, style, output, plot_file, said)
         return
-    predicted = _predict(model, options, memory)
+    predicted = _predict(model, options, memory, said)._replace(launch=report)
     if style == "json":
         click.echo(json.dumps(predicted.to_dict(), indent=2, ensure_ascii=False))
     elif style == "html":
@@ -90,16 +93,19 @@ class Predicted(NamedTuple):
     has_memory: bool  # asked for
     kept: dict[str, int] | None  # bytes of activations with and without recomputation
     largest: int | None  # batch that fits
+    launch: dict[str, Any] | None = None  # what launch files said
 
     def to_dict(self) -> dict[str, Any]:
         shown = {**self.found.to_dict(), "notes": self.notes}
+        if self.launch is not None:
+            shown["launch"] = self.launch
         if self.has_memory:
             shown["memory_bytes"]["activations_by_recompute"] = self.kept
             shown["memory_bytes"]["largest_batch"] = self.largest
         return shown
 
 
-def _predict(model: str, options: dict[str, Any], memory: bool) -> Predicted:
+def _predict(model: str, options: dict[str, Any], memory: bool, said: Sequence[str] = ()) -> Predicted:
     from flopcalc.prediction.step import choose_execution, find_largest_batch, predict_estimate
 
     device = _find_name(options["device"])
@@ -115,7 +121,8 @@ def _predict(model: str, options: dict[str, Any], memory: bool) -> Predicted:
     )
     kept = _compare_recompute(model, options, asked, found, settings) if memory else None
     largest = find_largest_batch(asked.estimate, **settings) if memory else None
-    return Predicted(asked, found, _list_notes(asked, found, options["optimizer"]), device, memory, kept, largest)
+    notes = [*said, *_list_notes(asked, found, options["optimizer"])]
+    return Predicted(asked, found, notes, device, memory, kept, largest)
 
 
 def _show(predicted: Predicted, count: int) -> None:
@@ -167,13 +174,14 @@ def _show(predicted: Predicted, count: int) -> None:
 
 
 def _show_list(
-    model: str, options: dict[str, Any], memory: bool, style: str, output: str | None, plot_file: str | None
-) -> None:
+    model: str, options: dict[str, Any], memory: bool, style: str, output: str | None, plot_file: str | None,
+    said: Sequence[str],
+) -> None:  # fmt: skip
     from flopcalc.cli import lists
     from flopcalc.prediction.floors import format_rate
 
     rows = lists.expand(options)
-    results = [_predict(model, row.options, memory) for row in rows]
+    results = [_predict(model, row.options, memory, said) for row in rows]
     if plot_file is not None:
         lists.draw(plot_file, rows, [each.found.tokens_per_s for each in results], "tokens/s")
     if style == "json":

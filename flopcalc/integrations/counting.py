@@ -23,7 +23,7 @@ def bind_options(get_model: Callable[[], Any], options: Mapping[str, Any]) -> Es
     return bind(options["model"] if "model" in options else get_model(), **given)
 
 
-_SHAPES = ((1, 4, 16), (1, 8, 8))  # in merged patches: one area, two shapes
+_SHAPES = ((1, 3, 12), (1, 6, 6))  # in merged patches: one area, two shapes
 
 
 class StepCounter:

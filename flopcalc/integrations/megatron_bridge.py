@@ -46,6 +46,7 @@ def map_config(model: Any) -> dict[str, Any]:
         is_gated=bool(getattr(model, "gated_linear_unit", False)),
         experts=_read_experts(model),
         mla=mla,
+        is_tied=bool(getattr(model, "share_embeddings_and_output_weights", False)),
     )
     return make_config(decoder, name)
 

@@ -43,6 +43,7 @@ class Decoder(NamedTuple):
     experts: Experts | None = None
     mla: Mla | None = None
     windows: Sequence[int | None] = ()  # of each layer; None: full
+    is_tied: bool = False  # the head's weight is the embedding's
 
 
 def make_config(decoder: Decoder, name: str) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def make_config(decoder: Decoder, name: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "hidden_size": decoder.hidden, "num_hidden_layers": decoder.layers, "num_attention_heads": decoder.heads,
         "num_key_value_heads": decoder.kv_heads, "head_dim": decoder.head_dim, "vocab_size": decoder.vocab,
-        "intermediate_size": decoder.size, "tie_word_embeddings": False, "max_position_embeddings": 1 << 24,
+        "intermediate_size": decoder.size, "tie_word_embeddings": decoder.is_tied, "max_position_embeddings": 1 << 24,
     }  # fmt: skip
     experts = decoder.experts
     if any(decoder.windows):

@@ -27,7 +27,7 @@ def map_config(config: Any) -> dict[str, Any]:
     sizes = [_get_width(layer.feed_forward) for layer in layers if getattr(layer, "feed_forward", None) is not None]
     if len(set(sizes)) > 1:
         raise ConfigError(f"{name} has dense MLPs of several widths, which are not mapped; give model=")
-    if getattr(config, "mtp", None) is not None or getattr(config, "mtp_layers", None):
+    if getattr(config, "mtp_layers", None):
         raise ConfigError(f"{name} trains layers of multi-token prediction, which are not counted; give model=")
     mla = None
     if hasattr(first, "kv_lora_rank"):
@@ -46,6 +46,7 @@ def map_config(config: Any) -> dict[str, Any]:
         size=sizes[0] if sizes else (experts.size if experts else 1),
         experts=experts,
         mla=mla,
+        is_tied=bool(getattr(config, "enable_weight_tying", False)),
         windows=[getattr(layer.attention, "sliding_window_size", None) for layer in layers],
     )
     return make_config(decoder, name)

@@ -10,7 +10,8 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import join_recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
-from flopcalc.errors import WorkloadError
+from flopcalc.data import apply_launch
+from flopcalc.errors import ConfigError, WorkloadError
 from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.search import Plan, Planned, search_layouts
 from flopcalc.prediction.memory import resize_batch
@@ -32,14 +33,32 @@ Degree: TypeAlias = int | Sequence[int] | None
 
 
 def plan(
-    model: Any, workload: Workload | None = None, *, recipe: Any = None, lora: Any = None, compute: str | None = None,
-    weights: str | None = None, autocast: bool | str | None = None, model_type: str | None = None, **options: Any,
+    model: Any = None, workload: Workload | None = None, *, recipe: Any = None, lora: Any = None,
+    compute: str | None = None, weights: str | None = None, autocast: bool | str | None = None,
+    model_type: str | None = None, launch: Any = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """The best ways to spread a training run over devices: what fits, its time, its money, and why others lose.
 
     `model` is anything that `bind` takes, or an Estimator; `compute`, `weights` and `autocast` are number formats and
-    `model_type` is the family, as `bind` takes them; all other options are those of plan_estimator.
+    `model_type` is the family, as `bind` takes them; `launch` is a launch file, as in estimate_flops; all other options
+    are those of plan_estimator.
     """
+    if launch is not None:
+        said = {
+            "model": model, "lora": lora, "freeze": recipe, "compute": compute, "weights": weights,
+            "autocast": autocast, **options, "seq": options.get("seq_len", workload),
+        }  # fmt: skip
+        given = {name for name, value in said.items() if value is not None}
+        applied = apply_launch(launch, "plan", given | ({"lora"} if recipe is not None else set()), model)
+        taken = applied.options
+        recipe = {"freeze": taken.pop("freeze")} if "freeze" in taken else recipe
+        sizes = {"seq_len": taken.pop("seq")} if "seq" in taken else {}
+        own = taken.pop("model", model)
+        shared = {"lora": lora, "compute": compute, "weights": weights, "autocast": autocast, **options, **sizes}
+        found = plan(own, workload, recipe=recipe, model_type=model_type, **{**shared, **taken})
+        return found._replace(notes=(*found.notes, *applied.notes))
+    if model is None:
+        raise ConfigError("which model? Give its name, path or config first, or launch=")
     recipe = join_recipe(recipe, lora, None)
     formats = FormatOptions(compute, weights, None, autocast)
     if isinstance(model, Estimator):

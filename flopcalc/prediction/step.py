@@ -13,7 +13,16 @@ from flopcalc.core.estimate.utilization import hfu, mfu
 from flopcalc.core.recipe.numbers import FormatOptions, Formats
 from flopcalc.core.recipe.recipe import join_recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
-from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_nearest, format_value
+from flopcalc.data import apply_launch
+from flopcalc.errors import (
+    ConfigError,
+    DeviceError,
+    FlopcalcError,
+    RecipeError,
+    WorkloadError,
+    format_nearest,
+    format_value,
+)
 from flopcalc.frames import Rows, shorten, show_rows
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.clock import Clock, StepTime
@@ -124,10 +133,11 @@ class Prediction(NamedTuple):
 
 
 def predict(
-    model: Any,
+    model: Any = None,
     workload: Workload | None = None,
     *,
     device: str,
+    launch: Any = None,
     dtype: str | None = None,
     compute: str | None = None,
     weights: str | None = None,
@@ -156,7 +166,34 @@ def predict(
     yours takes for the same Python; `pause_s` how long it does something else after each step, while the device works
     off what is queued. The pause is no part of the step's time, but of what shares, tokens per second and the breakdown
     are of. `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, as flopcalc.bind takes them.
+    `launch` is a launch file of a training framework, as in estimate_flops.
     """
+    if launch is not None:
+        said = {
+            "lora": lora, "recompute": recompute, "compute": compute, "dtype": dtype, "autocast": autocast,
+            "weights": weights, "freeze": recipe, "model": model, "seq": sizes.get("seq_len", workload),
+            "lengths": sizes.get("lengths"), "batch": sizes.get("batch_size", sizes.get("batch", workload)),
+            "grad_accum": None if grad_accum == 1 else grad_accum,
+        }  # fmt: skip
+        given = {name for name, value in said.items() if value is not None}
+        applied = apply_launch(
+            launch, "predict", given | ({"lora", "recompute"} if recipe is not None else set()), model
+        )
+        options = applied.options
+        renamed = {"seq": "seq_len", "batch": "batch_size"}
+        sizes |= {renamed[name]: options[name] for name in renamed if name in options}
+        launched = predict(
+            options.get("model", model), workload, device=device, dtype=dtype, compute=options.get("compute", compute),
+            weights=options.get("weights", weights), kv_cache=kv_cache, autocast=autocast, optimizer=optimizer,
+            execution=execution, compiled=compiled, attention_kernel=attention_kernel,
+            recipe={"freeze": options["freeze"]} if "freeze" in options else recipe, lora=options.get("lora", lora),
+            recompute=options.get("recompute", recompute), spec=spec,
+            grad_accum=options.get("grad_accum", grad_accum), host_factor=host_factor, pause_s=pause_s, memory=memory,
+            advise=advise, model_type=model_type, **sizes,
+        )  # fmt: skip
+        return launched._replace(notes=(*launched.notes, *applied.notes))
+    if model is None:
+        raise ConfigError("which model? Give its name, path or config first, or launch=")
     for name in ("convention", "freeze", "train_only", "clipping"):
         if name in sizes:
             where = "the recipe: recipe={...}" if name != "convention" else "estimate_flops; MFU and HFU have their own"

@@ -304,6 +304,10 @@ class Estimate:
     def __hash__(self) -> int:
         return hash((self.forward, self.backward, self.recompute, self.clipping, self.convention))
 
+    def add_notes(self, notes: Iterable[str]) -> Estimate:
+        """The same estimate with more notes."""
+        return Estimate(self.terms, self.flops, (*self._notes, *notes))
+
     def total_under(self, convention: str) -> int:
         """The total FLOPs of the same work under another convention."""
         check_word(convention, CONVENTIONS, "convention")

@@ -1,0 +1,214 @@
+"""Launch files of training frameworks: what they say of model, LoRA, precision, batch, length, checkpointing, GPUs."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from flopcalc.api import bind
+from flopcalc.core.model.config import load_config
+from flopcalc.data import describe_install, list_data_files, load_toml
+from flopcalc.errors import ConfigError, SpecError, format_value
+from flopcalc.files import MAX_TOML_BYTES, read_json, read_text
+from flopcalc.integrations.launch.settings import Settings, Taken
+
+# Asked in this order: the first whose keys are in the file reads it.
+FRAMEWORKS = ("axolotl", "ms_swift", "llamafactory", "torchtitan", "trl", "accelerate", "training_arguments")
+_FOLDER = os.path.dirname(__file__)
+# Options of a file that a command has no use for.
+_UNUSED = {
+    "estimate": ("tp", "cp", "pp"), "predict": ("tp", "cp", "pp", "gpus"),
+    "plan": ("batch", "grad_accum"),
+}  # fmt: skip
+# An option that is given takes the place of these too.
+_TOGETHER = (
+    {"recompute", "gradient_checkpointing"}, {"compute", "dtype", "autocast"}, {"seq", "text", "lengths"},
+    {"batch", "lengths"}, {"freeze", "train_only", "lora"}, {"lora", "train_only"},
+)  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """What launch files say: options with where each was taken from, and keys that are not understood."""
+
+    files: tuple[str, ...]
+    frameworks: tuple[str, ...]
+    taken: dict[str, Taken]  # option -> value and key
+    not_understood: tuple[str, ...]
+
+
+def read_launch(launch: Any) -> Launch:
+    """Read one launch file or several; where two say the same, the first one holds."""
+    paths = [launch] if isinstance(launch, (str, os.PathLike)) else list(launch) if isinstance(launch, Iterable) else []
+    if not paths or not all(isinstance(path, (str, os.PathLike)) for path in paths):
+        raise ConfigError(f"launch must be the path of a launch file, or several, not {format_value(launch)}")
+    settings = Settings()
+    frameworks, unknown = [], []
+    names = [str(os.fspath(path)) for path in paths]
+    for path in names:
+        values = _flatten(_load(path))
+        table = _detect(values, path)
+        settings.add_file(os.path.basename(path), table["name"])
+        frameworks.append(str(table["name"]))
+        keys: Mapping[str, str] = table["keys"]
+        for key, value in values.items():
+            if key in keys:
+                if not settings.take(keys[key], value, key):
+                    unknown.append(f"{key}: {format_value(value)}")
+            elif not _is_ignored(key, value, table["ignored"]["keys"]):
+                unknown.append(key)
+        flavours = table.get("flavours", {})
+        for key, value in table.get("defaults", {}).items():
+            if not any(keys[key] == keys.get(other) for other in values):
+                settings.take_default(keys[key], value)
+        unknown += settings.finish_file(flavours)
+    return Launch(tuple(names), tuple(frameworks), settings.finish(), tuple(unknown))
+
+
+class Applied(NamedTuple):
+    """What a command takes from launch files: its options, and a report."""
+
+    options: dict[str, Any]
+    report: dict[str, Any]  # files, frameworks, taken, overridden, not_understood
+
+    @property
+    def notes(self) -> list[str]:
+        """The report in words."""
+        files = ", ".join(
+            f"{os.path.basename(path)} ({name})"
+            for path, name in zip(self.report["files"], self.report["frameworks"], strict=True)
+        )
+        taken = "; ".join(
+            f"{each['option']} {_shorten(each['value'])} from {each['key']}" for each in self.report["taken"]
+        )
+        notes = [f"taken from {files}: {taken or 'nothing'}"]
+        if self.report["overridden"]:
+            notes.append(f"given beside the launch file, so not taken from it: {', '.join(self.report['overridden'])}")
+        if self.report["not_understood"]:
+            notes.append(f"not understood in the launch file: {', '.join(self.report['not_understood'])}")
+        return notes
+
+
+def apply_launch(launch: Any, command: str, given: Iterable[str] = (), model: Any = None) -> Applied:
+    """What launch files say for estimate, predict or plan; `given` are options that the user gave, which win."""
+    found = read_launch(launch)
+    taken, unknown, given = dict(found.taken), list(found.not_understood), set(given)
+    spread = math.prod(taken[word].value for word in ("tp", "cp", "pp") if word in taken)
+    gpus = taken["gpus"].value if "gpus" in taken else spread
+    ranks = gpus // spread
+    if command == "plan":
+        if "batch" in taken:
+            many = taken["batch"].value * ranks * (taken["grad_accum"].value if "grad_accum" in taken else 1)
+            keys = [taken[word].key for word in ("batch", "grad_accum") if word in taken]
+            taken["global_batch"] = Taken(many, " × ".join([*keys, f"{ranks} data-parallel ranks"]))
+    else:
+        if "recompute" in taken and taken["recompute"].value == "selective":
+            unknown.append(f"{taken.pop('recompute').key}: selective, counted as none")
+        if command == "estimate" and ranks > 1 and "batch" in taken:
+            # One step of all GPUs: its FLOPs are what their time and peaks are compared with.
+            taken["batch"] = Taken(taken["batch"].value * ranks, f"{taken['batch'].key} × {ranks} data-parallel ranks")
+    for word in _UNUSED[command]:
+        taken.pop(word, None)
+    if model is None and "model" in taken and "download" not in given:
+        taken["model"] = _find_preset(taken["model"])
+    own = model if model is not None else taken["model"].value if "model" in taken else None
+    if own is None:
+        raise ConfigError(f"{', '.join(found.files)}: no model in it that is known here; give one beside --launch")
+    if "freeze" in taken and bind(own, download="download" in given).vision is None:
+        del taken["freeze"]  # of towers that a text model has not
+    overridden = [
+        word for word in taken if word in given or any(word in group and given & group for group in _TOGETHER)
+    ]
+    kept = {word: each for word, each in taken.items() if word not in overridden}
+    report = {
+        "files": list(found.files), "frameworks": list(found.frameworks),
+        "taken": [{"option": word, "value": each.value, "key": each.key} for word, each in kept.items()],
+        "overridden": overridden, "not_understood": unknown,
+    }  # fmt: skip
+    return Applied({word: each.value for word, each in kept.items()}, report)
+
+
+def _find_preset(model: Taken) -> Taken:
+    """The model itself where its config is at hand; else the preset that has its name, without -Instruct."""
+    try:
+        load_config(model.value)
+        return model
+    except ConfigError:
+        name = re.sub(r"-(instruct|chat|it|base|hf)$", "", model.value.rpartition("/")[2].lower())
+        if model.value.count("/") != 1 or name not in list_data_files("presets"):
+            raise
+        return Taken(name, f"{model.key}: {model.value}, by its name")
+
+
+def _shorten(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={_shorten(each)}" for key, each in value.items())
+    return "+".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _load(path: str) -> dict[str, Any]:
+    """A mapping from a TOML, JSON or YAML file."""
+    ending = os.path.splitext(path)[1].lower()
+    if ending == ".toml":
+        try:
+            return load_toml(path)
+        except SpecError as problem:
+            raise ConfigError(str(problem)) from None
+    if ending == ".json":
+        found = read_json(path, MAX_TOML_BYTES, ConfigError)
+    elif ending in (".yaml", ".yml"):
+        found = _load_yaml(path)
+    else:
+        raise ConfigError(f"{path}: a launch file ends in .yaml, .yml, .toml or .json")
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: holds {format_value(found)}, not a mapping of settings")
+    return found
+
+
+def _load_yaml(path: str) -> Any:
+    text = read_text(path, MAX_TOML_BYTES, ConfigError)
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"--launch with YAML needs pyyaml: {describe_install('launch')}") from None
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
+        mark = getattr(problem, "problem_mark", None)
+        reason = getattr(problem, "problem", None) or (str(problem).splitlines() or [type(problem).__name__])[0]
+        where = f" in line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}: not valid YAML: {reason[:200]}{where}") from None
+
+
+def _flatten(values: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names; a mapping's own name stays where it is empty."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{before}{name}"
+        if isinstance(value, Mapping) and value and key.count(".") < 8:
+            found |= _flatten(value, f"{key}.")
+        else:
+            found[key] = value
+    return found
+
+
+def _detect(values: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The table of the framework whose file this is."""
+    for name in FRAMEWORKS:
+        table: dict[str, Any] = load_toml(os.path.join(_FOLDER, f"{name}.toml"))
+        if any(all(key in values for key in words.split("&")) for words in table["detect"]):
+            return table
+    raise ConfigError(
+        f"{path}: not a launch file of axolotl, LLaMA-Factory, ms-swift, torchtitan, TRL, accelerate or HF's "
+        "TrainingArguments: none of their keys is in it"
+    )
+
+
+def _is_ignored(key: str, value: Any, patterns: Iterable[str]) -> bool:
+    """Whether a key is known to change no FLOPs; a pattern with a value speaks of that value alone."""
+    if value is None or value == {} or value == []:
+        return True
+    return any(fnmatchcase(f"{key}={value}" if "=" in pattern else key, pattern) for pattern in patterns)

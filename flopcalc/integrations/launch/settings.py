@@ -1,0 +1,209 @@
+"""Settings of launch files in the frameworks' words become flopcalc's options, each with where it was taken from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from flopcalc.core.recipe.formats import parse_compute
+from flopcalc.errors import ConfigError, FlopcalcError, format_value
+from flopcalc.units import check_size
+
+_SIZES = ("seq", "batch", "grad_accum", "gpus", "max_pixels", "global_batch", "tp", "cp", "pp", "lora.r")
+_FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16", "tf32", "fp8", "lora.all_linear",
+          "freeze.vision", "freeze.projector", "freeze.language")  # fmt: skip
+_ADAPTERS = {"lora": True, "qlora": True, "longlora": True, "full": False, "none": False, "": False}
+_CHECKPOINTING = {"none": False, "full": True, "unsloth": True, "offload": True, "offload_disk": True}
+_ALL_LINEAR = ("all", "all-linear", "all_linear")
+
+
+class Taken(NamedTuple):
+    """An option's value, and the key of the file that says it."""
+
+    value: Any
+    key: str
+
+
+class Settings:
+    """What launch files have said so far, under plain words; the first to say something holds."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, Taken] = {}
+        self._file = ""
+        self._framework = ""
+
+    def add_file(self, name: str, framework: str) -> None:
+        self._file, self._framework = name, framework
+
+    def take(self, word: str, value: Any, key: str) -> bool:
+        """Note a setting; whether its value is understood."""
+        if value is None or (value == "auto" and word not in ("bf16", "dtype")):
+            return True  # the framework's own choice
+        try:
+            read = _read(word, value, key)
+        except FlopcalcError as error:
+            raise ConfigError(f"{self._file}: {error}") from None
+        if read is not None:
+            self._said.setdefault(word, Taken(read, key))
+        return read is not None
+
+    def take_default(self, word: str, value: Any) -> None:
+        """What the framework takes where its file says nothing."""
+        if word not in self._said:
+            self._said[word] = Taken(value, f"{self._framework}'s default")
+
+    def finish_file(self, flavours: Mapping[str, str]) -> list[str]:
+        """Turn torchtitan's model and flavour into a preset; what is not understood of the file as a whole."""
+        name, flavour = self._said.pop("titan.name", None), self._said.pop("titan.flavor", None)
+        if name is None or flavour is None:
+            return []
+        preset = flavours.get(f"{name.value} {flavour.value}")
+        if preset is None:
+            return [f"{name.key}: {name.value}, {flavour.key}: {flavour.value}"]
+        self._said.setdefault("model", Taken(preset, f"{name.key} and {flavour.key}"))
+        return []
+
+    def finish(self) -> dict[str, Taken]:
+        """flopcalc's options."""
+        said = self._said
+        plain = ("model", "seq", "grad_accum", "max_pixels", "tp", "cp", "pp")
+        found = {word: said[word] for word in plain if word in said}
+        found |= self._make_batch() | self._make_recompute() | self._make_lora() | self._make_formats()
+        frozen = [said[word] for word in said if word.startswith("freeze.") and said[word].value]
+        names = [word.removeprefix("freeze.") for word in said if word.startswith("freeze.") and said[word].value]
+        if frozen and "lora" not in found:  # LoRA freezes everything else anyway
+            found["freeze"] = Taken(tuple(names), ", ".join(dict.fromkeys(each.key for each in frozen)))
+        return found
+
+    def _make_batch(self) -> dict[str, Taken]:
+        """Sequences of a micro-batch on one GPU, and the GPUs."""
+        said, found = self._said, {}
+        degrees = [said[word].value for word in ("tp", "cp", "pp") if word in said]
+        spread = 1
+        for degree in degrees:
+            spread *= degree
+        if "batch" in said:
+            found["batch"] = said["batch"]
+        dp = [said[word] for word in ("dp", "dp_shard") if word in said]
+        if "gpus" in said:
+            found["gpus"] = said["gpus"]
+        elif dp and all(each.value > 0 for each in dp) and "dp_shard" in said:
+            gpus = spread
+            for each in dp:
+                gpus *= each.value
+            keys = [said[word].key for word in ("dp", "dp_shard", "tp", "cp", "pp") if word in said]
+            found["gpus"] = Taken(gpus, " × ".join(keys))
+        if "gpus" in found and "batch" in said and found["gpus"].value % spread:
+            raise ConfigError(f"{found['gpus'].value} GPUs are no multiple of tp · cp · pp = {spread}")
+        if "gpus" in found and "batch" in said and "global_batch" in said:
+            each = said["batch"].value * (found["gpus"].value // spread)
+            many, rest = divmod(said["global_batch"].value, each)
+            if rest or not many:
+                whole = said["global_batch"].value
+                raise ConfigError(f"a global batch of {whole} is no multiple of {each}, the micro-batches of all GPUs")
+            found["grad_accum"] = Taken(many, said["global_batch"].key)
+        return found
+
+    def _make_recompute(self) -> dict[str, Taken]:
+        said = self._said
+        asked = said.get("checkpointing")
+        if "no_checkpointing" in said:
+            off = said["no_checkpointing"]
+            asked = Taken(not off.value, off.key)
+        if asked is None:
+            return {}
+        if asked.value == "selective" or not asked.value:
+            return {"recompute": Taken(asked.value or "none", asked.key)}
+        reentrant = said.get("reentrant")
+        is_reentrant = reentrant is not None and reentrant.value
+        keys = ", ".join(dict.fromkeys(each.key for each in (asked, reentrant) if each is not None))
+        return {"recompute": Taken("full-reentrant" if is_reentrant else "full", keys)}
+
+    def _make_lora(self) -> dict[str, Taken]:
+        said = self._said
+        asked = said.get("adapter", said.get("use_peft"))
+        if asked is None or not asked.value:
+            return {}
+        targets = said.get("lora.targets")
+        if "lora.all_linear" in said and said["lora.all_linear"].value:
+            targets = Taken(("all-linear",), said["lora.all_linear"].key)
+        if targets is None:
+            raise ConfigError(f"{self._file}: {asked.key} asks for LoRA, but no key says its target modules")
+        lora = {"r": said["lora.r"].value if "lora.r" in said else 8, "targets": targets.value}
+        if "lora.save" in said:
+            lora["save"] = said["lora.save"].value
+        if "lora.dtype" in said:
+            lora["dtype"] = said["lora.dtype"].value
+        words = ("lora.r", "lora.save", "lora.dtype")
+        keys = [asked.key, targets.key, *(said[word].key for word in words if word in said)]
+        return {"lora": Taken(lora, ", ".join(dict.fromkeys(keys)))}
+
+    def _make_formats(self) -> dict[str, Taken]:
+        """What products are computed in, and how weights are stored."""
+        said, found = self._said, {}
+        if "converters" in said and "fp8" in said["converters"].value:
+            found["compute"] = Taken("fp8", said["converters"].key)
+        for word in ("fp8", "bf16", "fp16", "mixed_precision", "dtype", "tf32"):
+            if word in said and "compute" not in found and said[word].value:
+                value = said[word].value
+                found["compute"] = Taken(word if value is True else value, said[word].key)
+        bits = said.get("bits")
+        for word, number in (("bits.4", 4), ("bits.8", 8)):
+            if word in said and said[word].value:
+                bits = Taken(number, said[word].key)
+        if bits is not None:
+            found["weights"] = Taken({4: "nf4", 8: "int8"}[bits.value], bits.key)
+        return found
+
+
+def _read(word: str, value: Any, key: str) -> Any:
+    """A setting's checked value; None where it is not understood."""
+    if word in _SIZES:
+        return check_size(int(value) if isinstance(value, str) and value.isdigit() else value, key)
+    if word in _FLAGS:
+        return value if isinstance(value, bool) else None
+    if word == "bf16":
+        return True if value == "auto" else value if isinstance(value, bool) else None
+    if word in ("dp", "dp_shard"):
+        return check_size(value, key, -1)
+    if word in ("model", "titan.name", "titan.flavor"):
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"{key} must be a name or path, not {format_value(value)}")
+        return value
+    if word == "adapter":
+        return _ADAPTERS.get(str(value).lower())
+    if word == "checkpointing":
+        return value if isinstance(value, bool) or value == "selective" else _CHECKPOINTING.get(str(value).lower())
+    if word == "bits":
+        return value if value in (4, 8) and not isinstance(value, bool) else None
+    if word in ("lora.targets", "lora.save"):
+        return _read_names(word, value)
+    if word == "converters":
+        return _read_converters(value)
+    if word in ("dtype", "mixed_precision", "lora.dtype"):
+        return _read_format(value, key)
+    raise AssertionError(word)
+
+
+def _read_names(word: str, value: Any) -> tuple[str, ...] | None:
+    """Module names as a list, or as text with commas; 'all' stands for every linear layer."""
+    names = [piece.strip() for piece in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) and name for name in names):
+        return None
+    if word == "lora.targets" and len(names) == 1 and names[0] in _ALL_LINEAR:
+        return ("all-linear",)
+    return None if any(sign in name for name in names for sign in "*^$(|\\") else tuple(names)
+
+
+def _read_converters(value: Any) -> tuple[str, ...] | None:
+    """torchtitan's model converters: float8 ones change the format of products."""
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        return None
+    known = {"float8": "fp8", "quantize.linear.float8": "fp8", "quantize.grouped_mm.float8": "fp8"}
+    return tuple(known[name] for name in value) if all(name in known for name in value) else None
+
+
+def _read_format(value: Any, key: str) -> Any:
+    if value in ("no", "auto"):
+        return False
+    return parse_compute(str(value).removeprefix("torch."), key)

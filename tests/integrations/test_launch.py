@@ -1,0 +1,272 @@
+"""Launch files of every framework: what is taken, from where, what is not understood, and what wins."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from flopcalc import ConfigError, estimate_flops, plan, predict
+from flopcalc.cli import main
+from flopcalc.integrations.launch import FRAMEWORKS, read_launch
+
+AXOLOTL = """
+base_model: Qwen/Qwen3-8B
+load_in_4bit: true
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_target_modules: [q_proj, v_proj]
+lora_modules_to_save: [lm_head]
+sequence_len: 4096
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+gradient_checkpointing: true
+gradient_checkpointing_kwargs: {use_reentrant: true}
+bf16: auto
+datasets: [{path: x, type: alpaca}]
+learning_rate: 0.0002
+weird_key: 3
+"""
+LLAMAFACTORY = """
+model_name_or_path: Qwen/Qwen2-VL-7B-Instruct
+stage: sft
+finetuning_type: full
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+bf16: true
+template: qwen2_vl
+"""
+SWIFT = """
+model: Qwen/Qwen2.5-7B-Instruct
+tuner_type: lora
+torch_dtype: bfloat16
+max_length: 2048
+gradient_accumulation_steps: 16
+gradient_checkpointing: false
+lora_rank: 4
+"""
+TITAN = """
+[job]
+dump_folder = "out"
+[model]
+name = "llama3"
+flavor = "8B"
+converters = ["float8"]
+[training]
+local_batch_size = 1
+global_batch_size = 32
+seq_len = 8192
+[parallelism]
+data_parallel_shard_degree = 8
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "full"
+"""
+TRL = """
+model_name_or_path: openai-community/gpt2
+use_peft: true
+lora_target_modules: c_attn
+max_length: 512
+per_device_train_batch_size: 4
+bf16: true
+"""
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+num_processes: 8
+mixed_precision: bf16
+fsdp_config: {fsdp_activation_checkpointing: true}
+"""
+ARGUMENTS = json.dumps({
+    "output_dir": "out", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "fp16": True,
+    "gradient_checkpointing": False, "odd": 1, "max_length": 100,
+})  # fmt: skip
+CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
+    # file: text, framework, what estimate_flops is to be given, what is not understood
+    "axolotl.yml": (
+        AXOLOTL, "axolotl",
+        {"model": "qwen3-8b", "seq_len": 4096, "batch_size": 2, "grad_accum": 4, "compute": "bf16", "weights": "nf4",
+         "lora": {"r": 32, "targets": ("q_proj", "v_proj"), "save": ("lm_head",)}, "recompute": "full-reentrant"},
+        ["weird_key"],
+    ),
+    "lf.yaml": (
+        LLAMAFACTORY, "LLaMA-Factory",
+        {"model": "qwen2-vl-7b", "seq_len": 2048, "grad_accum": 2, "compute": "bf16",
+         "recipe": {"freeze": ("vision", "projector"), "recompute": "full-reentrant"}},
+        [],
+    ),
+    "swift.yaml": (
+        SWIFT, "ms-swift",
+        {"model": "qwen2.5-7b", "seq_len": 2048, "grad_accum": 16, "compute": "bf16",
+         "lora": {"r": 4, "targets": ("all-linear",)}},
+        [],
+    ),
+    "titan.toml": (
+        TITAN, "torchtitan",
+        {"model": "llama-3.1-8b", "seq_len": 8192, "batch_size": 8, "grad_accum": 4, "compute": "fp8",
+         "recompute": "full"},
+        [],
+    ),
+    "trl.yaml": (
+        TRL, "TRL",
+        {"model": "gpt2", "seq_len": 512, "batch_size": 4, "compute": "bf16", "recompute": "full",
+         "lora": {"r": 16, "targets": ("c_attn",)}},
+        [],
+    ),
+    "args.json": (
+        ARGUMENTS, "HF TrainingArguments",
+        {"model": "gpt2", "seq_len": 100, "batch_size": 2, "grad_accum": 8, "compute": "fp16"},
+        ["odd"],
+    ),
+}  # fmt: skip
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+class Done(NamedTuple):
+    """What a command printed, and how it ended."""
+
+    exit_code: Any
+    stdout: str
+    output: str  # errors too
+
+
+def run(*arguments: str) -> Done:
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(list(arguments))
+        except SystemExit as end:
+            code = end.code  # type: ignore[assignment]
+    return Done(code, out.getvalue(), out.getvalue() + err.getvalue())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_files_say(name: str, tmp_path: Path) -> None:
+    text, framework, expected, unknown = CASES[name]
+    path = write(tmp_path, name, text)
+    model = "gpt2" if name == "args.json" else None  # these arguments name no model
+    found = estimate_flops(model, launch=path, convention="hardware")
+    same = estimate_flops(**expected, convention="hardware")
+    assert (found.flops, found.terms[0].load) == (same.flops, same.terms[0].load)
+    assert found.terms[0].estimator.recipe == same.terms[0].estimator.recipe
+    assert found.terms[0].estimator.formats == same.terms[0].estimator.formats
+    launch = read_launch(path)
+    assert launch.frameworks == (framework,)
+    assert list(launch.not_understood) == unknown
+    assert any(note.startswith(f"taken from {name} ({framework}): ") for note in found.notes)
+
+
+def test_command_prints_what_it_took_and_what_it_did_not_understand(tmp_path: Path) -> None:
+    path = write(tmp_path, "axolotl.yml", AXOLOTL)
+    shown = json.loads(run("estimate", "--launch", path, "--batch", "1", "--json").stdout)
+    report = shown["launch"]
+    assert report["frameworks"] == ["axolotl"]
+    assert {each["option"]: each["key"] for each in report["taken"]} == {
+        "model": "base_model", "seq": "sequence_len", "grad_accum": "gradient_accumulation_steps",
+        "recompute": "gradient_checkpointing, gradient_checkpointing_kwargs.use_reentrant",
+        "lora": "adapter, lora_target_modules, lora_r, lora_modules_to_save", "compute": "bf16",
+        "weights": "load_in_4bit",
+    }  # fmt: skip
+    assert report["overridden"] == ["batch"]
+    assert report["not_understood"] == ["weird_key"]
+    assert shown["workload"]["batch"] == 1
+    table = " ".join(run("estimate", "--launch", path).stdout.split())
+    assert "seq 4096 from sequence_len" in table
+    assert "not understood in the launch file: weird_key" in table
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "expected"),
+    [
+        (["--seq", "100"], "seq", 100),
+        (["--lengths", "100,200"], "lengths", [100, 200]),
+        (["--grad-accum", "2"], "grad_accum", 2),
+    ],
+)
+def test_options_win_over_the_file(options: list[str], key: str, expected: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, "axolotl.yml", AXOLOTL)
+    shown = json.loads(
+        run("estimate", "qwen3-4b", "--lora", "r=2,targets=q_proj", "--launch", path, *options, "--json").stdout
+    )
+    assert shown["workload"][key] == expected
+    assert shown["model"]["name"] == "qwen3-4b"
+    assert shown["recipe"]["lora"]["r"] == 2
+
+
+def test_two_files_and_gpus(tmp_path: Path) -> None:
+    first, second = write(tmp_path, "trl.yaml", TRL), write(tmp_path, "accelerate.yaml", ACCELERATE)
+    found = estimate_flops(launch=[first, second])
+    assert found.terms[0].load.rows == 32  # 4 on each of 8 GPUs
+    shown = json.loads(
+        run("estimate", "--launch", first, "--launch", second, "--peak", "100T", "--step-time", "1", "--json").stdout
+    )
+    assert shown["mfu"]["value"] == pytest.approx(found.total / 8e14, rel=1e-12)
+
+
+@pytest.mark.heavy
+def test_predict_and_plan(tmp_path: Path) -> None:
+    trl = write(tmp_path, "trl.yaml", TRL)
+    shown = json.loads(run("predict", "--launch", trl, "--device", "h200", "--json").stdout)
+    found = predict(launch=trl, device="h200")
+    same = predict("gpt2", device="h200", seq_len=512, batch_size=4, compute="bf16", recompute="full",
+                   lora="r=16,targets=c_attn")  # fmt: skip
+    assert shown["step_time_s"]["mid"] == found.step_time_s.mid == same.step_time_s.mid
+    assert shown["launch"]["frameworks"] == ["TRL"]
+    text = TITAN.replace('converters = ["float8"]\n', "")
+    plain = write(tmp_path, "plain.toml", text)
+    planned = json.loads(run("plan", "--launch", plain, "--device", "h200", "--tokens", "1B", "--json").stdout)
+    assert (planned["gpus"], planned["global_batch"]) == (16, 32)
+    assert all(entry["layout"]["tp"] == 2 for entry in planned["best"])
+    direct = plan(launch=plain, device="h200", tokens="1B")
+    assert direct.to_dict()["best"] == planned["best"]
+    missing = run("plan", "--launch", trl, "--device", "h200", "--tokens", "1B")
+    assert missing.exit_code == 2
+    assert "Missing option '--gpus'" in missing.output
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "base_model: [", "not valid YAML: "),
+        ("a.yaml", "- 1\n- 2\n", "holds [1, 2], not a mapping of settings"),
+        ("a.yaml", "base_model: !!python/object/apply:os.system ['true']", "not valid YAML: could not determine"),
+        ("a.yaml", "nothing: known", "not a launch file of axolotl, LLaMA-Factory"),
+        ("a.yaml", "base_model: 3\n", "a.yaml: base_model must be a name or path, not 3"),
+        ("a.yaml", "base_model: gpt2\nsequence_len: -4\n", "a.yaml: sequence_len must be at least 1, not -4"),
+        ("a.yaml", "base_model: gpt2\nadapter: lora\nsequence_len: 8\n", "asks for LoRA, but no key says its targe"),
+        ("a.yaml", "micro_batch_size: 1\nsequence_len: 8\n", "no model in it that is known here; give one"),
+        ("a.yaml", "base_model: no/such-model\nsequence_len: 8\n", "'no/such-model' is neither a path"),
+        ("a.toml", "[model\n", "not valid TOML: "),
+        ("a.json", "{", "not valid JSON: "),
+        ("a.txt", "", "a launch file ends in .yaml, .yml, .toml or .json"),
+    ],
+)  # fmt: skip
+def test_bad_files_are_one_line(name: str, text: str, message: str, tmp_path: Path) -> None:
+    done = run("estimate", "--launch", write(tmp_path, name, text))
+    assert done.exit_code != 0
+    assert message in done.output
+    assert done.output.count("\n") == 1
+
+
+def test_bad_arguments() -> None:
+    for launch in (3, [], [3]):
+        with pytest.raises(ConfigError, match="launch must be the path of a launch file"):
+            estimate_flops(launch=launch)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        estimate_flops(launch="no-such-file.yaml")
+    with pytest.raises(ConfigError, match="which model"):
+        estimate_flops(seq_len=3)
+
+
+def test_every_framework_has_its_table() -> None:
+    folder = Path(__file__).parents[2] / "flopcalc" / "integrations" / "launch"
+    assert {path.stem for path in folder.glob("*.toml")} == set(FRAMEWORKS)
