@@ -7,6 +7,8 @@ The protocol, fixed before anything was measured:
 - TEST holds other sizes, batches and lengths, timed alone. Nobody looks at them before the model is frozen, that is
   committed; then `report` predicts every case once.
 - Steps are timed without pause by the device's clock, as the large steps of predict_error.py: the middle of all steps.
+- A fixed probe, timed around each case, tells how many times longer than the calibrated host this one takes; `report`
+  predicts with that factor, as predict_error.py does.
 - Weights are HF's own random ones, so a router prefers few experts; how many rows each expert gets is kept.
 - Versions of transformers run other code for experts. A run is of one version, named in its provenance.
 """
@@ -14,6 +16,7 @@ The protocol, fixed before anything was measured:
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import statistics
 import sys
@@ -166,14 +169,19 @@ def find_routes(runner: Any, case: Json) -> list[list[int]]:
 def compare(case: Json, version: str) -> Json:
     """One case: measured, predicted, error, inside the interval or not."""
     from flopcalc import predict
+    from flopcalc.prediction.machine import load_predictor
 
+    constants = load_predictor("h200-sxm")
+    assert constants is not None
+    pace = case["probe_s"] / constants["probe_s"]["train"]
     found = predict(
         get_config(case["model"]), device="h200", batch_size=case["batch"], seq_len=case["seq"],
-        recompute=case["recompute"], advise=False, transformers=version,
+        recompute=case["recompute"], advise=False, transformers=version, host_factor=pace,
     )  # fmt: skip
     low, mid, high = found.step_time_s
     return {
         **{key: case[key] for key in ("model", "batch", "seq", "recompute")},
+        "host_factor": round(pace, 3),
         "measured_s": case["seconds"],
         "predicted_s": round(mid, 6),
         "low_s": round(low, 6),
@@ -188,17 +196,17 @@ def report(measured: Path) -> str:
     """All cases of a file and the sums."""
     from flopcalc.grids import format_grid
 
-    kept = json.loads(measured.read_text())
+    kept = json.loads(gzip.decompress(measured.read_bytes()) if measured.suffix == ".gz" else measured.read_bytes())
     version = kept["provenance"]["transformers"]
     rows = [compare(case, version) for case in kept["cases"]]
     errors = [abs(row["error"]) for row in rows]
     lines = [
-        [row["model"], f"{row['batch']} × {row['seq']}", row["recompute"], row["bound"],
+        [row["model"], f"{row['batch']} × {row['seq']}", row["recompute"], row["bound"], f"{row['host_factor']:.2f}",
          f"{1e3 * row['measured_s']:.2f}", f"{1e3 * row['predicted_s']:.2f}", f"{100 * row['error']:+.1f} %",
          "yes" if row["is_inside"] else "no"]
         for row in rows
     ]  # fmt: skip
-    head = ["model", "tokens", "recompute", "bound", "measured ms", "predicted ms", "error", "inside"]
+    head = ["model", "tokens", "recompute", "bound", "host factor", "measured ms", "predicted ms", "error", "inside"]
     inside = sum(row["is_inside"] for row in rows)
     return (
         f"transformers {version}: {len(rows)} steps, {100 * statistics.median(errors):.1f} % median error, "

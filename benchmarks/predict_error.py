@@ -236,7 +236,8 @@ def report(tested: Path, out: Path | None, predictor: Path | None = None) -> str
 
     test = _read(tested)
     with calibrated_here(predictor) as constants:
-        rows = [_compare(case, constants["probe_s"]) for case in join_rounds(test["cases"])]
+        version = test["provenance"]["transformers"]
+        rows = [_compare(case, constants["probe_s"], version) for case in join_rounds(test["cases"])]
     device, host = ([row for row in rows if row["bound"] == bound] for bound in ("device", "host"))
     summary = [
         _summarize(device, "device-bound steps"),
@@ -276,7 +277,7 @@ def calibrated_here(predictor: Path | None = None) -> Iterator[Json]:
             load_predictor.cache_clear()
 
 
-def _predict(case: Json, pace: float, pause_s: float) -> Any:
+def _predict(case: Json, pace: float, pause_s: float, version: str) -> Any:
     from flopcalc.prediction.step import predict
 
     context = {"context": case["context"]} if case["phase"] == "decode" else {}
@@ -285,7 +286,8 @@ def _predict(case: Json, pace: float, pause_s: float) -> Any:
         get_config(case["model"]), device="h200", optimizer=case["optimizer"], compiled=case["compiled"],
         attention_kernel="eager" if case["attention"] == "eager" else "auto",
         recipe={"recompute": case["recompute"]}, batch_size=case["batch"], seq_len=case["seq"],
-        image_grid_thw=images, phase=case["phase"], advise=False, host_factor=pace, pause_s=pause_s, **context,
+        image_grid_thw=images, phase=case["phase"], advise=False, host_factor=pace, pause_s=pause_s,
+        transformers=version, **context,
     )  # fmt: skip
 
 
@@ -294,11 +296,11 @@ def _take(case: Json) -> float:
     return float(case["ratio"] * case["probe_s"] if case["is_host"] else case["seconds"])
 
 
-def _compare(case: Json, probes: Json) -> Json:
+def _compare(case: Json, probes: Json, version: str) -> Json:
     from flopcalc.prediction.clock import name_mode
 
     seconds, pace = _take(case), case["probe_s"] / probes[name_mode(case["phase"])]
-    found = _predict(case, pace, case["probe_s"] if case["is_host"] else 0.0)
+    found = _predict(case, pace, case["probe_s"] if case["is_host"] else 0.0, version)
     low, mid, high = found.step_time_s
     named = ("model", "phase", "batch", "seq", "context", "grids", "attention", "recompute", "optimizer", "compiled")
     memory = case.get("peak_memory_bytes")

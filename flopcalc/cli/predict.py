@@ -44,6 +44,10 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 @execution_option("eager")
 @click.option("--compile", "compiled", is_flag=True, help="The same as --execution compiled.")
 @click.option("--host-factor", metavar="F", help="How many times longer than the measured CPU yours takes (default 1).")
+@click.option(
+    "--transformers", metavar="VERSION",
+    help="The version whose code runs (default 5.17); it matters for experts: 5.6 to 5.17 mask routed rows.",
+)
 @click.option("--memory", is_flag=True, help="Show what fills the memory, and the largest batch that fits.")
 @click.option("--top", metavar="N", help="Modules to list (default 8).")
 @format_options("table", "json", "html")
@@ -117,8 +121,9 @@ def _predict(model: str, options: dict[str, Any], memory: bool, said: Sequence[s
     options = {**options, "device": device, "convention": "hardware"}
     asked = make_estimate(model, options)
     found = predict_estimate(
-        asked.estimate, host_factor=read_rate(options["host_factor"], "--host-factor") or 1.0, **settings
-    )
+        asked.estimate, host_factor=read_rate(options["host_factor"], "--host-factor") or 1.0,
+        transformers=options["transformers"], **settings,
+    )  # fmt: skip
     kept = _compare_recompute(model, options, asked, found, settings) if memory else None
     largest = find_largest_batch(asked.estimate, **settings) if memory else None
     notes = [*said, *_list_notes(asked, found, options["optimizer"])]

@@ -23,6 +23,7 @@ class StandIn(NamedTuple):
 
 
 TEXT = StandIn("llama", "model.layers")
+EXPERTS = StandIn("olmoe", "model.layers")
 SEEING = StandIn("qwen2_vl", "model.language_model.layers", "model.visual.blocks")
 
 

@@ -13,6 +13,7 @@ from flopcalc.core.workload.sums import Either, Expression, Frames, InDecoder, M
 from flopcalc.core.workload.workload import Workload
 from flopcalc.prediction.fused import list_fused
 from flopcalc.prediction.operators import Operator, Operators, list_operators
+from flopcalc.prediction.routed import USUAL
 from flopcalc.prediction.rows import find_owed, name_module
 from flopcalc.prediction.sides import Sided, find_sides, find_widths, list_wide
 from flopcalc.prediction.timeline import Stack
@@ -42,16 +43,20 @@ def make_work(
     dtype_bytes: int = 2,
     kernel: str = "",
     execution: Execution = "eager",
+    transformers: str = USUAL,
 ) -> Work:
     """The work of one step, per micro-batch `load`.
 
     Products and attention come from the op list; everything else from the operators recorded of the model's family or,
     where `execution` is fused, from what fused kernels move. `kernel` is eager (attention as plain products and a
-    softmax) or a fused kernel; without, the device picks.
+    softmax) or a fused kernel; without, the device picks. `transformers` is the version whose code runs.
     """
     rows = estimator.rows(load, "hardware")
     is_fused = execution == "fused"
-    found = Operators((), (), (), True) if is_fused else _list_operators(estimator, load, kernel, dtype_bytes)
+    found = (
+        Operators((), (), (), True) if is_fused
+        else _list_operators(estimator, load, kernel, dtype_bytes, transformers)
+    )  # fmt: skip
     masked = {each.module for each in found.rows if each.kind == "attention_masked"}
     masked -= {each.module for each in found.rows if each.kind == "attention" and each.direction == "forward"}
     maker = _Maker(load, kernel, masked, found.has_dropout, is_fused, estimator.formats.attention)
@@ -318,17 +323,19 @@ def count_calls(load: Workload) -> int:
 
 
 # --- recorded operators of several streams ----------------------------------------------------------------------------
-def _list_operators(estimator: Estimator, load: Workload, kernel: str, dtype_bytes: int) -> Operators:
+def _list_operators(
+    estimator: Estimator, load: Workload, kernel: str, dtype_bytes: int, transformers: str
+) -> Operators:  # fmt: skip
     """Operators of the whole model; an encoder's, a decoder's and an audio tower's each over their own rows."""
     attention = "eager" if kernel == "eager" else "sdpa"
     sides = _find_sides(estimator, load)
-    main = list_operators(estimator, sides.get("language") or load, attention, dtype_bytes)
+    main = list_operators(estimator, sides.get("language") or load, attention, dtype_bytes, transformers)
     if not sides:
         return main
     listed = {"language": main}
     for stream, side in sides.items():
         if side is not None and stream != "language":
-            listed[stream] = list_operators(estimator, side, attention, dtype_bytes)
+            listed[stream] = list_operators(estimator, side, attention, dtype_bytes, transformers)
     streams = {f"{stage.path}.": stage.stream for stage in estimator.stages}
 
     def find_stream(row: Operator) -> str:

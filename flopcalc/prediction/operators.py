@@ -11,6 +11,7 @@ from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import FlopcalcError, SpecError, format_value
 from flopcalc.prediction.borrowed import (
+    EXPERTS,
     SEEING,
     TEXT,
     Borrowed,
@@ -38,6 +39,7 @@ from flopcalc.prediction.recordings import (
     sign_outside,
     sign_switches,
 )
+from flopcalc.prediction.routed import RECORDED, list_masks
 from flopcalc.prediction.rows import find_trained_rank
 from flopcalc.prediction.sides import find_widths
 
@@ -79,14 +81,17 @@ class Operators(NamedTuple):
     has_dropout: bool = False  # attention drops weights of the language model while it trains
 
 
-def list_operators(estimator: Estimator, load: Workload, attention: str = "sdpa", dtype_bytes: int = 2) -> Operators:
+def list_operators(
+    estimator: Estimator, load: Workload, attention: str = "sdpa", dtype_bytes: int = 2, transformers: str = RECORDED
+) -> Operators:  # fmt: skip
     """The operators of one step of HF's eager model: bytes of each, and what the host dispatches beside kernels.
 
-    `attention` is HF's attn_implementation; `dtype_bytes` the size of the model's floating dtype.
+    `attention` is HF's attn_implementation; `dtype_bytes` the size of the model's floating dtype; `transformers` the
+    version whose code runs.
     """
     if attention not in ATTENTION:
         raise FlopcalcError(f"attention {format_value(attention)} unknown; known: {', '.join(ATTENTION)}")
-    return _Reader(estimator, load, attention, dtype_bytes).read()
+    return _Reader(estimator, load, attention, dtype_bytes, transformers).read()
 
 
 class _Layer(NamedTuple):
@@ -119,11 +124,20 @@ _ADAPTER: list[tuple[str, str, int, str, str]] = [
 _NOTHING = _Layer(False, frozenset(), frozenset(), frozenset())
 
 
+def _list_experts(chain: Chain | None) -> list[str]:
+    """Names of a layer's modules that hold several experts."""
+    ops = iterate(chain) if chain is not None else ()
+    return list(dict.fromkeys(op.name.replace("*", "#") for op in ops if op.kind == "linear" and op.copies > 1))
+
+
 class _Reader:
     """Joins a recording with a model's sizes, its recipe and a workload."""
 
-    def __init__(self, estimator: Estimator, load: Workload, attention: str, dtype_bytes: int) -> None:
+    def __init__(
+        self, estimator: Estimator, load: Workload, attention: str, dtype_bytes: int, transformers: str
+    ) -> None:
         self.estimator, self.load, self.attention, self.dtype_bytes = estimator, load, attention, dtype_bytes
+        self.masks = list_masks(transformers)
         self.notes: dict[str, None] = {}
         self.stand_in: StandIn | None = None  # whose operators the modules of a model that was not recorded borrow
         self.rows: dict[tuple[Any, ...], int] = {}
@@ -299,8 +313,39 @@ class _Reader:
                 self._add_rows(back[from_], "b", own, name, group, count)
             if is_again and state.flows:
                 self._add_rows(number, "f", own, name, group, count, True)
+        for name in _list_experts(chain):
+            self._add_experts(path, name, state, count, scope._replace(module=name), is_again)
         if phase == "train" and (state.flows or not path) and self.stand_in is None:
             self._add_saved(path, chain, signature, where, state, count, scope, is_again)
+
+    def _add_experts(
+        self, path: str, name: str, state: _Layer, count: int, scope: Scope, is_again: bool
+    ) -> None:  # fmt: skip
+        """What the version of transformers does to routed rows; all that experts do, in a model that was not recorded.
+
+        HF gives all models with experts the same code.
+        """
+        phase, module = self.load.phase, join(f"{path}.*", name)
+        group = self._find_group(path, name)
+        ahead = behind = list[Any](self.masks)
+        if self.stand_in is not None:
+            ahead = [*self._find_experts(phase), *ahead]
+            behind = [*self._find_experts("train" if name in state.weights else "flow"), *behind]
+        self._add_table([row for row in ahead if row[0] == "f"], scope, module, group, count, False)
+        if phase != "train" or not self._has_gradient(path, name, state):
+            return
+        self._add_table([row for row in behind if row[0] == "b"], scope, module, group, count, False)
+        if is_again and state.flows:
+            self._add_table([row for row in ahead if row[0] == "f"], scope, module, group, count, True)
+
+    def _find_experts(self, phase: str) -> list[Any]:
+        """The operators of recorded experts."""
+        data = load_file(EXPERTS.name)
+        if data is None:
+            return []
+        layers = next(iter(data["parts"][f"{phase} sdpa"][EXPERTS.text].values()))
+        found: list[Any] = data["blocks"][layers["*"]["mlp.experts"]]
+        return found
 
     # --- a model that was not recorded --------------------------------------------------------------------------------
     def _find_source(self, path: str, chain: Chain | None, signature: str) -> tuple[str, str]:
@@ -342,7 +387,12 @@ class _Reader:
             found = borrow_layer(signature, chain, widths[path], given.size(), count_rows, has_cache)
         else:
             found = borrow_outside(given, recorded, count_rows, self.features["tokens"])
-        return [(each.source, each.module, self._make_scope(each)) for each in found if each.rows]
+        apart = _list_experts(chain)  # with operators of their own
+        return [
+            (each.source, each.module, self._make_scope(each))
+            for each in found
+            if each.rows and each.module not in apart
+        ]  # fmt: skip
 
     def _make_scope(self, each: Borrowed) -> Scope:
         """The features and sizes of a borrowed module; what the stand-in runs over tokens or patches, over its rows."""

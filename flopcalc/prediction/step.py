@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.estimate.estimate import Estimate, Estimator, check_estimate
 from flopcalc.core.estimate.utilization import hfu, mfu
+from flopcalc.core.model.ops import iterate
 from flopcalc.core.recipe.numbers import FormatOptions, Formats
 from flopcalc.core.recipe.recipe import join_recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
@@ -37,6 +38,7 @@ from flopcalc.prediction.memory import (
     predict_memory,
     resize_batch,
 )
+from flopcalc.prediction.routed import FREE, RECORDED, USUAL, parse_version
 from flopcalc.prediction.tensors import has_sdpa
 from flopcalc.units import MAX_SIZE, check_positive, check_size, format_bytes, format_seconds
 from flopcalc.words import EXECUTIONS, KERNELS, Execution, Recompute, check_flag, check_word
@@ -157,6 +159,7 @@ def predict(
     pause_s: float = 0.0,
     memory: bool = True,
     advise: bool = True,
+    transformers: str | None = None,
     **sizes: Any,
 ) -> Prediction:
     """Time, utilization and memory of one step of a model on one device.
@@ -165,7 +168,8 @@ def predict(
     or fused; `compiled=True` means compiled. `host_factor` says how many times longer than the measured machine's CPU
     yours takes for the same Python; `pause_s` how long it does something else after each step, while the device works
     off what is queued. The pause is no part of the step's time, but of what shares, tokens per second and the breakdown
-    are of. `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, as flopcalc.bind takes them.
+    are of. `transformers` is the version whose code runs, which matters for experts: 5.17 without.
+    `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, as flopcalc.bind takes them.
     `launch` is a launch file of a training framework, as in estimate_flops.
     """
     if launch is not None:
@@ -189,7 +193,7 @@ def predict(
             recipe={"freeze": options["freeze"]} if "freeze" in options else recipe, lora=options.get("lora", lora),
             recompute=options.get("recompute", recompute), spec=spec,
             grad_accum=options.get("grad_accum", grad_accum), host_factor=host_factor, pause_s=pause_s, memory=memory,
-            advise=advise, model_type=model_type, **sizes,
+            advise=advise, model_type=model_type, transformers=transformers, **sizes,
         )  # fmt: skip
         return launched._replace(notes=(*launched.notes, *applied.notes))
     if model is None:
@@ -226,7 +230,7 @@ def predict(
     return predict_estimate(
         estimate * grad_accum, device=device, dtype=dtype, optimizer=optimizer, execution=execution,
         compiled=compiled, memory=memory, attention_kernel=attention_kernel, host_factor=host_factor, pause_s=pause_s,
-        advise=advise,
+        advise=advise, transformers=transformers,
     )  # fmt: skip
 
 
@@ -259,6 +263,7 @@ def predict_estimate(
     host_factor: float = 1.0,
     pause_s: float = 0.0,
     advise: bool = True,
+    transformers: str | None = None,
 ) -> Prediction:
     """The step whose FLOPs were counted: as `predict`."""
     check_estimate(estimate)
@@ -280,11 +285,14 @@ def predict_estimate(
     if any(estimator.recipe.clipping != "none" for estimator, _, _ in estimate.terms):
         raise RecipeError("per-sample clipping is counted, not predicted: leave --clipping out")
     estimate, kernel, notes = _settle(estimate, kernel, chosen, is_asked=attention_kernel != "auto")
-    settings = _Settings(machine, optimizer, chosen, kernel, host_factor, pause_s)
+    version = parse_version(transformers) if transformers is not None else USUAL
+    settings = _Settings(machine, optimizer, chosen, kernel, host_factor, pause_s, version)
     if host_factor != 1 and chosen in ("graphs", "fused"):
         notes.append(f"execution {chosen} has no host time for each operator, so a host factor changes nothing")
     parts = list(estimate.terms)
     prediction = _predict(estimate, settings)
+    if transformers is None and has_routed(estimate) and chosen != "fused":
+        prediction = _cover_versions(prediction, _predict(estimate, settings._replace(transformers=RECORDED)))
     prediction = prediction._replace(
         notes=(*prediction.notes, describe_execution(chosen, parts[0].load.phase)),
         floors=find_floors(estimate, machine.device, None, machine.width, optimizer),
@@ -323,6 +331,7 @@ class _Settings(NamedTuple):
     kernel: str
     host_factor: float
     pause_s: float = 0.0
+    transformers: str = USUAL
 
     @property
     def is_compiled(self) -> bool:
@@ -478,7 +487,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         steps = "none" if i else settings.optimizer  # one optimizer's step for all micro-batches
         work = make_work(
             estimator, load, optimizer=steps, dtype_bytes=machine.width, kernel=settings.kernel,
-            execution=settings.execution,
+            execution=settings.execution, transformers=settings.transformers,
         )  # fmt: skip
         clock.add(work, times, load)
     seconds, bound = clock.interval(settings.host_factor, settings.pause_s), clock.bound(settings.host_factor)
@@ -496,7 +505,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         clock.modules(),
         None,
         "",
-        clock.evidence(),
+        {**clock.evidence(), "transformers": settings.transformers},
         tuple(clock.notes(bound)),
         execution=settings.execution,
         model=estimate.terms[0].estimator.source.name,
@@ -504,6 +513,25 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         dtype=machine.dtype,
         workload=estimate.describe(),
     )
+
+
+def has_routed(estimate: Estimate) -> bool:
+    """Whether a router sends rows to experts."""
+    stages = [stage for estimator, _, _ in estimate.terms for stage in estimator.stages]
+    chains = [chain for stage in stages for chain in dict.fromkeys(stage.layers)]
+    return any(op.kind == "linear" and op.copies > 1 for chain in chains for op in iterate(chain))
+
+
+def _cover_versions(found: Prediction, newer: Prediction) -> Prediction:
+    """A prediction whose interval also covers newer versions of transformers, with a note of the difference."""
+    low, mid, high = found.step_time_s
+    less = mid - newer.step_time_s.mid
+    note = (
+        f"experts as in transformers {USUAL}, which masks routed rows; {FREE} and newer do not and take "
+        f"{format_seconds(less)} less: --transformers tells which runs, the interval covers both"
+    )
+    seconds = StepTime(min(low, newer.step_time_s.low), mid, high)
+    return found._replace(step_time_s=seconds, notes=(*found.notes, note))
 
 
 def _add_memory(prediction: Prediction, memory: Memory, device: Device) -> Prediction:

@@ -12,6 +12,7 @@ from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.prediction.clock import Clock
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import make_work
+from flopcalc.prediction.routed import RECORDED
 from flopcalc.prediction.work import Work
 
 Json = dict[str, Any]
@@ -26,15 +27,17 @@ class ModelledCase(NamedTuple):
     work: Work
 
 
-def model_cases(cases: Iterable[Json], configs: Callable[[str], Json], device: str) -> list[ModelledCase]:
-    """All cases; each model is bound once per recipe and attention."""
+def model_cases(
+    cases: Iterable[Json], configs: Callable[[str], Json], device: str, transformers: str = RECORDED
+) -> list[ModelledCase]:  # fmt: skip
+    """All cases, as a version of transformers runs them; each model is bound once per recipe and attention."""
     bound: dict[tuple[str, ...], Estimator] = {}
     modelled = []
     for case in cases:
         key = (case["model"], case["recompute"], case["attention"])
         if key not in bound:
             bound[key] = bind_case(case, configs(case["model"]), device)
-        modelled.append(model_case(case, bound[key]))
+        modelled.append(model_case(case, bound[key], transformers))
     return modelled
 
 
@@ -45,11 +48,13 @@ def bind_case(case: Json, config: Json, device: str) -> Estimator:
     )  # fmt: skip
 
 
-def model_case(case: Json, estimator: Estimator) -> ModelledCase:
+def model_case(case: Json, estimator: Estimator, transformers: str = RECORDED) -> ModelledCase:
     images = [grid for _ in range(case["batch"]) for grid in case["grids"]] or None
     context = case["context"] if case["phase"] == "decode" else None
     load = make_workload(case["batch"], case["seq"], image_grid_thw=images, phase=case["phase"], context=context)
-    work = make_work(estimator, load, optimizer=case["optimizer"], kernel=_find_kernel(case))
+    work = make_work(
+        estimator, load, optimizer=case["optimizer"], kernel=_find_kernel(case), transformers=transformers
+    )  # fmt: skip
     return ModelledCase(case, estimator, load, work)
 
 

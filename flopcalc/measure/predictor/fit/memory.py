@@ -12,6 +12,7 @@ from flopcalc.measure.predictor.fit.choices import BINS_PER_OCTAVE, MIN_CURVE_PO
 from flopcalc.measure.predictor.fit.points import MovedPoint, is_plain, list_operators
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_nonnegative
 from flopcalc.prediction.kinds import classify
+from flopcalc.prediction.routed import MASKED
 
 _CATS = ("cat", "cat_one", "cat_cache", "cat_strided", "cat_strided_wide")  # a profile shows their sum only
 _LINES = ("gather", "scatter", "embedding_backward", "loss", "norm", "norm_backward", "sort", "random")
@@ -24,11 +25,20 @@ def fit_curves(points: Sequence[MovedPoint]) -> Json:
     for point in points:
         if point.kind not in _NO_CURVE:
             groups.setdefault(point.kind, []).append(point)
-    return {
+    found = {
         kind: [[round(size), float(f"{seconds:.4g}")] for size, seconds in fit_curve(group)]
         for kind, group in sorted(groups.items())
         if len(group) >= MIN_CURVE_POINTS
     }
+    if MASKED in found and "pointwise_strided" in found:
+        found[MASKED] = extend_down(found[MASKED], found["pointwise_strided"])
+    return found
+
+
+def extend_down(curve: Sequence[Sequence[float]], wider: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+    """A curve with the points of a wider kind below its own: no step masks few rows."""
+    (size, seconds), *_ = curve
+    return [*(point for point in wider if point[0] < size and point[1] < seconds), *curve]
 
 
 def fit_curve(points: Sequence[MovedPoint]) -> list[tuple[float, float]]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import MIN_ROWS_PER_EXPERT, SINGLE_CALL_WEIGHT
 from flopcalc.prediction.kinds import classify
+from flopcalc.prediction.routed import MASKED
 from flopcalc.prediction.work import Work
 
 _DTYPE_BYTES = {
@@ -215,6 +216,8 @@ def read_moved(operator: ProfiledOperator) -> MovedPoint | None:
         kind = "copy" if dtypes[0] == dtypes[1] else "cast"
     moved = _count_bytes(operator.name, kind, tensors, floats)
     kind = _name_layout(kind, operator.kernel, tensors, floats)
+    if operator.name == "aten::masked_fill_" and kind == "pointwise_strided":
+        kind = MASKED
     return MovedPoint(kind, moved, operator.seconds, operator.calls)
 
 

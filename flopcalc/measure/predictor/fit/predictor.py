@@ -25,6 +25,7 @@ from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.products import fit_grouped, fit_patches, fit_products
 from flopcalc.prediction.machine import SCHEMA, ProductShape
+from flopcalc.prediction.routed import RECORDED
 
 
 def fit_predictor(
@@ -39,8 +40,8 @@ def fit_predictor(
     calls = [*attention, *(call for record in records for call in record.get("calls", ()))]
     units: Json = next((record["units"] for record in records if "units" in record), {})
     small = [record for record in records if record.get("is_host")]
-    device = provenance["device_id"]
-    modelled = model_cases((record for record in records if record.get("is_host") is False), configs, device)
+    device, version = provenance["device_id"], provenance.get("transformers") or RECORDED
+    modelled = model_cases((record for record in records if record.get("is_host") is False), configs, device, version)
     if not read_points(modelled).products:
         raise CalibrationError(
             "no profiled step shows a matrix product on a GPU: the profiler saw no kernels (is another one running?)"
@@ -62,7 +63,7 @@ def fit_predictor(
     constants["probe_s"] = find_usual_probes(small)
     steps = [
         HostStep(each, scale_to_usual_pace(each.case, constants["probe_s"]))
-        for each in model_cases(small, configs, device)
+        for each in model_cases(small, configs, device, version)
     ]
     # Older calibrations measured the call of an empty module too, which takes less than a module's own Python.
     constants["host"] = fit_host(steps, {**HOST_UNITS, **units, "module": HOST_UNITS["module"]})
