@@ -2,11 +2,14 @@
 
 Fixed before anything was measured: a model with random weights, one sequence behind a prompt of 512 tokens.
 
-- `generate-plain`, `generate-mask`: model.generate without and with attention_mask, in a fresh process range of lengths:
-  (seconds of 33 new tokens - seconds of 1) / 32. `…-again` repeats it at the same lengths.
+- `generate-plain`, `generate-mask`: model.generate without and with attention_mask: (seconds of 33 new tokens - seconds
+  of 1) / 32. `…-again` repeats it at the same lengths.
 - `forward`: model(...) with a growing cache, token by token, as `flopcalc predict --phase decode` times it.
 - `graph`: the same forward pass over a static cache of 640 positions, captured in a CUDA graph and replayed.
-- `graph-compiled`: the same with torch.compile before capture (mode max-autotune-no-cudagraphs is not used: default).
+- `graph-compiled`: the same with torch.compile before capture, in its default mode.
+
+The ways run in the order forward, generate with a mask, generate without, static, graph: forward meets the lengths
+first, so the plans that cuDNN builds for each new length are in its time.
 """
 
 from __future__ import annotations
@@ -121,18 +124,7 @@ def measure(out: Path, models: list[str], device: str, config: Json | None = Non
         model = counts.build(bench, own)
         model.eval()
         ids = torch.randint(3, own["vocab_size"], (1, PROMPT), device=bench.device)
-        ones = torch.ones_like(ids)
-        ways: dict[str, Callable[[], float]] = {
-            "forward": lambda: time_forward(torch, model, ids),
-            "generate-mask": lambda: time_generate(torch, model, ids, attention_mask=ones),
-            "generate-mask-again": lambda: time_generate(torch, model, ids, attention_mask=ones),
-            "generate-plain": lambda: time_generate(torch, model, ids),
-            "generate-plain-again": lambda: time_generate(torch, model, ids),
-            "static": lambda: time_static(torch, model, ids),
-            "graph": lambda: time_graph(torch, model, ids, False),
-            "graph-compiled": lambda: time_graph(torch, model, ids, True),
-        }
-        for way, call in ways.items():
+        for way, call in list_ways(torch, model, ids).items():
             begun = time.monotonic()
             try:
                 seconds = call()
@@ -143,6 +135,21 @@ def measure(out: Path, models: list[str], device: str, config: Json | None = Non
                 kept["failures"].append({"case": f"{name} {way}", "reason": reason})
                 print(f"{time.monotonic() - begun:6.1f} s  {name}  {way}  failed: {reason}", flush=True)
             out.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def list_ways(torch: Any, model: Any, ids: Any) -> dict[str, Callable[[], float]]:
+    """Name -> what times one token that way."""
+    ones = torch.ones_like(ids)
+    return {
+        "forward": lambda: time_forward(torch, model, ids),
+        "generate-mask": lambda: time_generate(torch, model, ids, attention_mask=ones),
+        "generate-mask-again": lambda: time_generate(torch, model, ids, attention_mask=ones),
+        "generate-plain": lambda: time_generate(torch, model, ids),
+        "generate-plain-again": lambda: time_generate(torch, model, ids),
+        "static": lambda: time_static(torch, model, ids),
+        "graph": lambda: time_graph(torch, model, ids, False),
+        "graph-compiled": lambda: time_graph(torch, model, ids, True),
+    }
 
 
 def time_static(torch: Any, model: Any, ids: Any) -> float:

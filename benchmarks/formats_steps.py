@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import json
 import sys
 import time
@@ -169,12 +170,85 @@ def measure(out: Path, names: list[str], device: str) -> None:
         out.write_text(json.dumps(kept))
 
 
+# --- fit and report ---------------------------------------------------------------------------------------------------
+def read(path: Path) -> Json:
+    found: Json = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
+    return found
+
+
+def fit(measured: Json) -> dict[str, list[float]]:
+    """Seconds of a call and of a byte: narrow products in float32, and weights of four bits made whole."""
+    narrow: list[tuple[float, float]] = []
+    whole: list[tuple[float, float]] = []
+    for case in measured["cases"]:
+        for name, _, shapes, dtypes, calls, launches, us, kernel in case.get("operators", ()):
+            sizes = json.loads(shapes) if shapes else []
+            if name == "aten::mm" and dtypes.startswith("float") and us:
+                (m, k), (_, n) = sizes
+                each = 2 if "Memset" in kernel or launches > calls else 1  # kernels of one call
+                narrow.append((4.0 * (m * k + k * n + m * n), us * 1e-6 * each / launches))
+            if name == "bitsandbytes::gemm_4bit" and launches % calls == 0:
+                whole.append((2.5 * 2 * sizes[1][0], us * 1e-6 / calls))  # two weights a byte
+    return {"narrow": _draw_line(narrow), "dequantize": _draw_line(whole)}
+
+
+def _draw_line(points: list[tuple[float, float]]) -> list[float]:
+    """Start and slope of the least squares of relative errors, neither below 0."""
+    from flopcalc.measure.predictor.fit.solvers import round_digits, solve_nonnegative
+
+    return round_digits(solve_nonnegative([((1.0, size), seconds) for size, seconds in points]))
+
+
+def compare(case: Json, factor: float = 1.0) -> Json:
+    """One case: measured and predicted."""
+    from flopcalc import predict
+
+    name, kind = case["model"], case["kind"]
+    options: Json = {}
+    if kind in ("lora", "qlora"):
+        options = {"lora": {"r": _RANK, "targets": list(TARGETS)}, "autocast": case["autocast"],
+                   "recompute": case["recompute"]}  # fmt: skip
+    if kind == "qlora":
+        options["weights"] = "nf4"
+    found = predict(
+        get_config(name), device="h200", batch_size=case["batch"], seq_len=case["seq"], phase=case["phase"],
+        advise=False, host_factor=factor, transformers="5.17", **options,
+    )  # fmt: skip
+    low, mid, high = found.step_time_s
+    return {"case": name, "measured_s": case["seconds"], "predicted_s": mid, "bound": found.bound,
+            "is_inside": low <= case["seconds"] <= high}  # fmt: skip
+
+
+def report(measured: Json) -> str:
+    """Every case beside its prediction; fp8 is measured, not predicted."""
+    from flopcalc.grids import format_grid
+    from flopcalc.prediction.machine import load_predictor
+
+    constants = load_predictor("h200-sxm")
+    assert constants is not None
+    rows = []
+    for case in measured["cases"]:
+        if case["kind"] == "fp8":
+            rows.append([case["model"], "", f"{1e3 * case['seconds']:.1f}", "", "", ""])
+            continue
+        factor = case["probe_s"] / constants["probe_s"]["train" if case["phase"] == "train" else "forward"]
+        row = compare(case, factor)
+        error = row["predicted_s"] / row["measured_s"] - 1
+        rows.append([row["case"], row["bound"], f"{1e3 * row['measured_s']:.1f}", f"{1e3 * row['predicted_s']:.1f}",
+                     f"{100 * error:+.1f} %", "yes" if row["is_inside"] else "no"])  # fmt: skip
+    return format_grid(["case", "bound", "measured ms", "predicted ms", "error", "inside"], rows, "github")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="measure, and write here; without: report what was measured")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--measured", type=Path, default=RESULTS / "formats_steps.json.gz")
     parser.add_argument("names", nargs="*", default=list(CASES))
     given = parser.parse_args()
+    if given.out is None:
+        print(report(read(given.measured)))
+        return 0
     measure(given.out, given.names or list(CASES), given.device)
     return 0
 

@@ -45,7 +45,8 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 @click.option("--compile", "compiled", is_flag=True, help="The same as --execution compiled.")
 @click.option("--host-factor", metavar="F", help="How many times longer than the measured CPU yours takes (default 1).")
 @click.option(
-    "--transformers", metavar="VERSION",
+    "--transformers",
+    metavar="VERSION",
     help="The version whose code runs (default 5.17); it matters for experts: 5.6 to 5.17 mask routed rows.",
 )
 @click.option("--memory", is_flag=True, help="Show what fills the memory, and the largest batch that fits.")

@@ -230,6 +230,7 @@ _FORM = {
         "unaligned": Each(Each(POSITIVE), names="[1-9][0-9]*"),
         "grouped": dict.fromkeys(("forward", "dgrad", "wgrad"), (POSITIVE,) * 6),
         "patches?": Each(_LINE),
+        "narrow?": Each(_LINE),
     },
     "attention": Rule(
         Each(Each(_CALL, names=".*/[1-9][0-9]*")),
@@ -259,6 +260,7 @@ _UNMEASURED = 0.3  # relative error of a time that is scaled from another device
 # others, Hopper's. Set before the first comparison with published runs (benchmarks/published_runs.py).
 _SHARES = {"a100": 0.83, "a800": 0.83, "tpu": 0.82}
 _SHARE = 0.72
+_NARROW = 64  # rank of an adapter: up to here its products in another format are bound by their bytes
 _UNCAST = ("lm_head", "router")  # parts whose products stay in bf16
 _FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of the fused one's single pass: 21 / 7
 
@@ -317,6 +319,14 @@ class Machine:
         return self._others[kind]
 
     def time_product(self, product: Product) -> Timed:
+        line = self.constants["products"].get("narrow", {}).get(product.format)
+        if line and self.is_measured and self.dtype != "fp8" and min(product[4:7]) <= _NARROW:
+            start, per_byte = line
+            m, n, k = product.m, product.n, product.k
+            other = self._find_other(product.format)
+            computed = 2.0 * m * n * k / other.shape.rate
+            moved = per_byte * other.width * (m * n + m * k + n * k) / self.memory
+            return Timed(start + max(computed, moved), 2 * _ERRORS["product"], True)
         if product.format and self.dtype != "fp8":
             return self._find_other(product.format).time_product(product._replace(format=""))
         if self.plain is not self and not self.is_cast(product):

@@ -32,6 +32,7 @@ _MASTER_READS, _MASTER_WRITES = 16, 14
 _NARROW = ("adamw-8bit", "adamw-fp8")  # two states of one byte each
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-master", *_NARROW, "adamw-offload", "none")
 SCANS = "what the layers' scans or selections of keys take was never measured: they may take far longer"
+FOUR_BITS = ("nf4", "fp4")  # as bitsandbytes stores them; its time to dequantize nf4 was measured
 _JOINED = ("attention_projections", "mlp")  # parts whose products of one input frameworks multiply at once
 
 
@@ -79,6 +80,7 @@ def make_work(
         notes += [SCANS] if maker.has_scans else []
     else:
         hosted, moved = _read_operators(found, load, list_wide(estimator, widths))
+        _add_dequantized(rows, maker.products, moved, hosted)
     if load.phase != "decode" and any(call.calls > 1000 for call in maker.attention):
         notes.append(
             "attention goes over windows one by one here, in many small calls of the host: expect 30 % either way"
@@ -122,6 +124,26 @@ def _read_operators(found: Operators, load: Workload, wide: set[str]) -> tuple[l
                       each.is_again, 0, width)
             )  # fmt: skip
     return hosted, moved
+
+
+def _add_dequantized(
+    rows: list[CountedRow], products: list[Product], moved: list[Moved], hosted: list[Dispatched]
+) -> None:  # fmt: skip
+    """What bitsandbytes does before each product of a weight of four bits: it makes the whole weight in bf16."""
+    stored = {name_module(block, row.op): row for block, row, _ in rows if row.numbers.weight.name in FOUR_BITS}
+    for product in products:
+        row = stored.get(product.module)
+        if row is None or product.direction == "wgrad" or (product.n, product.k) != (row.op.n_out, row.op.n_in):
+            continue
+        size = product.n * product.k * product.copies
+        way = "forward" if product.direction == "forward" else "backward"
+        moved.append(
+            Moved(product.module, product.group, way, "dequantize", size / 2, 2.0 * size, product.calls,
+                  product.is_again)
+        )  # fmt: skip
+        hosted.append(
+            Dispatched(product.module, product.group, "again" if product.is_again else way, "cast", 2 * product.calls)
+        )  # fmt: skip
 
 
 def _add_optimizer(

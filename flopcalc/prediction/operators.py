@@ -39,7 +39,7 @@ from flopcalc.prediction.recordings import (
     sign_outside,
     sign_switches,
 )
-from flopcalc.prediction.routed import RECORDED, list_masks
+from flopcalc.prediction.routed import RECORDED, is_routed, list_masks
 from flopcalc.prediction.rows import find_trained_rank
 from flopcalc.prediction.sides import find_widths
 
@@ -103,14 +103,14 @@ class _Layer(NamedTuple):
     silent: frozenset[str]  # modules that no gradient reaches: they lie before the first that trains
 
 
-# PEFT's LoRA on a linear module, as traced: direction, kind, calls, reads, writes.
+# PEFT's LoRA on a linear module, as traced: direction, kind, calls, reads, writes. Adapters in float32.
 _ADAPTER: list[tuple[str, str, int, str, str]] = [
     ("f", "module", 4, "", ""),
     ("f", "view", 6, "", ""),
     ("f", "product", 2, "", ""),
     ("f", "cast", 1, "x*rows*in", "f*rows*in"),
     ("f", "pointwise", 1, "f*rows*out", "f*rows*out"),
-    ("f", "pointwise", 1, "x*rows*out + f*rows*out", "f*rows*out"),
+    ("f", "pointwise_mixed", 1, "x*rows*out + f*rows*out", "f*rows*out"),
     ("f", "cast", 1, "f*rows*out", "x*rows*out"),
     ("b", "node", 14, "", ""),
     ("b", "view", 14, "", ""),
@@ -121,13 +121,34 @@ _ADAPTER: list[tuple[str, str, int, str, str]] = [
     ("b", "cast", 1, "f*rows*in", "x*rows*in"),
     ("b", "pointwise", 1, "x*rows*in + x*rows*in", "x*rows*in"),
 ]
+# The same under autocast, which brings the adapter's input back to the half-precision format.
+_ADAPTER_AUTOCAST: list[tuple[str, str, int, str, str]] = [
+    ("f", "module", 4, "", ""),
+    ("f", "view", 6, "", ""),
+    ("f", "product", 2, "", ""),
+    ("f", "cast", 1, "x*rows*in", "f*rows*in"),
+    ("f", "cast", 1, "f*rows*in", "x*rows*in"),
+    ("f", "cast", 1, "f*in*rank", "x*in*rank"),
+    ("f", "cast", 1, "f*out*rank", "x*out*rank"),
+    ("f", "pointwise", 1, "x*rows*out", "x*rows*out"),
+    ("f", "pointwise", 1, "x*2*rows*out", "x*rows*out"),
+    ("b", "node", 16, "", ""),
+    ("b", "view", 14, "", ""),
+    ("b", "product", 4, "", ""),
+    ("b", "cast", 1, "x*in*rank", "f*in*rank"),
+    ("b", "cast", 1, "x*out*rank", "f*out*rank"),
+    ("b", "pointwise", 1, "x*rows*out", "x*rows*out"),
+    ("b", "cast", 1, "x*rows*in", "f*rows*in"),
+    ("b", "cast", 1, "f*rows*in", "x*rows*in"),
+    ("b", "pointwise", 1, "x*2*rows*in", "x*rows*in"),
+]
 _NOTHING = _Layer(False, frozenset(), frozenset(), frozenset())
 
 
 def _list_experts(chain: Chain | None) -> list[str]:
-    """Names of a layer's modules that hold several experts."""
+    """Names of a layer's modules that take routed rows."""
     ops = iterate(chain) if chain is not None else ()
-    return list(dict.fromkeys(op.name.replace("*", "#") for op in ops if op.kind == "linear" and op.copies > 1))
+    return list(dict.fromkeys(op.name.replace("*", "#") for op in ops if is_routed(op)))
 
 
 class _Reader:
@@ -450,17 +471,32 @@ class _Reader:
             scope = Scope({"rows": rows}, {"in": op.n_in, "out": op.n_out, "rank": rank}, self.dtype_bytes)
             module = join(f"{path}.*", op.name) if path else name
             group = self._find_group(path, name)
-            # Adapters are float32; in a float32 model nothing is cast.
-            table = [row for row in _ADAPTER if row[1] != "cast" or self.dtype_bytes != 4]
+            table = self._find_adapter_table()
             for again in (False, True) if is_again else (False,):
                 self._add_table([row for row in table if row[0] == "f"], scope, module, group, count, again)
             if not is_train:
                 continue
             self._add_table([row for row in table if row[0] == "b"], scope, module, group, count, False)
-            texts = ("f*rows*in", "f*rows*rank") if self.dtype_bytes != 4 else ("f*rows*rank",)
+            texts = ("f*rows*in", "f*rows*rank") if self._is_adapter_cast() else ("x*rows*rank",)
+            if table is _ADAPTER_AUTOCAST:  # what it brings back to the half-precision format
+                texts = ("x*rows*in", "x*rows*rank")
             for text in texts:
                 key = (module, group, scope.evaluate(text), is_again)
                 self.saved[key] = self.saved.get(key, 0) + count
+
+    def _is_adapter_cast(self) -> bool:
+        """Whether adapters are in float32 beside a half-precision model: inputs are cast for them."""
+        return self.dtype_bytes != 4 and self.estimator.formats.adapter in ("", "fp32")
+
+    def _find_adapter_table(self) -> list[tuple[str, str, int, str, str]]:
+        """What an adapter adds, by its own format and the model's: what is alike is not cast."""
+        if self._is_adapter_cast():
+            return _ADAPTER_AUTOCAST if self.estimator.formats.autocast else _ADAPTER
+        return [  # adapters in the model's own format
+            (way, kind.removesuffix("_mixed"), many, reads.replace("f*", "x*"), writes.replace("f*", "x*"))
+            for way, kind, many, reads, writes in _ADAPTER
+            if kind != "cast"
+        ]
 
     def _add_rows(
         self, number: int, direction: str, scope: Scope, module: str, group: str, count: int, is_again: bool = False
@@ -496,7 +532,7 @@ class _Reader:
             savers += [
                 name for name in (flow.split(" ") if flow else ()) if name not in state.silent or name in state.weights
             ]
-            if self.dtype_bytes == 4:  # an adapter keeps its input itself, else a copy in float32
+            if not self._is_adapter_cast():  # an adapter keeps its input itself, else a copy in another format
                 adapted = {name for name, _ in state.adapted}
                 savers += [name for name in (train.split(" ") if train else ()) if name in adapted]
             if not path:

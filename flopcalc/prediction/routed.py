@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from flopcalc.core.model.ops import Op
 from flopcalc.errors import WorkloadError, format_value
 
 # The version whose code runs if none is named: that of the machine on which steps with experts were measured.
@@ -40,6 +41,11 @@ _VERSIONS = (
     _Masks((5, 17), (_ROWS,), (_INNER, _ROWS)),
     _Masks((5, 18)),
 )
+
+
+def is_routed(op: Op) -> bool:
+    """Whether rows are sorted for a module's experts. With one expert a row (Llama 4), HF runs all over all rows."""
+    return op.kind == "linear" and op.copies > 1 and op.active > 1
 
 
 def parse_version(text: str) -> str:

@@ -29,7 +29,7 @@ from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.clock import Clock, StepTime
 from flopcalc.prediction.floors import Floors, describe_execution, find_floors
 from flopcalc.prediction.machine import Machine
-from flopcalc.prediction.maker import OPTIMIZERS, make_work
+from flopcalc.prediction.maker import FOUR_BITS, OPTIMIZERS, make_work
 from flopcalc.prediction.memory import (
     Memory,
     can_resize,
@@ -38,7 +38,7 @@ from flopcalc.prediction.memory import (
     predict_memory,
     resize_batch,
 )
-from flopcalc.prediction.routed import FREE, RECORDED, USUAL, parse_version
+from flopcalc.prediction.routed import FREE, RECORDED, USUAL, is_routed, parse_version
 from flopcalc.prediction.tensors import has_sdpa
 from flopcalc.units import MAX_SIZE, check_positive, check_size, format_bytes, format_seconds
 from flopcalc.words import EXECUTIONS, KERNELS, Execution, Recompute, check_flag, check_word
@@ -379,7 +379,9 @@ def match_dtype(estimate: Estimate, dtype: str) -> Estimate:
 def describe_formats(formats: Formats, optimizer: str) -> list[str]:
     """What a prediction does not know about number formats and optimizers."""
     notes = []
-    if formats.quantization is not None or formats.weights is not None:
+    if formats.weights is not None and formats.weights.name in FOUR_BITS and formats.quantization is None:
+        notes.append("quantized weights: the time to dequantize them was measured on one model, with bitsandbytes' nf4")
+    elif formats.quantization is not None or formats.weights is not None:
         notes.append("quantized weights: the time to dequantize them, and of kernels for them, was not measured")
     if formats.autocast and formats.model == "fp32":
         notes.append(
@@ -519,7 +521,7 @@ def has_routed(estimate: Estimate) -> bool:
     """Whether a router sends rows to experts."""
     stages = [stage for estimator, _, _ in estimate.terms for stage in estimator.stages]
     chains = [chain for stage in stages for chain in dict.fromkeys(stage.layers)]
-    return any(op.kind == "linear" and op.copies > 1 for chain in chains for op in iterate(chain))
+    return any(is_routed(op) for chain in chains for op in iterate(chain))
 
 
 def _cover_versions(found: Prediction, newer: Prediction) -> Prediction:

@@ -25,7 +25,7 @@ def fit_curves(points: Sequence[MovedPoint]) -> Json:
     for point in points:
         if point.kind not in _NO_CURVE:
             groups.setdefault(point.kind, []).append(point)
-    found = {
+    found: Json = {
         kind: [[round(size), float(f"{seconds:.4g}")] for size, seconds in fit_curve(group)]
         for kind, group in sorted(groups.items())
         if len(group) >= MIN_CURVE_POINTS

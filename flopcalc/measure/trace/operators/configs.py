@@ -79,6 +79,8 @@ def put_flags(tiny: Json, published: Json) -> Json:
             out[key] = put_flags(tiny[key], value)
         elif isinstance(value, (bool, str, float)) or key in _FLAGS:
             out[key] = value
+        elif value is None and isinstance(tiny.get(key), int):  # a module that is not there: q_lora_rank
+            out[key] = None
     out.pop("architectures", None)
     return out
 
