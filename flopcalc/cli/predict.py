@@ -52,10 +52,11 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 @click.option("--memory", is_flag=True, help="Show what fills the memory, and the largest batch that fits.")
 @click.option("--top", metavar="N", help="Modules to list (default 8).")
 @format_options("table", "json", "html")
+@click.option("--timeline", metavar="FILE", help="Write the step as a trace for Perfetto: host, device, waits.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Draw tokens per second over a list: .png, .svg or .pdf.")
 def predict(
     model: str, memory: bool, top: str | None, style: str, output: str | None,
-    plot_file: str | None, **options: Any,
+    plot_file: str | None, timeline: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """How long one step of HF's model takes on a device, and why.
 
@@ -74,10 +75,16 @@ def predict(
     if top is not None and style == "html":
         raise WorkloadError("the page of --format html lists every module: leave --top out")
     count = parse_size(top, "--top") if top is not None else 8
+    if timeline is not None and has_list(options, plot_file):
+        raise WorkloadError("--timeline is of one step: give one of --seq, --batch and --device each")
     if has_list(options, plot_file):
         _show_list(model, options, memory, style, output, plot_file, said)
         return
-    predicted = _predict(model, options, memory, said)._replace(launch=report)
+    predicted = _predict(model, options, memory, said, timeline is not None)._replace(launch=report)
+    if timeline is not None:
+        from flopcalc.prediction.perfetto import save_trace
+
+        save_trace(predicted.found, timeline)
     if style == "json":
         click.echo(json.dumps(predicted.to_dict(), indent=2, ensure_ascii=False))
     elif style == "html":
@@ -110,7 +117,9 @@ class Predicted(NamedTuple):
         return shown
 
 
-def _predict(model: str, options: dict[str, Any], memory: bool, said: Sequence[str] = ()) -> Predicted:
+def _predict(
+    model: str, options: dict[str, Any], memory: bool, said: Sequence[str] = (), has_events: bool = False
+) -> Predicted:  # fmt: skip
     from flopcalc.prediction.step import choose_execution, find_largest_batch, predict_estimate
 
     device = _find_name(options["device"])
@@ -123,7 +132,7 @@ def _predict(model: str, options: dict[str, Any], memory: bool, said: Sequence[s
     asked = make_estimate(model, options)
     found = predict_estimate(
         asked.estimate, host_factor=read_rate(options["host_factor"], "--host-factor") or 1.0,
-        transformers=options["transformers"], **settings,
+        transformers=options["transformers"], timeline=has_events, **settings,
     )  # fmt: skip
     kept = _compare_recompute(model, options, asked, found, settings) if memory else None
     largest = find_largest_batch(asked.estimate, **settings) if memory else None

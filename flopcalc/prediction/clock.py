@@ -11,7 +11,7 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.prediction.machine import STREAMED, Machine, Timed, slow_down
 from flopcalc.prediction.maker import count_calls
-from flopcalc.prediction.timeline import Place, Segment, Stack, find_place, order, run
+from flopcalc.prediction.timeline import Place, Segment, Span, Stack, find_place, order, order_places, run
 from flopcalc.prediction.work import Attention, Moved, Product, Work
 from flopcalc.words import Execution
 
@@ -100,6 +100,27 @@ def combine(shares: Iterable[tuple[Totals, float]]) -> Totals:
 
 
 _NOTHING = Segment()
+_SHOWN = 3  # micro-batches that are gone through one by one
+_WAYS = ("forward", "backward", "optimizer")
+
+
+class Event(NamedTuple):
+    """Something that host or device do, from one second of a step to another."""
+
+    track: str  # host, device, waits
+    name: str
+    start_s: float
+    end_s: float
+
+
+def _name_event(names: Mapping[Place, str], at: tuple[Place, int], stacks: tuple[Stack, ...]) -> str:
+    """The pass and the modules; in a stack with the layer's number, from the last one in the backward pass."""
+    place, number = at
+    name = names.get(place, "host code")
+    if number >= 0:
+        layers = stacks[int(abs(place.stage))].layers
+        name = name.replace("*", str(number if place.way == 0 else layers - 1 - number))
+    return name if name == _WAYS[place.way] else f"{_WAYS[place.way]} {name}"
 
 
 class Clock:
@@ -253,29 +274,76 @@ class Clock:
         device_s = self.device_s()
         if self.execution != "eager" or not self.pieces:
             return max(device_s - pause_s, self.host_s() * host_factor)
+        once, last, many = self._list_segments(host_factor)
+        shown = min(many, _SHOWN)
+        wake_s = self._wake_s(host_factor)
+        total = run([*(once * shown), *last], pause_s, wake_s)
+        return total + (many - shown) * run(once, 0.0, wake_s) if many > shown else total
+
+    def _list_places(self, host_factor: float) -> dict[Place, Segment]:
+        """What host and device do at each place, in one micro-batch and in the optimizer's step."""
         slower, gap_s = self.slower(), self.constants["gaps"][name_mode(self.phase)]
         found: dict[Place, Segment] = {}
-        many = self.times
         for piece in self.pieces:
             at = found.get(piece.place, _NOTHING)
-            share = 1 if piece.place.way == 2 else many
+            share = 1 if piece.place.way == 2 else self.times
             found[piece.place] = at._replace(
                 device_s=at.device_s + (piece.slow_down(slower) + piece.launches * gap_s) / share,
                 launches=at.launches + piece.launches / share,
             )
         for each in self.hosted:
             at = found.get(each.place, _NOTHING)
-            share = 1 if each.place.way == 2 else many
+            share = 1 if each.place.way == 2 else self.times
             found[each.place] = at._replace(
                 host_s=at.host_s + each.seconds * host_factor / share, waits=at.waits + each.waits / share
             )
-        # Micro-batches come one after another; where they are many, all but a few are alike.
+        return found
+
+    def _list_segments(self, host_factor: float) -> tuple[list[Segment], list[Segment], int]:
+        """A micro-batch's segments, the optimizer's, and how many micro-batches: all but a few of many are alike."""
+        found = self._list_places(host_factor)
         once = order({place: at for place, at in found.items() if place.way < 2}, self.stacks)
-        last = [at for place, at in sorted(found.items()) if place.way == 2]
-        shown = min(many, 3)
-        wake_s = _WAKE * self.constants["host"][name_phase(self.phase)][1] * host_factor
-        total = run([*(once * shown), *last], pause_s, wake_s)
-        return total + (many - shown) * run(once, 0.0, wake_s) if many > shown else total
+        return once, [at for place, at in sorted(found.items()) if place.way == 2], self.times
+
+    def _wake_s(self, host_factor: float) -> float:
+        return float(_WAKE * self.constants["host"][name_phase(self.phase)][1] * host_factor)
+
+    def list_events(self, host_factor: float = 1.0, pause_s: float = 0.0) -> list[Event]:
+        """What host and device do in one step, and where the host waits; of many micro-batches, the first few."""
+        if self.execution != "eager" or not self.pieces:
+            return self._list_device_events()
+        found = self._list_places(host_factor)
+        once = order_places({place: at for place, at in found.items() if place.way < 2}, self.stacks)
+        last = [(place, -1, at) for place, at in sorted(found.items()) if place.way == 2]
+        steps = [*(once * min(self.times, _SHOWN)), *last]
+        spans: list[Span] = []
+        run([segment for _, _, segment in steps], pause_s, self._wake_s(host_factor), spans)
+        names = self._name_places()
+        return [
+            Event(span.track, _name_event(names, steps[span.segment][:2], self.stacks), span.start_s, span.end_s)
+            for span in spans
+        ]
+
+    def _list_device_events(self) -> list[Event]:
+        """Of code that the host launches at once: the device's work alone, one place after another."""
+        names, slower, at_s = self._name_places(), self.slower(), 0.0
+        gap_s = self.constants["gaps"][name_mode(self.phase)]
+        seconds: dict[Place, float] = {}
+        for piece in self.pieces:
+            taken = piece.slow_down(slower) + piece.launches * gap_s
+            seconds[piece.place] = seconds.get(piece.place, 0.0) + taken
+        events = []
+        for place, taken in sorted(seconds.items()):
+            events.append(Event("device", _name_event(names, (place, -1), ()), at_s, at_s + taken))
+            at_s += taken
+        return events
+
+    def _name_places(self) -> dict[Place, str]:
+        """The modules at each place."""
+        names: dict[Place, dict[str, None]] = {}
+        for piece in self.pieces:
+            names.setdefault(piece.place, {})[piece.module or "loss"] = None
+        return {place: " ".join(found) for place, found in names.items()}
 
     def interval(self, host_factor: float = 1.0, pause_s: float = 0.0) -> StepTime:
         """Seconds of a step, and the bounds that nine of ten measurements should lie in."""

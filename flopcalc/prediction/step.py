@@ -26,7 +26,7 @@ from flopcalc.errors import (
 )
 from flopcalc.frames import Rows, shorten, show_rows
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
-from flopcalc.prediction.clock import Clock, StepTime
+from flopcalc.prediction.clock import Clock, Event, StepTime
 from flopcalc.prediction.floors import Floors, describe_execution, find_floors
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import FOUR_BITS, OPTIMIZERS, make_work
@@ -82,6 +82,7 @@ class Prediction(NamedTuple):
     dtype: str = ""
     workload: str = ""  # in words
     capacity: int | None = None  # bytes that tensors can fill; None as for `fits`
+    events: tuple[Event, ...] = ()  # what host and device do, if it was asked for
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -160,6 +161,7 @@ def predict(
     memory: bool = True,
     advise: bool = True,
     transformers: str | None = None,
+    timeline: bool = False,
     **sizes: Any,
 ) -> Prediction:
     """Time, utilization and memory of one step of a model on one device.
@@ -168,9 +170,9 @@ def predict(
     or fused; `compiled=True` means compiled. `host_factor` says how many times longer than the measured machine's CPU
     yours takes for the same Python; `pause_s` how long it does something else after each step, while the device works
     off what is queued. The pause is no part of the step's time, but of what shares, tokens per second and the breakdown
-    are of. `transformers` is the version whose code runs, which matters for experts: 5.17 without.
-    `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, as flopcalc.bind takes them.
-    `launch` is a launch file of a training framework, as in estimate_flops.
+    are of. `transformers` is the version whose code runs, which matters for experts: 5.17 without. With `timeline` the
+    result has `events`, for `save_trace`. `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats,
+    as flopcalc.bind takes them. `launch` is a launch file of a training framework, as in estimate_flops.
     """
     if launch is not None:
         said = {
@@ -193,7 +195,8 @@ def predict(
             recipe={"freeze": options["freeze"]} if "freeze" in options else recipe, lora=options.get("lora", lora),
             recompute=options.get("recompute", recompute), spec=spec,
             grad_accum=options.get("grad_accum", grad_accum), host_factor=host_factor, pause_s=pause_s, memory=memory,
-            advise=advise, model_type=model_type, transformers=transformers, **sizes,
+            advise=advise, model_type=model_type, transformers=transformers,
+            timeline=timeline, **sizes,
         )  # fmt: skip
         return launched._replace(notes=(*launched.notes, *applied.notes))
     if model is None:
@@ -230,7 +233,7 @@ def predict(
     return predict_estimate(
         estimate * grad_accum, device=device, dtype=dtype, optimizer=optimizer, execution=execution,
         compiled=compiled, memory=memory, attention_kernel=attention_kernel, host_factor=host_factor, pause_s=pause_s,
-        advise=advise, transformers=transformers,
+        advise=advise, transformers=transformers, timeline=timeline,
     )  # fmt: skip
 
 
@@ -264,11 +267,13 @@ def predict_estimate(
     pause_s: float = 0.0,
     advise: bool = True,
     transformers: str | None = None,
+    timeline: bool = False,
 ) -> Prediction:
     """The step whose FLOPs were counted: as `predict`."""
     check_estimate(estimate)
     chosen = choose_execution(execution, check_flag(compiled, "compiled"))
     memory, advise = check_flag(memory, "memory"), check_flag(advise, "advise")
+    timeline = check_flag(timeline, "timeline")
     host_factor = check_positive(host_factor, "the host's factor")
     if not isinstance(pause_s, (int, float)) or not 0 <= pause_s < MAX_SIZE:
         raise WorkloadError(f"pause_s is a number of seconds, 0 or more, not {format_value(pause_s)}")
@@ -286,11 +291,12 @@ def predict_estimate(
         raise RecipeError("per-sample clipping is counted, not predicted: leave --clipping out")
     estimate, kernel, notes = _settle(estimate, kernel, chosen, is_asked=attention_kernel != "auto")
     version = parse_version(transformers) if transformers is not None else USUAL
-    settings = _Settings(machine, optimizer, chosen, kernel, host_factor, pause_s, version)
+    settings = _Settings(machine, optimizer, chosen, kernel, host_factor, pause_s, version, timeline)
     if host_factor != 1 and chosen in ("graphs", "fused"):
         notes.append(f"execution {chosen} has no host time for each operator, so a host factor changes nothing")
     parts = list(estimate.terms)
     prediction = _predict(estimate, settings)
+    settings = settings._replace(has_events=False)
     if transformers is None and has_routed(estimate) and chosen != "fused":
         prediction = _cover_versions(prediction, _predict(estimate, settings._replace(transformers=RECORDED)))
     prediction = prediction._replace(
@@ -332,6 +338,7 @@ class _Settings(NamedTuple):
     host_factor: float
     pause_s: float = 0.0
     transformers: str = USUAL
+    has_events: bool = False
 
     @property
     def is_compiled(self) -> bool:
@@ -493,6 +500,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         )  # fmt: skip
         clock.add(work, times, load)
     seconds, bound = clock.interval(settings.host_factor, settings.pause_s), clock.bound(settings.host_factor)
+    events = tuple(clock.list_events(settings.host_factor, settings.pause_s)) if settings.has_events else ()
     share: dict[str, Any] = {"device": machine.device.id}
     whole = seconds.mid + settings.pause_s
     return Prediction(
@@ -514,6 +522,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         device=machine.device.id,
         dtype=machine.dtype,
         workload=estimate.describe(),
+        events=events,
     )
 
 

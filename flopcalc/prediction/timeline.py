@@ -76,16 +76,23 @@ def _find_inner(inner: str, names: Sequence[str]) -> float:
 
 def order(found: Mapping[Place, Segment], stacks: Sequence[Stack]) -> list[Segment]:
     """Work by its place -> segments in their order, each layer of a stack after the other."""
-    segments: list[Segment] = []
-    stages: dict[tuple[int, float], list[Segment]] = {}
+    return [segment for _, _, segment in order_places(found, stacks)]
+
+
+def order_places(found: Mapping[Place, Segment], stacks: Sequence[Stack]) -> list[tuple[Place, int, Segment]]:
+    """The same, each with its place and the number of its layer, counted in the order of the pass; -1 without."""
+    segments: list[tuple[Place, int, Segment]] = []
+    stages: dict[tuple[int, float], list[Place]] = {}
     for place in sorted(found):
-        stages.setdefault((place.way, place.stage), []).append(found[place])
-    for (_, stage), parts in stages.items():
+        stages.setdefault((place.way, place.stage), []).append(place)
+    for (_, stage), places in stages.items():
         at = abs(stage)
         layers = stacks[int(at)].layers if at.is_integer() and at < len(stacks) else 0
         for i in range(layers):
-            segments += [each for part in parts for each in _take_layer(part, i, layers)]
-        segments += parts if not layers else []
+            segments += [
+                (place, i, each) for place in places for each in _take_layer(found[place], i, layers)
+            ]  # fmt: skip
+        segments += [(place, -1, found[place]) for place in places] if not layers else []
     return segments
 
 
@@ -97,16 +104,31 @@ def _take_layer(part: Segment, i: int, layers: int) -> list[Segment]:
     return [Segment(host_s / 2, device_s, launches), Segment(host_s / 2, waits=1.0)]
 
 
-def run(segments: Sequence[Segment], pause_s: float = 0.0, wake_s: float = 0.0) -> float:
+class Span(NamedTuple):
+    """What the host or the device does from one moment to another, in seconds since the host began the step."""
+
+    track: str  # host, device, waits
+    segment: int  # its number; of a wait, the one that comes after it
+    start_s: float
+    end_s: float
+
+
+def run(
+    segments: Sequence[Segment], pause_s: float = 0.0, wake_s: float = 0.0, spans: list[Span] | None = None
+) -> float:
     """Seconds of one of many steps after each other; with a pause of the host after each, until the host is through.
 
-    `wake_s` goes by until a device that the host has waited for is as busy as it can be.
+    `wake_s` goes by until a device that the host has waited for is as busy as it can be. `spans` takes what both do in
+    the last of the steps.
     """
     host = device = begun = before = waiting = 0.0
     queued: deque[tuple[float, float]] = deque()  # (when the device ends it, launches)
     for _ in range(_ROUNDS):
         begun, before = host, max(host, device)
-        for host_s, device_s, launches, waits in segments:
+        if spans is not None:
+            spans.clear()
+        for i, (host_s, device_s, launches, waits) in enumerate(segments):
+            arrived = host
             if waits:
                 host = max(host, device)
                 device = host + wake_s
@@ -114,11 +136,15 @@ def run(segments: Sequence[Segment], pause_s: float = 0.0, wake_s: float = 0.0) 
                 ended, many = queued.popleft()
                 waiting -= many
                 host = max(host, ended)
-            start = host
+            start, free = host, device
             host += host_s
             if launches:
                 device = max(max(device, start) + device_s, host)
                 queued.append((device, launches))
                 waiting += launches
+            if spans is not None:
+                ran = (max(free, start), device) if launches else (0.0, 0.0)
+                found = (("waits", arrived, start), ("host", start, host), ("device", *ran))
+                spans += [Span(track, i, one - begun, other - begun) for track, one, other in found if other > one]
         host += pause_s
     return host - begun - pause_s if pause_s else max(host, device) - before
