@@ -28,6 +28,9 @@ _TABLES = "counts, padding, attention, gemm, memory, steps"
 @click.option(
     "--predictor", is_flag=True, help="Whole steps instead of tables, about 12 min: what `flopcalc predict` reads."
 )
+@click.option(
+    "--host", is_flag=True, help="How fast this CPU dispatches, under a minute: adapts the shipped predictor to it."
+)
 @click.option("--check", is_flag=True, help="Measure a sample again; exit code 1 if the tables do not hold.")
 @click.pass_context
 def calibrate(
@@ -39,6 +42,7 @@ def calibrate(
     resume: bool | None,
     retry_failed: bool,
     predictor: bool,
+    host: bool,
     check: bool,
 ) -> None:
     """Measure this machine's GPU into tables.
@@ -52,6 +56,6 @@ def calibrate(
 
     options = Namespace(
         suite=suite, tables=tables, out=out, work=work, resume=resume is True, fresh=resume is False,
-        retry_failed=retry_failed, check=check, predictor=predictor,
+        retry_failed=retry_failed, check=check, predictor=predictor, host=host,
     )  # fmt: skip
     ctx.exit(run_command(options, describe_command(sys.argv[2:])))

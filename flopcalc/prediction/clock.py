@@ -17,7 +17,8 @@ from flopcalc.words import Execution
 
 _EXPERTS = 0.03  # relative error that experts add: rows are dealt out unevenly, and HF changes their code often
 # What another machine of the measured kind adds: clocks and power limits of devices, and CPUs, which differ far more.
-_OTHER = {"device": 0.04, "host": 0.2}
+_OTHER = {"device": 0.04, "host": 0.4}
+_SLOWER = 0.2  # how much longer another host takes by which a step's share of its host is found
 _UNTYPED = 1.5  # how much wider where only operators tell the host's time, and no model of the type was measured
 _BEFORE_READS, _AFTER_IMAGES = 0.6, 0.4  # before the layers; what is read back there stands at 0.5
 LONGEST = {"causal": 8192, "window": 8192, "full": 4096, "decode": 4000}  # mask -> most keys that were timed
@@ -359,8 +360,8 @@ class Clock:
         """How far a step of `mid` seconds follows its host, 0 to 1: how much longer on one that takes 20 % longer."""
         if not mid:
             return 0.0
-        other = self.step_s(host_factor * (1 + _OTHER["host"]), pause_s)
-        return min(1.0, max(0.0, (other / mid - 1) / _OTHER["host"]))
+        other = self.step_s(host_factor * (1 + _SLOWER), pause_s)
+        return min(1.0, max(0.0, (other / mid - 1) / _SLOWER))
 
     def error(self, bound: str, host_share: float = 0.0) -> float:
         """Relative half width: errors of many operators average out in part, those they share do not."""
@@ -369,8 +370,9 @@ class Clock:
             return UNMEASURED if self.is_recorded else 1.5 * UNMEASURED
         wide = float(floor[bound])
         if not self.machine.is_own:
-            mixed = host_share * _OTHER["host"] + (1 - host_share) * _OTHER["device"]
-            wide += max(_OTHER[bound], mixed)
+            others = {**_OTHER, "host": self.constants.get("own_host", {}).get("spread", _OTHER["host"])}
+            mixed = host_share * others["host"] + (1 - host_share) * others["device"]
+            wide += max(others[bound], mixed)
         times = 1.0 if self.is_recorded else 2.0
         if bound == "device":
             total = sum(piece.seconds for piece in self.pieces)
@@ -418,6 +420,7 @@ class Clock:
                 "device": provenance.get("device_id"),
                 "date": provenance.get("date"),
             },
+            "host_factor": machine.constants.get("own_host"),
             "operators_recorded": self.is_recorded,
             "host_measured": machine.is_measured and self.is_typed,
             "far_share": self.far_share(),
@@ -450,11 +453,18 @@ class Clock:
         is_eager = self.execution == "eager"
         if self.machine.is_measured and self.is_recorded and not self.is_typed and is_eager:
             notes.append("what this model type's own code takes on the host was not measured: its operators alone tell")
-        notes.append(
-            "host time is of the measured machine's CPU; --host-factor tells how many times longer yours takes"
-            if is_eager
-            else _RESTS[self.execution]
-        )
+        own = self.machine.constants.get("own_host")
+        if not is_eager:
+            notes.append(_RESTS[self.execution])
+        elif own is not None:
+            pace = own[name_mode(self.phase)]
+            notes.append(
+                f"host time is of this machine's CPU, {pace:.2f} times the measured one's ({own['date'][:10]})"
+            )
+        else:
+            notes.append(
+                "host time is of the measured machine's CPU; --host-factor tells how many times longer yours takes"
+            )
         return notes
 
 

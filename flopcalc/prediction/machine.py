@@ -15,6 +15,7 @@ from flopcalc.errors import DeviceError, SpecError, format_value
 from flopcalc.files import MAX_JSON_BYTES, read_json
 from flopcalc.forms import ANY, FROM_0, FROM_1, POSITIVE, Each, Rule, find_fault
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
+from flopcalc.prediction.host_speed import adapt_host, load_host
 from flopcalc.prediction.work import Attention, Moved, Product
 
 SCHEMA = 4
@@ -186,7 +187,17 @@ def read_curve(curve: Sequence[Sequence[float]], size: float) -> float:
 
 @cache
 def load_predictor(device_id: str) -> dict[str, Any] | None:
-    """The constants that were fitted on a device, the user's own first; None where it was never measured."""
+    """The constants that were fitted on a device, the user's own first; None where it was never measured.
+
+    The times of another machine's host become those of this one, if it was measured.
+    """
+    found = load_measured(device_id)
+    host = load_host(device_id) if found is not None and not found["is_own"] else None
+    return adapt_host(found, host) if found is not None and host is not None else found
+
+
+def load_measured(device_id: str) -> dict[str, Any] | None:
+    """The same as they were fitted."""
     for folder in (find_user_dir(), find_data_dir()):
         path = os.path.join(folder, "predictors", f"{device_id}.json")
         if not os.path.isfile(path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_a_trace_of_a_device_bound_step(grad_accum: int) -> None:
     assert [event for event in events if event["cat"] == "waits"]
     for track in ("host", "device"):  # nothing overlaps
         spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["cat"] == track)
-        assert all(one[1] <= other[0] + 0.01 for one, other in zip(spans, spans[1:], strict=False))
+        assert all(one[1] <= other[0] + 0.01 for one, other in pairwise(spans))
 
 
 @pytest.mark.parametrize("execution", ["compiled", "graphs", "fused"])

@@ -273,6 +273,8 @@ def run_command(options: argparse.Namespace, command: str) -> int:
     if options.resume and options.fresh:
         raise RunnerError("--resume and --fresh contradict each other")
     tables = [name.strip() for name in options.tables.split(",") if name.strip()] if options.tables else None
+    if options.host:
+        return _run_host(options, tables, command)
     progress = Progress(sys.stderr)
     if options.predictor:
         return _run_predictor(options, tables, command, progress)
@@ -297,6 +299,15 @@ def run_command(options: argparse.Namespace, command: str) -> int:
         print("stopped: the same command goes on", file=sys.stderr)
         return 130
     return 1 if written.empty else 0
+
+
+def _run_host(options: argparse.Namespace, tables: Sequence[str] | None, command: str) -> int:
+    if tables or options.check or options.predictor or options.work or options.suite != "quick":
+        raise CalibrationError("--host measures the host alone: of the other options it takes --out")
+    from flopcalc.measure.predictor.host_speed import calibrate_host
+
+    print(calibrate_host(options.out, command=command))
+    return 0
 
 
 def _run_predictor(
