@@ -1,8 +1,8 @@
 """FLOPs that tensor cores execute in whole training steps, beside `--convention hardware --device h200`.
 
 Fixed before anything was measured: the steps of CASES run once each, forward and backward, with HF's sdpa, counted by
-the GPU's own counter of bf16 tensor cores. None of their sizes is in the tables. Lengths are odd on purpose; experts and
-towers are among them. Weights are random, dropout is as the config has it.
+the GPU's own counter of bf16 tensor cores. None of their sizes is in the tables. Lengths are odd on purpose; experts
+and towers are among them. Weights are random, dropout is as the config has it.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ def predict_cases(kept: Json, has_host: bool) -> list[Json]:
                 low, mid, high = found.step_time_s
                 rows.append({"case": f"{case['preset']} {case['phase']} {case['batch']}x{case['seq']}",
                              "bound": found.bound, "measured_s": case["seconds"], "predicted_s": mid,
-                             "error": mid / case["seconds"] - 1, "is_inside": low <= case["seconds"] <= high})  # fmt: skip
+                             "error": mid / case["seconds"] - 1,
+                             "is_inside": low <= case["seconds"] <= high})  # fmt: skip
             return rows
         finally:
             del os.environ["FLOPCALC_DATA"]

@@ -39,7 +39,9 @@ def load_host(device_id: str) -> dict[str, Any] | None:
 
 def adapt_host(constants: dict[str, Any], host: dict[str, Any]) -> dict[str, Any]:
     """Constants whose host's times are those of another host."""
-    paces: dict[str, float] = {mode: host["probe_s"][mode]["mid_s"] / constants["probe_s"][mode] for mode in ("train", "forward")}
+    paces: dict[str, float] = {
+        mode: host["probe_s"][mode]["mid_s"] / constants["probe_s"][mode] for mode in ("train", "forward")
+    }
 
     def find_pace(name: str) -> float:
         return paces["train" if "train" in name or name == "again" else "forward"]
