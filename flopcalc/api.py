@@ -153,6 +153,7 @@ def estimate_flops(
     whether each step runs twice, and `parts` which of the denoiser, the text encoders and the VAE are counted.
     """
     if launch is not None:
+        arguments = {**locals(), "launch": None}  # every one is handed on
         said = {
             "model": model, "seq": seq_len, "lengths": lengths, "text": workload if workload is not None else batch,
             "batch": None if batch_size == 1 else batch_size, "grad_accum": None if grad_accum == 1 else grad_accum,
@@ -166,17 +167,13 @@ def estimate_flops(
             given |= {"batch"}
         applied = apply_launch(launch, "estimate", given, model)
         options = applied.options
-        found = estimate_flops(
-            options.get("model", model), workload, batch_size=options.get("batch", batch_size),
-            seq_len=options.get("seq", seq_len), images=images, image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw, lengths=lengths, batch=batch, phase=phase, context=context, logits=logits,
-            decoder_seq_len=decoder_seq_len, clips=clips, audio=audio, grad_accum=options.get("grad_accum", grad_accum),
-            recipe={"freeze": options["freeze"]} if "freeze" in options else recipe, lora=options.get("lora", lora),
-            recompute=options.get("recompute", recompute), convention=convention, attention_kernel=attention_kernel,
-            device=device, dtype=dtype, compute=options.get("compute", compute),
-            weights=options.get("weights", weights), kv_cache=kv_cache, autocast=autocast, spec=spec,
-            clipping=clipping, model_type=model_type,
-        )  # fmt: skip
+        renamed = {"batch": "batch_size", "seq": "seq_len"}
+        for name in ("model", "batch", "seq", "grad_accum", "lora", "recompute", "compute", "weights"):
+            if name in options:
+                arguments[renamed.get(name, name)] = options[name]
+        if "freeze" in options:
+            arguments["recipe"] = {"freeze": options["freeze"]}
+        found = estimate_flops(**arguments)
         return found.add_notes(applied.notes)
     if model is None:
         raise ConfigError("which model? Give its name, path or config first, or launch=")

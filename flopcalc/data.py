@@ -88,7 +88,7 @@ def apply_launch(launch: Any, command: str, given: Iterable[str], model: Any) ->
     """What launch files say; their readers lie above everything that can be launched, so they are found by name."""
     from importlib import import_module
 
-    return import_module("flopcalc.integrations.launch").apply_launch(launch, command, given, model)
+    return import_module("flopcalc.integrations.launch").apply_launch(launch, command, given, model, in_python=True)
 
 
 def describe_install(extra: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flopcalc import ConfigError, estimate_flops, plan, predict
+from flopcalc import ConfigError, FlopcalcError, estimate_flops, plan, predict
 from flopcalc.cli import main
 from flopcalc.integrations.launch import FRAMEWORKS, read_launch
 
@@ -265,6 +265,26 @@ def test_bad_arguments() -> None:
         estimate_flops(launch="no-such-file.yaml")
     with pytest.raises(ConfigError, match="which model"):
         estimate_flops(seq_len=3)
+
+
+def test_arguments_beside_a_launch_file_are_handed_on(tmp_path: Path) -> None:
+    path = write(tmp_path, "trl.yaml", TRL)
+    found = estimate_flops(launch=path, phase="forward", logits=3, grad_accum=1, convention="full")
+    expected = estimate_flops(
+        "gpt2", batch_size=4, seq_len=512, phase="forward", logits=3, convention="full", lora="r=16,targets=c_attn"
+    )
+    assert found.flops == expected.flops
+    with pytest.raises(FlopcalcError, match="guidance"):  # of pipelines alone: refused as without a launch file
+        estimate_flops(launch=path, guidance=2.0)
+
+
+def test_the_pixel_limit_is_the_command_lines_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, "lf.yaml", LLAMAFACTORY + "image_max_pixels: 262144\n")
+    assert "image_max_pixels: only the command line takes it" in " ".join(estimate_flops(launch=path).notes)
+    shown = json.loads(run("estimate", "--launch", path, "--image", "1024x1024", "--json").stdout)
+    same = json.loads(run("estimate", "qwen2-vl-7b", "--seq", "2048", "--image", "512x512", "--json").stdout)
+    assert shown["workload"]["patches"] == 2 * same["workload"]["patches"]  # two micro-batches
+    assert shown["launch"]["not_understood"] == []
 
 
 def test_every_framework_has_its_table() -> None:

@@ -92,7 +92,9 @@ class Applied(NamedTuple):
         return notes
 
 
-def apply_launch(launch: Any, command: str, given: Iterable[str] = (), model: Any = None) -> Applied:
+def apply_launch(
+    launch: Any, command: str, given: Iterable[str] = (), model: Any = None, *, in_python: bool = False
+) -> Applied:
     """What launch files say for estimate, predict or plan; `given` are options that the user gave, which win."""
     found = read_launch(launch)
     taken, unknown, given = dict(found.taken), list(found.not_understood), set(given)
@@ -110,6 +112,8 @@ def apply_launch(launch: Any, command: str, given: Iterable[str] = (), model: An
         if command == "estimate" and ranks > 1 and "batch" in taken:
             # One step of all GPUs: its FLOPs are what their time and peaks are compared with.
             taken["batch"] = Taken(taken["batch"].value * ranks, f"{taken['batch'].key} × {ranks} data-parallel ranks")
+    if in_python and "max_pixels" in taken:
+        unknown.append(f"{taken.pop('max_pixels').key}: only the command line takes it")
     for word in _UNUSED[command]:
         taken.pop(word, None)
     if model is None and "model" in taken and "download" not in given:
