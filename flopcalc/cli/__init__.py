@@ -25,6 +25,7 @@ _COMMANDS = {
     "devices": ("flopcalc.cli.catalogue", "Known devices and their dense peaks."),
     "crosscheck": ("flopcalc.cli.crosscheck", "Run one batch and set every counter beside the analytic count."),
     "verify": ("flopcalc.cli.verify", "Build HF's model and compare every row with the analytic count."),
+    "add": ("flopcalc.cli.add", "Ship a spec: compare, record, write the page; says what is left."),
     "calibrate": ("flopcalc.cli.calibrate", "Measure this machine's GPU into tables."),
     "calibration": ("flopcalc.cli.calibration", "Show, list and compare measured tables."),
     "sweep": ("flopcalc.cli.sweep", "Train many configurations for a few steps, one process each, and compare."),

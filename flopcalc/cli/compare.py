@@ -133,7 +133,7 @@ _ROWS: dict[str, Callable[[Column], str]] = {
     "recompute": lambda each: _format_some(each.estimate.recompute),
     "clipping": lambda each: _format_some(each.estimate.clipping),
     "step": lambda each: format_flops(each.estimate.total),
-    "per token": lambda each: format_flops(each.estimate.total // max(each.estimate.tokens, 1)),
+    "per token": lambda each: _format_some(each.estimate.per_token),
     "MFU": lambda each: _percent(each.mfu),
     "HFU": lambda each: _percent(each.hfu),
 }

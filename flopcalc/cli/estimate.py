@@ -169,7 +169,7 @@ _COLUMNS = {
     "forward": lambda each: format_count(each.estimate.forward),
     "backward": lambda each: format_count(each.estimate.backward) if each.estimate.backward else None,
     "step": lambda each: format_count(each.estimate.total),
-    "per token": lambda each: format_count(each.estimate.total // max(each.estimate.tokens, 1)),
+    "per token": lambda each: format_count(each.estimate.per_token) if each.estimate.tokens else None,
     "MFU": lambda each: _percent(each.mfu),
     "HFU": lambda each: _percent(each.hfu),
     "GPU-hours": lambda each: None if each.run is None or each.run.gpu_hours is None else f"{each.run.gpu_hours:,.0f}",

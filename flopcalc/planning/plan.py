@@ -116,6 +116,8 @@ def plan_estimator(
         beside = {"seq_len": seq_len, "images": images}
         workload, global_batch = _find_sample(check_workload_alone(workload, beside), global_batch)
     sample = _make_sample(estimator, seq_len, images, workload, notes)
+    if not sample.tokens:
+        raise WorkloadError("a plan is counted in tokens, and this sample has images alone")
     notes += [note for note in estimator.notes(sample) if "convention hardware" not in note]  # a plan has none
     is_chosen = global_batch is None
     if global_batch is None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.binding import bind_config as bind
-from flopcalc.core.estimate.estimate import Estimate, Estimator, check_estimate
+from flopcalc.core.estimate.estimate import Estimate, Estimator, check_tokens
 from flopcalc.core.estimate.utilization import hfu, mfu
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.recipe.numbers import FormatOptions, Formats
@@ -270,7 +270,7 @@ def predict_estimate(
     timeline: bool = False,
 ) -> Prediction:
     """The step whose FLOPs were counted: as `predict`."""
-    check_estimate(estimate)
+    check_tokens(estimate, "a predicted step")
     chosen = choose_execution(execution, check_flag(compiled, "compiled"))
     memory, advise = check_flag(memory, "memory"), check_flag(advise, "advise")
     timeline = check_flag(timeline, "timeline")

@@ -106,7 +106,7 @@ class _Layer:
         if op.detached and not isinstance(op, Param):
             return self._detached(op)
         if isinstance(op, Multiply):
-            return self._multiply(op, any(flows))
+            return self._multiply(op, flows)
         if isinstance(op, Attend):
             return self._attend(op, flows)
         if isinstance(op, Pointwise):
@@ -183,11 +183,13 @@ class _Layer:
             self._clip(op, state, held.trainable)
         return flow or (op.input_embedding and self.mode.recompute != "none")
 
-    def _multiply(self, op: Multiply, flow: bool) -> bool:
+    def _multiply(self, op: Multiply, flows: tuple[bool, ...]) -> bool:
+        flow = any(flows)
         self._step(0, flow)
         products = [Product("activations", op.rows, op.flops * op.times)]
-        if flow and op.backward:
-            products.append(Product("activations_gradient", op.rows, op.backward * op.times, Passes(0, 1)))
+        backward = op.flops * (flows[0] + flows[-1]) if op.pair else op.backward
+        if flow and backward:
+            products.append(Product("activations_gradient", op.rows, backward * op.times, Passes(0, 1)))
         self._add(op, products)
         return flow
 

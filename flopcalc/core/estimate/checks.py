@@ -22,6 +22,10 @@ def check_workload(model: BoundModel, load: Workload) -> Workload:
         return load
     if model.latents is not None:
         return _check_latents(model, load)
+    if not model.has_text:
+        _check_vision(model, load)
+    elif not load.seq and load.decoder is None and model.needs_text:
+        raise WorkloadError("seq is missing: the length that the language model sees per sample")
     if load.phase in ("prefill", "decode"):
         _check_decodes(model, load.phase)
     if load.grids or load.videos:
@@ -55,6 +59,19 @@ def _check_latents(model: BoundModel, load: Workload) -> Workload:
     return load
 
 
+def _check_vision(model: BoundModel, load: Workload) -> None:
+    """A model of images alone takes nothing else."""
+    name = model.name
+    if not load.all_grids:
+        raise WorkloadError(f"{name} takes images: give --image WxH (images=[(width, height)])")
+    if load.seq:
+        raise WorkloadError(f"{name} takes images alone: leave --seq out")
+    if load.phase in ("prefill", "decode"):
+        raise WorkloadError(f"{name} takes images alone: there is no phase {load.phase}; forward is one pass")
+    if len(load.all_grids) < load.rows:
+        raise WorkloadError(f"{load.rows} samples need an image each: {len(load.all_grids)} given")
+
+
 def _check_images(model: BoundModel, load: Workload) -> Workload:
     vision = model.vision
     if vision is None:
@@ -70,7 +87,7 @@ def _check_images(model: BoundModel, load: Workload) -> Workload:
             if grid[1] % merge or grid[2] % merge or not grid[0]:
                 vision.check_grid(grid, "grid")
     visual, tokens = model.count_visual_tokens(load), load.tokens
-    if visual > tokens:
+    if visual > tokens and model.has_text:
         raise WorkloadError(
             f"{visual} visual tokens do not fit in {tokens} tokens: --seq counts them in (--text adds them instead)"
         )
@@ -81,6 +98,8 @@ def _check_decodes(model: BoundModel, phase: str) -> None:
     """An encoder reads the whole text at once: it has no cache to fill or to read."""
     if model.has_decoder:
         return
+    if not model.needs_text:
+        raise WorkloadError(f"{model.name} is an encoder: it does not decode, so there is no phase {phase}")
     masks = {
         op.rows.mask if isinstance(op.rows, Pairs) else None
         for stage in model.stages

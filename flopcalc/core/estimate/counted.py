@@ -67,6 +67,7 @@ class CountedEstimator(Estimator):
         self.source, self.spec, self.stages = model.source, model.spec, model.stages
         self.vision, self.audio = model.vision, model.audio
         self.has_decoder, self.has_text_encoder = model.has_decoder, model.has_text_encoder
+        self.needs_text = model.needs_text
         self.convention = convention
         # Without a device that says better, torch's SDPA is taken to pick its flash kernel.
         self.attention_kernel = "flash" if attention_kernel == "auto" else attention_kernel
@@ -121,7 +122,7 @@ class CountedEstimator(Estimator):
             grids = self.vision.read_sizes(batch, read_device)
         load, notes = read_batch(
             batch, phase=phase, logits=logits, read_device=read_device, has_decoder=self.has_decoder, audio=audio,
-            images=grids or (),
+            images=grids or (), needs_text=self.needs_text,
         )  # fmt: skip
         return self.estimate(load if grids is None else load.replace(grids=grids), tuple(notes))
 

@@ -39,6 +39,7 @@ class Estimator(Protocol):
     audio: Audio | None
     has_decoder: bool
     has_text_encoder: bool
+    needs_text: bool  # False: images alone are a workload
     recipe: Recipe
     convention: str
     attention_kernel: str
@@ -275,6 +276,11 @@ class Estimate:
     def tokens(self) -> int:
         """Real tokens that the language model sees."""
         return sum(estimator.count_tokens(load) * times for estimator, load, times in self.terms)
+
+    @property
+    def per_token(self) -> int:
+        """Whole FLOPs of the step per token; 0 where it has images alone."""
+        return self.total // self.tokens if self.tokens else 0
 
     def __add__(self, other: Estimate) -> Estimate:
         if not isinstance(other, Estimate):
@@ -527,7 +533,7 @@ class Estimate:
         repeated = f" x {times}" if times > 1 else ""
         return (
             f"Estimate({format_flops(self.total)}: forward {format_flops(self.forward)}, backward "
-            f"{format_flops(self.backward)}; {name}, {load.rows} x {load.seq} {load.phase}{repeated}"
+            f"{format_flops(self.backward)}; {name}, {_describe_size(load)} {load.phase}{repeated}"
             f"{more}; convention {self.convention})"
         )
 
@@ -590,6 +596,8 @@ class Estimate:
             pieces.append(f"{source} encoded, {side.rows} × {side.seq}{tail} decoded")
         elif load.phase == "decode":
             pieces.append(f"{load.rows} × {load.seq} new tokens after {load.context} cached")
+        elif not load.seq:
+            pieces.append(f"{len(load.all_grids)} image{'s' * (len(load.all_grids) > 1)}")
         else:
             pieces.append(f"{load.rows} × {load.seq} tokens{' (padded)' if load.layout == 'padded' else ''}")
         if times > 1:
@@ -619,6 +627,17 @@ def check_estimate(value: object) -> Estimate:
     if not isinstance(value, Estimate):
         raise FlopcalcError(f"an estimate is what estimate_flops() gives, not {format_value(value)}")
     return value
+
+
+def check_tokens(estimate: Estimate, what: str) -> Estimate:
+    """A step that has tokens, or an error that names what is counted in them."""
+    if not check_estimate(estimate).tokens:
+        raise WorkloadError(f"{what} is counted in tokens, and this step has images alone")
+    return estimate
+
+
+def _describe_size(load: Workload) -> str:
+    return f"{load.rows} x {load.seq}" if load.seq or load.decoder is not None else f"{len(load.all_grids)} images"
 
 
 def _cell(value: int) -> str:

@@ -135,6 +135,8 @@ def _find_length(
         raise WorkloadError(f"{estimator.source.name} is an encoder-decoder: {_ask_sizes(estimator)}")
     if inputs.phase == "decode":
         return 1
+    if not estimator.needs_text:
+        return None
     raise WorkloadError("how long are the sequences? Give --seq N, --text N or --lengths N,N,…")
 
 

@@ -21,6 +21,8 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
     if model.vision is not None and not load.all_grids and not model.is_part and load.phase != "decode":
         example = "--image 1024x768" if model.vision.kind == "grid" else "--image 336x336"
         notes.append(f"no image given, so the vision tower is not counted; add one with {example}")
+    if model.vision is not None and model.has_text and not load.seq and load.decoder is None:
+        notes.append("no text given, so the text tower is not counted; add some with --seq N")
     if model.audio is not None and not load.clips and load.phase != "decode":
         notes.append("no audio given, so the audio tower is not counted; add some with --audio SECONDS")
     longest = max(side.longest for side in (load, load.decoder) if side is not None)

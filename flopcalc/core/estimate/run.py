@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from flopcalc.core.estimate.estimate import Estimate, check_estimate
+from flopcalc.core.estimate.estimate import Estimate, check_tokens
 from flopcalc.core.estimate.utilization import find_ideal_time, find_step_time, sum_dtypes
 from flopcalc.core.estimate.utilization import mfu as find_mfu
 from flopcalc.errors import FlopcalcError, format_value
@@ -59,7 +59,7 @@ def count_run(
     gpus: int = 1,
 ) -> Run:
     """Whole steps until so many tokens have passed; their GPU-hours at an MFU, or at the pace that was measured."""
-    check_estimate(estimate)
+    check_tokens(estimate, "a run")
     dtype = None if dtype is None else parse_dtype(dtype)
     total = parse_tokens(tokens)
     steps = -(-total // estimate.tokens)

@@ -85,6 +85,7 @@ class TracedEstimator(Estimator):
         self.vision = self.audio = None
         self.stages = ()
         self.has_decoder = self.has_text_encoder = False
+        self.needs_text = True
         self._totals: dict[tuple[str, bool], tuple[tuple[Fraction, ...], ...]] = {}
         empty: dict[str, Any] = {name: {} for name in Spec._fields}
         self.spec = Spec(**{
@@ -97,7 +98,8 @@ class TracedEstimator(Estimator):
         self.identity = ("trace", traced.name, id(traced), recipe, "full", "eager", self.formats)
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
-        check_load(load)
+        if not check_load(load).seq:
+            raise WorkloadError("seq is missing: the length that the language model sees per sample")
         if load.decoder is not None or load.clips:
             raise WorkloadError("traced: one length alone was solved for, without a decoder's length or audio")
         self._check_grids(load)

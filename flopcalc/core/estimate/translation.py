@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.estimate.estimate import Estimate, check_tokens
 from flopcalc.core.estimate.quoted import find_quoted, load_quoted
 from flopcalc.core.estimate.utilization import check_positive, find_peak
 from flopcalc.errors import FlopcalcError, SpecError, format_value
@@ -100,7 +100,7 @@ def translate_estimate(
     """What a quoted MFU, a rate in TFLOP/s per GPU, or tokens per second of all GPUs is under every convention."""
     quoted = None if from_ is None else find_quoted(from_).name
     check_size(gpus, "gpus")
-    tokens = estimate.tokens
+    tokens = check_tokens(estimate, "a quoted figure").tokens
     terms, missing = _count_all(estimate, mtp, quoted)
     flops = {each: sum(values.values()) for each, values in terms.items()}
     name, rate = _find_rate(device, dtype, peak, mfu is not None)

@@ -237,6 +237,8 @@ def find_step_time(estimate: Estimate, step_time_s: float | None, tokens_per_sec
     if (step_time_s is None) == (tokens_per_second is None):
         problem = "are both given" if step_time_s is not None else "are both missing"
         raise FlopcalcError(f"step time and tokens per second {problem}: give one of them")
+    if tokens_per_second is not None and not estimate.tokens:
+        raise FlopcalcError("tokens per second: this step has images alone; give its step time")
     if tokens_per_second is not None:
         return estimate.tokens / check_positive(tokens_per_second, "tokens per second")
     return check_positive(step_time_s, "step time")

@@ -47,6 +47,16 @@ class BoundModel:
     def name(self) -> str:
         return self.source.name
 
+    @property
+    def has_text(self) -> bool:
+        """Whether it reads text; a model of images or audio alone does not."""
+        return self.has_text_encoder or self.has_decoder or self.vision is None
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether images alone are no workload; they are where a loss alone joins two towers, as in CLIP."""
+        return self.has_text and self.spec.vision.get("text") != "optional"
+
     def count_visual_tokens(self, load: Workload) -> int:
         if self.vision is None:
             return 0

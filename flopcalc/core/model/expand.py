@@ -32,8 +32,10 @@ from flopcalc.core.spec.spec import (
     SPANS,
     WORDS,
     BoundDims,
+    Spec,
     check_required,
     find_block_part,
+    find_body,
     find_key,
     keeps_keys,
 )
@@ -90,7 +92,9 @@ def _expand(dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
             raise ConfigError(f"{dims.where}: {words}{_format_origin(dims, text)}")
     _check_layers(dims)
     stages: list[Stage] = []
-    rename = rename | {old: rename_path(new, rename) for old, new in dims.spec.rename.items()}
+    # A tower that is a model by itself has no prefix there, and here the one that it is given.
+    own = {old: new for old, new in dims.spec.rename.items() if new or old not in rename}
+    rename = rename | {old: rename_path(new, rename) for old, new in own.items()}
     for stack in dims.spec.stacks:
         dims.budget.spend("stacks")
         if "when" in stack and not evaluate_truth(stack["when"], dims):
@@ -132,6 +136,7 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Sta
         if not isinstance(name, str):
             raise ConfigError(f"{where}: model_type must be a string, not {format_value(name)}")
     spec = dims.extra.get(name) or find_family(name, config)
+    spec = find_body(spec.name, dims.extra) if spec is not None and spec.body else spec
     if spec is None:
         raise ConfigError(
             f"{where}: model_type {name!r} has no spec, so {dims.spec.name!r} cannot be counted with it; "
@@ -141,7 +146,10 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Sta
         check_required(spec, config, where)
     settings = {key: dims.evaluate(text) for key, text in stack.get("set", {}).items()}
     inner = BoundDims(spec, config, where, settings, defaults, dims.extra, dims.budget)
-    inner_stages = _expand(inner, stack.get("rename", {}), stack.get("side", side))
+    rename = {_find_root(spec): stack["body"]} if "body" in stack else stack.get("rename", {})
+    inner_stages = _expand(inner, rename, stack.get("side", side))
+    if "body" in stack:
+        inner_stages = [stage for stage in inner_stages if not _is_head(stage)]
     if "stream" in stack:
         inner_stages = [stage._replace(stream=stack["stream"]) for stage in inner_stages]
     if "only" in stack:
@@ -156,6 +164,21 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Sta
     if joins:
         inner_stages[0] = inner_stages[0]._replace(joins=joins)
     return inner_stages
+
+
+def _find_root(spec: Spec) -> str:
+    """The module that all of a text model lies in but its head: model, transformer, gpt_neox."""
+    paths = [str(stack["path"]) for stack in spec.stacks if "path" in stack and stack.get("part") != "lm_head"]
+    roots = {path.partition(".")[0] for path in paths}
+    if len(roots) != 1:
+        named = ", ".join(sorted(roots))
+        raise SpecError(f"{spec.file}: cannot be the text model of another: its modules lie in {named or 'others'}")
+    return roots.pop()
+
+
+def _is_head(stage: Stage) -> bool:
+    parts = {op.part for chain in stage.layers for op in iterate(chain) if isinstance(op, Linear)}
+    return parts == {"lm_head"}
 
 
 def _restrict(chain: Chain, which: str) -> Chain:
@@ -362,7 +385,8 @@ class _Builder:
             return self._make_attend(item, size, common, before)
         if kind == "product":
             flops = size("flops", 0)
-            return Multiply(**common, flops=flops, backward=size("backward", 0) if "backward" in item else 2 * flops)
+            backward = size("backward", 0) if "backward" in item else 2 * flops
+            return Multiply(**common, flops=flops, backward=backward, pair=bool(item.get("pair", False)))
         if kind == "embed":
             return Embed(
                 **common, count=size("count"), dim=size("dim"), tied=self._tied(item),

@@ -260,6 +260,7 @@ class Multiply(Op):
 
     flops: int
     backward: int
+    pair: bool = False  # of the two branches before it: a gradient for each that needs one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,4 +321,4 @@ def join(path: str, name: str) -> str:
     """The path of a module inside another; a name that starts with / is a whole path."""
     if name.startswith("/"):
         return name[1:]
-    return f"{path}.{name}" if name else path
+    return f"{path}.{name}" if name and path else name or path

@@ -218,7 +218,43 @@ def _most_patches(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (1, rows, columns)
 
 
+def _crop(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Classifiers and CLIP: resized to one size, or to a shortest side, then the middle cut out; patches that fit."""
+    edge = values["size.shortest_edge"]
+    if values["do_resize"] and edge:
+        short, long = min(height, width), max(height, width)
+        long = int(edge * long / short)
+        height, width = (edge, long) if height <= width else (long, edge)
+    elif values["do_resize"]:
+        height, width = values["size.height"], values["size.width"]
+    if values["do_center_crop"]:
+        height, width = values["crop_size.height"], values["crop_size.width"]
+    high, wide = (values["patch"],) * 2 if isinstance(values["patch"], int) else values["patch"]
+    return (1, height // high, width // wide)
+
+
+def _naflex(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """SigLIP 2: scaled up or down to as many whole patches as are allowed; the scale is found as its processor does."""
+    patch, most = values["patch"], _whole(values, "max_num_patches")
+
+    def fit(scale: float) -> tuple[int, int]:
+        high, wide = (max(1, math.ceil(side * scale / patch)) for side in (height, width))
+        return high, wide
+
+    low, high = 1e-5 / 10, 100.0
+    while high - low >= 1e-5:
+        middle = (low + high) / 2
+        if math.prod(fit(middle)) <= most:
+            low = middle
+        else:
+            high = middle
+    rows, columns = fit(low)
+    return (1, rows, columns)
+
+
 RULES |= {
+    "crop": _crop,
+    "naflex": _naflex,
     "most_patches": _most_patches,
     "within": _within,
     "smart": _smart,

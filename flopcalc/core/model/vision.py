@@ -28,6 +28,7 @@ class Vision(NamedTuple):
     takes_videos: bool
     dims: BoundDims | None = None  # where `tokens` and the parameters of the pixel rule have values
     most: int = 0  # tiles: that one image may have; 0: any number
+    outer: BoundDims | None = None  # where `tokens` has values instead, if a tower's own spec says how images are cut
 
     @property
     def has_pixel_limit(self) -> bool:
@@ -87,17 +88,10 @@ class Vision(NamedTuple):
         """Positions of the language model that one image or video fills."""
         if self.kind == "fixed":
             return self.tokens
-        if self.dims is not None and "tokens" in self.dims.spec.vision:
-            return self._count_expression(grid, video)
+        dims = self.outer or self.dims
+        if dims is not None and "tokens" in dims.spec.vision:
+            return _count_tokens(dims, grid, video)
         return grid[0] * grid[1] * grid[2] // self.merge**2
-
-    def _count_expression(self, grid: Grid, video: bool) -> int:
-        assert self.dims is not None
-        text = self.dims.spec.vision["tokens"]
-        value = evaluate(text, _GridNames(self.dims, grid, video))
-        if isinstance(value, bool) or getattr(value, "denominator", None) != 1:
-            raise ConfigError(f"{self.dims.where}: tokens = {text} must be a whole number, not {format_value(value)}")
-        return int(value)
 
     def read_sizes(self, batch: Mapping[str, Any], read_device: bool) -> tuple[Grid, ...] | None:
         """Grids of a batch that says them otherwise than as image_grid_thw: [vision] sizes and grid."""
@@ -153,7 +147,8 @@ class Vision(NamedTuple):
         check_size(width, "image width")
         check_size(height, "image height")
         if self.kind == "fixed":
-            note = f"this model crops every image to one square: {self.tokens} tokens each, whatever its size"
+            tokens = f": {self.tokens} tokens each" if self.tokens else ""
+            note = f"this model crops every image to one square{tokens}, whatever its size"
             return (1, self.side, self.side), [note]
         if self.dims is not None and "pixels" in self.dims.spec.vision:
             grids, notes = _apply_rule(self.dims, width, height, preprocessor, images)
@@ -181,6 +176,17 @@ class Vision(NamedTuple):
             return _apply_rule(self.dims, width, height, preprocessor, images)
         grid, notes = self.grid_of_pixels(width, height, preprocessor, images)
         return [grid], notes
+
+
+def _count_tokens(dims: BoundDims, grid: Grid, video: bool = False) -> int:
+    text = dims.spec.vision["tokens"]
+    try:
+        value = evaluate(text, _GridNames(dims, grid, video))
+    except MissingNameError as error:
+        raise ConfigError(f"{dims.where}: missing key {error.name!r}") from None
+    if isinstance(value, bool) or getattr(value, "denominator", None) != 1 or value < 0:
+        raise ConfigError(f"{dims.where}: tokens = {text} must be a whole number, not {format_value(value)}")
+    return int(value)
 
 
 def _check_readable(key: str, value: Any, read_device: bool) -> None:
@@ -244,9 +250,12 @@ def _apply_rule(
 
 def bind_vision(dims: BoundDims) -> Vision | None:
     """The image input that a spec describes, or None for a text model."""
-    table = dims.spec.vision
+    table, outer = dims.spec.vision, None
     if not table:
         return None
+    tower = dims.bind_inner(table["tower"]) if "tower" in table else None
+    if tower is not None and tower.spec.vision:
+        table, dims, outer = tower.spec.vision, tower, dims
 
     def size(key: str, default: int) -> int:
         if key not in table:
@@ -259,15 +268,17 @@ def bind_vision(dims: BoundDims) -> Vision | None:
             raise ConfigError(f"{dims.where}: {table[key]} must be a positive whole number, not {format_value(value)}")
         return value
 
+    side = size("side", 0)
     return Vision(
         kind=table["kind"],
         merge=size("merge", 1),
         patch=size("patch", 1),
-        side=size("side", 0),
-        tokens=size("tokens", 0) if table["kind"] == "fixed" else 0,
+        side=side,
+        tokens=_count_tokens(outer or dims, (1, side, side)) if table["kind"] == "fixed" else 0,
         takes_videos=table.get("videos") == "true",
         dims=dims if table.keys() & {"pixels", "sizes"} or (table["kind"] != "fixed" and "tokens" in table) else None,
         most=size("most", 0),
+        outer=outer,
     )
 
 

@@ -79,7 +79,8 @@ def describe_specs() -> dict[str, Described]:
         spec = load_spec(path)
         if spec.is_tower:
             continue
-        kinds = ["text", *(["images"] if spec.vision else []), *(["audio"] if spec.audio else [])]
+        kinds = [*(["images"] if spec.vision else []), *(["audio"] if spec.audio else [])]
+        kinds = kinds if spec.vision.get("text") == "none" else ["text", *kinds]
         found[name] = Described(spec, ", ".join(kinds), tuple(_list_parents(path)))
     return found
 

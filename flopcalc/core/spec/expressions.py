@@ -266,7 +266,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "max": max,
     "ceil": math.ceil,
     "floor": math.floor,
-    "len": lambda values: len(_listed(values)),
+    "len": lambda values: len(values if isinstance(values, dict) else _listed(values)),
     "count": _count,
     "isqrt": math.isqrt,
     "where": lambda values, wanted: [i for i, value in enumerate(_listed(values)) if value == wanted],

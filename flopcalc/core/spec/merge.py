@@ -18,11 +18,11 @@ ROW_KEYS = ("rows", "needed", "less", "cache_rows")  # keys that hold a sum of t
 SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
     "checks", "stack", "vision", "audio", "latents", "positions", "variants", "rename", "main_input",
-    "reentrant", "sums", "drop", "config_checks",
+    "reentrant", "sums", "drop", "config_checks", "body",
 }  # fmt: skip
 _MERGED = ("defaults", "renamed", "dims", "checks", "blocks", "sums")  # merged key by key
-_OWN = ("variants", "config_checks")  # of one model type: a spec that extends it does not take them over
-_TABLES = (*_MERGED, *_OWN, "vision", "audio", "latents", "positions", "rename")
+_OWN = ("variants", "config_checks", "body")  # of one model type: a spec that extends it does not take them over
+_TABLES = (*_MERGED, "variants", "config_checks", "vision", "audio", "latents", "positions", "rename")
 CHANGES = ("change", "after", "before")  # keys of a stack that say what it does to the other spec's
 
 
@@ -122,7 +122,7 @@ def _name_stack(stack: Table) -> str:
 def rename_path(path: str, rename: dict[str, str]) -> str:
     """A module path with the longest matching prefix replaced."""
     found = max((old for old in rename if path == old or path.startswith(f"{old}.")), key=len, default=None)
-    return path if found is None else rename[found] + path[len(found) :]
+    return path if found is None else (rename[found] + path[len(found) :]).removeprefix(".")
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------

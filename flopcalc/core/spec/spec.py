@@ -17,11 +17,12 @@ from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 _STACK_KEYS = {
     "name", "path", "repeat", "first", "stream", "side", "rows", "needed", "part", "checkpoint", "ops", "when", "dead",
     "reads", "joins", "adds", "untrained", "reversible", "input_gradient",
-    "use", "config", "flat", "rename", "set", "defaults", "only",
+    "use", "config", "flat", "rename", "set", "defaults", "only", "body",
 }  # fmt: skip
 _AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
 _VISION_KEYS = {
     "kind", "patch", "merge", "side", "most", "tokens", "videos", "pixels", "sizes", "grid", "flattened", "canvas",
+    "text", "tower",
 }  # fmt: skip
 _LATENT_KEYS = {"input", "axes", "text", "pixels", "frames", "pack", "length"}
 _POSITION_KEYS = {"kind", "limit"}
@@ -36,7 +37,7 @@ OP_KEYS: dict[str, set[str]] = {
     "conv": _OP_COMMON | {"in", "out", "bias", "param", "input_embedding", "at"},
     "attend": _OP_COMMON
     | {"heads", "qk", "v", "out", "span", "mask", "window", "length", "kv_heads", "cache", "cache_rows", "latent"},
-    "product": _OP_COMMON | {"flops", "backward"},
+    "product": _OP_COMMON | {"flops", "backward", "pair"},
     "norm": _OP_COMMON | {"dim", "bias", "tied", "copies"},
     "embed": _OP_COMMON | {"count", "dim", "tied", "input_embedding"},
     "param": _OP_COMMON | {"size", "tied"},
@@ -60,7 +61,8 @@ MASKS = ("causal", "full")
 _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "ops": (list,), "joins": (list,), "reads": (list,), "tied": (list,), "checkpoint": (bool, str), "flat": (bool,),
     "reversible": (bool,), "input_gradient": (bool,),
-    "input_embedding": (bool, str), "detached": (bool,), "rename": (dict,), "set": (dict,), "defaults": (dict,),
+    "input_embedding": (bool, str), "detached": (bool,), "pair": (bool,),
+    "rename": (dict,), "set": (dict,), "defaults": (dict,),
     "pixels": (dict, str),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
     **dict.fromkeys(("flops", "backward", "kv_heads", "cache", "latent"), (str, int)),
@@ -113,6 +115,7 @@ class Spec(NamedTuple):
     reentrant: str = ""  # what a reader should know of reentrant checkpointing here
     sums: tuple[str, ...] = ()  # names of [sums], already written out in stacks and blocks
     latents: dict[str, str] = {}  # noqa: RUF012  # of a denoiser: what its input is made of
+    body: str = ""  # the spec that other models take in its place: the same without its head
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
 
@@ -120,6 +123,12 @@ def find_spec(model_type: str) -> Spec | None:
     """The spec of a model_type, or None."""
     path = find_data_file("specs", model_type)
     return load_spec(path) if path else None
+
+
+def find_body(model_type: str, extra: dict[str, Spec]) -> Spec | None:
+    """The spec that other models take for a model_type: the body that it names, else its own; `extra` come first."""
+    spec = extra.get(model_type) or find_spec(model_type)
+    return spec if spec is None or not spec.body else extra.get(spec.body) or find_spec(spec.body)
 
 
 @lru_cache(maxsize=1024)
@@ -149,6 +158,7 @@ def load_spec(path: str) -> Spec:
         reentrant=str(tables.get("reentrant", "")),
         sums=tuple(tables.get("sums", ())),
         latents=tables.get("latents", {}),
+        body=str(tables.get("body", "")),
         main_input=str(tables.get("main_input", "input_ids")),
     )
     _check_spec(spec, path)
@@ -215,7 +225,7 @@ def _check_spec(spec: Spec, path: str) -> None:
         if table and label in _KINDS and table.get("kind") not in _KINDS[label]:
             raise SpecError(f"{where} needs kind = {' or '.join(map(repr, _KINDS[label]))}")
         pixels: Any = table.get("pixels", {}) if label == "vision" else {}
-        plain = {"kind", "videos", "pixels", "input", "sizes", "flattened", "canvas"}
+        plain = {"kind", "videos", "pixels", "input", "sizes", "flattened", "canvas", "text", "tower"}
         if label == "latents":
             plain = {"input", "axes", "text"}
         texts = {key: table[key] for key in table.keys() - plain}
@@ -318,7 +328,19 @@ def _check_rows(table: dict[str, Any], sums: tuple[str, ...], where: str) -> Non
 class BoundDims:
     """The names of a spec with their values under one config; dims are computed when first asked for."""
 
-    __slots__ = ("_depends", "_fixed", "_layered", "budget", "config", "defaults", "extra", "layer", "spec", "where")
+    __slots__ = (
+        "_depends",
+        "_fixed",
+        "_inner",
+        "_layered",
+        "budget",
+        "config",
+        "defaults",
+        "extra",
+        "layer",
+        "spec",
+        "where",
+    )
 
     def __init__(
         self, spec: Spec, config: dict[str, Any], where: str, settings: dict[str, Any] | None = None,
@@ -334,6 +356,7 @@ class BoundDims:
         self._fixed: dict[str, Any] = dict(settings or {})
         self._layered: dict[str, Any] = {}
         self._depends: dict[str, bool] = {}
+        self._inner: dict[str, BoundDims | None] = {}
 
     def set_layer(self, layer: int | None) -> None:
         self.layer = layer
@@ -395,12 +418,44 @@ class BoundDims:
             if is_given:
                 break
         else:
-            value = self.defaults.get(name)
+            value = self._find_inner_default(name)
+            value = self.defaults.get(name) if value is None else value
         if value is None and name in DERIVED:
             value = self._fixed[name] = DERIVED[name](self.lookup)
         if value is None:
             raise MissingNameError(name)
         return value
+
+    def _find_inner_default(self, name: str) -> Any:
+        """What an inner config's own spec says of a key that the config leaves out: its default, or a dim."""
+        outer, _, key = name.partition(".")
+        inner = self.bind_inner(outer) if key and key != "model_type" else None
+        if inner is None:
+            return None
+        value = inner.defaults.get(key)
+        if value is None and key in inner.spec.dims and not inner.depends_on_layer(key):
+            try:
+                value = inner.lookup(key)
+            except MissingNameError:
+                return None
+        return value
+
+    def bind_inner(self, key: str) -> BoundDims | None:
+        """The dims of an inner config whose own model_type says what it is; None where there is none, or no spec."""
+        if key in self._inner:
+            return self._inner[key]
+        config = self.config.get(key)
+        found: BoundDims | None = None
+        for stack in self.spec.stacks:
+            if stack.get("use") != "model_type" or stack["config"] != key or not isinstance(config, dict):
+                continue
+            defaults: dict[str, Any] = stack.get("defaults", {})
+            spec = find_body(str(config.get("model_type", defaults.get("model_type"))), self.extra)
+            if spec is not None:
+                found = BoundDims(spec, config, f"{self.where}: {key}", {}, defaults, self.extra, self.budget)
+                break
+        self._inner[key] = found
+        return found
 
 
 def find_key(config: dict[str, Any], dotted: str) -> tuple[bool, Any]:

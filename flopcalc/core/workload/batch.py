@@ -21,11 +21,12 @@ def read_batch(
     has_decoder: bool = False,
     audio: tuple[str, int] | None = None,
     images: tuple[Grid, ...] = (),
+    needs_text: bool = True,
 ) -> tuple[Workload, list[str]]:
     """A workload from what is given to the model, and notes on what could not be read from it.
 
     With read_device=False, values that lie on a device are not read: that would make the host wait for it.
-    `audio` is the key of a model's audio and the axis of its frames; `images` what an encoder without text reads.
+    `audio` is the key of a model's audio and the axis of its frames; `images` what a model reads without text.
     """
     if not isinstance(batch, Mapping):
         raise WorkloadError(f"batch must be a mapping as given to the model, not {format_value(batch)}")
@@ -49,6 +50,10 @@ def read_batch(
     if ids is None and images and has_decoder:
         decoder = _read_decoder(batch, len(images), phase, logits, is_readable, notes)
         return Workload(len(images), 0, None, "unpadded", phase, 0, "all", images, decoder=decoder), notes
+    if ids is None and not needs_text and not images and batch.get("pixel_values") is not None:
+        images = ((0, 0, 0),) * _count_images(batch["pixel_values"])
+    if ids is None and images and not needs_text:
+        return Workload(len(images), 0, None, "unpadded", phase, 0, logits, images), notes
     if ids is None:
         raise WorkloadError("batch needs input_ids or inputs_embeds")
     shape = _shape(ids)

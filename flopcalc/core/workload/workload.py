@@ -19,7 +19,8 @@ class Workload:
 
     Values that no step can have are a WorkloadError. A grid of zeros is one that the model knows itself; `clips` are
     audio, in frames of the feature extractor. With a `decoder`, whose tokens are its own, this is the encoder's side,
-    and `seq` may be 0; a denoiser's `grids` are its latents, and `seq` is the length of its text.
+    and `seq` may be 0; a denoiser's `grids` are its latents, and `seq` is the length of its text. Images may come
+    without text: then `seq` is 0 too.
     """
 
     rows: int
@@ -177,9 +178,9 @@ def make_workload(
         if not documents:
             raise WorkloadError("lengths must hold at least one document")
         return Workload(1, sum(documents), documents, "packed", phase, 0, logits, grids, videos, frames)
-    if seq_len is None:
+    if seq_len is None and not (grids or videos):
         raise WorkloadError("seq is missing: the length that the language model sees per sample")
-    rows, seq = _check_quickly(batch_size, "batch", 1), _check_quickly(seq_len, "seq", 1)
+    rows, seq = _check_quickly(batch_size, "batch", 1), 0 if seq_len is None else _check_quickly(seq_len, "seq", 1)
     return Workload(rows, seq, None, "unpadded", phase, 0, logits, grids, videos, frames)
 
 

@@ -99,7 +99,8 @@ def list_cases(example: Example, config: Json) -> Iterator[tuple[Json, Json]]:
         ("reentrant", train, {"recompute": "full-reentrant"}),
         ("lora recompute", train, {**everywhere, "recompute": "full"}),
     ):
-        if not {*name.split(), name.replace(" ", "-"), "text"} & set(example.skip) and not (name == "padded" and base):
+        is_skipped = {*name.split(), name.replace(" ", "-"), "text"} & set(example.skip)
+        if estimator.needs_text and not is_skipped and not (name == "padded" and base):
             yield workload, recipe
     for workload in example.workloads:
         yield workload, {}
@@ -114,7 +115,8 @@ def list_cases(example: Example, config: Json) -> Iterator[tuple[Json, Json]]:
                 yield workload, recipe
         if "images-freeze" not in example.skip:
             tower = sorted({stage.path for stage in estimator.stages if stage.group == "vision"})
-            yield workload, {"freeze": tower}
+            is_whole = all(stage.group == "vision" for stage in estimator.stages)  # then nothing else trains
+            yield workload, {"freeze": [first] if is_whole else tower}
 
 
 def make_estimator(example: Example, config: Json) -> Estimator:
@@ -163,9 +165,7 @@ def make_inputs(
         "tallest": max((h for _, h, _ in grids), default=0), "widest": max((w for *_, w in grids), default=0),
     }  # fmt: skip
     scope = _Scope(keys, names)
-    vocabulary = int(evaluate(example.vocab, scope)) if example.vocab else int(find_text_config(config).vocab_size)
-    special = _find_special(config)
-    words = torch.tensor([i for i in range(3, min(vocabulary, 4096)) if i not in special])
+    words = _list_words(example, config, scope) if seq or workload.get("decoder_seq") else torch.zeros(1)
     ids = words[torch.randint(len(words), (batch, seq), generator=generator)]
     out: dict[str, Any] = {"input_ids": ids} if seq else {}
     if mask:
@@ -196,6 +196,13 @@ def make_inputs(
                 table = table.setdefault(part, {})
             table[last] = tensor
     return out
+
+
+def _list_words(example: Example, config: Any, scope: _Scope) -> torch.Tensor:
+    """Ids of a vocabulary that stand for nothing but words."""
+    vocabulary = int(evaluate(example.vocab, scope)) if example.vocab else int(find_text_config(config).vocab_size)
+    special = _find_special(config)
+    return torch.tensor([i for i in range(3, min(vocabulary, 4096)) if i not in special])
 
 
 def _find_special(config: Any) -> set[int]:

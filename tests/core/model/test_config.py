@@ -227,7 +227,7 @@ def test_model_whose_config_has_no_to_dict() -> None:
         ('{"model_type": ""}', 'needs "model_type"'),
         ('{"model_type": "lama"}', "model_type 'lama' has no spec. Did you mean llama"),
         ('{"model_type": "../specs/llama"}', "has no spec"),
-        ('{"model_type": "clip_vision_model"}', "a part of other models, not one by itself"),
+        ('{"model_type": "pixtral"}', "a part of other models, not one by itself"),
     ],
 )
 def test_bad_json(tmp_path: Path, text: str, words: str) -> None:

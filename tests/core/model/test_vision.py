@@ -121,7 +121,8 @@ def test_fixed_towers() -> None:
     ],
 )
 def test_bound_vision(model: str, expected: Vision | None) -> None:
-    assert bind(model).vision == expected
+    vision = bind(model).vision
+    assert (vision and vision._replace(dims=None, outer=None)) == expected
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_a_block_has_a_usual_part(tmp_path: Path, blocks: str, stack_part: str, 
 
 # --- the folder of parts ----------------------------------------------------------------------------------------------
 def test_parts_are_found_by_name_and_are_no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = find_data_file("specs", "clip_vision_model")
+    path = find_data_file("specs", "pixtral")
     assert path is not None
     assert Path(path).parent.name == "parts"
     monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))

@@ -79,14 +79,15 @@ def _count_open_pairs() -> Iterator[None]:
     del AttentionInterface._global_mapping[NAME], AttentionMaskInterface._global_mapping[NAME]
 
 
-def list_workloads(example: Example, has_decoder: bool) -> list[dict[str, Any]]:
+def list_workloads(example: Example, has_decoder: bool, needs_text: bool) -> list[dict[str, Any]]:
     base: dict[str, Any] = {"phase": "forward"}
     base |= {"decoder_seq": example.decoder_seq} if example.decoder_seq and has_decoder else {}
     base |= {"clips": example.clips} if example.clips else {}
     images = [{**workload, "phase": "forward"} for workload in example.images[:1]]
     # An encoder of audio has no tokens, and so no length of its own.
     first, second = ({} if example.decoder_seq and example.clips else {"seq": seq} for seq in example.lengths[:2])
-    texts = [] if "text" in example.skip else [{"batch": 2, **first, **base}, {"batch": 1, **second, **base}]
+    has_text = needs_text and "text" not in example.skip
+    texts = [] if not has_text else [{"batch": 2, **first, **base}, {"batch": 1, **second, **base}]
     return [*texts, *({**base, **image} for image in images)]
 
 
@@ -102,7 +103,7 @@ def test_open_pairs(name: str) -> None:
         except (ValueError, ImportError, KeyError):
             pytest.skip("its attention takes no registered function")
         paths = {module: path for path, module in model.named_modules()}
-        for workload in list_workloads(example, estimator.has_decoder):
+        for workload in list_workloads(example, estimator.has_decoder, estimator.needs_text):
             SEEN.clear()
             make_step(model, example, workload, config)()
             if not SEEN:

@@ -1,0 +1,47 @@
+"""`flopcalc add`: runs what shipping a spec takes, and prints what is left."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from flopcalc.cli.command import Command
+from flopcalc.data import describe_install
+from flopcalc.errors import FlopcalcError
+from flopcalc.grids import format_text
+
+
+@click.command(cls=Command)
+@click.argument("types", nargs=-1, required=True, metavar="TYPE…")
+@click.option("--check", is_flag=True, help="Write nothing: say what is done and what is left.")
+@click.option("--json", "as_json", is_flag=True)
+def add(types: tuple[str, ...], check: bool, as_json: bool) -> None:
+    """Ship the spec of a model type: compare it with HF's model, record traces and operators, write the page.
+
+    Works in a checkout, and needs torch and transformers (the extra `measure`). Exit code 1 when a step failed or
+    something other than a preset or a changelog line is left.
+
+    \b
+      flopcalc add vit
+      flopcalc add --check clip siglip
+    """
+    try:
+        from flopcalc.measure.trace.shipping import Step, ship
+    except ImportError as error:
+        raise FlopcalcError(f"add needs {error.name}: {describe_install('measure')}") from None
+    found: dict[str, list[Step]] = {}
+    for name in types:
+        found[name] = []
+        for step in ship(name, check=check):
+            found[name].append(step)
+            if not as_json:
+                click.echo(format_text(step.text, f"{step.state:7}{name} {step.name}: ", " " * 7))
+    left = [f"{name} {step.name}" for name, steps in found.items() for step in steps if step.state != "done"]
+    if as_json:
+        steps = {name: [step._asdict() for step in each] for name, each in found.items()}
+        click.echo(json.dumps({"schema": 1, "types": steps, "left": left}, indent=2))
+    else:
+        click.echo(format_text(f"left: {', '.join(left)}" if left else "nothing is left", "", "  "))
+    if any(not each.endswith((" preset", " changelog")) for each in left):
+        raise click.exceptions.Exit(1)

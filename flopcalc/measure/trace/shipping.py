@@ -1,0 +1,164 @@
+"""What shipping a spec takes, step by step: each is run or looked for, and says what is left to do."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from importlib.util import find_spec as find_library
+from io import StringIO
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from flopcalc.core.spec.spec import Spec, load_spec
+from flopcalc.data import find_data_dir, find_data_file, list_data_files, load_toml
+from flopcalc.errors import FlopcalcError
+from flopcalc.measure.trace import truth
+
+__all__ = ["Step", "ship"]
+
+
+class Step(NamedTuple):
+    """One step of shipping a spec."""
+
+    name: str
+    state: Literal["done", "left", "failed"]
+    text: str  # what was done, or is left to do
+
+
+def ship(name: str, *, check: bool = False) -> Iterator[Step]:
+    """Every step for one model type, in order; `check` writes nothing. A step that others build on ends it."""
+    folder = truth.find_folder()  # only a checkout ships specs
+    spec, step = _find_spec(name)
+    yield step
+    if spec is None or spec.is_tower:
+        return
+    step = _find_example(name, spec)
+    yield step
+    if step.state != "done":
+        return
+    step = _compare(name)
+    yield step
+    if step.state != "done":
+        return
+    yield _turn_flags(name)
+    yield _record(name, folder, check)
+    yield _record_operators(name, spec, check)
+    yield _write_page(folder.parent.parent, check)
+    yield _find_preset(name)
+    yield _find_change(name, folder.parent.parent)
+
+
+def _find_spec(name: str) -> tuple[Spec | None, Step]:
+    path = find_data_file("specs", name)
+    if path is None:
+        return None, Step("spec", "left", f"write model_specs/specs/{name}.toml: docs/specs.md has the format")
+    spec = load_spec(path)
+    if spec.is_tower:
+        return spec, Step("spec", "done", f"{spec.file} is a part of other models: verify a model that uses it")
+    return spec, Step("spec", "done", f"{spec.file}, {spec.architecture}; read from {spec.source}")
+
+
+def _find_example(name: str, spec: Spec) -> Step:
+    path = find_data_file("examples", name)
+    if path is None:
+        keys = ", ".join([*spec.required, *(key for key in spec.defaults if key not in spec.required)][:12])
+        return Step("example", "left", f"write model_specs/examples/{name}.toml: two tiny configs that give {keys}")
+    tables = load_toml(path)
+    needed = tables.get("needs")
+    if needed and find_library(needed) is None:
+        return Step("example", "left", f"install {needed}: HF builds this model with it")
+    count = len(tables.get("configs", []))
+    if not count:
+        return Step("example", "left", f"examples/{name}.toml has no [[configs]]")
+    return Step("example", "done", f"{count} tiny config{'s' * (count != 1)}")
+
+
+def _compare(name: str) -> Step:
+    """Every usual case against HF's model, row by row."""
+    from flopcalc.measure.hf.examples import find_example, list_cases
+    from flopcalc.measure.hf.verify import prepare, verify
+
+    prepare()
+    example = find_example(name)
+    wrong, cases = [], 0
+    for config in example.configs:
+        for workload, recipe in list_cases(example, config):
+            cases += 1
+            try:
+                if not verify(config, workload, recipe, example=example).is_equal:
+                    wrong.append(f"{workload} {recipe}")
+            except Exception as error:  # HF's own code: whatever it raises is the answer for this case
+                wrong.append(f"{workload} {recipe}: {type(error).__name__}: {str(error)[:100]}")
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return Step("rows", "failed", f"{wrong[0]}{more}: flopcalc verify --model-type {name} shows the rows")
+    return Step("rows", "done", f"{cases} cases equal what HF's model executes")
+
+
+def _turn_flags(name: str) -> Step:
+    from flopcalc.measure.trace.flags import find_miscounted
+
+    lines = find_miscounted(name)
+    if lines:
+        return Step("flags", "failed", f"{len(lines)} configs with one flag turned are counted wrongly: {lines[0]}")
+    return Step("flags", "done", "every flag of the examples turned: counted rightly, or refused in words")
+
+
+def _record(name: str, folder: Path, check: bool) -> Step:
+    if check and not truth.is_recorded(name, folder):
+        return Step("traces", "left", f"run flopcalc add {name} to record them")
+    if truth.is_recorded(name, folder):
+        return Step("traces", "done", f"{len(truth.load(name, folder).cases)} cases recorded")
+    line, has_failed = truth.run(name, folder, check=False)
+    return Step("traces", "failed" if has_failed else "done", line)
+
+
+def _record_operators(name: str, spec: Spec, check: bool) -> Step:
+    folder = Path(find_data_dir()) / "operators"
+    if spec.vision.get("text") == "none":
+        return Step("operators", "done", "none: a model of images alone is not predicted")
+    if (folder / f"{name}.json").is_file():
+        return Step("operators", "done", "recorded")
+    if check:
+        return Step("operators", "left", f"run flopcalc add {name} to record them")
+    from flopcalc.measure.trace.operators.__main__ import record_type
+
+    with redirect_stdout(StringIO()):
+        has_failed = record_type(name, folder)
+    if has_failed:
+        return Step("operators", "left", "nothing could be recorded: predict takes another family's, and says so")
+    return Step("operators", "done", "recorded now")
+
+
+def _write_page(checkout: Path, check: bool) -> Step:
+    """docs/models.md and the catalogue, by the script that the checkout has for them."""
+    script = checkout / "docs" / "make_models.py"
+    if not script.is_file():
+        raise FlopcalcError(f"{script}: no such file; add works in a checkout")
+    before = sys.argv
+    sys.argv = [str(script), *(["--check"] if check else [])]
+    try:
+        with redirect_stdout(StringIO()):
+            runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            return Step("page", "left", "run python docs/make_models.py")
+    finally:
+        sys.argv = before
+    return Step("page", "done", "docs/models.md and catalogue.json are fresh")
+
+
+def _find_preset(name: str) -> Step:
+    for preset, path in list_data_files("presets").items():
+        if load_toml(path).get("config", {}).get("model_type") == name:
+            return Step("preset", "done", preset)
+    return Step("preset", "left", "add a preset with the dims of a published size, if one was read")
+
+
+def _find_change(name: str, checkout: Path) -> Step:
+    files = [checkout / "CHANGELOG.md", *sorted((checkout / "changelog.d").glob("*.md"))]
+    if any(path.is_file() and name in path.read_text(encoding="utf-8") for path in files):
+        return Step("changelog", "done", "named")
+    return Step("changelog", "left", f"name {name} in a file of changelog.d")

@@ -1,0 +1,34 @@
+"""`flopcalc add`: the steps of shipping a spec, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from flopcalc.cli.add import add
+
+pytest.importorskip("torch")
+
+
+def test_a_type_without_a_spec() -> None:
+    found = CliRunner().invoke(add, ["nosuch", "--json"])
+    steps = json.loads(found.output)
+    assert steps["left"] == ["nosuch spec"]
+    assert "write model_specs/specs/nosuch.toml" in steps["types"]["nosuch"][0]["text"]
+    assert found.exit_code == 1
+
+
+def test_a_part_of_other_models_ends_at_its_spec() -> None:
+    found = CliRunner().invoke(add, ["pixtral"])
+    assert (found.exit_code, "is a part of other models" in found.output) == (0, True)
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore")  # torch and HF advise on their own code
+def test_a_shipped_type_is_done() -> None:
+    found = CliRunner().invoke(add, ["siglip2_vision_model", "--check", "--json"])
+    steps = {step["name"]: step["state"] for step in json.loads(found.output)["types"]["siglip2_vision_model"]}
+    assert [name for name, state in steps.items() if state == "failed"] == []
+    assert (steps["rows"], steps["flags"], steps["traces"], steps["page"]) == ("done",) * 4
