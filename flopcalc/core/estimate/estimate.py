@@ -39,7 +39,7 @@ class Estimator(Protocol):
     audio: Audio | None
     has_decoder: bool
     has_text_encoder: bool
-    needs_text: bool  # False: images alone are a workload
+    needs_text: bool = True  # False: images alone are a workload
     recipe: Recipe
     convention: str
     attention_kernel: str

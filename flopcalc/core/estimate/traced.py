@@ -85,7 +85,6 @@ class TracedEstimator(Estimator):
         self.vision = self.audio = None
         self.stages = ()
         self.has_decoder = self.has_text_encoder = False
-        self.needs_text = True
         self._totals: dict[tuple[str, bool], tuple[tuple[Fraction, ...], ...]] = {}
         empty: dict[str, Any] = {name: {} for name in Spec._fields}
         self.spec = Spec(**{
