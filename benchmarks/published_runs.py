@@ -38,14 +38,14 @@ def bind_model(run: dict[str, Any]) -> Estimator:
     return bind(config | run.get("config", {}))
 
 
-def predict_run(run: dict[str, Any]) -> dict[str, Any]:
-    """One run's row: published and predicted step time, where the time goes, memory."""
+def predict_run(run: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """One run's row: published and predicted step time, where the time goes, memory; `usual`: what its source hides."""
     estimator = bind_model(run)
     load = estimator(1, run["seq"]).terms[0][1]
     runner = Runner(
         estimator, load, run["device"], find_interconnect(run.get("interconnect"), run["device"]), run["global_batch"],
         dtype=run.get("dtype", "bf16"), execution=run.get("execution", "fused"),
-        attention_kernel=run.get("attention_kernel", "auto"), overlaps=Overlaps(**run.get("overlaps", {})),
+        attention_kernel=run.get("attention_kernel", "auto"), overlaps=Overlaps(**{**usual, **run.get("overlaps", {})}),
     )  # fmt: skip
     layout = choose_layout(run, runner)
     step = runner.time(layout)
@@ -178,7 +178,8 @@ def main() -> None:
     options = parser.parse_args()
     sources, runs = load_runs()
     tuned = set(sorted(sources)[::2])
-    rows = [predict_run(run) | {"is_tuned": run["source"] in tuned} for run in runs]
+    usual = {name: source.get("overlaps", {}) for name, source in sources.items()}
+    rows = [predict_run(run, usual[run["source"]]) | {"is_tuned": run["source"] in tuned} for run in runs]
     print(f"{'t: of a source that constants were chosen by':56} {'publ. s':>8} {'pred. s':>8} {'error':>7}  interval")
     for row in rows:
         print(format_row(row))

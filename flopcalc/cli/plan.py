@@ -29,7 +29,6 @@ from flopcalc.cli.pages import format_options, write_page
 from flopcalc.cli.predict import OPTIMIZERS
 from flopcalc.errors import RecipeError, WorkloadError
 from flopcalc.grids import format_grid, wrap
-from flopcalc.hardware.devices import DTYPES
 from flopcalc.units import format_bytes, format_parameters, format_seconds, format_tokens, parse_size, parse_sizes
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def _degree_options(function: Any) -> Any:
 @click.option("--device", required=True, shell_complete=complete_device, metavar="NAME")
 @click.option("--gpus", "--num-devices", "gpus", metavar="N", help="GPUs of the run  [required]")
 @click.option("--seq", metavar="N", help="Tokens per sequence (default 4096); 8k is 8,192.")
-@click.option("--global-batch", metavar="N", help="Sequences per step (default: about 4M tokens).")
+@click.option("--global-batch", metavar="N|auto", help="Sequences per step (default: about 4M tokens); auto: searched.")
 @_degree_options
 @click.option(
     "--recompute",
@@ -76,9 +75,10 @@ def _degree_options(function: Any) -> Any:
     help="none, selective (attention), half (every second layer), full; or several.",
 )
 @checkpointing_option
+@click.option("--expert-imbalance", metavar="R", help="Rows of the busiest rank's experts over the mean (default 1).")
 @click.option("--interconnect", metavar="NAME", help="What joins the devices (default: the device's usual one).")
 @click.option("--price", metavar="USD", help="Of one GPU-hour (default: a dated one, where known).")
-@dtype_option("|".join(DTYPES[:2]) + "|fp8")
+@dtype_option("bf16|fp16|fp8|mxfp8|nvfp4")
 @execution_option("fused")
 @click.option(
     "--optimizer",
@@ -150,9 +150,10 @@ def _plan(model: str, options: dict[str, Any], said: Sequence[str] = ()) -> Plan
         tokens=options["tokens"],
         device=options["device"],
         gpus=parse_size(options["gpus"], "--gpus"),
-        global_batch=None if batch is None else parse_size(batch, "--global-batch"),
+        global_batch=batch if batch in (None, planning.AUTO) else parse_size(batch, "--global-batch"),
         interconnect=options["interconnect"],
         price=read_rate(options["price"], "--price"),
+        expert_imbalance=1.0 if options["expert_imbalance"] is None else read_imbalance(options["expert_imbalance"]),
         dtype=read_formats(options)["compute"],
         execution=options["execution"] or "fused",
         optimizer=options["optimizer"],
@@ -191,6 +192,13 @@ def _show_list(
         write_page(page, output)
         return
     lists.show_table(rows, columns, results, notes, title=title)
+
+
+def read_imbalance(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise WorkloadError(f"--expert-imbalance is a number such as 1.2, not {text!r}") from None
 
 
 def _read_degree(name: str, text: str | None) -> tuple[int, ...] | None:

@@ -61,18 +61,22 @@ def _leaves(op: Op, hidden: int) -> bool:
 
 
 # --- what a device does -----------------------------------------------------------------------------------------------
-def cut_work(work: Work, layout: Layout) -> Work:
-    """One device's share of a micro-batch, for all layers: by tensor, context and expert parallelism."""
+def cut_work(work: Work, layout: Layout, imbalance: float = 1.0) -> Work:
+    """The busiest device's share of a micro-batch, for all layers: by tensor, context and expert parallelism.
+
+    `imbalance` is the rows of the busiest device's experts over the mean; one device has all experts, so all rows.
+    """
     if layout.tp == layout.cp == layout.ep == 1:
         return work
+    most = imbalance if layout.ep > 1 else 1.0
     return work._replace(
-        products=tuple(cut_product(product, layout) for product in work.products),
+        products=tuple(cut_product(product, layout, most) for product in work.products),
         attention=tuple(part for call in work.attention for part in _cut_attention(call, layout)),
         moved=tuple(_cut_moved(moved, layout) for moved in work.moved),
     )
 
 
-def cut_product(product: Product, layout: Layout) -> Product:
+def cut_product(product: Product, layout: Layout, imbalance: float = 1.0) -> Product:
     """The product of one device."""
     tp, rows, n, k, copies = layout.tp, product.m / layout.cp, product.n, product.k, product.copies
     if product.side == "column":
@@ -82,7 +86,7 @@ def cut_product(product: Product, layout: Layout) -> Product:
         k = -(-k // tp)
     elif product.side == "expert":
         # Experts are not cut: each device of a tp group hands on its own part of the tokens.
-        rows, copies = rows / tp, max(1, copies // layout.ep)
+        rows, copies = imbalance * rows / tp, max(1, copies // layout.ep)
     elif layout.is_sequence_parallel:
         rows = rows / tp
     return product._replace(m=max(1, round(rows)), n=n, k=k, copies=copies)

@@ -95,7 +95,7 @@ def list_layouts(
     cps = _choose(fixed, "cp", [cp for cp in _list_powers(16) if cp == 1 or model.tokens // cp >= 4096])
     eps = _choose(fixed, "ep", [ep for ep in _list_powers(model.experts) if model.experts % ep == 0])
     zeros = _choose(fixed, "zero", [0, 1, 2, 3])
-    repeats = [str(word) for word in fixed.get("recompute", ("none", "full"))]
+    repeats = [str(word) for word in fixed.get("recompute", ("none", "half", "full"))]
     for tp in tps:
         for cp in cps:
             left = gpus // (tp * cp)

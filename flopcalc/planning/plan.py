@@ -11,7 +11,7 @@ from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import join_recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.data import apply_launch
-from flopcalc.errors import ConfigError, WorkloadError
+from flopcalc.errors import ConfigError, WorkloadError, format_value
 from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.search import Plan, Planned, search_layouts
 from flopcalc.prediction.memory import resize_batch
@@ -25,7 +25,10 @@ DEFAULT_SEQ = 4096
 NO_LENGTH = f"; no length was given, so {DEFAULT_SEQ} tokens were taken: --seq (seq_len) says another"
 DEFAULT_BATCH_TOKENS = 1 << 22
 MOST_GPUS = 1_000_000
+MOST_IMBALANCE = 1000
 MOST_BATCH_TOKENS = 1 << 28  # beyond it no larger batch is proposed
+AUTO = "auto"
+_AS_FAST = 0.98
 _HELPS = 1.1  # how much faster a doubled batch must be to be proposed
 _ALIKE = ("tp", "cp", "ep", "zero", "micro_batch", "recompute")  # degrees that hardly depend on the batch
 
@@ -79,7 +82,7 @@ def plan_estimator(
     device: str,
     gpus: int,
     seq_len: int | None = None,
-    global_batch: int | None = None,
+    global_batch: int | str | None = None,
     dp: Degree = None,
     tp: Degree = None,
     pp: Degree = None,
@@ -95,6 +98,7 @@ def plan_estimator(
     execution: Execution = "fused",
     optimizer: str = "adamw-master",
     attention_kernel: str = "auto",
+    expert_imbalance: float = 1.0,
     top: int = 5,
     images: Iterable[tuple[int, int]] | None = None,
     workload: Workload | None = None,
@@ -102,15 +106,17 @@ def plan_estimator(
 ) -> Plan:
     """The plan of a bound model's training run.
 
-    `global_batch` is in sequences; a degree is a number, a list of numbers to try, or None for all that are worth a
-    try. `execution`, `optimizer` and `attention_kernel` are those of predict. `images` are one sample's, each (width,
-    height) in pixels. `workload` is one sample instead, or the global batch of several like one another.
+    `global_batch` is in sequences, or "auto": searched; a degree is a number, a list of numbers to try, or None for all
+    that are worth a try. `execution`, `optimizer` and `attention_kernel` are those of predict. `images` are one
+    sample's, each (width, height) in pixels. `expert_imbalance` is the rows of the busiest rank's experts over the
+    mean. `workload` is one sample instead, or the global batch of several like one another.
     `progress` is called with the number of layouts that were looked at, and of all.
     """
     gpus, top = check_size(gpus, "gpus"), check_size(top, "top")
     if gpus > MOST_GPUS:
         raise WorkloadError(f"gpus must be at most {MOST_GPUS:,}, not {gpus:,}")
     total_tokens = parse_tokens(tokens)
+    expert_imbalance = _check_imbalance(expert_imbalance)
     notes: list[str] = []
     if workload is not None:
         beside = {"seq_len": seq_len, "images": images}
@@ -119,17 +125,13 @@ def plan_estimator(
     if not sample.tokens:
         raise WorkloadError("a plan is counted in tokens, and this sample has images alone")
     notes += [note for note in estimator.notes(sample) if "convention hardware" not in note]  # a plan has none
-    is_chosen = global_batch is None
-    if global_batch is None:
+    is_chosen, is_searched = global_batch is None, global_batch == AUTO
+    if global_batch is None or is_searched:
         global_batch = choose_batch(gpus, sample.tokens)
-        size = format_parameters(global_batch * sample.tokens)
+    if is_chosen:
+        size = format_parameters(choose_batch(gpus, sample.tokens) * sample.tokens)
         notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, taken")
     global_batch = check_size(global_batch, "global batch")
-    whole = global_batch * sample.tokens
-    if total_tokens < whole:
-        few, many = format_tokens(total_tokens), format_tokens(whole)
-        notes.append(f"{few} given, less than one step: one whole step, {many}, taken")
-        total_tokens = whole
     given = dict(zip(DEGREES, (dp, tp, pp, virtual, cp, ep, zero, micro_batch, recompute), strict=True))
     fixed = {name: check_fixed(name, _listed(value)) for name, value in given.items() if value is not None}
 
@@ -138,9 +140,10 @@ def plan_estimator(
         progress: Callable[[int, int], None] | None = None,
     ) -> Plan:  # fmt: skip
         return search_layouts(
-            estimator, sample, tokens=total_tokens, device=device, gpus=gpus, global_batch=batch, fixed=narrowed,
-            interconnect=interconnect, price=price, dtype=dtype, execution=check_execution(execution),
-            optimizer=check_optimizer(optimizer), attention_kernel=attention_kernel, top=top, notes=notes,
+            estimator, sample, tokens=max(total_tokens, batch * sample.tokens), device=device, gpus=gpus,
+            global_batch=batch, fixed=narrowed, interconnect=interconnect, price=price, dtype=dtype,
+            execution=check_execution(execution), optimizer=check_optimizer(optimizer),
+            attention_kernel=attention_kernel, expert_imbalance=expert_imbalance, top=top, notes=notes,
             progress=progress,
         )  # fmt: skip
 
@@ -151,12 +154,44 @@ def plan_estimator(
         except WorkloadError:  # nothing divides, or nothing fits
             return None
 
+    if is_searched:
+        global_batch = _search_batch(global_batch, sample.tokens, fixed, find_best, notes)
+    whole = global_batch * sample.tokens
+    if total_tokens < whole:
+        few, many = format_tokens(total_tokens), format_tokens(whole)
+        notes.append(f"{few} given, less than one step: one whole step, {many}, taken")
+        total_tokens = whole
     found = search(global_batch, fixed, notes, progress)
     if not is_chosen:
         return found
     return found._replace(
         notes=(*found.notes, *_advise_batch(found.best, global_batch, sample.tokens, fixed, find_best))
     )
+
+
+def _search_batch(
+    start: int,
+    tokens: int,
+    fixed: Mapping[str, Sequence[int | str]],
+    find_best: Callable[[int, Mapping[str, Sequence[int | str]]], float | None],
+    notes: list[str],
+) -> int:
+    """The smallest of the doubled and halved batches that is as fast as any up to the limit, to 2 %."""
+    tried = [start]
+    while tried[0] % 2 == 0:
+        tried.insert(0, tried[0] // 2)
+    while 2 * tried[-1] * tokens <= MOST_BATCH_TOKENS:
+        tried.append(2 * tried[-1])
+    speeds = {batch: batch / seconds for batch in tried if (seconds := find_best(batch, fixed)) is not None}
+    if not speeds:
+        return start  # whose search says what does not fit or divide
+    best = max(speeds.values())
+    chosen = min(batch for batch, speed in speeds.items() if speed >= _AS_FAST * best)
+    notes.append(
+        f"--global-batch auto: {chosen} sequences, {format_tokens(chosen * tokens)}, the smallest within 2 % of the "
+        f"fastest up to {format_tokens(MOST_BATCH_TOKENS)}; whether training converges with it is not known here"
+    )
+    return chosen
 
 
 def _advise_batch(
@@ -190,7 +225,16 @@ def _advise_batch(
     ]
 
 
-def _find_sample(workload: Workload, global_batch: int | None) -> tuple[Workload, int | None]:
+def _check_imbalance(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= MOST_IMBALANCE:
+        raise WorkloadError(
+            f"expert imbalance is the busiest rank's rows over the mean, from 1 to {MOST_IMBALANCE}, not "
+            f"{format_value(value)}"
+        )
+    return float(value)
+
+
+def _find_sample(workload: Workload, global_batch: int | str | None) -> tuple[Workload, int | str | None]:
     """One sample of a workload, and the global batch: the workload's rows, where it has several."""
     if workload.phase != "train":
         raise WorkloadError(f"a plan is of training: workload has phase {workload.phase}")

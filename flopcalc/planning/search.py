@@ -19,11 +19,11 @@ from flopcalc.planning.step import PARTS, Overlaps, Runner, Step
 from flopcalc.prediction.memory import Memory, find_capacity
 from flopcalc.prediction.step import describe_formats
 from flopcalc.units import format_amount, format_bytes, format_seconds
-from flopcalc.words import Execution
+from flopcalc.words import CAST_FORMATS, Execution
 
 MOST_LAYOUTS = 1_000_000
 _TOLD_EVERY = 32  # layouts between two calls of `progress`
-KNOWN_DTYPES = ("bf16", "fp16", "fp8")
+KNOWN_DTYPES = ("bf16", "fp16", *CAST_FORMATS)
 _REASONS = {
     "bubble": ("bubble",),
     "communication": (
@@ -266,6 +266,7 @@ def search_layouts(
     optimizer: str = "adamw-master",
     attention_kernel: str = "auto",
     overlaps: Overlaps = Overlaps(),  # noqa: B008
+    expert_imbalance: float = 1.0,
     top: int = 5,
     notes: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
@@ -276,15 +277,15 @@ def search_layouts(
     _check_dtype(found, kind)
     if dtype is not None and not (estimator.formats.compute == kind or estimator.formats.is_only(kind)):
         estimator = estimator.change(compute=kind)
-    if kind == "fp8" and execution != "fused":
-        raise WorkloadError(f"fp8 is planned with execution fused, not {execution}: HF's code does not train in it")
+    if kind in CAST_FORMATS and execution != "fused":
+        raise WorkloadError(f"{kind} is planned with execution fused, not {execution}: HF's code does not train in it")
     net = ALONE if gpus == 1 and interconnect is None else find_interconnect(interconnect, device)
     rate = find_price(found, price)
     if not estimator.parameters()["trainable"]:
         raise WorkloadError("nothing trains under this recipe: there is no training run to plan")
     runner = Runner(
         estimator, sample, device, net, global_batch, dtype=kind, execution=execution, optimizer=optimizer,
-        attention_kernel=attention_kernel, overlaps=overlaps,
+        attention_kernel=attention_kernel, overlaps=overlaps, expert_imbalance=expert_imbalance,
     )  # fmt: skip
     needed = _find_ideal(found, {name: flops.total for name, flops in estimator.count_formats(sample, "model").items()})
     capacity = find_capacity(found)
@@ -504,6 +505,12 @@ _ASSUMED = {
 }
 
 
+def _describe_experts(runner: Runner) -> str:
+    if runner.expert_imbalance == 1:
+        return "experts loaded evenly"
+    return f"the busiest rank's experts with {runner.expert_imbalance:g} times the mean's rows"
+
+
 def _list_notes(best: Planned, runner: Runner, rate: Rate | None) -> list[str]:
     net, device, many = runner.net, runner.machine.device, best.layout.devices
     own = f"times of one device as measured on {device.name}"
@@ -520,7 +527,7 @@ def _list_notes(best: Planned, runner: Runner, rate: Rate | None) -> list[str]:
         bytes_ = "fp32 gradients and Adam (18 bytes a trained parameter before ZeRO)"
     notes = [
         own,
-        f"{_ASSUMED[runner.execution]}, {hidden}experts loaded evenly",
+        f"{_ASSUMED[runner.execution]}, {hidden}{_describe_experts(runner)}",
         f"memory a device: {runner.estimator('none').formats.name_weights()} weights, {bytes_}",
         *runner.list_notes(best.layout),
         *describe_formats(runner.estimator("none").formats, runner.optimizer),

@@ -31,7 +31,7 @@ from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.memory import Memory, Tensors, count_memory, list_tensors, resize_batch
 from flopcalc.prediction.step import change, find_kernel, settle
 from flopcalc.prediction.work import Work
-from flopcalc.words import RECOMPUTE, Execution, Recompute, check_word
+from flopcalc.words import CAST_FORMATS, RECOMPUTE, Execution, Recompute, check_word
 
 PARTS = (
     "products", "attention", "memory_bound", "recompute", "launches", "host", "tensor_parallel", "context_parallel",
@@ -58,8 +58,9 @@ class Overlaps(NamedTuple):
     """What a framework hides behind computation; the defaults are those of a current one."""
 
     gradients: bool = True  # reduced while backward runs
-    experts: bool = False  # all-to-all hidden behind another micro-batch
-    tensor: bool = False  # gathers of tensor parallelism hidden behind their products
+    experts: bool = True  # all-to-all hidden behind another micro-batch
+    tensor: bool = True  # gathers of tensor parallelism hidden behind their products
+    sends: bool = True  # hand-overs between interleaved stages hidden behind their computation
 
 
 class Step(NamedTuple):
@@ -115,14 +116,16 @@ class Runner:
         optimizer: str = "adamw-master",
         attention_kernel: str = "auto",
         overlaps: Overlaps = Overlaps(),  # noqa: B008
+        expert_imbalance: float = 1.0,
     ) -> None:
+        self.expert_imbalance = expert_imbalance  # rows of the busiest rank over the mean; what experts wait for
         self.net, self.global_batch, self.execution = net, global_batch, execution
         self.optimizer, self.overlaps = optimizer, overlaps
         self.machine = Machine(device, dtype)
         self.dtype = self.machine.dtype
         self.sample = sample
         self.model = make_outline(estimator, sample)
-        plain = "bf16" if self.dtype == "fp8" else self.dtype
+        plain = "bf16" if self.dtype in CAST_FORMATS else self.dtype
         self.kernel = find_kernel(self.machine.device, plain, attention_kernel)
         self.is_asked = attention_kernel != "auto"
         self.notes: list[str] = []
@@ -187,7 +190,7 @@ class Runner:
         return self.global_batch // (layout.dp * layout.micro_batch)
 
     def _cut_work(self, cut: Layout) -> Work:
-        return cut_work(self.work(cut.micro_batch, cut.recompute), cut)
+        return cut_work(self.work(cut.micro_batch, cut.recompute), cut, self.expert_imbalance)
 
     def _time_shares(self, cut: Layout) -> Shares:
         """One micro-batch of the whole model."""
@@ -266,7 +269,9 @@ class Runner:
         parts["tensor_parallel"] = batches * (section.layers * exchanged[0] + tensor * ends)
         parts["context_parallel"] = batches * section.layers * exchanged[1]
         parts["expert_parallel"] = batches * section.layers * exchanged[2]
-        parts["pipeline_sends"] = (batches + fill) * self._time_send(layout)
+        # Interleaved stages send while they compute.
+        shown = CONTENTION if layout.virtual > 1 and self.overlaps.sends else 1.0
+        parts["pipeline_sends"] = (shown * batches + fill) * self._time_send(layout)
         parts["bubble"] = fill * middle * whole
         parts["data_parallel"] = batches * section.layers * shards + self._time_gradients(
             layout, section, batches, layer
@@ -302,6 +307,7 @@ class Runner:
             ring = whole - (1 - CONTENTION) * min(whole, layer.attention)
         if layout.ep > 1 and model.experts > 1:
             size = self.machine.width * self._count_routed(layout.micro_batch) / layout.cp / layout.tp
+            size *= self.expert_imbalance
             experts = 2 * time_routing(net, size, layout.ep, model.active)
             if self.overlaps.experts:
                 experts -= (1 - CONTENTION) * min(experts, layer.forward)
@@ -310,9 +316,9 @@ class Runner:
     def _count_routed(self, micro_batch: int) -> float:
         """Numbers that one layer hands to its experts, one way."""
         products = self.work(micro_batch, "none").products
-        last = [each for each in products if each.side == "expert" and each.n == self.model.hidden]
-        ahead = [each for each in last if each.direction == "forward"]
-        return sum(each.m * each.n * each.calls for each in ahead) / self.model.layers
+        ahead = [each for each in products if each.side == "expert" and each.direction == "forward"]
+        taken = {each.k for each in ahead}  # what an expert gives back is as wide as what it takes
+        return sum(each.m * each.n * each.calls for each in ahead if each.n in taken) / self.model.layers
 
     def _time_shards(self, layout: Layout) -> tuple[float, float]:
         """Seconds to gather one layer's weights, and to reduce its gradients to their owners."""

@@ -154,6 +154,9 @@ class Clock:
     def _add_device(self, work: Work, times: int) -> None:
         for product in work.products:
             timed = self.machine.time_product(product)
+            if self.execution == "fused":
+                start_s = self.machine.expert_start_s if product.side == "expert" else 0.0
+                timed = timed._replace(seconds=product.slower * timed.seconds + start_s)
             self._put(
                 product, "products", timed, product.calls * times, is_again=product.is_again,
                 flops=product.flops * times,

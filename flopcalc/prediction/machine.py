@@ -15,8 +15,10 @@ from flopcalc.errors import DeviceError, SpecError, format_value
 from flopcalc.files import MAX_JSON_BYTES, read_json
 from flopcalc.forms import ANY, FROM_0, FROM_1, POSITIVE, Each, Rule, find_fault
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
+from flopcalc.hardware.systems import load_system
 from flopcalc.prediction.host_speed import adapt_host, load_host
 from flopcalc.prediction.work import Attention, Moved, Product
+from flopcalc.words import CAST_FORMATS
 
 SCHEMA = 4
 # What time_matrix chooses from: rows and columns of a tile, into how many parts k is split, and the least k of a part.
@@ -266,12 +268,14 @@ _FORM = {
 
 MEASURED_ON = "h200-sxm"  # where the shapes of curves come from for devices that were not measured
 _ERRORS = {"product": 0.05, "attention": 0.06, "moved": 0.08}
+_KERNELS_ERROR = 0.1  # relative error of a time that rests on kernels which others measured on the device
 _UNMEASURED = 0.3  # relative error of a time that is scaled from another device by published figures
 # Share of its peak that a large product keeps up on devices that were not measured, by the start of their id; of all
 # others, Hopper's. Set before the first comparison with published runs (benchmarks/published_runs.py).
 _SHARES = {"a100": 0.83, "a800": 0.83, "tpu": 0.82}
 _SHARE = 0.72
 _NARROW = 64  # rank of an adapter: up to here its products in another format are bound by their bytes
+EXPERT_START_S = 0.6e-3  # where a device's own is not known; from published runs on Hopper and B200
 _UNCAST = ("lm_head", "router")  # parts whose products stay in bf16
 _FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of the fused one's single pass: 21 / 7
 
@@ -283,6 +287,9 @@ class Machine:
         self.device: Device = find_device(device)
         self.dtype = parse_dtype(dtype)
         self._given, self._others = constants, dict[str, Machine]()
+        self.find_product = lru_cache(maxsize=65536)(self._find_product)
+        # What is no product of a narrow format stays in bf16.
+        self.plain = self if self.dtype not in CAST_FORMATS else Machine(device, "bf16")
         self.peak = peak_flops_per_s(device, dtype)
         constants = constants or load_predictor(self.device.id)
         self.is_measured = constants is not None and self.dtype in ("bf16", "fp16")
@@ -301,8 +308,10 @@ class Machine:
             raise DeviceError(
                 f"{self.device.name} has no known memory bandwidth: add bandwidth_gb_per_s in your own devices.toml"
             )
+        self.system = None if self.is_measured else load_system(self.device.id)
+        self.has_kernels = self.system is not None and self.dtype in self.system["products"]
         self.compute = self.peak / (origin.peak_tflops["bf16"] * 1e12)  # how much faster than what was measured
-        if self.device.id != origin.id or self.dtype == "fp8":
+        if self.device.id != origin.id or self.dtype in CAST_FORMATS:
             share = next((value for start, value in _SHARES.items() if self.device.id.startswith(start)), _SHARE)
             self.compute *= share * origin.peak_tflops["bf16"] * 1e12 / constants["products"]["shape"][0]
         self.memory = bandwidth / origin.bandwidth_gb_per_s if origin.bandwidth_gb_per_s else 1.0
@@ -310,17 +319,38 @@ class Machine:
         shape = ProductShape(*constants["products"]["shape"])
         rows = shape.bandwidth * self.memory * 2 / self.width
         self.shape = shape._replace(rate=shape.rate * self.compute, bandwidth=rows)
+        # What a call of experts costs beside its products: routing, permutations, small kernels and their launches.
+        self.expert_start_s = float((self.system or {}).get("expert_start_s", EXPERT_START_S))
+        self.decode_speed = self.memory * 2 / self.width
+        self._attention_speeds: dict[int, float] = {}  # head dim -> how much faster than what was measured
         self._residuals: dict[str, list[tuple[float, float, float, float]]] = {}
+        if self.system is not None and self.has_kernels:
+            self._take_kernels(self.system)
+            return
         for direction, m, n, k, ratio in constants["products"]["residuals"]:
             entry = (math.log2(m), math.log2(n), math.log2(k), math.log(ratio))
             self._residuals.setdefault(direction, []).append(entry)
-        self.find_product = lru_cache(maxsize=65536)(self._find_product)
-        # What is no product of fp8 stays in bf16.
-        self.plain = self if self.dtype != "fp8" else Machine(device, "bf16")
+
+    def _take_kernels(self, system: dict[str, Any]) -> None:
+        """Constants of kernels that engines measured on this device, over the same engines' on the origin's where the
+        origin's own curves are scaled."""
+        base = load_system(self.constants["provenance"]["device_id"])
+        kept = system["sustained"].get(self.dtype, 1.0)
+        shape = ProductShape(*system["products"][self.dtype]["shape"])
+        self.shape = shape._replace(rate=kept * shape.rate)
+        if base is None:
+            return
+        self.compute = self.shape.rate / base["products"]["bf16"]["shape"][0]
+        self.decode_speed = system["decode_bytes_per_s"] / base["decode_bytes_per_s"]
+        rates, others = system["attention_flops_per_s"], base["attention_flops_per_s"]
+        self._attention_speeds = {int(dim): kept * rates[dim] / others[dim] for dim in rates if dim in others}
 
     def is_cast(self, product: Product) -> bool:
-        """Whether a product's operands are brought to fp8 first: those of the head and of routers never are."""
-        return self.dtype == "fp8" and product.part not in _UNCAST
+        """Whether operands are brought to a narrow format first: those of heads, routers and scans never are."""
+        return self.dtype in CAST_FORMATS and product.part not in _UNCAST and product.format != "bf16"
+
+    def _find_error(self, kind: str) -> float:
+        return _ERRORS[kind] if self.is_measured else _KERNELS_ERROR if self.has_kernels else _UNMEASURED
 
     def _find_other(self, kind: str) -> Machine:
         """The same device computing in another format, or in what it falls back to."""
@@ -331,27 +361,27 @@ class Machine:
 
     def time_product(self, product: Product) -> Timed:
         line = self.constants["products"].get("narrow", {}).get(product.format)
-        if line and self.is_measured and self.dtype != "fp8" and min(product[4:7]) <= _NARROW:
+        if line and self.is_measured and self.dtype not in CAST_FORMATS and min(product[4:7]) <= _NARROW:
             start, per_byte = line
             m, n, k = product.m, product.n, product.k
             other = self._find_other(product.format)
             computed = 2.0 * m * n * k / other.shape.rate
             moved = per_byte * other.width * (m * n + m * k + n * k) / self.memory
             return Timed(start + max(computed, moved), 2 * _ERRORS["product"], True)
-        if product.format and self.dtype != "fp8":
+        if product.format and self.dtype not in CAST_FORMATS:
             return self._find_other(product.format).time_product(product._replace(format=""))
         if self.plain is not self and not self.is_cast(product):
             return self.plain.time_product(product)
         line = self.constants["products"].get("patches", {}).get(product.direction)
         if product.is_patches and line:
             start, per_flop = line
-            error = 2 * _ERRORS["product"] if self.is_measured else _UNMEASURED
+            error = self._find_error("product") * (2 if self.is_measured else 1)
             # Far below what the device computes or moves: as slow on every device.
             return Timed(start + per_flop * product.flops / product.calls, error, self.is_measured)
         return self.find_product(product.direction, product.m, product.n, product.k, product.copies)
 
     def _find_product(self, direction: str, m: int, n: int, k: int, copies: int) -> Timed:
-        error = _ERRORS["product"] if self.is_measured else _UNMEASURED
+        error = self._find_error("product")
         if not min(m, n, k):
             return Timed(0.0, error, self.is_measured)
         if copies > 1:
@@ -386,7 +416,7 @@ class Machine:
         return math.exp(total / (weights + 0.35)), weights / (weights + 0.35)
 
     def time_cast(self, product: Product) -> Timed:
-        """Bringing a product's operands to fp8: inputs and weights ahead, output gradients behind."""
+        """Bringing a product's operands to a narrow format: inputs and weights ahead, output gradients behind."""
         own = product.m * product.n
         if product.direction == "forward":
             own = product.m * product.k + product.n * product.k * product.copies
@@ -398,7 +428,7 @@ class Machine:
     def time_attention(self, call: Attention) -> Timed:
         if self.plain is not self:
             return self.plain.time_attention(call)
-        error = _ERRORS["attention"] if self.is_measured else _UNMEASURED
+        error = self._find_error("attention")
         if call.kernel == "eager":
             return Timed(self._time_eager(call), error, self.is_measured)
         tables = self.constants["attention"]
@@ -415,11 +445,17 @@ class Machine:
             round(self.shape.units), call.direction, call.mask, call.batch, call.heads, call.kv_heads,
             (call.qk + call.v) / 2, call.length, call.keys,
         )  # fmt: skip
-        speed = self.compute if call.mask != "decode" else self.memory * 2 / self.width
+        speed = self._find_speed((call.qk + call.v) / 2) if call.mask != "decode" else self.decode_speed
         seconds = start + (queries * query + pairs * pair + longest * row) * scale / speed
         if call.has_dropout and call.mask == "causal":
             seconds *= self._find_dropping((table, *tables.values()), call)
         return Timed(seconds, error if scale == 1 else 2 * error, self.is_measured)
+
+    def _find_speed(self, dim: float) -> float:
+        """How much faster attention runs than on the device that was measured, at the nearest known head dim."""
+        if not self._attention_speeds:
+            return self.compute
+        return self._attention_speeds[min(self._attention_speeds, key=lambda known: abs(math.log(known / dim)))]
 
     def _find_dropping(self, tables: Sequence[dict[str, Any]], call: Attention) -> float:
         """How many times longer a causal call takes that drops weights, at the nearest head dim with both."""
@@ -464,7 +500,7 @@ class Machine:
     def time_moved(self, moved: Moved) -> Timed:
         if self.plain is not self:
             return self.plain.time_moved(moved)
-        error = _ERRORS["moved"] if self.is_measured else _UNMEASURED
+        error = self._find_error("moved")
         size = moved.reads + moved.writes
         name = moved.kind
         curves = self.constants["moved"]

@@ -31,6 +31,9 @@ _READS, _WRITES = 4, 3
 _MASTER_READS, _MASTER_WRITES = 16, 14
 _NARROW = ("adamw-8bit", "adamw-fp8")  # two states of one byte each
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-master", *_NARROW, "adamw-offload", "none")
+# Fused kernels of scans and of experts over plain products of as many FLOPs, from the newest published runs of hybrid
+# models and of models of experts (benchmarks/published_training.py).
+SCANS_SLOWER, EXPERTS_SLOWER = 8.0, 1.25
 SCANS = "what the layers' scans or selections of keys take was never measured: they may take far longer"
 FOUR_BITS = ("nf4", "fp4")  # as bitsandbytes stores them; its time to dequantize nf4 was measured
 _JOINED = ("attention_projections", "mlp")  # parts whose products of one input frameworks multiply at once
@@ -220,6 +223,7 @@ class _Maker:
             Product(
                 module, block.group, op.part, direction, m, n, k, calls, copies, is_again, is_conv, sided.side,
                 sided.kv, sided.kv_heads, self._find_format(product, direction),
+                EXPERTS_SLOWER if sided.side == "expert" else 1.0,
             )
             for direction, is_again in ways
         )  # fmt: skip
@@ -255,7 +259,7 @@ class _Maker:
                 side = max(1, round((count / self.steps / 2) ** (1 / 3)))
                 self.products.append(
                     Product(name_module(block, row.op), block.group, row.op.part, direction, side, side, side, calls,
-                            side="column")
+                            side="column", format="bf16", slower=SCANS_SLOWER)
                 )  # fmt: skip
 
     def add_attention(self, block: Block, row: Row, op: Attend) -> None:

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.recipe.formats import find_computed
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.grids import wrap
@@ -20,7 +19,7 @@ from flopcalc.prediction.operators import Operators, list_operators
 from flopcalc.prediction.serving import Serving
 from flopcalc.prediction.tensors import FLOAT, Held, Part, Step
 from flopcalc.units import format_bytes, format_share
-from flopcalc.words import Execution
+from flopcalc.words import CAST_FORMATS, Execution
 
 __all__ = [
     "OPTIMIZERS",
@@ -341,13 +340,13 @@ _MOMENTS = {
 def _match_dtype(estimator: Estimator, dtype: str | None, execution: Execution) -> tuple[Estimator, int, bool]:
     """The estimator in a format, the bytes of its activations, and whether inputs of products are kept in fp8."""
     kind = None if dtype is None else parse_dtype(dtype)
-    if kind == "fp8" and execution == "fused":
+    if kind in CAST_FORMATS and execution == "fused":
         return estimator, _count_bytes(estimator.formats.attention), True
     formats = estimator.formats
     if kind is not None and kind != formats.attention:
         width = _count_bytes(kind)
         return estimator.change(compute=kind), width, False
-    is_small = find_computed(formats.compute or "bf16").bits == 8 and execution == "fused"
+    is_small = (formats.compute or "bf16") in CAST_FORMATS and execution == "fused"
     return estimator, _count_bytes(formats.attention), is_small
 
 

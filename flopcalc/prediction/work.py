@@ -31,6 +31,7 @@ class Product(NamedTuple):
     kv: int = 0  # of the n outputs those of keys and values, which are cut no finer than their heads
     kv_heads: int = 0
     format: str = ""  # what it is computed in, where that is not the step's own
+    slower: float = 1.0  # times longer than a plain product of its sizes, in fused kernels
 
     @property
     def flops(self) -> float:
