@@ -47,8 +47,8 @@ MIN_ROWS = 256  # of a product: what training and prefill run
 LONG_MS = 0.5  # calls of attention from here on show the rate that long ones keep up
 START = ProductShape(half=0.95, quarter=0.8, eighth=0.7)
 LEAST, MOST = (0.7, 0.5, 0.4), (1.0, 1.0, 1.0)  # of half, quarter, eighth
-# Share of these bursts' rate that products keep up in a step, by number format. A100 and H100: about 0.85 and 0.72 of the
-# published peak, by published runs. Blackwell in bf16: what MooreThreads/SimuMax measured on a B200 in
+# Share of these bursts' rate that products keep up in a step, by number format. A100 and H100: about 0.85 and 0.72 of
+# the published peak, by published runs. Blackwell in bf16: what MooreThreads/SimuMax measured on a B200 in
 # Megatron's products, 1,085 TFLOP/s (configs/system/b200_bf16_ceperm.json), over the B200's bursts here.
 SUSTAINED = {
     "a100-sxm-80gb": {"bf16": 0.95},

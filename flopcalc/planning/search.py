@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import DeviceError, WorkloadError
+from flopcalc.data import find_data_dir
+from flopcalc.errors import DeviceError, SpecError, WorkloadError
+from flopcalc.files import MAX_JSON_BYTES, read_json
 from flopcalc.frames import FrozenRows, Rows, shorten, show_rows
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts
 from flopcalc.planning.money import Rate, count_energy, find_price
 from flopcalc.planning.network import Interconnect, find_interconnect
 from flopcalc.planning.step import PARTS, Overlaps, Runner, Step
+from flopcalc.prediction.clock import tell_kernels
 from flopcalc.prediction.memory import Memory, find_capacity
 from flopcalc.prediction.step import describe_formats
 from flopcalc.units import format_amount, format_bytes, format_seconds
@@ -157,7 +161,7 @@ class Plan(NamedTuple):
     fitting: int
     skipped: dict[str, int]  # rule -> layouts that break it
     price: Rate | None
-    is_measured: bool  # the device's own times, not another's scaled by published figures
+    evidence: str  # measured, kernels measured, or what the times of one device are scaled by
     notes: tuple[str, ...]
     points: FrozenRows[Point]  # every layout that fits
     execution: Execution = "fused"
@@ -194,7 +198,7 @@ class Plan(NamedTuple):
             "layouts": {"divide": self.layouts, "fit": self.fitting, "skipped": self.skipped},
             "price": None if self.price is None else self.price._asdict(),
             "evidence": {
-                "device": "measured" if self.is_measured else "not measured: scaled by published peaks",
+                "device": self.evidence,
                 "interconnect": f"{self.interconnect.id}: {self.interconnect.source}",
                 "many devices": "published runs (benchmarks/published_runs.py); none measured here",
             },
@@ -316,7 +320,7 @@ def search_layouts(
     return Plan(
         estimator.source.name, estimator.parameters()["total"], found, kind, gpus, net, tokens, sample.tokens,
         global_batch, tuple(best), tuple(losers), len(ranked) + len(searched.misfits), len(ranked), searched.skipped,
-        rate, runner.machine.is_measured, tuple(said),
+        rate, _name_evidence(runner), tuple(said),
         FrozenRows(Point(step.seconds, memory.peak, layout) for layout, step, memory in ranked), execution, optimizer,
     )  # fmt: skip
 
@@ -505,6 +509,34 @@ _ASSUMED = {
 }
 
 
+def _name_evidence(runner: Runner) -> str:
+    if runner.machine.is_measured:
+        return "measured"
+    return "kernels measured" if runner.machine.has_kernels else "not measured: scaled by published peaks"
+
+
+def _describe_coverage(runner: Runner, layout: Layout) -> list[str]:
+    """How often the interval held in published runs of this kind of layout."""
+    if layout.devices == 1 or runner.execution != "fused":
+        return []
+    name = f"{'dense' if runner.model.experts == 1 else 'experts'}, zero {'3' if layout.zero == 3 else '0 to 2'}"
+    found = load_coverage().get(name)
+    if found is None:
+        return [f"no published run of this kind ({name}) was predicted: how often the interval holds is not known"]
+    return [
+        f"{found['inside']} of {found['runs']} published runs of this kind ({name}) lie inside the interval "
+        "(benchmarks/published_training.py)"
+    ]
+
+
+@cache
+def load_coverage() -> dict[str, dict[str, int]]:
+    """Kind of layout -> published runs, and how many of them lie inside the interval."""
+    path = os.path.join(find_data_dir(), "plan_coverage.json")
+    kinds: dict[str, dict[str, int]] = read_json(path, MAX_JSON_BYTES, SpecError)["kinds"]
+    return kinds
+
+
 def _describe_experts(runner: Runner) -> str:
     if runner.expert_imbalance == 1:
         return "experts loaded evenly"
@@ -514,7 +546,9 @@ def _describe_experts(runner: Runner) -> str:
 def _list_notes(best: Planned, runner: Runner, rate: Rate | None) -> list[str]:
     net, device, many = runner.net, runner.machine.device, best.layout.devices
     own = f"times of one device as measured on {device.name}"
-    if not runner.machine.is_measured:
+    if runner.machine.has_kernels:
+        own = tell_kernels(runner.machine)
+    elif not runner.machine.is_measured:
         own = f"{device.name} was not measured in {runner.dtype}: times of one device are scaled by published peaks"
     if many > 1:
         own += (
@@ -530,6 +564,7 @@ def _list_notes(best: Planned, runner: Runner, rate: Rate | None) -> list[str]:
         f"{_ASSUMED[runner.execution]}, {hidden}{_describe_experts(runner)}",
         f"memory a device: {runner.estimator('none').formats.name_weights()} weights, {bytes_}",
         *runner.list_notes(best.layout),
+        *_describe_coverage(runner, best.layout),
         *describe_formats(runner.estimator("none").formats, runner.optimizer),
     ]
     if many > net.per_node and many % net.per_node:

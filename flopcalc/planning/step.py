@@ -25,7 +25,7 @@ from flopcalc.planning.cut import (
 )
 from flopcalc.planning.layout import Layout, split_layers
 from flopcalc.planning.network import Interconnect, time_collective, time_message, time_routing
-from flopcalc.prediction.clock import Clock, Piece, Totals, add_up, combine
+from flopcalc.prediction.clock import CHECKED, Clock, Piece, Totals, add_up, combine
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.memory import Memory, Tensors, count_memory, list_tensors, resize_batch
@@ -45,11 +45,10 @@ OVERHEAD = 0.04  # share of the step of several devices: uneven devices, data, l
 CONTENTION = 0.3  # share of hidden communication that comes back as slower products
 SHARD_WIRE_BYTES = 2  # gradients are reduced as they are, with zero 3 in bf16
 NETWORK_ERROR = 0.5  # relative error of communication that is not hidden
-# Devices whose published runs were predicted: they are known better than others that were not measured either.
-PUBLISHED = ("a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm", "h200-sxm", "h800-sxm", "b200-sxm", "tpu-v4")
+# Devices whose published runs were predicted are known better than others that were not measured either.
 PUBLISHED_ERROR = 0.15
 # Below and above, of a run on several devices, none of which was measured here: most are slower than thought.
-SCALE_ERROR = (0.1, 0.25)
+SCALE_ERROR = (0.15, 0.25)
 EXPERT_ERROR = (0.25, 0.6)  # of a model of experts: uneven loads, small products
 SCAN_WIDTH = 2.0  # how many times wider where layers have scans or selections of keys
 
@@ -130,7 +129,7 @@ class Runner:
         self.is_asked = attention_kernel != "auto"
         self.notes: list[str] = []
         self.estimator = cache(lambda recompute: self._settle(estimator, recompute))
-        self.most_error = PUBLISHED_ERROR if self.machine.device.id in PUBLISHED else 1.0
+        self.most_error = PUBLISHED_ERROR if self.machine.device.id in CHECKED else 1.0
         self.work = cache(self._make_work)
         self.tensors = cache(self._make_tensors)
         self.weights: Mapping[str, Weights] = sum_weights(self.tensors(1, "none").parts)

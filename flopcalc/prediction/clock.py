@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, find_user_dir
-from flopcalc.prediction.machine import STREAMED, Machine, Timed, slow_down
+from flopcalc.prediction.machine import MEASURED_ON, STREAMED, Machine, Timed, slow_down
 from flopcalc.prediction.maker import count_calls
 from flopcalc.prediction.timeline import Place, Segment, Span, Stack, find_place, order, order_places, run
 from flopcalc.prediction.work import Attention, Moved, Product, Work
@@ -26,7 +26,12 @@ _BEYOND = 2  # times the longest that was measured: a note says so
 _FAR = 0.5  # of the device's time, in sizes with no measured call near them: a note says so
 _NEAR = 0.8  # a host that takes this much of the device's time may hold it up
 _WAKE = 15  # operators that the host queues before a device that ran empty has enough to do, from prefills of the fit
+# Relative half width on a device whose kernels others measured: without gradients, and of a training step.
+KERNELS, KERNELS_TRAIN = 0.15, 0.3
 UNMEASURED = 0.35  # relative half width where published figures scale what was measured elsewhere
+# Devices whose published training runs plan was held against (docs/planning.md).
+CHECKED = ("a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm", "h200-sxm", "h800-sxm", "b200-sxm", "b300-sxm", "gb200",
+           "gb300", "tpu-v4")  # fmt: skip
 _FUSED = ("pointwise", "copy", "cast", "reduce", "norm", "cat", "fill")  # kinds that a compiler joins to others
 # What a step's times rest on where it is not eager code that was measured.
 _RESTS = {
@@ -154,6 +159,7 @@ class Clock:
     def _add_device(self, work: Work, times: int) -> None:
         for product in work.products:
             timed = self.machine.time_product(product)
+            timed = timed._replace(seconds=timed.seconds / self._find_kept(product))
             if self.execution == "fused":
                 start_s = self.machine.expert_start_s if product.side == "expert" else 0.0
                 timed = timed._replace(seconds=product.slower * timed.seconds + start_s)
@@ -169,6 +175,7 @@ class Clock:
                 )  # fmt: skip
         for call in work.attention:
             timed = self.machine.time_attention(call)
+            timed = timed._replace(seconds=timed.seconds / self._find_kept())
             self._put(
                 call, "attention", timed, call.calls * times, is_again=call.is_again, flops=call.flops * times
             )  # fmt: skip
@@ -186,6 +193,13 @@ class Clock:
                     moved, "memory", timed, moved.calls * times, is_again=moved.is_again,
                     is_joined=moved.kind.startswith(_FUSED), is_streamed=moved.kind in STREAMED,
                 )  # fmt: skip
+
+    def _find_kept(self, product: Product | None = None) -> float:
+        """Share of its rate that a kernel keeps up in a training step, where bursts of it were measured."""
+        if self.phase != "train":
+            return 1.0
+        is_cast = product is not None and self.machine.is_cast(product)
+        return self.machine.sustained if is_cast else self.machine.plain.sustained
 
     def _put(
         self, each: Product | Attention | Moved, kind: str, timed: Timed, calls: float, *, is_again: bool = False,
@@ -370,7 +384,9 @@ class Clock:
         """Relative half width: errors of many operators average out in part, those they share do not."""
         floor = self.constants["error"]
         if not self.machine.is_measured:
-            return UNMEASURED if self.is_recorded else 1.5 * UNMEASURED
+            known = KERNELS_TRAIN if self.phase == "train" else KERNELS
+            wide = known if self.machine.has_kernels else UNMEASURED
+            return wide if self.is_recorded else 1.5 * UNMEASURED
         wide = float(floor[bound])
         if not self.machine.is_own:
             others = {**_OTHER, "host": self.constants.get("own_host", {}).get("spread", _OTHER["host"])}
@@ -412,6 +428,7 @@ class Clock:
         return {
             "device": machine.device.id,
             "is_measured": machine.is_measured,
+            "kernels": machine.system["provenance"]["source"] if machine.system and machine.has_kernels else None,
             "is_own_machine": machine.is_measured and machine.is_own,
             "measured_on": provenance.get("device_id"),
             "torch": provenance.get("torch"),
@@ -478,6 +495,8 @@ def _find_path(machine: Machine) -> str:
 
 
 def _tell_unmeasured(machine: Machine) -> str:
+    if machine.has_kernels:
+        return tell_kernels(machine)
     measured = machine.constants.get("provenance", {}).get("device_id", "another device")
     if measured == machine.device.id:
         return (
@@ -487,6 +506,16 @@ def _tell_unmeasured(machine: Machine) -> str:
     return (
         f"{machine.device.name} was not measured: published peaks, with the shapes measured on {measured}; `flopcalc "
         "calibrate --predictor` on one brings this to the measured standard"
+    )
+
+
+def tell_kernels(machine: Machine) -> str:
+    """What is known of a device whose kernels others measured."""
+    is_checked = machine.device.id in CHECKED
+    steps = "steps checked against published runs" if is_checked else "steps not checked"
+    return (
+        f"{machine.device.name} in {machine.dtype}: kernels measured (products, attention and collectives of serving "
+        f"engines, ai-dynamo/aiconfigurator), {steps}; what moves bytes is scaled from {MEASURED_ON}"
     )
 
 

@@ -319,6 +319,7 @@ class Machine:
         shape = ProductShape(*constants["products"]["shape"])
         rows = shape.bandwidth * self.memory * 2 / self.width
         self.shape = shape._replace(rate=shape.rate * self.compute, bandwidth=rows)
+        self.sustained = 1.0  # share of bursts' rate that training keeps up
         # What a call of experts costs beside its products: routing, permutations, small kernels and their launches.
         self.expert_start_s = float((self.system or {}).get("expert_start_s", EXPERT_START_S))
         self.decode_speed = self.memory * 2 / self.width
@@ -335,15 +336,14 @@ class Machine:
         """Constants of kernels that engines measured on this device, over the same engines' on the origin's where the
         origin's own curves are scaled."""
         base = load_system(self.constants["provenance"]["device_id"])
-        kept = system["sustained"].get(self.dtype, 1.0)
-        shape = ProductShape(*system["products"][self.dtype]["shape"])
-        self.shape = shape._replace(rate=kept * shape.rate)
+        self.sustained = float(system["sustained"].get(self.dtype, 1.0))
+        self.shape = ProductShape(*system["products"][self.dtype]["shape"])
         if base is None:
             return
         self.compute = self.shape.rate / base["products"]["bf16"]["shape"][0]
         self.decode_speed = system["decode_bytes_per_s"] / base["decode_bytes_per_s"]
         rates, others = system["attention_flops_per_s"], base["attention_flops_per_s"]
-        self._attention_speeds = {int(dim): kept * rates[dim] / others[dim] for dim in rates if dim in others}
+        self._attention_speeds = {int(dim): rates[dim] / others[dim] for dim in rates if dim in others}
 
     def is_cast(self, product: Product) -> bool:
         """Whether operands are brought to a narrow format first: those of heads, routers and scans never are."""

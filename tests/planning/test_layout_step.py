@@ -55,7 +55,9 @@ def test_the_bubble() -> None:
     head = 3 * 2 * 2048 * 1024 * 32000 / 100e12
     assert plain["bubble"] == pytest.approx(3 * (layers - head) / 4, rel=0.05)
     assert chunked["bubble"] == pytest.approx(plain["bubble"] / 2)
-    assert chunked["pipeline_sends"] > plain["pipeline_sends"]
+    # Interleaved stages hand over twice as often, hidden but for a share of it.
+    shown = time_parts(Layout(pp=4, virtual=2, dp=1), sends=False)["pipeline_sends"]
+    assert chunked["pipeline_sends"] < plain["pipeline_sends"] < shown
 
 
 def test_recomputation_costs_a_forward_pass() -> None:
@@ -78,7 +80,7 @@ def test_tensor_parallelism_is_paid_in_both_directions() -> None:
     again = time_parts(Layout(tp=8, recompute="full"))
     # Two sums a layer and direction; recomputation has those of one more forward pass; the two ends one each.
     assert again["tensor_parallel"] / plain["tensor_parallel"] == pytest.approx((3 * 2 * 16 + 4) / (2 * 2 * 16 + 4))
-    assert time_parts(Layout(tp=8), tensor=True)["tensor_parallel"] < plain["tensor_parallel"]
+    assert time_parts(Layout(tp=8), tensor=False)["tensor_parallel"] > plain["tensor_parallel"]
 
 
 def test_a_ring_is_cut_into_calls() -> None:
@@ -137,8 +139,8 @@ def test_ranks_share_the_optimizers_step(zero: int, share: int) -> None:
 def test_experts_are_exchanged() -> None:
     inside, across = (time_parts(Layout(dp=64, ep=ep), model="mixtral-8x7b") for ep in (8, 1))
     assert inside["expert_parallel"] > 0 == across["expert_parallel"]
-    hidden = time_parts(Layout(dp=64, ep=8), model="mixtral-8x7b", experts=True)
-    assert hidden["expert_parallel"] < inside["expert_parallel"]
+    shown = time_parts(Layout(dp=64, ep=8), model="mixtral-8x7b", experts=False)
+    assert shown["expert_parallel"] > inside["expert_parallel"]
 
 
 def test_an_execution_moves_the_bytes_of_its_kernels() -> None:

@@ -126,7 +126,7 @@ def test_devices_without_a_network_are_known() -> None:
     devices = {device.id for device in load_devices()[0]}
     assert devices - {device for net in load_interconnects().values() for device in net.devices} == {
         "t4", "v100-pcie-16gb", "v100-pcie-32gb", "v100s-pcie-32gb", "mi250x-gcd", "mi250x-package", "trainium1",
-        "trainium3", "jetson-agx-orin-64gb", "jetson-t5000",
+        "trainium3", "jetson-agx-orin-64gb", "jetson-t5000", "arc-pro-b60",
         *(each for each in devices if each.startswith(("ascend-", "apple-"))),
     }  # fmt: skip
 

@@ -15,7 +15,7 @@ from round_machine import GPT, use_round_machine
 
 from flopcalc import bind
 from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import FlopcalcError, SpecError
+from flopcalc.errors import FlopcalcError, SpecError, WorkloadError
 from flopcalc.hardware.devices import find_device
 from flopcalc.planning import step as step_module
 from flopcalc.planning.money import count_energy, find_price
@@ -135,7 +135,7 @@ def test_a_faster_layout_that_does_not_fit_is_named() -> None:
         ({"dtype": "bf17"}, "dtype 'bf17' unknown"),
         ({"tokens": 0}, "tokens must be a number from 1"),
         ({"tokens": "many"}, "'many' is no number; write 2000000000 or 2T"),
-        ({"dtype": "fp32"}, "a plan is for training in bf16, fp16, fp8, not fp32"),
+        ({"dtype": "fp32"}, "a plan is for training in bf16, fp16, fp8, mxfp8, nvfp4, mxfp4, not fp32"),
         ({"gpus": 0}, "gpus must be at least 1"),
         ({"gpus": 10**7}, "gpus must be at most 1,000,000, not 10,000,000"),
         ({"gpus": 4096, "global_batch": 1}, "does not divide a global batch of 1 sequences; change it, --gpus or"),
@@ -381,3 +381,27 @@ def test_the_pages_counts_are_the_runs() -> None:
     ):
         assert words in PAGE
     assert len([row for row in RUNS if "zero-3" in row["id"]]) == 6
+
+
+def test_an_unbalanced_rank_is_waited_for() -> None:
+    given: dict[str, Any] = {"tokens": "1B", "device": "h100-sxm", "gpus": 8, "ep": 8, "global_batch": 64, "top": 1}
+    even, uneven = (plan("qwen3-30b-a3b", **given, expert_imbalance=rows) for rows in (1.0, 1.5))
+    assert uneven.best[0].step.seconds > even.best[0].step.seconds
+    assert any("1.5 times the mean's rows" in note for note in uneven.notes)
+    with pytest.raises(WorkloadError, match="from 1 to 1000"):
+        plan("qwen3-30b-a3b", **given, expert_imbalance=0.5)
+
+
+def test_a_searched_batch_is_named() -> None:
+    found = plan("llama-3.2-1b", tokens="1B", device="h100-sxm", gpus=8, tp=1, pp=1, zero=1, global_batch="auto", top=1)
+    assert any(note.startswith("--global-batch auto") and f"{found.global_batch} seq" in note for note in found.notes)
+    assert any("published runs of this kind (dense, zero 0 to 2)" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp8", "nvfp4"])
+def test_narrow_formats_are_faster(kind: str) -> None:
+    given: dict[str, Any] = {"tokens": "1B", "device": "gb300", "gpus": 8, "tp": 1, "pp": 1, "zero": 3, "top": 1}
+    assert (
+        plan("llama-3.1-8b", **given, dtype=kind).best[0].step.seconds
+        < plan("llama-3.1-8b", **given).best[0].step.seconds
+    )

@@ -177,8 +177,8 @@ def test_a_predictor_of_another_device_is_refused(keep: Keep) -> None:
     assert Machine("h200").is_measured
 
 
-@pytest.mark.parametrize(("device", "share"), [("a100-sxm-80gb", 0.83), ("a800-sxm-80gb", 0.83), ("a10", 0.72),
-                                               ("a40", 0.72), ("h100-sxm", 0.72), ("tpu-v4", 0.82)])  # fmt: skip
+@pytest.mark.parametrize(("device", "share"), [("a100-sxm-40gb", 0.83), ("a800-sxm-80gb", 0.83), ("a10", 0.72),
+                                               ("a40", 0.72), ("h800-sxm", 0.72), ("tpu-v4", 0.82)])  # fmt: skip
 def test_share_of_the_peak_on_a_device_that_was_not_measured(device: str, share: float) -> None:
     machine = Machine(device)
     assert machine.shape.rate == pytest.approx(share * machine.peak, rel=1e-12)

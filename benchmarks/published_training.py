@@ -1,0 +1,193 @@
+"""Plans the layouts of published training runs and compares step times and memory with what was printed.
+
+    python benchmarks/published_training.py            writes docs/planning.md's table and the coverage that plan prints
+    python benchmarks/published_training.py --all      prints every row
+
+Protocol. Printed degrees, micro-batch, virtual stages and ZeRO are fixed, recomputation and what is not printed is
+left to plan's first choice. Of a layout that several releases print, the newest counts. Every second layout, in the
+order of the file, may be used to choose constants (t); the others are only predicted. A row that plan says does not fit
+is a miss. Data: benchmarks/data/published_training.csv, each row with its source.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from flopcalc.core.model.config import load_config
+from flopcalc.data import find_data_dir
+from flopcalc.errors import FlopcalcError
+from flopcalc.planning.plan import plan
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "planning.md"
+BEGIN, END = "<!-- table of published_training.py -->", "<!-- end of its table -->"
+DEVICES = {
+    "DGX-GB300": "gb300", "DGX-GB200": "gb200", "DGX-B200": "b200-sxm", "DGX-B300": "b300-sxm",
+    "DGX-H100": "h100-sxm", "H100": "h100-sxm", "B200-SXM": "b200-sxm",
+}  # fmt: skip
+CUT = {"llama3_70b": "llama-3-70b", "llama3_405b": "llama-3.1-405b", "deepseekv3": "deepseek-v3"}
+# SimuMax's configs/models/deepseekv2.json, over DeepSeek-V2-Lite's config: the sizes of the 236B model.
+DEEPSEEK_V2: dict[str, Any] = {
+    "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_routed_experts": 160, "num_experts_per_tok": 6, "q_lora_rank": 1536, "n_group": 8,
+    "topk_group": 3, "first_k_dense_replace": 1,
+}  # fmt: skip
+EXPERT_MODELS = re.compile(r"DeepSeek|deepseek|GPT|Kimi|Nemotron|a22B|a3B|A22B|A3B|MoE", re.IGNORECASE)
+GIB = 1 << 30
+DISTINCT = ("model", "hardware", "gpus", "precision", "global_batch", "micro_batch", "seq", "tp", "pp", "virtual", "cp",
+            "ep", "zero")  # fmt: skip
+COLUMNS = "| runs | rows | median error | worst | inside the interval | do not fit |"
+RUN_COLUMNS = "| run | devices | format | layout | published s | predicted s | error |"
+
+
+class Row(NamedTuple):
+    """One published run and its prediction; no layout where plan says that none fits."""
+
+    source: str
+    model: str
+    hardware: str
+    gpus: int
+    precision: str
+    layout: str
+    published_s: float
+    predicted_s: float
+    low_s: float
+    high_s: float
+    memory_error: float | None
+    has_experts: bool
+    zero: int
+    is_tuned: bool
+    problem: str = ""
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.published_s - 1
+
+    @property
+    def is_inside(self) -> bool:
+        return self.low_s <= self.published_s <= self.high_s
+
+
+def load_runs() -> list[dict[str, str]]:
+    """The newest release of every layout, in the order of the file."""
+    newest: dict[tuple[str, ...], dict[str, str]] = {}
+    with open(HERE / "data" / "published_training.csv", encoding="utf-8", newline="") as file:
+        for run in csv.DictReader(file):
+            release = re.search(r"(\d\d\.\d\d(\.\d\d)?)$", run["source"])
+            key = tuple(run[name] for name in DISTINCT) + (() if release else (run["source"], run["step_time_s"]))
+            run["release"] = release[1] if release else ""
+            if key not in newest or run["release"] > newest[key]["release"]:
+                newest[key] = run
+    return list(newest.values())
+
+
+def find_model(name: str) -> Any:
+    models = tomllib.loads((HERE / "data" / "quoted_rows.toml").read_text(encoding="utf-8"))["model"]
+    if name in models:
+        return models[name]["preset"]
+    base, layers = re.fullmatch(r"(.*) cut to (\d+) layers", name).groups()  # type: ignore[union-attr]
+    config = dict(load_config("deepseek-v2-lite" if base == "deepseekv2" else CUT[base]).config)
+    return config | (DEEPSEEK_V2 if base == "deepseekv2" else {}) | {"num_hidden_layers": int(layers)}
+
+
+def predict(run: dict[str, str], is_tuned: bool) -> Row:
+    fixed: dict[str, Any] = {name: int(run[name]) for name in ("tp", "pp", "virtual", "cp", "micro_batch")}
+    if run["ep"] != "1":
+        fixed["ep"] = int(run["ep"])
+    if run["zero"]:
+        fixed["zero"] = int(run["zero"])
+    if run["recompute"]:
+        fixed["recompute"] = run["recompute"]
+    published = float(run["step_time_s"])
+    own = (run["source"], run["model"], run["hardware"], int(run["gpus"]), run["precision"])
+    has_experts = EXPERT_MODELS.search(run["model"]) is not None
+    try:
+        found = plan(
+            find_model(run["model"]), tokens=1, device=DEVICES[run["hardware"]], gpus=int(run["gpus"]),
+            seq_len=int(run["seq"]), global_batch=int(run["global_batch"]), dtype=run["precision"], top=1, **fixed,
+        ).best[0]  # fmt: skip
+    except FlopcalcError as error:
+        return Row(*own, "", published, 0.0, 0.0, 0.0, None, has_experts, 0, is_tuned, str(error))
+    memory = found.memory.peak / GIB / float(run["memory_gib"]) - 1 if run["memory_gib"] else None
+    step = found.step
+    return Row(*own, str(found.layout), published, step.seconds, step.low, step.high, memory, has_experts,
+               found.layout.zero, is_tuned)  # fmt: skip
+
+
+def describe(name: str, rows: list[Row]) -> str:
+    fitting = [row for row in rows if row.layout]
+    if not fitting:
+        return f"| {name} | {len(rows)} | | | | {len(rows)} |"
+    errors = [abs(row.error) for row in fitting]
+    inside = sum(row.is_inside for row in fitting) / len(fitting)
+    shown = [name, len(rows), f"{median(errors):.1%}", f"{max(errors):.1%}", f"{inside:.0%}", len(rows) - len(fitting)]
+    return f"| {' | '.join(map(str, shown))} |"
+
+
+def name_kind(row: Row) -> str:
+    return f"{'experts' if row.has_experts else 'dense'}, {'zero 3' if row.zero == 3 else 'zero 0 to 2'}"
+
+
+def make_page(rows: list[Row]) -> str:
+    lines = [
+        BEGIN,
+        "| runs | rows | median error | worst | inside the interval | do not fit |",
+        "|---|---|---|---|---|---|",
+    ]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        simumax = "SimuMax" in row.source
+        kind = "experts" if row.has_experts else "dense"
+        groups.setdefault(f"**{kind}{', SimuMax B200' if simumax else ''}**", []).append(row)
+        if not simumax:
+            groups.setdefault(f"{kind}, {'t' if row.is_tuned else 'only predicted'}", []).append(row)
+            groups.setdefault(f"{kind}, {row.hardware} {row.precision}", []).append(row)
+    lines += [describe(name, groups[name]) for name in sorted(groups, key=lambda name: (name.strip("*"), name))]
+    memory = [abs(row.memory_error) for row in rows if row.memory_error is not None]
+    lines += ["", f"Memory of SimuMax's runs: {median(memory):.1%} median, {max(memory):.1%} worst.", ""]
+    lines += [RUN_COLUMNS, "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        end = f"{row.predicted_s:.3g} | {row.error:+.1%}" if row.layout else "does not fit | "
+        outside = "" if not row.layout or row.is_inside else " **outside**"
+        name = f"{row.model}{' (t)' if row.is_tuned else ''}"
+        shown = [name, f"{row.gpus} {row.hardware}", row.precision, row.layout, f"{row.published_s:.3g}", end + outside]
+        lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join([*lines, END])
+
+
+def write_coverage(rows: list[Row]) -> None:
+    """How often intervals held, by kind of layout: what `plan` prints beside one."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.layout:
+            groups.setdefault(name_kind(row), []).append(row)
+    found = {
+        name: {"runs": len(own), "inside": sum(row.is_inside for row in own)} for name, own in sorted(groups.items())
+    }
+    path = Path(find_data_dir()) / "plan_coverage.json"
+    text = {"made_by": "python benchmarks/published_training.py", "kinds": found}
+    path.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    rows = [predict(run, number % 2 == 0) for number, run in enumerate(load_runs())]
+    if "--all" in sys.argv:
+        for row in rows:
+            print(row.model, row.hardware, row.precision, row.layout or row.problem, f"{row.error:+.1%}")
+    page = PAGE.read_text(encoding="utf-8")
+    table = make_page(rows)
+    start, end = page.index(BEGIN), page.index(END) + len(END)
+    PAGE.write_text(page[:start] + table + page[end:], encoding="utf-8")
+    write_coverage(rows)
+    print(*(line for line in table.splitlines() if line.startswith(("| **", "Memory"))), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Kernels that others measured: their files, and what predict and plan make of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flopcalc.data import find_data_dir
+from flopcalc.errors import SpecError
+from flopcalc.hardware.devices import find_device
+from flopcalc.hardware.systems import load_system
+from flopcalc.prediction.machine import Machine
+from flopcalc.prediction.work import Product
+
+FILES = sorted(Path(find_data_dir(), "systems").glob("*.json"))
+MOST_BYTES = 150_000
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_is_of_a_known_device_and_names_its_source(path: Path) -> None:
+    system = load_system(path.stem)
+    assert system is not None
+    device = find_device(path.stem)
+    assert system["provenance"]["licence"] == "Apache-2.0"
+    assert path.stat().st_size < MOST_BYTES
+    for kind, entry in system["products"].items():
+        peak = device.peak_tflops.get(kind)
+        assert peak is None or 0.3 * peak < entry["shape"][0] / 1e12 < 1.1 * peak, kind
+        assert entry["median_error"] < 0.12, kind
+
+
+def test_all_ten_systems_are_there() -> None:
+    assert len(FILES) == 10
+    assert load_system("v100-sxm2-16gb") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"), [("b200", "bf16"), ("b200", "mxfp8"), ("gb300", "nvfp4"), ("h100-sxm", "fp8"), ("l40s", "bf16")]
+)
+def test_large_products_run_at_the_measured_rate(device: str, kind: str) -> None:
+    machine = Machine(device, kind)
+    assert machine.has_kernels
+    timed = machine.time_product(Product("x", "language", "mlp", "forward", 16384, 16384, 16384))
+    rate = 2 * 16384**3 / timed.seconds
+    assert rate == pytest.approx(machine.shape.rate, rel=0.2)
+
+
+def test_what_was_measured_here_comes_first() -> None:
+    assert not Machine("h200", "bf16").has_kernels
+    assert Machine("h200", "fp8").has_kernels
+    assert not Machine("tpu-v4", "bf16").has_kernels
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": 2}, "schema 1"),
+        ({"device_id": "h100-sxm"}, "is of 'h100-sxm'"),
+        ({"decode_bytes_per_s": -1}, "positive number"),
+    ],
+)
+def test_a_users_file_is_checked(
+    change: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = json.loads(FILES[0].read_text(encoding="utf-8")) | {"device_id": "v100-sxm2-16gb"} | change
+    (tmp_path / "systems").mkdir()
+    (tmp_path / "systems" / "v100-sxm2-16gb.json").write_text(json.dumps(data), encoding="utf-8")
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    load_system.cache_clear()
+    with pytest.raises(SpecError, match=words):
+        load_system("v100-sxm2-16gb")
+    load_system.cache_clear()
