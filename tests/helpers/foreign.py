@@ -68,6 +68,7 @@ LAYOUTS["bailing_moe_linear"] = LAYOUTS["bailing_hybrid"] = LAYOUTS["baichuan"].
 LAYOUTS["llama"] = LAYOUTS["baichuan"]._replace(
     projections={"self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v"}
 )
+LAYOUTS["yuan"] = LAYOUTS["llama"]
 LAYOUTS["qwen2"] = LAYOUTS["llama"]._replace(biased=tuple(LAYOUTS["llama"].projections))
 
 
@@ -148,15 +149,18 @@ class Layer(nn.Module):
             linear(path, sizes.d, sizes.ff * 2 // len(names.gates))
         linear(names.down, sizes.ff, sizes.d)
 
+    def project(self, read: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values."""
+        return [
+            piece
+            for path, makes in self.names.projections.items()
+            for piece in self.get_submodule(path)(read).split([self.widths[each] for each in makes], -1)
+        ]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         find, names, sizes = self.get_submodule, self.names, self.sizes
         read = find(names.norm)(x)
-        made = [
-            piece
-            for path, makes in names.projections.items()
-            for piece in find(path)(read).split([self.widths[each] for each in makes], -1)
-        ]
-        q, k, v = (each.unflatten(-1, (-1, sizes.head_dim)).transpose(1, 2) for each in made)
+        q, k, v = (each.unflatten(-1, (-1, sizes.head_dim)).transpose(1, 2) for each in self.project(read))
         x = x + find(names.out)(find(names.attention)(q, k, v))
         read = find(names.second_norm)(x)
         gates = [piece for path in names.gates for piece in find(path)(read).split(sizes.ff, -1)]
@@ -166,11 +170,11 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A causal language model under a family's names."""
 
-    def __init__(self, names: Layout, sizes: Sizes) -> None:
+    def __init__(self, names: Layout, sizes: Sizes, layer: type[Layer] = Layer) -> None:
         super().__init__()
         self.names = names
         put(self, names.embed, nn.Embedding(sizes.vocab, sizes.d))
-        put(self, names.layers, nn.ModuleList(Layer(names, sizes) for _ in range(sizes.layers)))
+        put(self, names.layers, nn.ModuleList(layer(names, sizes) for _ in range(sizes.layers)))
         put(self, names.final, Norm(sizes.d))
         head = nn.Linear(sizes.d, sizes.vocab, bias=False)
         if sizes.tied:
@@ -190,7 +194,7 @@ class Decoder(nn.Module):
 
 def make_decoder(name: str, config: Json) -> Decoder:
     """The tiny model of an alias, after its mapped config."""
-    decoder = Decoder(LAYOUTS[name], Sizes.read(config))
+    decoder = Decoder(LAYOUTS[name], Sizes.read(config), YuanLayer if name == "yuan" else Layer)
     if "layer_group_size" in config:
         layers = decoder.get_submodule(LAYOUTS[name].layers)
         for i in range(len(layers)):  # type: ignore[arg-type]
@@ -248,6 +252,115 @@ class LightningLayer(nn.Module):
             nn.functional.silu(self.mlp.gate_proj(read)) * self.mlp.up_proj(read)
         )
         return made
+
+
+# --- Yuan 2 ----------------------------------------------------------------------------------------------------------
+class Filtering(nn.Module):
+    """yuan_hf_model.py, LocalizedFiltering: two convolutions over two positions each, padded in front."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(d, d // 2, (2, 1), padding=(1, 0))
+        self.conv2 = nn.Conv2d(d // 2, d, (2, 1), padding=(1, 0))
+        self.output_layernorm = Norm(d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = x.transpose(1, 2).unsqueeze(-1)
+        for conv in (self.conv1, self.conv2):
+            made = conv(made)[:, :, : x.shape[1]]
+        filtered: torch.Tensor = self.output_layernorm(made.squeeze(-1).transpose(1, 2) + x)
+        return filtered
+
+
+class YuanLayer(Layer):
+    """yuan_hf_model.py: queries and keys read the filtered states, values the plain ones."""
+
+    def __init__(self, names: Layout, sizes: Sizes) -> None:
+        super().__init__(names, sizes)
+        put(self, "self_attn.lf_gate", Filtering(sizes.d))
+
+    def project(self, read: torch.Tensor) -> list[torch.Tensor]:
+        find = self.get_submodule
+        value = find("self_attn.v_proj")(read)
+        read = find("self_attn.lf_gate")(read)
+        return [find("self_attn.q_proj")(read), find("self_attn.k_proj")(read), value]
+
+
+# --- GLM-4V ----------------------------------------------------------------------------------------------------------
+class EvaLayer(nn.Module):
+    """visual.py, TransformerLayer: norms behind attention and MLP."""
+
+    def __init__(self, tower: Json) -> None:
+        super().__init__()
+        d, ff = tower["hidden_size"], tower["intermediate_size"]
+        self.attention = EvaAttention(d, tower["num_heads"])
+        self.mlp = nn.Module()
+        self.mlp.fc1, self.mlp.fc2 = nn.Linear(d, ff), nn.Linear(ff, d)
+        self.input_layernorm, self.post_attention_layernorm = nn.LayerNorm(d), nn.LayerNorm(d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.input_layernorm(self.attention(x))
+        made: torch.Tensor = x + self.post_attention_layernorm(self.mlp.fc2(nn.functional.gelu(self.mlp.fc1(x))))
+        return made
+
+
+class EvaAttention(nn.Module):
+    """visual.py, Attention."""
+
+    def __init__(self, d: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query_key_value, self.dense = nn.Linear(d, 3 * d), nn.Linear(d, d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.query_key_value(x).chunk(3, -1)
+        )
+        weights = torch.matmul(q, k.transpose(-1, -2)).softmax(-1)
+        out: torch.Tensor = self.dense(torch.matmul(weights, v).transpose(1, 2).flatten(2))
+        return out
+
+
+class Glm4v(Decoder):
+    """visual.py, EVA2CLIPModel, in front of modeling_chatglm.py's decoder."""
+
+    def __init__(self, config: Json) -> None:
+        sizes, tower = Sizes.read(config), config["tower"]
+        super().__init__(LAYOUTS["chatglm"], sizes)
+        width, patch = tower["hidden_size"], tower["patch_size"]
+        vision = self.transformer.vision = nn.Module()
+        vision.patch_embedding = nn.Module()
+        vision.patch_embedding.proj = nn.Conv2d(3, width, patch, patch)
+        vision.patch_embedding.cls_embedding = nn.Parameter(torch.ones(1, width))
+        vision.patch_embedding.position_embedding = nn.Embedding(tower["num_positions"], width)
+        vision.transformer = nn.Module()
+        vision.transformer.layers = nn.ModuleList(EvaLayer(tower) for _ in range(tower["num_hidden_layers"]))
+        vision.conv = nn.Conv2d(width, sizes.d, 2, 2)
+        project = vision.linear_proj = nn.Module()
+        project.linear_proj, project.norm1 = nn.Linear(sizes.d, sizes.d, bias=False), nn.LayerNorm(sizes.d)
+        for name in ("gate_proj", "dense_h_to_4h"):
+            project.add_module(name, nn.Linear(sizes.d, sizes.ff, bias=False))
+        project.dense_4h_to_h = nn.Linear(sizes.ff, sizes.d, bias=False)
+        vision.boi, vision.eoi = (nn.Parameter(torch.ones(1, 1, sizes.d)) for _ in range(2))
+
+    def see(self, ids: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+        """Logits of a text that begins with an image."""
+        vision = self.transformer.vision
+        x = vision.patch_embedding.proj(pixels)
+        side = x.shape[-1]
+        x = x.flatten(2).transpose(1, 2)
+        x = torch.cat([vision.patch_embedding.cls_embedding.expand(len(x), 1, -1), x], 1)
+        x = x + vision.patch_embedding.position_embedding.weight.unsqueeze(0)
+        for layer in vision.transformer.layers:
+            x = layer(x)
+        x = vision.conv(x[:, 1:].transpose(1, 2).unflatten(2, (side, side))).flatten(2).transpose(1, 2)
+        project = vision.linear_proj
+        x = nn.functional.gelu(project.norm1(project.linear_proj(x)))
+        x = project.dense_4h_to_h(nn.functional.silu(project.gate_proj(x)) * project.dense_h_to_4h(x))
+        ends = (each.expand(len(x), -1, -1) for each in (vision.boi, vision.eoi))
+        first, last = ends
+        x = torch.cat([first, x, last], 1)
+        return self(torch.cat([x, self.embed(ids)[:, x.shape[1] :]], 1))
 
 
 # --- InternVL chat ---------------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ def _load(path: str, above: tuple[str, ...]) -> Table:
     folder = os.path.dirname(path)
     beside = "" if os.path.basename(folder) == ALIASES else os.path.join(folder, f"{base_name}.toml")
     base_path = beside if os.path.isfile(beside) else find_data_file("specs", str(base_name))
+    base_path = base_path or find_data_file(ALIASES, str(base_name))
     if base_path is None:
         raise SpecError(f"{path}: extends {base_name!r}, which is no spec")
     base = _load(base_path, (*above, get_stem(path)))
