@@ -363,6 +363,94 @@ class Glm4v(Decoder):
         return self(torch.cat([x, self.embed(ids)[:, x.shape[1] :]], 1))
 
 
+# --- Qwen-VL ---------------------------------------------------------------------------------------------------------
+class ClipBlock(nn.Module):
+    """visual.py, VisualAttentionBlock."""
+
+    def __init__(self, d: int, ff: int, heads: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.attn = ClipAttention(d, heads)
+        self.mlp = nn.Module()
+        self.mlp.c_fc, self.mlp.c_proj = nn.Linear(d, ff), nn.Linear(ff, d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))
+        made: torch.Tensor = x + self.mlp.c_proj(nn.functional.gelu(self.mlp.c_fc(self.ln_2(x))))
+        return made
+
+
+class ClipAttention(nn.Module):
+    """visual.py, VisualAttention."""
+
+    def __init__(self, d: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.in_proj, self.out_proj = nn.Linear(d, 3 * d), nn.Linear(d, d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.in_proj(x).chunk(3, -1))
+        weights = torch.matmul(q, k.transpose(-1, -2)).softmax(-1)
+        out: torch.Tensor = self.out_proj(torch.matmul(weights, v).transpose(1, 2).flatten(2))
+        return out
+
+
+class Pool(nn.Module):
+    """visual.py, Resampler: torch's own attention of learned queries."""
+
+    def __init__(self, queries: int, d: int, width: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.ones(queries, d))
+        self.pos_embed = nn.Parameter(torch.ones(queries, d), requires_grad=False)
+        self.kv_proj = nn.Linear(width, d, bias=False)
+        self.attn = nn.MultiheadAttention(d, 4)
+        self.ln_q, self.ln_kv = nn.LayerNorm(d), nn.LayerNorm(d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.ln_kv(self.kv_proj(x)).transpose(0, 1)
+        q = (self.ln_q(self.query) + self.pos_embed).unsqueeze(1).expand(-1, x.shape[1], -1)
+        out: torch.Tensor = self.attn(q, x + 1.0, x)[0].transpose(0, 1)
+        return out
+
+
+class VisionTransformer(nn.Module):
+    """visual.py, VisionTransformer."""
+
+    def __init__(self, tower: Json) -> None:
+        super().__init__()
+        width, d = tower["width"], tower["output_dim"]
+        self.conv1 = nn.Conv2d(3, width, tower["patch_size"], tower["patch_size"], bias=False)
+        self.positional_embedding = nn.Parameter(torch.ones(256, width))
+        self.ln_pre, self.ln_post = nn.LayerNorm(width), nn.LayerNorm(d)
+        self.transformer = nn.Module()
+        inner = int(width * tower["mlp_ratio"])
+        self.transformer.resblocks = nn.ModuleList(
+            ClipBlock(width, inner, tower["heads"]) for _ in range(tower["layers"])
+        )
+        self.attn_pool = Pool(tower["n_queries"], d, width)
+        self.proj = nn.Parameter(torch.ones(d, d))
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        x = self.conv1(pixels).flatten(2).transpose(1, 2)
+        x = self.ln_pre(x + self.positional_embedding[: x.shape[1]])
+        for block in self.transformer.resblocks:
+            x = block(x)
+        return torch.matmul(self.ln_post(self.attn_pool(x)), self.proj)
+
+
+class QwenVL(Decoder):
+    """modeling_qwen.py with visual.py in front."""
+
+    def __init__(self, config: Json) -> None:
+        super().__init__(LAYOUTS["qwen"], Sizes.read(config))
+        self.transformer.visual = VisionTransformer(config["tower"])
+
+    def see(self, ids: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+        """Logits of a text that begins with an image."""
+        x = self.transformer.visual(pixels)
+        return self(torch.cat([x, self.embed(ids)[:, x.shape[1] :]], 1))
+
+
 # --- InternVL chat ---------------------------------------------------------------------------------------------------
 class VisionAttention(nn.Module):
     """modeling_intern_vit.py: one projection, norms over all heads of queries and keys if the config asks for them."""

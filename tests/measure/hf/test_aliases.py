@@ -19,7 +19,7 @@ FILES = list_data_files("aliases")
 TABLES = {name: load_toml(path) for name, path in FILES.items()}
 CASES = [(name, i) for name, table in TABLES.items() for i in range(len(table.get("configs", ())))]
 PUBLISHED = [(name, i) for name, table in TABLES.items() for i in range(len(table.get("published", ())))]
-_ALONE = ("yuan", "chatglm4v")  # types that no model of transformers is like
+_ALONE = ("yuan", "chatglm4v", "qwen_vl")  # types that no model of transformers is like
 UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -74,7 +74,7 @@ MODULES = [case for case in CASES if TABLES[case[0]]["witness"] == "module" and 
 @pytest.mark.parametrize(("name", "i"), mark_heavy(MODULES, [("internlm2", 0)]))
 def test_spec_equals_the_published_code(name: str, i: int) -> None:
     import torch
-    from foreign import ChatModel, Glm4v, make_decoder
+    from foreign import ChatModel, Glm4v, QwenVL, make_decoder
 
     from flopcalc.measure.counters.flop_counter import count_flops
     from flopcalc.measure.hf.compare import compare_bound, make_executed
@@ -93,8 +93,8 @@ def test_spec_equals_the_published_code(name: str, i: int) -> None:
 
         def step() -> None:
             model(ids, torch.ones(2, 3, size, size)).sum().backward()
-    elif name == "chatglm4v":
-        model = Glm4v(source.config)
+    elif name in ("chatglm4v", "qwen_vl"):
+        model = (Glm4v if name == "chatglm4v" else QwenVL)(source.config)
         workload["images"] = [(1, 4, 4)]
 
         def step() -> None:
