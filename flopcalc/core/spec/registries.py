@@ -80,7 +80,8 @@ def _read(tables: dict[str, Any], classes: _Classes, reasons: dict[str, str]) ->
             continue
         model_type = entry.get("model_type")
         found = classes.find_type(model_type) if model_type is not None else classes.find_any(names)
-        why = None if found else next((reasons[key] for key in (entry["name"], *names) if key in reasons), None)
+        told = (entry["name"], *names) if model_type is None else (model_type, entry["name"], *names)
+        why = None if found else next((reasons[key] for key in told if key in reasons), None)
         items.append(Item(entry["name"], names, len(ids), found, why, ids))
     groups: dict[str, list[str]] = tables.get("groups", {})
     for name in (name for group, names in groups.items() if group not in _APART for name in names):
