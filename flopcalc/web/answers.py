@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_value
-from flopcalc.report.estimate import format_csv
 from flopcalc.units import parse_number, parse_size, parse_sizes
 from flopcalc.web.lines import write_command, write_python
 from flopcalc.web.setups import Counted, Setup, bind_setup, count, make_setup, read_compute
@@ -45,8 +44,8 @@ def _answer(asked: Mapping[str, Any], progress: Progress | None) -> Answer:
     if what == "explain":
         return _answer_explain(setup, str(asked.get("op", "")))
     known: dict[object, Callable[[Setup], Answer]] = {
-        "flops": _answer_flops, "conventions": _answer_conventions, "translate": _answer_translate,
-        "time": _answer_time, "memory": _answer_memory, "roofline": _answer_roofline,
+        "flops": _answer_flops, "export": _answer_export, "conventions": _answer_conventions,
+        "translate": _answer_translate, "time": _answer_time, "memory": _answer_memory, "roofline": _answer_roofline,
     }  # fmt: skip
     if what not in known:
         raise FlopcalcError(f"no such question: {format_value(what)}")
@@ -71,17 +70,36 @@ def _write_lines(setup: Setup, what: str, counted: Counted, op: str = "") -> dic
 
 
 def _answer_flops(setup: Setup) -> Answer:
-    """FLOPs by module and component, parameters and weights; the exports are those of the command line."""
+    """FLOPs by module and component, parameters and weights."""
     counted = count(setup)
-    estimate = counted.estimate
-    shown = {**estimate.to_dict(), "notes": counted.all_notes}
     return {
         "what": "flops",
-        "work": estimate.describe(),
-        "estimate": shown,
-        "json": json.dumps(shown, indent=2, ensure_ascii=False),
-        "csv": format_csv(estimate, "module", None),
+        "work": counted.estimate.describe(),
+        "estimate": _describe(setup, counted),
         "lines": _write_lines(setup, "flops", counted),
+    }
+
+
+def _describe(setup: Setup, counted: Counted) -> Answer:
+    """What `flopcalc estimate --json` prints; on a device with the least time that its peak allows."""
+    shown = counted.estimate.to_dict()
+    shown["notes"] += counted.notes
+    if setup.device:
+        from flopcalc.core.estimate.utilization import describe_least_time
+
+        shown["notes"] += describe_least_time(counted.estimate, device=setup.device, dtype=None, peak=None, gpus=1)
+    return shown
+
+
+def _answer_export(setup: Setup) -> Answer:
+    """The texts that the command line prints for the same question as JSON and, by module, as CSV."""
+    from flopcalc.report.estimate import format_csv
+
+    counted = count(setup)
+    return {
+        "what": "export",
+        "json": json.dumps(_describe(setup, counted), indent=2, ensure_ascii=False),
+        "csv": format_csv(counted.estimate, "module", None),
     }
 
 

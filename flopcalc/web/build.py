@@ -24,7 +24,7 @@ from flopcalc.prediction.maker import OPTIMIZERS
 from flopcalc.units import format_flops
 from flopcalc.web.answers import answer
 from flopcalc.web.packages import find_package, is_locked, load_lock
-from flopcalc.words import CLIPPING, CONVENTIONS, DTYPES, EXECUTIONS, KERNELS, PHASES, RECOMPUTE
+from flopcalc.words import CLIPPING, CONVENTIONS, DTYPES, EXECUTIONS, KERNELS, PIPELINE_PHASES, RECOMPUTE
 
 STATIC = os.path.join(os.path.dirname(os.path.abspath(__file__)), "static")
 DEFAULT = {"model": "qwen2-vl-7b", "seq": "2048"}  # the question whose answer stands in the page from the start
@@ -180,8 +180,9 @@ def describe_choices() -> dict[str, Any]:
         "quoted": list(load_quoted().conventions),
         "formats": sorted({**load_formats()[0], **load_formats()[1]}),
         "words": {
-            "phase": PHASES, "recompute": RECOMPUTE, "clipping": CLIPPING, "convention": CONVENTIONS,
+            "phase": PIPELINE_PHASES, "recompute": RECOMPUTE, "clipping": CLIPPING, "convention": CONVENTIONS,
             "attention_kernel": KERNELS, "execution": EXECUTIONS, "optimizer": OPTIMIZERS, "compute": DTYPES,
+            "guidance": ("on", "off"),
         },
     }  # fmt: skip
 

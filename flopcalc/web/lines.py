@@ -12,7 +12,7 @@ from flopcalc.web.setups import Counted, Setup, read_compute, read_size
 
 _WORKLOAD = (
     "batch", "seq", "text", "lengths", "decoder_seq", "image", "image_grid", "video", "audio", "max_pixels",
-    "grad_accum", "phase", "context", "logits",
+    "grad_accum", "phase", "context", "logits", "sampling_steps", "guidance", "parts",
 )  # fmt: skip
 _TRAINED = ("freeze", "train_only", "lora")
 _FORMATS = ("compute", "weights", "kv_cache", "autocast")
@@ -83,7 +83,8 @@ def write_python(setup: Setup, what: str, counted: Counted) -> str:
     load = counted.estimate.terms[0].load
     if what == "plan":
         return _join("plan", _write_plan(setup, load))
-    pieces = [repr(name_model(setup)), *_write_load(setup, load), *_write_recipe(setup)]
+    sizes = _write_load(setup, load) if counted.estimate.pipeline is None else _write_sampling(setup)
+    pieces = [repr(name_model(setup)), *sizes, *_write_recipe(setup)]
     if what in ("time", "memory", "roofline"):
         pieces += _say(setup, "model_type", "attention_kernel", "device", "optimizer", "execution", *_FORMATS)
         return _join("predict", pieces)
@@ -138,6 +139,20 @@ def _write_load(setup: Setup, load: Workload) -> list[str]:
         pieces.append(f"logits={logits!r}")
     pieces += [f"grad_accum={parse_size(setup.grad_accum, '--grad-accum')}"] if setup.grad_accum else []
     return pieces
+
+
+def _write_sampling(setup: Setup) -> list[str]:
+    """Sizes of a diffusion model's step or sampling."""
+    pieces = [f"batch_size={parse_size(setup.batch, '--batch')}"] if setup.batch else []
+    pieces += [f"images={[read_size(text) for text in setup.image]}"] if setup.image else []
+    pieces += [f"videos={list(setup.video)}"] if setup.video else []
+    pieces += [f"text={parse_size(setup.text, '--text')}"] if setup.text else []
+    if setup.sampling_steps:
+        pieces.append(f"sampling_steps={parse_size(setup.sampling_steps, '--sampling-steps')}")
+    elif setup.phase != "train":
+        pieces.append(f"phase={setup.phase!r}")
+    pieces += [f"grad_accum={parse_size(setup.grad_accum, '--grad-accum')}"] if setup.grad_accum else []
+    return pieces + _say(setup, "guidance", "parts")
 
 
 def _write_recipe(setup: Setup) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from flopcalc.api import bind
-from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.estimate.estimate import Estimate, Estimator, Samples
 from flopcalc.core.estimate.inputs import Inputs, make_load
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import make_recipe
@@ -23,7 +23,18 @@ _MOST_FILES = 40
 _MOST_BOUND = 8
 _SIZE = re.compile(r"-?\d+x-?\d+", re.IGNORECASE)
 # Sizes of a step that may have a suffix.
-SPELLED = ("batch", "seq", "lengths", "grad_accum", "decoder_seq", "text", "max_pixels", "context", "logits")
+SPELLED = (
+    "batch",
+    "seq",
+    "lengths",
+    "grad_accum",
+    "decoder_seq",
+    "text",
+    "max_pixels",
+    "context",
+    "logits",
+    "sampling_steps",
+)
 _bound: dict[tuple[Any, ...], Estimator] = {}
 
 
@@ -49,6 +60,9 @@ class Setup:
     phase: str = "train"
     context: str = ""
     logits: str = ""
+    sampling_steps: str = ""  # these of diffusion models alone
+    guidance: str = ""
+    parts: str = ""
     # the recipe
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
@@ -142,9 +156,14 @@ def count(setup: Setup, *, convention: str = "", spelled: Sequence[str] = SPELLE
     notes = _spell_out(setup, spelled)
     estimator = bind_setup(setup, convention)
     accumulate = _read_number(setup.grad_accum, "--grad-accum") or 1
-    if accumulate > 1 and setup.phase != "train":
-        raise WorkloadError(f"--grad-accum belongs to phase train, not {setup.phase}")
-    load, found = make_load(estimator, read_inputs(setup))
+    inputs = read_inputs(setup)
+    if accumulate > 1 and inputs.phase != "train":
+        raise WorkloadError(f"--grad-accum belongs to phase train, not {inputs.phase}")
+    if isinstance(estimator, Samples):
+        from flopcalc.core.estimate.pipeline import read_inputs as read_sampling  # of diffusion models alone
+
+        return Counted(estimator.ask(read_sampling(estimator, inputs)) * accumulate, notes)
+    load, found = make_load(estimator, inputs)
     return Counted(estimator.estimate(load) * accumulate, notes + found)
 
 
@@ -231,10 +250,22 @@ def read_inputs(setup: Setup) -> Inputs:
         videos=setup.video,
         max_pixels=_read_number(setup.max_pixels, "--max-pixels"),
         audio=tuple(parse_number(text, "--audio") for text in setup.audio),
-        phase=setup.phase,
+        phase=_read_phase(setup),
         context=_read_number(setup.context, "--context", 0),
         logits=logits,
+        sampling_steps=_read_number(setup.sampling_steps, "--sampling-steps"),
+        guidance=setup.guidance or None,
+        parts=setup.parts or None,
     )
+
+
+def _read_phase(setup: Setup) -> str:
+    """The phase; sampling steps mean phase sample, and the form's first phase is train."""
+    if not setup.sampling_steps:
+        return setup.phase
+    if setup.phase not in ("train", "sample"):
+        raise WorkloadError(f"--sampling-steps belongs to phase sample, not {setup.phase}")
+    return "sample"
 
 
 def read_size(text: str) -> tuple[int, int]:

@@ -1,4 +1,5 @@
 // The page: state, form and views joined; questions go to Python, answers come back and are shown.
+import { firstWorker } from "./boot.js";
 import { h } from "./dom.js";
 import { Dropped, Engine } from "./engine.js";
 import { copy, savePng, saveSvg, saveText, tablesToCsv } from "./exports.js";
@@ -20,7 +21,7 @@ const FIRST_DEVICE = "h200-sxm"; // measured
 const PLAN_PAUSE_MS = 500;
 
 const find = (id) => document.getElementById(id);
-const quick = new Engine((kind, reason) => onStatus(kind, reason)); // counts: always answers at once
+const quick = new Engine((kind, reason) => onStatus(kind, reason), firstWorker); // counts: always answers at once
 const slow = new Engine((kind, reason) => kind === "failed" && say(t("status.failed", { reason }), true)); // seconds, bytes, plans
 let data; // what the form offers
 let state;
@@ -180,6 +181,10 @@ function chooseModel(value) {
   const known = data.presets.some((preset) => preset.name === value || preset.aliases.includes(value));
   const byHub = data.presets.find((preset) => preset.hub_id === value);
   if (byHub) setup.model = byHub.name;
+  // A diffusion model has sizes in pixels, every other a length.
+  const preset = data.presets.find((each) => each.name === setup.model || each.aliases.includes(setup.model));
+  if (preset?.type.endsWith("Pipeline")) delete setup.seq;
+  else if (preset && !setup.text && !setup.lengths) setup.seq ||= data.default.setup.seq;
   if (known || byHub || !value.includes("/")) refresh();
 }
 
@@ -475,14 +480,19 @@ function makeTools(answer, at) {
   return h("section", { class: "exports", "aria-label": t("exports") },
     h("div", { class: "buttons" },
       hasPicture ? [button("PNG", (event) => savePng(name, picture(event))), button("SVG", (event) => saveSvg(name, picture(event)))] : null,
-      button("CSV", (event) => saveText(`${name}.csv`, main.csv ?? tablesToCsv(column(event)), "text/csv")),
-      button("JSON", () => saveText(`${name}.json`, `${main.json ?? JSON.stringify(main, null, 2)}\n`, "application/json")),
+      button("CSV", async (event) => saveText(`${name}.csv`, (await askExport(at)).csv ?? tablesToCsv(column(event)), "text/csv")),
+      button("JSON", async () => saveText(`${name}.json`, `${(await askExport(at)).json ?? main.json ?? JSON.stringify(main, null, 2)}\n`, "application/json")),
       button(t("exports.link"), async (event) => {
         const text = `${location.origin}${location.pathname}#${await write(state)}`;
         event.target.textContent = (await copy(text)) ? t("exports.copied") : t("exports.link");
       })),
     line(t("exports.command"), main.lines.command),
     main.lines.python ? line("Python", `from flopcalc import ${main.lines.python.split("(")[0]}\n${main.lines.python}`) : null);
+}
+
+// What the command line would print; other views carry their own.
+async function askExport(at) {
+  return state.view === "flops" ? quick.ask(`export-${at}`, { what: "export", setup: state.setups[at] }) : {};
 }
 
 function line(name, text) {

@@ -3,8 +3,10 @@
 export class Dropped extends Error {}
 
 export class Engine {
-  constructor(onStatus = () => {}) {
+  // `first` is a worker that runs already.
+  constructor(onStatus = () => {}, first = null) {
     this.onStatus = onStatus;
+    this.first = first;
     this.waiting = new Map(); // channel -> question that is not sent yet
     this.current = null; // the one that Python works on
     this.next = 0;
@@ -15,7 +17,9 @@ export class Engine {
   start() {
     if (this.worker) return;
     this.isReady = false;
-    const worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
+    const worker = this.first ?? new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
+    this.first = null;
+    for (const data of worker.early ?? []) queueMicrotask(() => this.hear(data));
     worker.addEventListener("message", ({ data }) => this.hear(data));
     worker.addEventListener("error", (event) => this.fail(event.message || "the worker did not start"));
     this.worker = worker;

@@ -9,6 +9,7 @@ const SECTIONS = [
     ["text", "text", { hint: "512" }], ["image", "list", { hint: "1024x768" }], ["video", "list", { hint: "640x480:30s@2fps" }],
     ["audio", "list", { hint: "30" }], ["max_pixels", "text", { hint: "1003520" }], ["lengths", "text", { hint: "512,1024,512" }],
     ["decoder_seq", "text", { hint: "256" }], ["context", "text", { hint: "4096" }], ["grad_accum", "text", { hint: "1" }],
+    ["sampling_steps", "text", { hint: "28" }], ["guidance", "select"], ["parts", "text", { hint: "denoiser,text,vae" }],
   ]],
   ["recipe", false, [
     ["recompute", "select"], ["lora", "text", { hint: "r=16,targets=q_proj+v_proj" }], ["freeze", "list", { hint: "vision" }],
@@ -29,7 +30,7 @@ const SECTIONS = [
     ["from", "quoted"], ["mfu", "text", { hint: "45%" }], ["tflops", "text", { hint: "400" }], ["tokens_per_second", "text", { hint: "9k" }],
   ]],
 ];
-const OPTIONAL = ["compute", "execution", "optimizer"]; // selects whose default is not a word of its own
+const OPTIONAL = ["compute", "guidance", "execution", "optimizer"]; // selects whose default is not a word of its own
 const FIRST = { phase: "train", recompute: "none", clipping: "none", convention: "model", attention_kernel: "auto" };
 
 export class Form {
