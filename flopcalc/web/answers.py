@@ -41,6 +41,10 @@ def _answer(asked: Mapping[str, Any], progress: Progress | None) -> Answer:
     setup = make_setup(asked.get("setup", {}))
     if what == "plan":
         return _answer_plan(setup, progress)
+    if what == "launch":
+        from flopcalc.web.launch import read_launch_file
+
+        return read_launch_file(str(asked.get("name", "")), str(asked.get("text", "")), setup)
     if what == "explain":
         return _answer_explain(setup, str(asked.get("op", "")))
     known: dict[object, Callable[[Setup], Answer]] = {

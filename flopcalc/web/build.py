@@ -143,7 +143,7 @@ def write_python(path: str) -> None:
 
 def _list_python(root: str) -> Iterator[str]:
     for name in _list_files(root):
-        if name.endswith((".py", ".json")) and not name.startswith(_SKIPPED):
+        if name.endswith((".py", ".json", ".toml")) and not name.startswith(_SKIPPED):
             yield name
 
 

@@ -19,6 +19,7 @@ from flopcalc.hardware.devices import find_device, parse_dtype
 from flopcalc.units import describe_suffixes, parse_number, parse_size, parse_sizes
 
 _FILE = re.compile(r"(?:[\w.-]+/)?[\w.-]+\.json", re.ASCII)
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.json)", re.ASCII)  # of a preset; nothing else of this machine is read
 _MOST_FILES = 40
 _MOST_BOUND = 8
 _SIZE = re.compile(r"-?\d+x-?\d+", re.IGNORECASE)
@@ -204,7 +205,7 @@ def load_model(setup: Setup) -> Source:
     if not setup.files:
         if not setup.model:
             raise ConfigError("which model? Choose a preset, or give a config.json")
-        if "/" in setup.model or setup.model.endswith(".json"):  # nothing of the page's own machine is read
+        if _HUB_ID.fullmatch(setup.model) is None and ("/" in setup.model or setup.model.endswith(".json")):
             raise ConfigError(f"{setup.model[:200]!r}: no preset; drop its config.json, or ask the hub")
         return load_config(setup.model, model_type=setup.model_type or None)
     from tempfile import TemporaryDirectory  # few set-ups bring files, and start-up is counted

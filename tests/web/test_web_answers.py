@@ -173,6 +173,40 @@ def test_errors_are_one_line(question: Any, error: str) -> None:
     assert "\n" not in found["error"]
 
 
+AXOLOTL = """
+base_model: Qwen/Qwen3-8B
+adapter: qlora
+load_in_4bit: true
+lora_r: 32
+lora_target_linear: true
+sequence_len: 4096
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+gradient_checkpointing: true
+bf16: auto
+my_own_key: 7
+"""
+
+
+def test_launch_file_equals_the_command_line(tmp_path: Path, capsys: Capture) -> None:
+    found = ask("launch", {}, name="qlora.yml", text=AXOLOTL)
+    (tmp_path / "qlora.yml").write_text(AXOLOTL, encoding="utf-8")
+    printed = run_line(capsys, f"flopcalc estimate --launch {tmp_path}/qlora.yml")
+    assert found["setup"]["seq"] == "4096"
+    assert ask("flops", found["setup"])["estimate"]["flops"] == printed["flops"]
+    assert found["notes"][0].startswith("taken from qlora.yml (axolotl): model Qwen/Qwen3-8B from base_model;")
+    assert found["notes"][1] == "not understood in the launch file: my_own_key"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("x.yml", "a: [1"), ("x.yml", "no_such_framework: 1"), ("x.toml", "[["), ("x.json", "{")]
+)
+def test_bad_launch_file_has_the_command_lines_error(name: str, text: str, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    expected = fail_line(capsys, "estimate", "--launch", str(tmp_path / name))
+    assert ask("launch", {}, name=name, text=text) == {"error": expected.replace(f"{tmp_path}/", "")}
+
+
 def test_explain_equals_the_command_line(capsys: Capture) -> None:
     op = "model.layers.*.mlp.down_proj"
     found = ask("explain", {"model": "sweep-tiny", "seq": "64"}, op=op)

@@ -215,6 +215,17 @@ def test_dropped_image_is_cut_as_the_processor_does(page: Watched, capsys: Captu
     assert f"{printed['workload']['visual_tokens']:,} visual tokens" in page.page.locator("#headline").inner_text()
 
 
+def test_dropped_launch_file(page: Watched, tmp_path: Path, capsys: Capture) -> None:
+    text = "base_model: Qwen/Qwen3-8B\nsequence_len: 512\nmicro_batch_size: 2\nadapter: lora\nlora_r: 8\n"
+    text += "lora_target_modules: [q_proj, v_proj]\n"
+    page.open("seq=16&model=sweep-tiny")
+    drop(page, "axolotl.yml", text.encode(), "text/yaml")
+    (tmp_path / "axolotl.yml").write_text(text, encoding="utf-8")
+    page.wait_for_total(run_line(capsys, f"flopcalc estimate --launch {tmp_path}/axolotl.yml")["flops"]["total"])
+    assert "taken from axolotl.yml (axolotl)" in page.page.locator("#status").inner_text()
+    assert page.page.input_value("#f-lora") == "r=8,targets=q_proj+v_proj"
+
+
 def test_slider_under_load(page: Watched, capsys: Capture) -> None:
     """A long plan runs in its own worker: the slider's counts arrive, and the last one is the slider's."""
     page.open("model=llama-3.1-8b&seq=512&device=h100-sxm&gpus=256&tokens=1T&view=plan")

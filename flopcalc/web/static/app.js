@@ -111,7 +111,7 @@ function buildPage() {
   const chosen = document.documentElement.lang.slice(0, 2);
   find("language").replaceChildren(...Object.entries(LANGUAGES).map(([code, name]) =>
     h("option", { value: code, lang: code === "zh" ? "zh-Hans" : code, selected: code === chosen }, name)));
-  form = new Form(find("form"), data, { onChange: change, onModel: chooseModel, onFiles: takeFiles, onHub: takeHub });
+  form = new Form(find("form"), data, { onChange: change, onModel: chooseModel, onFiles: takeFiles, onHub: takeHub, onLaunch: takeLaunch });
   find("views").replaceChildren(...VIEWS.map((name) => h("button", {
     type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "panel", "data-view": name, onclick: () => openView(name),
     onkeydown: (event) => moveTab(event, name),
@@ -200,7 +200,8 @@ async function takeFiles(files, folder = "") {
     if (names.length > 1 && !folder) setup.model = "config";
   }
   if (found.images.length) setup.image = [...(setup.image ?? []), ...found.images];
-  await refresh();
+  if (found.launch) await takeLaunch(...found.launch);
+  else await refresh();
 }
 
 async function takeHub(id) {
@@ -218,6 +219,23 @@ async function takeHub(id) {
   } catch (error) {
     say(error.message, true);
   }
+}
+
+async function takeLaunch(name, text) {
+  let answer;
+  try {
+    answer = await quick.ask("launch", { what: "launch", name, text, setup: active() });
+  } catch (error) {
+    if (!(error instanceof Dropped)) say(error.message, true);
+    return;
+  }
+  if (answer.error) {
+    say(answer.error, true);
+    return;
+  }
+  state.setups[state.active] = answer.setup;
+  await refresh();
+  say([t("status.launch", { name }), ...answer.notes].join(" "));
 }
 
 // ---- questions -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// Files that people drop: configs and folders, and images, of which only the size is read.
+// Files that people drop: configs and folders, launch files, and images, of which only the size is read.
 
 const MOST_BYTES = 16_000_000;
 const CONFIG = /config.*\.json$|^model_index\.json$/i;
@@ -36,9 +36,9 @@ async function readFolder(entry) {
   }
 }
 
-// What each file is good for: {configs: {name: text}, images: ["640x480"], problems}.
+// What each file is good for: {configs: {name: text}, images: ["640x480"], launch: [name, text] or null, problems}.
 export async function readFiles(files) {
-  const result = { configs: {}, images: [], problems: [] };
+  const result = { configs: {}, images: [], launch: null, problems: [] };
   for (const file of files) {
     const name = file.path ?? file.name;
     if (file.type.startsWith("image/")) {
@@ -51,13 +51,21 @@ export async function readFiles(files) {
       }
     } else if (file.size > MOST_BYTES) {
       result.problems.push(`${name}: larger than ${MOST_BYTES} bytes, the most that is read`);
-    } else if (name.endsWith(".json") && (CONFIG.test(name.split("/").pop()) || files.length === 1)) {
+    } else if (name.endsWith(".json") && (CONFIG.test(name.split("/").pop()) || await isConfig(file))) {
       result.configs[name.replace(/[^\w./-]/g, "_")] = await file.text();
+    } else if (/\.(ya?ml|toml|json)$/i.test(name)) {
+      result.launch = [name, await file.text()];
     } else {
-      result.problems.push(`${name}: neither a config nor an image`);
+      result.problems.push(`${name}: neither a config, a launch file nor an image`);
     }
   }
   return result;
+}
+
+// Whether a JSON file is a model's config, whatever its name is; another one may be a launch file.
+async function isConfig(file) {
+  const text = await file.text();
+  return /"model_type"\s*:/.test(text) || !/"(per_device_train_batch_size|output_dir)"\s*:/.test(text);
 }
 
 // A config from the hub: the one request to another host, and only after a click.

@@ -34,12 +34,12 @@ const OPTIONAL = ["compute", "guidance", "execution", "optimizer"]; // selects w
 const FIRST = { phase: "train", recompute: "none", clipping: "none", convention: "model", attention_kernel: "auto" };
 
 export class Form {
-  constructor(root, data, { onChange, onModel, onFiles, onHub }) {
+  constructor(root, data, { onChange, onModel, onFiles, onHub, onLaunch }) {
     this.root = root;
     this.data = data;
     this.fields = new Map();
     this.onChange = onChange;
-    this.build({ onModel, onFiles, onHub });
+    this.build({ onModel, onFiles, onHub, onLaunch });
   }
 
   build(handlers) {
@@ -52,7 +52,7 @@ export class Form {
         h("div", { class: "fields" }, fields.map((field) => this.makeField(...field))))));
   }
 
-  makeModel({ onModel, onFiles, onHub }) {
+  makeModel({ onModel, onFiles, onHub, onLaunch }) {
     const data = this.data;
     const options = data.presets.flatMap((preset) => [
       h("option", { value: preset.name }, `${(preset.parameters / 1e9).toFixed(2)}B, ${preset.type}`),
@@ -64,11 +64,12 @@ export class Form {
     });
     this.fields.set("model", { write: (value) => write(input, value ?? "") });
     const files = h("input", {
-      id: "f-files", type: "file", multiple: true, accept: ".json,image/*", class: "hidden-file",
+      id: "f-files", type: "file", multiple: true, accept: ".json,.toml,.yaml,.yml,image/*", class: "hidden-file",
       onchange: (event) => onFiles([...event.target.files]),
     });
     const pasted = h("textarea", { id: "f-paste", rows: "4", spellcheck: "false", placeholder: '{"model_type": "llama", …}' });
     const hub = h("input", { id: "f-hub", spellcheck: "false", autocomplete: "off", placeholder: "Qwen/Qwen2.5-7B" });
+    const launch = h("textarea", { id: "f-launch", rows: "4", spellcheck: "false", placeholder: "base_model: Qwen/Qwen3-8B\nsequence_len: 4096\n…" });
     this.chosen = h("p", { class: "chosen", id: "chosen-files" });
     return h("div", { class: "model" },
       h("label", { for: "f-model" }, t("field.model")), input,
@@ -80,6 +81,9 @@ export class Form {
       h("details", { "data-section": "paste" }, h("summary", {}, t("model.paste")),
         h("label", { for: "f-paste" }, t("model.paste.label")), pasted,
         h("button", { type: "button", id: "use-paste", onclick: () => onFiles([new File([pasted.value], "config.json")]) }, t("model.use"))),
+      h("details", { "data-section": "launch" }, h("summary", {}, t("model.launch")),
+        h("label", { for: "f-launch" }, t("model.launch.label")), launch,
+        h("button", { type: "button", id: "use-launch", onclick: () => onLaunch("launch.yaml", launch.value) }, t("model.use"))),
       h("details", { "data-section": "hub" }, h("summary", {}, t("model.hub")),
         h("label", { for: "f-hub" }, t("model.hub.label", { host: new URL(data.hub).host })), hub,
         h("button", { type: "button", id: "use-hub", onclick: () => onHub(hub.value.trim()) }, t("model.fetch"))));

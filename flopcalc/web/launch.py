@@ -1,0 +1,53 @@
+"""A launch file that somebody drops onto the page becomes a set-up."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flopcalc.errors import FlopcalcError
+from flopcalc.integrations.launch import apply_launch, read_launch
+from flopcalc.web.setups import Setup
+
+_NAME = re.compile(r"[^\w.-]", re.ASCII)
+_FIELDS = {field.name for field in fields(Setup)}
+_OTHERS = {"dtype": "compute"}  # options that a set-up knows by another name
+
+
+def read_launch_file(name: str, text: str, setup: Setup) -> dict[str, Any]:
+    """What `flopcalc estimate --launch FILE` takes from a file, as fields of a set-up, and notes on it.
+
+    A file without a model leaves the set-up's own.
+    """
+    with TemporaryDirectory() as folder:
+        path = os.path.join(folder, _NAME.sub("_", os.path.basename(name)) or "launch.yaml")
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        try:
+            has_model = "model" in read_launch(path).taken
+            applied = apply_launch(path, "estimate", (), None if has_model else setup.model or None)
+        except FlopcalcError as error:
+            raise type(error)(str(error).replace(folder + os.sep, "")) from None
+    found: dict[str, Any] = {} if has_model else {"model": setup.model, "files": dict(setup.files)}
+    for option, value in applied.options.items():
+        field = _OTHERS.get(option, option)
+        if field not in _FIELDS:
+            raise FlopcalcError(f"{name}: the page has no field for {option}")
+        found[field] = _write(value)
+    if setup.device:
+        found.setdefault("device", setup.device)
+    return {"what": "launch", "setup": found, "notes": applied.notes}
+
+
+def _write(value: Any) -> Any:
+    """An option's value as a field holds it."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Mapping):  # LoRA
+        return ",".join(f"{key}={'+'.join(each) if isinstance(each, (list, tuple)) else each}"
+                        for key, each in value.items() if each)  # fmt: skip
+    return [str(each) for each in value] if isinstance(value, (list, tuple)) else str(value)
