@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -35,12 +36,19 @@ class _Handler(SimpleHTTPRequestHandler):
         """Nothing: requests are no news."""
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that closes a page in the middle of a file is no news either."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 def make_server(folder: str, port: int | None = None) -> ThreadingHTTPServer:
     """A server of a folder; without a port the usual one, or any that is free."""
     handler = partial(_Handler, directory=folder)
     for choice in (PORT, 0) if port is None else (port,):
         try:
-            return ThreadingHTTPServer((HOST, choice), handler)
+            return _Server((HOST, choice), handler)
         except OSError as error:
             if port is not None or error.errno != errno.EADDRINUSE:
                 raise FlopcalcError(f"port {choice} of {HOST} cannot be used: {error.strerror or error}") from None
