@@ -43,6 +43,8 @@ def bind(
     dims: Mapping[str, Any] | None = None,
     clipping: str | None = None,
     model_type: str | None = None,
+    head: str | None = None,
+    mtp: int | bool | None = None,
 ) -> Estimator:
     """The fast estimator of a model for a loop: a callable with estimate_flops' workload arguments.
 
@@ -59,6 +61,9 @@ def bind(
     config says it: its quantization_config, then its dtype; docs/formats.md.
 
     `model_type` says which family the config is, whatever it says itself.
+    `head` is lm, none, sequence, token or value, the middle two with a number of labels if not the config's, as in
+    sequence:3; without it the model's class says it, or the one that the config names in architectures. `mtp` counts
+    layers of multi-token prediction, which are left out otherwise: as many as the config has (True), or a number.
     """
     recipe = join_recipe(recipe, lora, recompute)
     asked = tuple(check_word(phase, PHASES, "phase", WorkloadError) for phase in check_items(phases, "phases"))
@@ -69,7 +74,7 @@ def bind(
         return bind_config(
             model, recipe=recipe, convention="model" if convention is None else convention,
             attention_kernel=attention_kernel, device=device, formats=formats, spec=spec, download=download,
-            clipping=clipping, model_type=model_type,
+            clipping=clipping, model_type=model_type, head=head, mtp=mtp,
         )  # fmt: skip
     if model_type is not None:
         raise FlopcalcError("model_type says which family a config is: a module that is traced needs none")
@@ -78,6 +83,8 @@ def bind(
             "a module that is traced says itself what trains, under convention full: give neither recipe, spec, "
             "clipping nor another convention with example_batch"
         )
+    if head is not None or mtp is not None:
+        raise FlopcalcError("a module that is traced has the head that it has: give neither head nor mtp beside it")
     if formats != FormatOptions(formats.compute):
         raise FlopcalcError("a module that is traced has one number format: give compute or dtype alone")
     from flopcalc.measure.trace.polynomials import trace_module  # torch: only where a module is traced
@@ -139,6 +146,8 @@ def estimate_flops(
     clipping: str | None = None,
     model_type: str | None = None,
     launch: Any = None,
+    head: str | None = None,
+    mtp: int | bool | None = None,
 ) -> Estimate:
     """FLOPs of one step, exactly: `model` is a preset's name, a path, a mapping, a HF config or a HF model.
 
@@ -146,7 +155,8 @@ def estimate_flops(
 
     `workload` is what one micro-batch holds, as a Workload; the keywords up to `audio` say the same in short. `images`
     are the whole batch's, each a file or (width, height) in pixels; `grad_accum` micro-batches make the step.
-    `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, as `bind` takes them.
+    `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, `head` and `mtp` parts of the model, as
+    `bind` takes them.
 
     Of a diffusion model `images` is one (width, height), `videos` one (width, height, frames), `text` the length of its
     text; `sampling_steps` counts the sampling of a pipeline in place of a training step, `guidance` ("on", "off") says
@@ -189,7 +199,7 @@ def estimate_flops(
     estimator = bind(
         model, recipe=recipe, lora=lora, recompute=recompute, convention=convention, attention_kernel=attention_kernel,
         device=device, dtype=dtype, compute=compute, weights=weights, kv_cache=kv_cache, autocast=autocast, spec=spec,
-        clipping=clipping, model_type=model_type,
+        clipping=clipping, model_type=model_type, head=head, mtp=mtp,
     )  # fmt: skip
     if check_size(grad_accum, "grad_accum") > 1 and (phase != "train" or sampling_steps is not None):
         phase = phase if sampling_steps is None else "sample"

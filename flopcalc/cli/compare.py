@@ -24,7 +24,7 @@ _SETTABLE = (
     "batch", "seq", "decoder_seq", "text", "lengths", "grad_accum", "image", "image_grid", "video", "video_grid",
     "audio", "max_pixels", "phase", "context", "logits", "freeze", "train_only", "lora", "recompute", "clipping",
     "convention", "attention_kernel", "device", "dtype", "peak", "gpus", "step_time", "tokens_per_second",
-    "compute", "weights", "kv_cache",
+    "compute", "weights", "kv_cache", "head", "mtp",
 )  # fmt: skip
 _CHOICES = {
     "phase": PHASES, "convention": CONVENTIONS, "attention_kernel": KERNELS, "recompute": RECOMPUTE,
@@ -118,6 +118,7 @@ def _percent(share: Utilization | None) -> str:
 
 _ROWS: dict[str, Callable[[Column], str]] = {
     "model type": lambda each: each.estimate.terms[0][0].source.config["model_type"],
+    "head": lambda each: head if (head := each.estimate.terms[0][0].head) != "lm" else "-",
     "parameters": lambda each: format_parameters(each.estimate.parameters["total"]),
     "active": lambda each: (
         format_parameters(each.estimate.parameters["active"]) if "active" in each.estimate.parameters else "not known"
@@ -137,7 +138,15 @@ _ROWS: dict[str, Callable[[Column], str]] = {
     "MFU": lambda each: _percent(each.mfu),
     "HFU": lambda each: _percent(each.hfu),
 }
-_RARE = ("weights", "computed in", "recompute", "clipping", "MFU", "HFU")  # rows only where some column has them
+_RARE = (
+    "head",
+    "weights",
+    "computed in",
+    "recompute",
+    "clipping",
+    "MFU",
+    "HFU",
+)  # rows where some column has them
 _EXACT: dict[str, Callable[[Column], Any]] = {
     "label": lambda each: each.label,
     "model_type": lambda each: each.estimate.terms[0][0].source.config["model_type"],

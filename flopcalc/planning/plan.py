@@ -38,13 +38,14 @@ Degree: TypeAlias = int | Sequence[int] | None
 def plan(
     model: Any = None, workload: Workload | None = None, *, recipe: Any = None, lora: Any = None,
     compute: str | None = None, weights: str | None = None, autocast: bool | str | None = None,
-    model_type: str | None = None, launch: Any = None, **options: Any,
+    model_type: str | None = None, head: str | None = None, mtp: int | bool | None = None, launch: Any = None,
+    **options: Any,
 ) -> Plan:  # fmt: skip
     """The best ways to spread a training run over devices: what fits, its time, its money, and why others lose.
 
-    `model` is anything that `bind` takes, or an Estimator; `compute`, `weights` and `autocast` are number formats and
-    `model_type` is the family, as `bind` takes them; `launch` is a launch file, as in estimate_flops; all other options
-    are those of plan_estimator.
+    `model` is anything that `bind` takes, or an Estimator; `compute`, `weights` and `autocast` are number formats,
+    `model_type` is the family, `head` and `mtp` are parts of the model, as `bind` takes them; `launch` is a launch
+    file, as in estimate_flops; all other options are those of plan_estimator.
     """
     if launch is not None:
         said = {
@@ -58,18 +59,21 @@ def plan(
         sizes = {"seq_len": taken.pop("seq")} if "seq" in taken else {}
         own = taken.pop("model", model)
         shared = {"lora": lora, "compute": compute, "weights": weights, "autocast": autocast, **options, **sizes}
-        found = plan(own, workload, recipe=recipe, model_type=model_type, **{**shared, **taken})
+        shared |= {"model_type": model_type, "head": head, "mtp": mtp}
+        found = plan(own, workload, recipe=recipe, **{**shared, **taken})
         return found._replace(notes=(*found.notes, *applied.notes))
     if model is None:
         raise ConfigError("which model? Give its name, path or config first, or launch=")
     recipe = join_recipe(recipe, lora, None)
     formats = FormatOptions(compute, weights, None, autocast)
     if isinstance(model, Estimator):
-        if recipe is not None or formats != FormatOptions() or model_type is not None:
-            raise WorkloadError("an Estimator already has its recipe, formats and type: give none of them beside it")
+        if formats != FormatOptions() or any(each is not None for each in (recipe, model_type, head, mtp)):
+            raise WorkloadError(
+                "an Estimator already has its recipe, formats, type and head: give none of them beside it"
+            )
         estimator: Estimator = model
     else:
-        estimator = bind_config(model, recipe=recipe, formats=formats, model_type=model_type)
+        estimator = bind_config(model, recipe=recipe, formats=formats, model_type=model_type, head=head, mtp=mtp)
     if compute is not None:
         options["dtype"] = compute
     return plan_estimator(estimator, workload=workload, **options)

@@ -13,7 +13,7 @@ from flopcalc.prediction.sides import Sided
 from flopcalc.prediction.work import Attention, Moved, Width
 
 _FLOAT = 4  # bytes of what is always computed in float32
-_CLOSED = ("attention_projections", "router", "lm_head")  # parts behind which no activation function comes
+_CLOSED = ("attention_projections", "router", "lm_head", "head")  # parts behind which no activation function comes
 
 
 def list_fused(

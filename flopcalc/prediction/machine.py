@@ -276,7 +276,7 @@ _SHARES = {"a100": 0.83, "a800": 0.83, "tpu": 0.82}
 _SHARE = 0.72
 _NARROW = 64  # rank of an adapter: up to here its products in another format are bound by their bytes
 EXPERT_START_S = 0.6e-3  # where a device's own is not known; from published runs on Hopper and B200
-_UNCAST = ("lm_head", "router")  # parts whose products stay in bf16
+_UNCAST = ("lm_head", "head", "router")  # parts whose products stay in bf16
 _FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of the fused one's single pass: 21 / 7
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from flopcalc.core.count.products import Row
+from flopcalc.core.count.products import CountedRow, Row
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.heads import rename_path, rename_stage
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import FlopcalcError, SpecError, format_value
@@ -46,6 +48,7 @@ from flopcalc.prediction.sides import find_widths
 __all__ = ["Operator", "Operators", "Saved", "list_operators"]
 
 ATTENTION = ("sdpa", "eager")
+_MISSING = ": this model has no"
 
 
 class Operator(NamedTuple):
@@ -91,7 +94,57 @@ def list_operators(
     """
     if attention not in ATTENTION:
         raise FlopcalcError(f"attention {format_value(attention)} unknown; known: {', '.join(ATTENTION)}")
-    return _Reader(estimator, load, attention, dtype_bytes, transformers).read()
+    if estimator.renamed is None:
+        return _Reader(estimator, load, attention, dtype_bytes, transformers).read()
+    recorded: Any = AsRecorded(estimator)
+    return _remove_head(
+        recorded, _Reader(recorded, load, attention, dtype_bytes, transformers).read(), load, dtype_bytes
+    )
+
+
+class AsRecorded:
+    """An estimator of a model with another head, its body under the names by which its operators were recorded."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        assert estimator.renamed is not None
+        self._estimator, (self.own, self.here) = estimator, estimator.renamed
+        self.stages = tuple(rename_stage(stage, self.here, self.own) for stage in estimator.stages)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._estimator, name)
+
+    def rows(self, load: Workload, convention: str) -> list[CountedRow]:
+        """Its rows under the recorded names."""
+        paths = {here.path: own.path for here, own in zip(self._estimator.stages, self.stages, strict=True)}
+        return [
+            counted._replace(block=replace(counted.block, path=paths[counted.block.path]))
+            for counted in self._estimator.rows(load, convention)
+        ]
+
+
+def _remove_head(recorded: AsRecorded, found: Operators, load: Workload, dtype_bytes: int) -> Operators:
+    """The body's operators under the model's own names; of the head only what autograd keeps."""
+    paths = [f"{stage.path}." for stage in recorded.stages]
+
+    def find_name(module: str) -> str | None:
+        """A recorded module's name here; None of the spec's own head, and of what reads its logits."""
+        if recorded.own and not f"{module}.".startswith(f"{recorded.own}."):
+            return None
+        inside = f"{module}."
+        if not recorded.own and not any(inside.startswith(path) or path.startswith(inside) for path in paths):
+            return None
+        return rename_path(module, recorded.own, recorded.here)
+
+    rows = [row._replace(module=name) for row in found.rows if (name := find_name(row.module)) is not None]
+    saved = [kept._replace(module=name) for kept in found.saved if (name := find_name(kept.module)) is not None]
+    for block, row, values in recorded.rows(load, "full") if load.phase == "train" else ():
+        if row.op.part == "head" and row.trains_weight and any(values):
+            module = join(block.path, row.op.name)
+            saved.append(Saved(module, block.group, values[0] * row.op.times * row.op.n_in * dtype_bytes, 1))
+    notes = [note for note in found.notes if _MISSING not in note or find_name(note.partition(": ")[0]) is not None]
+    if any(op.part == "head" for stage in recorded.stages for chain in stage.layers[:1] for op in iterate(chain)):
+        notes.append("what the head does beside its products was not recorded, and is left out")
+    return found._replace(rows=tuple(rows), saved=tuple(saved), notes=tuple(notes))
 
 
 class _Layer(NamedTuple):
@@ -515,7 +568,7 @@ class _Reader:
             try:
                 moved = [scope.evaluate(text) // (calls if is_sum else 1) for text in (reads, writes)]
             except MissingSizeError as error:
-                self._note(f"{module}: this model has no {error}, so its {kind} operators count no bytes")
+                self._note(f"{module}{_MISSING} {error}, so its {kind} operators count no bytes")
                 moved = [0, 0]
             way = "forward" if letter == "f" else "backward"
             key = (module.replace("#", "*"), group, way, kind, moved[0], moved[1], is_again)

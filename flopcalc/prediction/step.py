@@ -155,6 +155,8 @@ def predict(
     recompute: str | None = None,
     spec: Any = None,
     model_type: str | None = None,
+    head: str | None = None,
+    mtp: int | bool | None = None,
     grad_accum: int = 1,
     host_factor: float = 1.0,
     pause_s: float = 0.0,
@@ -171,8 +173,9 @@ def predict(
     yours takes for the same Python; `pause_s` how long it does something else after each step, while the device works
     off what is queued. The pause is no part of the step's time, but of what shares, tokens per second and the breakdown
     are of. `transformers` is the version whose code runs, which matters for experts: 5.17 without. With `timeline` the
-    result has `events`, for `save_trace`. `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats,
-    as flopcalc.bind takes them. `launch` is a launch file of a training framework, as in estimate_flops.
+    result has `events`, for `save_trace`. `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, `head` and `mtp`
+    parts of the model, as flopcalc.bind takes them. `launch` is a launch file of a training framework, as in
+    estimate_flops.
     """
     if launch is not None:
         said = {
@@ -195,7 +198,7 @@ def predict(
             recipe={"freeze": options["freeze"]} if "freeze" in options else recipe, lora=options.get("lora", lora),
             recompute=options.get("recompute", recompute), spec=spec,
             grad_accum=options.get("grad_accum", grad_accum), host_factor=host_factor, pause_s=pause_s, memory=memory,
-            advise=advise, model_type=model_type, transformers=transformers,
+            advise=advise, model_type=model_type, head=head, mtp=mtp, transformers=transformers,
             timeline=timeline, **sizes,
         )  # fmt: skip
         return launched._replace(notes=(*launched.notes, *applied.notes))
@@ -214,7 +217,7 @@ def predict(
     estimator: Estimator = bind(
         model, recipe=join_recipe(recipe, lora, recompute), convention="hardware", attention_kernel=kernel,
         device=device, formats=FormatOptions(dtype, weights, kv_cache, autocast), spec=spec,
-        model_type=model_type,
+        model_type=model_type, head=head, mtp=mtp,
     )  # fmt: skip
     own = find_kernel(found, estimator.formats.attention, attention_kernel)
     if own != kernel:  # the config's format takes another

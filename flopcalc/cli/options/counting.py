@@ -22,7 +22,8 @@ from flopcalc.units import describe_suffixes, parse_number, parse_size, parse_si
 _SIZE = re.compile(r"-?\d+x-?\d+", re.IGNORECASE)
 _UNTRACED = (
     "convention", "attention_kernel", "spec", "image", "video", "video_grid", "max_pixels", "lengths", "decoder_seq",
-    "audio", "clipping", "weights", "kv_cache", "autocast",
+    "audio", "clipping", "weights", "kv_cache", "autocast", "head",
+    "mtp",
 )  # fmt: skip
 
 
@@ -49,7 +50,8 @@ def make_estimate(model: Any, options: Mapping[str, Any]) -> Asked:
         return Asked(_count(_find_traced(source, recipe, options), options, notes), notes)
     estimator = bind(
         source, recipe=recipe, convention=options["convention"], attention_kernel=options["attention_kernel"],
-        device=device, spec=options["spec"], **read_formats(options),
+        device=device, spec=options["spec"], head=options["head"],
+        mtp=read_mtp(options["mtp"]), **read_formats(options),
     )  # fmt: skip
     estimate = _count(estimator, options, notes)
     return Asked(estimate, notes)
@@ -93,6 +95,11 @@ def read_recompute(options: Mapping[str, Any]) -> str:
     if is_given("recompute"):
         raise RecipeError("--gradient-checkpointing contradicts --recompute none: give one of them")
     return "full"
+
+
+def read_mtp(text: str | None) -> int | bool | None:
+    """--mtp alone asks for the config's layers, --mtp N for N of them."""
+    return True if text == "config" else read_number(text, "--mtp", minimum=0)
 
 
 def read_number(text: str | None, what: str, minimum: int = 1) -> int | None:

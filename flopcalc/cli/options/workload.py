@@ -49,7 +49,15 @@ source_options = (
     ),
     click.option("--spec", metavar="FILE", help="Add your own spec (TOML) for its model_type."),
     click.option("--download", is_flag=True, help="Fetch a hub id's config.json if it is not in the cache."),
-)
+    click.option(
+        "--head", metavar="lm|none|sequence:N|token:N",
+        help="The model's head, instead of the one that its config names; N: labels (default: the config's).",
+    ),
+    click.option(
+        "--mtp", is_flag=False, flag_value="config", metavar="[N]",
+        help="Count layers of multi-token prediction too: the config's, or N.",
+    ),
+)  # fmt: skip
 input_options = (
     click.option("--decoder-seq", metavar="N", help="Encoder-decoders: length of the decoder; --seq is the encoder's."),
     click.option("--text", metavar="N", help="Text tokens per sample; visual and audio tokens are added."),

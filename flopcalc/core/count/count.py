@@ -42,6 +42,7 @@ from flopcalc.core.model.ops import (
 )
 from flopcalc.core.recipe.numbers import Formats, Numbers
 from flopcalc.core.recipe.resolver import ALL_TRAIN, Resolver, State
+from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.core.workload.sums import Calls, Executed, Folds, InDecoder, Minus, Needed, Pairs, PerSample, Samples, Sum
 
 
@@ -260,7 +261,7 @@ class _Layer:
         if isinstance(op, Linear):
             if op.kind == "linear":
                 linears.append((op.n_in, op.n_out, state.weight, bias))
-            if linears and self.mode.is_functorch and op.part != "lm_head" and (state.weight or bias):
+            if linears and self.mode.is_functorch and op.part not in HEAD_PARTS and (state.weight or bias):
                 # No torch.nn.Linear: functorch runs the module once more, then takes its gradients.
                 products.append(Product("clip_modules", rows, 2 * product_flops(op), once))
                 linears = []

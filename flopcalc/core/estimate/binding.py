@@ -10,6 +10,7 @@ from flopcalc.core.estimate.counted import CountedEstimator
 from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.components import is_pipeline
 from flopcalc.core.model.config import load_config
+from flopcalc.core.model.heads import check_head
 from flopcalc.core.model.live import strip
 from flopcalc.core.recipe.live import read_recompute
 from flopcalc.core.recipe.numbers import FormatOptions
@@ -37,6 +38,8 @@ def bind_config(
     download: bool = False,
     clipping: str | None = None,
     model_type: str | None = None,
+    head: str | None = None,
+    mtp: int | bool | None = None,
 ) -> CountedEstimator | PipelineEstimator:
     """The estimator of a model that a spec describes; see flopcalc.bind for the arguments."""
     compute = dtype if formats.compute is None else formats.compute
@@ -59,6 +62,10 @@ def bind_config(
         model if hasattr(model, "config") else strip(model), download=check_flag(download, "download"),
         model_type=model_type, own=specs,
     )  # fmt: skip
+    if head is not None:
+        source = source._replace(head=check_head(head))
+    if mtp is not None:
+        source = source._replace(mtp=mtp)
     if isinstance(recipe, Mapping):
         is_said = "recompute" in recipe or source.module is None
         recipe = _read_recipe(recipe)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from flopcalc.core.model.bound import BoundModel, is_same_class
+from flopcalc.core.model.bound import BoundModel
+from flopcalc.core.model.heads import find_ending, is_same_class
 from flopcalc.core.model.live import unwrap
 from flopcalc.core.model.ops import Attend, Chain, Param, Weighted, iterate, join
 from flopcalc.core.recipe.recipe import Recipe, check_clipping
@@ -28,8 +29,12 @@ def check_workload(model: BoundModel, load: Workload) -> Workload:
         raise WorkloadError("seq is missing: the length that the language model sees per sample")
     if load.phase in ("prefill", "decode"):
         _check_decodes(model, load.phase)
+    if not model.has_logits and load.logits != ("last" if load.phase == "prefill" else "all"):
+        raise WorkloadError(f"{model.name} with head {model.head} makes no logits over a vocabulary: leave logits out")
     if load.grids or load.videos:
         load = _check_images(model, load)
+    if model.head.kind == "sequence" and model.has_decoder and model.has_text_encoder:
+        load = _mirror(model, load)
     if model.has_decoder or load.decoder is not None:
         _check_decoder(model, load)
     if load.clips:
@@ -70,6 +75,19 @@ def _check_vision(model: BoundModel, load: Workload) -> None:
         raise WorkloadError(f"{name} takes images alone: there is no phase {load.phase}; forward is one pass")
     if len(load.all_grids) < load.rows:
         raise WorkloadError(f"{load.rows} samples need an image each: {len(load.all_grids)} given")
+
+
+def _mirror(model: BoundModel, load: Workload) -> Workload:
+    """An encoder-decoder that classifies hands its decoder the encoder's tokens."""
+    if load.phase == "decode" or (load.decoder is not None and load.decoder.seq == load.seq):
+        return load
+    if load.decoder is not None:
+        raise WorkloadError(
+            f"{model.name} classifies what its encoder reads, so its decoder reads the same {load.seq} tokens, not "
+            f"{load.decoder.seq}: leave --decoder-seq (decoder_seq_len) out"
+        )
+    own = load.replace(grids=(), videos=(), clips=())
+    return load.replace(decoder=own)
 
 
 def _check_images(model: BoundModel, load: Workload) -> Workload:
@@ -177,6 +195,8 @@ def check_live(model: BoundModel, sizes: dict[str, int], names: dict[str, str]) 
     spec = model.spec
     classes = type(unwrap(model.source.module)).__mro__
     is_known = any(is_same_class(each.__name__, spec.architecture) for each in classes)
+    if model.head.kind != "lm":
+        is_known = any(find_ending(each.__name__) == model.head.table for each in classes)
     if not is_known and any(each.__module__.startswith("transformers.models.") for each in classes):
         raise ConfigError(
             f"{classes[0].__name__} is another class than {spec.architecture}, which spec {spec.name!r} "

@@ -14,18 +14,21 @@ from flopcalc.core.estimate.checks import check_clipping_recipe, check_live, che
 from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
 from flopcalc.core.estimate.notes import describe_formats, describe_kernels, describe_work
 from flopcalc.core.estimate.padding import list_padding
-from flopcalc.core.model.bound import BoundModel
+from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.expand import remove_hooks
+from flopcalc.core.model.heads import list_saved
+from flopcalc.core.model.mtp import count_layers
 from flopcalc.core.model.ops import join
 from flopcalc.core.recipe.live import read_formats, read_recipe
 from flopcalc.core.recipe.numbers import FormatOptions, Formats, make_formats
-from flopcalc.core.recipe.recipe import Recipe, make_recipe
+from flopcalc.core.recipe.recipe import Lora, Recipe, make_recipe
 from flopcalc.core.recipe.resolver import Resolver
 from flopcalc.core.workload.batch import read_batch
 from flopcalc.core.workload.sums import Sum
 from flopcalc.core.workload.workload import Workload, check_load
-from flopcalc.errors import RecipeError, format_value
+from flopcalc.errors import FlopcalcError, RecipeError, format_value
 from flopcalc.hardware.kernels import KernelTable, TileTable
+from flopcalc.units import format_flops, format_parameters
 from flopcalc.words import CONVENTIONS, KERNELS, RECOMPUTE, Recompute, check_word
 
 _TOWERS = ("vision", "audio")  # groups of stages that feed the language model
@@ -68,6 +71,8 @@ class CountedEstimator(Estimator):
         self.vision, self.audio = model.vision, model.audio
         self.has_decoder, self.has_text_encoder = model.has_decoder, model.has_text_encoder
         self.needs_text = model.needs_text
+        self.mtp = model.mtp
+        self.head, self.renamed = str(model.head), model.renamed
         self.convention = convention
         # Without a device that says better, torch's SDPA is taken to pick its flash kernel.
         self.attention_kernel = "flash" if attention_kernel == "auto" else attention_kernel
@@ -121,7 +126,8 @@ class CountedEstimator(Estimator):
         if self.vision is not None and isinstance(batch, Mapping):  # read_batch says what is wrong with another
             grids = self.vision.read_sizes(batch, read_device)
         load, notes = read_batch(
-            batch, phase=phase, logits=logits, read_device=read_device, has_decoder=self.has_decoder, audio=audio,
+            batch, phase=phase, logits=logits, read_device=read_device, audio=audio,
+            has_decoder=self.has_decoder and self.model.head.kind != "sequence",
             images=grids or (), needs_text=self.needs_text,
         )  # fmt: skip
         return self.estimate(load if grids is None else load.replace(grids=grids), tuple(notes))
@@ -212,12 +218,34 @@ class CountedEstimator(Estimator):
 
     def notes(self, load: Workload) -> list[str]:
         """What a reader of the numbers should know."""
-        notes = describe_work(self, self.model, load) + describe_formats(self, load)
+        notes = describe_work(self, self.model, load) + describe_formats(self, load) + self._describe_mtp(load)
         if self.convention == "hardware" and self.attention_kernel != "eager":
             coefficients, counting = self._choose(load, "hardware")
             padding = self._list_padding(coefficients, load, counting)
             notes += describe_kernels(self, load, self.kernel_table, self.tile_table, padding)
         return notes
+
+    def _describe_mtp(self, load: Workload) -> list[str]:
+        """What layers of multi-token prediction would add, where they are left out."""
+        left_out = count_layers(self.source) if self.mtp == 0 and self.model.head.kind == "lm" else 0
+        if not left_out or self.source.module is not None:
+            return []
+        layers = f"{left_out} layer{'s' if left_out > 1 else ''} of multi-token prediction"
+        try:
+            source = self.source._replace(mtp=True)
+            model = bind_model(source, self.model.extra)
+            whole = CountedEstimator(
+                model, self.recipe, self.convention, self.attention_kernel, self.kernel_table, self.tile_table,
+                formats=self.formats,
+            )  # fmt: skip
+        except FlopcalcError as error:
+            return [f"{layers} left out, as HF's model has it, and not described: {error}"]
+        added = whole.parameters()["total"] - self.parameters()["total"]
+        total = whole.count(load, self.convention).total
+        return [
+            f"{layers} left out, as HF's model has it: with --mtp {format_flops(total)} ({total:,}), and "
+            f"{format_parameters(added)} more parameters"
+        ]
 
     def count_hooks(self, load: Workload) -> dict[str, int]:
         """What each frozen tower executes only because HF's checkpointing makes its input require a gradient."""
@@ -294,6 +322,12 @@ def _find_formats(model: BoundModel, recipe: Recipe, asked: FormatOptions) -> Fo
     return make_formats(source.config, source.where, recipe, asked, live)
 
 
+def _save_head(model: BoundModel, lora: Lora) -> Lora:
+    """PEFT trains a classifier beside its adapters (task types SEQ_CLS, TOKEN_CLS and QUESTION_ANS)."""
+    added = [path for stage in model.stages for path in list_saved(stage) if path not in lora.save]
+    return replace(lora, save=(*lora.save, *dict.fromkeys(added)))
+
+
 def _join_recipe(model: BoundModel, recipe: Recipe | None, clipping: str | None) -> Recipe:
     """The recipe that holds: a live model says itself what trains, a recipe what it cannot say."""
     if model.source.module is not None and (recipe is None or recipe.trained is None):
@@ -304,6 +338,8 @@ def _join_recipe(model: BoundModel, recipe: Recipe | None, clipping: str | None)
         live, sizes, names = read_recipe(model.source.module, None if recipe is None else recipe.recompute)
         check_live(model, sizes, names)
         recipe = live if recipe is None else live.replace(clipping=recipe.clipping)
+    if recipe is not None and recipe.lora is not None and model.head.kind in ("sequence", "token"):
+        recipe = recipe.replace(lora=_save_head(model, recipe.lora))
     recipe = recipe if recipe is not None else make_recipe()
     if clipping is not None and recipe.clipping not in ("none", clipping):
         raise RecipeError(f"clipping {format_value(clipping)} contradicts the recipe's, {recipe.clipping}")

@@ -39,6 +39,9 @@ class Estimator(Protocol):
     audio: Audio | None
     has_decoder: bool
     has_text_encoder: bool
+    head: str  # as --head says it
+    mtp: int  # layers of multi-token prediction that are counted
+    renamed: tuple[str, str] | None  # with another head than the spec's: the body's module there, and here
     needs_text: bool = True  # False: images alone are a workload
     recipe: Recipe
     convention: str
@@ -479,6 +482,8 @@ class Estimate:
                 "spec": estimator.spec.name,
                 "source": estimator.origin,
                 "reference": estimator.spec.source,
+                "head": estimator.head,
+                "mtp": estimator.mtp,
             },
             "workload": _describe(self),
             **({"pipeline": self.pipeline.to_dict()} if self.pipeline is not None else {}),
@@ -605,6 +610,8 @@ class Estimate:
         if len(self.terms) > 1 and self.pipeline is None:
             pieces.append(f"and {len(self.terms) - 1} more")
         recipe = estimator.recipe
+        if estimator.head != "lm":
+            pieces.append(f"head {estimator.head}")
         if recipe.lora:
             pieces.append(f"LoRA r={recipe.lora.r} on {'+'.join(recipe.lora.targets)}")
         if recipe.train_only:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.bound import BoundModel, find_architecture, is_same_class
+from flopcalc.core.model.bound import BoundModel, find_architecture
+from flopcalc.core.model.heads import find_ending, is_same_class
 from flopcalc.core.model.ops import Attend, Linear
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import format_value
@@ -16,8 +17,12 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
     notes = [model.source.note] if model.source.note else []
     spec, recipe = model.spec, estimator.recipe
     named = "" if model.source.module is not None else find_architecture(model.source)
-    if named and not is_same_class(named, spec.architecture):
+    if named and model.head.kind == "lm" and not is_same_class(named, spec.architecture):
         notes.append(f"the config names {format_value(named)[1:-1]}; counted as {spec.architecture}")
+    if model.head.kind != "lm" and (not named or find_ending(named) != model.head.table):
+        notes.append(f"counted with head {model.head} in place of the one of {spec.architecture}")
+    if recipe.lora is not None and model.head.kind in ("sequence", "token"):
+        notes.append("LoRA: the head trains too, as PEFT has it for task types SEQ_CLS, TOKEN_CLS and QUESTION_ANS")
     if model.vision is not None and not load.all_grids and not model.is_part and load.phase != "decode":
         example = "--image 1024x768" if model.vision.kind == "grid" else "--image 336x336"
         notes.append(f"no image given, so the vision tower is not counted; add one with {example}")
@@ -43,7 +48,7 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
         notes.append(spec.reentrant)
     if recipe.recompute != "none" and load.phase != "train":
         notes.append(f"phase {load.phase} has no backward pass, so nothing is recomputed")
-    return notes
+    return [*notes, model.head.note] if model.head.note else notes
 
 
 def describe_formats(estimator: Estimator, load: Workload) -> list[str]:

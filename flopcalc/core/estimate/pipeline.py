@@ -65,6 +65,7 @@ class PipelineEstimator(Estimator):
         self.vision, self.audio, self.has_decoder, self.has_text_encoder = None, None, False, True
         self.recipe, self.convention, self.formats = denoiser.recipe, denoiser.convention, denoiser.formats
         self.attention_kernel, self.identity = denoiser.attention_kernel, denoiser.identity
+        self.head, self.mtp, self.renamed = denoiser.head, denoiser.mtp, denoiser.renamed
 
     def ask(self, asked: Asked) -> Estimate:
         """FLOPs of a step, or of sampling, on such samples."""

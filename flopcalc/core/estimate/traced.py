@@ -17,6 +17,7 @@ from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row, Weights
 from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
 from flopcalc.core.model.config import Source
+from flopcalc.core.model.heads import name_head
 from flopcalc.core.model.ops import TracedModule
 from flopcalc.core.recipe.formats import make_plain
 from flopcalc.core.recipe.numbers import FormatOptions, has_quantization, make_formats
@@ -85,6 +86,8 @@ class TracedEstimator(Estimator):
         self.vision = self.audio = None
         self.stages = ()
         self.has_decoder = self.has_text_encoder = False
+        self.mtp = 0
+        self.head, self.renamed = str(name_head(source)), None
         self._totals: dict[tuple[str, bool], tuple[tuple[Fraction, ...], ...]] = {}
         empty: dict[str, Any] = {name: {} for name in Spec._fields}
         self.spec = Spec(**{

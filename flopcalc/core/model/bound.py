@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flopcalc.core.model.audio import Audio, bind_audio
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.expand import expand
+from flopcalc.core.model.heads import Head, expand_head, find_head, has_lm_head, list_classes
 from flopcalc.core.model.latents import Latents, bind_latents
-from flopcalc.core.model.live import unwrap
+from flopcalc.core.model.mtp import choose_depth, expand_mtp
 from flopcalc.core.model.ops import Stage, iterate
 from flopcalc.core.model.vision import Vision, bind_vision
 from flopcalc.core.spec.aliases import find_family
@@ -42,6 +43,15 @@ class BoundModel:
     position_limit: int  # 0: none is known
     latents: Latents | None = None  # of a denoiser
     is_part: bool = False  # of a pipeline
+    head: Head = Head()  # noqa: RUF009  # a value, never changed
+    extra: Mapping[str, Spec] = field(default_factory=dict)  # the user's own specs
+    mtp: int = 0  # layers of multi-token prediction that are counted
+    renamed: tuple[str, str] | None = None  # with another head: the module of the body, in the spec and here
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether it predicts words."""
+        return self.head.kind in ("lm", "value")
 
     @property
     def name(self) -> str:
@@ -71,7 +81,19 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_pa
     extra = dict(specs or {})
     spec = _find_spec(source, extra, is_part)
     dims = bind_spec(spec, source.config, source.where, extra)
-    stages = expand(dims)
+    stages, renamed = expand(dims), None
+    # A denoiser, the parts of a pipeline and models of images alone have no head that another could replace.
+    has_head = not (is_part or spec.is_tower or spec.latents) and has_lm_head(stages)
+    if not has_head and (source.head or source.mtp):
+        raise ConfigError(f"{source.where}: {spec.name!r} is no language model: it takes neither head nor mtp")
+    head = find_head(source, spec) if has_head else Head()
+    if head.kind != "lm":
+        stages, renamed = expand_head(dims, head)
+    depth = choose_depth(source)
+    if depth:
+        if head.kind != "lm":
+            raise ConfigError(f"multi-token prediction needs the language model's head, not head {head}")
+        stages += expand_mtp(source, stages, depth)
     ops = [op for stage in stages for chain in stage.layers[:1] for op in iterate(chain)]
     return BoundModel(
         source=source,
@@ -91,29 +113,31 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_pa
         position_limit=_read_limit(dims),
         latents=bind_latents(dims) if spec.latents else None,
         is_part=is_part,
+        head=head,
+        renamed=renamed,
+        mtp=depth,
+        extra=extra,
     )
 
 
 def find_architecture(source: Source, spec: Spec | None = None) -> str:
     """The HF class: a live model's own, or the one that it extends and a spec knows; else the first in the config."""
-    if source.module is not None:
-        names = [each.__name__ for each in type(unwrap(source.module)).__mro__]
-        known = (spec.architecture, *spec.variants) if spec is not None else ()
-        return next((name for name in names if name in known), names[0])
-    named = source.config.get("architectures")
-    return str(named[0]) if isinstance(named, (list, tuple)) and named else ""
+    names = list_classes(source)
+    known = (spec.architecture, *spec.variants) if spec is not None else ()
+    return next((name for name in names if name in known), names[0] if names else "")
 
 
-def is_same_class(named: str, architecture: str) -> bool:
-    """Whether two names mean one class: remote code and releases differ in underscores and case alone."""
-    return named == architecture or named.replace("_", "").lower() == architecture.replace("_", "").lower()
+def find_variant(spec: Spec, named: str) -> str | None:
+    """The spec to take instead, if a class has one of its own: that of a text model's body is the text model's."""
+    text = f"{named.removesuffix('TextModel')}ForCausalLM" if named.endswith("TextModel") else named
+    return spec.variants.get(named) or spec.variants.get(text)
 
 
 def _find_spec(source: Source, specs: dict[str, Spec], is_part: bool) -> Spec:
     model_type: str = source.config["model_type"]
     spec = specs.get(model_type) or find_family(model_type, source.config)
     named = find_architecture(source, spec)
-    variant = spec.variants.get(named) if spec is not None else None
+    variant = find_variant(spec, named) if spec is not None else None
     if variant is not None:
         spec = specs.get(variant) or find_spec(variant)
     if spec is None:

@@ -28,6 +28,8 @@ class Source(NamedTuple):
     module: Any = None  # the live model, if one was given
     video_preprocessor: dict[str, Any] | None = None
     note: str = ""  # what a reader should know of where it came from
+    head: str = ""  # the head that was asked for; empty: the one of its class
+    mtp: int | bool | None = None  # layers of multi-token prediction that were asked for; True: as many as it has
 
 
 def load_config(

@@ -28,6 +28,7 @@ from flopcalc.core.spec.expressions import BudgetError, MissingNameError, evalua
 from flopcalc.core.spec.merge import rename_path
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.core.spec.spec import (
+    HEAD_PARTS,
     MAX_LAYERS,
     SPANS,
     WORDS,
@@ -102,7 +103,7 @@ def _expand(dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
         if "use" in stack:
             stages += _expand_inner(stack, dims, side)
         else:
-            stages += _expand_stack(stack, dims, rename, side)
+            stages += expand_stack(stack, dims, rename, side)
     return stages
 
 
@@ -191,7 +192,7 @@ def _restrict(chain: Chain, which: str) -> Chain:
     )
 
 
-def _expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
+def expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
     """The stage of a stack; several where gradient checkpointing wraps some of its layers and not others."""
     path = rename_path(stack["path"], rename)
     repeated = "repeat" in stack
@@ -413,7 +414,7 @@ class _Builder:
         if active > copies:
             raise ConfigError(f"{dims.where}: {active} experts a token ({item['active']}) of only {copies}")
         self._check_width(item, size("in"))
-        adapts = evaluate_truth(item["adapts"], dims) if "adapts" in item else common["part"] != "lm_head"
+        adapts = evaluate_truth(item["adapts"], dims) if "adapts" in item else common["part"] not in HEAD_PARTS
         return (Linear if item["op"] == "linear" else Conv)(
             **common,
             n_in=size("in"),

@@ -19,6 +19,7 @@ from flopcalc.core.recipe.formats import (
 )
 from flopcalc.core.recipe.quantization import BY_HAND, Kind, Place, Quantization
 from flopcalc.core.recipe.recipe import Recipe
+from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.errors import ConfigError, RecipeError
 
 _HALF = ("bf16", "fp16")
@@ -181,7 +182,7 @@ def _find_kind(op: Op) -> Kind:
         return "embed"
     if op.kind != Linear.kind or not isinstance(op, Linear):
         return "other"
-    if op.part == "lm_head":
+    if op.part in HEAD_PARTS:
         return "head"
     if op.is_bare:
         return "expert" if op.copies > 1 else "other"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from flopcalc.core.model.ops import Conv, Embed, Linear, Norm, Param, Stage, Weighted, iterate, join
 from flopcalc.core.recipe.recipe import Recipe
+from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.core.workload.sums import Logits, Tokens
 from flopcalc.errors import RecipeError, format_value
 from flopcalc.words import GROUPS
@@ -47,7 +48,7 @@ class Resolver:
             (op.name or stage.path).rpartition(".")[2]
             for stage in (stages if self._mapped else ())
             for op in _iterate_kinds(stage)
-            if op.kind == Linear.kind and op.part != "lm_head"
+            if op.kind == Linear.kind and op.part not in HEAD_PARTS
         }
         if recipe.lora is not None:
             self._check_fused(stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -46,8 +47,9 @@ OP_KEYS: dict[str, set[str]] = {
 }
 PARTS = (
     "vision", "audio", "projector", "attention_projections", "attention_scores", "mlp", "router", "ssm", "lm_head",
-    "modulation", "convolution", "text_encoder", "vae", "other",
+    "modulation", "convolution", "text_encoder", "vae", "head", "other",
 )  # fmt: skip
+HEAD_PARTS = ("lm_head", "head")  # what reads the body's output
 # What a block usually is, by the last word of its name: the part of its products with weights that say none.
 _BLOCK_PARTS = {
     "attention": "attention_projections", "indexer": "attention_projections", "mlp": "mlp", "experts": "mlp",
@@ -88,6 +90,7 @@ WORDS = {
     "under",
     "with",
 }  # keys of an op that hold no expression
+_HEAD_KEYS = {"like", "set", "base", "stack", "keep", "refuse"}
 MAX_LAYERS = 10_000
 
 
@@ -116,6 +119,7 @@ class Spec(NamedTuple):
     sums: tuple[str, ...] = ()  # names of [sums], already written out in stacks and blocks
     latents: dict[str, str] = {}  # noqa: RUF012  # of a denoiser: what its input is made of
     body: str = ""  # the spec that other models take in its place: the same without its head
+    heads: Mapping[str, dict[str, Any]] = {}  # what it says of other heads than its own; see heads.toml
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
 
@@ -159,6 +163,7 @@ def load_spec(path: str) -> Spec:
         sums=tuple(tables.get("sums", ())),
         latents=tables.get("latents", {}),
         body=str(tables.get("body", "")),
+        heads=tables.get("heads", {}),
         main_input=str(tables.get("main_input", "input_ids")),
     )
     _check_spec(spec, path)
@@ -234,6 +239,8 @@ def _check_spec(spec: Spec, path: str) -> None:
             _check_expression(text, f"{where} {key}")
     if not spec.stacks:
         raise SpecError(f"{path}: needs at least one [[stack]]")
+    for name, head in spec.heads.items():
+        _check_head(head, spec, f"{path}: [heads] {name}")
     checked: set[str] = set()
     for stack in spec.stacks:
         where = f"{path}: stack {stack.get('path') or stack.get('use')!r}"
@@ -254,6 +261,19 @@ def _check_spec(spec: Spec, path: str) -> None:
                 _check_ops(stack.get("ops", []), spec, where, checked, ())
             except RecursionError:
                 raise SpecError(f"{where}: its lists and blocks are nested too deeply") from None
+
+
+def _check_head(table: Any, spec: Spec, where: str) -> None:
+    """What a spec says of another head than its own."""
+    if not isinstance(table, dict):
+        raise SpecError(f"{where} must be a table")
+    check_keys(table, _HEAD_KEYS, where)
+    for text in table.get("set", {}).values():
+        _check_expression(str(text), f"{where} set")
+    for stack in table.get("stack", []):
+        check_keys(stack, _STACK_KEYS, where)
+        _check_types(stack, where)
+        _check_ops(stack.get("ops", []), spec, where, set(), ())
 
 
 def _check_ops(items: Any, spec: Spec, where: str, checked: set[str], above: tuple[str, ...]) -> None:

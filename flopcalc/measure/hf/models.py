@@ -198,8 +198,7 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
                 target_modules="all-linear" if "all-linear" in targets else list(targets),
                 modules_to_save=list(lora["save"]) if lora.get("save") else None,
                 lora_dropout=0.0,
-                # PEFT's wrapper for text wants a model that generates, and hands it input_ids and inputs_embeds.
-                task_type="CAUSAL_LM" if _is_text(model) else None,
+                task_type=_find_task(model),
             ),
         )
         for name, parameter in model.named_parameters():
@@ -213,6 +212,18 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
             gradient_checkpointing_kwargs={"use_reentrant": recompute == "full-reentrant"}
         )
     return model
+
+
+def _find_task(model: Any) -> str | None:
+    """PEFT's task type: it trains a classifier beside the adapters, and adapts no head."""
+    endings = {
+        "ForSequenceClassification": "SEQ_CLS",
+        "ForTokenClassification": "TOKEN_CLS",
+        "ForQuestionAnswering": "QUESTION_ANS",
+    }
+    found = next((task for ending, task in endings.items() if type(model).__name__.endswith(ending)), None)
+    # PEFT's wrapper for text wants a model that generates, and hands it input_ids and inputs_embeds.
+    return found or ("CAUSAL_LM" if _is_text(model) else None)
 
 
 def _is_text(model: Any) -> bool:

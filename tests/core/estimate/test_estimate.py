@@ -19,7 +19,7 @@ TEXT: dict[str, Any] = {
     "hidden_size": D, "intermediate_size": FF, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
     "num_key_value_heads": KV, "head_dim": HD, "vocab_size": VOCAB,
 }  # fmt: skip
-LLAMA = {"model_type": "llama", **TEXT}
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TEXT}
 # window per layer (0: none), by hand: Mistral's on all, Gemma-3's on all but every third.
 MODELS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "llama": (LLAMA, [0, 0, 0, 0]),
@@ -40,7 +40,12 @@ VISION: dict[str, Any] = {
     "depth": 3, "hidden_size": 32, "intermediate_size": 20, "num_heads": 4, "patch_size": 4, "window_size": 16,
     "fullatt_block_indexes": [1], "out_hidden_size": D, "in_channels": 3, "temporal_patch_size": 2,
 }  # fmt: skip
-QWEN = {"model_type": "qwen2_5_vl", "text_config": TEXT, "vision_config": VISION}
+QWEN = {
+    "model_type": "qwen2_5_vl",
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "text_config": TEXT,
+    "vision_config": VISION,
+}
 
 
 def count_pairs(document: int, window: int) -> int:
@@ -409,10 +414,11 @@ def test_decoders_of_the_same_type_decode() -> None:
 @pytest.mark.parametrize(
     ("config", "named", "counted"),
     [
-        (LLAMA, "LlamaForSequenceClassification", "LlamaForCausalLM"),
+        (LLAMA, "LlamaForSequenceClassification", None),  # has a head of its own
+        (LLAMA, "LlamaForMore", "LlamaForCausalLM"),
         (LLAMA, "LlamaForCausalLM", None),
         (LLAMA, "LLaMAForCausalLM", None),  # as early checkpoints wrote it
-        ({"model_type": "bert", **BERT}, "BertForSequenceClassification", "BertForMaskedLM"),
+        ({"model_type": "bert", **BERT}, "BertForPreTraining", "BertForMaskedLM"),
         ({"model_type": "bert", **BERT}, "BertLMHeadModel", None),
         ({"model_type": "bert", **BERT}, None, None),
     ],
@@ -420,6 +426,12 @@ def test_decoders_of_the_same_type_decode() -> None:
 def test_a_config_of_another_class_is_noted(config: dict[str, Any], named: str | None, counted: str | None) -> None:
     given = config if named is None else {**config, "architectures": [named]}
     notes = [note for note in estimate_flops(given, seq_len=8).notes if "the config names" in note]
+    if named is None:
+        assert notes == [
+            "the config names no class in architectures: counted as BertForMaskedLM; --head none, sequence:N or "
+            "token:N counts another head"
+        ]
+        return
     assert notes == ([] if counted is None else [f"the config names {named}; counted as {counted}"])
 
 

@@ -59,7 +59,7 @@ def test_minimal_spec_counts(tmp_path: Path) -> None:
         (HEAD + "famly = 'x'\n" + STACK, "unknown key 'famly'. Did you mean family?"),
         (MINIMAL + "rowz = 'tokens'\n", "unknown key 'rowz'. Did you mean rows?"),
         (MINIMAL + "rows = 'token'\n", "rows 'token' unknown. Did you mean tokens?"),
-        (MINIMAL + "part = 'lmhead'\n", "part 'lmhead' unknown. Did you mean lm_head?"),
+        (MINIMAL + "part = 'lmhead'\n", "part 'lmhead' unknown. Did you mean lm_head, head?"),
         (HEAD + STACK + "ops = [{ op = 'liner', in = '1', out = '1' }]", "unknown op 'liner'. Did you mean linear?"),
         (HEAD + STACK + "ops = [{ op = ['linear'] }]", "unknown op"),
         (HEAD + STACK + "ops = [{ name = 'x' }]", "unknown op None"),
