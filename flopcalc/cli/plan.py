@@ -21,6 +21,7 @@ from flopcalc.cli.options.workload import (
     execution_option,
     has_list,
     input_options,
+    mtp_option,
     number_options,
     source_options,
     trained_options,
@@ -88,7 +89,7 @@ def _degree_options(function: Any) -> Any:
     show_default=True,
     help="As predict's.",
 )
-@add_options(*source_options, *input_options, *trained_options, *number_options[:2], number_options[3])
+@add_options(*source_options, mtp_option, *input_options, *trained_options, *number_options[:2], number_options[3])
 @click.option("--top", default="5", show_default=True, metavar="N", help="How many layouts to show.")
 @format_options("table", "json", "html")
 @click.option(

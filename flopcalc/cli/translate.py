@@ -11,7 +11,7 @@ from flopcalc.api import translate as translate_performance
 from flopcalc.cli.command import Command, model_argument
 from flopcalc.cli.options.counting import make_estimate, read_number
 from flopcalc.cli.options.time import read_rate
-from flopcalc.cli.options.workload import trace_option, workload_options
+from flopcalc.cli.options.workload import quoted_workload_options, trace_option
 from flopcalc.core.estimate.quoted import load_quoted
 from flopcalc.errors import WorkloadError
 from flopcalc.hardware.devices import DTYPES, parse_dtype
@@ -25,7 +25,7 @@ def complete_quoted(ctx: click.Context, param: click.Parameter, incomplete: str)
 
 @click.command(cls=Command)
 @model_argument
-@workload_options
+@quoted_workload_options
 @trace_option
 @click.option("--from", "from_", metavar="CONVENTION", shell_complete=complete_quoted, help="Whose FLOPs were quoted.")
 @click.option("--mfu", metavar="SHARE", help="The quoted MFU, as 45%; above 100 % too.")

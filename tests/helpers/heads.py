@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from flopcalc import bind
-from flopcalc.core.model.ops import iterate, join
 from flopcalc.measure.hf.examples import Example, find_example, list_cases
 
 LABELS = 5
@@ -32,6 +30,9 @@ NOT_RUN = {
     "SeamlessM4TModel": "the whole speech model", "SeamlessM4Tv2Model": "the whole speech model",
     "SpeechT5Model": "takes what its wrappers make", "T5GemmaEncoderModel": "wants another config",
 }  # fmt: skip
+
+# PEFT takes pre_classifier for the classifier that it trains; or its wrapper cannot run the model.
+NOT_ADAPTED = ("DistilBertForSequenceClassification", "DeepseekV4Model")
 
 
 class Case(NamedTuple):
@@ -80,11 +81,13 @@ def _set_padding(config: dict[str, Any]) -> None:
             table["pad_token_id"] = 1
 
 
-def list_recipes(kind: str, config: dict[str, Any], example: Example) -> list[dict[str, Any]]:
-    """Everything trains, with and without recomputation; then adapters, of all that PEFT takes for the task."""
-    targets: Any = "all-linear"
-    if kind in ("token", "question"):  # all-linear would adapt the head too, which PEFT then refuses to train whole
-        model = bind({**config, "architectures": [example.architecture]})
-        paths = [(stage.path, op) for stage in model.stages for chain in stage.layers[:1] for op in iterate(chain)]
-        targets = [next(join(path, op.name).rpartition(".")[2] for path, op in paths if op.kind == "linear")]
-    return [{}, {"recompute": "full"}, {"lora": {"r": 3, "targets": targets}}]
+def list_recipes(kind: str, named: str) -> list[dict[str, Any]]:
+    """Everything trains, with and without recomputation; then adapters, where PEFT can adapt all but the head."""
+    import transformers
+
+    recipes: list[dict[str, Any]] = [{}]
+    if getattr(transformers, named).supports_gradient_checkpointing:
+        recipes.append({"recompute": "full"})
+    if kind in ("none", "sequence") and named not in NOT_ADAPTED:
+        recipes.append({"lora": {"r": 3, "targets": "all-linear"}})
+    return recipes

@@ -50,8 +50,8 @@ def make_estimate(model: Any, options: Mapping[str, Any]) -> Asked:
         return Asked(_count(_find_traced(source, recipe, options), options, notes), notes)
     estimator = bind(
         source, recipe=recipe, convention=options["convention"], attention_kernel=options["attention_kernel"],
-        device=device, spec=options["spec"], head=options["head"],
-        mtp=read_mtp(options["mtp"]), **read_formats(options),
+        device=device, spec=options["spec"], head=options.get("head"),
+        mtp=read_mtp(options.get("mtp")), **read_formats(options),
     )  # fmt: skip
     estimate = _count(estimator, options, notes)
     return Asked(estimate, notes)

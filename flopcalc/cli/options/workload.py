@@ -53,11 +53,14 @@ source_options = (
         "--head", metavar="lm|none|sequence:N|token:N",
         help="The model's head, instead of the one that its config names; N: labels (default: the config's).",
     ),
-    click.option(
-        "--mtp", is_flag=False, flag_value="config", metavar="[N]",
-        help="Count layers of multi-token prediction too: the config's, or N.",
-    ),
 )  # fmt: skip
+mtp_option = click.option(
+    "--mtp",
+    is_flag=False,
+    flag_value="config",
+    metavar="[N]",
+    help="Count layers of multi-token prediction too: the config's, or N.",
+)
 input_options = (
     click.option("--decoder-seq", metavar="N", help="Encoder-decoders: length of the decoder; --seq is the encoder's."),
     click.option("--text", metavar="N", help="Text tokens per sample; visual and audio tokens are added."),
@@ -159,5 +162,8 @@ def add_options(*options: Callable[[Function], Function]) -> Callable[[Function]
     return decorate
 
 
+_WORKLOAD = (*_SIZES, *input_options, *_PHASE, *_RECIPE, *number_options, *_COUNTING)
 # --seq, --freeze, --convention and their like.
-workload_options = add_options(*source_options, *_SIZES, *input_options, *_PHASE, *_RECIPE, *number_options, *_COUNTING)
+workload_options = add_options(*source_options, mtp_option, *_WORKLOAD)
+# The same for a command whose --mtp is another.
+quoted_workload_options = add_options(*source_options, *_WORKLOAD)

@@ -1,0 +1,152 @@
+"""Which head a model has, by its class or as asked for, and what that counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flopcalc import bind, estimate_flops
+from flopcalc.core.model.heads import check_head, find_ending
+from flopcalc.errors import ConfigError, FlopcalcError, WorkloadError
+
+D, FF, VOCAB, LAYERS = 24, 40, 101, 2
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": D, "intermediate_size": FF, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB,
+}  # fmt: skip
+BERT = {**LLAMA, "model_type": "bert", "max_position_embeddings": 64}
+BART = {
+    "model_type": "bart", "d_model": D, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": FF, "decoder_ffn_dim": FF, "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+BODY = LAYERS * (2 * D * D + 2 * D * D // 2 + 3 * D * FF + 2 * D) + D + VOCAB * D
+
+
+@pytest.mark.parametrize(
+    ("named", "head", "parameters"),
+    [
+        ("LlamaForCausalLM", "lm", BODY + VOCAB * D),
+        ("LlamaForSequenceClassification", "sequence:3", BODY + 3 * D),
+        ("LlamaForTokenClassification", "token:3", BODY + 3 * D + 3),
+        ("LlamaForQuestionAnswering", "token:2", BODY + 2 * D + 2),
+        ("LlamaModel", "none", BODY),
+        ("LlamaBidirectionalModel", "none", BODY),
+        ("LlamaForRewardModel", "sequence:1", BODY + D * D + D + D + 1),
+        ("LlamaForProcessRewardModel", "token:2", BODY + D * D + D + 2 * D + 2),
+        ("HF_ColBERT", "token:128", BODY + 128 * D),
+        ("ChatGLMModel", "lm", BODY + VOCAB * D),
+    ],
+)
+def test_the_class_says_the_head(named: str, head: str, parameters: int) -> None:
+    estimate = estimate_flops({**LLAMA, "architectures": [named], "num_labels": 3}, seq_len=5)
+    assert estimate.to_dict()["model"]["head"] == head
+    assert estimate.parameters["total"] == parameters
+
+
+@pytest.mark.parametrize(
+    ("asked", "head"),
+    [("lm", "lm"), ("none", "none"), ("sequence", "sequence:4"), ("sequence:7", "sequence:7"), ("token", "token:4"),
+     ("token:1", "token:1"), ("value", "value")],
+)  # fmt: skip
+def test_a_head_that_is_asked_for(asked: str, head: str) -> None:
+    config = {**LLAMA, "architectures": ["LlamaForCausalLM"], "id2label": dict(enumerate("abcd"))}
+    estimate = estimate_flops(config, seq_len=5, head=asked)
+    assert estimate.terms[0].estimator.head == head
+    assert any(f"head {head}" in note for note in estimate.notes) == (head != "lm")
+
+
+def test_tied_weights_leave_with_the_head() -> None:
+    config = {**LLAMA, "tie_word_embeddings": True}
+    assert estimate_flops(config, seq_len=5, head="lm").parameters["total"] == BODY
+    assert estimate_flops(config, seq_len=5, head="none").parameters["total"] == BODY
+
+
+def test_a_classifier_needs_one_position_and_scores_all() -> None:
+    config = {**LLAMA, "architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
+    for convention, rows in (("model", 2), ("full", 2 * 7)):
+        estimate = bind(config, convention=convention)(2, 7)
+        assert estimate.by_component()["head"].forward == 2 * D * 3 * rows
+        assert estimate.by_component()["head"].backward == 2 * 2 * D * 3 * rows
+    packed = bind(config)(lengths=[3, 4, 5])
+    assert packed.by_component()["head"].forward == 2 * D * 3 * 3
+
+
+def test_a_pooler_runs_on_one_position_and_nothing_reads_a_body_s() -> None:
+    pooler = 2 * D * D * 2
+    body = bind({**BERT, "architectures": ["BertModel"]})(2, 7)
+    assert body.by_component()["head"] == (pooler, 0, 0, 0)
+    whole = bind({**BERT, "architectures": ["BertForSequenceClassification"], "num_labels": 3}, convention="full")(2, 7)
+    assert whole.by_component()["head"].forward == pooler + 2 * 2 * D * 3
+
+
+def test_a_classifier_hands_its_decoder_the_encoder_s_tokens() -> None:
+    config = {**BART, "architectures": ["BartForSequenceClassification"], "num_labels": 3}
+    estimate = estimate_flops(config, batch_size=2, seq_len=7)
+    load = estimate.terms[0].load
+    assert load.decoder is not None
+    assert (load.seq, load.decoder.seq) == (7, 7)
+    batch = {"input_ids": [[3] * 7] * 2, "labels": [0, 1]}
+    assert estimate_flops(config, batch=batch).total == estimate.total
+    with pytest.raises(WorkloadError, match="its decoder reads the same 7 tokens, not 5"):
+        estimate_flops(config, seq_len=7, decoder_seq_len=5)
+
+
+def test_lora_trains_the_classifier_too() -> None:
+    config = {**LLAMA, "architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
+    estimate = estimate_flops(config, seq_len=5, lora="r=2,targets=q_proj")
+    assert estimate.parameters["trainable"] == LAYERS * 2 * (D + D) + 3 * D
+    assert estimate.to_dict()["recipe"]["lora"]["save"] == ["score"]
+    assert any("SEQ_CLS" in note for note in estimate.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("lms", "head 'lms' unknown: it is lm, none, sequence[:N], token[:N] or value"), ("none:3", "has no number"),
+     ("sequence:x", "must be a whole number, as in sequence:2"), ("token:0", "labels"), (3, "head must be lm, none")],
+)  # fmt: skip
+def test_heads_that_are_none(text: Any, words: str) -> None:
+    with pytest.raises(FlopcalcError) as caught:
+        check_head(text)
+    assert words in str(caught.value)
+
+
+def test_what_a_head_cannot_do() -> None:
+    with pytest.raises(WorkloadError, match="makes no logits over a vocabulary"):
+        estimate_flops(LLAMA, seq_len=5, head="none", logits="last")
+    with pytest.raises(ConfigError, match="'blip' with head none is not described"):
+        bind({"model_type": "blip", "text_config": {"vocab_size": 9}, "vision_config": {}}, head="none")
+
+
+def test_names_of_classes() -> None:
+    assert find_ending("LlamaForCausalLM") == ""
+    assert find_ending("InternVLChatModel") == "lm"
+    assert find_ending("NanoChatModel") == "none"
+    assert find_ending("AutoModelForCausalLMWithValueHead") == "value"
+
+
+# --- multi-token prediction -------------------------------------------------------------------------------------------
+def test_multi_token_prediction() -> None:
+    config = {**LLAMA, "architectures": ["LlamaForCausalLM"], "num_nextn_predict_layers": 2}
+    plain, whole, one = (estimate_flops(config, batch_size=2, seq_len=7, mtp=mtp) for mtp in (None, True, 1))
+    layer = plain.by_module(per_layer=True)
+    body = sum(row.forward for row in layer if row.path.startswith("model.layers.0."))
+    each = body + 2 * 14 * (2 * D * D + D * VOCAB)
+    assert one.forward - plain.forward == each
+    assert whole.forward - plain.forward == 2 * each
+    assert whole.backward == 2 * whole.forward
+    own = sum(row.parameters for row in layer if row.path.startswith("model.layers.0."))
+    assert whole.parameters["total"] - plain.parameters["total"] == 2 * (own + 2 * D * D + 3 * D)
+    assert [note for note in plain.notes if "--mtp" in note and f"({whole.total:,})" in note]
+    assert not [note for note in whole.notes if "--mtp" in note]
+    assert whole.to_dict()["model"]["mtp"] == 2
+
+
+def test_multi_token_prediction_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="no layers of multi-token prediction"):
+        estimate_flops(LLAMA, seq_len=5, mtp=True)
+    with pytest.raises(ConfigError, match="needs the language model's head"):
+        estimate_flops(LLAMA, seq_len=5, mtp=1, head="none")
+    whole, plain = (bind("deepseek-v3", mtp=mtp).parameters()["total"] for mtp in (True, None))
+    assert whole - plain == 11_610_067_968  # 11.5B of its own, says DeepSeek-V3/README_WEIGHTS.md
