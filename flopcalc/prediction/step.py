@@ -173,9 +173,9 @@ def predict(
     yours takes for the same Python; `pause_s` how long it does something else after each step, while the device works
     off what is queued. The pause is no part of the step's time, but of what shares, tokens per second and the breakdown
     are of. `transformers` is the version whose code runs, which matters for experts: 5.17 without. With `timeline` the
-    result has `events`, for `save_trace`. `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, `head`
-    and `mtp` parts of the model, as flopcalc.bind takes them. `launch` is a launch file of a training framework, as in
-    estimate_flops.
+    result has `events`, for `save_trace`. `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats,
+    `head` and `mtp` are parts of the model, as flopcalc.bind takes them. `launch` is a launch file of a training
+    framework, as in estimate_flops.
     """
     if launch is not None:
         said = {
