@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from flopcalc.core.count.formulas import KernelShape
 from flopcalc.core.workload.pairs import BLOCK
 from flopcalc.hardware.tables import Table, find_table, load_table
+from flopcalc.hardware.tiles import MODELLED, count_attention_pairs, count_experts_excess, count_product_excess
 
 _ATTENTION_SHAPE = re.compile(r"(causal|full) b(\d+) h(\d+) s(\d+) d(\d+)/(\d+)")
 
@@ -23,6 +24,24 @@ class KernelTable(NamedTuple):
     ranges: tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # (qk, v) -> shortest and longest
     # (qk, v, mask, length) -> direction -> FLOPs executed for one head of one sequence, where exactly that was measured
     calls: dict[tuple[int, int, str, int], dict[str, int]]
+    modelled: str = ""  # the kernel, if lengths that were not measured have a rule
+
+    def find_call(self, qk: int, v: int, mask: str, length: int) -> dict[str, int] | None:
+        """FLOPs of one head of one sequence whose length fills no whole block: as measured, or by the rule."""
+        if found := self.calls.get((qk, v, mask, length)):
+            return found
+        if not self.modelled or not length % BLOCK:
+            return None
+        shape = dict(self.shapes).get((qk, v), KernelShape())
+        found = {}
+        for direction, need, (top, bottom) in (
+            ("forward", 2 * (qk + v), shape.pad_forward), ("backward", 2 * (3 * qk + 2 * v), shape.pad_backward),
+        ):  # fmt: skip
+            pairs = count_attention_pairs(self.modelled, direction, mask, length, (qk + v) // 2)
+            if pairs is None:
+                return None
+            found[direction] = pairs * need * top // bottom
+        return found
 
     def describe(self, asked: Mapping[tuple[int, int], Iterable[tuple[str, int]]]) -> str:
         """Which table was used for (qk, v) -> {(mask, length)}, and what of it the table does not cover."""
@@ -39,7 +58,8 @@ class KernelTable(NamedTuple):
             if width in known and (*width, mask, length) not in self.calls
         ]
         outside = sorted({n for width, _, n in calls if not ranges[width][0] <= n <= ranges[width][1]})
-        ragged = sorted({n for _, _, n in calls if n % BLOCK} - set(outside))
+        unruled = [(width, mask, n) for width, mask, n in calls if self.find_call(*width, mask, n) is None]
+        ragged = sorted({n for _, _, n in unruled if n % BLOCK} - set(outside))
         if outside:
             text += f"; length {_list(outside)} lies outside what was measured there"
         if ragged:
@@ -57,7 +77,10 @@ def find_kernel_table(device_id: str, kernel: str) -> KernelTable | None:
     """The constants of a kernel on a device, or None where no table has them."""
     path = find_table(device_id, "attention")
     beside = find_table(device_id, "padding")
-    return read_kernel_table(load_table(path), kernel, load_table(beside) if beside else None) if path else None
+    found = read_kernel_table(load_table(path), kernel, load_table(beside) if beside else None) if path else None
+    if found is None or not device_id.startswith(MODELLED):
+        return found
+    return found._replace(modelled=kernel)
 
 
 def read_kernel_table(table: Table, kernel: str, padding: Table | None = None) -> KernelTable | None:
@@ -110,6 +133,14 @@ class TileTable(NamedTuple):
 
     excess: dict[tuple[int, int, int], dict[str, int]]
     device: str
+    is_modelled: bool = False  # sizes that were not measured have a model
+
+    def expect(self, m: int, n: int, k: int, copies: int = 1) -> dict[str, int] | None:
+        """As find; by the model where a size was not measured, and of experts always."""
+        measured = self.find(m, n, k) if copies == 1 else None
+        if measured is not None or not self.is_modelled:
+            return measured
+        return count_product_excess(m, n, k) if copies == 1 else count_experts_excess(copies, m, n, k)
 
     def find(self, m: int, n: int, k: int) -> dict[str, int] | None:
         """Excess of a product forward, for its input's gradient (dgrad) and its weight's (wgrad), where measured."""
@@ -131,7 +162,7 @@ def find_tile_table(device_id: str) -> TileTable | None:
             if size is not None and row["executed_flops"] is not None:
                 m, n, k = size
                 excess.setdefault(size, {})[row["direction"]] = row["executed_flops"] - 2 * m * n * k
-    return TileTable(excess, device) if excess else None
+    return TileTable(excess, device, device_id.startswith(MODELLED)) if excess else None
 
 
 def _read_size(table: str, row: dict[str, Any]) -> tuple[int, int, int] | None:

@@ -16,6 +16,7 @@ from flopcalc.files import MAX_JSON_BYTES, read_json
 from flopcalc.forms import ANY, FROM_0, FROM_1, POSITIVE, Each, Rule, find_fault
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
 from flopcalc.hardware.systems import load_system
+from flopcalc.hardware.tiles import count_steps
 from flopcalc.prediction.host_speed import adapt_host, load_host
 from flopcalc.prediction.work import Attention, Moved, Product
 from flopcalc.words import CAST_FORMATS
@@ -119,15 +120,6 @@ def time_grouped(shape: GroupShape, units: float, direction: str, copies: int, m
         if mean <= 128:  # never longer than the larger tile would take
             computed = min(computed, compute(columns, 128, shape.small, depth, count_steps(mean, 128)))
     return shape.start + max(computed, moved / shape.bandwidth)
-
-
-def count_steps(mean: float, size: int) -> float:
-    """Steps of `size` rows that an expert takes on average, its own rows being near the mean of all."""
-    if mean > 8 * size:
-        return mean / size + 0.5
-    spread = math.sqrt(2 * (mean + (0.1 * mean) ** 2))
-    more = sum(math.erfc((size * i - mean) / spread) / 2 for i in range(1, 2 + int(2 * mean / size)))
-    return -math.expm1(-mean) + more
 
 
 def slow_down(power: Sequence[float], rate: float) -> float:

@@ -98,8 +98,15 @@ def describe_kernels(
                 calls = row.op.rows.attention_calls(load, row.op.times)
                 asked.setdefault((row.op.qk, row.op.v), set()).update(calls)
         notes.append(f"kernel {estimator.attention_kernel}: {kernels.describe(asked)}")
-    padded = sum(isinstance(row.op, Linear) for _, row, _ in padding)
-    if padded and tiles is not None:
-        products = f"{padded} product{'s' if padded > 1 else ''}"
-        notes.append(f"tile padding of {products} as measured on {tiles.device} (tables gemm and padding)")
+    ops = [row.op for _, row, _ in padding if isinstance(row.op, Linear)]
+    if ops and tiles is not None:
+        known = [
+            op for op in ops if op.copies == 1 and tiles.find(op.rows.count(load, "full") * op.times, op.n_out, op.n_in)
+        ]
+        for found, source in (
+            (len(known), f"as measured on {tiles.device} (tables gemm and padding)"),
+            (len(ops) - len(known), "by a model of the kernels' tiles"),
+        ):
+            if found:
+                notes.append(f"tile padding of {found} product{'s' if found > 1 else ''} {source}")
     return notes

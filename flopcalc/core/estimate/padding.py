@@ -1,4 +1,4 @@
-"""What products and attention calls of exactly measured sizes execute beyond need, as rows of their own."""
+"""What products and attention calls execute beyond need, measured or modelled, as rows of their own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def list_padding(
     tiles: TileTable | None,
     clipping: str,
 ) -> list[CountedRow]:
-    """Padding of a fused kernel's calls and of plain products, where a device's tables hold their exact sizes."""
+    """Padding of a fused kernel's calls, of plain products and of experts, from a device's tables or by their model."""
     found: list[CountedRow] = []
     # The second pass back is padded as the first; what is computed per sample has no measured padding.
     twice = clipping in ("ghost", "fast")
@@ -43,12 +43,16 @@ def _list_tiles(
             op = row.op
             # An adapted or fused product is several: only plain ones have one size.
             # A router may run in fp32 (DeepSeek's does), where bf16 tiles say nothing.
-            if not isinstance(op, Linear) or isinstance(op, Conv) or op.copies > 1 or op.part == "router":
+            # With one expert a row (Llama 4), HF multiplies all experts at once: no grouped product.
+            is_grouped = op.copies > 1
+            if not isinstance(op, Linear) or isinstance(op, Conv) or op.part == "router":
+                continue
+            if is_grouped and op.active == 1:
                 continue
             base = row.products[0] if len(row.products) == 1 and row.products[0].role == "base" else None
             value = base.rows.count(load, counting) if base is not None else 0
             is_wide = base is not None and base.format in _WIDE  # of narrower formats no tiles were measured
-            excess = tiles.find(value * op.times, op.n_out, op.n_in) if value and is_wide else None
+            excess = tiles.expect(value * op.times, op.n_out, op.n_in, op.copies) if value and is_wide else None
             if base is None or excess is None:
                 continue
             passes = base.passes
@@ -70,7 +74,7 @@ def _list_ragged(table: KernelTable, blocks: Iterable[Block], load: Workload, tw
             behind = row.find("fused_backward")
             has_backward = behind is not None and behind.passes.backward > 0
             for (mask, length), calls in op.rows.attention_calls(load, op.times).items():
-                measured = table.calls.get((op.qk, op.v, mask, length))
+                measured = table.find_call(op.qk, op.v, mask, length)
                 if measured is None:
                     continue
                 counted = fused_call_flops(op.replace(heads=1, times=1), shape, mask, length)
