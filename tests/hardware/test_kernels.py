@@ -83,7 +83,7 @@ def test_description_says_what_lies_outside() -> None:
         ("llama-3.1-8b", {"seq_len": 2048}, "measured on NVIDIA H200"),
         ("llama-3.1-8b", {"lengths": [300, 500, 1248]}, "length 300, 500 lies outside"),
         ("qwen2.5-vl-7b", {"seq_len": 2048, "image_grid_thw": [[1, 30, 50]]}, "length 12, 48 lies outside"),
-        ("qwen2-vl-7b", {"seq_len": 2048, "image_grid_thw": [[1, 30, 50]]}, "length 1500 fills no whole block"),
+        ("qwen2-vl-7b", {"seq_len": 2048, "image_grid_thw": [[1, 30, 50]]}, "by a model of the kernels' tiles"),
         ("mistral-7b", {"seq_len": 8192}, "windows were not measured"),
     ],
 )
