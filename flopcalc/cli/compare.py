@@ -24,7 +24,7 @@ _SETTABLE = (
     "batch", "seq", "decoder_seq", "text", "lengths", "grad_accum", "image", "image_grid", "video", "video_grid",
     "audio", "max_pixels", "phase", "context", "logits", "freeze", "train_only", "lora", "recompute", "clipping",
     "convention", "attention_kernel", "device", "dtype", "peak", "gpus", "step_time", "tokens_per_second",
-    "compute", "weights", "kv_cache", "head", "mtp",
+    "compute", "weights", "kv_cache", "head", "mtp", "model_type",
 )  # fmt: skip
 _CHOICES = {
     "phase": PHASES, "convention": CONVENTIONS, "attention_kernel": KERNELS, "recompute": RECOMPUTE,

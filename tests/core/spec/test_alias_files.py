@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flopcalc import bind, estimate_flops
+from flopcalc.cli import main
 from flopcalc.core.model.config import load_config
 from flopcalc.core.spec.aliases import load_alias, map_config
 from flopcalc.data import list_data_files
@@ -133,3 +135,18 @@ def test_aliases_of_each_other_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
     with pytest.raises(ConfigError, match="aliases lead to one another"):
         map_config({"model_type": "one"}, "config")
+
+
+def test_commands_take_a_model_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**TINY, "model_type": "mine"}), encoding="utf-8")
+
+    def run(*arguments: str) -> Any:
+        with pytest.raises(SystemExit):
+            main([*arguments, "--seq", "16", "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    wanted = estimate_flops({**TINY, "model_type": "llama"}, seq_len=16).total
+    assert run("estimate", str(path), "--as", "llama")["flops"]["total"] == wanted
+    assert run("estimate", str(path), "--model-type", "llama")["flops"]["total"] == wanted
+    assert run("compare", f"{path}@model_type=llama")[0]["flops"]["total"] == wanted
