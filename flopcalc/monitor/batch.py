@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.api import bind
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.config import is_denoiser
 from flopcalc.core.model.live import strip, unwrap
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import WorkloadError
@@ -77,6 +78,8 @@ class Intake:
         table = vision.spec.vision if vision is not None else {}
         own = [str(table[word]) for word in ("flattened", "sizes", "canvas") if table.get(word)]
         audio = [estimator.audio.key] if estimator.audio is not None else []
+        latents = getattr(estimator, "latents", None)  # of a diffusion model
+        audio += [latents.key, latents.text_key] if latents is not None else []
         traced = list(getattr(getattr(estimator, "traced", None), "axes", ()))
         self._counts_by = {  # name -> whether values count, or the shape alone
             **dict.fromkeys((*_SHAPES, *audio, *traced), False),
@@ -171,7 +174,9 @@ class Intake:
                 self._counted.popitem(last=False)
         padded = load.rows * load.seq + (load.decoder.rows * load.decoder.seq if load.decoder is not None else 0)
         samples = len(load.documents) if load.layout == "packed" and load.documents is not None else load.rows
-        return Work(load, *found, load.tokens, padded, samples, len(load.all_grids), estimate._notes)
+        tokens = self.estimator.count_tokens(load)
+        padded += tokens - load.tokens  # latents are not padded
+        return Work(load, *found, tokens, padded, samples, len(load.all_grids), estimate._notes)
 
     def _join_chunks(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Under context parallelism a rank holds one chunk of every sequence; attention runs over all of it."""
@@ -204,7 +209,7 @@ def bind_live(model: Any, device: str | None, dtype: str | None) -> Estimator:
         return bind(model, device=device, dtype=dtype or "bf16")
     inner = unwrap(model)
     config = getattr(inner, "config", None)
-    if config is None or not getattr(config, "model_type", None):
+    if config is None or not (getattr(config, "model_type", None) or is_denoiser(inner)):
         raise WorkloadError(
             f"{type(inner).__name__} is no Hugging Face model: give model=flopcalc.bind(module, example_batch), which "
             "traces it, or mfu_calculation_mode profiler, which measures it"

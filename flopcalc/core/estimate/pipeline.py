@@ -234,6 +234,9 @@ class PipelineEstimator(Estimator):
     def notes(self, load: Workload) -> list[str]:
         return self.denoiser.notes(load)
 
+    def count_tokens(self, load: Workload) -> int:
+        return self.denoiser.count_tokens(load)
+
     def count_visual_tokens(self, load: Workload) -> int:
         return self.denoiser.count_visual_tokens(load)
 

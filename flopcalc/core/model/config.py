@@ -66,9 +66,8 @@ def _find_source(model: Any, download: bool) -> Source:
     if config is not None and hasattr(model, "named_parameters"):
         name = type(model).__name__
         plain = _plain(config)
-        if plain.get("model_type") is None:  # diffusers: the class says what it is
-            known = (each.__name__ for each in type(unwrap(model)).__mro__)
-            plain = {**plain, "_class_name": next((each for each in known if find_data_file("specs", each)), name)}
+        if plain.get("model_type") is None and (found := _find_class(model)) is not None:  # diffusers' class says it
+            plain = {**plain, "_class_name": found}
         return Source(name, plain, f"config of {name}", reference="live model", module=model)
     if hasattr(model, "to_dict"):
         name = type(model).__name__
@@ -76,6 +75,17 @@ def _find_source(model: Any, download: bool) -> Source:
     raise ConfigError(
         f"a model is a preset's name, a path, a mapping, a HF config or a HF model, not {type(model).__name__}"
     )
+
+
+def _find_class(module: Any) -> str | None:
+    """The class of a live module, or the one it extends, that a spec of diffusers' classes describes."""
+    names = (each.__name__ for each in type(unwrap(module)).__mro__)
+    return next((name for name in names if find_data_file("specs", name)), None)
+
+
+def is_denoiser(module: Any) -> bool:
+    """Whether a live module is a diffusers model that a spec describes."""
+    return _find_class(module) is not None
 
 
 def _plain(config: Any) -> dict[str, Any]:
