@@ -28,6 +28,7 @@ from flopcalc.cli.options.workload import (
 )
 from flopcalc.cli.pages import format_options, write_page
 from flopcalc.cli.predict import OPTIMIZERS
+from flopcalc.core.model.config import load_config
 from flopcalc.errors import RecipeError, WorkloadError
 from flopcalc.grids import format_grid, wrap
 from flopcalc.units import format_bytes, format_parameters, format_seconds, format_tokens, parse_size, parse_sizes
@@ -135,6 +136,8 @@ def _plan(model: str, options: dict[str, Any], said: Sequence[str] = ()) -> Plan
     from flopcalc.planning import plan as planning  # only where used: estimate starts without it
 
     options, notes = dict(options), []
+    if "_class_name" in load_config(model, download=options["download"]).config:
+        raise WorkloadError(f"{model} is a diffusion model: plans are of language models")
     has_length = options["seq"] is not None or options["text"] is not None
     if not has_length:
         options["seq"] = str(planning.DEFAULT_SEQ)

@@ -130,6 +130,8 @@ def _predict(
     }  # fmt: skip
     options = {**options, "device": device, "convention": "hardware"}
     asked = make_estimate(model, options)
+    if memory and asked.estimate.terms[0].estimator.is_diffusion:
+        raise WorkloadError("--memory: the memory of diffusion models is not predicted")
     found = predict_estimate(
         asked.estimate, host_factor=read_rate(options["host_factor"], "--host-factor") or 1.0,
         transformers=options["transformers"], timeline=has_events, **settings,

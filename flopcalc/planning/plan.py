@@ -263,6 +263,8 @@ def _make_sample(
     notes: list[str],
 ) -> Workload:
     """One sample as the estimator checks it."""
+    if estimator.is_diffusion:
+        raise WorkloadError(f"{estimator.source.name} is a diffusion model: plans are of language models")
     if workload is not None:
         return estimator.estimate(workload).terms[0][1]
     if seq_len is None:

@@ -63,7 +63,8 @@ def make_work(
     )  # fmt: skip
     masked = {each.module for each in found.rows if each.kind == "attention_masked"}
     masked -= {each.module for each in found.rows if each.kind == "attention" and each.direction == "forward"}
-    maker = _Maker(load, kernel, masked, found.has_dropout, is_fused, estimator.formats.attention)
+    own = estimator.formats.attention
+    maker = _Maker(load, kernel, masked, found.has_dropout, is_fused, own, estimator.is_diffusion)
     widths = find_widths(estimator)
     sides = {block: find_sides([row.op for row in block.rows], widths[block.path]) for block, _, _ in rows}
     for counted in rows:
@@ -181,11 +182,12 @@ class _Maker:
     """Turns rows of the core into calls."""
 
     def __init__(
-        self, load: Workload, kernel: str, masked: set[str], has_dropout: bool, is_fused: bool, own: str
-    ) -> None:
+        self, load: Workload, kernel: str, masked: set[str], has_dropout: bool, is_fused: bool, own: str,
+        is_diffusion: bool,
+    ) -> None:  # fmt: skip
         self.own = own  # the number format of attention, and of all that has no other
         self.load, self.kernel, self.masked, self.has_dropout = load, kernel, masked, has_dropout
-        self.is_fused = is_fused
+        self.is_fused, self.is_diffusion = is_fused, is_diffusion
         self.is_train = load.phase == "train"
         self.steps = count_calls(load)
         self.products: list[Product] = []
@@ -318,6 +320,11 @@ class _Maker:
             many = len(load.all_grids if unit == "image" else load.clips)
             side = math.isqrt(pairs // many) if many else 0
             return [("full", many, side, side, 1)] if side else []
+        if self.is_diffusion and unit == "call":  # all attend to all, or to the text
+            each = pairs // load.rows
+            side = math.isqrt(each)
+            keys = side if side * side == each or not load.seq else load.seq
+            return [("full", load.rows, each // keys, keys, 1)] if keys else []
         own = load.decoder if unit == "decoder" and load.decoder is not None else load
         length = 1 if load.phase == "decode" else own.seq
         keys = -(-pairs // (own.rows * length * self.steps))

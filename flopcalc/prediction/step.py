@@ -306,6 +306,9 @@ def predict_estimate(
         notes=(*prediction.notes, describe_execution(chosen, parts[0].load.phase)),
         floors=find_floors(estimate, machine.device, None, machine.width, optimizer),
     )
+    if any(term.estimator.is_diffusion for term in parts):
+        memory = False
+        notes.append("the memory of diffusion models is not predicted: no tensors of theirs were recorded")
     if memory:
         prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
         notes += ["memory is the eager step's: a compiled one keeps less"] if settings.is_compiled else []

@@ -79,6 +79,8 @@ class CountedEstimator(Estimator):
         self.kernel_table = kernel_table  # what was measured of the kernel on the device asked for
         self.tile_table = tile_table  # and of products, by their exact sizes
         self.recipe = _join_recipe(model, recipe, clipping)
+        if self.is_diffusion and self.recipe.recompute == "full-reentrant":
+            raise RecipeError("diffusers' gradient checkpointing is not reentrant: --recompute full")
         # Two estimators of one identity count alike: the model under one recipe, however often it was bound.
         self.formats = formats if formats is not None else _find_formats(model, self.recipe, asked)
         self.identity = (model.name, self.stages, self.recipe, convention, self.attention_kernel, self.formats)
@@ -139,12 +141,17 @@ class CountedEstimator(Estimator):
             raise RecipeError(f"clipping {self.recipe.clipping} belongs to phase train, not {load.phase}")
         return Estimate((Term(self, load, 1),), self.count(load, self.convention), notes)
 
+    @property
+    def is_diffusion(self) -> bool:
+        return self.model.is_part or self.model.latents is not None
+
     def count_tokens(self, load: Workload) -> int:
         """Real tokens; of a denoiser, of its text and its latents, and of another part of a pipeline none."""
         if self.model.is_part:
             return 0
-        places = sum(t * h * w for t, h, w in load.all_grids) if self.model.latents is not None else 0
-        return load.tokens + places
+        if self.model.latents is None:
+            return load.tokens
+        return load.tokens + sum(t * h * w for t, h, w in load.all_grids) // self.model.latents.patch
 
     def count_visual_tokens(self, load: Workload) -> int:
         return self.model.count_visual_tokens(load)

@@ -140,6 +140,11 @@ class Estimator(Protocol):
 
     def count_visual_tokens(self, load: Workload) -> int: ...
 
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether it is a diffusion model's denoiser, or another part of its pipeline."""
+        return False
+
     def count_tokens(self, load: Workload) -> int:
         """Real tokens of a workload."""
         return load.tokens

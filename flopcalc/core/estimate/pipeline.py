@@ -234,6 +234,10 @@ class PipelineEstimator(Estimator):
     def notes(self, load: Workload) -> list[str]:
         return self.denoiser.notes(load)
 
+    @property
+    def is_diffusion(self) -> bool:
+        return True
+
     def count_tokens(self, load: Workload) -> int:
         return self.denoiser.count_tokens(load)
 

@@ -21,6 +21,7 @@ class Latents(NamedTuple):
     frames: int  # in one latent, likewise; 1: images
     pack: int  # latents along one side that become one place of the input
     length: int  # of the text, where nothing else says it
+    patch: int  # places of the input that become one token
 
     @property
     def takes_videos(self) -> bool:
@@ -74,5 +75,5 @@ def bind_latents(dims: BoundDims) -> Latents:
 
     return Latents(
         table.get("input", ""), table.get("axes", ""), table.get("text", ""), size("pixels", "8"), size("frames", "1"),
-        size("pack", "1"), size("length", "0"),
+        size("pack", "1"), size("length", "0"), size("patch", "1"),
     )  # fmt: skip

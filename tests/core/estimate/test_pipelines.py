@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from presets import PIPELINES
 
-from flopcalc import bind, estimate_flops
+from flopcalc import bind, estimate_flops, plan, predict
 from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import ConfigError, FlopcalcError, WorkloadError
+from flopcalc.errors import ConfigError, FlopcalcError, RecipeError, WorkloadError
 
 # Parameters of the denoiser, as diffusers' class of the published config has them.
 DENOISERS = {
@@ -162,3 +162,17 @@ def test_a_denoiser_takes_latents_of_one_size() -> None:
 def test_unknown_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match="is not described"):
         bind({"_class_name": "UNet2DConditionModel", "down_block_types": ["AttnDownBlock2D"] * 4})
+
+
+def test_a_prediction_is_marked_as_of_operators_that_were_not_recorded() -> None:
+    found = predict("dit-xl-2-256", device="h200", images=[(256, 256)], sampling_steps=2)
+    assert 0 < found.step_time_s.low < found.step_time_s.mid < found.step_time_s.high
+    assert "operators of DiTTransformer2DModel were not recorded: those of llama stand in" in found.notes
+    assert found.memory is None
+
+
+def test_plans_and_reentrant_checkpointing_are_refused() -> None:
+    with pytest.raises(WorkloadError, match="plans are of language models"):
+        plan("sd-1.5", tokens="1T", device="h100-sxm", gpus=8)
+    with pytest.raises(RecipeError, match="not reentrant"):
+        bind("sd-1.5", recompute="full-reentrant")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,3 +67,14 @@ def test_autoencoders_rows_are_equal(name: str, side: str, size: tuple[int, int,
 @pytest.mark.parametrize("name", mark_heavy(TINY_TEXT, ["CLIPTextModelWithProjection"]))
 def test_text_encoders_rows_are_equal(name: str) -> None:
     assert find_text_differences(name, TINY_TEXT[name], 2, 7) == {}
+
+
+@pytest.mark.heavy
+def test_the_script_that_times_steps_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "diffusion_steps.py"))
+    assert script["main"](["--out", str(tmp_path), "--tiny", "--runs", "1", "--warmup", "0"]) == 0
+    rows = json.loads((tmp_path / "diffusion_steps.json").read_text())["rows"]
+    assert [row["step"] for row in rows] == ["sample", "guided", "lora"]
+    assert rows[1]["flops"] == 2 * rows[0]["flops"] < rows[2]["flops"] * 2
+    assert all(row["operators"] for row in rows)
+    assert "predicted s" in capsys.readouterr().out
