@@ -132,10 +132,9 @@ def write_python(path: str) -> None:
         folder = found.submodule_search_locations[0]
         entries |= {f"{module}/{name}": os.path.join(folder, name) for name in _list_files(folder)
                     if name.endswith(".py")}  # fmt: skip
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:  # as unzip.js reads it
         for name, source in sorted(entries.items()):
             info = zipfile.ZipInfo(name, _MOMENT)
-            info.compress_type = zipfile.ZIP_DEFLATED
             info.external_attr = 0o644 << 16
             with open(source, "rb") as file:
                 archive.writestr(info, file.read())

@@ -191,7 +191,6 @@ function chooseModel(value) {
 async function takeFiles(files, folder = "") {
   const found = await readFiles(files);
   const setup = active();
-  if (found.problems.length) say(found.problems.join("; "), true);
   if (Object.keys(found.configs).length) {
     setup.files = found.configs;
     if (folder) setup.model = folder;
@@ -202,6 +201,7 @@ async function takeFiles(files, folder = "") {
   if (found.images.length) setup.image = [...(setup.image ?? []), ...found.images];
   if (found.launch) await takeLaunch(...found.launch);
   else await refresh();
+  if (found.problems.length) say(found.problems.join("; "), true);
 }
 
 async function takeHub(id) {
