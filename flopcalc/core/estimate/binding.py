@@ -66,6 +66,10 @@ def bind_config(
         source = source._replace(head=check_head(head))
     if mtp is not None:
         source = source._replace(mtp=mtp)
+    if source.weights and formats.weights is None:
+        formats = formats._replace(weights=source.weights)
+    if source.lora is not None:
+        recipe = _add_adapter(recipe, source.lora)
     if isinstance(recipe, Mapping):
         is_said = "recompute" in recipe or source.module is None
         recipe = _read_recipe(recipe)
@@ -95,6 +99,16 @@ def bind_config(
 
         return PipelineEstimator(estimator)
     return estimator
+
+
+def _add_adapter(recipe: Recipe | Mapping[str, Any] | None, lora: dict[str, Any]) -> Recipe | Mapping[str, Any]:
+    """A recipe with the adapter that a file has, unless it says itself what trains."""
+    if recipe is None:
+        return make_recipe(lora=lora)
+    if isinstance(recipe, Recipe):
+        is_free = recipe.lora is None and not recipe.train_only and recipe.trained is None
+        return recipe.replace(lora=lora) if is_free else recipe
+    return recipe if "lora" in recipe or "train_only" in recipe else {**recipe, "lora": lora}
 
 
 def _read_recipe(given: Mapping[str, Any]) -> Recipe:

@@ -141,11 +141,22 @@ def _find_spec(source: Source, specs: dict[str, Spec], is_part: bool) -> Spec:
     if variant is not None:
         spec = specs.get(variant) or find_spec(variant)
     if spec is None:
-        near = format_nearest(model_type, list_data_files("specs"))
-        raise ConfigError(f"{source.where}: model_type {format_value(model_type)} has no spec.{near} {_SUPPORTED_HINT}")
+        raise ConfigError(
+            f"{source.where}: model_type {format_value(model_type)} has no spec.{_suggest(source)} {_SUPPORTED_HINT}"
+        )
     if spec.is_tower and "input" not in spec.latents and not is_part:
         raise ConfigError(f"{source.where}: {model_type!r} is a part of other models, not one by itself")
     return spec
+
+
+def _suggest(source: Source) -> str:
+    """' Its keys …': the nearest known family of a foreign config, by class or keys; else names like its type's."""
+    from flopcalc.core.model.classes import suggest_type  # only where a config is refused
+
+    found = suggest_type(source.config)
+    if found is not None:
+        return f" The nearest family is {found}: --model-type {found} counts it so."
+    return format_nearest(source.config["model_type"], list_data_files("specs"))
 
 
 def _read_limit(dims: BoundDims) -> int:

@@ -12,9 +12,12 @@ from flopcalc.core.model.live import unwrap
 from flopcalc.core.spec.aliases import map_config, name_family
 from flopcalc.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
-from flopcalc.files import MAX_JSON_BYTES, MAX_TOML_BYTES, read_json, read_text
+from flopcalc.files import MAX_JSON_BYTES, MAX_TOML_BYTES, open_regular, read_json, read_text
 
 PIPELINE_FILE = "model_index.json"  # of diffusers
+
+ADAPTER = "adapter_config.json"
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "feature_extractor_config.json")
 
 
 class Source(NamedTuple):
@@ -29,6 +32,8 @@ class Source(NamedTuple):
     video_preprocessor: dict[str, Any] | None = None
     note: str = ""  # what a reader should know of where it came from
     head: str = ""  # the head that was asked for; empty: the one of its class
+    weights: str = ""  # the format that a file keeps most weights in; empty: the config says it
+    lora: dict[str, Any] | None = None  # an adapter's settings, as a recipe takes them
     mtp: int | bool | None = None  # layers of multi-token prediction that were asked for; True: as many as it has
 
 
@@ -101,9 +106,30 @@ def _checked(source: Source) -> Source:
     if model_type is None and isinstance(source.config.get("_class_name"), str):  # diffusers names the class instead
         model_type = name_class(source.config)
         source = source._replace(config={**source.config, "model_type": model_type})
+    if model_type is None:
+        source = _name_type(source)
+        model_type = source.config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(f'{source.where}: needs "model_type", a string; found {format_value(model_type)}')
     return source
+
+
+def _name_type(source: Source) -> Source:
+    """A config without model_type with the one of the class that it names, if that is known."""
+    named = source.config.get("architectures")
+    if not isinstance(named, (list, tuple)) or not named:
+        return source
+    from flopcalc.core.model.classes import find_type  # few configs need it, and start-up is counted
+
+    found = find_type(str(named[0]))
+    if found is None:
+        raise ConfigError(
+            f"{source.where}: no model_type, and class {format_value(named[0])} is of no known family: --model-type "
+            "TYPE says which it is"
+        )
+    note = f"no model_type: taken as {found}, from class {named[0]}"
+    config = {**source.config, "model_type": found}
+    return source._replace(config=config, note="; ".join(filter(None, (source.note, note))))
 
 
 def _load_named(model: str | os.PathLike[str], download: bool) -> Source:
@@ -117,11 +143,11 @@ def _load_named(model: str | os.PathLike[str], download: bool) -> Source:
             return load_preset(preset)
     path = os.path.expanduser(text)
     if os.path.isdir(path):
-        return _load_folder(path)
+        return _load_folder(path, download)
     if os.path.isfile(path) and os.path.basename(path) == PIPELINE_FILE:
         return _load_pipeline(os.path.basename(os.path.dirname(os.path.abspath(path))), path)
     if os.path.isfile(path):
-        return _load_with_processors(get_stem(path), path)
+        return _load_file(path, download)
     if text.count("/") == 1 and not text.startswith((".", "/")):
         return _load_hub(text, download)
     if is_name:
@@ -157,23 +183,72 @@ def load_preset(path: str) -> Source:
     )  # fmt: skip
 
 
-def _load_folder(folder: str) -> Source:
+def _load_folder(folder: str, download: bool = False) -> Source:
     path = os.path.join(folder, "config.json")
     name = os.path.basename(os.path.abspath(folder))
     if os.path.isfile(index := os.path.join(folder, PIPELINE_FILE)):
         return _load_pipeline(name, index)
-    if not os.path.isfile(path):
-        denoiser = find_denoiser(folder)
-        if denoiser is None:
-            raise ConfigError(f"{folder}: no config.json in this folder, and no {PIPELINE_FILE}")
-        path = denoiser
-    return _load_with_processors(name, path)
+    denoiser = path if os.path.isfile(path) else find_denoiser(folder)
+    if denoiser is not None:
+        return _load_with_processors(name, denoiser)
+    held = sorted(os.listdir(folder))
+    files = [file for file in held if file.endswith(".gguf")]
+    if ADAPTER in held:
+        return _load_adapter(name, os.path.join(folder, ADAPTER), download)
+    if len(files) == 1:
+        return _load_gguf(os.path.join(folder, files[0]))
+    if files:
+        raise ConfigError(f"{folder}: several GGUF files and no config.json: name one of {', '.join(files[:6])}")
+    beside = [file for file in held if file.endswith(_PROCESSORS) or file.startswith("tokenizer")]
+    if beside:
+        raise ConfigError(
+            f"{folder}: no config.json in this folder, only a processor or tokenizer ({', '.join(beside[:4])}): the "
+            "model's sizes are missing; add the config.json of the model that it belongs to"
+        )
+    raise ConfigError(f"{folder}: no config.json in this folder, and no {PIPELINE_FILE}")
 
 
 def _load_pipeline(name: str, index: str) -> Source:
     """A diffusers pipeline: its model_index.json, and the config.json of every part."""
     config = read_folder(_load_json(index), os.path.dirname(index), _load_json)
     return Source(name, config, index, None, index)
+
+
+def _load_file(path: str, download: bool) -> Source:
+    """A config.json, an adapter's config, or a GGUF file."""
+    if os.path.basename(path) == ADAPTER:
+        return _load_adapter(os.path.basename(os.path.dirname(os.path.abspath(path))), path, download)
+    if path.endswith(".gguf") or not path.endswith((".json", ".toml")):
+        with open_regular(path, ConfigError) as file:
+            is_gguf = file.read(4) == b"GGUF"
+        if is_gguf:
+            return _load_gguf(path)
+    return _load_with_processors(get_stem(path), path)
+
+
+def _load_gguf(path: str) -> Source:
+    from flopcalc.core.model.gguf import load_gguf  # few files are, and start-up is counted
+
+    found = load_gguf(path)
+    return Source(
+        get_stem(path), found.config, path, reference=path, note="; ".join(found.notes), weights=found.weights
+    )
+
+
+def _load_adapter(name: str, path: str, download: bool) -> Source:
+    """The base model of an adapter, with its LoRA settings."""
+    from flopcalc.core.model.adapters import read_adapter
+
+    adapter = read_adapter(_load_json(path), path)
+    beside = os.path.join(os.path.dirname(os.path.abspath(path)), adapter.base)
+    if os.path.abspath(beside) == os.path.dirname(os.path.abspath(path)):
+        raise ConfigError(f"{path}: its base_model_name_or_path is its own folder")
+    try:
+        base = _load_named(beside if os.path.isdir(beside) else adapter.base, download)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: its base: {error}") from None
+    note = "; ".join(filter(None, (adapter.note, base.note)))
+    return base._replace(name=name or base.name, note=note, lora=adapter.lora)
 
 
 def _load_with_processors(name: str, path: str) -> Source:

@@ -1,0 +1,45 @@
+"""PEFT's adapter_config.json: the base model that it names, and its LoRA settings as far as they can be applied."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from flopcalc.errors import ConfigError, format_value
+from flopcalc.units import check_size
+
+
+class Adapter(NamedTuple):
+    """What an adapter's config says."""
+
+    base: str  # a preset's name, a folder or a hub id
+    lora: dict[str, Any] | None  # as a recipe takes it; None where it cannot be applied
+    note: str
+
+
+def read_adapter(config: dict[str, Any], where: str) -> Adapter:
+    """The base model and the LoRA settings of an adapter."""
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"{where}: an adapter without its base: base_model_name_or_path is {format_value(base)}")
+    kind = str(config.get("peft_type", "LORA"))
+    if kind != "LORA":
+        return Adapter(base, None, f"adapter of {base}: peft_type {kind} is not counted, the base alone is")
+    rank = check_size(config.get("r"), f"{where}: r")
+    targets, save = config.get("target_modules"), config.get("modules_to_save")
+    is_list = isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets)
+    saved = [str(name) for name in save] if isinstance(save, list) else []
+    if targets == "all-linear" or is_list:
+        names = ["all-linear"] if targets == "all-linear" else list(targets or ())
+        lora = {"r": rank, "targets": names, **({"save": saved} if saved else {})}
+        return Adapter(base, lora, f"adapter of {base}: LoRA r={rank} on {', '.join(names)}{_list_others(config)}")
+    what = "PEFT's own for this model" if targets is None else f"the pattern {format_value(targets)}"
+    return Adapter(
+        base, None, f"adapter of {base}: LoRA r={rank}, its targets are {what}: not applied, --lora names them"
+    )
+
+
+def _list_others(config: dict[str, Any]) -> str:
+    """Settings that change what is computed, and are left out."""
+    switches = ("use_dora", "rank_pattern", "layers_to_transform", "layers_pattern", "megatron_config")
+    found = [name for name in switches if config.get(name)]
+    return f"; {', '.join(found)} not applied" if found else ""

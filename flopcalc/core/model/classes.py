@@ -1,0 +1,71 @@
+"""Which family a config is that does not say it, or says a type that is not known: by its class, then by its keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from flopcalc.core.spec.aliases import list_aliases
+from flopcalc.core.spec.spec import find_key, find_spec
+from flopcalc.data import find_data_dir
+from flopcalc.errors import SpecError
+from flopcalc.files import MAX_TABLE_BYTES, read_text
+
+_END = re.compile(r"(For[A-Z]\w*|LMHeadModel|TextModel|EncoderModel|ChatModel|PreTrainedModel|Model|WithValueHead)$")
+# Families to try by their keys, the most particular first: what a config of each must have beyond its spec's own.
+_BY_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("deepseek_v3", ("kv_lora_rank", "n_routed_experts", "moe_intermediate_size")),
+    ("deepseek_v2", ("kv_lora_rank",)),
+    ("qwen2_moe", ("num_experts", "shared_expert_intermediate_size")),
+    ("qwen3_moe", ("num_experts", "moe_intermediate_size")),
+    ("mixtral", ("num_local_experts",)),
+    ("llama", ("num_key_value_heads", "rms_norm_eps")),
+    ("llama", ("rope_theta",)),
+    ("t5", ("d_kv", "d_ff")),
+    ("bart", ("encoder_layers", "decoder_layers", "d_model")),
+    ("gpt2", ("n_embd", "n_layer", "n_head")),
+    ("bert", ("type_vocab_size", "hidden_dropout_prob")),
+    ("llama", ()),
+)
+
+
+@cache
+def _list_families() -> dict[str, str]:
+    """Class -> model type, of every family."""
+    text = read_text(os.path.join(find_data_dir(), "catalogue.json"), MAX_TABLE_BYTES, SpecError)
+    found = {entry["architecture"]: entry["model_type"] for entry in json.loads(text)["families"]}
+    for name, alias in list_aliases().items():
+        for named in alias.architectures:
+            found.setdefault(named, name)
+    return found
+
+
+def find_type(named: str) -> str | None:
+    """The model type of a class: its own, or that of another class of the same family."""
+    families = _list_families()
+    if named in families:
+        return families[named]
+    stem = _END.sub("", named)
+    same = [kind for each, kind in families.items() if _END.sub("", each) == stem]
+    return same[0] if same and stem else None
+
+
+def suggest_type(config: Mapping[str, Any]) -> str | None:
+    """The nearest known family of a config whose type is foreign: by the class it names, else by the keys it has."""
+    named = config.get("architectures")
+    if isinstance(named, (list, tuple)) and named:
+        found = find_type(str(named[0]))
+        if found is not None and found != config.get("model_type"):
+            return found
+    for name, keys in _BY_KEYS:
+        spec = find_spec(name)
+        if spec is None or any(find_key(dict(config), key)[1] is None for key in keys):
+            continue
+        names = [(key, *spec.renamed.get(key, ())) for key in spec.required]
+        if all(any(config.get(key) is not None for key in each) for each in names):
+            return name
+    return None

@@ -1,0 +1,199 @@
+"""The header of a GGUF file becomes a config: dims from its metadata, biases and formats from its list of tensors."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections import Counter
+from typing import Any, BinaryIO, NamedTuple
+
+from flopcalc.data import find_data_dir, load_toml
+from flopcalc.errors import ConfigError, format_nearest, format_value
+from flopcalc.files import open_regular
+
+MAGIC = b"GGUF"
+_MOST_BYTES = 256 << 20  # of a header: vocabularies of a million words take 30 MB
+_MOST_ENTRIES = 1_000_000
+_KEPT = 4096  # entries of an array that may be read; longer ones are vocabularies
+# Numbers of the types of values: format for struct.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+class Tensor(NamedTuple):
+    """One entry of a file's list of tensors."""
+
+    shape: tuple[int, ...]
+    type: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class Header(NamedTuple):
+    """What stands before the weights."""
+
+    values: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+class GgufModel(NamedTuple):
+    """A config from a header, the format of most weights, and notes."""
+
+    config: dict[str, Any]
+    weights: str
+    notes: tuple[str, ...]
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a file begins as GGUF files do."""
+    with open_regular(path, ConfigError) as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+# --- the header -------------------------------------------------------------------------------------------------------
+class _Reader:
+    """Reads little-endian values one after the other."""
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self.file, self.path, self.left = file, path, _MOST_BYTES
+
+    def take(self, count: int) -> bytes:
+        if count > self.left:
+            raise ConfigError(f"{self.path}: a GGUF header of more than {_MOST_BYTES} bytes is damaged")
+        self.left -= count
+        data = self.file.read(count)
+        if len(data) != count:
+            raise ConfigError(f"{self.path}: its GGUF header ends too early")
+        return data
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+
+    def count(self) -> int:
+        found = int(self.number("Q"))
+        if found > _MOST_ENTRIES * 100:
+            raise ConfigError(f"{self.path}: its GGUF header is damaged: {found} entries")
+        return found
+
+    def text(self) -> str:
+        return self.take(self.count()).decode("utf-8", "replace")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY or depth > 2:
+            raise ConfigError(f"{self.path}: its GGUF header has a value of type {kind}, which is not known")
+        inner, many = self.number("I"), self.count()
+        if inner in _SCALARS and many > _KEPT:
+            self.take(struct.calcsize(f"<{_SCALARS[inner]}") * many)
+            return [None] * many
+        kept = [self.value(inner, depth + 1) for _ in range(min(many, _KEPT))]
+        for _ in range(many - len(kept)):  # strings: each says its own length
+            self.value(inner, depth + 1)
+        return kept + [None] * (many - len(kept))
+
+
+def read_header(path: str) -> Header:
+    """The metadata and the list of tensors; no weight is read."""
+    with open_regular(path, ConfigError) as file:
+        reader = _Reader(file, path)
+        if reader.take(4) != MAGIC:
+            raise ConfigError(f"{path}: not a GGUF file")
+        version = reader.number("I")
+        if version not in (2, 3):
+            raise ConfigError(f"{path}: GGUF version {version} is not known; 2 and 3 are")
+        tensors, entries = reader.count(), reader.count()
+        if max(tensors, entries) > _MOST_ENTRIES:
+            raise ConfigError(f"{path}: its GGUF header is damaged: {max(tensors, entries)} entries")
+        values = {}
+        for _ in range(entries):
+            key = reader.text()
+            values[key] = reader.value(reader.number("I"))
+        found = {}
+        for _ in range(tensors):
+            name = reader.text()
+            dims = reader.number("I")
+            if dims > 8:
+                raise ConfigError(f"{path}: its GGUF header is damaged: a tensor of {dims} dimensions")
+            shape = tuple(reader.number("Q") for _ in range(dims))
+            found[name] = Tensor(shape, reader.number("I"))
+            reader.number("Q")  # where its weights begin
+        return Header(values, found)
+
+
+# --- its config -------------------------------------------------------------------------------------------------------
+def load_gguf(path: str) -> GgufModel:
+    """The config that a GGUF file's header describes."""
+    header = read_header(path)
+    tables = load_toml(os.path.join(find_data_dir(), "gguf.toml"))
+    name = header.values.get("general.architecture")
+    known = tables["architectures"]
+    if not isinstance(name, str) or name not in known:
+        near = format_nearest(str(name), known)
+        raise ConfigError(
+            f"{path}: GGUF architecture {format_value(name)} is not known.{near} Known: {', '.join(known)}; the "
+            "model's config.json can be counted instead, with --model-type TYPE if its type is foreign"
+        )
+    entry = known[name]
+    config: dict[str, Any] = {"model_type": entry["model_type"]}
+    for key, source in {**tables["keys"], **entry.get("keys", {})}.items():
+        value = header.values.get(f"{name}.{source}")
+        if value is not None and not (source.startswith("expert") and not value):
+            config[key] = _flatten(value, key, path)
+    if "experts" in entry and config.get("num_local_experts"):
+        config["model_type"] = entry["experts"]
+    config |= _read_tensors(header, tables, config)
+    weights, notes = _find_format(header, tables)
+    told = f"read from a GGUF header: architecture {name} is counted as {config['model_type']}"
+    return GgufModel(config, weights, (told, *notes))
+
+
+def _flatten(value: Any, key: str, path: str) -> Any:
+    """A list with a number per layer is one number, if all are alike."""
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) == 1:
+        return value[0]
+    raise ConfigError(f"{path}: {key} differs from layer to layer in this file, which its config cannot say")
+
+
+def _read_tensors(header: Header, tables: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """What only the tensors tell: the vocabulary, a head of its own, biases."""
+    found: dict[str, Any] = {}
+    words = header.tensors.get("token_embd.weight")
+    if words is not None and len(words.shape) == 2:
+        found["vocab_size"] = int(words.shape[1])
+    elif "vocab_size" not in config:
+        tokens = header.values.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, list):
+            found["vocab_size"] = len(tokens)
+    if header.tensors:
+        found["tie_word_embeddings"] = "output.weight" not in header.tensors
+        found |= {key: name in header.tensors for name, key in tables["tensors"].items()}
+    return found
+
+
+def _find_format(header: Header, tables: dict[str, Any]) -> tuple[str, list[str]]:
+    """The format of most weights in the layers, if it is one of ours; and a note on it."""
+    sizes: Counter[int] = Counter()
+    for name, tensor in header.tensors.items():
+        if name.startswith("blk.") and len(tensor.shape) > 1:
+            sizes[tensor.type] += tensor.size
+    if not sizes:
+        return "", []
+    kinds = {int(number): entry for number, entry in tables["types"].items()}
+    main = sizes.most_common(1)[0][0]
+    entry = kinds.get(main, {"name": f"type {main}"})
+    names = [str(kinds.get(number, {}).get("name", f"type {number}")) for number, _ in sizes.most_common()]
+    stored = str(entry.get("stored", ""))
+    if not stored:
+        return "", [
+            f"weights are {', '.join(names)}, which are no formats here: counted in bf16; --weights says another"
+        ]
+    others = f" ({', '.join(names[1:])} beside it counted alike)" if len(names) > 1 else ""
+    return stored, [f"weights are {names[0]}: counted as {stored}{others}; --weights says another"]

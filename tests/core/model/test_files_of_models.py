@@ -1,0 +1,119 @@
+"""GGUF headers, adapters, configs without a type, and folders that lack one."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopcalc import bind, estimate_flops
+from flopcalc.errors import ConfigError
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "head_dim": 16,
+}  # fmt: skip
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def write_gguf(path: Path, values: dict[str, Any], tensors: dict[str, tuple[tuple[int, ...], int]]) -> None:
+    data = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values))
+    for key, value in values.items():
+        data += text(key)
+        if isinstance(value, str):
+            data += struct.pack("<I", 8) + text(value)
+        elif isinstance(value, list):
+            data += struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+        else:
+            data += struct.pack("<II", 4, value)
+    for name, (shape, kind) in tensors.items():
+        data += text(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
+        data += struct.pack("<IQ", kind, 0)
+    path.write_bytes(data)
+
+
+HEADER = {
+    "general.architecture": "llama", "llama.embedding_length": 64, "llama.feed_forward_length": 96,
+    "llama.block_count": 2, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2,
+    "llama.attention.key_length": 16, "llama.context_length": 512, "tokenizer.ggml.tokens": ["a"] * 100,
+}  # fmt: skip
+
+
+def test_a_gguf_file_is_counted_from_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "model.Q8_0.gguf"
+    tensors = {
+        "token_embd.weight": ((64, 100), 8),
+        "output.weight": ((64, 100), 8),
+        "blk.0.attn_q.weight": ((64, 64), 8),
+    }
+    write_gguf(path, HEADER, tensors)
+    found = estimate_flops(str(path), seq_len=8)
+    assert (found.total, found.parameters) == (lambda e: (e.total, e.parameters))(estimate_flops(LLAMA, seq_len=8))
+    assert any("GGUF" in note and "Q8_0" in note for note in found.notes)
+    assert estimate_flops(str(tmp_path), seq_len=8).total == found.total
+    write_gguf(path, HEADER, {"token_embd.weight": ((64, 100), 1)})
+    assert estimate_flops(str(path), seq_len=8).parameters["total"] == found.parameters["total"] - 6400
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"GGUF", "ends too early"),
+        (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "GGUF version 9 is not known"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 10**9), "damaged"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<I", 77), "type 77"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "GGUF architecture None is not known"),
+    ],
+)
+def test_damaged_gguf(tmp_path: Path, data: bytes, words: str) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        bind(str(path))
+    assert words in str(caught.value)
+
+
+def test_a_config_without_model_type_is_taken_from_its_class() -> None:
+    config = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    found = estimate_flops(config, seq_len=8)
+    assert found.total == estimate_flops(LLAMA, seq_len=8).total
+    assert "no model_type: taken as llama, from class LlamaForCausalLM" in found.notes
+    body = estimate_flops({**config, "architectures": ["LlamaForSequenceClassification"]}, seq_len=8)
+    assert body.terms[0].estimator.head == "sequence:2"
+    with pytest.raises(ConfigError, match="is of no known family: --model-type TYPE"):
+        estimate_flops({**config, "architectures": ["WhatForCausalLM"]}, seq_len=8)
+
+
+def test_an_adapter_names_its_base(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    adapter.mkdir()
+    (base / "config.json").write_text(json.dumps(LLAMA))
+    settings = {"base_model_name_or_path": str(base), "peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    found = estimate_flops(str(adapter), seq_len=8)
+    assert found.total == estimate_flops(LLAMA, seq_len=8, lora="r=4,targets=q_proj").total
+    assert any("LoRA r=4 on q_proj" in note for note in found.notes)
+    assert estimate_flops(str(adapter), seq_len=8, lora="r=8,targets=q_proj").total > found.total
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 4}))
+    with pytest.raises(ConfigError, match="an adapter without its base"):
+        bind(str(adapter))
+
+
+def test_folders_without_a_config(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="only a processor or tokenizer"):
+        bind(str(tmp_path))
+
+
+def test_a_foreign_type_gets_the_nearest_family() -> None:
+    with pytest.raises(ConfigError, match="The nearest family is llama: --model-type llama counts it so"):
+        bind({**LLAMA, "model_type": "sardine", "architectures": ["SardineForCausalLM"]})
+    with pytest.raises(ConfigError, match="--model-type qwen2 counts it so"):
+        bind({**LLAMA, "model_type": "sardine", "architectures": ["Qwen2ForCausalLM"]})
