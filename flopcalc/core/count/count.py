@@ -65,6 +65,7 @@ class _Step(NamedTuple):
     products: tuple[tuple[int, int], ...]  # (row, product)
     saves: bool
     saves_output: bool = False  # then it has run by the time it saves
+    twice: bool = False  # of a block that is checkpointed inside its layer
 
 
 @dataclass
@@ -89,7 +90,10 @@ class _Layer:
     def run(self, chain: Chain, flows: tuple[bool, ...]) -> tuple[bool, ...]:
         for item in chain:
             if isinstance(item, Op):
+                start = len(self.steps)
                 flows = (self._op(item, flows),)
+                if item.twice:
+                    self.steps[start:] = [step._replace(twice=True) for step in self.steps[start:]]
             else:
                 branches = [self.run(branch, flows) for branch in item]
                 flows = tuple(any(branch) for branch in branches)
@@ -325,8 +329,13 @@ class _Layer:
 
     def count_recompute(self, reentrant: bool) -> None:
         """Add what a checkpointed layer computes again: up to its last saved tensor, or all of it if reentrant."""
-        last = max((i for i, step in enumerate(self.steps) if step.saves), default=-1)
-        for i, step in enumerate(self.steps):
+        self._run_again(self.steps, reentrant)
+        if not reentrant:
+            self._run_again([step for step in self.steps if step.twice], reentrant)
+
+    def _run_again(self, steps: list[_Step], reentrant: bool) -> None:
+        last = max((i for i, step in enumerate(steps) if step.saves), default=-1)
+        for i, step in enumerate(steps):
             if not (reentrant or i < last or (i == last and step.saves_output)):
                 continue
             for at, index in step.products:

@@ -27,6 +27,7 @@ class Op:
     again: bool = False  # its module has run before: its parameters are counted there
     unused: bool = False  # nothing reads what it computes, so it gets no gradient
     nested: bool = False  # in a checkpointed block inside a checkpointed layer
+    twice: bool = False  # the same where the block runs again for the layer, and once more for itself
     beside: str = ""  # the stream without which it does not run
 
     def replace(self, **changes: Any) -> Self:

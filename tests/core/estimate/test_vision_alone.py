@@ -112,3 +112,8 @@ def test_a_head_is_tied_as_the_text_model_says(text: str, is_tied: bool) -> None
     rows = {row.path: row for row in bind(make_llava("siglip_vision_model", text))(1, 8).by_module()}
     assert rows["lm_head"].forward == 2 * 8 * 24 * 101
     assert rows["lm_head"].parameters == (0 if is_tied else 24 * 101)
+
+
+def test_a_tower_without_layers_to_read_is_refused() -> None:
+    with pytest.raises(FlopcalcError, match="has no hidden states for 'llava' to read"):
+        bind(make_llava("swin", "llama"))
