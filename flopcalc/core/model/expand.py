@@ -146,7 +146,9 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Sta
     if is_flat:
         check_required(spec, config, where)
     if "used" in stack.get("set", {}) and "used" not in spec.dims:
-        raise ConfigError(f"{where}: a tower of model_type {name!r} has no hidden states for {dims.spec.name!r} to read")
+        raise ConfigError(
+            f"{where}: a tower of model_type {name!r} has no hidden states for {dims.spec.name!r} to read"
+        )
     settings = {key: dims.evaluate(text) for key, text in stack.get("set", {}).items()}
     inner = BoundDims(spec, config, where, settings, defaults, dims.extra, dims.budget)
     rename = {_find_root(spec): stack["body"]} if "body" in stack else stack.get("rename", {})
