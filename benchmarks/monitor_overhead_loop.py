@@ -160,7 +160,7 @@ class Watching:
     def put_back(self) -> None:
         from flopcalc.monitor.hooks import register_hooks
 
-        self.monitor._hooks += register_hooks(self.monitor, self.monitor._trained.live, sees_dtype=False)
+        self.monitor._hooks += register_hooks(self.monitor, self.monitor._trained, looks_inside=False)
 
     def show(self) -> None:
         """It is back, and the time in between is no step's."""

@@ -198,7 +198,7 @@ def measure_trainer(loop: Loop, mode: str, steps: int) -> Row:
             if times.is_watched:
                 monitor._drop_hooks()
             else:
-                monitor._hooks += register_hooks(monitor, monitor._trained.live, sees_dtype=False)
+                monitor._hooks += register_hooks(monitor, monitor._trained, looks_inside=False)
                 monitor.mark_lost("eval")
             times.is_watched = not times.is_watched
 

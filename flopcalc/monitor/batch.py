@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.api import bind
+from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import is_denoiser
 from flopcalc.core.model.live import strip, unwrap
+from flopcalc.core.workload.sums import Logits
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import WorkloadError
 from flopcalc.monitor.device import Device
@@ -32,6 +34,10 @@ _CLASSES = {
     **dict.fromkeys(("cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q"), "packed"),
 }
 _DECODER_VALUES = ("labels", "decoder_attention_mask")
+# TRL's head (add_fused_lm_head in trl/trainer/utils.py): it forms no logits tensor, and forms logits anew in backward.
+_FUSED = "fused_lm_head"
+_SCORED = ("shift_labels", "labels")  # where they are not -100, logits are needed
+_IGNORED = -100
 _KEPT = 4096  # counted workloads that are kept
 _KERNELS = {"eager": "eager", "flash_attention_2": "flash", "flash_attention_3": "flash"}
 
@@ -53,27 +59,48 @@ class Snapshot(NamedTuple):
 
     key: tuple[tuple[str, Any], ...]  # the shape of everything that counts
     values: Mapping[str, Any]  # of what counts by its values, those: on the host, or on their way there
+    head: Head | None = None  # None: the model's own
+
+
+class Head(NamedTuple):
+    """A head that is given labels, and forms logits where it wants to."""
+
+    labels: Any
+    is_shifted: bool  # each label stands where its logits are formed
+    is_compact: bool  # logits are formed where there are labels alone
+
+
+Formats = Mapping[str, float]  # number format -> FLOPs
 
 
 class Work(NamedTuple):
-    """What one micro-batch asked for."""
+    """What one micro-batch asked for: FLOPs by the number format that they are computed in, and sizes."""
 
     load: Workload
-    model_flops: int
-    hardware_flops: int | None  # of a traced model it is not known
+    model: Formats
+    hardware: Formats | None  # of a traced model it is not known
     tokens: int
     padded_tokens: int
     samples: int
     images: int
     notes: tuple[str, ...] = ()
 
+    @property
+    def model_flops(self) -> float:
+        return sum(self.model.values())
+
+    @property
+    def hardware_flops(self) -> float | None:
+        return None if self.hardware is None else sum(self.hardware.values())
+
 
 class Intake:
     """Reads batches for one bound model."""
 
-    def __init__(self, estimator: Estimator, context_parallel: int = 1) -> None:
+    def __init__(self, estimator: Estimator, context_parallel: int = 1, fp32: str = "fp32") -> None:
         self.estimator = estimator
         self.context_parallel = context_parallel
+        self._fp32 = fp32  # what float32 is computed in: tf32 where torch may
         vision = estimator.vision.dims if estimator.vision is not None else None
         table = vision.spec.vision if vision is not None else {}
         own = [str(table[word]) for word in ("flattened", "sizes", "canvas") if table.get(word)]
@@ -86,7 +113,7 @@ class Intake:
             **dict.fromkeys((*_VALUES, *own, *(_DECODER_VALUES if estimator.has_decoder else ())), True),
         }
         self._plain: OrderedDict[Hashable, Work] = OrderedDict()
-        self._counted: OrderedDict[Hashable, tuple[int, int | None]] = OrderedDict()
+        self._counted: OrderedDict[Hashable, dict[str, int]] = OrderedDict()
         self._kinds: dict[Hashable, Hashable] = {}  # workload classes of batches of text, by shape and names
         self._eager: Estimator | None = None
 
@@ -110,9 +137,10 @@ class Intake:
                 value = device.fetch(value)
                 copies.append(value)
             else:
-                value = _copy(value)
+                value = copy_value(value)
             values[name] = value
-        return Snapshot(tuple(key), values)
+        head = _take_head(batch, device, copies) if batch.get(_FUSED) else None
+        return Snapshot(tuple(key), values, head)
 
     def classify(self, batch: Mapping[str, Any]) -> Hashable:
         """The workload class, which a measured factor holds for: the length's power of two, and what is beside text."""
@@ -139,44 +167,96 @@ class Intake:
                 found.append(_CLASSES[name])
         return tuple(found)
 
-    def count(self, snapshot: Snapshot) -> Work:
+    def count(self, snapshot: Snapshot, phase: str = "train") -> Work:
         """FLOPs and sizes of a snapshot whose copies have arrived."""
-        if snapshot.values:
-            return self._count(snapshot)
-        found = self._plain.get(snapshot.key)
+        if snapshot.values or snapshot.head is not None:
+            return self._count(snapshot, phase)
+        found = self._plain.get((phase, snapshot.key))
         if found is None:
-            found = self._plain[snapshot.key] = self._count(snapshot)
+            found = self._plain[phase, snapshot.key] = self._count(snapshot, phase)
             if len(self._plain) > _KEPT:
                 self._plain.popitem(last=False)
         return found
 
-    def count_eager(self, work: Work) -> int:
+    def count_generated(self, prompt: Work, new: int, lengths: Sequence[int]) -> Work:
+        """A prompt, then `new` tokens for each row, one by one; of these a row needs `lengths`."""
+        load, rows = prompt.load, prompt.load.rows
+        if self.estimator.has_decoder or self.estimator.origin == "trace":
+            raise WorkloadError("what an encoder-decoder or a traced module generates is not counted")
+        model: Counter[str] = Counter(prompt.model)
+        hardware: Counter[str] = Counter(prompt.hardware or {})
+        contexts = load.documents if load.documents is not None and len(load.documents) == rows else (load.seq,) * rows
+        for (context, length), times in Counter(zip(contexts, lengths, strict=True)).items():
+            if length:
+                alone = Workload(1, length, phase="decode", context=context)
+                model.update({name: times * flops for name, flops in self._find("own", alone).items()})
+        if new:
+            hardware.update(self._find("hardware", Workload(rows, new, phase="decode", context=load.seq)))
+        return prompt._replace(model=model, hardware=hardware)
+
+    def count_lengths(
+        self, prompts: Sequence[int], completions: Sequence[int], generates: bool
+    ) -> tuple[Formats, Formats | None]:
+        """FLOPs of sequences that were run elsewhere, without padding: generated, or run through as a whole."""
+        model: Counter[str] = Counter()
+        hardware: Counter[str] = Counter()
+        for (prompt, new), times in Counter(zip(prompts, completions, strict=True)).items():
+            loads = [Workload(1, prompt + new, phase="forward")]
+            if generates:
+                loads = [Workload(1, prompt, phase="prefill")] if prompt else []
+                if new > 1:  # the last one is never fed
+                    loads.append(Workload(1, new - 1, phase="decode", context=prompt))
+            for load in loads:
+                model.update({name: times * flops for name, flops in self._find("own", load).items()})
+                if self.estimator.origin != "trace":
+                    hardware.update({name: times * flops for name, flops in self._find("hardware", load).items()})
+        return model, None if self.estimator.origin == "trace" else hardware
+
+    def count_eager(self, work: Work, head: Head | None = None) -> int:
         """What an operator counter sees of it: every pair, and what is recomputed."""
         if self.estimator.origin == "trace":
-            return sum(self.estimator.count(work.load, "full"))
-        if self._eager is None:
-            self._eager = bind_eager(self.estimator)
-        return sum(self._eager.count(work.load, "hardware"))
+            return sum(self._find("own", work.load).values())
+        return sum(self._find("eager", work.load, head).values())
 
-    def _count(self, snapshot: Snapshot) -> Work:
+    def _count(self, snapshot: Snapshot, phase: str) -> Work:
         values = {name: Shape(shape) for name, shape in snapshot.key if shape is not None} | dict(snapshot.values)
         if self.context_parallel > 1:
             values = self._join_chunks(values)
-        estimate = self.estimator.estimate_batch(values, read_device=False)
+        estimate = self.estimator.estimate_batch(values, phase=phase, read_device=False)
         load = estimate.terms[0][1]
-        found = self._counted.get(load)
-        if found is None:
-            hardware = None
-            if self.estimator.origin != "trace":
-                hardware = sum(self.estimator.count(load, "hardware"))
-            found = self._counted[load] = (estimate.total, hardware)
-            if len(self._counted) > _KEPT:
-                self._counted.popitem(last=False)
+        head = snapshot.head if self.estimator.origin != "trace" and load.decoder is None else None
+        model = self._find("own", load, head)
+        hardware = self._find("hardware", load, head) if self.estimator.origin != "trace" else None
         padded = load.rows * load.seq + (load.decoder.rows * load.decoder.seq if load.decoder is not None else 0)
         samples = len(load.documents) if load.layout == "packed" and load.documents is not None else load.rows
         tokens = self.estimator.count_tokens(load)
         padded += tokens - load.tokens  # latents are not padded
-        return Work(load, *found, tokens, padded, samples, len(load.all_grids), estimate._notes)
+        return Work(load, model, hardware, tokens, padded, samples, len(load.all_grids), estimate._notes)
+
+    def _find(self, kind: str, load: Workload, head: Head | None = None) -> dict[str, int]:
+        """FLOPs by format: `own` convention, `hardware`, or hardware with the eager kernel."""
+        key = (kind, load) if head is None else None
+        found = self._counted.get(key) if key is not None else None
+        if found is None:
+            estimator = self.estimator
+            if kind == "eager":
+                if self._eager is None:
+                    self._eager = bind_eager(estimator)
+                estimator = self._eager
+            convention = estimator.convention if kind == "own" else "hardware"
+            if head is None:
+                flops = estimator.count_formats(load, convention)
+            else:
+                flops = _count_head(estimator, load, convention, head)
+            found = {}
+            for name, each in flops.items():
+                name = self._fp32 if name == "fp32" else name
+                found[name] = found.get(name, 0) + each.total
+        if key is not None:
+            self._counted[key] = found
+            if len(self._counted) > _KEPT:
+                self._counted.popitem(last=False)
+        return found
 
     def _join_chunks(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Under context parallelism a rank holds one chunk of every sequence; attention runs over all of it."""
@@ -192,7 +272,7 @@ class Intake:
         return found
 
 
-def _copy(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     """The value as it is now: the loop may fill the same tensor, array or list anew."""
     if is_tensor(value):  # on a device that is not CUDA it is not read, and a note of the count says so
         if not value.is_cpu:
@@ -201,12 +281,61 @@ def _copy(value: Any) -> Any:
     return value.copy() if hasattr(value, "copy") else value
 
 
-def bind_live(model: Any, device: str | None, dtype: str | None) -> Estimator:
-    """The estimator of what the monitor was given: an Estimator, a live model as it stands, a config or a name."""
+def _take_head(batch: Mapping[str, Any], device: Device | None, copies: list[Any]) -> Head | None:
+    """Labels decide where the head forms logits."""
+    name = next((each for each in _SCORED if batch.get(each) is not None), None)
+    if name is None:
+        return None
+    labels = batch[name]
+    if not (getattr(labels, "is_cuda", False) or getattr(labels, "is_cpu", False)):
+        return None  # it cannot be read: every position counts
+    is_compact = bool(getattr(labels, "is_cuda", False))
+    if device is not None and is_compact:
+        labels = device.fetch(labels)
+        copies.append(labels)
+    else:
+        labels = copy_value(labels)
+    return Head(labels, name == "shift_labels", is_compact)
+
+
+def _count_head(estimator: Estimator, load: Workload, convention: str, head: Head) -> dict[str, Flops]:
+    """FLOPs where the head forms as many logits as it needs (model), or as it does (full, hardware).
+
+    FLOPs are linear in the logits, so two counts tell what one of them costs.
+    """
+    labels = head.labels if head.is_shifted else head.labels[:, 1:]
+    needed = int((labels != _IGNORED).sum())
+    formed = needed if convention == "model" or head.is_compact else labels.shape[0] * labels.shape[1]
+    counting = "model" if convention == "model" else "full"
+    few, more = load.replace(logits=1), load.replace(logits=2)
+    first, step = (Logits().count(each, counting) for each in (few, more))
+    step -= first
+    if not step:
+        raise WorkloadError("sequences of one token have no labels to predict")
+    low, high = estimator.count_formats(few, convention), estimator.count_formats(more, convention)
+    found = {}
+    for name, flops in high.items():
+        base = low.get(name, NO_FLOPS)
+        one = [(b - a) // step for a, b in zip(base, flops, strict=True)]
+        each = [a + (formed - first) * slope for a, slope in zip(base, one, strict=True)]
+        if convention == "hardware" and load.phase == "train":
+            each[2] += one[0] * formed  # formed again in the backward pass
+        found[name] = Flops(*each)
+    return found
+
+
+def bind_live(
+    model: Any, device: str | None, compute: str | None = None, autocast: str | None = None, is_plain: bool = False
+) -> Estimator:
+    """The estimator of what the monitor was given: an Estimator, a live model as it stands, a config or a name.
+
+    `is_plain`: of a live model the config alone, without adapters.
+    """
     if isinstance(model, Estimator):
         return model
+    formats: dict[str, Any] = {"compute": compute, "autocast": autocast if compute is None else None}
     if not hasattr(model, "named_parameters"):
-        return bind(model, device=device, dtype=dtype or "bf16")
+        return bind(model, device=device, **formats)
     inner = unwrap(model)
     config = getattr(inner, "config", None)
     if config is None or not (getattr(config, "model_type", None) or is_denoiser(inner)):
@@ -215,10 +344,12 @@ def bind_live(model: Any, device: str | None, dtype: str | None) -> Estimator:
             "traces it, or mfu_calculation_mode profiler, which measures it"
         )
     kernel = _KERNELS.get(str(getattr(config, "_attn_implementation", None)), "auto")
+    if is_plain:
+        return bind(config, device=device, attention_kernel=kernel, **formats)
     live = strip(model)  # PEFT's wrapper stays: its adapters are read
     if getattr(live, "config", None) is None:
         live = inner
-    return bind(live, device=device, dtype=dtype or "bf16", attention_kernel=kernel)
+    return bind(live, device=device, attention_kernel=kernel, **formats)
 
 
 def bind_eager(estimator: Estimator) -> Estimator:

@@ -111,12 +111,3 @@ class MonitorCallback:
 def pick_rates(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The core rates that are known: finite numbers, for loggers that take nothing else."""
     return {key: float(metrics[key]) for key in _RATES if key in metrics and math.isfinite(metrics[key])}
-
-
-def find_unseen_dtype(model: Any, autocast: str | None) -> str | None:
-    """The dtype of a compiled model's products: the monitor cannot look inside, and takes bf16 if nothing is said."""
-    from flopcalc.monitor.place import find_dtype
-
-    owner = next((each for each in model.modules() if next(each.parameters(recurse=False), None) is not None), None)
-    found = autocast or (find_dtype(owner) if owner is not None else None)
-    return None if found in ("bf16", "bfloat16") else found  # None: layers in fp8 beside bf16 are still noticed

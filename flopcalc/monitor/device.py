@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -35,11 +36,12 @@ class Device:
         self.waiting: deque[Entry] = deque()  # for the device to pass their end, or that of a later one; oldest first
         self.has_mark = False  # one of them has an end that the device had not passed when it was asked last
 
-    def mark(self) -> Any:
-        """An event recorded now on the current stream; None while a graph is captured."""
+    def mark(self, event: Any = None) -> Any:
+        """An event, or this one once more, recorded now on the current stream; None while a graph is captured."""
         if self.is_capturing():
             return None
-        event = self._events.pop() if self._events else self._torch.cuda.Event(enable_timing=True)
+        if event is None:
+            event = self._events.pop() if self._events else self._torch.cuda.Event(enable_timing=True)
         self._stream = self._torch.cuda.current_stream()
         event.record(self._stream)
         return event
@@ -99,6 +101,11 @@ class Device:
             entry.device_s = entry.start.elapsed_time(entry.end) / 1e3
         self._events += [event for event in (entry.start, entry.end) if event is not None]
         entry.start = entry.end = None
+        for each in entry.passes:
+            if each.start is not None and each.end is not None:
+                each.seconds = each.start.elapsed_time(each.end) / 1e3
+            self._events += [event for event in (each.start, each.end) if event is not None]
+            each.start = each.end = None
         entry.is_ready = True
 
     def give_up(self) -> None:
@@ -106,4 +113,8 @@ class Device:
         while self.waiting:
             entry = self.waiting.popleft()
             entry.start = entry.end = None
+            for each in entry.passes:
+                if each.start is not None:
+                    each.start = each.end = None
+                    each.seconds = math.nan
             entry.is_lost = entry.is_ready = True

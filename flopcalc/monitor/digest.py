@@ -19,10 +19,11 @@ from flopcalc.errors import FlopcalcError
 from flopcalc.files import open_regular
 from flopcalc.monitor.batch import Work
 from flopcalc.monitor.device import Device
-from flopcalc.monitor.keys import CORE, LOG_NAME, SCHEMA
+from flopcalc.monitor.keys import CORE, DATASET_PREFIX, LOG_NAME, SCHEMA
 from flopcalc.monitor.messages import Messages
-from flopcalc.monitor.meter import Meter, Step, split_by_dataset
-from flopcalc.monitor.model import TrainedModel, count_batches
+from flopcalc.monitor.meter import UNKNOWN, Formats, Meter, Pass, Step, split_by_dataset
+from flopcalc.monitor.model import WatchedModel
+from flopcalc.monitor.passes import count_pass
 from flopcalc.monitor.ranks import Gathered, Side, combine, open_side
 from flopcalc.monitor.settings import Settings
 from flopcalc.monitor.sinks import Outbox, make_sinks
@@ -50,7 +51,7 @@ class Digester:
         self._dropped = 0  # steps and records that were never digested
         self._deadline_s = math.inf  # of time.monotonic: what is not digested by then is dropped
         self.meter = Meter(settings)
-        self.model = TrainedModel(settings, self.meter, messages.say)
+        self.model = WatchedModel(settings, self.meter, messages.say)
         self.metrics: dict[str, Any] = dict.fromkeys(CORE, math.nan)
         self.device: Device | None = None
         self.rank, self.world = 0, 1
@@ -196,13 +197,18 @@ class Digester:
         source = self.model.source
         gauge = source.gauge() if source is not None and self.meter.is_detail_due() else {}
         elapsed_s = (entry.ended_ns - self._created) / 1e9
-        record = self.meter.report(values, elapsed_s, gauge)
-        self.metrics.update(record)
+        record, details = self.meter.report(values, elapsed_s, gauge)
+        self.metrics = {**self._keep_lasting(), **record, **details}
         if self.outbox is not None:
             skip = ("wandb",) if entry.skip_wandb else ()
             self.outbox.put({"type": "step", "time": self._created_s + elapsed_s, **record}, skip=skip)
         if "goodput/share" in record and self._elapsed_s() - self._goodput_at_s >= _GOODPUT_S:
             self._write_goodput()
+
+    def _keep_lasting(self) -> dict[str, Any]:
+        """What the next record does not replace: all else is of the same steps."""
+        lasting = (DATASET_PREFIX, "perf/tensor_active", "perf/sm_active", "perf/dram_active")
+        return {key: value for key, value in self.metrics.items() if key.startswith(lasting)}
 
     def _read(self, value: Any, is_lost: bool) -> float:
         """A number that the loop gave, or the copy of it that has arrived from the device; NaN where it is none."""
@@ -220,31 +226,55 @@ class Digester:
         works = self._count(entry)
         wall_s = entry.wall_ns / 1e9
         data_s = min(max(0, entry.data_ns), max(0, entry.wall_ns)) / 1e9  # a part of it
-        step = Step(entry.number, wall_s, data_s, entry.device_s, measured=entry.is_measured)
+        passes = self._count_passes(entry)
+        step = Step(
+            entry.number, wall_s, data_s, entry.device_s, measured=entry.is_measured, passes=passes, owes=entry.owes
+        )
         factor = entry.factor
         if factor is not None:
             model_factor = factor.value if factor.is_of_model else 1.0
             step = step._replace(factor=factor.value, model_factor=model_factor, source=factor.source)
         if works is None:
-            absolute = self.model.find_absolute(entry.sizes) if entry.intake is None else None
+            absolute = None
+            if all(each.model.intake is None for each in entry.batches):
+                absolute = self.model.find_absolute(entry.sizes)
             if absolute is None:
                 return step._replace(factor=1.0, model_factor=1.0, source="none")
             self.meter.convention = "full"  # what runs, as counters see it
             source = f"{self.settings.mode}: measured"
-            return step._replace(
-                model_flops=absolute, hardware_flops=absolute, factor=1.0, model_factor=1.0, source=source
-            )
+            return step._replace(model=absolute, hardware=absolute, factor=1.0, model_factor=1.0, source=source)
         return step._replace(
-            model_flops=self._share(work.model_flops for work in works),
-            hardware_flops=self._share(
-                math.nan if work.hardware_flops is None else work.hardware_flops for work in works
-            ),
-            tokens=self._share(work.tokens for work in works),
-            padded_tokens=self._share(work.padded_tokens for work in works),
-            samples=self._share(work.samples for work in works),
-            images=self._share(work.images for work in works),
+            model=self._share(work.model for work in works),
+            hardware=self._share(UNKNOWN if work.hardware is None else work.hardware for work in works),
+            tokens=self._share_number(work.tokens for work in works),
+            padded_tokens=self._share_number(work.padded_tokens for work in works),
+            samples=self._share_number(work.samples for work in works),
+            images=self._share_number(work.images for work in works),
             datasets=self._split(entry.dataset, works),
         )
+
+    def _count_passes(self, entry: SeenStep) -> tuple[Pass, ...]:
+        """The passes of a step that do not train."""
+        found = []
+        for seen in entry.passes:
+            model: Formats | None = None
+            hardware: Formats | None = None
+            try:
+                if not (entry.is_lost and entry.copies):
+                    model, hardware = count_pass(seen)
+                    shared = seen.model.shared if seen.model is not None else 1
+                    model, hardware = _divide(model, shared), None if hardware is None else _divide(hardware, shared)
+            except FlopcalcError as error:
+                reason = f"a {seen.name} pass cannot be counted, so perf/mfu_step is not known: {error}"
+                self._say(f"step {entry.number}: {reason}", _without_digits(reason))
+            found.append(Pass(seen.name, model, hardware, seen.seconds, seen.is_in_step))
+        if entry.owes:
+            self._say(
+                f"perf/mfu_step is not known: a {entry.owes} runs outside of this process's models, and its FLOPs were "
+                "not given: monitor.add_pass(…)",
+                "owes",
+            )
+        return tuple(found)
 
     def _split(self, dataset: str | Sequence[str] | None, works: Sequence[Work]) -> tuple[tuple[str, int, float], ...]:
         if dataset is None:
@@ -260,20 +290,32 @@ class Digester:
             return ()
         return split_by_dataset(dataset, lengths)
 
-    def _share(self, values: Iterable[float]) -> float:
+    def _share(self, values: Iterable[Formats]) -> Formats:
         """This rank's part of what several ranks work on together; exact while nobody shares it."""
+        total: dict[str, float] = {}
+        for each in values:
+            for name, flops in each.items():
+                total[name] = total.get(name, 0) + flops
+        return _divide(total, self.model.shared)
+
+    def _share_number(self, values: Iterable[float]) -> float:
         total, ranks = sum(values), self.model.shared
         return total if ranks == 1 else total / ranks
 
     def _count(self, entry: SeenStep) -> list[Work] | None:
         """FLOPs of each micro-batch; None where they cannot be known, and a warning says why."""
-        if entry.intake is None or (entry.is_lost and entry.copies):
+        if self.model.intake is None or (entry.is_lost and entry.copies):
             return None
         if not entry.batches or not entry.is_whole:
             self._say(_NO_BATCH, "no batch")
             return None
+        works = []
         try:
-            works = count_batches(entry.intake, entry.batches)
+            for model, snapshot in entry.batches:
+                if model.intake is None:
+                    return None
+                if snapshot is not None:
+                    works.append(model.intake.count(snapshot))
         except FlopcalcError as error:
             reason = f"its batch cannot be counted, so its MFU is not known: {error}"
             self._say(f"step {entry.number}: {reason}", _without_digits(reason))
@@ -336,6 +378,10 @@ def make_plain_record(step: int, ended_ns: int) -> Entry:
     entry.number, entry.values = step, (None,) * len(VALUES)
     entry.ended_ns, entry.is_ready = ended_ns, True
     return entry
+
+
+def _divide(flops: Formats, ranks: int) -> Formats:
+    return flops if ranks == 1 else {name: each / ranks for name, each in flops.items()}
 
 
 def _without_digits(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from flopcalc.monitor.callback import MonitorCallback, find_unseen_dtype, guarded, pick_rates
+from flopcalc.monitor.callback import MonitorCallback, guarded, pick_rates
 
 
 class FlopcalcCallback(MonitorCallback, TrainerCallback):
@@ -26,7 +26,7 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
         called = _find_called(model, args)
         found = {
             "sinks": _find_sinks(args),
-            "dtype": find_unseen_dtype(called, _name_autocast(args)) if hasattr(called, "_orig_mod") else None,
+            "autocast": _name_autocast(args) if hasattr(called, "_orig_mod") else None,  # it cannot be seen inside
             "tensorboard_dir": os.environ.get("TENSORBOARD_LOGGING_DIR"),  # where the Trainer's own values go
             **_find_shares(args),
         }
@@ -117,8 +117,8 @@ def _find_sinks(args: TrainingArguments) -> tuple[str, ...] | None:
     return ("jsonl", *found) if found else None
 
 
-def _name_autocast(args: TrainingArguments) -> str | None:
-    return "bf16" if args.bf16 else "fp16" if args.fp16 else None
+def _name_autocast(args: TrainingArguments) -> str:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "none"
 
 
 def _find_shares(args: TrainingArguments) -> dict[str, int]:

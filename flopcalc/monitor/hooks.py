@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import is_grad_enabled
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from flopcalc.core.model.live import strip
+from flopcalc.core.model.live import strip, unwrap
+from flopcalc.monitor.step import Taken
 
 if TYPE_CHECKING:
+    from flopcalc.monitor.model import WatchedModel
     from flopcalc.monitor.training import TrainingMonitor
 
 
@@ -24,12 +26,14 @@ class Idle:
 
 
 class _Hook:
-    """Knows its monitor without keeping it alive."""
+    """Knows its monitor without keeping it alive, and the model that it is on."""
 
-    __slots__ = ("_monitor",)
+    __slots__ = ("_is_inner", "_model", "_monitor")
 
-    def __init__(self, monitor: TrainingMonitor) -> None:
+    def __init__(self, monitor: TrainingMonitor, model: WatchedModel, is_inner: bool = False) -> None:
         self._monitor = weakref.ref(monitor)
+        self._model = model
+        self._is_inner = is_inner  # a wrapper around it has hooks too: calls through that one are seen there
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Idle:
         return Idle()
@@ -39,25 +43,36 @@ class _Hook:
 
 
 # Our code is not in the CPU's caches when a step begins, so a call costs more than what it does: each of these two
-# does its work in one function.
+# does its work for a training pass in one function.
 
 
 class BeforeForward(_Hook):
-    """A training forward pass begins, and with the first one the step. Inside a compiled graph nothing can be seen."""
+    """A forward pass begins, and with the first that trains the step. Inside a compiled graph nothing can be seen."""
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_compiling() or not module.training or not is_grad_enabled():
+        if is_compiling():
             return
         monitor = self._monitor()
         if monitor is None or monitor._is_off:
             return
+        model = self._model
+        if self._is_inner:
+            if model.open_calls:
+                return
+        else:
+            model.open_calls += 1
         try:
+            if not module.training or not is_grad_enabled() or model.is_frozen:
+                monitor._begin_pass(model, module, args, kwargs)
+                return
             seen = monitor._open or monitor._begin()
             seen.open_passes += 1
+            if not model.is_bound:
+                model.bind()
             if seen.kind is None and not seen.is_given:
                 source = monitor._trained.source
-                if source is not None and source.measures:
-                    kind = seen.kind = monitor._trained.classify(monitor._name_inputs(args, kwargs) if args else kwargs)
+                if source is not None and source.measures and model is monitor._trained:
+                    kind = seen.kind = model.classify(model.name_inputs(args, kwargs) if args else kwargs)
                     if source.wants(monitor._number + 1, kind, monitor._frequency):
                         monitor._start_measuring(seen, source)
         except Exception as error:
@@ -68,10 +83,19 @@ class AfterForward(_Hook):
     """It is over, and its batch belongs to the step; a pass that raised does not come here."""
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
-        if is_dynamo_compiling() or not module.training or not is_grad_enabled():
+        if is_dynamo_compiling():
             return
         monitor = self._monitor()
         if monitor is None or monitor._is_off:
+            return
+        model = self._model
+        if self._is_inner:
+            if model.open_calls:
+                return
+        elif model.open_calls:
+            model.open_calls -= 1
+        if not module.training or not is_grad_enabled() or model.is_frozen:
+            monitor._end_pass(model, module, args, kwargs)
             return
         seen = monitor._open
         if seen is None or not seen.open_passes:  # it did not begin as one: an export
@@ -81,12 +105,12 @@ class AfterForward(_Hook):
             device = monitor._device
             if device is not None and device.is_capturing():
                 return
-            batch: Mapping[str, Any] = monitor._name_inputs(args, kwargs) if args else kwargs
+            batch: Mapping[str, Any] = model.name_inputs(args, kwargs) if args else kwargs
             if monitor._watched.latest is not None:
                 batch = monitor._watched.take_alike(batch)
             if not seen.is_given:
-                seen.batches.append(monitor._trained.take(batch, device, seen.copies))
-                if seen.is_measured:
+                seen.batches.append(Taken(model, model.take(batch, device, seen.copies)))
+                if seen.is_measured and model is monitor._trained:
                     seen.live_batches.append(batch)
             if device is not None:
                 values = monitor._values
@@ -101,37 +125,60 @@ class AfterForward(_Hook):
 
 
 class InsideForward(_Hook):
-    """Looks once, from inside the model, what its products are computed in; autocast is on there if anywhere."""
+    """Looks once, inside a training pass, what products are computed in: autocast is on there if anywhere."""
 
     __slots__ = ("handle",)
 
-    def __init__(self, monitor: TrainingMonitor) -> None:
-        super().__init__(monitor)
+    def __init__(self, monitor: TrainingMonitor, model: WatchedModel) -> None:
+        super().__init__(monitor, model)
         self.handle: Any = None
 
     def __call__(self, module: Any, _args: Any) -> None:
         if is_compiling():
             return
         monitor = self._monitor()
-        if monitor is not None:
-            monitor._see_dtype(module)
+        if monitor is not None and not monitor._is_off:
+            if monitor._open is None or not monitor._open.open_passes:
+                return  # a pass that does not train
+            monitor._see_inside(module)
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
 
 
-def register_hooks(monitor: TrainingMonitor, model: Any, sees_dtype: bool) -> list[Any]:
-    """Their handles; `sees_dtype`: also a hook inside the model that looks at the dtype of its products."""
-    handles = [
-        model.register_forward_pre_hook(BeforeForward(monitor), with_kwargs=True),
-        model.register_forward_hook(AfterForward(monitor), with_kwargs=True),
-    ]
-    linear = next((each for each in strip(model).modules() if type(each).__name__.endswith("Linear")), None)
-    if sees_dtype and linear is not None and next(linear.parameters(recurse=False), None) is not None:
-        inside = InsideForward(monitor)
-        inside.handle = linear.register_forward_pre_hook(inside)
+def register_hooks(monitor: TrainingMonitor, model: WatchedModel, looks_inside: bool) -> list[Any]:
+    """Their handles; `looks_inside`: also a hook inside the model that sees what its products are computed in."""
+    live = model.live
+    inner = unwrap(live)
+    handles = _register(live, monitor, model, is_inner=False)
+    # generate() calls the inner model, past PEFT, DDP and their like; a compiled one would compile the hooks.
+    if inner is not live and callable(getattr(inner, "generate", None)) and not _is_compiled(live):
+        handles += _register(inner, monitor, model, is_inner=True)
+    layer = _find_layer(strip(live)) if looks_inside else None
+    if layer is not None:
+        inside = InsideForward(monitor, model)
+        inside.handle = layer.register_forward_pre_hook(inside)
         handles.append(inside.handle)
     return handles
+
+
+def _register(module: Any, monitor: TrainingMonitor, model: WatchedModel, is_inner: bool) -> list[Any]:
+    return [
+        module.register_forward_pre_hook(BeforeForward(monitor, model, is_inner), with_kwargs=True),
+        module.register_forward_hook(AfterForward(monitor, model, is_inner), with_kwargs=True),
+    ]
+
+
+def _is_compiled(module: Any) -> bool:
+    return any(hasattr(each, "_orig_mod") for each in module.modules())
+
+
+def _find_layer(model: Any) -> Any:
+    """A layer that computes products: the first linear one."""
+    for each in model.modules():
+        if "Linear" in type(each).__name__ and next(each.parameters(recurse=False), None) is not None:
+            return each
+    return None
 
 
 def name_arguments(model: Any) -> tuple[str, ...]:

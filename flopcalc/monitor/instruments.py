@@ -13,6 +13,7 @@ from typing import Any
 
 from flopcalc.core.model.live import strip
 from flopcalc.errors import FlopcalcError
+from flopcalc.monitor.place import allows_tf32 as _allows_tf32
 
 _KEPT = 256  # counts of copies that are kept
 # Floats by name, where only a shape is known.
@@ -282,19 +283,6 @@ def list_tensor_dtypes(model: Any, wanted: str | None = None) -> list[str]:
         cast = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype("cuda"))
     likely = [cast, own] if cast or own else ["bf16", *tf32, "fp16"]
     return list(dict.fromkeys(dtype for dtype in likely if dtype))
-
-
-def _allows_tf32() -> bool:
-    import warnings
-
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return bool(torch.backends.cuda.matmul.allow_tf32)
-        except RuntimeError:  # set through torch's newer switch
-            return str(getattr(torch.backends.cuda.matmul, "fp32_precision", "")) == "tf32"
 
 
 def _counted_with(dtype: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ CORE = (
 # In every record too: what the numbers rest on.
 CONTEXT = (
     "perf/source", "perf/convention", "perf/peak_flops_per_s", "perf/device", "perf/dtype", "perf/scope", "perf/steps",
+    "perf/mfu_step", "perf/mfu_of_bf16_peak",
 )  # fmt: skip
 # Every `detail_every` steps; goodput/lost_<cause>_s joins them, with causes that only the run knows.
 DETAIL = (
@@ -26,6 +27,9 @@ DETAIL = (
     "goodput/share",
 )  # fmt: skip
 LOST_PREFIX, LOST_SUFFIX = "goodput/lost_", "_s"
+# Of a step that is more than training; each with flops, hardware_flops, seconds and mfu.
+PASS_PREFIX = "perf/passes/"
+PASSES = ("train", "reference", "rollout", "score", "eval")
 DATASET_PREFIX = "dataset/"
 
 # Ours -> theirs, only where meaning and unit are the same; every other key keeps its own name. Left out on purpose:

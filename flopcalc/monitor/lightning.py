@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from flopcalc.monitor.callback import MonitorCallback, find_unseen_dtype, guarded, pick_rates
+from flopcalc.monitor.callback import MonitorCallback, guarded, pick_rates
 
 # Two packages hold the same classes; the Trainer most likely comes from the one that is imported already.
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class FlopcalcMonitor(MonitorCallback, Callback):
         is_compiled = self._is_hidden or hasattr(model, "_orig_mod")
         found = {
             "sinks": ("jsonl",),  # services are reached by the Trainer's own loggers
-            "dtype": find_unseen_dtype(model, _AUTOCAST.get(str(trainer.precision))) if is_compiled else None,
+            "autocast": _AUTOCAST.get(str(trainer.precision), "none") if is_compiled else None,
         }
         self._open(model, folder, found)
         self._step, self._steps = trainer.global_step, 0

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from flopcalc.monitor.keys import PASS_PREFIX
 from flopcalc.monitor.ranks import Combined, Sums
 from flopcalc.monitor.settings import Settings
 
-CAUSES = ("start", "data", "eval", "checkpoint", "stall", "measure", "redone", "other")
+CAUSES = ("start", "data", "rollout", "eval", "checkpoint", "stall", "measure", "redone", "other")
+Formats = Mapping[str, float]  # number format -> FLOPs
+UNKNOWN: Formats = {"": math.nan}
 _RECENT = 64  # steps whose median a stall is compared with
 _MOST_DATASETS = 100  # of more of them a record holds those that changed since the last one
 
@@ -22,6 +25,43 @@ class Peak(NamedTuple):
     flops_per_s: float = math.nan
     device: str | None = None
     dtype: str | None = None
+    bf16_flops_per_s: float = math.nan  # of the same device
+
+
+class Peaks:
+    """The dense peak of every number format on one device; each is found when it is first asked for."""
+
+    def __init__(self, find: Callable[[str], Peak] | None = None) -> None:
+        self._find = find
+        self._known: dict[str, Peak] = {}
+
+    def find(self, name: str) -> Peak:
+        if name not in self._known:
+            self._known[name] = self._find(name) if self._find is not None else Peak()
+        return self._known[name]
+
+    def combine(self, flops: Formats) -> Peak:
+        """One peak in place of all: the rate at which FLOPs, each at the peak of its format, take the least time."""
+        names = sorted((name for name in flops if name), key=lambda name: -flops[name])
+        peaks = [self.find(name) for name in names]
+        if len(peaks) == 1:
+            return peaks[0]
+        if not peaks:
+            return next(iter(self._known.values()), Peak())
+        seconds = sum(flops[name] / peak.flops_per_s for name, peak in zip(names, peaks, strict=True))
+        kinds = dict.fromkeys(peak.dtype or name for name, peak in zip(names, peaks, strict=True))
+        rate = _divide(sum(flops[name] for name in names), seconds)
+        return Peak(rate, peaks[0].device, "+".join(kinds), peaks[0].bf16_flops_per_s)
+
+
+class Pass(NamedTuple):
+    """Forward passes of one kind in a step, beside those that train."""
+
+    name: str
+    model: Formats | None  # FLOPs by number format; None: not known
+    hardware: Formats | None
+    seconds: float
+    is_in_step: bool = True  # its time is a part of the step's
 
 
 class Step(NamedTuple):
@@ -31,8 +71,8 @@ class Step(NamedTuple):
     wall_s: float  # from the end of the step before, without what was lost in between
     data_s: float = 0.0  # of it, before the first forward pass
     device_s: float = math.nan  # from its first kernel to its last, on the device's own clock
-    model_flops: float = math.nan  # an int where it is known
-    hardware_flops: float = math.nan
+    model: Formats = UNKNOWN  # FLOPs of its training passes, by number format; ints where they are known
+    hardware: Formats = UNKNOWN
     tokens: float = math.nan
     padded_tokens: float = math.nan
     samples: float = math.nan
@@ -42,6 +82,39 @@ class Step(NamedTuple):
     model_factor: float = 1.0  # the same of what the model needs: 1 where kernels' own blocks and padding were measured
     source: str = "estimate"
     datasets: tuple[tuple[str, int, float], ...] = ()  # name, samples, tokens
+    passes: tuple[Pass, ...] = ()  # that do not train
+    owes: str = ""  # a pass whose FLOPs nobody gave
+
+    @property
+    def model_flops(self) -> float:
+        return sum(self.model.values())
+
+    @property
+    def hardware_flops(self) -> float:
+        return sum(self.hardware.values())
+
+    @property
+    def other_s(self) -> float:
+        """The time inside passes that do not train."""
+        return sum(each.seconds for each in self.passes if each.is_in_step)
+
+    @property
+    def rollout_s(self) -> float:
+        return sum(each.seconds for each in self.passes if each.is_in_step and each.name == "rollout")
+
+
+class PassSums:
+    """Sums over passes of one kind."""
+
+    def __init__(self) -> None:
+        self.model: dict[str, float] = {}
+        self.hardware: dict[str, float] = {}
+        self.seconds = 0.0
+
+    def add(self, model: Formats, hardware: Formats, seconds: float) -> None:
+        _add_formats(self.model, model)
+        _add_formats(self.hardware, hardware)
+        self.seconds += seconds
 
 
 class Window:
@@ -49,11 +122,13 @@ class Window:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.wall_s = self.data_s = self.device_s = 0.0
+        self.wall_s = self.data_s = self.device_s = self.other_s = 0.0
         self.device_steps = 0  # whose device time was taken
-        self.device_flops: float = 0  # of those
-        self.model_flops: float = 0
-        self.hardware_flops: float = 0
+        self.device_model: dict[str, float] = {}  # FLOPs of those
+        self.model: dict[str, float] = {}
+        self.hardware: dict[str, float] = {}
+        self.others: dict[str, float] = {}  # FLOPs of passes that do not train, in the time of the steps
+        self.passes: dict[str, PassSums] = {}
         self.tokens: float = 0
         self.padded_tokens: float = 0
         self.samples: float = 0
@@ -63,40 +138,70 @@ class Window:
         self.steps += 1
         self.wall_s += step.wall_s
         self.data_s += step.data_s
+        model = _scale(step.model, step.model_factor)
         if math.isfinite(step.device_s):
             self.device_steps += 1
             self.device_s += step.device_s
-            self.device_flops += _scale(step.model_flops, step.model_factor)
-        self.model_flops += _scale(step.model_flops, step.model_factor)
-        self.hardware_flops += _scale(step.hardware_flops, step.factor)
+            _add_formats(self.device_model, model)
+        _add_formats(self.model, model)
+        hardware = _scale(step.hardware, step.factor)
+        _add_formats(self.hardware, hardware)
         self.tokens += step.tokens
         self.padded_tokens += step.padded_tokens
         self.samples += step.samples
         self.images += step.images
+        if step.owes:
+            _add_formats(self.others, UNKNOWN)
+        if not step.passes:
+            return
+        self.other_s += step.other_s
+        for each in step.passes:
+            flops = UNKNOWN if each.model is None else each.model
+            self.passes.setdefault(each.name, PassSums()).add(flops, each.hardware or UNKNOWN, each.seconds)
+            if each.is_in_step:
+                _add_formats(self.others, flops)
 
     @property
     def device_step_s(self) -> float:
         """The mean device time of a step."""
         return self.device_s / self.device_steps if self.device_steps else math.nan
 
-    def to_sums(self, peak_flops_per_s: float) -> Sums:
+    def find_peaks(self, peaks: Peaks) -> tuple[Peak, Peak, Peak]:
+        """Of the FLOPs that the model needs, of those that hardware executes, and of all passes."""
+        model = peaks.combine(self.model)
+        together = dict(self.model)
+        _add_formats(together, self.others)
+        return model, peaks.combine(self.hardware), peaks.combine(together)
+
+    def to_sums(self, peaks: Peaks) -> Sums:
+        model, hardware, step = self.find_peaks(peaks)
         return Sums(
-            self.steps, self.model_flops, self.hardware_flops, self.tokens, self.padded_tokens, self.samples,
-            self.images, self.wall_s, self.steps * self.device_step_s, peak_flops_per_s,
+            self.steps, sum(self.model.values()), sum(self.hardware.values()), self.tokens, self.padded_tokens,
+            self.samples, self.images, self.wall_s, self.steps * self.device_step_s, model.flops_per_s,
+            self.other_s, sum(self.others.values()), hardware.flops_per_s, step.flops_per_s,
         )  # fmt: skip
 
-    def mean(self, peak_flops_per_s: float, scope: str) -> Combined:
+    def mean(self, peaks: Peaks, scope: str) -> Combined:
         """The mean step of this rank alone."""
         n = self.steps or math.nan
+        model, hardware, step = self.find_peaks(peaks)
         return Combined(
-            self.steps, self.model_flops / n, self.hardware_flops / n, self.tokens / n, self.padded_tokens / n,
-            self.samples / n, self.images / n, self.wall_s / n, self.device_step_s, peak_flops_per_s, None, (),
-            scope, (),
+            self.steps, sum(self.model.values()) / n, sum(self.hardware.values()) / n, self.tokens / n,
+            self.padded_tokens / n, self.samples / n, self.images / n, self.wall_s / n, self.device_step_s,
+            model.flops_per_s, None, (), scope, (), 1, self.other_s / n, sum(self.others.values()) / n,
+            hardware.flops_per_s, step.flops_per_s,
         )  # fmt: skip
 
 
-def _scale(flops: float, factor: float) -> float:
-    return flops if factor == 1.0 else flops * factor  # an exact count stays one
+def _scale(flops: Formats, factor: float) -> Formats:
+    if factor == 1.0:
+        return flops  # an exact count stays one
+    return {name: each * factor for name, each in flops.items()}
+
+
+def _add_formats(sums: dict[str, float], flops: Formats) -> None:
+    for name, each in flops.items():
+        sums[name] = sums.get(name, 0) + each
 
 
 def _divide(a: float, b: float) -> float:
@@ -134,7 +239,8 @@ class Meter:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.peak = Peak()
+        self.peaks = Peaks()
+        self.peak = Peak()  # of the format of most products, as far as it is known before they are counted
         self.convention = "model"
         self.goodput = Goodput()
         self.redone_until = 0  # steps up to this one were done before by an earlier run
@@ -171,7 +277,7 @@ class Meter:
     def _close_interval(self) -> None:
         window, self._interval = self._interval, Window()
         number = -(-self.steps // self.settings.detail_every)
-        self._due.append((number, window.to_sums(self.peak.flops_per_s)))
+        self._due.append((number, window.to_sums(self.peaks)))
 
     def _add(self, step: Step) -> None:
         self._last = step
@@ -209,8 +315,10 @@ class Meter:
             self._interval.add(step._replace(factor=1.0, model_factor=1.0))
 
     def _settle(self, step: Step) -> None:
-        """Goodput: data and stalls are lost time, and so is work that an earlier run had done."""
-        work = step.wall_s - step.data_s
+        """Goodput: data, rollouts and stalls are lost time, and so is work that an earlier run had done."""
+        rollout_s = min(step.rollout_s, step.wall_s - step.data_s)
+        work = step.wall_s - step.data_s - rollout_s
+        self.goodput.lose("rollout", rollout_s)
         if step.number <= self.redone_until:
             self.goodput.lose("redone", work)
             self.goodput.lose("data", step.data_s)
@@ -246,33 +354,42 @@ class Meter:
         last = self._last
         if last is not None:
             found = found._replace(
-                model_flops=_scale(found.model_flops, last.model_factor),
-                hardware_flops=_scale(found.hardware_flops, last.factor),
+                model_flops=_scale_number(found.model_flops, last.model_factor),
+                hardware_flops=_scale_number(found.hardware_flops, last.factor),
             )
         self.combined = found
 
     def report(
         self, values: Mapping[str, Any], elapsed_s: float, gauge: Mapping[str, float] | None = None
-    ) -> dict[str, Any]:
-        """A record: rates since the last report, the values given, and what is due of details and datasets."""
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A record, and details that are not due: all values that are compared are of the same steps.
+
+        A record holds rates since the last report, the values given, and what is due of details and datasets.
+        """
         window, self._window = self._window, Window()
         self.is_unreported = False
         found = self._mean(window)
-        record = {**values, **_list_rates(found), **self._context(found)}
+        peak = window.find_peaks(self.peaks)[0]
+        record = {**values, **_list_rates(found), **self._context(found, peak), **self._split_passes(window)}
+        record["perf/mfu_of_bf16_peak"] = _divide(
+            found.model_flops, found.train_s * peak.bf16_flops_per_s * found.ranks
+        )
+        details = self._details(window, found, elapsed_s) | dict(gauge or {})
         if self.is_detail_due():
             self._last_detail = self.steps
-            detail, self._detail = self._detail, Window()
-            record |= self._details(detail, elapsed_s, gauge or {})
+            self._detail = Window()
+            record |= details
+            details = {}
         if self.steps - self._last_datasets >= self.settings.dataset_metrics_every:
             self._last_datasets = self.steps
             record |= self._describe_datasets()
         share = record["perf/mfu"]
         if share > 1:
             self.problems["above 1"] = (
-                f"MFU is {share:.3f}, above 1: the peak ({self.peak.flops_per_s:g} FLOP/s of {self.peak.device}, "
-                f"{self.peak.dtype}), the step time or the count is wrong"
+                f"MFU is {share:.3f}, above 1: the peak ({found.peak_flops_per_s:g} FLOP/s of {peak.device}, "
+                f"{peak.dtype}), the step time or the count is wrong"
             )
-        return record
+        return record, details
 
     @property
     def last_number(self) -> int:
@@ -283,31 +400,53 @@ class Meter:
 
     def _mean(self, window: Window) -> Combined:
         """The mean step: of all ranks where they have answered, else of this one."""
-        return self.combined if self.combined is not None else window.mean(self.peak.flops_per_s, self.scope)
+        return self.combined if self.combined is not None else window.mean(self.peaks, self.scope)
 
-    def _context(self, found: Combined) -> dict[str, Any]:
+    def _context(self, found: Combined, peak: Peak) -> dict[str, Any]:
         last = self._last
+        if peak.dtype is None:
+            peak = self.peak
         return {
             "perf/source": last.source if last is not None else "none",
             "perf/convention": self.convention,
-            "perf/peak_flops_per_s": self.peak.flops_per_s,
-            "perf/device": self.peak.device,
-            "perf/dtype": self.peak.dtype,
+            "perf/peak_flops_per_s": peak.flops_per_s,
+            "perf/device": peak.device,
+            "perf/dtype": peak.dtype,
             "perf/scope": found.scope,
             "perf/steps": found.steps,
         }
 
-    def _details(self, window: Window, elapsed_s: float, gauge: Mapping[str, float]) -> dict[str, Any]:
-        last, found = self._last, self._mean(window)
-        # Of one rank exactly of the steps whose device time was taken.
+    def _split_passes(self, window: Window) -> dict[str, float]:
+        """Means of a step on this rank, by pass, where a step is more than training."""
+        if not window.passes:
+            return {}
+        train = PassSums()
+        train.add(window.model, window.hardware, window.wall_s - window.other_s)
+        found: dict[str, float] = {}
+        for name, sums in {"train": train, **window.passes}.items():
+            flops, executed = sum(sums.model.values()), sum(sums.hardware.values())
+            rate = self.peaks.combine(sums.model).flops_per_s
+            many = window.steps
+            found[f"{PASS_PREFIX}{name}/flops"] = flops if many == 1 else flops / many
+            found[f"{PASS_PREFIX}{name}/hardware_flops"] = executed if many == 1 else executed / many
+            found[f"{PASS_PREFIX}{name}/seconds"] = sums.seconds / many
+            found[f"{PASS_PREFIX}{name}/mfu"] = _divide(flops, sums.seconds * rate)
+        return found
+
+    def _details(self, window: Window, found: Combined, elapsed_s: float) -> dict[str, Any]:
+        last, detail = self._last, self._detail
+        # Few steps have device times: of one rank all of them since the last details.
         device_mfu = _divide(found.model_flops, found.device_s * found.peak_flops_per_s)
+        device_s = found.device_s
         if self.combined is None:
-            device_mfu = _divide(window.device_flops, window.device_s * self.peak.flops_per_s)
+            rate = self.peaks.combine(detail.device_model).flops_per_s
+            device_mfu = _divide(sum(detail.device_model.values()), detail.device_s * rate)
+            device_s = detail.device_step_s
         record: dict[str, Any] = {
-            "perf/hfu": _divide(found.hardware_flops, found.wall_s * found.peak_flops_per_s),
+            "perf/hfu": _divide(found.hardware_flops, found.train_s * found.hardware_peak),
             "perf/device_mfu": device_mfu,
-            "perf/device_step_time": found.device_s,
-            "perf/tflops_per_gpu": _divide(found.model_flops, found.wall_s * found.ranks) / 1e12,
+            "perf/device_step_time": device_s,
+            "perf/tflops_per_gpu": _divide(found.model_flops, found.train_s * found.ranks) / 1e12,
             "perf/padded_tokens_per_second": _divide(found.padded_tokens, found.wall_s),
             "perf/images_per_second": _divide(found.images, found.wall_s),
             "perf/data_time": _divide(window.data_s, window.steps),
@@ -321,7 +460,7 @@ class Meter:
         goodput = self.goodput.describe(elapsed_s)
         record["goodput/share"] = goodput["share"]
         record |= {f"goodput/{key}": value for key, value in goodput.items() if key.startswith("lost_")}
-        return record | dict(gauge)
+        return record
 
     def _describe_datasets(self) -> dict[str, float]:
         names, self._changed = self._changed, {}
@@ -339,11 +478,17 @@ class Meter:
         return found
 
 
+def _scale_number(flops: float, factor: float) -> float:
+    return flops if factor == 1.0 else flops * factor
+
+
 def _list_rates(found: Combined) -> dict[str, Any]:
-    share = _divide(found.model_flops, found.wall_s * found.peak_flops_per_s)
+    share = _divide(found.model_flops, found.train_s * found.peak_flops_per_s)
+    together = found.model_flops + found.other_flops
     return {
         "perf/mfu": share,
         "perf/mfu_percent": 100 * share,
+        "perf/mfu_step": _divide(together, found.wall_s * found.step_peak),
         "perf/step_time": found.wall_s,
         "perf/steps_per_second": _divide(1, found.wall_s),
         "perf/tokens_per_second": _divide(found.tokens, found.wall_s),

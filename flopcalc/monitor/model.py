@@ -1,26 +1,28 @@
-"""The model that is trained: how its batches are counted, what MFU is a share of, and what measures it."""
+"""A model that is watched: how its batches are counted, in every state that it runs in."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from flopcalc.core.model.live import unwrap
 from flopcalc.errors import FlopcalcError
-from flopcalc.monitor.batch import Intake, Snapshot, Work, bind_live
+from flopcalc.monitor.batch import Intake, Snapshot, bind_live
 from flopcalc.monitor.device import Device
 from flopcalc.monitor.messages import Say
-from flopcalc.monitor.meter import Meter, Peak
+from flopcalc.monitor.meter import Meter, Peaks
 from flopcalc.monitor.modes import Counts, Source, make_source
-from flopcalc.monitor.place import find_dtype, find_known_device, find_layout, find_peak, guess_dtype
+from flopcalc.monitor.passes import count_eager_pass, count_pass
+from flopcalc.monitor.place import Seen, find_known_device, find_layout, find_peak, guess_format, look_inside
 from flopcalc.monitor.settings import Settings
+from flopcalc.monitor.step import SeenStep
 
 
-class TrainedModel:
-    """Filled in at the first step; each part may fail by itself."""
+class WatchedModel:
+    """Filled in at the first step; each part may fail by itself. The first one that is watched is what trains."""
 
-    def __init__(self, settings: Settings, meter: Meter, say: Say) -> None:
+    def __init__(self, settings: Settings, meter: Meter, say: Say, is_first: bool = True) -> None:
         self.live: Any = None  # the module whose forward passes are seen
         self.given: Any = None  # what is counted, where that is not the live module
         self.intake: Intake | None = None
@@ -28,35 +30,124 @@ class TrainedModel:
         self.shared = 1  # ranks that work on one batch together
         self.take: Callable[[Mapping[str, Any], Device | None, list[Any]], Snapshot | None] = _take_sizes
         self.classify: Callable[[Mapping[str, Any]], Hashable] = _classify_alike
-        self.dtype = settings.dtype  # of its products
+        self.seen: Seen | None = None  # what its products are computed in; None: not known yet
+        self.open_calls = 0  # of the wrapper around it
+        self.is_frozen = False  # nothing of it trains
+        self.is_scorer = False  # it gives rewards, not words
+        self.ends: frozenset[int] = frozenset()  # tokens that end a generation
+        self.is_bound = False
+        self._names: tuple[str, ...] = ()  # of the model's positional arguments
+        self._adapted: Any = None  # a module that has adapters
+        self._base: Hashable = None  # which adapters are on where it trains
+        self._states: dict[Hashable, Intake | None] = {}  # which adapters are on -> how passes are counted
+        self._is_first = is_first
         self._settings = settings
         self._meter = meter
         self._say = say
         self._absolute: dict[Hashable, int] = {}  # sizes of a step -> FLOPs, where there is no formula
+        if settings.dtype is not None or settings.autocast is not None:
+            self.seen = Seen(settings.autocast if settings.autocast != "none" else None)
+
+    def look_at(self, live: Any) -> None:
+        """What a live module is, before its first pass."""
+        from flopcalc.monitor.hooks import name_arguments  # which imports torch
+
+        self.live = live
+        self._names = name_arguments(live)
+        inner = unwrap(live)
+        config = getattr(inner, "config", None)
+        weights = [each.requires_grad for each in live.parameters()]
+        self.is_frozen = not self._is_first and bool(weights) and not any(weights)
+        self.is_scorer = "Classification" in type(inner).__name__ or "Reward" in type(inner).__name__
+        ends = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
+        if ends is None:
+            ends = getattr(config, "eos_token_id", None)
+        self.ends = frozenset(ends if isinstance(ends, (list, tuple)) else () if ends is None else (ends,))
+        # PEFT's layers say it by a flag; HF's models have a method of that name.
+        layers = (each for each in live.modules() if isinstance(getattr(each, "disable_adapters", None), bool))
+        self._adapted = next(layers, None)
+
+    def name_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, by name."""
+        return {**dict(zip(self._names, args, strict=False)), **kwargs}
 
     def bind(self) -> None:
-        """The analytic count of the model as it stands; once more when the dtype of its products is seen."""
-        if self.dtype is not None:
-            self._meter.peak = find_peak(self._settings, self.live, self.dtype, self._say)
+        """The analytic count of the model as it stands; once more when it is seen what its products run in."""
+        if self._is_first:
+            self._find_peaks()
         model = self.given if self.given is not None else self.live
         if model is None:
             self._explain("no model was given: TrainingMonitor(…, model=model), or monitor.attach(model)")
             return
+        state = self.find_state()
+        if _is_off(state):  # its adapters are off: it does not train now
+            return
+        self.is_bound = True
         tensor, context, stages = find_layout(self._settings, self.live, self._say)
         self.shared = tensor * context
-        device = find_known_device(self._settings) if self.dtype is not None else None
         try:
-            estimator = bind_live(model, device, self.dtype)
+            self.intake = self._make_intake(model, context)
         except FlopcalcError as error:
             self._explain(str(error))
             return
-        self.intake = Intake(estimator, context)
+        self._base = state
+        self._states = {key: intake for key, intake in self._states.items() if not _is_off(key)}
+        self._states[state] = self.intake
         self.classify = self.intake.classify
         self.take = self.intake.take if stages == 1 else self._take_stage
-        self._meter.convention = estimator.convention
+        if self._is_first:
+            self._meter.convention = self.intake.estimator.convention
+
+    def _find_peaks(self) -> None:
+        """What MFU is a share of: one peak for each format, found when FLOPs of it come."""
+        settings, say = self._settings, self._say
+        if self.seen is not None or self.live is None:
+            self._meter.peaks = Peaks(lambda name: find_peak(settings, name, say))
+            if settings.dtype is not None or self.live is not None:
+                self._meter.peak = self._meter.peaks.find(settings.dtype or self._name_plain())
+
+    def _name_plain(self) -> str:
+        """What products that nothing else is known of are computed in."""
+        return guess_format(self.live, self.seen)
+
+    def _make_intake(self, model: Any, context: int, is_plain: bool = False) -> Intake:
+        cast = self.seen.autocast if self.seen is not None else None
+        device = find_known_device(self._settings) if self.seen is not None else None
+        estimator = bind_live(model, device, self._settings.dtype, cast, is_plain)
+        fp32 = "tf32" if self.seen is not None and self.seen.has_tf32 else "fp32"
+        return Intake(estimator, context, fp32)
+
+    def find_state(self) -> Hashable:
+        """Which of its adapters are on: asked before every pass that does not train."""
+        adapted = self._adapted
+        return None if adapted is None else (bool(adapted.disable_adapters), tuple(adapted.active_adapters))
+
+    def name_pass(self, is_training: bool, state: Hashable) -> str:
+        """What a pass without gradients is for."""
+        if self.is_frozen:
+            return "score" if self.is_scorer else "reference"
+        if _is_off(state) or (self.is_bound and state != self._base):
+            return "reference"
+        return "score" if is_training else "eval"
+
+    def find_intake(self, state: Hashable) -> Intake | None:
+        """How a pass in a state is counted; bound when it is first met, for the live model says it then."""
+        if state not in self._states:
+            try:
+                self._states[state] = self._make_intake(self.live, 1, is_plain=_is_off(state))
+            except FlopcalcError as error:
+                self._states[state] = None
+                self._explain_pass(str(error))
+        return self._states[state]
+
+    def _explain_pass(self, reason: str) -> None:
+        name = type(unwrap(self.live)).__name__
+        self._say(f"passes of {name} cannot be counted: {reason}", f"no count of {name}")
 
     def _explain(self, reason: str) -> None:
-        if self._settings.mode == "estimate" or self.live is None:
+        if not self._is_first:
+            self._explain_pass(reason)
+        elif self._settings.mode == "estimate" or self.live is None:
             self._say(f"FLOPs cannot be counted, so MFU is not known: {reason}", "no count")
         else:
             self._say(f"MFU is known only of steps as large as one that was measured: {reason}", "no count")
@@ -67,18 +158,25 @@ class TrainedModel:
         if self.source is None:
             self.source = make_source(settings, self.live, self._say)
 
-    def see_dtype(self, module: Any) -> None:
-        """Asked in a forward pass of a layer of the model."""
-        if self.dtype is None:
-            self.dtype = find_dtype(module)
+    def see_inside(self, module: Any) -> None:
+        """Asked in a training pass of a layer of the model."""
+        if self.seen is None:
+            self.seen = look_inside(module)
             self.bind()
 
     def settle_peak(self) -> None:
-        """The first step is over: where nobody saw the dtype by now, it is guessed from the weights."""
-        if math.isnan(self._meter.peak.flops_per_s) and self.dtype is None:
-            dtype = guess_dtype(self._settings, self.live, self._say)
-            if dtype is not None:
-                self._meter.peak = find_peak(self._settings, self.live, dtype, self._say)
+        """The first step is over: where nobody saw inside the model by now, its weights alone tell."""
+        if self.seen is None and self.live is not None:
+            has_hidden = any(str(each.dtype) == "torch.float32" for each in self.live.parameters())
+            if has_hidden and self._settings.peak_flops_per_s is None:
+                self._say(
+                    "MFU is not known: what products are computed in cannot be seen from outside (a compiled model, or "
+                    "one without linear layers); name it by monitoring.dtype, or say monitoring.autocast",
+                    "dtype",
+                )
+                return
+            self.seen = Seen(None)
+            self._find_peaks()
 
     def _take_stage(self, batch: Mapping[str, Any], device: Device | None, copies: list[Any]) -> Snapshot | None:
         """A pipeline's later stages are given activations: the first one counts for all."""
@@ -87,25 +185,6 @@ class TrainedModel:
             return None
         return self.intake.take(batch, device, copies)
 
-    def count_measured(self, batches: Sequence[Snapshot | None]) -> Counts | None:
-        """What the measured step should have counted, in the ways that counters count."""
-        if self.intake is None:
-            return None
-        try:
-            works = count_batches(self.intake, batches)
-            eager = [self.intake.count_eager(work) for work in works]
-        except FlopcalcError as error:
-            self._say(f"the measured batch cannot be counted: {error}", "no work")
-            return None
-        if not works:
-            return None
-        hardware = [work.hardware_flops for work in works if work.hardware_flops is not None]
-        return Counts(
-            model=sum(work.model_flops for work in works),
-            full=sum(eager),
-            hardware=sum(hardware) if len(hardware) == len(works) else None,
-        )
-
     def keep_absolute(self, sizes: Hashable) -> None:
         """Without a formula, what was measured holds for steps of the same sizes, and for no others."""
         found = self.source.absolute(()) if self.source is not None and self.intake is None else None
@@ -113,21 +192,17 @@ class TrainedModel:
         if found is not None and sizes and (not self._absolute or found != next(reversed(self._absolute.values()))):
             self._absolute[sizes] = found
 
-    def find_absolute(self, sizes: Hashable) -> int | None:
-        return self._absolute.get(sizes)
-
-    def forget(self) -> None:
-        """Another model comes: what was measured or seen of this one says nothing of it."""
-        self.close()
-        self.source = self.intake = None
-        self.take, self.classify = _take_sizes, _classify_alike
-        self.dtype = self._settings.dtype
-        self._meter.peak = Peak()
-        self._absolute.clear()
+    def find_absolute(self, sizes: Hashable) -> Mapping[str, float] | None:
+        found = self._absolute.get(sizes)
+        return None if found is None else {self._settings.dtype or self._name_plain(): found}
 
     def close(self) -> None:
         if self.source is not None:
             self.source.close()
+
+
+def _is_off(state: Hashable) -> bool:
+    return isinstance(state, tuple) and bool(state[0])
 
 
 def _take_sizes(batch: Mapping[str, Any], _device: Device | None, _copies: list[Any]) -> Snapshot:
@@ -140,5 +215,29 @@ def _classify_alike(_batch: Mapping[str, Any]) -> Hashable:
     return ()
 
 
-def count_batches(intake: Intake, batches: Sequence[Snapshot | None]) -> list[Work]:
-    return [intake.count(each) for each in batches if each is not None]
+def count_measured(step: SeenStep, say: Say) -> Counts | None:
+    """What a measured step should have counted, in the ways that counters count."""
+    taken = [(each.model, each.snapshot) for each in step.batches if each.snapshot is not None]
+    if not taken or any(model.intake is None for model, _ in taken):
+        return None
+    first = taken[0][0]
+    model = full = own = 0
+    hardware: float | None = 0
+    try:
+        for each, snapshot in taken:
+            assert each.intake is not None
+            work = each.intake.count(snapshot)
+            eager = each.intake.count_eager(work, snapshot.head)
+            full += eager
+            own += eager if each is first else 0
+            model += int(work.model_flops)
+            executed = work.hardware_flops
+            hardware = None if hardware is None or executed is None else hardware + executed
+        for seen in step.passes[step.measured_from :]:
+            full += count_eager_pass(seen)
+            beside = count_pass(seen)[1]
+            hardware = None if hardware is None or beside is None else hardware + sum(beside.values())
+    except FlopcalcError as error:
+        say(f"the measured batch cannot be counted: {error}", "no work")
+        return None
+    return Counts(model, full, None if hardware is None else int(hardware), own)

@@ -31,6 +31,7 @@ class Counts(NamedTuple):
     model: int | None
     full: int | None  # what an operator counter sees: every pair, recomputation included
     hardware: int | None
+    own: int | None = None  # of `full`, the training passes of the model that is copied; None: all of it
 
 
 class Factor(NamedTuple):
@@ -336,7 +337,10 @@ class SmartSource(_WithCounters):
             else:
                 self._refuse(str(error), f"smart: {error}")
             return
-        self._keep(step, kind, flops, counts.full if counts is not None else None, self._copy.name)
+        expected = None
+        if counts is not None:
+            expected = counts.full if counts.own is None else counts.own
+        self._keep(step, kind, flops, expected, self._copy.name)
 
     def _lost_counters(self, reason: str) -> None:
         torch = sys.modules.get("torch")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-from typing import Any
+import warnings
+from collections import Counter
+from typing import Any, NamedTuple
 
 from flopcalc.core.estimate import utilization
 from flopcalc.core.model.live import strip
@@ -49,22 +51,33 @@ def _detect() -> str | None:
     return detect_device() if torch is not None and torch.cuda.is_available() else None
 
 
-def find_peak(settings: Settings, model: Any, dtype: str | None, say: Say) -> Peak:
-    """The dense peak of this process's device; where there is none, it is said why and what to set."""
-    kind = _plain_dtype(dtype or "bf16")
-    name, rate, note = settings.device, settings.peak_flops_per_s, None
-    if settings.dtype is None and rate is None and model is not None and _has_fp8(model):
-        note = f"layers in fp8 beside others in {kind}: one peak does not fit. Choose one by monitoring.dtype"
-    else:
-        try:
-            name, rate, note = utilization.find_peak(settings.device or "auto", kind, rate)
-        except FlopcalcError as error:
-            note = str(error)
+class Seen(NamedTuple):
+    """What was seen inside a model while it ran."""
+
+    autocast: str | None  # the number format that autocast computes in; None: it is off
+    has_tf32: bool = False  # products of float32 may be computed in TF32
+
+
+def find_peak(settings: Settings, name: str, say: Say) -> Peak:
+    """The dense peak of this process's device for a number format; without one it is said why and what to set."""
+    kind = _plain_dtype(settings.dtype or name)
+    device, rate, bf16, note = settings.device, settings.peak_flops_per_s, None, None
+    try:
+        ideal = utilization.find_ideal_time(
+            {kind: 0}, device=settings.device or "auto", dtype=settings.dtype, peak=settings.peak_flops_per_s
+        )
+        device, bf16, note = ideal.device, ideal.bf16, ideal.note
+        rate = ideal.peaks[0].peak_flops_per_s if ideal.peaks else None
+    except FlopcalcError as error:
+        note = str(error)
     if rate is None:
+        note = note or "no peak known"
         for option, key in _OPTIONS.items():
-            note = (note or "no peak known").replace(option, key)
+            note = note.replace(option, key)
         say(f"MFU is not known: {note}", f"peak {kind}")
-    return Peak(math.nan if rate is None else rate, name, kind)
+    elif note:
+        say(note, f"peak {kind}")
+    return Peak(math.nan if rate is None else rate, device, kind, math.nan if bf16 is None else bf16)
 
 
 def _plain_dtype(dtype: str) -> str:
@@ -74,37 +87,40 @@ def _plain_dtype(dtype: str) -> str:
         return dtype  # has no peak, and the message will name it
 
 
-def _has_fp8(model: Any) -> bool:
-    """torchao and its like name their layers so."""
-    return any("float8" in name or "fp8" in name for name in {type(each).__name__.lower() for each in model.modules()})
-
-
-def find_dtype(module: Any) -> str:
-    """What a module's products are computed in: autocast's dtype, else its weight's; asked inside a forward pass."""
+def look_inside(module: Any) -> Seen:
+    """Whether autocast is on, and to what; asked inside a forward pass."""
     import torch
 
-    weight = next(module.parameters(recurse=False))
-    place = weight.device.type
+    weight = next(iter(module.parameters()), None)
+    place = weight.device.type if weight is not None else "cpu"
+    cast = None
     if torch.is_autocast_enabled(place):
-        return str(torch.get_autocast_dtype(place)).removeprefix("torch.")
-    if weight.dtype == torch.float32 and place == "cuda" and torch.backends.cuda.matmul.allow_tf32:
-        return "tf32"
-    return str(weight.dtype).removeprefix("torch.")
+        cast = _plain_dtype(str(torch.get_autocast_dtype(place)).removeprefix("torch."))
+    return Seen(cast if cast in ("bf16", "fp16") else None, place == "cuda" and allows_tf32())
 
 
-def guess_dtype(settings: Settings, model: Any, say: Say) -> str | None:
-    """Where nobody saw inside the model: its weights' dtype, unless autocast may hide behind it."""
-    if model is None or settings.peak_flops_per_s is not None:
-        return "bf16"
-    found = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point()}
-    if found and "float32" not in found:
-        return sorted(found)[0]
-    say(
-        "MFU is not known: the dtype of the products cannot be seen from outside (a compiled model, or one without "
-        "linear layers); name it by monitoring.dtype",
-        "dtype",
-    )
-    return None
+def allows_tf32() -> bool:
+    """Whether torch computes products of float32 in TF32 on a GPU."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return bool(torch.backends.cuda.matmul.allow_tf32)
+        except RuntimeError:  # set through torch's newer switch
+            return str(getattr(torch.backends.cuda.matmul, "fp32_precision", "")) == "tf32"
+
+
+def guess_format(model: Any, seen: Seen | None) -> str:
+    """The number format of most products, from a live model's weights and what was seen inside it."""
+    if seen is not None and seen.autocast is not None:
+        return seen.autocast
+    sizes: Counter[str] = Counter()
+    for each in model.parameters() if hasattr(model, "parameters") else ():
+        if each.is_floating_point():
+            sizes[str(each.dtype).removeprefix("torch.")] += each.numel()
+    found = _plain_dtype(sizes.most_common(1)[0][0]) if sizes else "bf16"
+    return "tf32" if found == "fp32" and seen is not None and seen.has_tf32 else found
 
 
 def find_layout(settings: Settings, model: Any, say: Say) -> tuple[int, int, int]:

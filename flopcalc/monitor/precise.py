@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from flopcalc.core.estimate.utilization import check_positive, find_peak
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.estimate.utilization import check_positive, find_ideal_time, find_peak, share_peak
 from flopcalc.core.model.live import strip, unwrap
 from flopcalc.errors import DeviceError, FlopcalcError, format_nearest, format_value
 from flopcalc.hardware.devices import find_device, parse_dtype
@@ -115,7 +117,10 @@ def calculate_precise_mfu(
         check_size(seq_length, "seq_length")
         kind = parse_dtype(dtype) if dtype is not None else _find_dtype(model)
         name, rate, missing = find_peak(device or "auto", kind, peak)
-        found = _measure(model, batch_size, seq_length, measurement_mode, _find_known(name), kind)
+        binding = _Binding(model, _find_known(name), kind if dtype is not None else None, _find_autocast())
+        found = _measure(binding, batch_size, seq_length, measurement_mode, kind)
+        formats = {kind: found.flops} if dtype is not None else _split(binding, batch_size, seq_length, found, kind)
+        ideal = find_ideal_time(formats, device=device or "auto", dtype=dtype, peak=peak)
     except (FlopcalcError, NotMeasured) as error:
         return _warn(MeasuredMfu(math.nan, peak_flops_per_s=rate, device=name, note=str(error)))
     except Exception as error:  # a step that fails here says nothing of the caller's own: NaN, and why
@@ -125,8 +130,11 @@ def calculate_precise_mfu(
     if rate is None:
         note = f"{missing} (here: device=…, peak=…)"
         return _warn(MeasuredMfu(math.nan, found.source, found.convention, found.flops, None, name, note))
-    value = found.flops / (step_time * rate)
-    made = MeasuredMfu(value, found.source, found.convention, found.flops, rate, name, found.note)
+    share = share_peak(ideal, "MFU", step_time)
+    value = math.nan if share.value is None else share.value
+    rate = share.peak_flops_per_s
+    notes = "; ".join(each for each in (found.note, ideal.note) if each) or None
+    made = MeasuredMfu(value, found.source, found.convention, found.flops, rate, name, notes)
     if value > 1:
         made.note = f"MFU is {value:.3f}, above 1: the peak, the step time or the batch is wrong"
         _warn(made)
@@ -162,10 +170,49 @@ def _find_known(name: str | None) -> str | None:
 # --- The four modes ---------------------------------------------------------------------------------------------------
 
 
-def _measure(model: Any, batch: int, seq: int, mode: str, device: str | None, dtype: str) -> _Measured:
-    counts: Counts | None = None
+class _Binding(NamedTuple):
+    """A model, and what its products are computed in."""
+
+    model: Any
+    device: str | None  # whose kernels were measured
+    compute: str | None  # as asked
+    autocast: str | None
+
+    def bind(self) -> Estimator:
+        return bind_live(self.model, self.device, self.compute, self.autocast)
+
+
+def _find_autocast() -> str | None:
+    """What autocast computes in, where the caller has it on."""
+    torch = sys.modules.get("torch")
+    for place in ("cuda", "cpu"):
+        if torch is not None and torch.is_autocast_enabled(place):
+            name = parse_dtype(torch.get_autocast_dtype(place))
+            return name if name in ("bf16", "fp16") else None
+    return None
+
+
+def _split(binding: _Binding, batch: int, seq: int, found: _Measured, kind: str) -> dict[str, float]:
+    """FLOPs by number format, in the shares of the analytic count; of one format without it."""
     try:
-        counts = _count(model, batch, seq, device, dtype)
+        estimator = binding.bind()
+        estimate = estimator(batch, seq, decoder_seq_len=seq if estimator.has_decoder else None)
+    except FlopcalcError:
+        return {kind: found.flops}
+    formats: dict[str, float] = {}
+    for name, flops in estimate.by_dtype().items():
+        name = kind if name == "fp32" and kind == "tf32" else name
+        formats[name] = formats.get(name, 0) + flops.total
+    if len(formats) == 1:
+        return dict.fromkeys(formats, found.flops)
+    return {name: flops * found.flops / estimate.total for name, flops in formats.items()}
+
+
+def _measure(binding: _Binding, batch: int, seq: int, mode: str, dtype: str) -> _Measured:
+    counts: Counts | None = None
+    model = binding.model
+    try:
+        counts = _count(binding, batch, seq)
     except FlopcalcError:
         if mode == "estimate" or not hasattr(model, "parameters"):
             raise
@@ -184,9 +231,9 @@ def _measure(model: Any, batch: int, seq: int, mode: str, device: str | None, dt
     return _measure_smart(model, batch, seq, counts, dtype)
 
 
-def _count(model: Any, batch: int, seq: int, device: str | None, dtype: str) -> Counts:
+def _count(binding: _Binding, batch: int, seq: int) -> Counts:
     """The analytic counts of a plain training step."""
-    estimator = bind_live(model, device, dtype)
+    estimator = binding.bind()
     estimate = estimator(batch, seq, decoder_seq_len=seq if estimator.has_decoder else None)
     load = estimate.terms[0][1]
     if estimator.origin == "trace":

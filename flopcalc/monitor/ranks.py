@@ -21,7 +21,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -59,7 +59,11 @@ class Sums(NamedTuple):
     images: float
     wall_s: float
     device_s: float
-    peak_flops_per_s: float  # of this rank's device; not a sum
+    peak_flops_per_s: float  # of this rank's device, for its FLOPs; not a sum
+    other_s: float = 0.0  # of wall_s, in passes that do not train
+    other_flops: float = 0  # of these passes
+    hardware_peak_flops_per_s: float = math.nan  # for hardware FLOPs, as the next one for all passes; NaN: the peak
+    step_peak_flops_per_s: float = math.nan
 
 
 class Gathered(NamedTuple):
@@ -88,6 +92,24 @@ class Combined(NamedTuple):
     scope: str
     reasons: tuple[str, ...]  # why the FLOPs, the time or the peak are NaN
     ranks: int = 1  # that reported
+    other_s: float = 0.0  # of wall_s, in passes that do not train
+    other_flops: float = 0
+    hardware_peak_flops_per_s: float = math.nan  # NaN: the peak
+    step_peak_flops_per_s: float = math.nan
+
+    @property
+    def train_s(self) -> float:
+        """The time that training took, without other passes."""
+        return self.wall_s - self.other_s
+
+    @property
+    def hardware_peak(self) -> float:
+        peak = self.hardware_peak_flops_per_s
+        return self.peak_flops_per_s if math.isnan(peak) else peak
+
+    @property
+    def step_peak(self) -> float:
+        return self.peak_flops_per_s if math.isnan(self.step_peak_flops_per_s) else self.step_peak_flops_per_s
 
 
 def combine(gathered: Gathered, world: int, straggler_factor: float = 1.1) -> Combined:
@@ -102,6 +124,7 @@ def combine(gathered: Gathered, world: int, straggler_factor: float = 1.1) -> Co
         return {rank: getattr(one, name) / one.steps for rank, one in sums.items()}
 
     wall_s, device_s, model_flops = per_step("wall_s"), per_step("device_s"), per_step("model_flops")
+    train_s = {rank: time_s - sums[rank].other_s / sums[rank].steps for rank, time_s in wall_s.items()}
     peaks = {rank: one.peak_flops_per_s for rank, one in sums.items()}
     # In a synchronous step the ranks wait for each other on the host, so the device's own time tells more.
     times = wall_s if _unknown(device_s) else device_s
@@ -124,7 +147,15 @@ def combine(gathered: Gathered, world: int, straggler_factor: float = 1.1) -> Co
         scope=scope,
         reasons=tuple(f"{what} of {_ranks(ranks)} not known" for what, ranks in unknown.items() if ranks),
         ranks=len(sums),
+        other_s=_longest(wall_s) - _longest(train_s),
+        other_flops=sum(per_step("other_flops").values()),
+        hardware_peak_flops_per_s=_add_peaks([one.hardware_peak_flops_per_s for one in sums.values()]),
+        step_peak_flops_per_s=_add_peaks([one.step_peak_flops_per_s for one in sums.values()]),
     )
+
+
+def _add_peaks(peaks: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, peaks)) else sum(peaks)
 
 
 def _longest(times_s: Mapping[int, float]) -> float:
@@ -359,6 +390,8 @@ class Listener(Side):
         """Whether it was sums; the first line is only who speaks."""
         if peer.rank is not None:
             interval, *numbers = message
+            if len(numbers) != len(Sums._fields):
+                raise ValueError("not the sums of a rank")
             self._keep(peer.rank, interval, Sums(*numbers))
             return True
         token, rank = message

@@ -13,17 +13,22 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, TypeVar
 
-from flopcalc.errors import format_nearest
-from flopcalc.monitor.batch import HostBatches, Shape, Watched
+from flopcalc.errors import WorkloadError, format_nearest
+from flopcalc.monitor.batch import HostBatches, Intake, Shape, Watched, bind_live
 from flopcalc.monitor.device import Device, find_device
 from flopcalc.monitor.digest import Digester, make_plain_record
-from flopcalc.monitor.keys import CORE
+from flopcalc.monitor.keys import CORE, PASSES
 from flopcalc.monitor.messages import Messages, warn
+from flopcalc.monitor.meter import Peak
+from flopcalc.monitor.model import WatchedModel, count_measured
 from flopcalc.monitor.modes import Source
+from flopcalc.monitor.pass_log import PassLog
+from flopcalc.monitor.passes import read_lengths
 from flopcalc.monitor.place import find_rank
 from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, check_path, load_settings
-from flopcalc.monitor.step import DatasetMetrics, Entry, LostTime, SeenStep, StepContext
+from flopcalc.monitor.step import DatasetMetrics, Entry, LostTime, SeenStep, StepContext, Taken
 from flopcalc.monitor.values import Values
+from flopcalc.words import check_word
 
 _POLL_S = 0.25  # the worker looks this often
 _MARK_NS, _MARK_STEPS = 4_000_000_000, 64  # how often a step is marked on the device, and the device is asked
@@ -89,7 +94,11 @@ class TrainingMonitor:
         self._worker: threading.Thread | None = None
         self._messages = Messages()
         self._digester = Digester(self.settings, self.output_dir, log_path, self._messages, lambda: _clock())
-        self._trained = self._digester.model
+        self._trained = self._digester.model  # the first model; it trains
+        self._models = [self._trained]
+        self._passes = PassLog(lambda: _clock())
+        self._given: dict[int, tuple[Any, Intake]] = {}  # models of passes that ran elsewhere
+        self._owes = ""  # a pass that runs elsewhere, and that nobody gave
         self._device: Device | None = None
         self._marked_ns, self._marked_step = -_MARK_NS, 0  # when a step was marked on the device
         self._boundary = _clock()  # where the time of the next step begins
@@ -102,7 +111,6 @@ class TrainingMonitor:
         self._number = 0
         self._frequency = self.settings.frequency(None)
         self._is_started = False
-        self._names: tuple[str, ...] = ()  # of the model's positional arguments
         self._hooks: list[Any] = []
         for problem in problems:
             self.say(problem)
@@ -116,21 +124,80 @@ class TrainingMonitor:
 
     @_guarded
     def attach(self, model: Any) -> None:
-        """See every training forward pass of this module, whatever is wrapped around the model or inside it."""
-        trained = self._trained
-        self._is_started = self._is_started and model is trained.live
-        if not hasattr(model, "register_forward_pre_hook"):
-            trained.given = model
-        elif model is not trained.live:
+        """See every forward pass of this module, whatever is wrapped around the model or inside it.
+
+        A list names several: the first trains, others may train too, or be a reference, a teacher, a reward model.
+        """
+        models = list(model) if isinstance(model, (list, tuple)) else [model]
+        if not models:
+            return
+        first, trained = models[0], self._trained
+        self._is_started = self._is_started and first is trained.live and len(models) == 1
+        if not hasattr(first, "register_forward_pre_hook"):
+            trained.given = first
+        elif first is not trained.live:
             self._drop_hooks()
             if trained.live is not None:
                 self._catch_up()
-                trained.forget()
-            trained.live = model
-            from flopcalc.monitor.hooks import name_arguments, register_hooks  # which import torch
+                trained.close()
+                self._digester.meter.peak = Peak()
+                trained = self._trained = self._digester.model = self._make_model(is_first=True)
+            self._models = [trained]
+            self._watch(trained, first)
+        for other in models[1:]:
+            if hasattr(other, "register_forward_pre_hook") and all(other is not each.live for each in self._models):
+                self._models.append(self._make_model(is_first=False))
+                self._watch(self._models[-1], other)
 
-            self._names = name_arguments(model)
-            self._hooks += register_hooks(self, model, sees_dtype=trained.dtype is None)
+    def _make_model(self, is_first: bool) -> WatchedModel:
+        return WatchedModel(self.settings, self._digester.meter, self._messages.say, is_first)
+
+    def _watch(self, model: WatchedModel, live: Any) -> None:
+        from flopcalc.monitor.hooks import register_hooks  # which imports torch
+
+        model.look_at(live)
+        looks_inside = model is self._trained and model.seen is None
+        self._hooks += register_hooks(self, model, looks_inside)
+
+    @_guarded
+    def add_pass(
+        self,
+        name: str,
+        *,
+        model: Any = None,
+        prompts: Any = (),
+        completions: Any = (),
+        seconds: float | None = None,
+    ) -> None:
+        """Work of this step that ran outside of watched modules, as a rollout in a serving engine.
+
+        `prompts` and `completions` are lengths, or the tokens themselves, one of each for every sequence; `seconds` of
+        the step went into it. `model` is what `flopcalc.bind` takes; without it the model that is trained.
+        """
+        check_word(name, PASSES[1:], "pass", WorkloadError)
+        asked, made = read_lengths(prompts, "prompts"), read_lengths(completions, "completions")
+        asked, made = asked or [0] * len(made), made or [0] * len(asked)
+        if len(asked) != len(made):
+            raise WorkloadError(f"{len(asked)} prompts and {len(made)} completions: give one for each")
+        time_s = math.nan if seconds is None else float(seconds)
+        if seconds is None:
+            self.say("add_pass without seconds: the training time of such steps, and their MFU, are not known", "pass")
+        if not self._is_started:
+            self._start_up()
+        if self._owes == name:
+            self._owes = ""
+        self._passes.add_given(name, self._find_intake(model), asked, made, time_s)
+
+    def _find_intake(self, model: Any) -> Intake | None:
+        """How passes that ran elsewhere are counted."""
+        if model is None:
+            return self._trained.intake
+        for each in self._models:
+            if each.live is model:
+                return each.intake
+        if id(model) not in self._given:
+            self._given[id(model)] = (model, Intake(bind_live(model, None, self.settings.dtype)))
+        return self._given[id(model)][1]
 
     @_guarded
     def begin_step(self, batch: Any = None, *, dataset: str | Sequence[str] | None = None) -> None:
@@ -282,7 +349,7 @@ class TrainingMonitor:
             self._settle_report()
         self._is_ended = False
         now = _clock()
-        seen = self._open = SeenStep(now - self._boundary)
+        seen = self._open = SeenStep(self._passes.find_first(now) - self._boundary)
         device = self._device
         if device is not None and (
             now - self._marked_ns >= _MARK_NS or self._number - self._marked_step >= _MARK_STEPS
@@ -293,8 +360,17 @@ class TrainingMonitor:
                 device.poll(asks_stream=False)
         return seen
 
-    def _name_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(self._names, args, strict=False)), **kwargs}
+    def _begin_pass(self, model: WatchedModel, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A pass that does not train begins."""
+        if not self._is_started:
+            self._start_up()
+        inputs = model.name_inputs(args, kwargs) if args else kwargs
+        self._passes.begin(model, module, inputs, module.training, self._device)
+
+    @_guarded
+    def _end_pass(self, model: WatchedModel, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = model.name_inputs(args, kwargs) if args else kwargs
+        self._passes.end(model, module, inputs, self._device)
 
     def _see_mask(self, seen: SeenStep, mask: Any) -> None:
         """Without a batch or a model, the mask alone says how long the sequences are."""
@@ -311,7 +387,7 @@ class TrainingMonitor:
                 seen.kind = trained.classify(batch)
                 if source.wants(self._number + 1, seen.kind, self._frequency):
                     self._start_measuring(seen, source)
-            seen.batches.append(trained.take(batch, self._device, seen.copies))
+            seen.batches.append(Taken(trained, trained.take(batch, self._device, seen.copies)))
             if seen.is_measured:
                 seen.live_batches.append(batch)
             return
@@ -332,7 +408,10 @@ class TrainingMonitor:
             self._mark_end(seen)
         now = _clock()
         seen.wall_ns, self._boundary = now - self._boundary, now
-        seen.intake = trained.intake
+        self._passes.move_to(seen)
+        seen.owes = self._owes
+        for model in self._models:
+            model.open_calls = 0
         if seen.is_measured:
             self._stop_measuring(seen)
         if trained.source is not None and trained.source.measures:
@@ -351,7 +430,7 @@ class TrainingMonitor:
     def _hand_over(self, entry: Entry) -> None:
         entry.ended_ns = self._boundary
         device = self._device
-        if device is not None and (entry.copies or entry.has_held or entry.end is not None):
+        if device is not None and (entry.copies or entry.has_held or entry.end is not None or entry.passes):
             device.waiting.append(entry)
             if entry.end is not None:
                 device.has_mark = True
@@ -376,6 +455,7 @@ class TrainingMonitor:
         if self._device is None or not self._device.is_capturing():
             source.start()
             seen.is_measured = True
+            seen.measured_from = len(self._passes.passes)
 
     def _stop_measuring(self, seen: SeenStep) -> None:
         """The measured step is over: here, and only here, the device is waited for."""
@@ -391,7 +471,7 @@ class TrainingMonitor:
                 import torch
 
                 torch.cuda.synchronize()
-            counts = self._trained.count_measured(seen.batches)
+            counts = count_measured(seen, self._messages.say)
             source.stop(seen.number, seen.kind or (), counts, seen.live_batches)
             self._trained.keep_absolute(seen.sizes)
         except Exception as error:
@@ -446,8 +526,11 @@ class TrainingMonitor:
         self._watched.add(batch)
 
     @_guarded
-    def _see_dtype(self, module: Any) -> None:
-        self._trained.see_dtype(module)
+    def _see_inside(self, module: Any) -> None:
+        self._trained.see_inside(module)
+        for other in self._models[1:]:
+            other.seen = self._trained.seen
+            other.bind()
 
     # --- Once, at the first step ------------------------------------------------------------------------------------
 
@@ -457,13 +540,17 @@ class TrainingMonitor:
         digester = self._digester
         digester.rank, digester.world = find_rank()
         for part in (
-            self._find_device, digester.open_log, self._trained.bind, digester.open_source, digester.open_side,
+            self._find_device, digester.open_log, self._bind, digester.open_source, digester.open_side,
             self._start_worker,
         ):  # fmt: skip
             try:
                 part()
             except Exception as error:
                 self._fail(part.__name__, error)
+
+    def _bind(self) -> None:
+        for model in self._models:
+            model.bind()
 
     def _find_device(self) -> None:
         if self._device is None:
@@ -506,6 +593,7 @@ class TrainingMonitor:
     @_guarded
     def _lose_since(self, cause: str, before: int) -> None:
         now = _clock()
+        self._passes.lose(cause, before)
         self._boundary += now - before
         self._digester.add(LostTime(cause, (now - before) / 1e9))
 

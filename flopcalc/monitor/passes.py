@@ -1,0 +1,84 @@
+"""Forward passes that do not train: their kind, and what they count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flopcalc.core.workload.workload import Workload
+from flopcalc.errors import WorkloadError, format_value
+from flopcalc.monitor.batch import Work
+from flopcalc.monitor.meter import Formats
+from flopcalc.monitor.step import SeenPass
+from flopcalc.units import check_items, check_size
+
+if TYPE_CHECKING:
+    from flopcalc.monitor.batch import Intake
+
+
+def count_pass(seen: SeenPass) -> tuple[Formats, Formats | None]:
+    """FLOPs of a pass by number format: what the model needs, and what hardware executes."""
+    intake = seen.intake
+    if intake is None:
+        raise WorkloadError("its model has no formula")
+    if seen.given is not None:
+        return intake.count_lengths(*seen.given, generates=seen.name == "rollout")
+    work = _count_prompt(seen, intake)
+    if seen.new:
+        lengths = _find_lengths(seen, work.load.rows)
+        work = intake.count_generated(work, seen.new, lengths)
+    return work.model, work.hardware
+
+
+def count_eager_pass(seen: SeenPass) -> int:
+    """What an operator counter sees of a pass."""
+    intake = seen.intake
+    if intake is None:
+        raise WorkloadError("its model has no formula")
+    if seen.given is not None:
+        return 0  # it ran elsewhere
+    work = _count_prompt(seen, intake)
+    head = seen.snapshot.head if seen.snapshot is not None else None
+    found = intake.count_eager(work, head) if seen.snapshot is not None else 0
+    if seen.new:
+        load = work.load
+        decoded = Workload(load.rows, seen.new, phase="decode", context=load.seq)
+        found += intake.count_eager(work._replace(load=decoded))
+    return found
+
+
+def _count_prompt(seen: SeenPass, intake: Intake) -> Work:
+    if seen.snapshot is not None:
+        return intake.count(seen.snapshot, "forward")
+    rows = int(seen.fed[0].shape[0])
+    return Work(Workload(rows, max(1, seen.context), phase="forward"), {}, {}, 0, 0, 0, 0)
+
+
+def _find_lengths(seen: SeenPass, rows: int) -> list[int]:
+    """How many of the tokens each row needs: after its end it is fed on beside the others."""
+    lengths = [seen.new] * rows
+    if seen.ends and len(seen.fed) == seen.new:
+        for at, tokens in enumerate(seen.fed):
+            for row, token in enumerate(tokens.flatten().tolist()[:rows]):
+                if lengths[row] == seen.new and token in seen.ends:
+                    lengths[row] = at
+    return lengths
+
+
+def read_lengths(values: Any, what: str) -> list[int]:
+    """Lengths of sequences, given as numbers or as the sequences themselves."""
+    found = []
+    for value in check_items(values, what, form="a list of lengths, or of sequences"):
+        if hasattr(value, "shape") or (isinstance(value, Sequence) and not isinstance(value, (str, bytes))):
+            found.append(int(value.shape[0]) if hasattr(value, "shape") and len(value.shape) else _count(value, what))
+        else:
+            found.append(check_size(value, what, 0))
+    return found
+
+
+def _count(value: Any, what: str) -> int:
+    if hasattr(value, "shape"):
+        return check_size(value.item(), what, 0)
+    if not hasattr(value, "__len__"):
+        raise WorkloadError(f"{what} holds {format_value(value)}: give lengths, or sequences of tokens")
+    return len(value)
