@@ -45,11 +45,14 @@ def bind(
     model_type: str | None = None,
     head: str | None = None,
     mtp: int | bool | None = None,
+    max_length: int | None = None,
 ) -> Estimator:
     """The fast estimator of a model for a loop: a callable with estimate_flops' workload arguments.
 
     With `example_batch` (keyword arguments of its forward) any torch.nn.Module is traced instead of read from a spec:
     for `phases`, under convention full; `dims` says which axes are batch ('b') and length ('n') where it is not plain.
+    Other axes (a second length, height, width) are traced anew where a batch has other sizes; lengths beyond
+    `max_length` are neither traced nor counted.
 
     The convention is model unless said otherwise. `device` says which kernel "auto" stands for (without one it is
     SDPA's flash kernel), and whose measured constants convention hardware uses; they were measured in bf16, so another
@@ -71,6 +74,8 @@ def bind(
     if example_batch is None:
         if dims is not None:
             raise WorkloadError("dims says which axes of an example_batch are batch and length: give that too")
+        if max_length is not None:
+            raise WorkloadError("max_length bounds what is traced of an example_batch: give that too")
         return bind_config(
             model, recipe=recipe, convention="model" if convention is None else convention,
             attention_kernel=attention_kernel, device=device, formats=formats, spec=spec, download=download,
@@ -89,7 +94,7 @@ def bind(
         raise FlopcalcError("a module that is traced has one number format: give compute or dtype alone")
     from flopcalc.measure.trace.polynomials import trace_module  # torch: only where a module is traced
 
-    return trace_module(model, example_batch, phases=asked, dims=dims, compute=formats.compute)
+    return trace_module(model, example_batch, phases=asked, dims=dims, compute=formats.compute, max_length=max_length)
 
 
 def find_traced(

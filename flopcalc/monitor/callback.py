@@ -46,6 +46,7 @@ class MonitorCallback:
         output_dir: str | os.PathLike[str] | None = None,
         log_file: str | os.PathLike[str] | None = None,
         monitor: TrainingMonitor | None = None,
+        model: Any = None,
     ) -> None:
         super().__init__()
         if monitor is not None and (config is not None or output_dir is not None or log_file is not None):
@@ -54,19 +55,25 @@ class MonitorCallback:
         self._settings, self._notes = load_settings(config)  # a bad config ends here, not in training
         self._output_dir = check_path(output_dir, "output_dir") if output_dir is not None else None
         self._log_file = check_path(log_file, "log_file") if log_file is not None else None
+        self._watched = model  # in place of what the framework trains: a module, or a list of them
         self._is_own = monitor is None
         self._is_live = False
         self._is_reported = True
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, in this process or another, opens a monitor of its own: threads and hooks do not travel."""
-        return {**self.__dict__, "monitor": None, "_is_own": True, "_is_live": False, "_is_reported": True}
+        own = {"monitor": None, "_watched": None, "_is_own": True, "_is_live": False, "_is_reported": True}
+        return {**self.__dict__, **own}
 
     def _open(self, model: Any, output_dir: str | os.PathLike[str], found: Mapping[str, Any]) -> None:
-        """A training begins. `found` is what its framework says of settings; the config's word stands above it."""
+        """A training begins. `found` is what its framework says of settings; the config's word stands above it.
+
+        `model` is what is watched, unless the user named it; of a list the first one trains.
+        """
         from flopcalc.monitor.training import TrainingMonitor
 
         self._close()  # of a training that raised and begins anew
+        model = model if self._watched is None else self._watched
         if self._is_own or self.monitor is None:
             missing = {name: value for name, value in found.items() if getattr(self._settings, name) is None}
             settings = replace(self._settings, **missing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from typing import Any
@@ -24,13 +25,16 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, _control: Any, model: Any = None, **_: Any
     ) -> None:
         called = _find_called(model, args)
+        others = [] if self._watched is not None else _find_others(_find_trainer(), called)
         found = {
             "sinks": _find_sinks(args),
             "autocast": _name_autocast(args) if hasattr(called, "_orig_mod") else None,  # it cannot be seen inside
             "tensorboard_dir": os.environ.get("TENSORBOARD_LOGGING_DIR"),  # where the Trainer's own values go
             **_find_shares(args),
         }
-        self._open(called, args.output_dir or ".", found)
+        self._open([called, *others], args.output_dir or ".", found)
+        if getattr(args, "use_vllm", False) and self.monitor is not None:
+            self.monitor.expect_pass("rollout")
         self._has_threads = args.n_gpu > 1
         if self._has_threads and self.monitor is not None:
             self.monitor.say(
@@ -105,6 +109,35 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
             self.monitor.set_phase("warmup")
         elif is_first or state.global_step == warmup_steps:
             self.monitor.set_phase("main")
+
+
+def _find_trainer() -> Any:
+    """The Trainer that calls: it alone knows models beside the one that trains; None if nobody can be found."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "callback_handler") and hasattr(caller, "model"):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def _find_others(trainer: Any, model: Any) -> list[Any]:
+    """A reference, a teacher, reward models: what else a Trainer holds that has weights."""
+    from torch.nn import Module
+
+    if trainer is None:
+        return []
+    held = [value for value in vars(trainer).values() if isinstance(value, (Module, list, tuple))]
+    found = [each for value in held for each in (value if isinstance(value, (list, tuple)) else (value,))]
+    inside = {id(each) for each in model.modules()}
+    others: dict[int, Any] = {}
+    for each in found:
+        if not isinstance(each, Module) or id(each) in inside or next(each.parameters(), None) is None:
+            continue
+        if all(inner is not model for inner in each.modules()):  # a wrapper around it is not another one
+            others[id(each)] = each
+    return list(others.values())
 
 
 def _find_sinks(args: TrainingArguments) -> tuple[str, ...] | None:

@@ -124,7 +124,7 @@ class WatchedModel:
 
     def name_pass(self, is_training: bool, state: Hashable) -> str:
         """What a pass without gradients is for."""
-        if self.is_frozen:
+        if self.is_frozen or not (self._is_first or is_training):
             return "score" if self.is_scorer else "reference"
         if _is_off(state) or (self.is_bound and state != self._base):
             return "reference"

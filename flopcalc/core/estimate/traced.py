@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
@@ -35,6 +35,7 @@ from flopcalc.words import PHASES, Recompute
 SCHEMA = 2
 MAX_DECODED = 100_000
 MAX_TRACED_LAYERS = 1000
+MAX_SIBLINGS = 64  # sizes of one module that are traced each by itself
 _LIBRARIES = ("torch", "transformers", "peft")
 WHY_FULL = (
     "traced: what HF's code executes (convention full); what the model needs (model) and what fused kernels "
@@ -62,7 +63,8 @@ class Traced(NamedTuple):
     made_with: dict[str, str]
     visual: dict[str, Any]  # how images fill the sequence: {} for a text model
     polynomials: tuple[Polynomials, ...]
-    axes: dict[str, list[str | None]]  # of the example batch: 'b', 'n' or None per axis
+    # Of the example batch: 'b', 'n' or the size that it had, per axis; None in older files, where it is not known.
+    axes: dict[str, list[str | int | None]]
 
 
 class TracedEstimator(Estimator):
@@ -76,6 +78,7 @@ class TracedEstimator(Estimator):
         source: Source,
         recipe: Recipe,
         asked: FormatOptions = FormatOptions(),  # noqa: B008
+        retrace: Callable[[Mapping[str, tuple[int, ...]]], TracedEstimator] | None = None,
     ) -> None:
         made_with = ", ".join(f"{library} {version}" for library, version in traced.made_with.items())
         self.traced = traced
@@ -89,6 +92,10 @@ class TracedEstimator(Estimator):
         self.mtp = 0
         self.head, self.renamed = str(name_head(source)), None
         self._totals: dict[tuple[str, bool], tuple[tuple[Fraction, ...], ...]] = {}
+        self._retrace = retrace  # at other sizes of axes that were not solved for; None: the module is not at hand
+        self._siblings: dict[tuple[Any, ...], TracedEstimator] = {}
+        kinds = {kind for axes in traced.axes.values() for kind in axes if isinstance(kind, str)}
+        self._has_length = not traced.axes or "n" in kinds or bool(traced.visual)
         empty: dict[str, Any] = {name: {} for name in Spec._fields}
         self.spec = Spec(**{
             **empty, "name": traced.model_type, "file": "", "architecture": traced.name,
@@ -105,6 +112,8 @@ class TracedEstimator(Estimator):
         if load.decoder is not None or load.clips:
             raise WorkloadError("traced: one length alone was solved for, without a decoder's length or audio")
         self._check_grids(load)
+        if not self._has_length and load.seq != 1:
+            raise WorkloadError(f"traced: the module has a batch and no length, not one of {load.seq}: give seq_len=1")
         return Estimate((Term(self, load, 1),), self.count(load, "full"), notes)
 
     def change(
@@ -123,18 +132,52 @@ class TracedEstimator(Estimator):
         logits: int | str | None = None,
         read_device: bool = True,
     ) -> Estimate:
-        """FLOPs of one step on a real batch; without input_ids its sizes are read as the example's were."""
+        """FLOPs of one step on a real batch; without input_ids its sizes are read as the example's were.
+
+        A size that was not solved for is traced anew where it differs, never scaled.
+        """
+        if not isinstance(batch, Mapping):
+            raise WorkloadError(f"batch must be a mapping as given to the model, not {format_value(batch)}")
+        other = self._find_sibling(batch)
+        if other is not None:
+            return other.estimate_batch(batch, phase=phase, logits=logits, read_device=read_device)
         if "input_ids" in batch or "inputs_embeds" in batch:
             load, notes = read_batch(batch, phase=phase, logits=logits, read_device=read_device)
             return self.estimate(load, tuple(notes))
         sizes: dict[str, int] = {}
         for name, axes in self.traced.axes.items():
             for kind, size in zip(axes, getattr(batch.get(name), "shape", ()), strict=False):
-                if kind is not None and sizes.setdefault(kind, int(size)) != size:
+                if isinstance(kind, str) and sizes.setdefault(kind, int(size)) != size:
                     raise WorkloadError(f"{name}: axis {kind!r} is {size}, elsewhere in the batch {sizes[kind]}")
-        if set(sizes) != {"b", "n"}:
+        if set(sizes) != ({"b", "n"} if self._has_length else {"b"}):
             raise WorkloadError(f"the batch needs what the model was traced with: {', '.join(self.traced.axes)}")
-        return self.estimate(make_workload(sizes["b"], sizes["n"], phase=phase, logits=logits))
+        return self.estimate(make_workload(sizes["b"], sizes.get("n", 1), phase=phase, logits=logits))
+
+    def _find_sibling(self, batch: Mapping[str, Any]) -> TracedEstimator | None:
+        """The same module traced at the sizes of this batch; None where they are those of the example."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        changed = ""
+        for name, axes in self.traced.axes.items():
+            shape = getattr(batch.get(name), "shape", None)
+            if shape is None or not axes:
+                continue
+            shape = tuple(int(size) for size in shape)
+            if len(shape) != len(axes):
+                raise WorkloadError(f"{name} has {len(shape)} axes, and was traced with {len(axes)}")
+            for at, (kind, size) in enumerate(zip(axes, shape, strict=True)):
+                if isinstance(kind, int) and kind != size:
+                    changed = changed or f"{name}: axis {at} is {size}, and was traced at {kind}"
+            shapes[name] = tuple(size if isinstance(kind, int) else -1 for kind, size in zip(axes, shape, strict=True))
+        if not changed:
+            return None
+        key = tuple(sorted(shapes.items()))
+        if key not in self._siblings:
+            if self._retrace is None:
+                raise WorkloadError(f"{changed}: bind the module again with an example of this size")
+            if len(self._siblings) >= MAX_SIBLINGS:
+                raise WorkloadError(f"{changed}: {MAX_SIBLINGS} other sizes were traced already, bind the module again")
+            self._siblings[key] = self._retrace(shapes)
+        return self._siblings[key]
 
     def count(self, load: Workload, convention: str) -> Flops:
         found = self._find(load, convention)
@@ -199,8 +242,8 @@ class TracedEstimator(Estimator):
             if found.phase == load.phase and found.has_images == has_images:
                 if found.limit and load.seq + load.context > found.limit:
                     raise WorkloadError(
-                        f"traced: length {load.seq + load.context} is beyond a window or chunk of {found.limit}, where "
-                        "the count changes its form and nothing was traced"
+                        f"traced: length {load.seq + load.context} is beyond {found.limit}, a window, chunk or longest "
+                        "sequence, where the count may change its form and nothing was traced"
                     )
                 return found
         known = ", ".join(f"{p.phase}{' with images' if p.has_images else ''}" for p in self.traced.polynomials)

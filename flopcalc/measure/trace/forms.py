@@ -15,7 +15,9 @@ _LENGTHS = (6, 9, 14, 23, 31)
 _FRESH = 4  # points that the solution must predict
 DEFAULT_CHUNK = 64  # gated delta nets fix it in their code
 LARGEST = 4096  # a chunk or window beyond this is not traced, and lengths beyond it are refused
-_FAR = 1003  # every solution must hold at this length, too
+FAR = 1003  # every solution must hold at this length, too
+# What is tried in its place where the module refuses it, as one with fewer positions does.
+LESS_FAR = (512, 256, 128, 64, 48, 32, 16)
 
 
 class NoPolynomialError(FlopcalcError):
@@ -95,23 +97,38 @@ class Form:
     far: int = 0  # so many of the last candidates lie beyond chunks and windows: all of them are checked
 
 
-def list_forms(phase: str, grids: Sequence[tuple[Any, ...]], tokens: Callable[[Any], int], chunks: Sizes) -> list[Form]:
-    """Polynomials to try: plain ones first, then with ceil terms of each chunk size (or a cache's window)."""
+def list_forms(
+    phase: str,
+    grids: Sequence[tuple[Any, ...]],
+    tokens: Callable[[Any], int],
+    chunks: Sizes,
+    longest: int = 0,
+    has_length: bool = True,
+) -> list[Form]:
+    """Polynomials to try: plain ones first, then with ceil terms of each chunk size (or a cache's window).
+
+    No length beyond `longest` is traced, 0 for any; a module without a length is a polynomial of its batch alone.
+    """
     if phase == "decode":
         return _list_cached(chunks)
     if grids:
         return [_list_visual(grids, tokens)]
+    if not has_length:
+        return [Form(("1", "b"), tuple({"b": b, "n": 1} for b in (1, 2, 3, 5, 4, 7)))]
     plain = ("b", "b * n", "b * n * n", "1", "n", "n * n")
-    points = [{"b": b, "n": n} for n in _LENGTHS for b in (1, 2, 3)]
+    bound = longest or 10**9
+    lengths = _LENGTHS if bound >= _LENGTHS[-1] else sorted({max(1, bound * part // 6) for part in range(2, 7)})
+    points = [{"b": b, "n": n} for n in lengths for b in (1, 2, 3)]
     points.sort(key=lambda point: (point["b"] * point["n"], point["b"]))
     # Beyond every chunk last: what holds below one alone is refused there.
-    far = [{"b": 2, "n": n} for n in sorted({2 * size + 1 for size in chunks.chunks if size > 16} | {_FAR})]
+    beyond = {2 * size + 1 for size in chunks.chunks if size > 16} | {min(bound, FAR)}
+    far = [{"b": 2, "n": n} for n in sorted(beyond) if n <= bound]
     forms = [Form(plain, (*points, *far), len(far))]
-    for chunk in chunks.chunks:
+    for chunk in (size for size in chunks.chunks if 4 * size < bound):
         k = f"ceil(n / {chunk})"
         extra = (f"b * {k}", f"b * n * {k}", f"b * {k} * {k}")
-        lengths = {chunk // 2 + 1, chunk - 1, chunk, chunk + 1, 2 * chunk - 1, 3 * chunk, 3 * chunk + 2, 4 * chunk + 1}
-        near = [{"b": b, "n": n} for n in sorted(lengths) for b in (1, 2) if n > 0]
+        sizes = {chunk // 2 + 1, chunk - 1, chunk, chunk + 1, 2 * chunk - 1, 3 * chunk, 3 * chunk + 2, 4 * chunk + 1}
+        near = [{"b": b, "n": n} for n in sorted(sizes) for b in (1, 2) if n > 0]
         forms.append(Form((*plain[:3], *extra, *plain[3:]), (*points, *near, *far), len(far)))
     return forms
 
@@ -120,7 +137,7 @@ def _list_cached(sizes: Sizes) -> list[Form]:
     """Decoding: linear in the cached keys, of which a window keeps so many."""
     windows = sizes.windows
     points = [{"b": b, "n": 1, "c": c} for c in (5, 11, 7, 17, 23, 9) for b in (1, 2, 3)]
-    beyond = sorted({1, _FAR, *(size + 3 for size in windows), *(size + 3 for size in sizes.chunks)})
+    beyond = sorted({1, FAR, *(size + 3 for size in windows), *(size + 3 for size in sizes.chunks)})
     far = [{"b": 1, "n": 1, "c": c} for c in beyond]
     plain = ("1", "b", "c", "b * c")
     forms = [Form(plain, (*points, *far), len(far))]
@@ -140,7 +157,7 @@ def _list_visual(grids: Sequence[tuple[Any, ...]], tokens: Callable[[Any], int])
         points += [
             {"b": b, "n": least + extra, "grids": each} for extra in (3, 8, 17, 30)[number % 2 :] for b in (1, 2)
         ]
-    points.append({"b": 1, "n": _FAR, "grids": grids[0]})
+    points.append({"b": 1, "n": FAR, "grids": grids[0]})
     return Form(tuple(monomials), tuple(points), 1)
 
 

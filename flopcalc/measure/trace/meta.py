@@ -71,13 +71,16 @@ class Resizer:
             raise WorkloadError("the example batch holds no tensor")
         self.example = {name: _to_meta(value) for name, value in example.items()}
         self.config = config
-        self.pixels = next((name for name in ("pixel_values", "pixel_values_videos") if name in tensors), None)
+        # Without text there are no places for images: pixels are an input like any other.
+        named = ("pixel_values", "pixel_values_videos") if "input_ids" in tensors else ()
+        self.pixels = next((name for name in named if name in tensors), None)
         self.grid = tensors.get("image_grid_thw")
         first = tensors.get(
             "input_ids", next((t for t in tensors.values() if t.dim() > 1), next(iter(tensors.values())))
         )
         self.batch = int(first.shape[0])
-        self.length = int(first.shape[1]) if first.dim() > 1 else 0
+        # Of images and their like (batch, channels, height, width) no axis is a length.
+        self.length = int(first.shape[1]) if 1 < first.dim() < 4 else 0
         if dims is None and self.batch == self.length:
             raise WorkloadError(
                 f"batch and length of the example are both {self.batch}: give one of other sizes, or dims={{name: "
@@ -87,6 +90,7 @@ class Resizer:
         self.dims = {
             name: tuple(dims[name]) if dims and name in dims else self._guess(name, t) for name, t in tensors.items()
         }
+        self.has_length = any("n" in axes for axes in self.dims.values()) or self.pixels is not None
         self.tokens = 0
         if self.pixels is not None and self.grid is None:
             images = int(tensors[self.pixels].shape[0])
@@ -103,13 +107,26 @@ class Resizer:
             for i, size in enumerate(tensor.shape)
         )
         # What is neither would stay at the example's size: right for a width, wrong for a second length.
-        is_unclear = tensor.dim() and (found[0] != "b" or "n" not in found[1:] or found.count("n") > 1)
+        has_length = "n" in found[1:] or not self.length
+        is_unclear = tensor.dim() and (found[0] != "b" or not has_length or found.count("n") > 1)
         if is_unclear and not (name == "attention_mask" and found.count("n") == 2):
             raise WorkloadError(
                 f"{name} of shape {tuple(tensor.shape)}: which axis is the batch ({self.batch}) and which the length "
-                f"({self.length})? Give dims={{{name!r}: ('b', 'n', None, …)}}; a second length, as a decoder's, "
-                "cannot be solved for"
+                f"({self.length})? Give dims={{{name!r}: ('b', 'n', None, …)}}; a second length, a height or a width "
+                "has a name of its own or None, and is traced anew at each size"
             )
+        return found
+
+    def describe_axes(self) -> dict[str, list[str | int | None]]:
+        """Per axis of every tensor: 'b', 'n', or the size that it was traced at."""
+        found: dict[str, list[str | int | None]] = {}
+        for name, kinds in self.dims.items():
+            if not kinds:  # images, which are placed by their grids
+                found[name] = []
+                continue
+            shape = self.example[name].shape
+            known = (*kinds, *[None] * (len(shape) - len(kinds)))
+            found[name] = [kind if kind in ("b", "n") else int(size) for kind, size in zip(known, shape, strict=True)]
         return found
 
     def _token(self) -> int:
@@ -140,14 +157,14 @@ class Resizer:
     def make(self, point: Point) -> dict[str, Any]:
         """The batch at one point."""
         out: dict[str, Any] = {}
-        sizes = {"b": point["b"], "n": point["n"]}
+        sizes: dict[str | None, int] = {"b": point["b"], "n": point["n"]}
         for name, value in self.example.items():
             if not isinstance(value, torch.Tensor):
                 out[name] = value
                 continue
             for axis, kind in enumerate(self.dims[name]):
-                if kind is not None:
-                    value = _resize(value, axis, sizes[kind])
+                if kind in sizes:
+                    value = resize(value, axis, sizes[kind])
             out[name] = value
         if self.pixels is not None:
             self._place(out, point)
@@ -181,9 +198,13 @@ def _check_dims(dims: Mapping[str, Sequence[str | None]] | None, tensors: Mappin
         if name not in tensors:
             raise WorkloadError(f"dims names {name!r}, which is no tensor of the example batch ({', '.join(tensors)})")
         kinds = check_items(axes, f"dims of {name!r}")
-        is_known = all(axis is None or (isinstance(axis, str) and axis in ("b", "n")) for axis in kinds)
+        is_known = all(axis is None or (isinstance(axis, str) and axis.isidentifier()) for axis in kinds)
         if len(kinds) > tensors[name].dim() or not is_known:
-            raise WorkloadError(f"dims of {name!r} must be 'b', 'n' or None for each of its axes, not {tuple(kinds)!r}")
+            raise WorkloadError(
+                f"dims of {name!r} must be 'b', 'n', another name or None for each of its axes, not {tuple(kinds)!r}"
+            )
+    if dims and not any("b" in tuple(axes) for axes in dims.values()):
+        raise WorkloadError("dims names no axis 'b': every module is solved for its batch")
 
 
 def find_word(config: Any, fallback: int) -> int:
@@ -191,10 +212,10 @@ def find_word(config: Any, fallback: int) -> int:
     return next((i for i in range(3, 64) if i not in special), fallback)
 
 
-def _resize(value: torch.Tensor, axis: int, size: int) -> torch.Tensor:
-    """Cut, or go on with the last entry."""
+def resize(value: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+    """Cut, or go on with the last entry; laid out in memory as a batch is."""
     if size <= value.shape[axis]:
-        return value.narrow(axis, 0, size)
+        return value.narrow(axis, 0, size).contiguous()
     last = value.narrow(axis, value.shape[axis] - 1, 1)
     return torch.cat([value, *([last] * (size - value.shape[axis]))], axis)
 

@@ -29,9 +29,20 @@ from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.measure.counters.flop_counter import Counted, count_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model, count_parameters, floats_on_meta
-from flopcalc.measure.trace.forms import DEFAULT_CHUNK, LARGEST, NoPolynomialError, Point, Sizes, fit, list_forms
-from flopcalc.measure.trace.meta import Resizer, find_word, make_decode, make_step, on_meta, unwrap
-from flopcalc.units import check_items
+from flopcalc.measure.trace.copies import copy_to_meta
+from flopcalc.measure.trace.forms import (
+    DEFAULT_CHUNK,
+    FAR,
+    LARGEST,
+    LESS_FAR,
+    NoPolynomialError,
+    Point,
+    Sizes,
+    fit,
+    list_forms,
+)
+from flopcalc.measure.trace.meta import Resizer, find_word, make_decode, make_step, on_meta, resize, unwrap
+from flopcalc.units import check_items, check_size
 from flopcalc.words import PHASES, check_word
 
 __all__ = ["trace_config", "trace_module"]
@@ -39,10 +50,11 @@ __all__ = ["trace_config", "trace_module"]
 _HF = ("transformers.", "peft.")  # modules of these have a version: their traces can be kept
 
 
-def _trace(module: Any, phase: str, resizer: Resizer | None, say: Callable[[str], None], sizes: Sizes) -> Polynomials:
-    """Polynomials of one phase; NoPolynomialError when no form holds."""
+def _trace(
+    module: Any, phase: str, resizer: Resizer | None, say: Callable[[str], None], sizes: Sizes, max_length: int = 0
+) -> Polynomials:
+    """Polynomials of one phase; NoPolynomialError when no form holds. `max_length` 0: as far as the module goes."""
     grids = resizer.list_grids() if resizer is not None and phase != "decode" else []
-    forms = list_forms(phase, grids, resizer.count_tokens if resizer is not None else lambda _: 0, sizes)
     kept: dict[str, dict[str, tuple[int, int, int]]] = {}
 
     def trace(point: Point) -> dict[str, tuple[int, int, int]]:
@@ -61,18 +73,39 @@ def _trace(module: Any, phase: str, resizer: Resizer | None, say: Callable[[str]
             kept[key] = counted.rows
         return kept[key]
 
+    has_length = resizer is None or resizer.has_length
+    longest = max_length
+    if phase != "decode" and not grids and has_length and not max_length:
+        longest = _find_longest(trace)
+    tokens = resizer.count_tokens if resizer is not None else lambda _: 0
+    forms = list_forms(phase, grids, tokens, sizes, longest, has_length)
     for form in forms:
         rows = fit(form, trace)
         if rows is not None:
             reached = max(point.get("c", 0) if phase == "decode" else point["n"] for point in form.candidates)
             # Eager attention forms every pair, so a window shows in a cache alone.
-            limits = [sizes.chunk_limit, sizes.window_limit if phase == "decode" else 0]
+            limits = [sizes.chunk_limit, sizes.window_limit if phase == "decode" else 0, longest]
             limit = min((each for each in limits if each), default=0)
             return Polynomials(phase, bool(grids), form.monomials, rows, reached, limit)
     tried = "; ".join(", ".join(form.monomials) for form in forms)
     raise NoPolynomialError(
         f"the traced FLOPs of {type(module).__name__} are no polynomial in {tried}: only a spec can describe it"
     )
+
+
+def _find_longest(trace: Callable[[Point], Any]) -> int:
+    """The longest of some lengths that the module takes, 0 for any; one with few positions refuses others."""
+    for length in (FAR, *LESS_FAR):
+        try:
+            trace({"b": 2, "n": length})
+        except NoPolynomialError:
+            raise
+        except FlopcalcError:
+            if length == LESS_FAR[-1]:
+                raise
+        else:
+            return 0 if length == FAR else length
+    return 0
 
 
 def _count_point(module: Any, phase: str, resizer: Resizer | None, point: Point) -> Counted:
@@ -153,11 +186,14 @@ def trace_module(
     phases: Sequence[str] = ("train", "forward"),
     dims: Mapping[str, Sequence[str | None]] | None = None,
     compute: str | None = None,
+    max_length: int | None = None,
 ) -> TracedEstimator:
     """The estimator of any torch module: `example_batch` holds its keyword arguments, at any small size.
 
-    `compute` is the number format of its products; without it that of its parameters.
+    `compute` is the number format of its products; without it that of its parameters. No length beyond `max_length` is
+    traced or counted. Axes that are neither batch nor length are traced anew where a batch has other sizes.
     """
+    longest = check_size(max_length, "max_length", 8) if max_length is not None else 0
     if not isinstance(module, torch.nn.Module):
         raise WorkloadError(f"an example batch goes with a torch.nn.Module, not with {type(module).__name__}")
     if not isinstance(example_batch, Mapping):
@@ -171,22 +207,40 @@ def trace_module(
     # Other code can change without its source showing it (a function, a closure): then nothing is kept.
     is_kept = all(type(each).__module__.startswith(("torch.", *_HF)) for each in module.modules())
     is_kept = is_kept and type(module).__module__.startswith(_HF)
-    key = make_key({"module": _describe_module(module), "batch": _describe_batch(example_batch), "dims": dims,
-                    "phases": phases, **read_versions()}) if is_kept else None  # fmt: skip
+    key = None
+    if is_kept:
+        identity = {"module": _describe_module(module), "batch": _describe_batch(example_batch), "dims": dims}
+        key = make_key({**identity, "phases": phases, "max_length": longest, "axes": "sizes", **read_versions()})
     name = type(module).__name__
     model_type = str(getattr(config, "model_type", name))
     source = Source(name, {"model_type": model_type}, name, reference="traced", module=module)
     traced = load_trace(key) if key is not None else None
     if traced is None:
         resizer = Resizer(example_batch, dims, config)
-        found = [_trace(module, phase, resizer, _say, _find_sizes(config)) for phase in phases]
+        found = [_trace(module, phase, resizer, _say, _find_sizes(config), longest) for phase in phases]
         if resizer.pixels is not None:  # and the same model without images
             text = {n: v for n, v in example_batch.items() if n not in (resizer.pixels, "image_grid_thw")}
             plain = Resizer({**text, "input_ids": _remove_images(text["input_ids"], resizer)}, dims, config)
-            found += [_trace(module, phase, plain, _say, _find_sizes(config)) for phase in phases]
+            found += [_trace(module, phase, plain, _say, _find_sizes(config), longest) for phase in phases]
         traced = _keep(module, name, model_type, found, resizer, key)
     first = next((each.dtype for each in module.parameters() if each.is_floating_point()), None)
-    return TracedEstimator(traced, source, make_recipe(), FormatOptions(first if compute is None else compute))
+
+    def retrace(shapes: Mapping[str, tuple[int, ...]]) -> TracedEstimator:
+        """On a copy: the module may be training."""
+        example = {name: _resize_to(value, shapes.get(name, ())) for name, value in example_batch.items()}
+        twin = copy_to_meta(module)
+        return trace_module(twin, example, phases=phases, dims=dims, compute=compute, max_length=max_length)
+
+    asked = FormatOptions(first if compute is None else compute)
+    return TracedEstimator(traced, source, make_recipe(), asked, retrace)
+
+
+def _resize_to(value: Any, shape: tuple[int, ...]) -> Any:
+    """A tensor of the example at other sizes; -1 leaves one as it is."""
+    for axis, size in enumerate(shape):
+        if isinstance(value, torch.Tensor) and size >= 0:
+            value = resize(value, axis, size)
+    return value
 
 
 def _remove_images(ids: torch.Tensor, resizer: Resizer) -> torch.Tensor:
@@ -203,7 +257,7 @@ def _keep(
     if resizer is not None and resizer.pixels is not None:
         visual = {"tokens": resizer.tokens, "merge": resizer.merge}
     parameters = {"total": total, "trainable": trainable}
-    axes = {key: list(each) for key, each in resizer.dims.items()} if resizer is not None else {}
+    axes = resizer.describe_axes() if resizer is not None else {}
     traced = Traced(name, model_type, parameters, read_versions(), visual, tuple(found), axes)
     _say("")
     if key is not None:
