@@ -65,10 +65,17 @@ class MonitorCallback:
         own = {"monitor": None, "_watched": None, "_is_own": True, "_is_live": False, "_is_reported": True}
         return {**self.__dict__, **own}
 
-    def _open(self, model: Any, output_dir: str | os.PathLike[str], found: Mapping[str, Any]) -> None:
+    def _open(
+        self,
+        model: Any,
+        output_dir: str | os.PathLike[str],
+        found: Mapping[str, Any],
+        hidden_autocast: str | None = None,
+    ) -> None:
         """A training begins. `found` is what its framework says of settings; the config's word stands above it.
 
-        `model` is what is watched, unless the user named it; of a list the first one trains.
+        `model` is what is watched, unless the user named it; of a list the first one trains. `hidden_autocast` is the
+        format of an autocast that cannot be seen inside a compiled model, "none" where there is none.
         """
         from flopcalc.monitor.training import TrainingMonitor
 
@@ -82,6 +89,8 @@ class MonitorCallback:
                 self.monitor.say(note)
         else:
             self.monitor.attach(model)
+        if hidden_autocast is not None:
+            self.monitor._know_autocast(None if hidden_autocast == "none" else hidden_autocast)
         self._is_live = self._is_reported = True
 
     def _end_step(self, step: int) -> None:

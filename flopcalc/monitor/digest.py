@@ -95,7 +95,7 @@ class Digester:
             self.meter.redone_until = self._logged_before
         if self.outbox is None:
             return
-        intake = self.model.intake
+        intake = self.model.intake if self.model.has_formula else None
         estimator = intake.estimator if intake is not None else None
         peak = self.meter.peak
         self.outbox.put({
@@ -235,9 +235,7 @@ class Digester:
             model_factor = factor.value if factor.is_of_model else 1.0
             step = step._replace(factor=factor.value, model_factor=model_factor, source=factor.source)
         if works is None:
-            absolute = None
-            if all(each.model.intake is None for each in entry.batches):
-                absolute = self.model.find_absolute(entry.sizes)
+            absolute = None if self.model.has_formula else self.model.find_absolute(entry.sizes)
             if absolute is None:
                 return step._replace(factor=1.0, model_factor=1.0, source="none")
             self.meter.convention = "full"  # what runs, as counters see it

@@ -28,11 +28,11 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
         others = [] if self._watched is not None else _find_others(_find_trainer(), called)
         found = {
             "sinks": _find_sinks(args),
-            "autocast": _name_autocast(args) if hasattr(called, "_orig_mod") else None,  # it cannot be seen inside
             "tensorboard_dir": os.environ.get("TENSORBOARD_LOGGING_DIR"),  # where the Trainer's own values go
             **_find_shares(args),
         }
-        self._open([called, *others], args.output_dir or ".", found)
+        cast = _name_autocast(args) if hasattr(called, "_orig_mod") else None
+        self._open([called, *others], args.output_dir or ".", found, cast)
         if getattr(args, "use_vllm", False) and self.monitor is not None:
             self.monitor.expect_pass("rollout")
         self._has_threads = args.n_gpu > 1

@@ -20,6 +20,7 @@ _KEPT = 256  # counts of copies that are kept
 _FLOATS = ("pixel_values", "inputs_embeds", "input_features", "input_values")
 _WORD = 3  # any token that is no image
 _ONES = ("attention_mask", "decoder_attention_mask")
+_OPTIONS = (str, int, float, bool, type(None))
 
 
 class NotMeasured(Exception):
@@ -175,7 +176,7 @@ class Copy:
         self._kept: dict[Hashable, int] = {}
         self._has_counted = False
 
-    def count(self, batches: Sequence[Mapping[str, Any]]) -> int:
+    def count(self, batches: Sequence[Mapping[str, Any]], phase: str = "train") -> int:
         """FLOPs of a step on these micro-batches, as eager code runs them; equal shapes are counted once."""
         import torch
 
@@ -189,10 +190,10 @@ class Copy:
             if state != self._state or len(self._kept) > _KEPT:
                 self._state = state
                 self._kept.clear()
-            signatures = [_sign(batch) for batch in batches]
+            signatures: list[Hashable] = [(phase, sign(batch)) for batch in batches]
             missing = {key: batch for key, batch in zip(signatures, batches, strict=True) if key not in self._kept}
             if missing:
-                self._count_missing(module, missing)
+                self._count_missing(module, missing, phase)
         except NotMeasured:
             raise
         except Exception as error:  # the model's own code: whatever it raises is why it cannot be counted
@@ -202,12 +203,12 @@ class Copy:
             ) from None
         return sum(self._kept[key] * times for key, times in Counter(signatures).items())
 
-    def _count_missing(self, module: Any, missing: Mapping[Hashable, Mapping[str, Any]]) -> None:
+    def _count_missing(self, module: Any, missing: Mapping[Hashable, Mapping[str, Any]], phase: str) -> None:
         from flopcalc.measure.trace.copies import copy_to_meta, count_copy
 
         made = copy_to_meta(module)
         for key, batch in missing.items():
-            counted = count_copy(made, _move_batch(batch))
+            counted = count_copy(made, _move_batch(batch), phase)
             if counted.not_counted:
                 raise NotMeasured(f"the counter has no formula for {', '.join(counted.not_counted)}", is_final=True)
             self._kept[key] = counted.total
@@ -220,33 +221,43 @@ def _describe_state(module: Any) -> Hashable:
     return tuple(modes), tuple(parameter.requires_grad for parameter in module.parameters())
 
 
-def _sign(batch: Mapping[str, Any]) -> Hashable:
+def sign(batch: Mapping[Any, Any]) -> Hashable:
     """What decides a batch's FLOPs when every pair counts: shapes, the sizes of images, and options."""
     parts: list[Hashable] = []
     for name, value in batch.items():
         shape = getattr(value, "shape", None)
-        if shape is None:
-            parts.append((name, repr(value)))
-        elif name.endswith(("_thw", "_sizes")) and hasattr(value, "tolist"):
+        if isinstance(value, Mapping):
+            parts.append((name, sign(value)))
+        elif isinstance(value, (list, tuple)):
+            parts.append((name, sign(dict(enumerate(map(_name_entry, value))))))
+        elif shape is None:
+            parts.append((name, repr(value) if isinstance(value, _OPTIONS) else type(value).__name__))
+        elif str(name).endswith(("_thw", "_sizes")) and hasattr(value, "tolist"):
             parts.append((name, repr(value.tolist())))
         else:
             parts.append((name, tuple(shape)))
     return tuple(parts)
 
 
+def _name_entry(value: Any) -> Any:
+    return value if hasattr(value, "shape") or isinstance(value, (Mapping, *_OPTIONS)) else repr(value)
+
+
 def _move_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Floats on meta, integers on the host; what is known by its shape alone gets values where any will do."""
     import torch
 
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not value.is_floating_point():
+            return value.detach().cpu()
+        return torch.empty(value.shape, dtype=torch.float32, device="meta", requires_grad=value.requires_grad)
+
     found: dict[str, Any] = {}
     for name, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            if value.is_floating_point():
-                found[name] = torch.empty(value.shape, dtype=torch.float32, device="meta")
-            else:
-                found[name] = value.detach().cpu()
-        elif not hasattr(value, "shape"):
-            found[name] = value
+        if isinstance(value, torch.Tensor) or not hasattr(value, "shape"):
+            found[name] = torch.utils._pytree.tree_map(move, value)
         elif name.startswith(_FLOATS):
             found[name] = torch.empty(tuple(value.shape), dtype=torch.float32, device="meta")
         elif any(other.startswith("pixel_values") for other in batch):

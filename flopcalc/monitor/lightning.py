@@ -46,14 +46,14 @@ class FlopcalcMonitor(MonitorCallback, Callback):
     @guarded
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = next((each.log_dir for each in trainer.loggers if each.log_dir), trainer.default_root_dir)
-        model = _find_model(pl_module)
+        models = _find_models(pl_module)
         self._is_hidden = getattr(pl_module, "_compiler_ctx", None) is not None
-        is_compiled = self._is_hidden or hasattr(model, "_orig_mod")
+        is_compiled = self._is_hidden or hasattr(models[0], "_orig_mod")
         found = {
             "sinks": ("jsonl",),  # services are reached by the Trainer's own loggers
-            "autocast": _AUTOCAST.get(str(trainer.precision), "none") if is_compiled else None,
         }
-        self._open(model, folder, found)
+        cast = _AUTOCAST.get(str(trainer.precision), "none") if is_compiled else None
+        self._open(models, folder, found, cast)
         self._step, self._steps = trainer.global_step, 0
         self._is_open, self._losses, self._pending = False, (), ()
         self._time_saves(trainer)
@@ -158,8 +158,26 @@ class FlopcalcMonitor(MonitorCallback, Callback):
         self._close()
 
 
-def _find_model(module: Any) -> Any:
-    """The Hugging Face model in a LightningModule: the outermost that trains, else a frozen one, else the module."""
-    found = [each for each in module.modules() if getattr(getattr(each, "config", None), "model_type", None)]
+def _find_models(module: Any) -> list[Any]:
+    """What a LightningModule calls: Hugging Face models, and other parts with weights; those that train come first."""
+    found = _list_parts(module)
     trained = [each for each in found if any(weight.requires_grad for weight in each.parameters())]
-    return next(iter(trained or found), module)
+    others = [each for each in found if all(each is not other for other in trained)]
+    return [*trained, *others] or [module]
+
+
+def _list_parts(module: Any) -> list[Any]:
+    """Outermost Hugging Face models and modules without one inside; containers are not called, their parts are."""
+    found: list[Any] = []
+    for each in module.children():
+        if next(each.parameters(), None) is None:
+            continue
+        has_models = any(getattr(getattr(part, "config", None), "model_type", None) for part in each.modules())
+        is_model = getattr(getattr(each, "config", None), "model_type", None)
+        is_wrapped = hasattr(each, "_orig_mod") or hasattr(each, "get_base_model")
+        is_list = type(each).__name__ in ("ModuleList", "ModuleDict")
+        if is_model or is_wrapped or not (has_models or is_list):
+            found.append(each)
+        else:
+            found += _list_parts(each)
+    return list({id(each): each for each in found}.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from flopcalc.core.model.live import unwrap
 from flopcalc.errors import FlopcalcError
 from flopcalc.monitor.batch import Intake, Snapshot, bind_live
 from flopcalc.monitor.device import Device
+from flopcalc.monitor.measured import MeasuredIntake, MeasuredModule
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.meter import Meter, Peaks
 from flopcalc.monitor.modes import Counts, Source, make_source
@@ -36,6 +38,9 @@ class WatchedModel:
         self.is_scorer = False  # it gives rewards, not words
         self.ends: frozenset[int] = frozenset()  # tokens that end a generation
         self.is_bound = False
+        self.has_formula = False
+        self.clock: Callable[[], int] = time.perf_counter_ns
+        self.lose: Callable[[str, int], None] = _lose_nothing
         self._names: tuple[str, ...] = ()  # of the model's positional arguments
         self._adapted: Any = None  # a module that has adapters
         self._base: Hashable = None  # which adapters are on where it trains
@@ -45,8 +50,8 @@ class WatchedModel:
         self._meter = meter
         self._say = say
         self._absolute: dict[Hashable, int] = {}  # sizes of a step -> FLOPs, where there is no formula
-        if settings.dtype is not None or settings.autocast is not None:
-            self.seen = Seen(settings.autocast if settings.autocast != "none" else None)
+        if settings.dtype is not None:
+            self.seen = Seen(None)
 
     def look_at(self, live: Any) -> None:
         """What a live module is, before its first pass."""
@@ -87,16 +92,45 @@ class WatchedModel:
         self.shared = tensor * context
         try:
             self.intake = self._make_intake(model, context)
+            self.has_formula = True
         except FlopcalcError as error:
-            self._explain(str(error))
-            return
+            if self.given is not None or not hasattr(self.live, "named_parameters"):
+                self._explain(str(error))
+                return
+            self._count_calls(str(error))
+        assert self.intake is not None
         self._base = state
         self._states = {key: intake for key, intake in self._states.items() if not _is_off(key)}
         self._states[state] = self.intake
         self.classify = self.intake.classify
         self.take = self.intake.take if stages == 1 else self._take_stage
+        if not self.has_formula:
+            self.take = self._take_measured
         if self._is_first:
-            self._meter.convention = self.intake.estimator.convention
+            self._meter.convention = self.intake.estimator.convention if self.has_formula else "full"
+
+    def _count_calls(self, reason: str) -> None:
+        """No spec describes it: its calls are counted on a copy, from the first one on."""
+        if not isinstance(self.intake, MeasuredIntake):
+            name = self._settings.dtype or self._name_plain()
+            self.intake = MeasuredIntake(
+                MeasuredModule(self.live, lambda: self._settings.dtype or self._name_plain(), self._say)
+            )
+            self._say(
+                f"{type(unwrap(self.live)).__name__} is counted by tracing its calls, under convention full, in "
+                f"{name}: {reason}",
+                f"traced {type(unwrap(self.live)).__name__}",
+            )
+
+    def _take_measured(self, batch: Mapping[str, Any], device: Device | None, copies: list[Any]) -> Snapshot:
+        """A new size is counted now, and that time is no step's."""
+        assert isinstance(self.intake, MeasuredIntake)
+        before = self.clock()
+        many = self.intake.module.count_known()
+        found = self.intake.take(batch, device, copies)
+        if self.intake.module.count_known() != many:
+            self.lose("measure", before)
+        return found
 
     def _find_peaks(self) -> None:
         """What MFU is a share of: one peak for each format, found when FLOPs of it come."""
@@ -166,12 +200,15 @@ class WatchedModel:
 
     def settle_peak(self) -> None:
         """The first step is over: where nobody saw inside the model by now, its weights alone tell."""
-        if self.seen is None and self.live is not None:
+        if self.live is None:
+            own = self.intake.estimator.formats.attention if self.intake is not None and self.has_formula else "bf16"
+            self._meter.peak = self._meter.peaks.find(self._settings.dtype or own)
+        elif self.seen is None:
             has_hidden = any(str(each.dtype) == "torch.float32" for each in self.live.parameters())
             if has_hidden and self._settings.peak_flops_per_s is None:
                 self._say(
                     "MFU is not known: what products are computed in cannot be seen from outside (a compiled model, or "
-                    "one without linear layers); name it by monitoring.dtype, or say monitoring.autocast",
+                    "one without linear layers); name it by monitoring.dtype",
                     "dtype",
                 )
                 return
@@ -187,7 +224,7 @@ class WatchedModel:
 
     def keep_absolute(self, sizes: Hashable) -> None:
         """Without a formula, what was measured holds for steps of the same sizes, and for no others."""
-        found = self.source.absolute(()) if self.source is not None and self.intake is None else None
+        found = self.source.absolute(()) if self.source is not None and not self.has_formula else None
         # A measurement that failed leaves the one before.
         if found is not None and sizes and (not self._absolute or found != next(reversed(self._absolute.values()))):
             self._absolute[sizes] = found
@@ -199,6 +236,10 @@ class WatchedModel:
     def close(self) -> None:
         if self.source is not None:
             self.source.close()
+
+
+def _lose_nothing(_cause: str, _before_ns: int) -> None:
+    """Where nobody keeps the time."""
 
 
 def _is_off(state: Hashable) -> bool:

@@ -49,7 +49,6 @@ class Settings:
     key_style: str = "flopcalc"
     device: str | None = None
     dtype: str | None = None
-    autocast: str | None = None  # None: seen inside the model
     peak_flops_per_s: float | None = None  # of one device
     skip_first: int = 2  # steps that no average holds
     stall_factor: float = 3.0  # a step of this many medians is a stall
@@ -131,7 +130,7 @@ _FIELDS: dict[str, str] = {
     **{
         f"monitoring.{name}": name
         for name in (
-            "detail_every", "save_every", "dataset_metrics_every", "sinks", "key_style", "device", "dtype", "autocast",
+            "detail_every", "save_every", "dataset_metrics_every", "sinks", "key_style", "device", "dtype",
             "peak_flops_per_s", "skip_first", "stall_factor", "straggler_factor",
         )
     },
@@ -242,7 +241,6 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "phase_frequencies": _phases,
     "sinks": _sinks,
     "dtype": parse_dtype,
-    "autocast": _one_of(("bf16", "fp16", "none")),
     "skip_first": _whole(0),
     "peak_flops_per_s": _above(0),
     "side_timeout_s": _above(0),

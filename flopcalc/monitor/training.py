@@ -10,25 +10,24 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
-from flopcalc.errors import WorkloadError, format_nearest
-from flopcalc.monitor.batch import HostBatches, Intake, Shape, Watched, bind_live
+from flopcalc.errors import format_nearest
+from flopcalc.monitor.batch import HostBatches, Intake, Shape, Watched
 from flopcalc.monitor.device import Device, find_device
 from flopcalc.monitor.digest import Digester, make_plain_record
-from flopcalc.monitor.keys import CORE, PASSES
+from flopcalc.monitor.guard import guarded
+from flopcalc.monitor.keys import CORE
 from flopcalc.monitor.messages import Messages, warn
 from flopcalc.monitor.meter import Peak
 from flopcalc.monitor.model import WatchedModel, count_measured
 from flopcalc.monitor.modes import Source
+from flopcalc.monitor.pass_calls import PassCalls
 from flopcalc.monitor.pass_log import PassLog
-from flopcalc.monitor.passes import read_lengths
 from flopcalc.monitor.place import find_rank
 from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, check_path, load_settings
 from flopcalc.monitor.step import DatasetMetrics, Entry, LostTime, SeenStep, StepContext, Taken
 from flopcalc.monitor.values import Values
-from flopcalc.words import check_word
 
 _POLL_S = 0.25  # the worker looks this often
 _MARK_NS, _MARK_STEPS = 4_000_000_000, 64  # how often a step is marked on the device, and the device is asked
@@ -40,26 +39,9 @@ _clock: Callable[[], int] = time.perf_counter_ns
 # Before all atexit hooks, where Python has that: a tracker's own hook would have ended its connection by then.
 _at_exit: Callable[..., Any] = getattr(threading, "_register_atexit", atexit.register)
 _made: weakref.WeakSet[TrainingMonitor] = weakref.WeakSet()
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _guarded(method: _Method) -> _Method:
-    """After construction nothing raises: an error inside becomes one warning, and training goes on."""
-
-    @wraps(method)
-    def run(self: TrainingMonitor, *args: Any, **kwargs: Any) -> Any:
-        if self._is_off:  # closed, a copy, or in the child of a fork
-            return None
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            self._fail(method.__name__, error)
-            return None
-
-    return run  # type: ignore[return-value]
-
-
-class TrainingMonitor:
+class TrainingMonitor(PassCalls):
     """MFU and its like of a training loop. It cannot raise, wait for the device, or change a result.
 
     `model` is the live model (its forward passes are then seen), or what `flopcalc.bind` takes or returns
@@ -96,6 +78,7 @@ class TrainingMonitor:
         self._digester = Digester(self.settings, self.output_dir, log_path, self._messages, lambda: _clock())
         self._trained = self._digester.model  # the first model; it trains
         self._models = [self._trained]
+        self._trained.clock, self._trained.lose = lambda: _clock(), self._lose_since
         self._passes = PassLog(lambda: _clock())
         self._given: dict[int, tuple[Any, Intake]] = {}  # models of passes that ran elsewhere
         self._owes = ""  # a pass that runs elsewhere, and that nobody gave
@@ -122,7 +105,7 @@ class TrainingMonitor:
 
     # --- What a loop calls ------------------------------------------------------------------------------------------
 
-    @_guarded
+    @guarded
     def attach(self, model: Any) -> None:
         """See every forward pass of this module, whatever is wrapped around the model or inside it.
 
@@ -150,7 +133,9 @@ class TrainingMonitor:
                 self._watch(self._models[-1], other)
 
     def _make_model(self, is_first: bool) -> WatchedModel:
-        return WatchedModel(self.settings, self._digester.meter, self._messages.say, is_first)
+        made = WatchedModel(self.settings, self._digester.meter, self._messages.say, is_first)
+        made.clock, made.lose = lambda: _clock(), self._lose_since
+        return made
 
     def _watch(self, model: WatchedModel, live: Any) -> None:
         from flopcalc.monitor.hooks import register_hooks  # which imports torch
@@ -159,52 +144,7 @@ class TrainingMonitor:
         looks_inside = model is self._trained and model.seen is None
         self._hooks += register_hooks(self, model, looks_inside)
 
-    @_guarded
-    def add_pass(
-        self,
-        name: str,
-        *,
-        model: Any = None,
-        prompts: Any = (),
-        completions: Any = (),
-        seconds: float | None = None,
-    ) -> None:
-        """Work of this step that ran outside of watched modules, as a rollout in a serving engine.
-
-        `prompts` and `completions` are lengths, or the tokens themselves, one of each for every sequence; `seconds` of
-        the step went into it. `model` is what `flopcalc.bind` takes; without it the model that is trained.
-        """
-        check_word(name, PASSES[1:], "pass", WorkloadError)
-        asked, made = read_lengths(prompts, "prompts"), read_lengths(completions, "completions")
-        asked, made = asked or [0] * len(made), made or [0] * len(asked)
-        if len(asked) != len(made):
-            raise WorkloadError(f"{len(asked)} prompts and {len(made)} completions: give one for each")
-        time_s = math.nan if seconds is None else float(seconds)
-        if seconds is None:
-            self.say("add_pass without seconds: the training time of such steps, and their MFU, are not known", "pass")
-        if not self._is_started:
-            self._start_up()
-        if self._owes == name:
-            self._owes = ""
-        self._passes.add_given(name, self._find_intake(model), asked, made, time_s)
-
-    @_guarded
-    def expect_pass(self, name: str) -> None:
-        """Steps hold work that runs elsewhere: until `add_pass` gives it, perf/mfu_step is not known."""
-        self._owes = check_word(name, PASSES[1:], "pass", WorkloadError)
-
-    def _find_intake(self, model: Any) -> Intake | None:
-        """How passes that ran elsewhere are counted."""
-        if model is None:
-            return self._trained.intake
-        for each in self._models:
-            if each.live is model:
-                return each.intake
-        if id(model) not in self._given:
-            self._given[id(model)] = (model, Intake(bind_live(model, None, self.settings.dtype)))
-        return self._given[id(model)][1]
-
-    @_guarded
+    @guarded
     def begin_step(self, batch: Any = None, *, dataset: str | Sequence[str] | None = None) -> None:
         """A step begins; without this call its first training forward pass begins it.
 
@@ -223,12 +163,12 @@ class TrainingMonitor:
         for each in batches:
             self._note_given(seen, each)
 
-    @_guarded
+    @guarded
     def end_step(self, step: int | None = None) -> None:
         """An optimizer step is over."""
         self._end(self._open or self._begin(), step)
 
-    @_guarded
+    @guarded
     def report(
         self,
         step: int | None = None,
@@ -248,7 +188,7 @@ class TrainingMonitor:
             self._say_unknown("step", unknown, ("batch", "dataset"))
         return StepContext(self, batch, dataset)
 
-    @_guarded
+    @guarded
     def log_step(
         self,
         step: int,
@@ -275,7 +215,7 @@ class TrainingMonitor:
             seen.skip_wandb = skip_wandb
             self._end(seen, step)
 
-    @_guarded
+    @guarded
     def mark_lost(self, cause: str) -> None:
         """The time since the last step or mark went into `cause` (eval, checkpoint, …): it is in no step's time."""
         self._lose_since(cause, self._boundary)
@@ -289,14 +229,14 @@ class TrainingMonitor:
         finally:
             self._lose_since(cause, before)
 
-    @_guarded
+    @guarded
     def log_datasets(self, values: Mapping[str, Mapping[str, float]]) -> None:
         """Metrics per dataset, as {"coco": {"loss": 1.2}}; sent every dataset_metrics_every steps."""
         read = self._values.read_number
         found = {str(name): {str(key): read(value) for key, value in each.items()} for name, each in values.items()}
         self._digester.add(DatasetMetrics(found))
 
-    @_guarded
+    @guarded
     def set_phase(self, name: str) -> None:
         """warmup, main or finetune: how often modes measure from now on."""
         self._frequency = self.settings.frequency(name)
@@ -364,18 +304,6 @@ class TrainingMonitor:
             if seen.start is not None and device.has_mark:  # no forward pass came to ask after it
                 device.poll(asks_stream=False)
         return seen
-
-    def _begin_pass(self, model: WatchedModel, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A pass that does not train begins."""
-        if not self._is_started:
-            self._start_up()
-        inputs = model.name_inputs(args, kwargs) if args else kwargs
-        self._passes.begin(model, module, inputs, module.training, self._device)
-
-    @_guarded
-    def _end_pass(self, model: WatchedModel, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = model.name_inputs(args, kwargs) if args else kwargs
-        self._passes.end(model, module, inputs, self._device)
 
     def _see_mask(self, seen: SeenStep, mask: Any) -> None:
         """Without a batch or a model, the mask alone says how long the sequences are."""
@@ -487,12 +415,12 @@ class TrainingMonitor:
 
     # --- `with step()`, loaders -------------------------------------------------------------------------------------
 
-    @_guarded
+    @guarded
     def _enter(self, batch: Any, dataset: Any) -> None:
         self._is_inside = True
         self.begin_step(batch, dataset=dataset)
 
-    @_guarded
+    @guarded
     def _leave(self, has_failed: bool) -> None:
         self._is_inside = False
         if has_failed:
@@ -503,7 +431,7 @@ class TrainingMonitor:
         self._owes_report = seen.values is None
         self._end(seen, seen.number if seen.number >= 0 else None)
 
-    @_guarded
+    @guarded
     def _fill(self, step: int | None, given: Sequence[Any], skip_wandb: bool) -> None:
         """Values of the step that is under way; what is given later adds to it."""
         seen = self._open or self._begin()
@@ -526,11 +454,11 @@ class TrainingMonitor:
             self._is_ended = self._owes_report = False
             self._digester.add(make_plain_record(self._number, self._boundary))
 
-    @_guarded
+    @guarded
     def _see_batch(self, batch: Any) -> None:
         self._watched.add(batch)
 
-    @_guarded
+    @guarded
     def _see_inside(self, module: Any) -> None:
         self._trained.see_inside(module)
         for other in self._models[1:]:
@@ -570,7 +498,7 @@ class TrainingMonitor:
 
     # --- Between steps -------------------------------------------------------------------------------------------
 
-    @_guarded
+    @guarded
     def _catch_up(self) -> None:
         """Everything that the device is done with becomes metrics now, on the caller's time."""
         self._settle_report()
@@ -595,7 +523,7 @@ class TrainingMonitor:
             handle.remove()
         self._hooks.clear()
 
-    @_guarded
+    @guarded
     def _lose_since(self, cause: str, before: int) -> None:
         now = _clock()
         self._passes.lose(cause, before)

@@ -454,7 +454,7 @@ def test_a_bad_construction_raises_at_once() -> None:
 
 def test_a_module_without_a_model_of_hugging_faces_is_hooked_itself() -> None:
     module = torch.nn.Linear(2, 2)
-    assert ours._find_model(module) is module
+    assert ours._find_models(module) == [module]
 
 
 PACKAGES = """

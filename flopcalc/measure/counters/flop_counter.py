@@ -127,6 +127,9 @@ FORMULAS: dict[str, Formula] = {
     "aten::addmv": _mv,
     "aten::dot": _dot,
     "aten::vdot": _dot,
+    "aten::addmm_": lambda args, _kwargs, _out: int(mm_flop(args[1], args[2])),
+    "aten::baddbmm_": lambda args, _kwargs, _out: int(bmm_flop(args[1], args[2])),
+    "aten::addmv_": _mv,
     "aten::_int_mm": _stock(mm_flop),
 }
 

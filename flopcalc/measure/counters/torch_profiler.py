@@ -111,6 +111,9 @@ _SKIPPED: dict[str, Callable[[Shapes, Values], int]] = {
     "aten::_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
+    "aten::addmm_": lambda shapes, values: _mm(shapes[1:], values),
+    "aten::baddbmm_": lambda shapes, values: _mm(shapes[1:], values),
+    "aten::addmv_": _mv,
     "aten::_grouped_mm": _grouped_mm,
     "transformers::grouped_mm_fallback": _grouped_mm,
     "aten::mv": _mv,
@@ -134,7 +137,8 @@ _UNKNOWN = (
     "aten::_flash_attention_forward", "aten::_flash_attention_backward", "aten::_efficient_attention_forward",
     "aten::_efficient_attention_backward", "aten::_cudnn_attention_forward", "aten::_cudnn_attention_backward",
     "aten::_scaled_grouped_mm", "aten::_weight_int4pack_mm", "aten::_weight_int8pack_mm", "aten::_addmm_activation",
-    "aten::mkldnn_linear", "aten::addbmm", "aten::addr", "aten::cdist",
+    "aten::mkldnn_linear", "aten::addbmm", "aten::addr", "aten::cdist", "aten::addbmm_", "aten::addr_",
+    "aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward", "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward",
 )  # fmt: skip
 # Other packages' attention, and inductor's own products and attention, likewise.
 _FOREIGN = re.compile(r"flash_?attn|xformers|flex_attention|triton_tem", re.IGNORECASE)

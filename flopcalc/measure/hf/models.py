@@ -94,18 +94,23 @@ def _balanced(shape: Sequence[int], choices: int) -> torch.Tensor:
 @contextmanager
 def floats_on_meta() -> Iterator[None]:
     """Inside, models are built and run without memory for weights or activations."""
-    autocast = torch.autocast
+    autocast, is_enabled = torch.autocast, torch.is_autocast_enabled
+
+    def is_enabled_unless_meta(*device_type: str) -> bool:
+        return device_type != ("meta",) and is_enabled(*device_type)
 
     def autocast_unless_meta(device_type: str, *args: Any, **kwargs: Any) -> Any:
         # PEFT switches autocast off around a folded weight; torch knows no autocast for meta at all.
         return nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
 
     torch.autocast = autocast_unless_meta  # type: ignore[misc, assignment]
+    torch.is_autocast_enabled = is_enabled_unless_meta  # type: ignore[assignment]
     try:
         with _FloatsOnMeta():  # type: ignore[no-untyped-call]
             yield
     finally:
         torch.autocast = autocast  # type: ignore[misc]
+        torch.is_autocast_enabled = is_enabled
 
 
 # --- Model --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flopcalc.errors import WorkloadError
 from flopcalc.measure.counters.flop_counter import Counted, count_flops
 from flopcalc.measure.hf.models import floats_on_meta
-from flopcalc.measure.trace.meta import make_step, unwrap
+from flopcalc.measure.trace.meta import unwrap
 
 __all__ = ["copy_to_meta", "count_copy"]
 
@@ -51,8 +51,8 @@ def copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _is_hf(hook: Any) -> bool:
-    """A hook that HF set to change what runs: inputs of a checkpoint that require gradients."""
-    return getattr(hook, "__name__", "") == "make_inputs_require_grads"
+    """A hook that HF set to change what runs: inputs of a checkpoint that require gradients, outputs that are kept."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def _make_twin(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,20 +76,41 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def count_copy(made: torch.nn.Module, batch: Mapping[str, Any]) -> Counted:
-    """A training step of what copy_to_meta made, at a batch: floats on meta, integers on the host."""
+def count_copy(made: torch.nn.Module, batch: Mapping[str, Any], phase: str = "train") -> Counted:
+    """A call of what copy_to_meta made, with its own arguments: floats on meta, integers on the host."""
     random = torch.random.get_rng_state()  # the live step's numbers go on as if nothing had been
     is_training = made.training
     for each in made.modules():  # a part that is kept in eval mode stays so
-        each.training = each.training or not is_training
+        each.training = each.training or (phase == "train" and not is_training)
+    given = _keep_arguments(made, batch)
+
+    def run() -> None:
+        if phase == "train":
+            _add_outputs(made(**given)).backward()  # type: ignore[no-untyped-call]
+        else:
+            with torch.no_grad():
+                made(**given)
+
     try:
         with (
             torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False),
             _Alone(), floats_on_meta(),  # type: ignore[no-untyped-call]
         ):  # fmt: skip
-            return count_flops(made, make_step(made, _keep_arguments(made, batch), "train"))
+            return count_flops(made, run)
     finally:
         torch.random.set_rng_state(random)
+
+
+def _add_outputs(out: Any) -> torch.Tensor:
+    """The loss of an output, else the sum of all of it that has a gradient."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return loss
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+    sums = [leaf.sum() for leaf in leaves if leaf.requires_grad]
+    if not sums:
+        raise WorkloadError("nothing in the module's output has a gradient")
+    return torch.stack([each.to(sums[0].device).reshape(()) for each in sums]).sum()
 
 
 def _keep_arguments(module: Any, batch: Mapping[str, Any]) -> dict[str, Any]:

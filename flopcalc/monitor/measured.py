@@ -1,0 +1,133 @@
+"""A module that no spec describes: each call is counted on a copy, size by size, until a trace holds for all sizes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from flopcalc.core.model.live import strip
+from flopcalc.core.workload.workload import Workload
+from flopcalc.errors import FlopcalcError, WorkloadError
+from flopcalc.monitor.batch import Intake, Snapshot, Work
+from flopcalc.monitor.device import Device
+from flopcalc.monitor.instruments import Copy, NotMeasured, sign
+from flopcalc.monitor.messages import Say
+
+_MOST_SIZES = 64  # that are counted one by one
+
+
+class MeasuredModule:
+    """Counts the calls of a live module on the training thread, with their own arguments; nothing of it runs."""
+
+    def __init__(self, live: Any, name_format: Callable[[], str], say: Say) -> None:
+        self.live = live
+        self._name_format = name_format
+        self._say = say
+        self._copy = Copy(live)
+        self._flops: dict[Hashable, int | None] = {}  # phase and sizes of a call -> FLOPs; None: not known
+        self._intake: Intake | None = None  # from a trace that holds
+        self._is_tried = False
+
+    def take(self, batch: Mapping[str, Any], device: Device | None, copies: list[Any]) -> Snapshot:
+        """A snapshot; a new size is counted now."""
+        import torch
+
+        phase = "train" if torch.is_grad_enabled() and self.live.training else "forward"
+        key = (phase, sign(batch))
+        if self._intake is not None and phase == "train":
+            return self._intake.take(batch, device, copies)
+        if key not in self._flops:
+            # In a thread of its own: a counter or a mode that the loop has on sees nothing of it.
+            apart = threading.Thread(target=self._measure, args=(key, phase, batch), name="flopcalc-count")
+            apart.start()
+            apart.join()
+        return Snapshot((("call", key),), {})
+
+    def count_known(self) -> int:
+        """How many sizes were counted."""
+        return len(self._flops)
+
+    def _measure(self, key: Hashable, phase: str, batch: Mapping[str, Any]) -> None:
+        self._flops[key] = None
+        name = type(strip(self.live)).__name__
+        if len(self._flops) > _MOST_SIZES:
+            self._say(f"{name}: more than {_MOST_SIZES} sizes of batches: others are not counted", f"sizes of {name}")
+            return
+        try:
+            self._flops[key] = self._copy.count([batch], phase)
+        except NotMeasured as error:
+            self._say(f"{name} cannot be counted: {error}", f"copy of {name}")
+            return
+        known = [each for each in self._flops if isinstance(each, tuple) and each[0] == "train"]
+        if phase == "train" and len(known) > 1 and not self._is_tried:
+            self._is_tried = True
+            self._try_trace(batch, key)
+
+    def _try_trace(self, batch: Mapping[str, Any], key: Hashable) -> None:
+        """A trace that gives what was counted at this size takes over."""
+        import torch
+
+        from flopcalc.measure.trace.copies import copy_to_meta
+        from flopcalc.measure.trace.polynomials import trace_module
+
+        random = torch.random.get_rng_state()  # the live step's numbers go on as if nothing had been
+        try:
+            twin = copy_to_meta(strip(self.live))
+            intake = Intake(trace_module(twin, batch, phases=("train",), compute=self._name_format()))
+            if intake.count(intake.take(batch, None, [])).model_flops == self._flops[key]:
+                self._intake = intake
+        except Exception:  # whatever the module does: then its sizes are counted one by one
+            pass
+        finally:
+            torch.random.set_rng_state(random)
+
+
+class MeasuredIntake(Intake):
+    """Reads what a MeasuredModule took."""
+
+    def __init__(self, module: MeasuredModule) -> None:
+        self.module = module
+        self.estimator = None  # type: ignore[assignment]
+
+    def take(self, batch: Mapping[str, Any], device: Device | None, copies: list[Any]) -> Snapshot:
+        return self.module.take(batch, device, copies)
+
+    def classify(self, batch: Mapping[str, Any]) -> Hashable:  # noqa: ARG002
+        return ()
+
+    def count(self, snapshot: Snapshot, phase: str = "train") -> Work:
+        module = self.module
+        name, key = snapshot.key[0]
+        if name != "call":
+            if module._intake is None:
+                raise WorkloadError("its trace is gone")
+            return module._intake.count(snapshot, phase)
+        flops = module._flops.get(key)
+        if flops is None:
+            raise WorkloadError(f"{type(strip(module.live)).__name__} could not be counted at this size")
+        formats = {module._name_format(): flops}
+        rows, seq = _find_sizes(key)
+        return Work(Workload(rows, seq, phase=phase), formats, formats, rows * seq, rows * seq, rows, 0)
+
+    def count_eager(self, work: Work, head: Any = None) -> int:  # noqa: ARG002
+        return int(work.model_flops)
+
+    def count_lengths(self, prompts: Any, completions: Any, generates: bool) -> Any:  # noqa: ARG002
+        raise FlopcalcError("a module without a spec is not counted by lengths")
+
+    def count_generated(self, prompt: Work, new: int, lengths: Any) -> Work:  # noqa: ARG002
+        raise FlopcalcError("what a module without a spec generates is not counted")
+
+
+def _find_sizes(key: Any) -> tuple[int, int]:
+    """Batch and length of the first tensor of a call."""
+    for part in key[1] if isinstance(key, tuple) else ():
+        shape = part[1] if isinstance(part, tuple) and len(part) == 2 else None
+        if isinstance(shape, tuple) and shape and all(isinstance(size, int) for size in shape):
+            return max(1, shape[0]), max(1, shape[1]) if len(shape) > 1 else 1
+        if isinstance(shape, tuple):
+            found = _find_sizes((None, shape))
+            if found != (1, 1):
+                return found
+    return 1, 1
