@@ -371,9 +371,9 @@ def test_equal_shapes_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     real = tracing.count_copy
 
-    def counting(made: Any, batch: Mapping[str, Any]) -> Any:
+    def counting(made: Any, batch: Mapping[str, Any], phase: str) -> Any:
         seen.append(batch["input_ids"].shape[1])
-        return real(made, batch)
+        return real(made, batch, phase)
 
     monkeypatch.setattr(tracing, "count_copy", counting)
     copy = Copy(model)

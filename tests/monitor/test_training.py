@@ -383,22 +383,25 @@ def test_a_module_of_ones_own_is_traced_by_bind(tmp_path: Path, clock: Clock) ->
 def test_the_profiler_counts_a_module_that_has_no_formula(tmp_path: Path, clock: Clock) -> None:
     module = Mixer()
     monitor = make_monitor(tmp_path, module, mfu_calculation_mode="profiler")
-    for number in (1, 2, 3):
-        module(torch.randn(6, 8)).sum().backward()
-        clock.tick(1)
-        monitor.log_step(number, 0, 0.5, 1.0, 0.1)
+
+    def run() -> None:
+        for number in (1, 2, 3):
+            module(torch.randn(6, 8)).sum().backward()
+            clock.tick(1)
+            monitor.log_step(number, 0, 0.5, 1.0, 0.1)
+
+    assert [message for message in collect(run) if "Mixer is counted by tracing its calls" not in message] == []
     records = read_steps(monitor)
     assert [record["perf/model_flops"] for record in records] == [6 * MIXER] * 3
     assert [record["perf/mfu"] for record in records[1:]] == [6 * MIXER / PEAK] * 2
     assert records[0]["perf/mfu"] is None  # under the profiler its time is not a step's
-    assert {record["perf/source"] for record in records} == {"profiler: measured"}
+    assert {record["perf/source"] for record in records} == {"profiler at step 1"}
+    assert {record["perf/factor"] for record in records} == {1.0}
     assert {record["perf/convention"] for record in records} == {"full"}
 
 
-@pytest.mark.parametrize("mode", ["profiler", "smart", "hybrid"])
-def test_what_was_measured_without_a_formula_holds_for_equal_sizes_alone(
-    mode: str, tmp_path: Path, clock: Clock
-) -> None:
+@pytest.mark.parametrize("mode", ["estimate", "profiler", "smart", "hybrid"])
+def test_every_size_of_a_module_without_a_formula_is_counted(mode: str, tmp_path: Path, clock: Clock) -> None:
     module = Mixer()
     monitor = make_monitor(tmp_path, module, mfu_calculation_mode=mode)
 
@@ -411,9 +414,9 @@ def test_what_was_measured_without_a_formula_holds_for_equal_sizes_alone(
 
     messages = [message for message in collect(run) if "hardware counters" not in message]
     assert len(messages) == 1
-    assert "known only of steps as large as one that was measured" in messages[0]
+    assert "Mixer is counted by tracing its calls, under convention full" in messages[0]
     found = [record["perf/model_flops"] for record in read_steps(monitor)]
-    assert found == [12 * MIXER, 12 * MIXER, None, None, 12 * MIXER]
+    assert found == [12 * MIXER, 12 * MIXER, 6 * MIXER, 12 * MIXER, 12 * MIXER]
 
 
 @pytest.mark.parametrize(
@@ -684,11 +687,10 @@ def without(*keys: str) -> dict[str, Any]:
         (make_model, without("peak_flops_per_s"), {}, "MFU is not known: ", True),
         (lambda: None, configure(), {}, "no model was given", False),
         (lambda: "no-such-model", configure(), {}, "no preset, file or folder 'no-such-model'", False),
-        (Mixer, configure(), {"x": torch.zeros(1, 8)}, "Mixer is no Hugging Face model", False),
         (make_model, configure(), {"input_ids": object()}, "cannot be counted", False),
         (make_model, configure(), [(1, 2)], "step was seen without its batch", False),
     ],
-    ids=["no peak", "no model", "no such model", "no formula", "batch of an object", "batch of a pair"],
+    ids=["no peak", "no model", "no such model", "batch of an object", "batch of a pair"],
 )
 def test_what_is_not_known_is_nan_and_said_once(
     make_given: Callable[[], Any],

@@ -323,7 +323,8 @@ def test_a_batch_of_its_own_names() -> None:
     ("options", "message"),
     [
         ({"dims": {"nope": ("b", "n")}}, "no tensor of the example batch"),
-        ({"dims": {"x": ("b", "q", None)}}, "'b', 'n' or None"),
+        ({"dims": {"x": ("b", 5, None)}}, "'b', 'n', another name or None"),
+        ({"dims": {"x": (None, "n", None)}}, "dims names no axis 'b'"),
         ({"phases": ("bogus",)}, "phase 'bogus' unknown; known: train, forward"),
         ({"convention": "model"}, "neither recipe"),
     ],
