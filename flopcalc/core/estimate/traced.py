@@ -242,8 +242,8 @@ class TracedEstimator(Estimator):
             if found.phase == load.phase and found.has_images == has_images:
                 if found.limit and load.seq + load.context > found.limit:
                     raise WorkloadError(
-                        f"traced: length {load.seq + load.context} is beyond a window or chunk of {found.limit}, or the "
-                        "longest that the module takes, where the count changes its form and nothing was traced"
+                        f"traced: length {load.seq + load.context} is beyond a window or chunk of {found.limit}, or "
+                        "the longest that the module takes, where the count changes its form and nothing was traced"
                     )
                 return found
         known = ", ".join(f"{p.phase}{' with images' if p.has_images else ''}" for p in self.traced.polynomials)

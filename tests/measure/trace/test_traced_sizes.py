@@ -154,10 +154,10 @@ def test_a_module_without_a_length_is_called_by_its_batch() -> None:
 def test_lengths_beyond_the_longest_are_refused() -> None:
     found = bind(NanoGpt(128), make_text(2, 9, 0))
     assert found(1, 128).total > 0
-    with pytest.raises(WorkloadError, match="length 129 is beyond .* 128"):
+    with pytest.raises(WorkloadError, match=r"length 129 is beyond .* 128"):
         found(1, 129)
     short = bind(NanoGpt(512), make_text(2, 9, 0), max_length=20)
-    with pytest.raises(WorkloadError, match="length 21 is beyond .* 20"):
+    with pytest.raises(WorkloadError, match=r"length 21 is beyond .* 20"):
         short(1, 21)
     with pytest.raises(WorkloadError, match="max_length bounds what is traced"):
         bind("llama-3.1-8b", max_length=20)
