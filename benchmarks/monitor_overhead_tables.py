@@ -14,7 +14,7 @@ Results = dict[str, Any]
 SCHEMA = 2
 MEASURED_PARTS = ("host", "arms", "measured", "agreement", "waiting")
 PARTS = ("provenance", *MEASURED_PARTS, "problems")  # lists of rows, by model
-FOUNDING_PERCENT = {"estimate": 0.1, "smart": 0.5, "profiler": 5.0}  # as the first document promised
+PROMISED_PERCENT = {"estimate": 0.1, "smart": 0.5, "profiler": 5.0}  # of a step, at most
 MODES = ("estimate", "smart")
 ARMS = ("none", "none2", *MODES)
 RUN_STEPS = 2000  # what an overhead is stated over
@@ -27,7 +27,7 @@ MASK, NO_MASK = "mask on the device", "no mask"
 
 def make_results() -> Results:
     parts: dict[str, list[Row]] = {part: [] for part in PARTS}
-    return {"schema": SCHEMA, "founding_percent": FOUNDING_PERCENT, **parts, "goals": []}
+    return {"schema": SCHEMA, "promised_percent": PROMISED_PERCENT, **parts, "goals": []}
 
 
 def read_results(path: str) -> Results:
@@ -128,7 +128,7 @@ def _judge_model(results: Results, about: Row) -> list[Row]:
         )  # fmt: skip
     measured = {row["mode"]: row for row in find_rows(results, "measured", model)}
     add(
-        f"smart: over {RUN_STEPS:,} steps", find_share_percent(results, model, "smart"), FOUNDING_PERCENT["smart"], "%",
+        f"smart: over {RUN_STEPS:,} steps", find_share_percent(results, model, "smart"), PROMISED_PERCENT["smart"], "%",
         f"from host time and {RUN_STEPS // FREQUENCY} measured steps ({measured.get('smart', {}).get('source')})",
     )  # fmt: skip
     found = next(iter(find_rows(results, "agreement", model)), {})
@@ -240,7 +240,7 @@ def _list_host(results: Results, model: str) -> tuple[Sequence[str], list[Sequen
 def _list_arms(results: Results, model: str) -> tuple[Sequence[str], list[Sequence[str]]]:
     header = (
         "arm", "steps", "step ms", "beyond none, us", "beyond none, %", "CPU us a step of its threads",
-        f"% over {RUN_STEPS:,} steps", "first document, %",
+        f"% over {RUN_STEPS:,} steps", "goal, %",
     )  # fmt: skip
     rows = [
         (
@@ -249,13 +249,13 @@ def _list_arms(results: Results, model: str) -> tuple[Sequence[str], list[Sequen
             format_pair(row, "difference_percent", "difference_se_percent"),
             format_number(row["worker_cpu_us_per_step"] + row["sink_cpu_us_per_step"]) if row["arm"] in MODES else "–",
             format_number(find_share_percent(results, model, row["arm"])) if row["arm"] in MODES else "–",
-            format_number(FOUNDING_PERCENT.get(row["arm"])),
+            format_number(PROMISED_PERCENT.get(row["arm"])),
         )
         for row in find_rows(results, "arms", model)
     ]  # fmt: skip
     share = find_share_percent(results, model, "profiler")
     if share is not None:
-        rows.append(("profiler", *["–"] * 5, format_number(share), format_number(FOUNDING_PERCENT["profiler"])))
+        rows.append(("profiler", *["–"] * 5, format_number(share), format_number(PROMISED_PERCENT["profiler"])))
     return header, rows
 
 

@@ -32,7 +32,11 @@ from flopcalc.data import list_data_files
 from flopcalc.hardware.devices import load_devices
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("README*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))
+]  # fmt: skip
+# Chinese pages repeat the English pages' blocks: test_chinese.py compares them, so they are run once.
+RUN_PAGES = [page for page in PAGES if not page.name.endswith(".zh-CN.md")]
 _FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 _OUTPUT = re.compile(r"\n\n```text\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -110,7 +114,7 @@ def set_environment(folder: Path, environment: Any) -> None:
     environment("COLUMNS", "80")
 
 
-BLOCKS = [block for page in PAGES for block in find_blocks(page)]
+BLOCKS = [block for page in RUN_PAGES for block in find_blocks(page)]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
@@ -178,8 +182,8 @@ COMPLETE = [
     ("docs/conventions.md", "components", set(spec.PARTS)),
     ("docs/formats.md", "formats", {*load_formats()[0], *load_formats()[1]}),
     ("docs/formats.md", "quantization methods", {name.replace("fbgemm-fp8", "fbgemm_fp8") for name in _READERS}),
-    ("README.md", "options", {o for p in estimate_command.params for o in p.opts if o.startswith("--")} - {"--help"}),
-    ("README.md", "commands", {f"flopcalc {name}" for name in _COMMANDS}),
+    ("docs/reference.md", "options", {o for p in estimate_command.params for o in p.opts if o.startswith("--")} - {"--help"}),
+    ("docs/reference.md", "commands", {f"flopcalc {name}" for name in _COMMANDS}),
     (
         "docs/models.md",
         "model types",
@@ -204,8 +208,8 @@ def test_layers_as_enforced() -> None:
     assert [line.strip() for line in shown if line] == [layer.replace("flopcalc.", "") for layer in layers]
 
 
-def test_json_block_of_the_readme_is_json() -> None:
-    shown = [block.shown for block in BLOCKS if block.page.name == "README.md" and "--json" in block.source]
+def test_json_block_of_the_reference_is_json() -> None:
+    shown = [block.shown for block in BLOCKS if block.page.name == "reference.md" and "--json" in block.source]
     assert shown
     assert all(json.loads(text)["schema"] == 1 for text in shown)
 
@@ -224,6 +228,6 @@ def rewrite(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    for path in PAGES:
+    for path in RUN_PAGES:
         rewrite(path)
         print(path.relative_to(ROOT), file=sys.stderr)

@@ -71,7 +71,7 @@ def test_toy_run_writes_every_part(
     assert script.main(["--out", str(tmp_path), "--models", "0.5b", "--steps", "2", "--tiny"]) == 0
     path = tmp_path / script.NAME
     found = json.loads(path.read_text())
-    assert list(found) == ["schema", "founding_percent", *tables.PARTS, "goals"]
+    assert list(found) == ["schema", "promised_percent", *tables.PARTS, "goals"]
     assert all(row["model"] == "0.5b" for part in (*tables.PARTS, "goals") for row in found[part])
     (about,) = found["provenance"]
     assert about["command"] == "python benchmarks/monitor_overhead.py --models 0.5b --steps 2 --budget-s 840 --tiny"

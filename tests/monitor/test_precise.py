@@ -58,7 +58,7 @@ def test_every_mode_gives_the_exact_figure(mode: str, recipe: dict[str, Any]) ->
         assert found.note is None
 
 
-def test_profiler_by_its_founding_name() -> None:
+def test_profiler_by_its_first_name() -> None:
     model = build()
     found = calculate_mfu_with_profiler(model, 2, 24, 0.5, device="H200", dtype="bf16")
     assert found == calculate_precise_mfu(model, 2, 24, 0.5, "profiler", device="H200", dtype="bf16")

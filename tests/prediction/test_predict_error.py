@@ -115,9 +115,9 @@ def test_the_page_tells_the_blind_result() -> None:
         f"all inside at a mean width of {100 * every['width']:.1f} %"
     ) in _fold(PAGE)
     assert (
-        f"with {every['cases']} steps of models and shapes that no fit had seen: where the device bounds a step "
-        f"{100 * device['median']:.1f} % off in the median and {100 * device['worst']:.1f} % at worst, where the host "
-        f"does {100 * host['median']:.1f} % and {100 * host['worst']:.1f} %"
+        f"with {every['cases']} steps of models and shapes that no fit had seen. GPU-bound steps: "
+        f"{100 * device['median']:.1f} % median error, {100 * device['worst']:.1f} % worst. CPU-bound steps: "
+        f"{100 * host['median']:.1f} % median error, {100 * host['worst']:.1f} % worst."
     ) in _fold(ROOT / "README.md")
     outside = sum(not case["is_inside"] for case in kept["cases"])
     assert f"{outside} of {every['cases']} cases lie outside their interval" in _fold(PAGE)

@@ -123,7 +123,7 @@ def test_bad_arguments(arguments: dict[str, Any], words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_founding_names() -> None:
+def test_first_names() -> None:
     assert calculate_mfu(10.0, 2.0, 5.0) == 1.0
     assert get_gpu_peak_flops("h200") == 989.4e12
     batch = {"input_ids": [[0] * 16]}
