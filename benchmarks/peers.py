@@ -122,9 +122,7 @@ def measure(name: str, attention: str) -> list[dict[str, Any]]:
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                counted = (
-                    TOOLS[tool](model, batch) if tool in TOOLS else witness.count(model, batch, "forward").total
-                )
+                counted = TOOLS[tool](model, batch) if tool in TOOLS else witness.count(model, batch, "forward").total
         except Exception as raised:
             counted, error = None, f"{type(raised).__name__}: {raised}".split("\n")[0][:160]
         rows.append(

@@ -33,9 +33,12 @@ from flopcalc.hardware.devices import load_devices
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
-    *sorted(ROOT.glob("README*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))
-]  # fmt: skip
-# Chinese pages repeat the English pages' blocks: test_chinese.py compares them, so they are run once.
+    *sorted(ROOT.glob("README*.md")),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+# Chinese pages repeat the English pages' blocks: test_readme.py compares them, so they are run once.
 RUN_PAGES = [page for page in PAGES if not page.name.endswith(".zh-CN.md")]
 _FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 _OUTPUT = re.compile(r"\n\n```text\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -182,7 +185,11 @@ COMPLETE = [
     ("docs/conventions.md", "components", set(spec.PARTS)),
     ("docs/formats.md", "formats", {*load_formats()[0], *load_formats()[1]}),
     ("docs/formats.md", "quantization methods", {name.replace("fbgemm-fp8", "fbgemm_fp8") for name in _READERS}),
-    ("docs/reference.md", "options", {o for p in estimate_command.params for o in p.opts if o.startswith("--")} - {"--help"}),
+    (
+        "docs/reference.md",
+        "options",
+        {name for option in estimate_command.params for name in option.opts if name.startswith("--")} - {"--help"},
+    ),
     ("docs/reference.md", "commands", {f"flopcalc {name}" for name in _COMMANDS}),
     (
         "docs/models.md",
