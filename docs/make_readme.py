@@ -66,8 +66,10 @@ def load_peers() -> dict[str, Any]:
 
 
 def format_percent(value: float) -> str:
-    text = f"{value:+.1f} %" if abs(value) >= 0.05 else "0 %"
-    return text.replace("-", "−")
+    if value == 0:
+        return "0 %"
+    text = f"{value:+.1f}" if abs(value) >= 0.05 else f"{value:+.2f}"
+    return f"{text.removesuffix('.0').replace('-', '−')} %"
 
 
 def make_peers(words: dict[str, str]) -> list[str]:

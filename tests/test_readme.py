@@ -86,6 +86,24 @@ def test_our_counts_equal_the_counter_on_every_model_of_the_table() -> None:
     assert all(row["flopcalc"] == row["counted"] for row in rows if row["tool"] == "operator counter")
 
 
+def test_counters_with_eager_attention_are_as_the_readme_says() -> None:
+    off = {
+        (row["tool"], row["model"]): row["counted"] / row["flopcalc"] - 1
+        for row in make_readme.load_peers()["rows"]
+        if row["attention"] == "eager" and row["tool"] in ("fvcore", "calflops", "deepspeed")
+    }
+    assert len(off) == 9
+    assert all(abs(value) < 0.001 for (_, model), value in off.items() if model != "mixtral")
+    assert all(value < -0.6 for (_, model), value in off.items() if model == "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0 %"), (-0.01, "−0.01 %"), (0.017, "+0.02 %"), (-19.0, "−19 %"), (-11.49, "−11.5 %")]
+)
+def test_percent(value: float, text: str) -> None:
+    assert make_readme.format_percent(value) == text
+
+
 def test_readme_tells_the_error_of_plans() -> None:
     kept = json.loads((ROOT / "benchmarks" / "results" / "published_runs.json").read_text(encoding="utf-8"))
     found = kept["summary"]["all"]
