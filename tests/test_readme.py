@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import click
 import pytest
 from places import ROOT
 
@@ -16,6 +17,8 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import make_picture
 import make_readme
+
+from flopcalc.cli import _COMMANDS, _group
 
 CHINESE = list(make_readme.PAIRS.items())
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -102,6 +105,29 @@ def test_counters_with_eager_attention_are_as_the_readme_says() -> None:
 )
 def test_percent(value: float, text: str) -> None:
     assert make_readme.format_percent(value) == text
+
+
+def list_known_options(words: list[str]) -> set[str]:
+    """Options of a command, by the first words of its line."""
+    command: click.Command | None = _group
+    context = click.Context(_group)
+    for word in words:
+        if not isinstance(command, click.Group):
+            break
+        command = command.get_command(context, word)
+    assert command is not None, words
+    return {name for option in command.params for name in option.opts}
+
+
+def test_commands_of_the_readme_exist_with_their_options() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in re.findall(r"flopcalc ((?:\w+)[^`\n#]*)", text) if line.split()[0] in _COMMANDS]
+    assert {line.split()[0] for line in lines} == set(_COMMANDS)
+    for line in lines:
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= list_known_options(line.split()), line
+    added = {name for cell in re.findall(r"\| add ([^|]+) \|", text) for name in re.findall("--[a-z-]+", cell)}
+    assert added
+    assert added <= list_known_options(["estimate"])
 
 
 def test_readme_tells_the_error_of_plans() -> None:
