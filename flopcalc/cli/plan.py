@@ -96,7 +96,10 @@ def _degree_options(function: Any) -> Any:
 @click.option(
     "--plot", "plot_file", metavar="FILE", help="Draw time over memory of all layouts (needs flopcalc[plot])."
 )
-def plan(model: str, style: str, output: str | None, plot_file: str | None, **options: Any) -> None:
+@click.option("--timeline", metavar="FILE", help="Write the best layout's schedule as a trace for Perfetto.")
+def plan(
+    model: str, style: str, output: str | None, plot_file: str | None, timeline: str | None, **options: Any
+) -> None:
     """The best layouts of a training run on many devices.
 
     Searches data, tensor, pipeline, context and expert parallelism, ZeRO, micro-batch and recomputation for what fits,
@@ -110,11 +113,15 @@ def plan(model: str, style: str, output: str | None, plot_file: str | None, **op
             ctx=context, param=next(each for each in context.command.params if each.name == "gpus")
         )
     if has_list(options, None):
-        if plot_file is not None:
-            raise WorkloadError("--plot draws the layouts of one plan: give single values with it")
+        if plot_file is not None or timeline is not None:
+            raise WorkloadError("--plot and --timeline are of one plan: give single values with them")
         _show_list(model, options, style, output, said)
         return
     found = _plan(model, options, said)
+    if timeline is not None:
+        from flopcalc.planning.schedule import save_trace
+
+        save_trace(found, timeline)
     if plot_file is not None:
         found.plot(plot_file)
     if style == "json":
@@ -128,8 +135,9 @@ def plan(model: str, style: str, output: str | None, plot_file: str | None, **op
         write_page(make_plan_page(found.to_dict(), points), output)
         return
     click.echo(_format(found))
-    if plot_file is not None:
-        click.echo(f"written: {plot_file}")
+    for path in (plot_file, timeline):
+        if path is not None:
+            click.echo(f"written: {path}")
 
 
 def _plan(model: str, options: dict[str, Any], said: Sequence[str] = ()) -> Plan:
@@ -268,6 +276,8 @@ def _format(found: Any) -> str:
     lines += _wrap("searched", text + (f"; left out by rule: {skipped}" if skipped else ""))
     for loser in found.losers:
         lines += _wrap(f"lost: {loser.reason}", f"{loser.layouts:,}; nearest {loser.nearest.layout}: {loser.text}")
+    if found.helps:
+        lines += _wrap("helps most", found.helps)
     for note in found.notes:
         lines += _wrap("note", note)
     return "\n".join(lines)

@@ -27,6 +27,7 @@ from flopcalc.words import CAST_FORMATS, Execution
 
 MOST_LAYOUTS = 1_000_000
 _TOLD_EVERY = 32  # layouts between two calls of `progress`
+_LEAST_HELP = 0.01
 KNOWN_DTYPES = ("bf16", "fp16", *CAST_FORMATS)
 _REASONS = {
     "bubble": ("bubble",),
@@ -166,6 +167,7 @@ class Plan(NamedTuple):
     points: FrozenRows[Point]  # every layout that fits
     execution: Execution = "fused"
     optimizer: str = "adamw-master"
+    helps: str = ""  # what would shorten the best layout's step most, and by how much
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -195,6 +197,7 @@ class Plan(NamedTuple):
                 {"step_time_s": seconds, "memory_bytes": size, "layout": str(layout)}
                 for seconds, size, layout in self.find_front()
             ],
+            "helps_most": self.helps or None,
             "layouts": {"divide": self.layouts, "fit": self.fitting, "skipped": self.skipped},
             "price": None if self.price is None else self.price._asdict(),
             "evidence": {
@@ -322,6 +325,7 @@ def search_layouts(
         global_batch, tuple(best), tuple(losers), len(ranked) + len(searched.misfits), len(ranked), searched.skipped,
         rate, _name_evidence(runner), tuple(said),
         FrozenRows(Point(step.seconds, memory.peak, layout) for layout, step, memory in ranked), execution, optimizer,
+        _find_help(best[0], losers),
     )  # fmt: skip
 
 
@@ -463,6 +467,25 @@ def _explain(
                 text += f": {most.replace('_', ' ')} {format_seconds(new)} of a step against {before}"
         losers.append(Loser(reason, len(entries), nearest, text))
     return sorted(losers, key=lambda loser: -loser.layouts)
+
+
+_NETWORK = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_sends", "data_parallel")
+
+
+def _find_help(best: Planned, losers: Sequence[Loser]) -> str:
+    """What would shorten the best layout's step most; nothing where it is all products."""
+    parts, whole = dict(zip(PARTS, best.step.parts, strict=True)), best.step.seconds
+    gains = {
+        "a larger --global-batch (fewer bubbles)": parts["bubble"] / whole,
+        "a network twice as fast": sum(parts[name] for name in _NETWORK) / 2 / whole,
+        "memory for all activations (no recomputation)": parts["recompute"] / whole,
+    }
+    for loser in losers:
+        if loser.reason == "memory":
+            name = f"{format_bytes(loser.nearest.memory.peak - best.memory.peak)} more memory a device"
+            gains[name] = 1 - loser.nearest.step.seconds / whole
+    most = max(gains, key=lambda name: gains[name])
+    return f"{most}: a step up to {gains[most]:.0%} shorter" if gains[most] >= _LEAST_HELP else ""
 
 
 def _describe_misfit(

@@ -156,7 +156,7 @@ def test_encoder_and_decoder() -> None:
         (["--recompute", "all"], "recompute 'all' unknown"),
         (["--dtype", "int7"], "dtype 'int7' unknown"),
         (["--image", "100x100"], "is a text model: it takes no images"),
-        (["--dtype", "fp4"], "a plan is for training in bf16, fp16, fp8, not fp4"),
+        (["--dtype", "fp4"], "a plan is for training in bf16, fp16, fp8, mxfp8, nvfp4, mxfp4, not fp4"),
         (["--device", "mi250x-gcd"], "no interconnect is known for AMD Instinct MI250X"),
     ],
 )
