@@ -178,9 +178,9 @@ def test_a_default_batch_that_limits_the_plan_is_noted() -> None:
     run: dict[str, Any] = {"tokens": "15T", "device": "h100-sxm", "gpus": 16384, "seq_len": 8192, "zero": 1}
     found = make_plan("llama-3.1-405b", **run)
     (note,) = (note for note in found.notes if "limits this plan" in note)
-    assert "--global-batch 2048 (16.78M tokens) would reach an MFU of 44 % instead of 16 %" in note
+    assert "--global-batch 2048 (16.78M tokens) would reach an MFU of 51 % instead of 19 %" in note
     given = make_plan("llama-3.1-405b", **run, global_batch=2048)
-    assert round(100 * given.best[0].mfu) == 44
+    assert round(100 * given.best[0].mfu) == 51
     assert not any("limits this plan" in note for note in given.notes)  # a batch that was given is meant
     small: dict[str, Any] = {"tokens": "1B", "device": "h200", "gpus": 8, "seq_len": 2048, "pp": 1}
     assert not any("limits this plan" in note for note in make_plan("qwen2.5-0.5b", **small).notes)
