@@ -199,7 +199,7 @@ class Samples(Protocol):
 
 def check_no_sampling(name: str, phase: str, **asked: Any) -> None:
     """What is said of diffusion models alone is refused for any other."""
-    if phase == "sample":
+    if isinstance(phase, str) and phase == "sample":
         raise WorkloadError(f"{name} is no diffusion model: there is no phase sample")
     for word, value in asked.items():
         if value is not None:
