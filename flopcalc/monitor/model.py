@@ -40,7 +40,8 @@ class WatchedModel:
         self.is_bound = False
         self.has_formula = False
         self.clock: Callable[[], int] = time.perf_counter_ns
-        self.lose: Callable[[str, int], None] = _lose_nothing
+        # Weak: hooks on the live module hold this model, and would keep its monitor alive.
+        self.lose: Callable[[], Callable[[str, int], None] | None] = lambda: None
         self._names: tuple[str, ...] = ()  # of the model's positional arguments
         self._adapted: Any = None  # a module that has adapters
         self._base: Hashable = None  # which adapters are on where it trains
@@ -129,7 +130,9 @@ class WatchedModel:
         many = self.intake.module.count_known()
         found = self.intake.take(batch, device, copies)
         if self.intake.module.count_known() != many:
-            self.lose("measure", before)
+            lose = self.lose()
+            if lose is not None:
+                lose("measure", before)
         return found
 
     def _find_peaks(self) -> None:
@@ -236,10 +239,6 @@ class WatchedModel:
     def close(self) -> None:
         if self.source is not None:
             self.source.close()
-
-
-def _lose_nothing(_cause: str, _before_ns: int) -> None:
-    """Where nobody keeps the time."""
 
 
 def _is_off(state: Hashable) -> bool:

@@ -78,7 +78,7 @@ class TrainingMonitor(PassCalls):
         self._digester = Digester(self.settings, self.output_dir, log_path, self._messages, lambda: _clock())
         self._trained = self._digester.model  # the first model; it trains
         self._models = [self._trained]
-        self._trained.clock, self._trained.lose = lambda: _clock(), self._lose_since
+        self._trained.clock, self._trained.lose = lambda: _clock(), weakref.WeakMethod(self._lose_since)
         self._passes = PassLog(lambda: _clock())
         self._given: dict[int, tuple[Any, Intake]] = {}  # models of passes that ran elsewhere
         self._owes = ""  # a pass that runs elsewhere, and that nobody gave
@@ -134,7 +134,7 @@ class TrainingMonitor(PassCalls):
 
     def _make_model(self, is_first: bool) -> WatchedModel:
         made = WatchedModel(self.settings, self._digester.meter, self._messages.say, is_first)
-        made.clock, made.lose = lambda: _clock(), self._lose_since
+        made.clock, made.lose = lambda: _clock(), weakref.WeakMethod(self._lose_since)
         return made
 
     def _watch(self, model: WatchedModel, live: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import pickle
 import subprocess
@@ -36,7 +35,7 @@ from tiny import (
 )
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
-from flopcalc import ConfigError
+from flopcalc import ConfigError, estimate_flops
 from flopcalc.monitor import FlopcalcCallback, Settings, TrainingMonitor, hf
 
 pytestmark = pytest.mark.usefixtures("bf16_products")
@@ -603,7 +602,7 @@ def test_frequencies_that_disagree_are_said_at_the_start(tmp_path: Path) -> None
         trainer.train()
 
 
-def test_a_model_that_is_not_hugging_faces_trains_without_a_count(tmp_path: Path) -> None:
+def test_a_model_that_is_not_hugging_faces_is_counted_by_tracing(tmp_path: Path) -> None:
     class Plain(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -612,12 +611,17 @@ def test_a_model_that_is_not_hugging_faces_trains_without_a_count(tmp_path: Path
         def forward(self, **batch: Any) -> Any:
             return {"loss": self.inside(**batch).loss}
 
-    trainer = make_trainer(tmp_path, FlopcalcCallback(CONFIG), model=Plain(), max_steps=2)
-    with pytest.warns(RuntimeWarning, match="FLOPs cannot be counted"):
+    model = Plain()
+    witness = Witness(model)
+    trainer = make_trainer(tmp_path, FlopcalcCallback(CONFIG), model=model, max_steps=2)
+    with pytest.warns(RuntimeWarning, match="Plain is counted by tracing its calls, under convention full, in fp32"):
         trainer.train()
     steps = read_log(tmp_path / "flopcalc.jsonl")
-    assert [line["perf/mfu"] for line in steps] == [None, None]
-    assert all(math.isfinite(line["perf/step_time"]) for line in steps)
+    counts = [estimate_flops(model.inside, batch=batch, convention="full").total for batch in witness.batches]
+    assert [line["perf/model_flops"] for line in steps] == counts
+    assert {line["perf/convention"] for line in steps} == {"full"}
+    for line in steps:
+        assert line["perf/mfu"] == line["perf/model_flops"] / (line["perf/step_time"] * 1e12)
 
 
 TWO_RANKS = """

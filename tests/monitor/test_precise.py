@@ -106,9 +106,9 @@ def test_smart_measures_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     real = tracing.count_copy
 
-    def counting(made: Any, batch: Any) -> Any:
+    def counting(made: Any, batch: Any, phase: str) -> Any:
         calls.append(batch["input_ids"].shape[1])
-        return real(made, batch)
+        return real(made, batch, phase)
 
     monkeypatch.setattr(tracing, "count_copy", counting)
     model = build()
@@ -126,7 +126,7 @@ def test_smart_measures_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_smart_where_nothing_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_made: Any, _batch: Any) -> None:
+    def refuse(_made: Any, _batch: Any, _phase: str) -> None:
         raise RuntimeError("reads values")
 
     monkeypatch.setattr(tracing, "count_copy", refuse)
