@@ -136,7 +136,7 @@ def test_curve(capsys: Capture, tmp_path: Path, command: tuple[str, ...], argume
         ((*TINY, "--seq", "64,128", "--peak", "1T", "--step-time", "1"), "one --step-time cannot hold for several"),
         ((*TINY, "--seq", "64", "--device", "h200,b2000"), "device 'b2000' unknown"),
         ((*PREDICT, "--seq", "64", "--device", "h200", "--plot", "x.svg"), "--plot draws a curve over a list"),
-        ((*PLAN, "--device", "h200", "--gpus", "2,4", "--plot", "x.svg"), "--plot draws the layouts of one plan"),
+        ((*PLAN, "--device", "h200", "--gpus", "2,4", "--plot", "x.svg"), "--plot and --timeline are of one plan"),
         (("explain", "gpt2", "--seq", "1,2", "--op", "*"), "--seq: '1,2' is not a whole number"),
         (("compare", "gpt2", "--seq", "1,2"), "--seq: '1,2' is not a whole number"),
     ],
