@@ -47,9 +47,10 @@ MIN_ROWS = 256  # of a product: what training and prefill run
 LONG_MS = 0.5  # calls of attention from here on show the rate that long ones keep up
 START = ProductShape(half=0.95, quarter=0.8, eighth=0.7)
 LEAST, MOST = (0.7, 0.5, 0.4), (1.0, 1.0, 1.0)  # of half, quarter, eighth
-# Share of these bursts' rate that products keep up in a step, by number format. A100 and H100: about 0.85 and 0.72 of
-# the published peak, by published runs. Blackwell in bf16: what MooreThreads/SimuMax measured on a B200 in
-# Megatron's products, 1,085 TFLOP/s (configs/system/b200_bf16_ceperm.json), over the B200's bursts here.
+# Share of these bursts' rate that products keep up in a step, by number format, chosen by published runs. A100 and
+# H100: about 0.85 and 0.72 of the published peak. Blackwell in bf16: 0.48 of a B200's 2,250 TFLOP/s, which Megatron's
+# products reach in MooreThreads/SimuMax (configs/system/b200_bf16_ceperm.json: 0.485 in the median of 514), over the
+# B200's bursts here; the other three have no measurement of their own.
 SUSTAINED = {
     "a100-sxm-80gb": {"bf16": 0.95},
     "h100-sxm": {"bf16": 0.872, "fp8": 0.95},

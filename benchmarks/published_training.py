@@ -4,9 +4,9 @@
     python benchmarks/published_training.py --all      prints every row
 
 Protocol. Printed degrees, micro-batch, virtual stages and ZeRO are fixed, recomputation and what is not printed is
-left to plan's first choice. Of a layout that several releases print, the newest counts. Every second layout, in the
-order of the file, may be used to choose constants (t); the others are only predicted. A row that plan says does not fit
-is a miss. Data: benchmarks/data/published_training.csv, each row with its source.
+left to plan's first choice. Of a layout that several releases print, the newest counts. A row that plan says does not
+fit is a miss. Constants were chosen by looking at all of these rows: none of them is a test that was kept aside. Data:
+benchmarks/data/published_training.csv, each row with its source.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class Row(NamedTuple):
     memory_error: float | None
     has_experts: bool
     zero: int
-    is_tuned: bool
     problem: str = ""
 
     @property
@@ -97,7 +96,7 @@ def find_model(name: str) -> Any:
     return config | (DEEPSEEK_V2 if base == "deepseekv2" else {}) | {"num_hidden_layers": int(layers)}
 
 
-def predict(run: dict[str, str], is_tuned: bool) -> Row:
+def predict(run: dict[str, str]) -> Row:
     fixed: dict[str, Any] = {name: int(run[name]) for name in ("tp", "pp", "virtual", "cp", "micro_batch")}
     if run["ep"] != "1":
         fixed["ep"] = int(run["ep"])
@@ -114,11 +113,11 @@ def predict(run: dict[str, str], is_tuned: bool) -> Row:
             seq_len=int(run["seq"]), global_batch=int(run["global_batch"]), dtype=run["precision"], top=1, **fixed,
         ).best[0]  # fmt: skip
     except FlopcalcError as error:
-        return Row(*own, "", published, 0.0, 0.0, 0.0, None, has_experts, 0, is_tuned, str(error))
+        return Row(*own, "", published, 0.0, 0.0, 0.0, None, has_experts, 0, str(error))
     memory = found.memory.peak / GIB / float(run["memory_gib"]) - 1 if run["memory_gib"] else None
     step = found.step
     return Row(*own, str(found.layout), published, step.seconds, step.low, step.high, memory, has_experts,
-               found.layout.zero, is_tuned)  # fmt: skip
+               found.layout.zero)  # fmt: skip
 
 
 def describe(name: str, rows: list[Row]) -> str:
@@ -147,7 +146,6 @@ def make_page(rows: list[Row]) -> str:
         kind = "experts" if row.has_experts else "dense"
         groups.setdefault(f"**{kind}{', SimuMax B200' if simumax else ''}**", []).append(row)
         if not simumax:
-            groups.setdefault(f"{kind}, {'t' if row.is_tuned else 'only predicted'}", []).append(row)
             groups.setdefault(f"{kind}, {row.hardware} {row.precision}", []).append(row)
     lines += [describe(name, groups[name]) for name in sorted(groups, key=lambda name: (name.strip("*"), name))]
     memory = [abs(row.memory_error) for row in rows if row.memory_error is not None]
@@ -156,8 +154,14 @@ def make_page(rows: list[Row]) -> str:
     for row in rows:
         end = f"{row.predicted_s:.3g} | {row.error:+.1%}" if row.layout else "does not fit | "
         outside = "" if not row.layout or row.is_inside else " **outside**"
-        name = f"{row.model}{' (t)' if row.is_tuned else ''}"
-        shown = [name, f"{row.gpus} {row.hardware}", row.precision, row.layout, f"{row.published_s:.3g}", end + outside]
+        shown = [
+            row.model,
+            f"{row.gpus} {row.hardware}",
+            row.precision,
+            row.layout,
+            f"{row.published_s:.3g}",
+            end + outside,
+        ]
         lines.append(f"| {' | '.join(shown)} |")
     return "\n".join([*lines, END])
 
@@ -177,7 +181,7 @@ def write_coverage(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    rows = [predict(run, number % 2 == 0) for number, run in enumerate(load_runs())]
+    rows = [predict(run) for run in load_runs()]
     if "--all" in sys.argv:
         for row in rows:
             print(row.model, row.hardware, row.precision, row.layout or row.problem, f"{row.error:+.1%}")

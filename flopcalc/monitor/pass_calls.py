@@ -1,4 +1,4 @@
-"""What a monitor is told of passes that do not train: by its hooks, and by a loop that runs them elsewhere."""
+"""Passes that do not train: those that hooks see, and those that a loop hands in because they run elsewhere."""
 
 from __future__ import annotations
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc.errors import FlopcalcError, WorkloadError
-from flopcalc.files import write_whole
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.step import PARTS
+from flopcalc.prediction.perfetto import write_trace
 
 if TYPE_CHECKING:
     from flopcalc.planning.search import Plan, Planned
@@ -153,7 +152,4 @@ def make_trace(plan: Plan) -> dict[str, Any]:
 
 def save_trace(plan: Plan, path: str) -> None:
     """Write the trace whole or not at all."""
-    try:
-        write_whole(path, json.dumps(make_trace(plan), ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise FlopcalcError(f"{path}: cannot be written: {error.strerror}") from None
+    write_trace(make_trace(plan), path)

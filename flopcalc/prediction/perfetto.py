@@ -44,8 +44,13 @@ def make_trace(prediction: Prediction) -> dict[str, Any]:
 
 
 def save_trace(prediction: Prediction, path: str) -> None:
-    """Write the trace whole or not at all."""
+    """Write a predicted step's trace whole or not at all."""
+    write_trace(make_trace(prediction), path)
+
+
+def write_trace(trace: dict[str, Any], path: str) -> None:
+    """Write a trace whole or not at all."""
     try:
-        write_whole(path, json.dumps(make_trace(prediction), ensure_ascii=False) + "\n")
+        write_whole(path, json.dumps(trace, ensure_ascii=False) + "\n")
     except OSError as error:
         raise FlopcalcError(f"{path}: cannot be written: {error.strerror}") from None

@@ -186,7 +186,7 @@ def _check_device(setup: Setup) -> None:
 
 
 def _read_step(setup: Setup) -> dict[str, Any]:
-    """What a prediction is told beside the estimate."""
+    """The options of a prediction beside those of its estimate."""
     execution: Execution = setup.execution or "eager"  # type: ignore[assignment]  # the prediction checks the word
     return {
         "device": setup.device, "dtype": read_compute(setup), "optimizer": setup.optimizer or "adamw",

@@ -58,7 +58,7 @@ class Sampling(NamedTuple):
         return pieces
 
     def times(self, many: int) -> Sampling:
-        """The same, so many times over."""
+        """These counts, multiplied by `many`."""
         return self._replace(
             parts=tuple(part._replace(runs=part.runs * many, flops=part.flops * many) for part in self.parts)
         )
