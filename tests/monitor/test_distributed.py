@@ -17,7 +17,7 @@ from ranks import DEADLINE_S, Rank, Talk, run_ranks
 
 import flopcalc
 
-PEAK = 1e12  # of one rank
+PEAK = 1e18  # of one rank
 ROWS = 4
 STEPS = 6
 DETAIL_EVERY = 2

@@ -607,7 +607,7 @@ def start(code: str, *flags: str) -> subprocess.Popen[str]:
 def test_a_killed_process_leaves_a_log_up_to_its_last_flush(tmp_path: Path) -> None:
     process = start(f"""
         model = make_model()
-        config = {{"monitoring": {{"save_every": 1, "peak_flops_per_s": 1e12, "dtype": "fp32"}}}}
+        config = {{"monitoring": {{"save_every": 1, "peak_flops_per_s": 1e18, "dtype": "fp32"}}}}
         monitor = TrainingMonitor({str(tmp_path)!r}, config, model=model)
         number = 0
         while True:

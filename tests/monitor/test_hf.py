@@ -22,6 +22,7 @@ from peft import LoraConfig, get_peft_model
 from places import HELPERS
 from tiny import (
     CONFIG,
+    PEAK,
     Recorder,
     Witness,
     list_hooks,
@@ -130,7 +131,7 @@ def test_flops_of_every_step_are_those_of_its_batches_and_training_is_unchanged(
     assert [line["training/loss"] for line in steps] == list_losses(plain)
     for line in steps:
         assert line["perf/source"] == "estimate"
-        assert line["perf/mfu"] == line["perf/model_flops"] / (line["perf/step_time"] * 1e12)
+        assert line["perf/mfu"] == line["perf/model_flops"] / (line["perf/step_time"] * PEAK)
 
 
 @pytest.mark.gpu
@@ -532,7 +533,7 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 def test_dtype_is_that_of_the_products_unless_the_config_says(
     given: dict[str, Any], config: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:
-    monitoring = {"mfu_calculation_mode": "estimate", "peak_flops_per_s": 1e12, **config}
+    monitoring = {"mfu_calculation_mode": "estimate", "peak_flops_per_s": PEAK, **config}
     make_trainer(tmp_path, FlopcalcCallback({"monitoring": monitoring}), max_steps=1, **given).train()
     torch._dynamo.reset()
     assert [line["perf/dtype"] for line in read_log(tmp_path / "flopcalc.jsonl")] == [dtype]
@@ -621,7 +622,7 @@ def test_a_model_that_is_not_hugging_faces_is_counted_by_tracing(tmp_path: Path)
     assert [line["perf/model_flops"] for line in steps] == counts
     assert {line["perf/convention"] for line in steps} == {"full"}
     for line in steps:
-        assert line["perf/mfu"] == line["perf/model_flops"] / (line["perf/step_time"] * 1e12)
+        assert line["perf/mfu"] == line["perf/model_flops"] / (line["perf/step_time"] * PEAK)
 
 
 TWO_RANKS = """

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from loop import make_model, work
-from tiny import CONFIG, list_hooks, make_llama, make_text, pad, read_log
+from tiny import CONFIG, PEAK, list_hooks, make_llama, make_text, pad, read_log
 
 from flopcalc import bind, estimate_flops
 from flopcalc.monitor import TrainingMonitor
@@ -267,7 +267,7 @@ def test_traces_and_exports_are_those_of_a_bare_model(tmp_path: Path) -> None:
 def test_a_model_that_is_compiled_after_it_was_given_is_one_graph(tmp_path: Path) -> None:
     torch._dynamo.reset()
     model: Any = make_model(0.0)
-    config = {"monitoring": {"mfu_calculation_mode": "estimate", "peak_flops_per_s": 1e12}}  # the dtype is looked for
+    config = {"monitoring": {"mfu_calculation_mode": "estimate", "peak_flops_per_s": PEAK}}  # the dtype is looked for
     with TrainingMonitor(tmp_path, config, model=model):
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         batch = pad(make_text(2))

@@ -19,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from places import HELPERS
 from tiny import (
     CONFIG,
+    PEAK,
     Recorder,
     Witness,
     list_hooks,
@@ -353,7 +354,7 @@ def test_dtype_is_that_of_the_products_unless_the_config_says(
     precision: str, config: dict[str, Any], is_compiled: bool, dtype: str, tmp_path: Path
 ) -> None:
     model = torch.compile(make_llama(), backend="eager") if is_compiled else make_llama()
-    monitoring = {"mfu_calculation_mode": "estimate", "peak_flops_per_s": 1e12, **config}
+    monitoring = {"mfu_calculation_mode": "estimate", "peak_flops_per_s": PEAK, **config}
     callback = FlopcalcMonitor({"monitoring": monitoring})
     make_trainer(tmp_path, callback, max_steps=1, precision=precision).fit(Module(model), make_loader())
     torch._dynamo.reset()
