@@ -60,7 +60,8 @@ def list_classes(model_type: str) -> dict[str, str]:
 def list_class_cases(model_type: str, named: str, kind: str) -> Iterator[Case]:
     """A case for every config of the type's example."""
     example = find_example(model_type)
-    made = replace(example, architecture=named, loss=LOSSES.get(kind, "logits"))
+    loss = "logits" if named.endswith("ForConditionalGeneration") else LOSSES.get(kind, "logits")
+    made = replace(example, architecture=named, loss=loss)
     for config in example.configs:
         changed = {**config, "num_labels": LABELS} if kind in ("sequence", "token") else dict(config)
         if kind == "sequence":
