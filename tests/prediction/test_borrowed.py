@@ -23,7 +23,7 @@ from flopcalc.prediction.recordings import load_file
 from flopcalc.prediction.step import predict_estimate
 
 MODELS = (
-    "falcon-7b", "mamba-130m", "gemma-4-e2b", "glm-4.5-air", "olmo-3-7b", "jamba-1.5-mini", "gpt-j-6b",
+    "falcon-7b", "mamba-130m", "gemma-4-e2b", "glm-4.5-air", "seed-oss-36b", "jamba-1.5-mini", "gpt-j-6b",
     "lfm2-350m",
     "llama-3.2-11b-vision", "llama-4-scout", "minicpm3-4b", "qwen3.5-9b", "nemotron-3-nano-30b-a3b",
 )  # fmt: skip

@@ -41,7 +41,8 @@ def test_the_calibration_measured_no_test_model(script: Any) -> None:
     assert not {preset for preset, *_ in script.TEST.values()} & fitted
     measured = script._read(RESULTS / "predict_profiles.json.gz")
     seen = {case["model"].partition("-narrow-")[0] for case in measured["cases"] if "model" in case}
-    assert seen == (set(MODELS) | set(NARROW)) - {"deepseek-v2-lite"}  # recorded after this calibration
+    later = {"deepseek-v2-lite", "olmo-3-7b", "granite-3.0-3b-a800m"}  # recorded after this calibration
+    assert seen == (set(MODELS) | set(NARROW)) - later
     assert measured["failures"] == []
 
 

@@ -52,7 +52,7 @@ NARROW: dict[str, tuple[int, list[list[int]]]] = {
     "pythia-410m": (0, []), "opt-6.7b": (0, []), "olmo-2-7b": (0, []), "stablelm-2-1.6b": (0, []),
     "starcoder2-7b": (0, []), "aya-23-8b": (0, []), "smollm3-3b": (0, []), "mixtral-8x7b": (0, []),
     "qwen1.5-moe-a2.7b": (0, []), "qwen3-30b-a3b": (0, []), "deepseek-v3": (0, []),
-    "deepseek-v2-lite": (0, []),
+    "deepseek-v2-lite": (0, []), "olmo-3-7b": (0, []), "granite-3.0-3b-a800m": (0, []),
     "qwen2-vl-2b": (640, [[1, 48, 48]]), "qwen2.5-vl-3b": (128, [[1, 16, 16]]), "qwen3-vl-2b": (640, [[1, 48, 48]]),
     "llava-1.5-7b": (640, [[1, 24, 24]]), "llava-v1.6-mistral-7b": (0, []),
     "paligemma-3b-448": (1088, [[1, 32, 32]]), "gemma-3-12b": (320, [[1, 64, 64]]),
