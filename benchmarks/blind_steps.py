@@ -240,8 +240,12 @@ def measure(out: Path, parts: tuple[str, ...], budget_s: float, device: str, is_
     out.mkdir(parents=True, exist_ok=True)
     for part in PARTS:
         if part in parts:
-            _MEASURED[part](out, limits)
-            print(f"{time.monotonic() - begun:6.1f} s  {part} done", flush=True)
+            try:
+                _MEASURED[part](out, limits)
+                ended = "done"
+            except Exception as error:  # the other parts go on
+                ended = f"failed: {type(error).__name__}: {error}"[:300]
+            print(f"{time.monotonic() - begun:6.1f} s  {part} {ended}", flush=True)
 
 
 def measure_steps(out: Path, limits: Limits) -> None:
