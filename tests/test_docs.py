@@ -1,6 +1,6 @@
 """README, CONTRIBUTING and docs go in; their commands and code are run, and what they show must be what comes out.
 
-python tests/test_docs.py      writes the output of every command and of every Python block into the pages anew
+python tests/test_docs.py [PAGE …]   writes docs/cli.md, and the output of every command and Python block into the pages
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import pytest
 
 from flopcalc import estimate_flops
 from flopcalc.cli import _COMMANDS, main
-from flopcalc.cli.estimate import estimate as estimate_command
 from flopcalc.core.recipe.formats import load_formats
 from flopcalc.core.recipe.quantizers import _READERS
 from flopcalc.core.spec import expressions as expr
@@ -32,11 +31,15 @@ from flopcalc.data import list_data_files
 from flopcalc.hardware.devices import load_devices
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import make_cli  # noqa: E402
+
 PAGES = [
     *sorted(ROOT.glob("README*.md")),
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 # Chinese pages repeat the English pages' blocks: test_readme.py compares them, so they are run once.
 RUN_PAGES = [page for page in PAGES if not page.name.endswith(".zh-CN.md")]
@@ -185,12 +188,7 @@ COMPLETE = [
     ("docs/conventions.md", "components", set(spec.PARTS)),
     ("docs/formats.md", "formats", {*load_formats()[0], *load_formats()[1]}),
     ("docs/formats.md", "quantization methods", {name.replace("fbgemm-fp8", "fbgemm_fp8") for name in _READERS}),
-    (
-        "docs/reference.md",
-        "options",
-        {name for option in estimate_command.params for name in option.opts if name.startswith("--")} - {"--help"},
-    ),
-    ("docs/reference.md", "commands", {f"flopcalc {name}" for name in _COMMANDS}),
+    ("docs/cli.md", "commands", {f"flopcalc {name}" for name in _COMMANDS}),
     (
         "docs/models.md",
         "model types",
@@ -202,6 +200,20 @@ COMPLETE = [
 @pytest.mark.parametrize(("page", "what", "names"), COMPLETE, ids=[f"{page} {what}" for page, what, _ in COMPLETE])
 def test_reference_is_complete(page: str, what: str, names: set[str]) -> None:
     assert not names - _words(page), f"{page} lacks {what}"
+
+
+def test_commands_and_options_are_fresh() -> None:
+    page = make_cli.PAGE.read_text(encoding="utf-8")
+    assert page == make_cli.make_page(), "run python docs/make_cli.py"
+
+
+def test_every_page_is_in_the_index_of_the_site_once() -> None:
+    docs = ROOT / "docs"
+    index = (docs / "index.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^```\{toctree\}\n(.*?)^```$", index, re.MULTILINE | re.DOTALL)
+    listed = [line for entry in entries for line in entry.split("\n") if line and not line.startswith(":")]
+    pages = [page.relative_to(docs).as_posix().removesuffix(".md") for page in docs.rglob("*.md")]
+    assert sorted(listed) == sorted({*pages, "../CONTRIBUTING", "../CHANGELOG"} - {"index"})
 
 
 def test_layers_as_enforced() -> None:
@@ -235,6 +247,7 @@ def rewrite(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    for path in RUN_PAGES:
+    make_cli.PAGE.write_text(make_cli.make_page(), encoding="utf-8")
+    for path in [Path(name).resolve() for name in sys.argv[1:]] or RUN_PAGES:
         rewrite(path)
         print(path.relative_to(ROOT), file=sys.stderr)

@@ -1,0 +1,37 @@
+"""Sphinx's settings for the documentation site; `scripts/docs` builds it.
+
+The source folder is the repository's root, so that a link works on the site as it does on GitHub.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from flopcalc import __version__  # noqa: E402
+
+project = "flopcalc"
+author = "The flopcalc authors"
+copyright = author
+release = version = __version__
+
+root_doc = "docs/index"
+include_patterns = ["docs/**/*.md", "docs/*.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+exclude_patterns = [".*", "build", "dist", "tests", "wheels"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+myst_heading_anchors = 4
+suppress_warnings = ["misc.highlighting_failure"]  # blocks of output that only look like their language
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+default_role = "code"  # docstrings mark code with single backticks
+
+html_theme = "furo"
+html_title = f"flopcalc {__version__}"
+html_copy_source = False
+templates_path = ["site"]
+html_additional_pages = {"index": "start.html"}  # the site's root leads to docs/index.html
