@@ -24,10 +24,10 @@ exclude_patterns = [".*", "build", "dist", "tests", "wheels"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 4
-suppress_warnings = ["misc.highlighting_failure"]  # blocks of output that only look like their language
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+maximum_signature_line_length = 100  # longer ones: one parameter per line
 default_role = "code"  # docstrings mark code with single backticks
 
 html_theme = "furo"

@@ -19,14 +19,12 @@ from flopcalc.cli import _COMMANDS, _group
 PAGE = Path(__file__).resolve().parent / "cli.md"
 HEAD = """# Commands and options
 
-Made by `python docs/make_cli.py` from the commands themselves; `flopcalc COMMAND --help` prints the same. Examples, JSON
-and exit codes: [reference.md](reference.md). `python -m flopcalc` is the same as `flopcalc`.
+Made by `python docs/make_cli.py` from the commands themselves; `flopcalc COMMAND --help` prints the same. Examples,
+JSON and exit codes: [reference.md](reference.md). `python -m flopcalc` is the same as `flopcalc`.
 """
 
 
-def list_commands(
-    command: click.Command, context: click.Context
-) -> Iterator[tuple[str, click.Command, click.Context]]:
+def list_commands(command: click.Command, context: click.Context) -> Iterator[tuple[str, click.Command, click.Context]]:
     """Every command under a group, groups first, with its full name."""
     for name in command.list_commands(context) if isinstance(command, click.Group) else ():
         assert isinstance(command, click.Group)
