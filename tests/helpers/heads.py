@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from flopcalc.core.spec.spec import find_spec
 from flopcalc.measure.hf.examples import Example, find_example, list_cases
 
 LABELS = 5
@@ -60,7 +61,8 @@ def list_classes(model_type: str) -> dict[str, str]:
 def list_class_cases(model_type: str, named: str, kind: str) -> Iterator[Case]:
     """A case for every config of the type's example."""
     example = find_example(model_type)
-    loss = "logits" if named.endswith("ForConditionalGeneration") else LOSSES.get(kind, "logits")
+    is_own = named == (example.architecture or find_spec(model_type).architecture)
+    loss = example.loss if is_own else LOSSES.get(kind, "logits")
     made = replace(example, architecture=named, loss=loss)
     for config in example.configs:
         changed = {**config, "num_labels": LABELS} if kind in ("sequence", "token") else dict(config)
