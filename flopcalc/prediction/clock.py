@@ -25,6 +25,9 @@ LONGEST = {"causal": 8192, "window": 8192, "full": 4096, "decode": 4000}  # mask
 _BEYOND = 2  # times the longest that was measured: a note says so
 _FAR = 0.5  # of the device's time, in sizes with no measured call near them: a note says so
 _NEAR = 0.8  # a host that takes this much of the device's time may hold it up
+# Seconds between two kernels of a CUDA graph: what tokens of benchmarks/results/decode_steps.json take beyond their
+# kernels (three graphs: 0.51, 0.57 and 0.57 us).
+_GRAPH_GAP_S = 0.55e-6
 _WAKE = 15  # operators that the host queues before a device that ran empty has enough to do, from prefills of the fit
 # Relative half width on a device whose kernels others measured: without gradients, and of a training step.
 KERNELS, KERNELS_TRAIN = 0.15, 0.3
@@ -36,8 +39,8 @@ _FUSED = ("pointwise", "copy", "cast", "reduce", "norm", "cat", "fill")  # kinds
 # What a step's times rest on where it is not eager code that was measured.
 _RESTS = {
     "compiled": "compiled times rest on two measured models",
-    "graphs": "graphs was never measured: the compiled kernels, which rest on two measured models, without the host's "
-    "time for each operator",
+    "graphs": "graphs rests on decoded tokens of two measured models: the compiled kernels without the host's time for "
+    "each operator; no training step was measured so",
     "fused": "fused was not measured on one device: products and attention as measured, the bytes of fused kernels by "
     "formula; docs/planning.md compares it with published runs",
 }
@@ -132,9 +135,10 @@ def _name_event(names: Mapping[Place, str], at: tuple[Place, int], stacks: tuple
 class Clock:
     """Adds up the times of a step's work."""
 
-    def __init__(self, machine: Machine, execution: Execution = "eager") -> None:
+    def __init__(self, machine: Machine, execution: Execution = "eager", is_captured: bool = False) -> None:
+        """`is_captured`: a graph of HF's own kernels, which no compiler has joined."""
         self.machine, self.execution = machine, execution
-        self.is_joined = execution in ("compiled", "graphs")  # a compiler joins kernels
+        self.is_joined = execution in ("compiled", "graphs") and not is_captured  # a compiler joins kernels
         self.constants = machine.constants
         self.pieces: list[Piece] = []
         self.hosted: list[Hosted] = []
@@ -269,8 +273,12 @@ class Clock:
     def spend(self, totals: Totals, slower: float) -> float:
         """Seconds of sums at a clock that slows what it bounds by a factor, with the gaps between."""
         clocked = totals.seconds - totals.streamed
-        gaps = totals.launches * self.constants["gaps"][name_mode(self.phase)]
-        return float(totals.streamed + clocked * slower + gaps)
+        return float(totals.streamed + clocked * slower + totals.launches * self.gap_s)
+
+    @property
+    def gap_s(self) -> float:
+        """Seconds between two kernels."""
+        return _GRAPH_GAP_S if self.execution == "graphs" else float(self.constants["gaps"][name_mode(self.phase)])
 
     @property
     def launches(self) -> float:
@@ -300,7 +308,7 @@ class Clock:
 
     def _list_places(self, host_factor: float) -> dict[Place, Segment]:
         """What host and device do at each place, in one micro-batch and in the optimizer's step."""
-        slower, gap_s = self.slower(), self.constants["gaps"][name_mode(self.phase)]
+        slower, gap_s = self.slower(), self.gap_s
         found: dict[Place, Segment] = {}
         for piece in self.pieces:
             at = found.get(piece.place, _NOTHING)
@@ -344,8 +352,7 @@ class Clock:
 
     def _list_device_events(self) -> list[Event]:
         """Of code that the host launches at once: the device's work alone, one place after another."""
-        names, slower, at_s = self._name_places(), self.slower(), 0.0
-        gap_s = self.constants["gaps"][name_mode(self.phase)]
+        names, slower, at_s, gap_s = self._name_places(), self.slower(), 0.0, self.gap_s
         seconds: dict[Place, float] = {}
         for piece in self.pieces:
             taken = piece.slow_down(slower) + piece.launches * gap_s

@@ -297,6 +297,9 @@ def predict_estimate(
     settings = _Settings(machine, optimizer, chosen, kernel, host_factor, pause_s, version, timeline)
     if host_factor != 1 and chosen in ("graphs", "fused"):
         notes.append(f"execution {chosen} has no host time for each operator, so a host factor changes nothing")
+    if chosen == "graphs":
+        seconds = _make_clock(estimate, settings, is_captured=True).step_s()
+        notes.append(f"a graph of HF's own kernels, captured without torch.compile, takes {format_seconds(seconds)}")
     parts = list(estimate.terms)
     prediction = _predict(estimate, settings)
     settings = settings._replace(has_events=False)
@@ -494,10 +497,10 @@ def _has_sdpa(estimator: Estimator) -> bool:
     return _name_type(estimator) not in _EAGER and has_sdpa(estimator)
 
 
-def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
-    """Time alone."""
+def _make_clock(estimate: Estimate, settings: _Settings, is_captured: bool = False) -> Clock:
+    """The work of all micro-batches, timed."""
     machine = settings.machine
-    clock = Clock(machine, settings.execution)
+    clock = Clock(machine, settings.execution, is_captured)
     for i, (estimator, load, times) in enumerate(estimate.terms):
         steps = "none" if i else settings.optimizer  # one optimizer's step for all micro-batches
         work = make_work(
@@ -505,6 +508,13 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
             execution=settings.execution, transformers=settings.transformers,
         )  # fmt: skip
         clock.add(work, times, load)
+    return clock
+
+
+def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
+    """Time alone."""
+    machine = settings.machine
+    clock = _make_clock(estimate, settings)
     seconds, bound = clock.interval(settings.host_factor, settings.pause_s), clock.bound(settings.host_factor)
     events = tuple(clock.list_events(settings.host_factor, settings.pause_s)) if settings.has_events else ()
     share: dict[str, Any] = {"device": machine.device.id}
