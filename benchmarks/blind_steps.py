@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -114,8 +115,20 @@ def count_executed(name: str) -> int:
     return int(estimator(batch, seq, image_grid_thw=images).total)
 
 
+def predict_graph(preset: str, layers: int) -> float:
+    """Seconds of a token in a CUDA graph without torch.compile, as a note of `predict --execution graphs` says."""
+    from flopcalc import predict
+
+    found = predict(
+        cut_config(preset, layers), device="h200", batch_size=1, seq_len=1, phase="decode",
+        context=decode_steps.PROMPT, execution="graphs", memory=False, advise=False, transformers=VERSION,
+    )  # fmt: skip
+    (said,) = [match[1] for note in found.notes if (match := re.search(r"without torch.compile, takes (.+) ms", note))]
+    return float(said) / 1e3
+
+
 def write_predictions(out: Path) -> None:
-    """Every step at every factor of the host, and the FLOPs of the counted ones."""
+    """Every step at every factor of the host, graphs of decoded tokens, and the FLOPs of the counted steps."""
     from flopcalc.measure.calibrate.provenance import find_commit
     from flopcalc.prediction.machine import load_predictor
 
@@ -138,6 +151,7 @@ def write_predictions(out: Path) -> None:
     kept = {
         "commit": find_commit(), "date": _tell_date(), "transformers": VERSION, "probe_s": probe_s, "steps": steps,
         "executed_flops": {name: count_executed(name) for name in EXECUTED},
+        "graph_s": {preset: predict_graph(preset, layers) for preset, layers in DECODED},
     }  # fmt: skip
     out.write_text(json.dumps(kept, indent=1) + "\n")
 
