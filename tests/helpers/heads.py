@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from flopcalc.core.spec.spec import find_spec
-from flopcalc.measure.hf.examples import Example, find_example, list_cases
+from flopcalc.measure.hf.examples import Example, find_example, list_cases, make_estimator
 
 LABELS = 5
 MAPPINGS = {
@@ -33,9 +33,9 @@ NOT_RUN = {
     "SpeechT5Model": "takes what its wrappers make", "T5GemmaEncoderModel": "wants another config",
 }  # fmt: skip
 
-# PEFT takes pre_classifier for the classifier that it trains; its wrapper cannot run the model; it finds a linear in the
-# pooler alone, whose output is not the loss.
-NOT_ADAPTED = ("DistilBertForSequenceClassification", "DeepseekV4Model", "IBertModel")
+# PEFT takes pre_classifier for the classifier that it trains; its wrapper cannot run the model; or what it adapts of the
+# body is not on the way to the loss (the pooler alone is linear; gradients are cut by own functions).
+NOT_ADAPTED = ("DistilBertForSequenceClassification", "DeepseekV4Model", "IBertModel", "SqueezeBertModel", "ReformerModel")
 
 
 class Case(NamedTuple):
@@ -69,8 +69,8 @@ def list_class_cases(model_type: str, named: str, kind: str) -> Iterator[Case]:
         if kind == "sequence":
             _set_padding(changed)
         workload = dict(next(list_cases(example, config))[0])
-        if kind in ("encoder", "token"):
-            workload.pop("decoder_seq", None)
+        if "decoder_seq" in workload and not make_estimator(made, changed).has_decoder:
+            del workload["decoder_seq"]
         if kind == "sequence" and "decoder_seq" in workload:
             workload["decoder_seq"] = workload["seq"]
             changed["eos_token_id"] = 2
