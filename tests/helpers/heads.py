@@ -33,9 +33,15 @@ NOT_RUN = {
     "SpeechT5Model": "takes what its wrappers make", "T5GemmaEncoderModel": "wants another config",
 }  # fmt: skip
 
-# PEFT takes pre_classifier for the classifier that it trains; its wrapper cannot run the model; or what it adapts of the
-# body is not on the way to the loss (the pooler alone is linear; gradients are cut by own functions).
-NOT_ADAPTED = ("DistilBertForSequenceClassification", "DeepseekV4Model", "IBertModel", "SqueezeBertModel", "ReformerModel")
+# PEFT takes pre_classifier for the classifier that it trains; its wrapper cannot run the model; or what it adapts is
+# not on the way to the loss (the pooler alone is linear; a function of the model's own cuts gradients).
+NOT_ADAPTED = (
+    "DistilBertForSequenceClassification",
+    "DeepseekV4Model",
+    "IBertModel",
+    "SqueezeBertModel",
+    "ReformerModel",
+)
 
 
 class Case(NamedTuple):

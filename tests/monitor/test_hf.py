@@ -20,6 +20,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from loop import Clock
 from peft import LoraConfig, get_peft_model
 from places import HELPERS
+from tiers import mark_heavy
 from tiny import (
     CONFIG,
     PEAK,
@@ -109,7 +110,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", mark_heavy(KINDS, ["accumulation with a rest", "packing", "images, accumulated", "LoRA"])
+)
 def test_flops_of_every_step_are_those_of_its_batches_and_training_is_unchanged(kind: str, tmp_path: Path) -> None:
     given = dict(KINDS[kind])
     make = given.pop("model", make_llama)
@@ -151,7 +154,7 @@ def test_on_a_gpu(kind: str, tmp_path: Path) -> None:
     assert logged == [line["perf/mfu"] for line in steps]
 
 
-@pytest.mark.parametrize("mode", ["smart", "profiler", "hybrid"])
+@pytest.mark.parametrize("mode", mark_heavy(["smart", "profiler", "hybrid"], ["hybrid"]))
 def test_measuring_changes_nothing_either(mode: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     plain = make_trainer(tmp_path / "plain", attention_dropout=0.1)
     plain.train()
@@ -362,7 +365,10 @@ def test_an_error_in_training_stays_what_it_is_and_a_new_start_works(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("part", "events"), [("_open", 1), ("_end_step", 1), ("_report", 2), ("_lose", 1), ("_close", 2)]
+    ("part", "events"),
+    mark_heavy(
+        [("_open", 1), ("_end_step", 1), ("_report", 2), ("_lose", 1), ("_close", 2)], [("_end_step", 1), ("_close", 2)]
+    ),
 )
 def test_an_error_in_the_callback_becomes_one_warning_per_event(
     part: str, events: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

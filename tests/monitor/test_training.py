@@ -12,6 +12,7 @@ import pytest
 import torch
 from loop import Clock, make_batches, make_model, work
 from peft import LoraConfig, get_peft_model
+from tiers import mark_heavy
 from tiny import CONFIG, list_hooks, make_llama, make_pictures, make_qwen2_vl, make_text, pad, pad_pictures, read_log
 
 from flopcalc import ConfigError, bind, estimate_flops
@@ -863,7 +864,7 @@ def test_many_equal_steps_are_exact_one_by_one(tmp_path: Path, clock: Clock) -> 
 
 
 @pytest.mark.parametrize("mode", ["estimate", "smart"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mark_heavy(range(4), [0]))
 def test_whatever_a_loop_does_every_step_has_its_time_and_its_flops(
     mode: str, seed: int, tmp_path: Path, clock: Clock
 ) -> None:
