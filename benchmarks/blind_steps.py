@@ -42,6 +42,7 @@ Json = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
 VERSION = "5.17"  # of transformers on the device
 FACTORS = (0.7, 0.9, 1.0, 1.1, 1.25, 1.6)  # of the host, that predictions are written for
+MARKS = ("<!-- tables of blind_steps.py -->", "<!-- end of blind tables -->")
 PARTS = ("steps", "host", "decode", "executed", "pieces")
 _SMALL_STEPS = 12
 _FRESH = {"generate-mask": 300, "generate-plain": 400}  # way -> length of the prompt, apart from each other's
@@ -214,7 +215,7 @@ class Kept:
         }  # fmt: skip
         if path.exists():
             self.data = {**json.loads(path.read_text()), "failures": []}
-        self.done = {case["name"] for case in self.data["cases"]}
+        self.done = {case["name"] if isinstance(case, dict) else case[0] for case in self.data["cases"]}
 
     def add(self, name: str, measure: Callable[[], Json], begun: float) -> bool:
         """Measure a case and keep it, or why it failed; whether it was measured."""
@@ -379,7 +380,7 @@ def measure_pieces(out: Path, limits: Limits) -> None:
         call = _make_linear(bench, way, m, n, k)
         call()
         bench.synchronize()
-        kept.data["cases"].append({"name": name, "executed_flops": bench.count_executed(call)})
+        kept.data["cases"].append([name, bench.count_executed(call)])
         if len(kept.data["cases"]) % 50 == 0:
             kept.write()
     kept.write()
@@ -466,12 +467,23 @@ def report_executed(measured: Path, predicted: Path) -> str:
     return format_grid(["step", "executed", "predicted", "error"], lines, "github")
 
 
+def make_page() -> str:
+    """The tables of docs/prediction.md."""
+    predicted = RESULTS / "blind_predictions.json"
+    tables = [
+        report(RESULTS / "blind_steps.json", predicted),
+        report_executed(RESULTS / "blind_executed.json", predicted),
+    ]
+    return "\n\n".join(tables)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("command", choices=("predict", "measure", "report"))
     parser.add_argument("--out", type=Path, help="measure: folder of the results; predict: file")
     parser.add_argument("--parts", default=",".join(PARTS), help="measure: which, with commas between")
     parser.add_argument("--budget-s", type=float, default=470, help="measure: seconds after which it stops")
+    parser.add_argument("--page", type=Path, help="report: write the tables between their marks in this page")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="measure: stand-ins of hardly any work, to try the script")
     given = parser.parse_args()
@@ -479,8 +491,12 @@ def main() -> int:
     if given.command == "predict":
         write_predictions(given.out or predicted)
     elif given.command == "report":
-        print(report(RESULTS / "blind_steps.json", predicted))
-        print("\n" + report_executed(RESULTS / "blind_executed.json", predicted))
+        shown = make_page()
+        print(shown)
+        if given.page is not None:
+            before, rest = given.page.read_text(encoding="utf-8").split(MARKS[0], 1)
+            after = rest.split(MARKS[1], 1)[1]
+            given.page.write_text(f"{before}{MARKS[0]}\n{shown}\n{MARKS[1]}{after}", encoding="utf-8")
     else:
         if given.out is None:
             parser.error("measure needs --out DIR")
