@@ -10,6 +10,7 @@ from shutil import copytree
 from typing import Any
 
 import pytest
+from tiers import mark_heavy
 
 from flopcalc.api import bind
 from flopcalc.core.workload.workload import Workload, make_workload
@@ -1016,7 +1017,7 @@ def test_evidence_names_the_predictor(tmp_path: Path, monkeypatch: pytest.Monkey
     assert own == {**expected, "origin": "own", "path": str(tmp_path / "predictors" / "h200-sxm.json")}
 
 
-@pytest.mark.parametrize("load", [{"seq_len": 2048, "batch_size": 2}, PREFILL, DECODE])
+@pytest.mark.parametrize("load", mark_heavy([{"seq_len": 2048, "batch_size": 2}, PREFILL, DECODE], [PREFILL]))
 @pytest.mark.parametrize(("model", "kind"), [("gemma-2-2b", "gemma2"), ("gpt-oss-20b", "gpt_oss")])
 def test_a_type_without_sdpa_runs_eager(model: str, kind: str, load: dict[str, Any]) -> None:
     """Time, HFU and memory alike, from Python and of an estimate; a fused kernel is not advised."""

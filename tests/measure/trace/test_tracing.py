@@ -86,7 +86,7 @@ def compare(config: dict[str, Any], recipe: dict[str, Any] | None = None, **work
 
 
 @pytest.mark.parametrize("config", [DENSE, WINDOW, MOE, SSM], ids=lambda config: config["model_type"])
-@pytest.mark.parametrize(("batch_size", "seq_len"), [(1, 1), (3, 117), (2, 2048)])
+@pytest.mark.parametrize(("batch_size", "seq_len"), mark_heavy([(1, 1), (3, 117), (2, 2048)], [(3, 117)]))
 def test_text(config: dict[str, Any], batch_size: int, seq_len: int) -> None:
     compare(config, batch_size=batch_size, seq_len=seq_len)
 
@@ -151,7 +151,7 @@ def test_kept_on_disk_and_read_without_torch() -> None:
 
 
 @pytest.mark.usefixtures("_own_cache")
-@pytest.mark.parametrize("text", ["", "{", '{"schema": 99}', '{"schema": 1, "polynomials": 3}'])
+@pytest.mark.parametrize("text", mark_heavy(["", "{", '{"schema": 99}', '{"schema": 1, "polynomials": 3}'], ["{"]))
 def test_a_broken_cache_is_traced_anew(text: str) -> None:
     source = load_config(DENSE)
     before = find_traced(source, make_recipe(), "forward", False)(1, 8, phase="forward").total
