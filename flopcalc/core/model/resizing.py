@@ -97,6 +97,21 @@ def _navit(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(high, wide, values)
 
 
+def _token_limit(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Kimi-VL: shrunk to so many patches, then both sides down to whole tokens, or padded up to them if it says so."""
+    patch, merge, most = values["patch"], values["merge"], _whole(values, "in_token_limit")
+    count = (width // patch) * (height // patch)
+    if count > most:
+        scale = math.sqrt(most / count)
+        width, height = int(width * scale), int(height * scale)
+    factor = patch * merge
+    whole = math.ceil if values["pad_input"] else math.floor
+    high, wide = (whole(side / factor) * factor for side in (height, width))
+    if not high or not wide:
+        raise WorkloadError(f"an image of {width}x{height} pixels is smaller than one token of {factor} a side")
+    return _grid(high, wide, values)
+
+
 def _nearest_aspect(width: int, height: int, values: dict[str, Any]) -> Grid:
     """Muse: of the grids next to the exact one, under a cap of tokens, that nearest in aspect."""
     factor, most = values["patch"] * values["merge"], _whole(values, "max_image_tokens")
@@ -260,6 +275,7 @@ RULES |= {
     "smart": _smart,
     "longest_edge": _longest_edge,
     "navit": _navit,
+    "token_limit": _token_limit,
     "nearest_aspect": _nearest_aspect,
     "budget": _budget,
     "slices": _slices,

@@ -311,13 +311,16 @@ _ALLOWED = (
 )  # fmt: skip
 
 
+def _wrap(value: Any) -> Any:
+    return Object(value) if type(value) is dict else value
+
+
 def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
     if isinstance(node, (ast.Name, ast.Attribute)):
         name = _dotted(node)
         if name in _CONSTANTS:
             return _CONSTANTS[name]
-        value = scope.lookup(name)
-        return Object(value) if type(value) is dict else value
+        return _wrap(scope.lookup(name))
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.BinOp):
@@ -356,11 +359,11 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
         if isinstance(whole, Object):
             if not isinstance(index, (int, str)) or index not in whole:
                 raise SpecError(f"{text!r}: no {format_value(index)} among {', '.join(map(str, whole))}")
-            return whole[index]
+            return _wrap(whole[index])
         values = _listed(whole)
         if type(index) is not int or not -len(values) <= index < len(values):
             raise SpecError(f"{text!r}: index {format_value(index)} outside a list of {len(values)}")
-        return values[index]
+        return _wrap(values[index])
     if isinstance(node, ast.List):
         made = [_eval(item, scope, text) for item in node.elts]
         if any(isinstance(entry, (list, tuple)) for entry in made) and _count_entries(made, MAX_ENTRIES) > MAX_ENTRIES:

@@ -14,12 +14,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from flopcalc.measure.hf.remote import find_class
+
 __all__ = [
     "apply_recipe",
     "build_model",
     "count_parameters",
     "floats_on_meta",
     "make_batch",
+    "make_config",
 ]
 
 # --- Tracing without memory ---------------------------------------------------------------------------------
@@ -126,17 +129,18 @@ def build_model(
 ) -> Any:
     """A HF model with random weights; nothing is downloaded, no remote code is run."""
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     if attention == "eager":
         os.environ.setdefault("TIMM_FUSED_ATTN", "0")  # timm, where HF builds a tower with it, reads this when imported
-    keys = deepcopy(dict(config))  # HF writes into inner tables
-    hf_config = AutoConfig.for_model(keys.pop("model_type"), **keys)
+    hf_config = make_config(config, architecture)
     auto: Any = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     build = auto.from_config
     if architecture is not None:
-        chosen = getattr(transformers, architecture)
-        if isinstance(text := find_text_config(hf_config), chosen.config_class):
+        chosen = find_class(architecture) or getattr(transformers, architecture)
+        if chosen.__module__.startswith("transformers.") and isinstance(
+            text := find_text_config(hf_config), chosen.config_class
+        ):
             hf_config = text  # the language model of a larger config, as AutoModelForCausalLM takes it
         build = chosen._from_config
     if experts is None and device == "meta":
@@ -144,6 +148,18 @@ def build_model(
     torch.manual_seed(0)
     with floats_on_meta() if device == "meta" else nullcontext():
         return build(hf_config, attn_implementation=attention, experts_implementation=experts, dtype=dtype)
+
+
+def make_config(config: Mapping[str, Any], architecture: str | None = None) -> Any:
+    """The config object of a model; that of a class which transformers does not hold, as published code fills it in."""
+    keys = deepcopy(dict(config))  # HF writes into inner tables
+    if (remote := find_class(architecture or "")) is not None:
+        from flopcalc.measure.hf.remote.base import make_config as make_remote
+
+        return make_remote(keys, remote.base)
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(keys.pop("model_type"), **keys)
 
 
 def find_text_config(config: Any) -> Any:

@@ -1,0 +1,36 @@
+"""Tiny torch models after published code that transformers does not hold: what the examples of such specs build.
+
+Each class has the name, the module paths and the products of the published one; its docstring names the code that it
+was written after. Inner models that transformers has are transformers' own. No remote code is run or copied.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["find_class"]
+
+# Published class -> the file here that holds it.
+CLASSES = {
+    "KimiVLForConditionalGeneration": "grids",
+    "DotsOCRForCausalLM": "grids",
+    "KeyeForConditionalGeneration": "grids",
+    "KeyeVL1_5ForConditionalGeneration": "grids",
+    "LLaVAOneVision1_5_ForConditionalGeneration": "grids",
+    "Ovis2_5": "grids",
+    "MiniCPMV": "grids",
+    "DeciLMForCausalLM": "text",
+    "Rnj1ForCausalLM": "text",
+    "Plamo3ForCausalLM": "text",
+    "ArcticForCausalLM": "text",
+    "Step3TextForCausalLM": "text",
+    "Step3p5ForCausalLM": "text",
+}
+
+
+def find_class(name: str) -> Any:
+    """The class of this name, None where none was written."""
+    if name not in CLASSES:
+        return None
+    return getattr(import_module(f"{__name__}.{CLASSES[name]}"), name)

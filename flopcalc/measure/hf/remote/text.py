@@ -1,0 +1,355 @@
+"""Published language models whose layers transformers does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PretrainedConfig
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
+
+from flopcalc.measure.hf.remote.base import Norm, attend, put
+
+
+class Attention(nn.Module):
+    """Grouped attention over what the cache holds; one fused projection or three, norms of queries and keys."""
+
+    def __init__(
+        self, d: int, heads: int, kv_heads: int, head_dim: int, layer: int, fused: str = "", norms: bool = False
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim, self.layer, self.fused = heads, kv_heads, head_dim, layer, fused
+        q, kv = heads * head_dim, kv_heads * head_dim
+        if fused:
+            self.add_module(fused, nn.Linear(d, q + 2 * kv, bias=False))
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d, width, bias=False) for width in (q, kv, kv))
+        self.o_proj = nn.Linear(q, d, bias=False)
+        if norms:
+            self.q_norm, self.k_norm = Norm(head_dim), Norm(head_dim)
+
+    def project(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values, heads side by side."""
+        if not self.fused:
+            return [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        kv = self.kv_heads * self.head_dim
+        return list(self.get_submodule(self.fused)(x).split([self.heads * self.head_dim, kv, kv], -1))
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in self.project(x))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        out: torch.Tensor = self.o_proj(attend(q, k, v))
+        return out
+
+
+class GatedMlp(nn.Module):
+    """A gate, what it opens, and back."""
+
+    def __init__(self, d: int, ff: int, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> None:
+        super().__init__()
+        self.names = names
+        *up, down = names
+        for name in up:
+            self.add_module(name, nn.Linear(d, ff * 2 // len(up), bias=False))
+        self.add_module(down, nn.Linear(ff, d, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        *up, down = (self.get_submodule(name) for name in self.names)
+        gate, opened = (each for part in up for each in part(x).chunk(2 // len(up), -1))
+        out: torch.Tensor = down(nn.functional.silu(gate) * opened)
+        return out
+
+
+class TextLayer(GradientCheckpointingLayer):
+    """Two halves with a norm before each, and perhaps one behind."""
+
+    norms = ("input_layernorm", "post_attention_layernorm")
+    behind: tuple[str, ...] = ()
+    attention = "self_attn"
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__()
+        for name in (*self.norms, *self.behind):
+            self.add_module(name, Norm(config.hidden_size))
+        self.build(config, layer)
+
+    def build(self, config: Any, layer: int) -> None:
+        """Attention and MLP."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        find = self.get_submodule
+        made = find(self.attention)(find(self.norms[0])(x), cache)
+        x = x + (find(self.behind[0])(made) if self.behind else made)
+        made = self.feed(find(self.norms[1])(x))
+        return x + (find(self.behind[1])(made) if self.behind else made)
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.mlp(x)
+        return out
+
+
+class TextModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A causal language model of layers of its own."""
+
+    config_class = PretrainedConfig
+    base: str | None = None
+    supports_gradient_checkpointing = True
+    layer: Any = TextLayer
+    layers = "model.layers"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        put(self, self.layers, nn.ModuleList(self.layer(config, i) for i in range(config.num_hidden_layers)))
+        self.model.norm = Norm(config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if getattr(config, "tie_word_embeddings", False):
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Numbers do not matter here."""
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> Any:
+        return self.lm_head
+
+    def run(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        """The layers and the last norm."""
+        for layer in self.get_submodule(self.layers):
+            x = layer(x, cache)
+        out: torch.Tensor = self.model.norm(x)
+        return out
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, inputs_embeds: Any = None, past_key_values: Any = None,
+        use_cache: bool | None = None, labels: Any = None, logits_to_keep: int = 0,
+    ) -> Any:  # fmt: skip
+        embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = DynamicCache() if use_cache and past_key_values is None else past_key_values
+        logits = self.lm_head(self.run(embeds, cache)[:, -logits_to_keep:])
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+
+# --- Nemotron-NAS (DeciLM) --------------------------------------------------------------------------------------------
+class DeciLayer(TextLayer):
+    """vllm-project/vllm: vllm/model_executor/models/nemotron_nas.py, DeciLMDecoderLayer: halves may be left out."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super(TextLayer, self).__init__()
+        d, block, heads = config.hidden_size, config.block_configs[layer], config.num_attention_heads
+        if not block["attention"]["no_op"]:
+            self.input_layernorm = Norm(d)
+            kv_heads = heads // block["attention"]["n_heads_in_group"]
+            self.self_attn = Attention(d, heads, kv_heads, d // heads, layer)
+        if not block["ffn"]["no_op"]:
+            self.post_attention_layernorm = Norm(d)
+            self.mlp = GatedMlp(d, -(-int(2 * block["ffn"]["ffn_mult"] * d / 3) // 256) * 256)
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        if hasattr(self, "self_attn"):
+            x = x + self.self_attn(self.input_layernorm(x), cache)
+        if hasattr(self, "mlp"):
+            x = x + self.mlp(self.post_attention_layernorm(x))
+        return x
+
+
+class DeciLMForCausalLM(TextModel):
+    """vllm-project/vllm: vllm/model_executor/models/nemotron_nas.py."""
+
+    layer = DeciLayer
+
+
+# --- Rnj-1 ------------------------------------------------------------------------------------------------------------
+class RnjLayer(TextLayer):
+    """vllm-project/vllm: vllm/model_executor/models/rnj1.py: Gemma 3's layer; chunks are a mask."""
+
+    norms = ("input_layernorm", "pre_feedforward_layernorm")
+    behind = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def build(self, config: Any, layer: int) -> None:
+        d, heads = config.hidden_size, config.num_attention_heads
+        self.self_attn = Attention(d, heads, config.num_key_value_heads, config.head_dim, layer, norms=True)
+        self.mlp = GatedMlp(d, config.intermediate_size)
+
+
+class Rnj1ForCausalLM(TextModel):
+    """vllm-project/vllm: vllm/model_executor/models/rnj1.py."""
+
+    layer = RnjLayer
+
+
+# --- PLaMo 3 ----------------------------------------------------------------------------------------------------------
+class PlamoLayer(TextLayer):
+    """vllm-project/vllm: vllm/model_executor/models/plamo3.py, Plamo3DecoderLayer."""
+
+    norms, behind = ("pre_mixer_norm", "pre_mlp_norm"), ("post_mixer_norm", "post_mlp_norm")
+    attention = "mixer"
+
+    def build(self, config: Any, layer: int) -> None:
+        d, heads = config.hidden_size, config.num_attention_heads
+        self.mixer = Attention(d, heads, config.num_key_value_heads, config.head_dim, layer, "qkv_proj", True)
+        self.mlp = GatedMlp(d, config.intermediate_size, ("gate_up_proj", "down_proj"))
+
+
+class Plamo3ForCausalLM(TextModel):
+    """vllm-project/vllm: vllm/model_executor/models/plamo3.py."""
+
+    layer = PlamoLayer
+    layers = "model.layers.layers"
+
+
+# --- Arctic -----------------------------------------------------------------------------------------------------------
+class ArcticExperts(nn.Module):
+    """vllm-project/vllm: vllm/model_executor/models/arctic.py, ArcticMoE."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        d, self.top_k = config.hidden_size, config.num_experts_per_tok
+        self.gate = nn.Linear(d, config.num_local_experts, bias=False)
+        self.ws = nn.Parameter(torch.ones(config.num_local_experts, 2 * config.intermediate_size, d))
+        self.w2s = nn.Parameter(torch.ones(config.num_local_experts, d, config.intermediate_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, -2)
+        weights, chosen = self.gate(flat).softmax(-1).topk(self.top_k, -1)
+        out = torch.zeros_like(flat)
+        for number in chosen.unique().tolist():
+            rows, place = torch.where(chosen == number)
+            gate, up = nn.functional.linear(flat[rows], self.ws[number]).chunk(2, -1)
+            made = nn.functional.linear(nn.functional.silu(gate) * up, self.w2s[number])
+            out = out.index_add(0, rows, made * weights[rows, place, None])
+        return out.view_as(x)
+
+
+class ArcticLayer(TextLayer):
+    """vllm-project/vllm: vllm/model_executor/models/arctic.py: experts read the layer's input, beside a dense MLP."""
+
+    def build(self, config: Any, layer: int) -> None:
+        d, heads = config.hidden_size, config.num_attention_heads
+        self.self_attn = Attention(d, heads, config.num_key_value_heads, d // heads, layer)
+        sparse = (layer + 1) % config.moe_layer_frequency == 0
+        self.residual = config.parallel_attn_mlp_res and sparse
+        names = ("w1", "w3", "w2")
+        if sparse:
+            self.block_sparse_moe: nn.Module = ArcticExperts(config)
+        else:
+            self.block_sparse_moe = nn.Module()
+            self.block_sparse_moe.mlp = GatedMlp(d, config.intermediate_size, names)
+        if self.residual:
+            self.residual_layernorm, self.residual_mlp = Norm(d), GatedMlp(d, d, names)
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        attended = x + self.self_attn(self.input_layernorm(x), cache)
+        moe = getattr(self.block_sparse_moe, "mlp", self.block_sparse_moe)
+        if not self.residual:
+            made: torch.Tensor = attended + moe(self.post_attention_layernorm(attended))
+            return made
+        dense = self.residual_mlp(self.residual_layernorm(attended))
+        made = attended + dense + moe(self.post_attention_layernorm(x))
+        return made
+
+
+class ArcticForCausalLM(TextModel):
+    """vllm-project/vllm: vllm/model_executor/models/arctic.py."""
+
+    layer = ArcticLayer
+
+
+# --- Step-3 -----------------------------------------------------------------------------------------------------------
+class FactorAttention(Attention):
+    """vllm-project/vllm: vllm/model_executor/models/step3_text.py: queries through a narrow shared width."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        d, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+        super().__init__(d, heads, 1, head_dim, layer)
+        self.q_proj = nn.Linear(d, config.share_q_dim, bias=False)
+        self.inter_norm = Norm(config.share_q_dim)
+        self.wq = nn.Linear(config.share_q_dim, heads * head_dim, bias=False)
+
+    def project(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [self.wq(self.inter_norm(self.q_proj(x))), self.k_proj(x), self.v_proj(x)]
+
+
+class ExpertLinear(nn.Module):
+    """One product of all experts; the weight holds them one behind the other."""
+
+    def __init__(self, experts: int, width: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(experts, out, width))
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight[expert])
+
+
+class StepExperts(nn.Module):
+    """vllm-project/vllm: vllm/model_executor/models/step3_text.py, FusedMoEBlock; named as the weights it loads."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        d, ff, experts = config.hidden_size, config.moe_intermediate_size, config.moe_num_experts
+        self.top_k = config.moe_top_k
+        self.gate = nn.Linear(d, experts, bias=False)
+        self.gate_proj, self.up_proj = ExpertLinear(experts, d, ff), ExpertLinear(experts, d, ff)
+        self.down_proj = ExpertLinear(experts, ff, d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, -2)
+        weights, chosen = self.gate(flat).softmax(-1).topk(self.top_k, -1)
+        out = torch.zeros_like(flat)
+        for number in chosen.unique().tolist():
+            rows, place = torch.where(chosen == number)
+            inner = nn.functional.silu(self.gate_proj(flat[rows], number)) * self.up_proj(flat[rows], number)
+            out = out.index_add(0, rows, self.down_proj(inner, number) * weights[rows, place, None])
+        return out.view_as(x)
+
+
+class StepLayer(TextLayer):
+    """vllm-project/vllm: vllm/model_executor/models/step3_text.py, Step3TextDecoderLayer."""
+
+    def build(self, config: Any, layer: int) -> None:
+        d = config.hidden_size
+        self.self_attn = FactorAttention(config, layer)
+        if layer in [int(each) for each in config.moe_layers_enum.split(",")]:
+            self.moe, self.share_expert = StepExperts(config), GatedMlp(d, config.share_expert_dim)
+        else:
+            self.mlp = GatedMlp(d, config.intermediate_size)
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.mlp(x) if hasattr(self, "mlp") else self.share_expert(x) + self.moe(x)
+        return out
+
+
+class Step3TextForCausalLM(TextModel):
+    """vllm-project/vllm: vllm/model_executor/models/step3_text.py."""
+
+    layer = StepLayer
+
+
+class Step3p5ForCausalLM(TextModel):
+    """vllm-project/vllm: vllm/model_executor/models/step3p5.py: Step-3.7's text model of transformers, with a head."""
+
+    base = "step3p7_text"
+
+    def __init__(self, config: Any) -> None:
+        super(TextModel, self).__init__(config)
+        self.model = Step3p7TextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def run(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        out: torch.Tensor = self.model(inputs_embeds=x, past_key_values=cache, use_cache=cache is not None)[0]
+        return out
