@@ -156,7 +156,7 @@ def make_config(config: Mapping[str, Any], architecture: str | None = None) -> A
     if (remote := find_class(architecture or "")) is not None:
         from flopcalc.measure.hf.remote.base import make_config as make_remote
 
-        return make_remote(keys, remote.base)
+        return make_remote(keys, remote.config_base)
     from transformers import AutoConfig
 
     return AutoConfig.for_model(keys.pop("model_type"), **keys)

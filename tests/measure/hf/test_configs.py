@@ -25,13 +25,12 @@ def count(config: dict[str, Any], workload: dict[str, Any]) -> tuple[int, dict[s
 @pytest.mark.filterwarnings("ignore")  # configs of other releases are warned about
 @pytest.mark.parametrize("name", mark_heavy(list_data_files("examples"), LIGHT_TYPES))
 def test_raw_and_through_auto_config(name: str) -> None:
-    from transformers import AutoConfig
+    from flopcalc.measure.hf.models import make_config
 
     example = find_example(name)
     for config in example.configs:
         named = {"architectures": [example.architecture]} if example.architecture else {}
-        keys = dict(config)
-        filled = AutoConfig.for_model(keys.pop("model_type"), **keys).to_dict()
+        filled = make_config(config, example.architecture or bind({**config, **named}).spec.architecture).to_dict()
         for workload, _ in list(list_cases(example, config))[:3]:
             assert count({**filled, **named}, workload) == count({**config, **named}, workload)
 

@@ -26,6 +26,8 @@ CLASSES = {
     "ArcticForCausalLM": "text",
     "Step3TextForCausalLM": "text",
     "Step3p5ForCausalLM": "text",
+    "StepVLForConditionalGeneration": "tiles",
+    "Step3VLForConditionalGeneration": "tiles",
 }
 
 

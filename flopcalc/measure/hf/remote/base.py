@@ -17,10 +17,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 Json = dict[str, Any]
 
 
-def make_config(keys: Mapping[str, Any], base: str | None = None) -> Any:
-    """A config object with inner ones; `base`: transformers' type whose keys and defaults it has."""
+def make_config(keys: Mapping[str, Any], parent: Any = PretrainedConfig) -> Any:
+    """A config object with inner ones; `parent`: transformers' config class whose keys and defaults it has."""
     keys = dict(keys)
-    parent = CONFIG_MAPPING[base] if base else PretrainedConfig
     inner = {
         key: _make_inner(value)
         for key, value in keys.items()
@@ -115,7 +114,12 @@ class Block(GradientCheckpointingLayer):
 
     def forward(self, x: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
         find, names = self.get_submodule, self.names
-        read = find(names.norms[0])(x)
+        x = x + self._scale(self.attend(find(names.norms[0])(x), lengths), 0)
+        return x + self._scale(self.feed(find(names.norms[1])(x)), 1)
+
+    def attend(self, read: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
+        """Attention with its projections."""
+        find, names = self.get_submodule, self.names
         made = torch.cat([find(path)(read) for path in names.qkv], -1).chunk(3, -1)
         q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for each in made)
         if names.qk_norms:
@@ -126,21 +130,34 @@ class Block(GradientCheckpointingLayer):
         else:
             pieces = (each.split(list(lengths), -2) for each in (q, k, v))
             attended = torch.cat([core(*each) for each in zip(*pieces, strict=True)], -2)
-        halves = [find(names.out)(attended)]
-        x = x + self._scale(halves[0], 0)
-        read = find(names.norms[1])(x)
-        up = [find(path)(read) for path in names.up]
+        out: torch.Tensor = find(names.out)(attended)
+        return out
+
+    def feed(self, read: torch.Tensor) -> torch.Tensor:
+        """The MLP."""
+        up = [self.get_submodule(path)(read) for path in self.names.up]
         inner = nn.functional.silu(up[0]) * up[1] if len(up) > 1 else nn.functional.gelu(up[0])
-        return x + self._scale(find(names.down)(inner), 1)
+        out: torch.Tensor = self.get_submodule(self.names.down)(inner)
+        return out
 
     def _scale(self, x: torch.Tensor, half: int) -> torch.Tensor:
         return x * self.get_parameter(self.names.scales[half]) if self.names.scales else x
 
 
+class PostBlock(Block):
+    """The same with its norms behind attention and MLP."""
+
+    def forward(self, x: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
+        find, names = self.get_submodule, self.names
+        x = x + find(names.norms[0])(self.attend(x, lengths))
+        made: torch.Tensor = x + find(names.norms[1])(self.feed(x))
+        return made
+
+
 class Sees:
     """A causal language model with images before it: features take the places of the image token."""
 
-    base: str | None = None  # transformers' type whose config is the outer one
+    config_base: Any = PretrainedConfig  # transformers' config class that the outer one extends
     image_token = "image_token_id"
 
     def see(self, **inputs: Any) -> torch.Tensor:
@@ -178,8 +195,12 @@ class RemoteModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.build(config)
-        self.hang(AutoModelForCausalLM.from_config(getattr(config, self.text)))
+        self.hang(self.make_text(getattr(config, self.text)))
         self.post_init()
+
+    def make_text(self, config: Any) -> Any:
+        """The language model."""
+        return AutoModelForCausalLM.from_config(config)
 
     def hang(self, text: Any) -> None:
         """The language model's place."""
@@ -254,14 +275,13 @@ class Chat(Sees, RemoteModel):
 
 
 class SplitChat(Sees, RemoteModel):
-    """The same with the language model's body inside `model`, and its head at the top."""
+    """The same with the language model's head at the top, beside its body."""
+
+    language = "model.language_model"
 
     def hang(self, text: Any) -> None:
-        put(self, "model.language_model", text.model)
+        put(self, self.language, text.model)
         self.lm_head = text.lm_head
-
-    def get_input_embeddings(self) -> Any:
-        return self.model.language_model.get_input_embeddings()
 
     def get_output_embeddings(self) -> Any:
         return self.lm_head
@@ -271,7 +291,8 @@ class SplitChat(Sees, RemoteModel):
         logits_to_keep: int = 0, **inputs: Any,
     ) -> Any:  # fmt: skip
         own = {key: inputs.pop(key) for key in _TEXT if key in inputs}
-        out = self.model.language_model(attention_mask=attention_mask, **own, **self.embed(input_ids, inputs))
+        body = self.get_submodule(self.language)
+        out = body(attention_mask=attention_mask, **own, **self.embed(input_ids, inputs))
         logits = self.lm_head(out.last_hidden_state[:, -logits_to_keep:])
         loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.siglip.modeling_siglip import SiglipMultiheadAttentionPoolingHead
 
 from flopcalc.measure.hf.remote.base import Block, Chat, Flat, Names, Norm, SiglipGrid, SplitChat, list_frames
@@ -102,7 +102,7 @@ class DotsVision(nn.Module):
 class DotsOCRForCausalLM(Flat, Qwen2ForCausalLM):  # type: ignore[misc]
     """vllm-project/vllm: vllm/model_executor/models/dots_ocr.py; modules named as the weights it loads."""
 
-    base = "qwen2"
+    config_base = Qwen2Config
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -116,7 +116,7 @@ class DotsOCRForCausalLM(Flat, Qwen2ForCausalLM):  # type: ignore[misc]
 class KeyeForConditionalGeneration(Flat, Qwen3ForCausalLM):  # type: ignore[misc]
     """vllm-project/vllm: vllm/model_executor/models/keye.py; modules named as the weights it loads."""
 
-    base = "qwen3"
+    config_base = Qwen3Config
     norms_merged = False  # the projector's norm reads patches, or merged ones
 
     def __init__(self, config: Any) -> None:

@@ -11,6 +11,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
 from flopcalc.measure.hf.remote.base import Norm, attend, put
@@ -20,9 +21,11 @@ class Attention(nn.Module):
     """Grouped attention over what the cache holds; one fused projection or three, norms of queries and keys."""
 
     def __init__(
-        self, d: int, heads: int, kv_heads: int, head_dim: int, layer: int, fused: str = "", norms: bool = False
-    ) -> None:
+        self, d: int, heads: int, kv_heads: int, head_dim: int, layer: int, fused: str = "", norms: bool = False,
+        window: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.window = window  # keys that are left of a cache when one token is decoded
         self.heads, self.kv_heads, self.head_dim, self.layer, self.fused = heads, kv_heads, head_dim, layer, fused
         q, kv = heads * head_dim, kv_heads * head_dim
         if fused:
@@ -46,6 +49,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
+        if self.window is not None and q.shape[2] == 1:
+            k, v = k[:, :, -self.window :], v[:, :, -self.window :]
         out: torch.Tensor = self.o_proj(attend(q, k, v))
         return out
 
@@ -101,7 +106,7 @@ class TextModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """A causal language model of layers of its own."""
 
     config_class = PretrainedConfig
-    base: str | None = None
+    config_base: Any = PretrainedConfig
     supports_gradient_checkpointing = True
     layer: Any = TextLayer
     layers = "model.layers"
@@ -135,7 +140,7 @@ class TextModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def forward(
         self, input_ids: Any = None, attention_mask: Any = None, inputs_embeds: Any = None, past_key_values: Any = None,
-        use_cache: bool | None = None, labels: Any = None, logits_to_keep: int = 0,
+        use_cache: bool | None = None, labels: Any = None, logits_to_keep: int = 0, **_: Any,
     ) -> Any:  # fmt: skip
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         cache = DynamicCache() if use_cache and past_key_values is None else past_key_values
@@ -201,7 +206,10 @@ class PlamoLayer(TextLayer):
 
     def build(self, config: Any, layer: int) -> None:
         d, heads = config.hidden_size, config.num_attention_heads
-        self.mixer = Attention(d, heads, config.num_key_value_heads, config.head_dim, layer, "qkv_proj", True)
+        windows = getattr(config, "interleaved_sliding_window", [None] * config.num_hidden_layers)
+        self.mixer = Attention(
+            d, heads, config.num_key_value_heads, config.head_dim, layer, "qkv_proj", True, windows[layer]
+        )
         self.mlp = GatedMlp(d, config.intermediate_size, ("gate_up_proj", "down_proj"))
 
 
@@ -342,7 +350,7 @@ class Step3TextForCausalLM(TextModel):
 class Step3p5ForCausalLM(TextModel):
     """vllm-project/vllm: vllm/model_executor/models/step3p5.py: Step-3.7's text model of transformers, with a head."""
 
-    base = "step3p7_text"
+    config_base = Step3p7TextConfig
 
     def __init__(self, config: Any) -> None:
         super(TextModel, self).__init__(config)
