@@ -311,7 +311,7 @@ _ALLOWED = (
 )  # fmt: skip
 
 
-def _wrap(value: Any) -> Any:
+def _as_object(value: Any) -> Any:
     return Object(value) if type(value) is dict else value
 
 
@@ -320,7 +320,7 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
         name = _dotted(node)
         if name in _CONSTANTS:
             return _CONSTANTS[name]
-        return _wrap(scope.lookup(name))
+        return _as_object(scope.lookup(name))
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.BinOp):
@@ -359,11 +359,11 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
         if isinstance(whole, Object):
             if not isinstance(index, (int, str)) or index not in whole:
                 raise SpecError(f"{text!r}: no {format_value(index)} among {', '.join(map(str, whole))}")
-            return _wrap(whole[index])
+            return _as_object(whole[index])
         values = _listed(whole)
         if type(index) is not int or not -len(values) <= index < len(values):
             raise SpecError(f"{text!r}: index {format_value(index)} outside a list of {len(values)}")
-        return _wrap(values[index])
+        return _as_object(values[index])
     if isinstance(node, ast.List):
         made = [_eval(item, scope, text) for item in node.elts]
         if any(isinstance(entry, (list, tuple)) for entry in made) and _count_entries(made, MAX_ENTRIES) > MAX_ENTRIES:

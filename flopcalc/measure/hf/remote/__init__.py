@@ -28,6 +28,7 @@ CLASSES = {
     "Step3p5ForCausalLM": "text",
     "StepVLForConditionalGeneration": "tiles",
     "Step3VLForConditionalGeneration": "tiles",
+    "MolmoForCausalLM": "tiles",
 }
 
 

@@ -23,7 +23,7 @@ def make_config(keys: Mapping[str, Any], parent: Any = PretrainedConfig) -> Any:
     inner = {
         key: _make_inner(value)
         for key, value in keys.items()
-        if isinstance(value, dict) and (key.endswith("_config") or "hidden_size" in value)
+        if isinstance(value, dict) and key.endswith(("_config", "_backbone"))
     }
     body = {"model_type": keys.pop("model_type", ""), "sub_configs": {key: type(each) for key, each in inner.items()}}
     config = type("RemoteConfig", (parent,), body)(**{key: keys[key] for key in keys if key not in inner})

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.step3p7.configuration_step3p7 import Step3p7VisionConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7VisionModel
 
-from flopcalc.measure.hf.remote.base import SIGLIP, Chat, PostBlock, SplitChat
-from flopcalc.measure.hf.remote.text import Step3TextForCausalLM
+from flopcalc.measure.hf.remote.base import SIGLIP, Block, Chat, Names, Norm, PostBlock, Sees, SplitChat, attend
+from flopcalc.measure.hf.remote.text import Step3TextForCausalLM, TextModel
 
 
 # --- Step3-VL-10B -----------------------------------------------------------------------------------------------------
@@ -83,3 +84,150 @@ class Step3VLForConditionalGeneration(Chat):
                 x = self.vit_downsampler2(self.vit_downsampler(x.unflatten(-1, (side, side))))
                 made.append(self.vit_large_projector(x.flatten(2).transpose(1, 2)).flatten(0, 1))
         return torch.cat(made)
+
+
+# --- Molmo ------------------------------------------------------------------------------------------------------------
+class MolmoTable(nn.Module):
+    """The words' embeddings, and those of 128 more tokens."""
+
+    def __init__(self, words: int, d: int) -> None:
+        super().__init__()
+        self.embedding, self.new_embedding = nn.Parameter(torch.ones(words, d)), nn.Parameter(torch.ones(128, d))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(ids, torch.cat([self.embedding, self.new_embedding]))
+
+
+class MolmoPooling(nn.Module):
+    """vllm-project/vllm: vllm/model_executor/models/molmo.py, MultiHeadDotProductAttention; queries of their own."""
+
+    def __init__(self, d: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.wq, self.wk, self.wv = (nn.Linear(layers * d, d) for _ in range(3))
+        self.wo = nn.Linear(d, d)
+
+    def forward(self, query: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        made = (self.wq(query), self.wk(x), self.wv(x))
+        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in made)
+        out: torch.Tensor = self.wo(attend(q, k, v))
+        return out
+
+
+class MolmoVision(nn.Module):
+    """vllm-project/vllm: vllm/model_executor/models/molmo.py, MolmoVisionBackbone: reads two layers, pools 2 by 2."""
+
+    def __init__(self, config: Any, d: int, ff: int) -> None:
+        super().__init__()
+        width, self.side = config.image_emb_dim, config.image_default_input_size[0] // config.image_patch_size
+        self.width = width
+        vit = self.image_vit = nn.Module()
+        vit.class_embedding = nn.Parameter(torch.ones(width))
+        vit.positional_embedding = nn.Parameter(torch.ones(config.image_num_pos, width))
+        vit.patch_embedding = nn.Linear(3 * config.image_patch_size**2, width, bias=False)
+        vit.pre_ln = nn.LayerNorm(width)
+        names = Names(
+            ("attention_norm", "ffn_norm"), ("attention.wq", "attention.wk", "attention.wv"), "attention",
+            "attention.wo", ("feed_forward.w1",), "feed_forward.w2",
+        )  # fmt: skip
+        vit.transformer = nn.Module()
+        vit.transformer.resblocks = nn.ModuleList(
+            Block(names, width, config.image_mlp_dim, config.image_num_heads) for _ in range(config.image_num_layers)
+        )
+        self.image_pooling_2d = MolmoPooling(width, config.image_num_heads, 2)
+        self.image_projector = nn.Module()
+        self.image_projector.w1, self.image_projector.w3 = (nn.Linear(width, ff // 2, bias=False) for _ in range(2))
+        self.image_projector.w2 = nn.Linear(ff // 2, d, bias=False)
+        self.pad_embed = nn.Parameter(torch.ones(2, 2 * width))
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        vit = self.image_vit
+        x = vit.patch_embedding(patches)
+        x = torch.cat([vit.class_embedding.expand(len(x), 1, -1), x], 1) + vit.positional_embedding.mean(0)
+        x, states = vit.pre_ln(x), []
+        for block in vit.transformer.resblocks:
+            x = block(x)
+            states.append(x)
+        x = torch.cat([states[-2], states[-9]], -1)[:, 1:] + self.pad_embed.sum(0)
+        x = x.unflatten(1, (self.side, self.side))
+        odd = self.side % 2
+        x = nn.functional.pad(x, (0, 0, 0, odd, 0, odd)).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
+        x = x.transpose(2, 3).flatten(3, 4).flatten(0, 2)  # windows, four patches each
+        pooled = self.image_pooling_2d(x.mean(-2, keepdim=True), x).squeeze(1)
+        project = self.image_projector
+        out: torch.Tensor = project.w2(nn.functional.silu(project.w1(pooled)) * project.w3(pooled))
+        return out
+
+
+class MolmoLayer(GradientCheckpointingLayer):
+    """vllm-project/vllm: vllm/model_executor/models/molmo.py, MolmoDecoderLayer; named as the weights it loads."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__()
+        d, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.after, self.layer, self.head_dim = config.norm_after, layer, d // heads
+        self.widths = [d, kv_heads * self.head_dim, kv_heads * self.head_dim]
+        self.att_proj = nn.Linear(d, sum(self.widths), bias=config.qkv_bias)
+        self.attn_out = nn.Linear(d, d, bias=False)
+        if config.attention_layer_norm:
+            self.q_norm, self.k_norm = Norm(d), Norm(self.widths[1])
+        self.ff_proj = nn.Linear(d, config.intermediate_size, bias=False)
+        self.ff_out = nn.Linear(config.intermediate_size // 2, d, bias=False)
+        self.attn_norm, self.ff_norm = Norm(d), Norm(d)
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        q, k, v = self.att_proj(x if self.after else self.attn_norm(x)).split(self.widths, -1)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (q, k, v))
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        made = self.attn_out(attend(q, k, v))
+        x = x + (self.attn_norm(made) if self.after else made)
+        up, gate = self.ff_proj(x if self.after else self.ff_norm(x)).chunk(2, -1)
+        made = self.ff_out(nn.functional.silu(gate) * up)
+        return x + (self.ff_norm(made) if self.after else made)
+
+
+class MolmoForCausalLM(Sees, TextModel):
+    """vllm-project/vllm: vllm/model_executor/models/molmo.py; named as the weights it loads."""
+
+    image_token = "image_token_id"
+
+    def __init__(self, config: Any) -> None:
+        super(TextModel, self).__init__(config)
+        d = config.hidden_size
+        self.model = nn.Module()
+        text = self.model.transformer = nn.Module()
+        text.wte = MolmoTable(config.vocab_size, d)
+        text.blocks = nn.ModuleList(MolmoLayer(config, i) for i in range(config.num_hidden_layers))
+        text.ln_f = Norm(d)
+        text.ff_out = nn.Linear(d, config.vocab_size, bias=False)
+        self.model.vision_backbone = MolmoVision(config.vision_backbone, d, config.intermediate_size)
+        self.post_init()
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.transformer.wte
+
+    def get_output_embeddings(self) -> Any:
+        return self.model.transformer.ff_out
+
+    @property
+    def lm_head(self) -> Any:
+        return self.model.transformer.ff_out
+
+    def run(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        for layer in self.model.transformer.blocks:
+            x = layer(x, cache)
+        out: torch.Tensor = self.model.transformer.ln_f(x)
+        return out
+
+    def forward(self, input_ids: torch.Tensor, images: Any = None, **inputs: Any) -> Any:
+        count = int((input_ids == self.config.image_token_id).sum())
+        own = {} if images is None else {"pixel_values": images, "count": count}
+        inputs.pop("inputs_embeds", None)
+        return super().forward(**inputs, **self.embed(input_ids, own))
+
+    def see(self, pixel_values: torch.Tensor, count: int) -> torch.Tensor:
+        # Where crops overlap, one of them gives a place its features: the others' are left.
+        return self.model.vision_backbone(pixel_values)[:count]
