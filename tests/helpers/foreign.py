@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from flopcalc.measure.hf.remote.base import Attend, Norm, put
+
 Json = dict[str, Any]
 
 
@@ -93,38 +95,6 @@ class Sizes(NamedTuple):
             config.get("num_key_value_heads", heads), head_dim, config["vocab_size"],
             config.get("tie_word_embeddings", False),
         )  # fmt: skip
-
-
-def put(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
-    """Hang a module at a dotted path, with plain modules in between."""
-    *outer, last = path.split(".")
-    for part in outer:
-        if part not in root._modules:
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
-    root.add_module(last, module)
-    return module
-
-
-class Norm(nn.Module):
-    """A root mean square norm."""
-
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(d))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
-class Attend(nn.Module):
-    """Scores and values by plain products, every pair of them."""
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = torch.matmul(q, k.transpose(-1, -2)) / q.shape[-1] ** 0.5
-        return torch.matmul(scores.softmax(-1), v).transpose(1, 2).flatten(2)
 
 
 class Layer(nn.Module):

@@ -328,6 +328,21 @@ def _overlapping(width: int, height: int, values: dict[str, Any]) -> Grid:
 RULES["overlapping"] = _overlapping
 
 
+def _hd_crops(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Phi-3-vision: the whole, and as many square crops as are allowed: t is 1 and the crops, h, w their rows, columns."""
+    most, longer, shorter = values["num_crops"], max(width, height), min(width, height)
+    ratio, scale = longer / shorter, 1
+    while scale * math.ceil(scale / ratio) <= most:
+        scale += 1
+    across, tile = scale - 1, values["tile"]
+    along = max(1, math.ceil(int(across * tile / ratio) / tile))
+    rows, columns = (along, across) if width >= height else (across, along)
+    return (1 + rows * columns, rows, columns)
+
+
+RULES["hd_crops"] = _hd_crops
+
+
 def _aspect_ratios(width: int, height: int, values: dict[str, Any]) -> Grid:
     """Llama 3.2: the canvas that enlarges least (or shrinks least), the smallest of equals; no small whole image."""
     side, tile, most = values["side"], values["size.height"], values["max_image_tiles"]

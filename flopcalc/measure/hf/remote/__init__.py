@@ -29,6 +29,8 @@ CLASSES = {
     "StepVLForConditionalGeneration": "tiles",
     "Step3VLForConditionalGeneration": "tiles",
     "MolmoForCausalLM": "tiles",
+    "Ovis": "tiles",
+    "Phi3VForCausalLM": "tiles",
 }
 
 

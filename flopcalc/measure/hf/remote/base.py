@@ -164,9 +164,10 @@ class Sees:
         """Features of all images, one row per place in the text."""
         raise NotImplementedError
 
-    def embed(self, input_ids: torch.Tensor, inputs: Json) -> Json:
+    def embed(self, input_ids: torch.Tensor, inputs: Json, embeds: Any = None) -> Json:
         """What the language model reads: embeddings with the images' features in them."""
-        embeds = self.get_input_embeddings()(input_ids)  # type: ignore[attr-defined]
+        if embeds is None:
+            embeds = self.get_input_embeddings()(input_ids)  # type: ignore[attr-defined]
         if inputs.get("pixel_values") is not None:
             features = self.see(**inputs)
             token = getattr(self.config, self.image_token)  # type: ignore[attr-defined]
@@ -181,7 +182,7 @@ class Flat(Sees):
 
     def forward(self, input_ids: torch.Tensor, inputs_embeds: Any = None, **inputs: Any) -> Any:
         own = {key: inputs.pop(key, None) for key in self.tensors}
-        return super().forward(**inputs, **self.embed(input_ids, own))  # type: ignore[misc]
+        return super().forward(**inputs, **self.embed(input_ids, own, inputs_embeds))  # type: ignore[misc]
 
 
 class RemoteModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -259,6 +260,13 @@ class SiglipGrid(nn.Module):
         return self.post_layernorm(x) if normed else x
 
 
+class VisualTable(nn.Embedding):
+    """vllm-project/vllm: vllm/model_executor/models/ovis.py, VisualEmbedding: mixtures over a table of words."""
+
+    def forward(self, shares: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(shares, self.weight)
+
+
 _TEXT = ("past_key_values", "use_cache", "position_ids")
 
 
@@ -269,9 +277,8 @@ class Chat(Sees, RemoteModel):
         self, input_ids: torch.Tensor, attention_mask: Any = None, inputs_embeds: Any = None, **inputs: Any
     ) -> Any:  # fmt: skip
         own = {key: inputs.pop(key) for key in (*_TEXT, "labels", "logits_to_keep") if key in inputs}
-        return self.get_submodule(self.language)(
-            attention_mask=attention_mask, **own, **self.embed(input_ids, inputs)
-        )
+        own |= self.embed(input_ids, inputs, inputs_embeds)
+        return self.get_submodule(self.language)(attention_mask=attention_mask, **own)
 
 
 class SplitChat(Sees, RemoteModel):
@@ -292,7 +299,7 @@ class SplitChat(Sees, RemoteModel):
     ) -> Any:  # fmt: skip
         own = {key: inputs.pop(key) for key in _TEXT if key in inputs}
         body = self.get_submodule(self.language)
-        out = body(attention_mask=attention_mask, **own, **self.embed(input_ids, inputs))
+        out = body(attention_mask=attention_mask, **own, **self.embed(input_ids, inputs, inputs_embeds))
         logits = self.lm_head(out.last_hidden_state[:, -logits_to_keep:])
         loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)

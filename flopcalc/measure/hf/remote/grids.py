@@ -9,7 +9,17 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.siglip.modeling_siglip import SiglipMultiheadAttentionPoolingHead
 
-from flopcalc.measure.hf.remote.base import Block, Chat, Flat, Names, Norm, SiglipGrid, SplitChat, list_frames
+from flopcalc.measure.hf.remote.base import (
+    Block,
+    Chat,
+    Flat,
+    Names,
+    Norm,
+    SiglipGrid,
+    SplitChat,
+    VisualTable,
+    list_frames,
+)
 
 
 # --- Kimi-VL ----------------------------------------------------------------------------------------------------------
@@ -187,13 +197,6 @@ class LLaVAOneVision1_5_ForConditionalGeneration(SplitChat):
 
 
 # --- Ovis2.5 ----------------------------------------------------------------------------------------------------------
-class VisualTable(nn.Embedding):
-    """vllm-project/vllm: vllm/model_executor/models/ovis.py, VisualEmbedding: mixtures over a table of words."""
-
-    def forward(self, shares: torch.Tensor) -> torch.Tensor:
-        return torch.matmul(shares, self.weight)
-
-
 class Ovis2_5(Chat):
     """vllm-project/vllm: vllm/model_executor/models/ovis2_5.py, siglip2navit.py."""
 

@@ -139,7 +139,7 @@ class TextModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return out
 
     def forward(
-        self, input_ids: Any = None, attention_mask: Any = None, inputs_embeds: Any = None, past_key_values: Any = None,
+        self, input_ids: Any = None, inputs_embeds: Any = None, past_key_values: Any = None,
         use_cache: bool | None = None, labels: Any = None, logits_to_keep: int = 0, **_: Any,
     ) -> Any:  # fmt: skip
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
@@ -267,8 +267,7 @@ class ArcticLayer(TextLayer):
             made: torch.Tensor = attended + moe(self.post_attention_layernorm(attended))
             return made
         dense = self.residual_mlp(self.residual_layernorm(attended))
-        made = attended + dense + moe(self.post_attention_layernorm(x))
-        return made
+        return attended + dense + moe(self.post_attention_layernorm(x))
 
 
 class ArcticForCausalLM(TextModel):

@@ -6,11 +6,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import CLIPVisionModel, Phi3Config, Phi3ForCausalLM, SiglipVisionModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.step3p7.configuration_step3p7 import Step3p7VisionConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7VisionModel
 
-from flopcalc.measure.hf.remote.base import SIGLIP, Block, Chat, Names, Norm, PostBlock, Sees, SplitChat, attend
+from flopcalc.measure.hf.remote.base import (
+    SIGLIP,
+    Block,
+    Chat,
+    Flat,
+    Names,
+    Norm,
+    PostBlock,
+    Sees,
+    SplitChat,
+    VisualTable,
+    attend,
+)
 from flopcalc.measure.hf.remote.text import Step3TextForCausalLM, TextModel
 
 
@@ -222,12 +235,73 @@ class MolmoForCausalLM(Sees, TextModel):
         out: torch.Tensor = self.model.transformer.ln_f(x)
         return out
 
-    def forward(self, input_ids: torch.Tensor, images: Any = None, **inputs: Any) -> Any:
+    def forward(self, input_ids: torch.Tensor, images: Any = None, inputs_embeds: Any = None, **inputs: Any) -> Any:
         count = int((input_ids == self.config.image_token_id).sum())
         own = {} if images is None else {"pixel_values": images, "count": count}
-        inputs.pop("inputs_embeds", None)
-        return super().forward(**inputs, **self.embed(input_ids, own))
+        return super().forward(**inputs, **self.embed(input_ids, own, inputs_embeds))
 
     def see(self, pixel_values: torch.Tensor, count: int) -> torch.Tensor:
         # Where crops overlap, one of them gives a place its features: the others' are left.
         return self.model.vision_backbone(pixel_values)[:count]
+
+
+# --- Ovis1.6 ----------------------------------------------------------------------------------------------------------
+class Ovis(Chat):
+    """AIDC-AI/Ovis: ovis/model/visual_tokenizer/siglip_visual_tokenizer.py, and vLLM's ovis.py for what comes after."""
+
+    language = "llm"
+
+    def build(self, config: Any) -> None:
+        tower, words = config.vision_config, config.visual_vocab_size - 5  # without the marks
+        self.visual_tokenizer = nn.Module()
+        self.visual_tokenizer.backbone = SiglipVisionModel(tower)
+        head = nn.Linear(tower.hidden_size * config.hidden_stride**2, words, bias=False)
+        self.visual_tokenizer.head = nn.Sequential(head, nn.LayerNorm(words))
+        self.vte = VisualTable(config.visual_vocab_size, config.text_config.hidden_size)
+
+    def see(self, pixel_values: torch.Tensor, **_: Any) -> torch.Tensor:
+        stride = self.config.hidden_stride
+        x = self.visual_tokenizer.backbone(pixel_values, output_hidden_states=True).hidden_states[-1]
+        side = round(x.shape[1] ** 0.5)
+        odd = -side % stride
+        x = nn.functional.pad(x.unflatten(1, (side, side)), (0, 0, 0, odd, 0, odd))
+        x = x.unflatten(2, (-1, stride)).unflatten(1, (-1, stride)).transpose(2, 3).flatten(3).flatten(0, 2)
+        return self.vte(nn.functional.pad(self.visual_tokenizer.head(x).softmax(-1), (0, 5)))
+
+
+# --- Phi-3-vision -----------------------------------------------------------------------------------------------------
+class Phi3VForCausalLM(Flat, Phi3ForCausalLM):  # type: ignore[misc]
+    """vllm-project/vllm: vllm/model_executor/models/phi3v.py; modules named as the weights it loads."""
+
+    config_base = Phi3Config
+    tensors = ("pixel_values", "image_sizes")
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        tower = config.vision_config
+        wide = 4 * tower.hidden_size
+        vision = self.model.vision_embed_tokens = nn.Module()
+        vision.img_processor = CLIPVisionModel(tower)
+        vision.glb_GN = nn.Parameter(torch.ones(1, 1, wide))
+        vision.sub_GN = nn.Parameter(torch.ones(1, 1, 1, wide))
+        vision.img_projection = nn.Sequential(
+            nn.Linear(wide, config.hidden_size), nn.GELU(), nn.Linear(config.hidden_size, config.hidden_size)
+        )
+
+    def see(self, pixel_values: torch.Tensor, image_sizes: torch.Tensor) -> torch.Tensor:
+        vision, tower = self.model.vision_embed_tokens, self.config.vision_config
+        x = vision.img_processor(pixel_values, output_hidden_states=True).hidden_states[-2][:, 1:]
+        half = tower.image_size // tower.patch_size // 2
+        x = x.unflatten(1, (half, 2, half, 2)).transpose(2, 3).flatten(3)  # tiles, rows, columns, four patches
+        made, at = [], 0
+        for rows, columns in (image_sizes // tower.image_size).tolist():
+            whole, crops = x[at : at + 1], x[at + 1 : at + 1 + rows * columns]
+            crops = crops.unflatten(0, (rows, columns)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+            made += [self.end_rows(crops), vision.glb_GN[0], self.end_rows(whole[0])]
+            at += 1 + rows * columns
+        return vision.img_projection(torch.cat(made))
+
+    def end_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of features, each with a mark behind it, as one row."""
+        mark = self.model.vision_embed_tokens.sub_GN[0].expand(len(x), -1, -1)
+        return torch.cat([x, mark], 1).flatten(0, 1)
