@@ -329,7 +329,7 @@ RULES["overlapping"] = _overlapping
 
 
 def _hd_crops(width: int, height: int, values: dict[str, Any]) -> Grid:
-    """Phi-3-vision: the whole, and as many square crops as are allowed: t is 1 and the crops, h, w their rows, columns."""
+    """Phi-3-vision: the whole, and as many square crops as fit: t is 1 and the crops, h, w their rows and columns."""
     most, longer, shorter = values["num_crops"], max(width, height), min(width, height)
     ratio, scale = longer / shorter, 1
     while scale * math.ceil(scale / ratio) <= most:

@@ -31,6 +31,8 @@ CLASSES = {
     "MolmoForCausalLM": "tiles",
     "Ovis": "tiles",
     "Phi3VForCausalLM": "tiles",
+    "CogVLMForCausalLM": "experts",
+    "Eagle2_5_VLForConditionalGeneration": "tiles",
 }
 
 

@@ -167,10 +167,10 @@ class Sees:
     def embed(self, input_ids: torch.Tensor, inputs: Json, embeds: Any = None) -> Json:
         """What the language model reads: embeddings with the images' features in them."""
         if embeds is None:
-            embeds = self.get_input_embeddings()(input_ids)  # type: ignore[attr-defined]
+            embeds = self.get_input_embeddings()(input_ids)
         if inputs.get("pixel_values") is not None:
             features = self.see(**inputs)
-            token = getattr(self.config, self.image_token)  # type: ignore[attr-defined]
+            token = getattr(self.config, self.image_token)
             embeds = embeds.masked_scatter((input_ids == token).unsqueeze(-1), features.reshape(-1, embeds.shape[-1]))
         return {"inputs_embeds": embeds}
 
@@ -182,10 +182,10 @@ class Flat(Sees):
 
     def forward(self, input_ids: torch.Tensor, inputs_embeds: Any = None, **inputs: Any) -> Any:
         own = {key: inputs.pop(key, None) for key in self.tensors}
-        return super().forward(**inputs, **self.embed(input_ids, own, inputs_embeds))  # type: ignore[misc]
+        return super().forward(**inputs, **self.embed(input_ids, own, inputs_embeds))
 
 
-class RemoteModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class RemoteModel(PreTrainedModel, GenerationMixin):
     """A published model that wraps transformers' language model as `language_model`."""
 
     config_class = PretrainedConfig

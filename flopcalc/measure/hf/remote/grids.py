@@ -109,7 +109,7 @@ class DotsVision(nn.Module):
         return self.merger.mlp(self.merger.ln_q(x).unflatten(0, (-1, config.spatial_merge_size**2)).flatten(1))
 
 
-class DotsOCRForCausalLM(Flat, Qwen2ForCausalLM):  # type: ignore[misc]
+class DotsOCRForCausalLM(Flat, Qwen2ForCausalLM):
     """vllm-project/vllm: vllm/model_executor/models/dots_ocr.py; modules named as the weights it loads."""
 
     config_base = Qwen2Config
@@ -123,7 +123,7 @@ class DotsOCRForCausalLM(Flat, Qwen2ForCausalLM):  # type: ignore[misc]
 
 
 # --- Keye-VL ----------------------------------------------------------------------------------------------------------
-class KeyeForConditionalGeneration(Flat, Qwen3ForCausalLM):  # type: ignore[misc]
+class KeyeForConditionalGeneration(Flat, Qwen3ForCausalLM):
     """vllm-project/vllm: vllm/model_executor/models/keye.py; modules named as the weights it loads."""
 
     config_base = Qwen3Config

@@ -102,7 +102,7 @@ class TextLayer(GradientCheckpointingLayer):
         return out
 
 
-class TextModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class TextModel(PreTrainedModel, GenerationMixin):
     """A causal language model of layers of its own."""
 
     config_class = PretrainedConfig

@@ -270,7 +270,7 @@ class Ovis(Chat):
 
 
 # --- Phi-3-vision -----------------------------------------------------------------------------------------------------
-class Phi3VForCausalLM(Flat, Phi3ForCausalLM):  # type: ignore[misc]
+class Phi3VForCausalLM(Flat, Phi3ForCausalLM):
     """vllm-project/vllm: vllm/model_executor/models/phi3v.py; modules named as the weights it loads."""
 
     config_base = Phi3Config
@@ -305,3 +305,21 @@ class Phi3VForCausalLM(Flat, Phi3ForCausalLM):  # type: ignore[misc]
         """Rows of features, each with a mark behind it, as one row."""
         mark = self.model.vision_embed_tokens.sub_GN[0].expand(len(x), -1, -1)
         return torch.cat([x, mark], 1).flatten(0, 1)
+
+
+# --- Eagle 2.5 --------------------------------------------------------------------------------------------------------
+class Eagle2_5_VLForConditionalGeneration(Chat):
+    """vllm-project/vllm: vllm/model_executor/models/eagle2_5_vl.py: four features side by side, then two products."""
+
+    def build(self, config: Any) -> None:
+        tower, d = config.vision_config, config.text_config.hidden_size
+        self.fold = int(1 / config.downsample_ratio)
+        wide = tower.hidden_size * self.fold**2
+        self.vision_model = SiglipVisionModel(tower)
+        self.mlp1 = nn.Sequential(nn.LayerNorm(wide), nn.Linear(wide, d), nn.GELU(), nn.Linear(d, d))
+
+    def see(self, pixel_values: torch.Tensor, **_: Any) -> torch.Tensor:
+        x = self.vision_model(pixel_values).last_hidden_state
+        side = round(x.shape[1] ** 0.5) // self.fold
+        x = x.unflatten(1, (side, self.fold, side, self.fold)).transpose(2, 3).flatten(3).flatten(0, 2)
+        return self.mlp1(x)
