@@ -131,6 +131,10 @@ class TextModel(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> Any:
         return self.lm_head
 
+    def make_cache(self) -> Any:
+        """An empty cache."""
+        return DynamicCache()
+
     def run(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
         """The layers and the last norm."""
         for layer in self.get_submodule(self.layers):
@@ -143,7 +147,7 @@ class TextModel(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None, labels: Any = None, logits_to_keep: int = 0, **_: Any,
     ) -> Any:  # fmt: skip
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = DynamicCache() if use_cache and past_key_values is None else past_key_values
+        cache = self.make_cache() if use_cache and past_key_values is None else past_key_values
         logits = self.lm_head(self.run(embeds, cache)[:, -logits_to_keep:])
         loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
@@ -360,3 +364,6 @@ class Step3p5ForCausalLM(TextModel):
     def run(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
         out: torch.Tensor = self.model(inputs_embeds=x, past_key_values=cache, use_cache=cache is not None)[0]
         return out
+
+    def make_cache(self) -> Any:
+        return DynamicCache(config=self.config)  # sliding layers keep a window
