@@ -1,0 +1,57 @@
+"""The documentation site: its tools are an extra of their own, and it builds with warnings as errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+import flopcalc
+
+TOOLS = ("sphinx", "myst_parser", "furo")
+
+
+def test_the_tools_of_the_site_are_not_installed_for_tests() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    names = {re.split(r"[\[>=]", requirement)[0].replace("-", "_") for requirement in extras["docs"]}
+    assert {*TOOLS, "flopcalc"} == names
+    assert not [requirement for requirement in extras["test"] if re.search("sphinx|myst|furo|docs", requirement)]
+
+
+def test_one_command_builds_the_site_with_the_page() -> None:
+    script = (ROOT / "scripts" / "docs").read_text(encoding="utf-8")
+    assert script.count("sphinx-build -q -W") == 2
+    assert "python -m flopcalc web --out build/site/page" in script
+    assert "- run: scripts/docs\n" in (ROOT / ".github" / "workflows" / "docs.yml").read_text(encoding="utf-8")
+    assert "build/" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(not all(map(find_spec, TOOLS)), reason="needs the extra docs: Sphinx, MyST and furo")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-t",
+        "page",
+        "-d",
+        str(tmp_path / "doctrees"),
+    ]
+    subprocess.run([*command, "-c", "docs", ".", str(tmp_path / "site")], cwd=ROOT, check=True)
+    made = tmp_path / "site" / "docs"
+    pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if not (made / page.with_suffix(".html")).exists()] == []
+    functions = (made / "api.html").read_text(encoding="utf-8")
+    assert [name for name in flopcalc.__all__[1:] if f'id="flopcalc.{name}"' not in functions] == []
+    assert 'href="../page/index.html"' in (made / "index.html").read_text(encoding="utf-8")
+    assert "docs/index.html" in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
