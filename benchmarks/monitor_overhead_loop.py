@@ -111,7 +111,9 @@ class Loop:
         """One optimizer step; the loss stays on the device."""
         given = batches if batches is not None else self.ragged
         self._turn += 1
-        loss = self.model(**given[self._turn % len(given)]).loss
+        # New tensors in every step, as a loader gives them.
+        batch = {name: value.clone() for name, value in given[self._turn % len(given)].items()}
+        loss = self.model(**batch).loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

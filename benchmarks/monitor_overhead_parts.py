@@ -18,6 +18,7 @@ from monitor_overhead_tables import ARMS, MASK, MODES, Row
 
 DROPPED_ROUNDS = 1
 SEED = 5  # of the order of arms
+WATCHED_STEPS = 9  # then a monitor knows whether values on the device may be copied later
 LOGGING_STEPS = 9  # of the Trainer here: odd, so that steps of both kinds are logged
 DEFAULT_LOGGING_STEPS = 500  # of the Trainer
 
@@ -93,7 +94,7 @@ def measure_plain_loop(loop: Loop, mode: str, what: str, steps: int) -> Row:
     batches = loop.ragged if what == MASK else loop.plain
     clock = time.perf_counter_ns
     with watch(loop, mode, 1_000_000) as watching:  # measured once at the start, and not again here
-        for _ in range(6):
+        for _ in range(WATCHED_STEPS):
             watching.log(loop.train_step(batches))
         workers, sinks = watching.list_threads()
         cpu_before = (read_cpu_s(workers), read_cpu_s(sinks))
@@ -153,7 +154,7 @@ def measure_trainer(loop: Loop, mode: str, steps: int) -> Row:
     from flopcalc.monitor import FlopcalcCallback
     from flopcalc.monitor.hooks import register_hooks
 
-    warm, times = min(6, steps), HostTimes()
+    warm, times = min(WATCHED_STEPS, steps), HostTimes()
     clock = time.perf_counter_ns
     inner = FlopcalcCallback(make_config(loop, mode, flops_profile_freq=1_000_000))
     taken = {"call": 0, "events": 0}

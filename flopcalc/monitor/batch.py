@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from flopcalc.api import bind
 from flopcalc.core.count.flops import NO_FLOPS, Flops
@@ -14,9 +14,8 @@ from flopcalc.core.model.live import strip, unwrap
 from flopcalc.core.workload.sums import Logits
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import WorkloadError
-from flopcalc.monitor.device import Device
 from flopcalc.monitor.messages import Say
-from flopcalc.monitor.values import is_tensor
+from flopcalc.monitor.values import is_tensor, read_held
 
 # Of these, shapes alone count.
 _SHAPES = (
@@ -40,6 +39,15 @@ _SCORED = ("shift_labels", "labels")  # where they are not -100, logits are need
 _IGNORED = -100
 _KEPT = 4096  # counted workloads that are kept
 _KERNELS = {"eager": "eager", "flash_attention_2": "flash", "flash_attention_3": "flash"}
+
+
+_new = tuple.__new__  # as a named tuple's constructor, without its call in Python
+
+
+class Fetcher(Protocol):
+    """Brings values from the device, now or later."""
+
+    def take(self, name: str, tensor: Any, holder: Any) -> Any: ...
 
 
 class Shape:
@@ -117,8 +125,8 @@ class Intake:
         self._kinds: dict[Hashable, Hashable] = {}  # workload classes of batches of text, by shape and names
         self._eager: Estimator | None = None
 
-    def take(self, batch: Mapping[str, Any], device: Device | None, copies: list[Any]) -> Snapshot:
-        """A snapshot. On the training thread: values on the device are added to `copies`, and not waited for."""
+    def take(self, batch: Mapping[str, Any], fetcher: Fetcher | None, holder: Any) -> Snapshot:
+        """A snapshot. On the training thread: values on the device are fetched for the holder, and not waited for."""
         key: list[tuple[str, Any]] = []
         values: dict[str, Any] = {}
         for name, value in batch.items():
@@ -133,14 +141,13 @@ class Intake:
                 continue  # with a mask, HF does not keep documents apart
             if name == "attention_mask" and shape is not None and len(shape) != 2:
                 continue
-            if device is not None and getattr(value, "is_cuda", False):
-                value = device.fetch(value)
-                copies.append(value)
+            if fetcher is not None and getattr(value, "is_cuda", False):
+                value = fetcher.take(name, value, holder)
             else:
                 value = copy_value(value)
             values[name] = value
-        head = _take_head(batch, device, copies) if batch.get(_FUSED) else None
-        return Snapshot(tuple(key), values, head)
+        head = _take_head(batch, fetcher, holder) if batch.get(_FUSED) else None
+        return _new(Snapshot, (tuple(key), values, head))
 
     def classify(self, batch: Mapping[str, Any]) -> Hashable:
         """The workload class, which a measured factor holds for: the length's power of two, and what is beside text."""
@@ -219,7 +226,8 @@ class Intake:
         return sum(self._find("eager", work.load, head).values())
 
     def _count(self, snapshot: Snapshot, phase: str) -> Work:
-        values = {name: Shape(shape) for name, shape in snapshot.key if shape is not None} | dict(snapshot.values)
+        values = {name: Shape(shape) for name, shape in snapshot.key if shape is not None}
+        values |= {name: read_held(name, value) for name, value in snapshot.values.items()}
         if self.context_parallel > 1:
             values = self._join_chunks(values)
         estimate = self.estimator.estimate_batch(values, phase=phase, read_device=False)
@@ -281,7 +289,7 @@ def copy_value(value: Any) -> Any:
     return value.copy() if hasattr(value, "copy") else value
 
 
-def _take_head(batch: Mapping[str, Any], device: Device | None, copies: list[Any]) -> Head | None:
+def _take_head(batch: Mapping[str, Any], fetcher: Fetcher | None, holder: Any) -> Head | None:
     """Labels decide where the head forms logits."""
     name = next((each for each in _SCORED if batch.get(each) is not None), None)
     if name is None:
@@ -290,9 +298,8 @@ def _take_head(batch: Mapping[str, Any], device: Device | None, copies: list[Any
     if not (getattr(labels, "is_cuda", False) or getattr(labels, "is_cpu", False)):
         return None  # it cannot be read: every position counts
     is_compact = bool(getattr(labels, "is_cuda", False))
-    if device is not None and is_compact:
-        labels = device.fetch(labels)
-        copies.append(labels)
+    if fetcher is not None and is_compact:
+        labels = fetcher.take(name, labels, holder)
     else:
         labels = copy_value(labels)
     return Head(labels, name == "shift_labels", is_compact)
@@ -303,7 +310,8 @@ def _count_head(estimator: Estimator, load: Workload, convention: str, head: Hea
 
     FLOPs are linear in the logits, so two counts tell what one of them costs.
     """
-    labels = head.labels if head.is_shifted else head.labels[:, 1:]
+    given = read_held("labels", head.labels)
+    labels = given if head.is_shifted else given[:, 1:]
     needed = int((labels != _IGNORED).sum())
     formed = needed if convention == "model" or head.is_compact else labels.shape[0] * labels.shape[1]
     counting = "model" if convention == "model" else "full"

@@ -7,12 +7,18 @@ import sys
 from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from flopcalc.monitor.step import Entry
 
 # Pinned memory is slow to allocate: buffers of one size are made together.
 _BLOCK_BUFFERS, _BLOCK_BYTES = 64, 1 << 22
+
+
+class Holder(Protocol):
+    """Has host buffers that the device writes into."""
+
+    copies: list[Any]
 
 
 def find_device() -> Device | None:
@@ -45,6 +51,12 @@ class Device:
         self._stream = self._torch.cuda.current_stream()
         event.record(self._stream)
         return event
+
+    def take(self, _name: str, tensor: Any, holder: Holder) -> Any:
+        """As `fetch`; the holder gives the buffer back."""
+        found = self.fetch(tensor)
+        holder.copies.append(found)
+        return found
 
     def fetch(self, tensor: Any) -> Any:
         """A host tensor that will hold these values once the device has come so far; not while a graph is captured."""

@@ -11,7 +11,7 @@ from torch import is_grad_enabled
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from flopcalc.core.model.live import strip, unwrap
-from flopcalc.monitor.step import Taken
+from flopcalc.monitor.values import MOST_HELD
 
 if TYPE_CHECKING:
     from flopcalc.monitor.model import WatchedModel
@@ -73,7 +73,8 @@ class BeforeForward(_Hook):
                 source = monitor._trained.source
                 if source is not None and source.measures and model is monitor._trained:
                     kind = seen.kind = model.classify(model.name_inputs(args, kwargs) if args else kwargs)
-                    if source.wants(monitor._number + 1, kind, monitor._frequency):
+                    step = monitor._number + 1
+                    if step not in source.settled.get(kind, ()) and source.wants(step, kind, monitor._frequency):
                         monitor._start_measuring(seen, source)
         except Exception as error:
             monitor._fail("before_forward", error)
@@ -102,20 +103,21 @@ class AfterForward(_Hook):
             return
         try:
             seen.open_passes -= 1
-            device = monitor._device
-            if device is not None and device.is_capturing():
-                return
+            device, values = monitor._device, None
+            if device is not None:
+                if device.is_capturing():
+                    return
+                values = monitor._values
+                values.has_pass = True
             batch: Mapping[str, Any] = model.name_inputs(args, kwargs) if args else kwargs
             if monitor._watched.latest is not None:
                 batch = monitor._watched.take_alike(batch)
             if not seen.is_given:
-                seen.batches.append(Taken(model, model.take(batch, device, seen.copies)))
+                seen.batches.append((model, model.take(batch, values, seen)))
                 if seen.is_measured and model is monitor._trained:
                     seen.live_batches.append(batch)
-            if device is not None:
-                values = monitor._values
-                values.has_pass = True
-                if values.held:
+            if values is not None and device is not None:
+                if len(values.held) >= MOST_HELD:
                     values.collect()
                 if device.has_mark:
                     device.poll(asks_stream=False)

@@ -9,8 +9,7 @@ from typing import Any
 from flopcalc.core.model.live import strip
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import FlopcalcError, WorkloadError
-from flopcalc.monitor.batch import Intake, Snapshot, Work
-from flopcalc.monitor.device import Device
+from flopcalc.monitor.batch import Fetcher, Intake, Snapshot, Work
 from flopcalc.monitor.instruments import Copy, NotMeasured, sign
 from flopcalc.monitor.messages import Say
 
@@ -29,14 +28,14 @@ class MeasuredModule:
         self._intake: Intake | None = None  # from a trace that holds
         self._is_tried = False
 
-    def take(self, batch: Mapping[str, Any], device: Device | None, copies: list[Any]) -> Snapshot:
+    def take(self, batch: Mapping[str, Any], fetcher: Fetcher | None, holder: Any) -> Snapshot:
         """A snapshot; a new size is counted now."""
         import torch
 
         phase = "train" if torch.is_grad_enabled() and self.live.training else "forward"
         key = (phase, sign(batch))
         if self._intake is not None and phase == "train":
-            return self._intake.take(batch, device, copies)
+            return self._intake.take(batch, fetcher, holder)
         if key not in self._flops:
             # In a thread of its own: a counter or a mode that the loop has on sees nothing of it.
             apart = threading.Thread(target=self._measure, args=(key, phase, batch), name="flopcalc-count")
@@ -75,7 +74,7 @@ class MeasuredModule:
         try:
             twin = copy_to_meta(strip(self.live))
             intake = Intake(trace_module(twin, batch, phases=("train",), compute=self._name_format()))
-            if intake.count(intake.take(batch, None, [])).model_flops == self._flops[key]:
+            if intake.count(intake.take(batch, None, None)).model_flops == self._flops[key]:
                 self._intake = intake
         except Exception:  # whatever the module does: then its sizes are counted one by one
             pass
@@ -90,8 +89,8 @@ class MeasuredIntake(Intake):
         self.module = module
         self.estimator = None  # type: ignore[assignment]
 
-    def take(self, batch: Mapping[str, Any], device: Device | None, copies: list[Any]) -> Snapshot:
-        return self.module.take(batch, device, copies)
+    def take(self, batch: Mapping[str, Any], fetcher: Fetcher | None, holder: Any) -> Snapshot:
+        return self.module.take(batch, fetcher, holder)
 
     def classify(self, batch: Mapping[str, Any]) -> Hashable:  # noqa: ARG002
         return ()

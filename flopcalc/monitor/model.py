@@ -9,8 +9,7 @@ from typing import Any
 
 from flopcalc.core.model.live import unwrap
 from flopcalc.errors import FlopcalcError
-from flopcalc.monitor.batch import Intake, Snapshot, bind_live
-from flopcalc.monitor.device import Device
+from flopcalc.monitor.batch import Fetcher, Intake, Snapshot, bind_live
 from flopcalc.monitor.measured import MeasuredIntake, MeasuredModule
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.meter import Meter, Peaks
@@ -30,7 +29,7 @@ class WatchedModel:
         self.intake: Intake | None = None
         self.source: Source | None = None
         self.shared = 1  # ranks that work on one batch together
-        self.take: Callable[[Mapping[str, Any], Device | None, list[Any]], Snapshot | None] = _take_sizes
+        self.take: Callable[[Mapping[str, Any], Fetcher | None, Any], Snapshot | None] = _take_sizes
         self.classify: Callable[[Mapping[str, Any]], Hashable] = _classify_alike
         self.seen: Seen | None = None  # what its products are computed in; None: not known yet
         self.open_calls = 0  # of the wrapper around it
@@ -123,12 +122,12 @@ class WatchedModel:
                 f"traced {type(unwrap(self.live)).__name__}",
             )
 
-    def _take_measured(self, batch: Mapping[str, Any], device: Device | None, copies: list[Any]) -> Snapshot:
+    def _take_measured(self, batch: Mapping[str, Any], fetcher: Fetcher | None, holder: Any) -> Snapshot:
         """A new size is counted now, and that time is no step's."""
         assert isinstance(self.intake, MeasuredIntake)
         before = self.clock()
         many = self.intake.module.count_known()
-        found = self.intake.take(batch, device, copies)
+        found = self.intake.take(batch, fetcher, holder)
         if self.intake.module.count_known() != many:
             lose = self.lose()
             if lose is not None:
@@ -218,12 +217,12 @@ class WatchedModel:
             self.seen = Seen(None)
             self._find_peaks()
 
-    def _take_stage(self, batch: Mapping[str, Any], device: Device | None, copies: list[Any]) -> Snapshot | None:
+    def _take_stage(self, batch: Mapping[str, Any], fetcher: Fetcher | None, holder: Any) -> Snapshot | None:
         """A pipeline's later stages are given activations: the first one counts for all."""
         ids = batch.get("input_ids")
         if self.intake is None or ids is None or len(getattr(ids, "shape", ())) != 2:
             return None
-        return self.intake.take(batch, device, copies)
+        return self.intake.take(batch, fetcher, holder)
 
     def keep_absolute(self, sizes: Hashable) -> None:
         """Without a formula, what was measured holds for steps of the same sizes, and for no others."""
@@ -245,7 +244,7 @@ def _is_off(state: Hashable) -> bool:
     return isinstance(state, tuple) and bool(state[0])
 
 
-def _take_sizes(batch: Mapping[str, Any], _device: Device | None, _copies: list[Any]) -> Snapshot:
+def _take_sizes(batch: Mapping[str, Any], _fetcher: Fetcher | None, _holder: Any) -> Snapshot:
     """Of a model without a formula."""
     return Snapshot(tuple((name, each.shape) for name, each in batch.items() if hasattr(each, "shape")), {})
 
@@ -257,7 +256,7 @@ def _classify_alike(_batch: Mapping[str, Any]) -> Hashable:
 
 def count_measured(step: SeenStep, say: Say) -> Counts | None:
     """What a measured step should have counted, in the ways that counters count."""
-    taken = [(each.model, each.snapshot) for each in step.batches if each.snapshot is not None]
+    taken = [(model, snapshot) for model, snapshot in step.batches if snapshot is not None]
     if not taken or any(model.intake is None for model, _ in taken):
         return None
     first = taken[0][0]

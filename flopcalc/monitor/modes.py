@@ -58,6 +58,7 @@ class Source:
         self.settings = settings
         self._model = model
         self._say = say
+        self.settled: dict[Hashable, range] = {}  # workload class -> steps of which wants() would say no
         self._factors: dict[Hashable, Factor] = {}
         self._absolute: dict[Hashable, int] = {}
 
@@ -102,23 +103,31 @@ class _Measuring(Source):
         super().__init__(settings, model, say)
         self._measured_at: dict[Hashable, int] = {}  # workload class -> step
         self._latest: Factor | None = None
-        self._why = "not measured yet"  # why a factor is still the estimate's
+        self._explain("not measured yet")
         self._is_off = False
 
     def factor(self, kind: Hashable) -> Factor:
-        return self._factors.get(kind) or self._latest or self._estimate()
+        return self._factors.get(kind) or self._latest or self._estimated
 
-    def _estimate(self) -> Factor:
-        return Factor(1.0, f"{self.name}: estimate ({self._why})")
+    def _explain(self, why: str) -> None:
+        """Why a factor is still the estimate's."""
+        self._why = why
+        self._estimated = Factor(1.0, f"{self.name}: estimate ({why})")
 
-    def _is_due(self, step: int, last: int | None, every: int) -> bool:
+    def _is_due(self, step: int, kind: Hashable, last: int | None, every: int) -> bool:
         """The first step, then the first one at or past each multiple."""
-        return last is None or step // every != last // every
+        if last is None:
+            return True
+        first = last // every * every
+        if not first <= step < first + every:
+            return True
+        self.settled[kind] = range(first, first + every)
+        return False
 
     def _turn_off(self, reason: str) -> None:
         """Nothing can measure here: the estimate it is, from now on."""
         self._is_off = True
-        self._why = reason
+        self._explain(reason)
         self._say(f"{self.name}: on the estimate from here on: {reason}", f"{self.name} off")
 
     def _keep(
@@ -130,7 +139,7 @@ class _Measuring(Source):
             return False
         if not expected:
             self._absolute[kind] = measured
-            self._why = "no analytic count to compare with"
+            self._explain("no analytic count to compare with")
             return True
         value = measured / expected
         if not LOWEST <= value <= HIGHEST:
@@ -154,7 +163,7 @@ class _Measuring(Source):
 
     def _refuse(self, reason: str, once: str) -> None:
         if self._latest is None:
-            self._why = reason
+            self._explain(reason)
         kept = "the estimate stands" if self._latest is None else f"the factor of before stands ({self._latest.source})"
         self._say(f"{self.name}: {reason}; {kept}", once)
 
@@ -169,8 +178,8 @@ class ProfilerSource(_Measuring):
         self._profiler = Profiler(model)
         self._is_open = False
 
-    def wants(self, step: int, kind: Hashable, frequency: int) -> bool:  # noqa: ARG002
-        if self._is_off or not self._is_due(step, self._measured_at.get(None), frequency):
+    def wants(self, step: int, kind: Hashable, frequency: int) -> bool:
+        if self._is_off or not self._is_due(step, kind, self._measured_at.get(None), frequency):
             return False
         return not is_profiled()
 
@@ -190,6 +199,7 @@ class ProfilerSource(_Measuring):
         batches: Sequence[Mapping[str, Any]],  # noqa: ARG002
     ) -> None:
         self._measured_at[None] = step
+        self.settled.clear()
         if not self._is_open:
             return
         self._is_open = False
@@ -289,10 +299,10 @@ class SmartSource(_WithCounters):
         self._is_first = True
         if not settings.calibration_enabled:
             self._is_off = True
-            self._why = "smart_mode.calibration_enabled is false"
+            self._explain("smart_mode.calibration_enabled is false")
 
     def factor(self, kind: Hashable) -> Factor:
-        return self._factors.get(kind) or self._estimate()  # another class's factor says nothing of this one
+        return self._factors.get(kind) or self._estimated  # another class's factor says nothing of this one
 
     def wants(self, step: int, kind: Hashable, frequency: int) -> bool:
         if self._is_off:
@@ -300,10 +310,11 @@ class SmartSource(_WithCounters):
         last = self._measured_at.get(kind)
         if last is not None:
             every = self.settings.recalibration_frequency or frequency
-            return self._is_due(step, last, every) and not is_profiled()
+            return self._is_due(step, kind, last, every) and not is_profiled()
         is_first, self._is_first = self._is_first, False
         if is_first and not self.settings.initial_profiling:
             self._measured_at[kind] = step  # as if: the next is due at a multiple
+            self.settled.clear()
             return False
         if len(self._measured_at) >= _MOST_KINDS:
             self._say(
@@ -319,6 +330,7 @@ class SmartSource(_WithCounters):
     def stop(self, step: int, kind: Hashable, counts: Counts | None, batches: Sequence[Mapping[str, Any]]) -> None:
         is_counting, self._is_counting = self._is_counting, False
         self._measured_at[kind] = step
+        self.settled.clear()
         expected = counts.hardware if counts is not None else None
         if is_counting and counts is not None and expected is None:
             self._drop_counters("this model's hardware FLOPs have no analytic count to compare with")
@@ -367,7 +379,7 @@ class HybridSource(_WithCounters):
             self._drop_counters("hybrid_mode.hardware_counters_enabled is false")
 
     def wants(self, step: int, kind: Hashable, frequency: int) -> bool:
-        if self._is_off or not self._is_due(step, self._measured_at.get(None), frequency):
+        if self._is_off or not self._is_due(step, kind, self._measured_at.get(None), frequency):
             return False
         return not self._warms_up(kind) and not is_profiled()
 
@@ -397,8 +409,10 @@ class HybridSource(_WithCounters):
                 self._drop_counters("this model's hardware FLOPs have no analytic count to compare with")
             elif self._stop_counters(step, kind, expected):
                 self._measured_at[None] = step
+                self.settled.clear()
             return  # where not, what is next is tried at the next step
         self._measured_at[None] = step
+        self.settled.clear()
         if is_open == "profiler" and self._profiler is not None:
             try:
                 flops = self._profiler.stop()
@@ -415,7 +429,7 @@ class HybridSource(_WithCounters):
         if self._profiler is None:
             self._turn_off(f"{reason}, and hybrid_mode.fallback_to_profiler is false")
             return
-        self._why = reason
+        self._explain(reason)
         self._say(f"hybrid: {reason}: on the profiler", "hybrid counters")
 
     def _drop_profiler(self, reason: str) -> None:

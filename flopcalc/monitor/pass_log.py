@@ -21,6 +21,7 @@ class PassLog:
     def __init__(self, clock: Callable[[], int]) -> None:
         self.passes: list[SeenPass] = []
         self.copies: list[Any] = []  # host buffers that the device writes into
+        self.is_used = False  # there is something for the next step to take
         self._clock = clock
         self._open: list[SeenPass] = []  # calls under way
         self._generation: SeenPass | None = None  # the last one, which may go on
@@ -28,6 +29,7 @@ class PassLog:
     def begin(
         self, model: WatchedModel, module: Any, inputs: Mapping[str, Any], is_training: bool, device: Device | None
     ) -> None:
+        self.is_used = True
         context = _find_context(inputs)
         going = self._generation
         if context and going is not None and going.module is module:
@@ -60,7 +62,7 @@ class PassLog:
         if seen.is_decoding:
             self._add_tokens(seen, inputs, device)
         else:
-            seen.snapshot = model.take(inputs, device, self.copies)
+            seen.snapshot = model.take(inputs, device, self)
         if seen.name != "rollout":
             seen.module = None
 
@@ -71,8 +73,7 @@ class PassLog:
             return
         seen.new += int(tokens.shape[1])
         if device is not None and tokens.is_cuda:
-            tokens = device.fetch(tokens)
-            self.copies.append(tokens)
+            tokens = device.take("input_ids", tokens, self)
         else:
             tokens = copy_value(tokens)
         seen.fed.append(tokens)
@@ -87,12 +88,13 @@ class PassLog:
 
     def find_first(self, now_ns: int) -> int:
         """When the first pass of the next step began."""
-        return next((seen.begin_ns for seen in self.passes if seen.is_in_step), now_ns) if self.passes else now_ns
+        return next((seen.begin_ns for seen in self.passes if seen.is_in_step), now_ns)
 
     def add_given(
         self, name: str, intake: Intake | None, prompts: Sequence[int], completions: Sequence[int], seconds: float
     ) -> None:
         """A pass that ran elsewhere."""
+        self.is_used = True
         seen = SeenPass(name, None, None, self._clock())
         seen.own_intake, seen.given, seen.seconds = intake, (prompts, completions), seconds
         self.passes.append(seen)
@@ -108,6 +110,7 @@ class PassLog:
 
     def move_to(self, step: SeenStep) -> None:
         """The step is over: what was seen belongs to it."""
+        self.is_used = False
         self._open.clear()
         self._generation = None
         if self.passes:

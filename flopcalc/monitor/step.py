@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from flopcalc.monitor.batch import Intake, Snapshot
     from flopcalc.monitor.model import WatchedModel
     from flopcalc.monitor.modes import Factor
     from flopcalc.monitor.training import TrainingMonitor
+
+    Taken = tuple[WatchedModel, Snapshot | None]  # a micro-batch; None: a pipeline stage that saw no text
 
 Call = Mapping[str, Any]  # the arguments of a forward pass, by name
 VALUES = ("training/epoch", "training/loss", "training/grad_norm", "training/lr")  # that a loop gives
@@ -36,13 +38,6 @@ class Entry:
 
     def __init__(self) -> None:
         self.copies: list[Any] = []  # host buffers that the device writes into
-
-
-class Taken(NamedTuple):
-    """A micro-batch of a training pass."""
-
-    model: WatchedModel
-    snapshot: Snapshot | None  # None: a pipeline stage that saw no text
 
 
 class SeenPass:
@@ -91,18 +86,17 @@ class SeenStep(Entry):
     factor: Factor | None = None  # measured ÷ analytic, as it was known when the step ended; None: nothing measures
     owes: str = ""  # a pass that ran elsewhere, and that nobody gave
     measured_from: int = 0  # the first of its other passes that is measured too
+    live_batches: list[Call]  # only of a step that is measured
 
     def __init__(self, data_ns: int) -> None:
         self.data_ns = data_ns  # of its time, before the first forward pass
         self.copies: list[Any] = []
         self.batches: list[Taken] = []
-        self.passes: list[SeenPass] = []  # that do not train
-        self.live_batches: list[Call] = []  # only of a step that is measured
 
     @property
     def sizes(self) -> Hashable:
         """Of all its batches; empty where one is not known. What was measured without a formula holds for these."""
-        found = tuple(each.snapshot.key if each.snapshot is not None else () for each in self.batches)
+        found = tuple(snapshot.key if snapshot is not None else () for _, snapshot in self.batches)
         return found if self.is_whole and all(found) else ()
 
 

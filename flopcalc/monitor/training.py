@@ -26,7 +26,7 @@ from flopcalc.monitor.pass_calls import PassCalls
 from flopcalc.monitor.pass_log import PassLog
 from flopcalc.monitor.place import find_rank
 from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, check_path, load_settings
-from flopcalc.monitor.step import DatasetMetrics, Entry, LostTime, SeenStep, StepContext, Taken
+from flopcalc.monitor.step import DatasetMetrics, Entry, LostTime, SeenStep, StepContext
 from flopcalc.monitor.values import Values
 
 _POLL_S = 0.25  # the worker looks this often
@@ -163,10 +163,14 @@ class TrainingMonitor(PassCalls):
         for each in batches:
             self._note_given(seen, each)
 
-    @guarded
     def end_step(self, step: int | None = None) -> None:
         """An optimizer step is over."""
-        self._end(self._open or self._begin(), step)
+        if self._is_off:
+            return
+        try:
+            self._end(self._open or self._begin(), step)
+        except Exception as error:
+            self._fail("end_step", error)
 
     @guarded
     def report(
@@ -188,7 +192,6 @@ class TrainingMonitor(PassCalls):
             self._say_unknown("step", unknown, ("batch", "dataset"))
         return StepContext(self, batch, dataset)
 
-    @guarded
     def log_step(
         self,
         step: int,
@@ -200,20 +203,27 @@ class TrainingMonitor(PassCalls):
         skip_wandb: bool = False,
     ) -> None:
         """An optimizer step is over, and this is its record. Inside or after `with monitor.step()` only the record."""
+        if self._is_off:
+            return
         given = (epoch, loss, grad_norm, learning_rate)
-        if self._is_inside:
-            if attention_mask is not None:
-                self._see_mask(self._open or self._begin(), attention_mask)
-            self._fill(step, given, skip_wandb)
-        elif self._is_ended:
-            self._report(step, given, skip_wandb)
-        else:
+        try:
+            if self._is_inside:
+                if attention_mask is not None:
+                    self._see_mask(self._open or self._begin(), attention_mask)
+                self._fill(step, given, skip_wandb)
+                return
+            if self._is_ended:
+                self._report(step, given, skip_wandb)
+                return
             seen = self._open or self._begin()
             if attention_mask is not None:
                 self._see_mask(seen, attention_mask)
             seen.values = self._values.read(given, seen)
-            seen.skip_wandb = skip_wandb
+            if skip_wandb:
+                seen.skip_wandb = True
             self._end(seen, step)
+        except Exception as error:
+            self._fail("log_step", error)
 
     @guarded
     def mark_lost(self, cause: str) -> None:
@@ -240,6 +250,8 @@ class TrainingMonitor(PassCalls):
     def set_phase(self, name: str) -> None:
         """warmup, main or finetune: how often modes measure from now on."""
         self._frequency = self.settings.frequency(name)
+        if self._trained.source is not None:
+            self._trained.source.settled.clear()
 
     def watch(self, loader: Iterable[Any]) -> Iterable[Any]:
         """The same batches; each is read while it is still on the host, before the loop moves it."""
@@ -294,7 +306,8 @@ class TrainingMonitor(PassCalls):
             self._settle_report()
         self._is_ended = False
         now = _clock()
-        seen = self._open = SeenStep(self._passes.find_first(now) - self._boundary)
+        first = self._passes.find_first(now) if self._passes.passes else now
+        seen = self._open = SeenStep(first - self._boundary)
         device = self._device
         if device is not None and (
             now - self._marked_ns >= _MARK_NS or self._number - self._marked_step >= _MARK_STEPS
@@ -320,7 +333,7 @@ class TrainingMonitor(PassCalls):
                 seen.kind = trained.classify(batch)
                 if source.wants(self._number + 1, seen.kind, self._frequency):
                     self._start_measuring(seen, source)
-            seen.batches.append(Taken(trained, trained.take(batch, self._device, seen.copies)))
+            seen.batches.append((trained, trained.take(batch, self._device, seen)))
             if seen.is_measured:
                 seen.live_batches.append(batch)
             return
@@ -341,14 +354,17 @@ class TrainingMonitor(PassCalls):
             self._mark_end(seen)
         now = _clock()
         seen.wall_ns, self._boundary = now - self._boundary, now
-        self._passes.move_to(seen)
-        seen.owes = self._owes
+        if self._passes.is_used:
+            self._passes.move_to(seen)
+        if self._owes:
+            seen.owes = self._owes
         for model in self._models:
             model.open_calls = 0
         if seen.is_measured:
             self._stop_measuring(seen)
-        if trained.source is not None and trained.source.measures:
-            seen.factor = trained.source.factor(seen.kind or ())
+        source = trained.source
+        if source is not None and source.measures:
+            seen.factor = source.factor(seen.kind or ())
         if not self._digester.has_begun:
             self._digester.begin(seen.number)
         self._is_ended = seen.values is None
@@ -387,7 +403,7 @@ class TrainingMonitor(PassCalls):
         """Before the first forward pass of a step that is to be measured."""
         if self._device is None or not self._device.is_capturing():
             source.start()
-            seen.is_measured = True
+            seen.is_measured, seen.live_batches = True, []
             seen.measured_from = len(self._passes.passes)
 
     def _stop_measuring(self, seen: SeenStep) -> None:
@@ -403,6 +419,7 @@ class TrainingMonitor(PassCalls):
             if self._device is not None:
                 import torch
 
+                self._values.collect()
                 torch.cuda.synchronize()
             counts = count_measured(seen, self._messages.say)
             source.stop(seen.number, seen.kind or (), counts, seen.live_batches)

@@ -7,17 +7,20 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from flopcalc.errors import WorkloadError
 from flopcalc.monitor.device import Device
 from flopcalc.monitor.messages import Say
-from flopcalc.monitor.step import Entry
+from flopcalc.monitor.step import VALUES, Entry
 
-_WATCHED = 8  # records in which a loop is watched before values are held
+MOST_HELD = 16  # values that wait for their copy
+_WATCHED = 8  # tensors of one name that are copied at once, and watched, before others are held
+_MOST_BYTES = 1 << 20  # larger tensors are never held
 
 
 class _Watched(NamedTuple):
-    """A value on the device that was copied at once."""
+    """A tensor on the device that was copied at once."""
 
-    tensor: Any
+    tensor: Any  # kept alive, so nothing else gets its memory
     version: int
     place: int  # in memory
 
@@ -35,31 +38,41 @@ def find_whole(tensor: Any) -> Any:
 
 
 class Held:
-    """A value on the device, until it is copied in the next forward pass."""
+    """A value on the device, until it is copied."""
 
-    __slots__ = ("copy", "entry", "tensor", "version")
+    __slots__ = ("copy", "entry", "name", "place", "tensor", "version")
 
-    def __init__(self, tensor: Any, entry: Entry) -> None:
+    def __init__(self, name: str, tensor: Any, version: int, place: int, entry: Entry) -> None:
+        self.name = name
         self.tensor = tensor
-        self.version = tensor._version  # autograd's count of the writes into it
-        self.entry: Entry | None = entry  # None: copied
-        self.copy: Any = math.nan
-        entry.has_held = True
+        self.version = version  # autograd's count of the writes into it
+        self.place = place
+        self.entry = entry
+        self.copy: Any = None  # None: not copied, or overwritten before
 
     def __float__(self) -> float:
-        return float(self.copy)
+        return math.nan if self.copy is None else float(self.copy)
 
     def __repr__(self) -> str:
         return repr(self.copy)
 
 
-class Values:
-    """Reads the values that a loop gives for its records, on the training thread.
+def read_held(name: str, value: Any) -> Any:
+    """What is on the host of a value of a batch, once its entry is ready."""
+    if type(value) is not Held:
+        return value
+    if value.copy is None:
+        raise WorkloadError(f"{name} was overwritten before it was copied")
+    return value.copy
 
-    A CUDA call costs the host several times more at the end of a step than after a forward pass, where the driver's
-    code is in the caches. So a value on the device is held, and copied after the next pass. That is right only if the
-    loop does not write into it before. Values of the first records are copied at once, and watched: a loop that writes
-    into them, or uses their memory again as replays of a CUDA graph do, has its values copied at once for ever.
+
+class Values:
+    """Reads tensors and the values that a loop gives for its records, on the training thread.
+
+    A CUDA call costs the host several times more when the driver's code is not in the caches, so small tensors on the
+    device are held, and copied many at a time after a forward pass. That is right only if the loop does not write into
+    them before. The first tensors of each name are copied at once, and watched: a loop that writes into them, or uses
+    their memory again as replays of a CUDA graph do, has tensors of that name copied at once for ever.
     """
 
     def __init__(self, say: Say) -> None:
@@ -67,21 +80,18 @@ class Values:
         self.held: list[Held] = []
         self.has_pass = False  # a forward pass was seen since the last record, and no graph was captured in it
         self._say = say
-        self._to_watch: float = _WATCHED  # records until values are held; infinite: they never are
-        self._given: list[_Watched] = []  # in this record
-        self._before: list[_Watched] = []  # in the record before: kept alive, so nothing else gets their memory
+        self._places: dict[int, Held] = {}  # of what is held
+        self._trusted: set[str] = set()  # names of tensors that the loop leaves alone
+        self._watched: dict[str, list[_Watched] | None] = {}  # None: never to be held
 
     def read(self, given: Sequence[Any], entry: Entry) -> list[Any]:
         """Numbers, copies that will arrive, and None where nothing was given."""
-        if self.held and self.device is not None and not self.device.is_capturing():
+        if self.held and not self.has_pass and self.device is not None and not self.device.is_capturing():
             self.collect()  # no forward pass came
-        found = []
-        for value in given:
+        found = list(given)
+        for at, value in enumerate(given):
             if value is not None and type(value) is not float:
-                value = self._read_value(value, entry)
-            found.append(value)
-        if self._given:
-            self._judge()
+                found[at] = self._read_value(VALUES[at], value, entry)
         self.has_pass = False
         return found
 
@@ -92,29 +102,77 @@ class Values:
         if is_tensor(value) and value.is_cuda:
             self._say(f"a dataset's value on {value.device} is not read: give a number", "dataset value")
             return math.nan
-        return float(self._read_value(value, Entry()))
+        return float(self._read_value("dataset value", value, Entry()))
+
+    def take(self, name: str, tensor: Any, holder: Entry) -> Any:
+        """A host copy of a CUDA tensor that will arrive, or what holds the tensor until it is copied."""
+        if not (self.has_pass and name in self._trusted):
+            return self._take_now(name, tensor, holder)
+        try:
+            version, place = tensor._version, tensor.data_ptr()
+        except RuntimeError:  # made in inference mode: writes are not counted
+            return self._take_now(name, tensor, holder)
+        other = self._places.get(place)
+        if other is not None:
+            if self.device is None or self.device.is_capturing():
+                return math.nan
+            if other.entry is not holder or other.name == name:  # the loop uses its memory again
+                other.version = -1
+                self.collect()
+            return self._take_now(name, tensor, holder)
+        held = Held(name, tensor.detach() if tensor.requires_grad else tensor, version, place, holder)
+        self._places[place] = held
+        self.held.append(held)
+        holder.has_held = True
+        return held
+
+    def _take_now(self, name: str, tensor: Any, holder: Entry) -> Any:
+        assert self.device is not None
+        if name not in self._trusted and self._watched.get(name, ()) is not None:
+            self._watch(name, tensor)
+        return self.device.take(name, tensor, holder)
+
+    def _watch(self, name: str, tensor: Any) -> None:
+        """Whether the loop left the tensors of this name alone so far."""
+        watched = self._watched.setdefault(name, [])
+        assert watched is not None
+        if not self.has_pass:
+            return
+        try:
+            new = _Watched(tensor.detach(), tensor._version, tensor.data_ptr())
+        except RuntimeError:
+            self._watched[name] = None
+            return
+        is_alone = all(each.tensor._version == each.version and each.place != new.place for each in watched)
+        if not is_alone or tensor.nbytes > _MOST_BYTES:
+            self._watched[name] = None
+            return
+        watched.append(new)
+        if len(watched) == _WATCHED:
+            self._trusted.add(name)
+            del self._watched[name]
 
     def collect(self) -> None:
         """Copy what is held; not while a graph is captured."""
         held, self.held = self.held, []
+        self._places.clear()
         for each in held:
             tensor, entry = each.tensor, each.entry
-            each.tensor = each.entry = None
-            if entry is None or self.device is None:
-                continue
+            each.tensor = None
             entry.has_held = False
             try:
-                if tensor._version == each.version:
-                    each.copy = self.device.fetch(tensor)
-                    entry.copies.append(each.copy)
+                if tensor._version == each.version and self.device is not None:
+                    each.copy = self.device.take(each.name, tensor, entry)
                     continue
             except RuntimeError:  # a compiled model's CUDA graph took its memory back
                 pass
-            self._to_watch = math.inf
+            self._trusted.discard(each.name)
+            self._watched[each.name] = None
+            what = "a value given for a record" if each.name in VALUES else f"{each.name} of a batch"
             self._say(
-                "a value given for a record was overwritten before the next forward pass, and is left out: give "
-                "value.clone(). From now on values are copied at once",
-                "value overwritten",
+                f"{what} was overwritten before it was copied, and is left out: give value.clone(). From now on it is "
+                "copied at once",
+                f"{each.name} overwritten",
             )
 
     def poll(self) -> int:
@@ -141,7 +199,7 @@ class Values:
         finally:
             self.device.give_up()
 
-    def _read_value(self, value: Any, entry: Entry) -> Any:
+    def _read_value(self, name: str, value: Any, entry: Entry) -> Any:
         try:
             if not hasattr(value, "is_cuda"):
                 return float(value)
@@ -149,34 +207,15 @@ class Values:
             if whole is None:
                 raise ValueError("ranks would have to talk to know it; give .full_tensor()")
             device = self.device
-            if whole.is_cuda and device is not None:
-                whole = whole.detach()
-                # Writes into what was made in inference mode are not counted.
-                is_safe = self.has_pass and self._to_watch != math.inf and not whole.is_inference()
-                if is_safe and not self._to_watch:
-                    held = Held(whole, entry)
-                    self.held.append(held)
-                    return held
-                if not device.is_capturing():
-                    if is_safe:
-                        self._given.append(_Watched(whole, whole._version, whole.data_ptr()))
-                    copy = device.fetch(whole)
-                    entry.copies.append(copy)
-                    return copy
+            if (
+                whole.is_cuda
+                and device is not None
+                and ((self.has_pass and name in self._trusted) or not device.is_capturing())
+            ):
+                return self.take(name, whole, entry)
             if whole.is_cpu:
                 return float(whole.item())
             self._say(f"a value on {whole.device} is not read: that would stall the device", "value device")
         except (TypeError, ValueError, RuntimeError) as error:
             self._say(f"a value given for the record is no number, and left out: {value!r:.60}: {error}", "value type")
         return math.nan
-
-    def _judge(self) -> None:
-        """Whether the loop left the values of the record before alone."""
-        before, self._before, self._given = self._before, self._given, []
-        places = {each.place for each in self._before}
-        if any(each.tensor._version != each.version or each.place in places for each in before):
-            self._to_watch = math.inf
-        else:
-            self._to_watch -= 1
-        if self._to_watch in (0, math.inf):
-            self._before = []
