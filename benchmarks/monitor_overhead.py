@@ -48,6 +48,7 @@ from monitor_overhead_tables import (
     NO_MASK,
     PARTS,
     RUN_STEPS,
+    SAME_MASK,
     Results,
     Row,
     find_rows,
@@ -108,7 +109,7 @@ class Run:
             for mode in ("smart", "hybrid"):
                 self._measure_extra(loop, mode, self._scale.measured)
             steps = self._scale.host_steps
-            for mode, what in (("smart", MASK), ("estimate", MASK), ("estimate", NO_MASK)):
+            for mode, what in (("smart", MASK), ("estimate", MASK), ("estimate", NO_MASK), ("smart", SAME_MASK)):
                 self._attempt(
                     "host", f"host time, plain loop, {mode}, {what}",
                     lambda mode=mode, what=what: self._add("host", measure_plain_loop(loop, mode, what, steps)),

@@ -80,6 +80,8 @@ class Deadline:
 class Loop:
     """A model with random weights, a few random batches, and an optimizer."""
 
+    is_fresh = True  # batches are new tensors in every step, as a loader gives them
+
     def __init__(self, scale: Scale, place: Place, folder: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM, LlamaConfig
@@ -111,8 +113,9 @@ class Loop:
         """One optimizer step; the loss stays on the device."""
         given = batches if batches is not None else self.ragged
         self._turn += 1
-        # New tensors in every step, as a loader gives them.
-        batch = {name: value.clone() for name, value in given[self._turn % len(given)].items()}
+        batch = given[self._turn % len(given)]
+        if self.is_fresh:
+            batch = {name: value.clone() for name, value in batch.items()}
         loss = self.model(**batch).loss
         loss.backward()
         self.optimizer.step()

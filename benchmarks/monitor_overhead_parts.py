@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from monitor_overhead_loop import Deadline, Loop, Watching, list_failures, make_config, read_cpu_s, watch
-from monitor_overhead_tables import ARMS, MASK, MODES, Row
+from monitor_overhead_tables import ARMS, MASK, MODES, NO_MASK, SAME_MASK, Row
 
 DROPPED_ROUNDS = 1
 SEED = 5  # of the order of arms
@@ -91,7 +91,8 @@ class HostTimes:
 def measure_plain_loop(loop: Loop, mode: str, what: str, steps: int) -> Row:
     """A loop that trains, and whose caches are cold between two steps, as a user's are."""
     warm, times = min(5, steps), HostTimes()
-    batches = loop.ragged if what == MASK else loop.plain
+    batches = loop.plain if what == NO_MASK else loop.ragged
+    loop.is_fresh = what != SAME_MASK
     clock = time.perf_counter_ns
     with watch(loop, mode, 1_000_000) as watching:  # measured once at the start, and not again here
         for _ in range(WATCHED_STEPS):
@@ -125,7 +126,7 @@ def measure_plain_loop(loop: Loop, mode: str, what: str, steps: int) -> Row:
                 watching.hide() if times.is_watched else watching.put_back()
                 times.is_watched = not times.is_watched
         finally:
-            loop.model = model
+            loop.model, loop.is_fresh = model, True
             timed.restore()
         loop.place.synchronize()
         watched_steps = warm + steps

@@ -22,7 +22,7 @@ FREQUENCY = 500  # the default
 HOST_LIMIT_US, AGREEMENT_LIMIT_PERCENT = 150.0, 1.0
 LOOPS = ("plain loop", "Trainer")
 PAGE_BEGIN, PAGE_END = "<!-- Begin of the measured figures. -->", "<!-- End of the measured figures. -->"
-MASK, NO_MASK = "mask on the device", "no mask"
+MASK, NO_MASK, SAME_MASK = "mask on the device", "no mask", "the same mask in every step"
 
 
 def make_results() -> Results:

@@ -353,9 +353,7 @@ def test_pinned_memory_is_allocated_in_blocks(
 
 
 @pytest.mark.parametrize("way", ["log_step", "block", "report"])
-def test_losses_that_the_loop_leaves_alone_are_copied_later(
-    tmp_path: Path, clock: Clock, gpu: Gpu, way: str
-) -> None:
+def test_losses_that_the_loop_leaves_alone_are_copied_later(tmp_path: Path, clock: Clock, gpu: Gpu, way: str) -> None:
     monitor, module = watch(tmp_path)
     copied = []
     for number in range(1, 13):
