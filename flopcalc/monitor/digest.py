@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -28,9 +29,11 @@ from flopcalc.monitor.ranks import Gathered, Side, combine, open_side
 from flopcalc.monitor.settings import Settings
 from flopcalc.monitor.sinks import Outbox, make_sinks
 from flopcalc.monitor.step import VALUES, DatasetMetrics, Entry, LostTime, SeenStep
+from flopcalc.monitor.values import Values
 
 GOODPUT_NAME = "goodput.json"
 _GOODPUT_S = 5.0  # the file is written no more often
+_DROPPED_S = 0.01  # so long a monitor that was not closed waits for its last values
 _LOCK_S = 1.0  # a caller waits no longer for the worker
 _MOST_ENTRIES = 100_000  # kept for a worker that does not come: then the oldest go
 _NO_BATCH = (
@@ -47,6 +50,7 @@ class Digester:
         self, settings: Settings, output_dir: str, log_file: str | None, messages: Messages, clock: Callable[[], int]
     ) -> None:
         self.settings = settings
+        self.pid = os.getpid()
         self.entries: deque[Entry | LostTime | DatasetMetrics] = deque(maxlen=_MOST_ENTRIES)
         self._dropped = 0  # steps and records that were never digested
         self._deadline_s = math.inf  # of time.monotonic: what is not digested by then is dropped
@@ -376,6 +380,21 @@ def make_plain_record(step: int, ended_ns: int) -> Entry:
     entry.number, entry.values = step, (None,) * len(VALUES)
     entry.ended_ns, entry.is_ready = ended_ns, True
     return entry
+
+
+def finish_dropped(digester: Digester, values: Values, hooks: list[Any], count_s: float, close_s: float) -> None:
+    """A monitor that nobody holds any more, and nobody closed: its log is finished, its hooks and sinks go."""
+    if digester.pid != os.getpid():
+        return
+    for handle in hooks:
+        handle.remove()
+    parts: tuple[Callable[[], None], ...] = (
+        lambda: values.finish(_DROPPED_S), lambda: digester.finish(count_s), digester.finish_side,
+        lambda: digester.finish_log(close_s), digester.model.close,
+    )  # fmt: skip
+    for part in parts:
+        with suppress(Exception):
+            part()
 
 
 def _divide(flops: Formats, ranks: int) -> Formats:

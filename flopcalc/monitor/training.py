@@ -9,13 +9,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from flopcalc.errors import format_nearest
 from flopcalc.monitor.batch import HostBatches, Intake, Shape, Watched
 from flopcalc.monitor.device import Device, find_device
-from flopcalc.monitor.digest import Digester, make_plain_record
+from flopcalc.monitor.digest import Digester, finish_dropped, make_plain_record
 from flopcalc.monitor.guard import guarded
 from flopcalc.monitor.keys import CORE
 from flopcalc.monitor.messages import Messages, warn
@@ -34,7 +34,6 @@ _MARK_NS, _MARK_STEPS = 4_000_000_000, 64  # how often a step is marked on the d
 _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink
 _COUNT_S = 5.0  # nor for what is to be counted
 _JOIN_S = 1.0  # and for a thread that was told to end
-_DROPPED_S = 0.01  # so long a monitor that was not closed waits for its last values
 _clock: Callable[[], int] = time.perf_counter_ns
 # Before all atexit hooks, where Python has that: a tracker's own hook would have ended its connection by then.
 _at_exit: Callable[..., Any] = getattr(threading, "_register_atexit", atexit.register)
@@ -101,7 +100,8 @@ class TrainingMonitor(PassCalls):
             self.attach(model)
         _made.add(self)
         _at_exit(_close_at_exit, weakref.ref(self))
-        weakref.finalize(self, _finish_dropped, self._digester, self._values, self._hooks, self._pid).atexit = False
+        dropped = weakref.finalize(self, finish_dropped, self._digester, self._values, self._hooks, _COUNT_S, _CLOSE_S)
+        dropped.atexit = False
 
     # --- What a loop calls ------------------------------------------------------------------------------------------
 
@@ -590,23 +590,6 @@ if hasattr(os, "register_at_fork"):
 def _make_idle() -> TrainingMonitor:
     """What a copy or a pickle of a monitor is: one that does nothing."""
     return TrainingMonitor.__new__(TrainingMonitor)
-
-
-def _finish_dropped(digester: Digester, values: Values, hooks: list[Any], pid: int) -> None:
-    """A monitor that nobody holds any more, and nobody closed: its log is finished, its hooks and sinks go."""
-    if pid != os.getpid():
-        return
-    for handle in hooks:
-        handle.remove()
-    with suppress(Exception):
-        values.finish(_DROPPED_S)
-    parts: tuple[Callable[[], None], ...] = (
-        lambda: digester.finish(_COUNT_S), digester.finish_side, lambda: digester.finish_log(_CLOSE_S),
-        digester.model.close,
-    )  # fmt: skip
-    for part in parts:
-        with suppress(Exception):
-            part()
 
 
 def _close_at_exit(reference: weakref.ref[TrainingMonitor]) -> None:
