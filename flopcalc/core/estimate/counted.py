@@ -325,7 +325,8 @@ class CountedEstimator(Estimator):
 def _find_formats(model: BoundModel, recipe: Recipe, asked: FormatOptions) -> Formats:
     """What the numbers of a model are: as asked, as its parameters are, or as its config says."""
     source = model.source
-    live = read_formats(source.module) if source.module is not None else None
+    are_said = asked.weights is not None
+    live = read_formats(source.module, are_said=are_said) if source.module is not None else None
     return make_formats(source.config, source.where, recipe, asked, live)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from flopcalc.core.model.audio import Audio, bind_audio
 from flopcalc.core.model.config import Source
+from flopcalc.core.model.config_rules import check_config
 from flopcalc.core.model.expand import expand
 from flopcalc.core.model.heads import Head, expand_head, find_head, has_lm_head, list_classes
 from flopcalc.core.model.latents import Latents, bind_latents
@@ -80,6 +81,8 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_pa
     """
     extra = dict(specs or {})
     spec = _find_spec(source, extra, is_part)
+    if spec.name not in extra:
+        check_config(source.config, source.where)
     dims = bind_spec(spec, source.config, source.where, extra)
     stages, renamed = expand(dims), None
     # A denoiser, the parts of a pipeline and models of images alone have no head that another could replace.

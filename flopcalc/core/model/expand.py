@@ -457,6 +457,7 @@ class _Builder:
                 f"{self.dims.where}: {heads} attention heads cannot share {kv_heads} heads of keys and values"
                 f"{_format_origin(self.dims, *texts)}"
             )
+        self._check_rotary()
         self._width = size("out", default=str(heads * v)) if v else None  # a part of the products hands nothing on
         self._width_from = (*texts, str(item["v"]))
         cache = size("cache", 0, default=str(kv_heads * (qk + v) if keeps_keys(item) else 0))
@@ -470,6 +471,16 @@ class _Builder:
             cache_rows=self._cache_rows(item) if cache else None,
             latent=size("latent", 0, default="0"),
         )
+
+    def _check_rotary(self) -> None:
+        """Rotary embeddings turn pairs of numbers: HF's code fails where it turns an odd number of them."""
+        if "rotary" in self.dims.spec.dims:
+            turned = _size(self.dims, "rotary", f"{self.path} rotary", 0)
+            if turned % 2 and turned > 1:  # one number takes the cosines of a pair: HF runs that
+                raise ConfigError(
+                    f"{self.dims.where}: head_dim must be even: rotary embeddings turn pairs of numbers, not {turned}"
+                    f"{_format_origin(self.dims, 'rotary')}"
+                )
 
     def _check_width(self, item: dict[str, Any], width: int) -> None:
         """A product after attention reads its heads, all of them and nothing else: HF's code would fail too."""
@@ -644,9 +655,12 @@ def _format_origin(dims: BoundDims, *texts: str) -> str:
 
 
 def _is_partial(dims: BoundDims, *texts: str) -> bool:
-    """Whether a key behind the expressions is left out of the config, so that the config class's default stands."""
+    """Whether a number of heads or a width behind the expressions is left out, so that the config class's default
+    stands: tiny configs give a few keys alone.
+    """
     return any(
         dims.defaults.get(name) is not None
+        and ("head" in name or "hidden" in name)
         and not any(find_key(dims.config, key)[0] for key in (name, *dims.spec.renamed.get(name, ())))
         for name in _list_keys(dims, *texts)
     )

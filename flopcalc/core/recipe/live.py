@@ -65,8 +65,11 @@ def _count_elements(parameter: Any) -> int:
     return math.prod(shape) if shape is not None else int(parameter.numel())
 
 
-def read_formats(model: Any) -> Live:
-    """The formats of a live model's parameters; bitsandbytes and torchao are known by the names of their classes."""
+def read_formats(model: Any, *, are_said: bool = False) -> Live:
+    """The formats of a live model's parameters; bitsandbytes and torchao are known by the names of their classes.
+
+    `are_said`: the user says how linear layers are stored, so a kind of tensor that is not known is no error.
+    """
     found: dict[str, Stored] = {}
     sizes: dict[str, int] = {}
     adapter = ""
@@ -78,7 +81,7 @@ def read_formats(model: Any) -> Live:
             adapter = parse_compute(parameter.dtype, full_name, ConfigError)
             continue
         name = _plain_name(full_name)
-        stored = _find_stored(modules.get(full_name.rpartition(".")[0]), parameter, full_name)
+        stored = _find_stored(modules.get(full_name.rpartition(".")[0]), parameter, full_name, are_said)
         found[name] = stored
         if not stored.is_quantized:
             sizes[stored.name] = sizes.get(stored.name, 0) + int(parameter.numel())
@@ -87,7 +90,7 @@ def read_formats(model: Any) -> Live:
     return Live(plain, {name: stored for name, stored in found.items() if stored != own}, adapter)
 
 
-def _find_stored(module: Any, parameter: Any, name: str) -> Stored:
+def _find_stored(module: Any, parameter: Any, name: str, are_said: bool) -> Stored:
     kind, holder = type(parameter).__name__, type(module).__name__
     if kind == "Params4bit":
         return _read_4bit(module, parameter, name)
@@ -97,18 +100,51 @@ def _find_stored(module: Any, parameter: Any, name: str) -> Stored:
         block = getattr(module, "block_size", None)
         stored = load_formats()[1]["fp8" if block is None else "fp8-block"]
         return stored if block is None else replace(stored, outputs=int(block[0]), inputs=int(block[1]))
-    known = _TORCHAO.get(kind)
-    if known is not None:
-        return load_formats()[1][known]
-    if kind not in ("Parameter", "Tensor", "Buffer", "DTensor", "Int8Params") and hasattr(
-        parameter, "__tensor_flatten__"
-    ):
+    known = _name_torchao(parameter, kind)
+    if known:
+        return _read_torchao(parameter, known)
+    is_plain = kind in ("Parameter", "Tensor", "Buffer", "DTensor", "Int8Params")
+    if not is_plain and not are_said and hasattr(parameter, "__tensor_flatten__"):
         raise ConfigError(f"{name} is a {kind}, whose number format is not known: weights=FORMAT says it by hand")
     return make_plain(parse_compute(parameter.dtype, name, ConfigError))
 
 
-# Tensor subclasses of torchao, as far as their names say all.
-_TORCHAO = {"Int4Tensor": "int4", "Float8Tensor": "fp8", "NVFP4Tensor": "nvfp4", "Int8Tensor": "int8"}
+# torchao's tensor subclasses; its others are refused by name.
+_TORCHAO = {
+    "Int4Tensor": "int4", "Int4PlainInt32Tensor": "int4", "Float8Tensor": "fp8", "NVFP4Tensor": "nvfp4",
+    "Int8Tensor": "int8", "IntxUnpackedToInt8Tensor": "int8", "NF4Tensor": "nf4-double",
+}  # fmt: skip
+_ACTIVATIONS = (
+    "act_quant_kwargs",
+    "activation_quantization",
+    "activation_dtype",
+)  # where torchao says how they are cast
+_COMPUTED = {"int8": "int8", "fp8": "fp8"}  # with activations cast too; other formats say it themselves
+
+
+def _name_torchao(parameter: Any, kind: str) -> str:
+    """The stored format of one of torchao's tensors; empty for other tensors."""
+    if kind == "MXTensor":
+        elements = str(getattr(parameter, "elem_dtype", ""))
+        return "mxfp8" if "float8" in elements else "mxfp4" if "float4" in elements else ""
+    return _TORCHAO.get(kind, "")
+
+
+def _read_torchao(parameter: Any, known: str) -> Stored:
+    """A torchao tensor's block and scales; its product is computed narrow only where activations are cast as well."""
+    stored = load_formats()[1][known]
+    if known == "nf4-double":
+        return replace(stored, flat=int(parameter.block_size))
+    is_cast = any(getattr(parameter, name, None) is not None for name in _ACTIVATIONS) and known != "int4"
+    compute = _COMPUTED.get(known, stored.compute or known) if is_cast else ""
+    block = getattr(parameter, "block_size", None)
+    outputs, inputs = (1, block) if isinstance(block, int) else tuple(block or ())[-2:] or (0, 0)
+    scale, zero = getattr(parameter, "scale", None), getattr(parameter, "zero_point", None)
+    return replace(
+        stored, compute=compute, outputs=int(outputs), inputs=int(inputs),
+        scale_bits=stored.scale_bits if scale is None else 8 * scale.element_size(),
+        zero_bits=0 if zero is None else 8 * zero.element_size(), rounds=True,
+    )  # fmt: skip
 
 
 def _read_4bit(module: Any, parameter: Any, name: str) -> Stored:

@@ -1,0 +1,139 @@
+"""What transformers' config classes and modelling code refuse, as data: whole numbers, lists per layer, head counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names
+from flopcalc.core.spec.spec import find_key
+from flopcalc.data import find_data_dir, load_toml
+from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
+from flopcalc.files import MAX_JSON_BYTES, read_json
+
+FILE = "config_rules.json"  # what config classes refuse; made by docs/make_config_rules.py
+RULES = "config_rules.toml"  # what the modelling code cannot run
+_KINDS = {"int": "a whole number", "list": "a list of whole numbers", "int|list": "a whole number or a list of them"}
+_MOST_ODD = 4  # HF takes odd heads up to this size: test models have them
+
+
+@cache
+def _load() -> dict[str, Any]:
+    data: dict[str, Any] = read_json(os.path.join(find_data_dir(), FILE), MAX_JSON_BYTES, ConfigError)
+    return data
+
+
+@cache
+def _load_rules() -> dict[str, list[dict[str, Any]]]:
+    """model_type -> its rules."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for rule in load_toml(os.path.join(find_data_dir(), RULES))["rule"]:
+        for name in rule["types"]:
+            found.setdefault(name, []).append(rule)
+    return found
+
+
+class _Keys:
+    """A config's keys, and the names of a rule: each the first of its expressions whose keys the config has."""
+
+    def __init__(self, config: Mapping[str, Any], names: Mapping[str, list[str]]) -> None:
+        self.config = dict(config)
+        self.names = names
+
+    def lookup(self, name: str) -> Any:
+        for text in self.names.get(name, ()):
+            try:
+                return evaluate(text, self)
+            except MissingNameError:
+                continue
+        is_given, value = find_key(self.config, name)
+        if not is_given or value is None:
+            raise MissingNameError(name)
+        return value
+
+    def format_values(self, text: str) -> str:
+        """'experts is 8, n_group is 3': what an expression reads."""
+        names = {name for each in (text, *(t for ts in self.names.values() for t in ts)) for name in find_names(each)}
+        given = [(name, *find_key(self.config, name)) for name in sorted(names)]
+        return ", ".join(f"{name} is {format_value(value)}" for name, is_given, value in given if is_given)
+
+
+def check_config(config: Mapping[str, Any], where: str, model_type: str | None = None) -> None:
+    """A ConfigError where HF's config class refuses a value; inner configs too. Unknown types pass."""
+    name = config.get("model_type") if model_type is None else model_type
+    rules = _load()["classes"].get(name) if isinstance(name, str) else None
+    if not isinstance(name, str) or rules is None:
+        return
+    for kind, words in _KINDS.items():
+        for key in f"{rules.get(kind, '')} {rules.get(f'{kind}?', '')}".split():
+            value = config.get(key)
+            if value is None and (key not in config or key in rules.get(f"{kind}?", "").split()):
+                continue
+            if not (("int" in kind and _is_whole(value)) or ("list" in kind and _is_whole_list(value))):
+                raise ConfigError(f"{where}: {key} must be {words}, not {format_value(value)}")
+    for key, (count_key, default) in rules.get("layers", {}).items():
+        _check_layers(config, key, config.get(count_key, default), count_key, where)
+    for text in rules.get("even", ()):
+        _check_even(config, text, where)
+    for rule in _load_rules().get(name, ()):
+        keys = _Keys(config, rule.get("names", {}))
+        try:
+            is_right = evaluate_truth(rule["check"], keys)
+        except (MissingNameError, SpecError):  # a key is left out, or of a kind that the spec refuses in its own words
+            continue
+        if not is_right:
+            raise ConfigError(f"{where}: {rule['words']} ({keys.format_values(rule['check'])})")
+    for key, inner in rules.get("inner", {}).items():
+        if isinstance(value := config.get(key), Mapping):
+            own = value.get("model_type") or inner[1:] if inner.startswith("*") else inner
+            check_config(value, f"{where}: {key}", own)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_whole_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_is_whole, value))
+
+
+def _check_layers(config: Mapping[str, Any], key: str, count: Any, count_key: str, where: str) -> None:
+    """A list of words, one for each layer."""
+    words = config.get(key)
+    if not isinstance(words, (list, tuple)):
+        return
+    known = _load()["words"][key]
+    for word in words:
+        if word not in known:
+            near = format_nearest(str(word), known)
+            raise ConfigError(f"{where}: {key} holds {format_value(word)}, which HF does not know.{near}")
+    if len(words) != count:
+        raise ConfigError(f"{where}: {key} has {len(words)} entries, but {count_key} is {format_value(count)}")
+
+
+def _check_even(config: Mapping[str, Any], text: str, where: str) -> None:
+    """Rotary embeddings turn pairs of numbers: a head that they turn as a whole is even."""
+    whole, _, heads = text.partition(" / ")
+    size, count = config.get(whole), config.get(heads, 1)
+    if heads and (config.get("head_dim") is not None or heads not in config):
+        return
+    if not (_is_whole(size) and _is_whole(count)) or count < 1:
+        return
+    dim = size // count
+    if dim > _MOST_ODD and dim % 2 and any(int(dim * factor) == dim for factor in _list_factors(config)):
+        behind = f"{whole} is {size}" + (f", {heads} is {count}" if heads else "")
+        raise ConfigError(f"{where}: head_dim must be even: rotary embeddings turn pairs of numbers ({behind})")
+
+
+def _list_factors(config: Mapping[str, Any]) -> Iterator[float]:
+    """The share of a head that is turned: one, or one for each kind of layer."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    tables = [rope] if isinstance(rope, Mapping) else [{}]
+    if nested := [table for table in tables[0].values() if isinstance(table, Mapping)]:
+        tables = nested
+    for table in tables:
+        names = ("partial_rotary_factor", "rotary_pct", "rope_pct")
+        factor = next((found[name] for found in (table, config) for name in names if name in found), 1.0)
+        yield factor if isinstance(factor, (int, float)) else 1.0
