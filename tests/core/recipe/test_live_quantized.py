@@ -172,7 +172,7 @@ class Packed(torch.Tensor):
     act_quant_kwargs: Any = None
     zero_point: Any = None
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:  # noqa: PLW3201  # torch's protocol
+    def __tensor_flatten__(self) -> tuple[list[str], None]:  # torch's protocol
         return [], None
 
 
@@ -189,6 +189,7 @@ def make_stand_in(kind: str, **attributes: Any) -> Make:
 
 
 HALF, WHOLE = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
+CAST = {"block_size": [1, 128], "scale": WHOLE, "act_quant_kwargs": object()}
 
 
 @pytest.mark.parametrize(
@@ -196,9 +197,9 @@ HALF, WHOLE = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
     [
         ("Int4Tensor", {"block_size": [1, 32], "scale": HALF, "zero_point": HALF}, "int4", 4, 32, 4, "bf16"),
         ("Int8Tensor", {"block_size": [1, 128], "scale": HALF}, "int8", 8, 128, 2, "bf16"),
-        ("Int8Tensor", {"block_size": [1, 128], "scale": WHOLE, "act_quant_kwargs": object()}, "int8", 8, 128, 4, "int8"),
+        ("Int8Tensor", CAST, "int8", 8, 128, 4, "int8"),
         ("Float8Tensor", {"block_size": [1, 128], "scale": WHOLE}, "fp8", 8, 128, 4, "bf16"),
-        ("Float8Tensor", {"block_size": [1, 128], "scale": WHOLE, "act_quant_kwargs": object()}, "fp8", 8, 128, 4, "fp8"),
+        ("Float8Tensor", CAST, "fp8", 8, 128, 4, "fp8"),
         ("MXTensor", {"block_size": 32, "elem_dtype": torch.float8_e4m3fn, "scale": torch.zeros(1, dtype=torch.uint8)},
          "mxfp8", 8, 32, 1, "bf16"),
     ],
