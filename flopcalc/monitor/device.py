@@ -87,6 +87,10 @@ class Device:
         """Makes the stream that training runs on the current one."""
         return nullcontext() if self._stream is None else self._torch.cuda.stream(self._stream)
 
+    def is_idle(self) -> bool:
+        """Whether all work of the stream that training runs on is done; not while a graph is captured."""
+        return self._stream is not None and bool(self._stream.query())
+
     def poll(self, asks_stream: bool = True) -> int:
         """Find the entries that the device is done with; returns how many are still under way.
 
@@ -102,7 +106,7 @@ class Device:
                     self.has_mark = True
                     break
                 done = count
-        if asks_stream and done < len(waiting) and self._stream is not None and self._stream.query():
+        if asks_stream and done < len(waiting) and self.is_idle():
             done = next((count for count, entry in enumerate(waiting) if entry.has_held), len(waiting))
         for _ in range(done):
             self._finish(waiting.popleft())

@@ -15,6 +15,7 @@ from flopcalc.monitor.step import VALUES, Entry
 MOST_HELD = 16  # values that wait for their copy
 _WATCHED = 8  # tensors of one name that are copied at once, and watched, before others are held
 _MOST_BYTES = 1 << 20  # larger tensors are never held
+_COPY_S = 0.002  # so long at most an idle device is given to copy what is held
 
 
 class _Watched(NamedTuple):
@@ -176,7 +177,10 @@ class Values:
             )
 
     def poll(self) -> int:
-        """Find the entries that the device is done with; returns how many are still under way."""
+        """Find the entries that the device is done with; returns how many are still under way.
+
+        What is held is copied now. An idle device does that in microseconds, so the last steps are among those done.
+        """
         device = self.device
         if device is None:
             return 0
@@ -184,8 +188,13 @@ class Values:
             return len(device.waiting)
         left = device.poll()
         if self.held:
+            was_idle = device.is_idle()
             with device.on_stream():
                 self.collect()
+            deadline = time.monotonic() + _COPY_S
+            while was_idle and time.monotonic() < deadline:
+                if device.is_idle():
+                    return device.poll()
         return left
 
     def finish(self, timeout_s: float) -> None:

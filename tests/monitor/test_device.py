@@ -28,6 +28,7 @@ class Gpu:
     def __init__(self) -> None:
         self.queue: list[Callable[[], None]] = []
         self.is_capturing = False
+        self.is_quick = False  # what is queued is done when it is asked the second time
         self.is_taken_back = False  # the memory of losses, by a graph of a compiled model
         self.now_ms = 0.0  # the device's own clock
         self.copies = self.marks = self.questions = 0
@@ -51,7 +52,10 @@ class Gpu:
     def query(self) -> bool:
         assert not self.is_capturing
         self.questions += 1
-        return not self.queue
+        is_idle = not self.queue
+        if self.is_quick:
+            self.run()
+        return is_idle
 
     def run(self, count: int | None = None) -> None:
         """The device does what is queued, or so much of it."""
@@ -378,6 +382,24 @@ def test_losses_that_the_loop_leaves_alone_are_copied_later(tmp_path: Path, cloc
     monitor.close()
     found = [(record["training/loss"], record["training/grad_norm"]) for record in read_steps(tmp_path)]
     assert found == [(number / 4, number / 8) for number in range(1, 13)]
+
+
+def test_an_idle_device_copies_what_is_held_for_whoever_asks(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+    """As when a Trainer logs: it has read the loss, so the device is idle, and the rates are of this very step."""
+    monitor, module = watch(tmp_path)
+    gpu.is_quick = True
+    for number in range(1, 21):
+        module(**make_batch(1))
+        clock.tick(0.1)
+        monitor.log_step(number, 0, put(number / 4), put(number / 8), 0.1)
+        gpu.run()
+        found = monitor.metrics()
+        assert (found["global_step"], found["training/loss"], found["training/grad_norm"]) == (
+            number,
+            number / 4,
+            number / 8,
+        )
+    monitor.close()
 
 
 def write_again() -> Callable[[int], torch.Tensor]:
