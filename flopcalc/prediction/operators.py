@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.core.count.products import CountedRow, Row
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.heads import rename_path, rename_stage
-from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join
+from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join, rename_path, rename_stage
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import FlopcalcError, SpecError, format_value
 from flopcalc.prediction.borrowed import (

@@ -15,9 +15,8 @@ from flopcalc.core.estimate.sampling import PartRun, Sampling
 from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.components import Pipeline, read_pipeline
 from flopcalc.core.model.config import Source
-from flopcalc.core.model.expand import map_ops
 from flopcalc.core.model.latents import Latents
-from flopcalc.core.model.ops import Op, Stage, Weighted
+from flopcalc.core.model.ops import Op, Stage, Weighted, map_ops
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import ConfigError, WorkloadError, format_value

@@ -22,6 +22,8 @@ from flopcalc.core.model.ops import (
     Stage,
     Weighted,
     iterate,
+    map_ops,
+    rename_stage,
 )
 from flopcalc.core.spec.aliases import find_family
 from flopcalc.core.spec.expressions import BudgetError, MissingNameError, evaluate, evaluate_truth, find_names
@@ -87,7 +89,8 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
     return stages
 
 
-def _expand(dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
+def _expand(dims: BoundDims, rename: dict[str, str], side: str, root: str = "") -> list[Stage]:
+    """The stages of one spec; `root` is the module that holds the whole body of a model inside another."""
     for words, text in (dims.spec.checks | dims.spec.config_checks).items():
         if not evaluate_truth(text, dims) and not (words in dims.spec.config_checks and _is_partial(dims, text)):
             raise ConfigError(f"{dims.where}: {words}{_format_origin(dims, text)}")
@@ -101,7 +104,8 @@ def _expand(dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
         if "when" in stack and not evaluate_truth(stack["when"], dims):
             continue
         if "use" in stack:
-            stages += _expand_inner(stack, dims, side)
+            inner = _expand_inner(stack, dims, side)
+            stages += [rename_stage(stage, root, rename[root]) for stage in inner] if root else inner
         else:
             stages += expand_stack(stack, dims, rename, side)
     return stages
@@ -151,10 +155,11 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Sta
         )
     settings = {key: dims.evaluate(text) for key, text in stack.get("set", {}).items()}
     inner = BoundDims(spec, config, where, settings, defaults, dims.extra, dims.budget)
-    rename = {_find_root(spec): stack["body"]} if "body" in stack else stack.get("rename", {})
-    inner_stages = _expand(inner, rename, stack.get("side", side))
+    root = _find_root(spec) if "body" in stack else ""
+    rename = {root: stack["body"]} if root else stack.get("rename", {})
+    inner_stages = _expand(inner, rename, stack.get("side", side), root)
     if "body" in stack:
-        inner_stages = [stage for stage in inner_stages if not _is_head(stage)]
+        inner_stages = [stage for stage in inner_stages if not _is_head(stage, stack["body"])]
     if "stream" in stack:
         inner_stages = [stage._replace(stream=stack["stream"]) for stage in inner_stages]
     if "only" in stack:
@@ -172,18 +177,20 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Sta
 
 
 def _find_root(spec: Spec) -> str:
-    """The module that all of a text model lies in but its head: model, transformer, gpt_neox."""
+    """The module that all of a model lies in but its head: model, transformer, gpt_neox."""
     paths = [str(stack["path"]) for stack in spec.stacks if "path" in stack and stack.get("part") != "lm_head"]
+    paths = paths or [path for stack in spec.stacks for path in stack.get("rename", {}).values()]
     roots = {path.partition(".")[0] for path in paths}
     if len(roots) != 1:
         named = ", ".join(sorted(roots))
-        raise SpecError(f"{spec.file}: cannot be the text model of another: its modules lie in {named or 'others'}")
+        raise SpecError(f"{spec.file}: cannot be a part of another model: its modules lie in {named or 'others'}")
     return roots.pop()
 
 
-def _is_head(stage: Stage) -> bool:
+def _is_head(stage: Stage, body: str) -> bool:
+    """Whether a stage reads the body's output: it makes logits, or lies outside of the body."""
     parts = {op.part for chain in stage.layers for op in iterate(chain) if isinstance(op, Linear)}
-    return parts == {"lm_head"}
+    return parts == {"lm_head"} or not f"{stage.path}.".startswith(f"{body}.")
 
 
 def _restrict(chain: Chain, which: str) -> Chain:
@@ -616,13 +623,6 @@ def _put_under(chain: Chain, path: str) -> Chain:
         return op.replace(name=name)
 
     return map_ops(chain, move)
-
-
-def map_ops(chain: Chain, change: Callable[[Op], Op]) -> Chain:
-    """The same chain with every op changed."""
-    return tuple(
-        change(item) if isinstance(item, Op) else tuple(map_ops(branch, change) for branch in item) for item in chain
-    )
 
 
 def _absolute(name: str, rename: dict[str, str]) -> str:

@@ -7,9 +7,20 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from flopcalc.core.model.config import Source
-from flopcalc.core.model.expand import expand, expand_stack, map_ops
+from flopcalc.core.model.expand import expand, expand_stack
 from flopcalc.core.model.live import unwrap
-from flopcalc.core.model.ops import Chain, Linear, Norm, Op, Stage, Weighted, iterate, join
+from flopcalc.core.model.ops import (
+    Chain,
+    Linear,
+    Norm,
+    Op,
+    Stage,
+    iterate,
+    join,
+    map_ops,
+    rename_path,
+    rename_stage,
+)
 from flopcalc.core.spec.expressions import MissingNameError
 from flopcalc.core.spec.spec import BoundDims, Spec
 from flopcalc.core.workload.sums import InDecoder, Logits
@@ -282,35 +293,3 @@ def _find_width(stages: list[Stage] | tuple[Stage, ...]) -> int:
     ops = [op for stage in stages for chain in stage.layers[-1:] for op in iterate(chain)]
     found = next((op.n_in for op in ops if isinstance(op, Linear)), None)
     return found if found is not None else next(op.size for op in reversed(ops) if isinstance(op, Norm))
-
-
-def rename_path(path: str, old: str, new: str) -> str:
-    """A path inside one module as it is inside another; an empty name is the top."""
-    if old and path != old and not path.startswith(f"{old}."):
-        return path
-    rest = path[len(old) :].removeprefix(".") if old else path
-    return ".".join(part for part in (new, rest) if part)
-
-
-def rename_stage(stage: Stage, old: str, new: str) -> Stage:
-    """The stage with its paths under another module; an empty name is the top."""
-
-    def move_op(op: Op) -> Op:
-        changes: dict[str, Any] = {}
-        if op.name.startswith("/"):
-            changes["name"] = f"/{rename_path(op.name[1:], old, new)}"
-        if isinstance(op, Weighted) and op.tied:
-            changes["tied"] = rename_path(op.tied, old, new)
-        return op.replace(**changes) if changes else op
-
-    if old == new:
-        return stage
-    moved = {id(chain): chain for chain in stage.layers}
-    moved = {key: map_ops(chain, move_op) for key, chain in moved.items()}  # layers that share a chain go on doing so
-    layers = tuple(moved[id(chain)] for chain in stage.layers)
-    return stage._replace(
-        path=rename_path(stage.path, old, new),
-        layers=layers,
-        reads=None if stage.reads is None else (rename_path(stage.reads[0], old, new), stage.reads[1]),
-        adds=None if stage.adds is None else rename_path(stage.adds, old, new),
-    )

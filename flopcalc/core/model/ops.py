@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
@@ -323,3 +323,42 @@ def join(path: str, name: str) -> str:
     if name.startswith("/"):
         return name[1:]
     return f"{path}.{name}" if name and path else name or path
+
+
+def map_ops(chain: Chain, change: Callable[[Op], Op]) -> Chain:
+    """The same chain with every op changed."""
+    return tuple(
+        change(item) if isinstance(item, Op) else tuple(map_ops(branch, change) for branch in item) for item in chain
+    )
+
+
+def rename_path(path: str, old: str, new: str) -> str:
+    """A path inside one module as it is inside another; an empty name is the top."""
+    if old and path != old and not path.startswith(f"{old}."):
+        return path
+    rest = path[len(old) :].removeprefix(".") if old else path
+    return ".".join(part for part in (new, rest) if part)
+
+
+def rename_stage(stage: Stage, old: str, new: str) -> Stage:
+    """The stage with its paths under another module; an empty name is the top."""
+
+    def move_op(op: Op) -> Op:
+        changes: dict[str, Any] = {}
+        if op.name.startswith("/"):
+            changes["name"] = f"/{rename_path(op.name[1:], old, new)}"
+        if isinstance(op, Weighted) and op.tied:
+            changes["tied"] = rename_path(op.tied, old, new)
+        return op.replace(**changes) if changes else op
+
+    if old == new:
+        return stage
+    moved = {id(chain): chain for chain in stage.layers}
+    moved = {key: map_ops(chain, move_op) for key, chain in moved.items()}  # layers that share a chain go on doing so
+    layers = tuple(moved[id(chain)] for chain in stage.layers)
+    return stage._replace(
+        path=rename_path(stage.path, old, new),
+        layers=layers,
+        reads=None if stage.reads is None else (rename_path(stage.reads[0], old, new), stage.reads[1]),
+        adds=None if stage.adds is None else rename_path(stage.adds, old, new),
+    )

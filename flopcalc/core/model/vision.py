@@ -255,7 +255,7 @@ def bind_vision(dims: BoundDims) -> Vision | None:
         return None
     tower = dims.bind_inner(table["tower"]) if "tower" in table else None
     if tower is not None and tower.spec.vision:
-        table, dims, outer = tower.spec.vision, tower, dims
+        table, dims, outer = tower.spec.vision, tower, dims if "tokens" in table else None
 
     def size(key: str, default: int) -> int:
         if key not in table:

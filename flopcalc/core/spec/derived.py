@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from flopcalc.core.spec.convnets import CONVNETS
 from flopcalc.core.spec.networks import NETWORKS
 from flopcalc.errors import ConfigError, format_value
 
@@ -43,4 +44,4 @@ def _list_ngram_tables(lookup: Lookup) -> list[int]:
     return [sum(primes[heads * i : heads * (i + 1)]) for i in range(tables + 1)]
 
 
-DERIVED: dict[str, Callable[[Lookup], Any]] = {"ngram_table_rows": _list_ngram_tables, **NETWORKS}
+DERIVED: dict[str, Callable[[Lookup], Any]] = {"ngram_table_rows": _list_ngram_tables, **NETWORKS, **CONVNETS}
