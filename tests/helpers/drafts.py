@@ -12,7 +12,7 @@ NAMES = LAYOUTS["baichuan"]._replace(
 
 
 class Eagle(nn.Module):
-    """The embedding and the target's hidden state side by side, one linear layer, layers of Llama, the target's head."""
+    """Embedding and target's hidden state side by side, one linear layer, layers of Llama, the target's head."""
 
     def __init__(self, config: Json) -> None:
         super().__init__()
