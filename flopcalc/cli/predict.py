@@ -120,7 +120,8 @@ class Predicted(NamedTuple):
 def _predict(
     model: str, options: dict[str, Any], memory: bool, said: Sequence[str] = (), has_events: bool = False
 ) -> Predicted:  # fmt: skip
-    from flopcalc.prediction.step import choose_execution, find_largest_batch, predict_estimate
+    from flopcalc.prediction.choices import choose_execution
+    from flopcalc.prediction.step import find_largest_batch, predict_estimate
 
     device = _find_name(options["device"])
     settings: dict[str, Any] = {

@@ -13,9 +13,10 @@ from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.data import apply_launch
 from flopcalc.errors import ConfigError, WorkloadError, format_value
 from flopcalc.planning.layout import DEGREES, check_fixed
-from flopcalc.planning.search import Plan, Planned, search_layouts
+from flopcalc.planning.results import Plan, Planned
+from flopcalc.planning.search import search_layouts
+from flopcalc.prediction.choices import check_execution, check_optimizer
 from flopcalc.prediction.memory import resize_batch
-from flopcalc.prediction.step import check_execution, check_optimizer
 from flopcalc.units import check_items, check_size, format_parameters, format_tokens, parse_tokens
 from flopcalc.words import Execution
 

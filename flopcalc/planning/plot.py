@@ -10,7 +10,7 @@ from flopcalc.errors import FlopcalcError, format_value
 from flopcalc.units import format_tokens
 
 if TYPE_CHECKING:
-    from flopcalc.planning.search import Plan
+    from flopcalc.planning.results import Plan
 
 
 def plot(found: Plan, path: str | os.PathLike[str]) -> None:

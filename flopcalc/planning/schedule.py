@@ -11,7 +11,7 @@ from flopcalc.planning.step import PARTS
 from flopcalc.prediction.perfetto import write_trace
 
 if TYPE_CHECKING:
-    from flopcalc.planning.search import Plan, Planned
+    from flopcalc.planning.results import Plan, Planned
 
 MOST_EVENTS = 200_000
 _COMPUTE = ("products", "attention", "memory_bound", "recompute", "launches", "host")

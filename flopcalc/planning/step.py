@@ -25,11 +25,11 @@ from flopcalc.planning.cut import (
 )
 from flopcalc.planning.layout import Layout, split_layers
 from flopcalc.planning.network import Interconnect, time_collective, time_message, time_routing
+from flopcalc.prediction.choices import change, find_kernel, settle
 from flopcalc.prediction.clock import CHECKED, Clock, Piece, Totals, add_up, combine
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.memory import Memory, Tensors, count_memory, list_tensors, resize_batch
-from flopcalc.prediction.step import change, find_kernel, settle
 from flopcalc.prediction.work import Work
 from flopcalc.words import CAST_FORMATS, RECOMPUTE, Execution, Recompute, check_word
 

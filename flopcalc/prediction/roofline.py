@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.hardware.devices import find_device, parse_dtype
+from flopcalc.prediction.choices import check_execution, find_kernel, match_dtype, settle
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import make_work
-from flopcalc.prediction.step import check_execution, find_kernel, match_dtype, settle
 from flopcalc.prediction.work import Attention, Product
 from flopcalc.words import Execution
 

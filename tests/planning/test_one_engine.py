@@ -9,7 +9,7 @@ import pytest
 from flopcalc import plan, predict
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.planning.plan import plan_estimator
-from flopcalc.planning.search import Planned
+from flopcalc.planning.results import Planned
 from flopcalc.prediction.step import predict_estimate
 from flopcalc.words import EXECUTIONS, Execution
 

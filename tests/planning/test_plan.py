@@ -20,7 +20,7 @@ from flopcalc.hardware.devices import find_device
 from flopcalc.planning import step as step_module
 from flopcalc.planning.money import count_energy, find_price
 from flopcalc.planning.plan import choose_batch, plan
-from flopcalc.planning.search import Plan
+from flopcalc.planning.results import Plan
 from flopcalc.units import format_tokens, parse_tokens
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from flopcalc import FlopcalcError, estimate_flops, plan, predict
 from flopcalc.frames import FrozenRows, Rows, Table, show_rows
-from flopcalc.planning.search import Plan, PlannedRow, Point
+from flopcalc.planning.results import Plan, PlannedRow, Point
 from flopcalc.prediction.step import Prediction, TimeRow
 
 TEXT = "qwen2.5-0.5b"

@@ -1,0 +1,226 @@
+"""What a plan holds: the layouts that fit with their time and money, and the best of those that lose."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from flopcalc.frames import FrozenRows, Rows, shorten, show_rows
+from flopcalc.hardware.devices import Device
+from flopcalc.planning.layout import Layout
+from flopcalc.planning.money import Rate
+from flopcalc.planning.network import Interconnect
+from flopcalc.planning.step import PARTS, Step
+from flopcalc.prediction.memory import Memory, find_capacity
+from flopcalc.units import format_amount, format_bytes, format_seconds
+from flopcalc.words import Execution
+
+
+def _list_bytes(memory: Memory) -> dict[str, int]:
+    """What is there at the peak, whose sum is the total; `other` is workspace, buffers and inputs."""
+    there = memory.at_peak
+    named = ("weights", "gradients", "optimizer", "activations", "logits")
+    other = sum(size for name, size in there.items() if name not in named)
+    return {name: there[name] for name in named} | {"other": other, "total": memory.peak}
+
+
+class Point(NamedTuple):
+    """A layout that fits."""
+
+    step_time_s: float
+    memory_bytes: int  # of one device
+    layout: Layout
+
+
+class PlannedRow(NamedTuple):
+    """A layout with its time, memory and cost, as one flat row; energy and money are None where not known."""
+
+    layout: str
+    dp: int
+    tp: int
+    pp: int
+    virtual: int
+    cp: int
+    ep: int
+    zero: int
+    micro_batch: int
+    recompute: str
+    step_time_s: float
+    step_time_low_s: float
+    step_time_high_s: float
+    mfu: float
+    hfu: float
+    tokens_per_s: float
+    memory_bytes: int
+    days: float
+    gpu_hours: float
+    energy_kwh: float | None
+    usd: float | None
+
+
+class Planned(NamedTuple):
+    """A layout with its time, memory and cost; days, hours and money are of the whole run at the middle time."""
+
+    layout: Layout
+    step: Step
+    memory: Memory
+    mfu: float
+    hfu: float
+    tokens_per_s: float
+    days: float
+    gpu_hours: float
+    kwh: float | None
+    usd: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        factor = {"low": self.step.low / self.step.seconds, "mid": 1.0, "high": self.step.high / self.step.seconds}
+        return {
+            "name": str(self.layout),
+            "layout": self.layout._asdict(),
+            "step_time_s": {"low": self.step.low, "mid": self.step.seconds, "high": self.step.high},
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "tokens_per_s": self.tokens_per_s,
+            "days": {name: self.days * times for name, times in factor.items()},
+            "gpu_hours": {name: self.gpu_hours * times for name, times in factor.items()},
+            "energy_kwh": self.kwh,
+            "usd": None if self.usd is None else {name: self.usd * times for name, times in factor.items()},
+            "breakdown": {name: part for name, part in zip(PARTS, self.step.parts, strict=True) if part},
+            "memory_bytes": _list_bytes(self.memory),
+        }
+
+    def to_row(self) -> PlannedRow:
+        layout, step = self.layout, self.step
+        return PlannedRow(
+            str(layout), layout.dp, layout.tp, layout.pp, layout.virtual, layout.cp, layout.ep, layout.zero,
+            layout.micro_batch, layout.recompute, step.seconds, step.low, step.high, self.mfu, self.hfu,
+            self.tokens_per_s, self.memory.peak, self.days, self.gpu_hours, self.kwh, self.usd,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return (
+            f"Planned({self.layout}: step {format_seconds(self.step.seconds)}, MFU {100 * self.mfu:.1f} %, "
+            f"{format_bytes(self.memory.peak)}, {format_amount(self.days)} days, "
+            f"{format_amount(self.gpu_hours)} GPU-hours)"
+        )
+
+
+class Loser(NamedTuple):
+    """Why layouts lose to the best one: how many for this reason, and the nearest of them."""
+
+    reason: str  # memory, bubble, communication, recompute, compute
+    layouts: int
+    nearest: Planned
+    text: str
+
+    def __repr__(self) -> str:
+        return f"Loser({self.reason}: {self.layouts:,} layouts, nearest {self.nearest.layout}: {shorten(self.text)})"
+
+
+class Plan(NamedTuple):
+    """What a search found: the best layouts that fit, and why the others lose."""
+
+    model: str
+    parameters: int
+    device: Device
+    dtype: str
+    gpus: int
+    interconnect: Interconnect
+    tokens: int
+    seq: int
+    global_batch: int
+    best: tuple[Planned, ...]
+    losers: tuple[Loser, ...]
+    layouts: int  # that divide
+    fitting: int
+    skipped: dict[str, int]  # rule -> layouts that break it
+    price: Rate | None
+    evidence: str  # measured, kernels measured, or what the times of one device are scaled by
+    notes: tuple[str, ...]
+    points: FrozenRows[Point]  # every layout that fits
+    execution: Execution = "fused"
+    optimizer: str = "adamw-master"
+    helps: str = ""  # what would shorten the best layout's step most, and by how much
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "device": self.device.id,
+            "dtype": self.dtype,
+            "execution": self.execution,
+            "optimizer": self.optimizer,
+            "gpus": self.gpus,
+            "memory_capacity_bytes": find_capacity(self.device),
+            "interconnect": {"id": self.interconnect.id, "source": self.interconnect.source},
+            "tokens": self.tokens,
+            "seq": self.seq,
+            "global_batch": self.global_batch,
+            "best": [planned.to_dict() for planned in self.best],
+            "losers": [
+                {
+                    "reason": loser.reason,
+                    "layouts": loser.layouts,
+                    "nearest": loser.nearest.to_dict(),
+                    "why": loser.text,
+                }
+                for loser in self.losers
+            ],
+            "front": [
+                {"step_time_s": seconds, "memory_bytes": size, "layout": str(layout)}
+                for seconds, size, layout in self.find_front()
+            ],
+            "helps_most": self.helps or None,
+            "layouts": {"divide": self.layouts, "fit": self.fitting, "skipped": self.skipped},
+            "price": None if self.price is None else self.price._asdict(),
+            "evidence": {
+                "device": self.evidence,
+                "interconnect": f"{self.interconnect.id}: {self.interconnect.source}",
+                "many devices": "published runs (benchmarks/published_runs.py); none measured here",
+            },
+            "notes": list(self.notes),
+        }
+
+    def find_front(self) -> Rows[Point]:
+        """The layouts that no other beats in both step time and memory, fastest first."""
+        front: Rows[Point] = Rows()
+        for point in sorted(self.points):
+            if not front or point.memory_bytes < front[-1].memory_bytes:
+                front.append(point)
+        return front
+
+    def rows(self) -> Rows[PlannedRow]:
+        """The best layouts, one flat row each."""
+        return Rows(planned.to_row() for planned in self.best)
+
+    def to_pandas(self) -> Any:
+        """The best layouts as a pandas DataFrame; `points.to_pandas()` has every layout that fits."""
+        return self.rows().to_pandas()
+
+    def __repr__(self) -> str:
+        return f"Plan({self._describe()})"
+
+    def _describe(self) -> str:
+        best = self.best[0]
+        return (
+            f"{shorten(self.model)} on {self.gpus:,} × {self.device.id} in {self.dtype}: {self.fitting:,} of "
+            f"{self.layouts:,} layouts fit, best {best.layout}: step {format_seconds(best.step.seconds)}, "
+            f"MFU {100 * best.mfu:.1f} %, {format_amount(best.days)} days"
+        )
+
+    def _repr_html_(self) -> str:
+        headers = ["layout", "step", "MFU", "memory", "days", "GPU-hours"]
+        cells = [
+            [
+                row.layout, format_seconds(row.step_time_s), f"{100 * row.mfu:.1f} %", format_bytes(row.memory_bytes),
+                format_amount(row.days), format_amount(row.gpu_hours),
+            ]
+            for row in self.rows()
+        ]  # fmt: skip
+        return show_rows(headers, cells, self._describe())
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw days over memory for every layout that fits, into a .png, .svg or .pdf (needs matplotlib)."""
+        from flopcalc.planning.plot import plot  # only where drawn
+
+        plot(self, path)

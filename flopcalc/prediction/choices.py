@@ -1,0 +1,136 @@
+"""How a step runs: number format, attention kernel, execution and optimizer, as asked for and as HF has them."""
+
+from __future__ import annotations
+
+from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.recipe.numbers import Formats
+from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, format_value
+from flopcalc.hardware.devices import Device, parse_dtype
+from flopcalc.prediction.maker import FOUR_BITS, OPTIMIZERS
+from flopcalc.prediction.tensors import has_sdpa
+from flopcalc.words import EXECUTIONS, KERNELS, Execution, Recompute, check_word
+
+_EAGER = ("gpt_oss",)  # without SDPA in HF, beside types that were recorded with eager attention alone
+_DTYPES = ("bf16", "fp16", "tf32", "fp32")
+
+
+def match_dtype(estimate: Estimate, dtype: str) -> Estimate:
+    """The same step with all products in a format that was asked for, where its own are others."""
+    kind = parse_dtype(dtype)
+    if all(each.formats.compute == kind or each.formats.is_only(kind) for each, _, _ in estimate.terms):
+        return estimate
+    changed = [(each.change(compute=kind), load, times) for each, load, times in estimate.terms]
+    return sum(each.estimate(load) * times for each, load, times in changed) or estimate
+
+
+def describe_formats(formats: Formats, optimizer: str) -> list[str]:
+    """What a prediction does not know about number formats and optimizers."""
+    notes = []
+    if formats.weights is not None and formats.weights.name in FOUR_BITS and formats.quantization is None:
+        notes.append("quantized weights: the time to dequantize them was measured on one model, with bitsandbytes' nf4")
+    elif formats.quantization is not None or formats.weights is not None:
+        notes.append("quantized weights: the time to dequantize them, and of kernels for them, was not measured")
+    if formats.autocast and formats.model == "fp32":
+        notes.append(
+            "autocast over float32 weights: bf16 copies of weights, and float32 activations between products, are "
+            "neither timed nor held in memory here"
+        )
+    if formats.cache and formats.cache != formats.attention:
+        notes.append(f"attention is timed with a cache in {formats.attention}, not in {formats.cache}")
+    if optimizer in ("adamw-8bit", "adamw-fp8"):
+        notes.append(f"the time of {optimizer} was not measured: it is that of AdamW for as many bytes")
+    if optimizer == "adamw-offload":
+        notes.append(
+            "the optimizer's states and step are on the host: its time and that of the transfers is not checked, and "
+            "not in the figure"
+        )
+    return notes
+
+
+def find_kernel(device: Device, dtype: str | None, kernel: str) -> str:
+    """The attention kernel that runs: the one asked for, or what SDPA picks; refused where there is none."""
+    dtype = "bf16" if dtype is None else dtype
+    if dtype not in _DTYPES:
+        raise DeviceError(f"steps are predicted in {', '.join(_DTYPES)}, not in {dtype}")
+    if dtype not in device.peak_tflops:
+        known = [name for name in _DTYPES if name in device.peak_tflops]
+        raise DeviceError(
+            f"{device.name} has no known {dtype} peak, so no step can be predicted; "
+            + (f"it has {', '.join(known)}: give --dtype" if known else "add one in your own devices.toml")
+        )
+    check_word(kernel, KERNELS, "attention kernel", RecipeError, suggests=True)
+    is_wide = dtype in ("fp32", "tf32")
+    if is_wide and kernel in ("flash", "cudnn"):
+        raise RecipeError(f"kernel {kernel} takes bf16 and fp16, not {dtype}; SDPA then picks efficient")
+    if kernel != "auto":
+        return kernel
+    return "efficient" if is_wide else device.sdpa or "flash"
+
+
+def choose_execution(execution: str | None, compiled: bool) -> Execution:
+    """The execution asked for, eager without; `compiled` is the short way to say so."""
+    if execution is None:
+        return "compiled" if compiled else "eager"
+    if compiled and check_execution(execution) != "compiled":
+        raise RecipeError(f"--compile means execution compiled, not {format_value(execution)}: give one of the two")
+    return check_execution(execution)
+
+
+def check_execution(execution: str) -> Execution:
+    """A known execution, or an error."""
+    return check_word(execution, EXECUTIONS, "execution", RecipeError, suggests=True)
+
+
+def check_optimizer(optimizer: str) -> str:
+    """A known optimizer, or an error."""
+    return check_word(optimizer, tuple(OPTIMIZERS), "optimizer", RecipeError, suggests=True)
+
+
+def settle(
+    estimator: Estimator, kernel: str, execution: Execution, *, is_asked: bool
+) -> tuple[Estimator, str, list[str]]:
+    """The estimator and the attention kernel of what really runs, and what is to be said.
+
+    HF gives some types no SDPA. Training frameworks have kernels of their own, and recompute a layer as a whole.
+    """
+    if execution == "fused":
+        is_partial = estimator.recipe.recompute == "full"
+        return (change(estimator, recompute="full-reentrant") if is_partial else None) or estimator, kernel, []
+    if kernel == "eager" or takes_sdpa(estimator):
+        return estimator, kernel, []
+    kind = _name_type(estimator)
+    if is_asked:
+        return estimator, kernel, [f"HF has no SDPA for {kind}: kernel {kernel} is timed beside eager's operators"]
+    notes = [f"HF has no SDPA for {kind}: attention is eager, as plain products"]
+    return change(estimator, kernel="eager") or estimator, "eager", notes
+
+
+def settle_estimate(
+    estimate: Estimate, kernel: str, execution: Execution, *, is_asked: bool
+) -> tuple[Estimate, str, list[str]]:
+    """The same of an estimate, whose micro-batches all take the kernel of one."""
+    settled = [settle(estimator, kernel, execution, is_asked=is_asked) for estimator, _, _ in estimate.terms]
+    notes = next((notes for _, _, notes in settled if notes), [])
+    if all(own is term[0] for (own, _, _), term in zip(settled, estimate.terms, strict=True)):
+        return estimate, kernel, notes
+    kernel = next((own for _, own, _ in settled if own != kernel), kernel)
+    pairs = zip(settled, estimate.terms, strict=True)
+    changed = sum(own.estimate(load) * times for (own, _, _), (_, load, times) in pairs)
+    return changed or estimate, kernel, notes
+
+
+def _name_type(estimator: Estimator) -> str:
+    return str(estimator.source.config["model_type"])
+
+
+def takes_sdpa(estimator: Estimator) -> bool:
+    """As has_sdpa, and of types that were never recorded, some that HF gives none."""
+    return _name_type(estimator) not in _EAGER and has_sdpa(estimator)
+
+
+def change(estimator: Estimator, *, recompute: Recompute | None = None, kernel: str | None = None) -> Estimator | None:
+    """The same model under another recomputation or kernel; None where it cannot be made again, as some live models."""
+    try:
+        return estimator.change(recompute=recompute, attention_kernel=kernel)
+    except FlopcalcError:
+        return None
