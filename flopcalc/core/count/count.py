@@ -41,6 +41,7 @@ from flopcalc.core.model.ops import (
     join,
 )
 from flopcalc.core.recipe.numbers import Formats, Numbers
+from flopcalc.core.recipe.recipe import Adapter
 from flopcalc.core.recipe.resolver import ALL_TRAIN, Resolver, State
 from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.core.workload.sums import Calls, Executed, Folds, InDecoder, Minus, Needed, Pairs, PerSample, Samples, Sum
@@ -156,7 +157,9 @@ class _Layer:
             state = state._replace(weight=False, bias=False)
         trains = state.weight or (state.bias and op.bias)
         held = _count_parameters(op, state)
-        if state.rank and op.targets:
+        if isinstance(op, (Linear, Embed)):
+            _add_adapters(held, op, state)
+        if state.active and op.targets:
             assert isinstance(op, Linear)
             return self._folded(op, state, flow, held)
         products: list[Product] = []
@@ -168,15 +171,12 @@ class _Layer:
         elif isinstance(op, Norm):
             self._pass(flow or trains)
         flow = flow or trains
-        if state.rank and isinstance(op, (Linear, Embed)):
-            if not op.at:  # else another module reads the weight: the adapter is there, and never runs
-                products += _make_adapters(op, state, into)
+        if isinstance(op, (Linear, Embed)) and not op.at:  # else another module reads the weight: no adapter runs
+            for adapter in state.active:
+                products += _make_adapters(op, adapter, into)
                 self._step(len(products) - 2, products[-2].passes.backward > 0)
                 self._step(len(products) - 1, products[-1].passes.backward > 0)
-                flow = flow or state.adapter_a or state.adapter_b
-            size_a, size_b = adapter_parameters(op, state.rank)
-            held.total += size_a + size_b
-            held.trainable += size_a * state.adapter_a + size_b * state.adapter_b
+                flow = flow or adapter.a or adapter.b
         if op.again:
             held = _Parameters()
         if op.at:  # its work belongs there, its parameters to its own module
@@ -224,19 +224,17 @@ class _Layer:
 
     def _folded(self, op: Linear, state: State, flow: bool, held: _Parameters) -> bool:
         """LoRA on a bare parameter: two small products are needed; PEFT folds it into the weight of every copy."""
-        size_a, size_b = adapter_parameters(op, state.rank)
-        held.total += size_a + size_b
-        held.trainable += size_a * state.adapter_a + size_b * state.adapter_b
-        held.inactive += (size_a + size_b) // op.copies * (op.copies - op.active)
-        trains = state.adapter_a or state.adapter_b
+        (adapter,) = state.active  # a live model with several is refused
+        held.inactive += sum(adapter_parameters(op, adapter.rank)) // op.copies * (op.copies - op.active)
+        trains = adapter.a or adapter.b
         needed = [
             Product(each.role, Needed(op.rows), each.flops, each.passes, each.n_in, each.n_out)
-            for each in _make_adapters(op, state, flow)
+            for each in _make_adapters(op, adapter, flow)
         ]
         # A stack of experts is folded inside a parametrization, which torch evaluates once more; a router is not.
-        flops, sizes = fold_flops(op, state.rank), (op.n_in, op.n_out, op.copies)
+        flops, sizes = fold_flops(op, adapter.rank), (op.n_in, op.n_out, op.copies)
         fold = Product("fold", Executed(Folds() if op.copies > 1 else Calls()), flops, Passes(), *sizes)
-        gradients = Passes(0, 0, state.adapter_a + state.adapter_b)
+        gradients = Passes(0, 0, adapter.a + adapter.b)
         gradient = Product("fold_gradient", Executed(Calls()), flops, gradients, *sizes)
         products = [*needed, fold, gradient]
         if trains and not state.weight:
@@ -269,9 +267,9 @@ class _Layer:
                 # No torch.nn.Linear: functorch runs the module once more, then takes its gradients.
                 products.append(Product("clip_modules", rows, 2 * product_flops(op), once))
                 linears = []
-            if state.rank:
-                linears.append((op.n_in, state.rank, state.adapter_a, False))
-                linears.append((state.rank, op.n_out, state.adapter_b, False))
+            for adapter in state.active:
+                linears.append((op.n_in, adapter.rank, adapter.a, False))
+                linears.append((adapter.rank, op.n_out, adapter.b, False))
         for n_in, n_out, has_weight, has_bias in linears:
             if has_weight and not is_ghost:
                 products.append(
@@ -317,11 +315,9 @@ class _Layer:
             held.inactive = 0
             if isinstance(op, Linear):
                 products = [Product("base", op.rows, product_flops(op), Passes(), op.n_in, op.n_out)]
-                if state.rank:
-                    products += [replace(each, passes=Passes()) for each in _make_adapters(op, state, False)]
-                    size_a, size_b = adapter_parameters(op, state.rank)
-                    held.total += size_a + size_b
-                    held.trainable += size_a * state.adapter_a + size_b * state.adapter_b
+                for adapter in state.active:
+                    products += [replace(each, passes=Passes()) for each in _make_adapters(op, adapter, False)]
+                _add_adapters(held, op, state)
         row = len(self.rows)
         self.steps.append(_Step(tuple((row, index) for index in range(len(products))), False))
         self._add(op, products, held)
@@ -359,17 +355,23 @@ def _count_parameters(op: Weighted, state: State) -> _Parameters:
     return _Parameters(total, inactive, trainable)
 
 
-def _make_adapters(op: Linear | Embed, state: State, into: bool) -> list[Product]:
+def _add_adapters(held: _Parameters, op: Linear | Embed, state: State) -> None:
+    for adapter in state.adapters:
+        size_a, size_b = adapter_parameters(op, adapter.rank)
+        held.total += size_a + size_b
+        held.trainable += size_a * adapter.a + size_b * adapter.b
+
+
+def _make_adapters(op: Linear | Embed, adapter: Adapter, into: bool) -> list[Product]:
     """LoRA's two products; `into` says whether a gradient is owed to what the first reads."""
-    first, second = adapter_flops(op, state.rank)
+    first, second = adapter_flops(op, adapter.rank)
     is_embed = isinstance(op, Embed)
     n_in, n_out = (op.count, op.dim) if isinstance(op, Embed) else (op.n_in, op.n_out)
     into = into and not is_embed
     return [
-        Product("adapter_a", op.rows, first, Passes(1, int(into), int(state.adapter_a)), n_in, state.rank),
+        Product("adapter_a", op.rows, first, Passes(1, int(into), int(adapter.a)), n_in, adapter.rank),
         Product(
-            "adapter_b", op.rows, second, Passes(1, int(into or state.adapter_a), int(state.adapter_b)),
-            state.rank, n_out,
+            "adapter_b", op.rows, second, Passes(1, int(into or adapter.a), int(adapter.b)), adapter.rank, n_out,
         ),
     ]  # fmt: skip
 

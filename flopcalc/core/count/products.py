@@ -112,9 +112,8 @@ class Row:
 
     @property
     def rank(self) -> int:
-        """Of its adapter, 0 without one."""
-        adapter = self.find("adapter_b")
-        return adapter.n_in if adapter is not None else 0
+        """Of its adapters together, 0 without one."""
+        return sum(product.n_in for product in self.products if product.role == "adapter_b")
 
     def list_weights(self, has_adapters: bool) -> list[Weights]:
         """Its parameters by the format that they are stored in; with adapters, what trains is in theirs."""

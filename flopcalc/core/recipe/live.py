@@ -8,7 +8,7 @@ from typing import Any
 
 from flopcalc.core.recipe.formats import PLAIN, Stored, load_formats, make_plain, parse_compute
 from flopcalc.core.recipe.numbers import Live
-from flopcalc.core.recipe.recipe import Recipe
+from flopcalc.core.recipe.recipe import Adapter, Recipe
 from flopcalc.errors import ConfigError, RecipeError
 from flopcalc.words import Recompute
 
@@ -22,21 +22,28 @@ def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe,
     A tensor with several names has all of them, and the last value maps each to the first.
     """
     trained: set[str] = set()
-    ranks: dict[str, int] = {}
+    adapters: dict[str, dict[str, Adapter]] = {}  # adapted module -> name of an adapter -> itself
     sizes: dict[str, int] = {}
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     fused = _find_fused(model)
-    _check_adapters(model)
+    active = _find_active(model)
     for full_name, parameter in model.named_parameters(remove_duplicate=False):
         path, dot, rest = full_name.partition(".lora_")
         if dot:
             # lora_A is (r, in) for a linear, (r, in, …) for a convolution, (r, vocab) for an embedding, and
             # (experts · r, in) for a stack of experts; its module is the one before it.
-            side = rest.removeprefix("embedding_")[:1]
+            side, _, name = rest.removeprefix("embedding_").partition(".")
             adapted, experts = fused.get(path, (_plain_name(path), 1))
+            name = name.removesuffix(".weight")
+            is_active = path not in active or name in active[path]
+            own = adapters.setdefault(adapted, {}).setdefault(name, Adapter(0, is_active=is_active))
             if side == "A":
-                ranks[adapted] = int(parameter.shape[0]) // experts
+                adapters[adapted][name] = own._replace(
+                    rank=int(parameter.shape[0]) // experts, a=parameter.requires_grad
+                )
+            elif side == "B":
+                adapters[adapted][name] = own._replace(b=parameter.requires_grad)
             if parameter.requires_grad:
                 trained.add(f"{adapted}.lora_{side}")
             continue
@@ -54,7 +61,8 @@ def read_recipe(model: Any, recompute: Recompute | None = None) -> tuple[Recipe,
             trained.add(name)
     if recompute is None:
         recompute = read_recompute(model)
-    recipe = Recipe(recompute=recompute, trained=frozenset(trained), adapters=tuple(sorted(ranks.items())))
+    held = tuple((path, tuple(adapters[path].values())) for path in sorted(adapters))
+    recipe = Recipe(recompute=recompute, trained=frozenset(trained), adapters=held)
     return recipe, sizes, names
 
 
@@ -158,24 +166,33 @@ def _read_4bit(module: Any, parameter: Any, name: str) -> Stored:
     return replace(stored, name=f"{word}-double" if is_double else word, flat=size, compute=compute)
 
 
-def _check_adapters(model: Any) -> None:
-    """One plain, active LoRA adapter per module is what the count describes; anything else is refused by name."""
+def _find_active(model: Any) -> dict[str, frozenset[str]]:
+    """The active adapters of each module that has some; an adapter that is not counted is refused by name."""
+    found: dict[str, frozenset[str]] = {}
+    is_any = False
     for path, module in model.named_modules():
         adapters = getattr(module, "lora_A", None)
         if adapters is None or not hasattr(module, "active_adapters"):
             continue
         names = {*adapters, *getattr(module, "lora_embedding_A", ())}
+        active = found[path] = frozenset(names & set(module.active_adapters))
+        is_any = is_any or bool(active)
         problem = None
-        if len(names) > 1:
-            problem = f"has {len(names)} adapters"
-        elif getattr(module, "merged", False):
+        if getattr(module, "merged", False):
             problem = "has its adapter merged"
-        elif getattr(module, "disable_adapters", False) or not names & set(module.active_adapters):
+        elif getattr(module, "disable_adapters", False):
             problem = "has its adapter switched off"
-        elif any(getattr(module, "use_dora", {}).values()) or any(getattr(module, "lora_bias", {}).values()):
-            problem = "uses DoRA or a LoRA bias"
+        elif len(active) > 1 and hasattr(module, "parameter_name"):
+            problem = f"folds {len(active)} active adapters into a bare parameter"
+        elif any(name in active for name in getattr(module, "lora_variant", ())):
+            problem = "uses DoRA or another variant of LoRA"
+        elif any(value for name, value in getattr(module, "lora_bias", {}).items() if name in active):
+            problem = "uses a LoRA bias"
         if problem:
-            raise RecipeError(f"{path} {problem}: only one active, plain LoRA adapter per module is counted")
+            raise RecipeError(f"{path} {problem}: only active, plain LoRA adapters are counted")
+    if found and not is_any:
+        raise RecipeError(f"{next(iter(found))} has its adapter switched off, and so has every other module")
+    return found
 
 
 def _find_fused(model: Any) -> dict[str, tuple[str, int]]:

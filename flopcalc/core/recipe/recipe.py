@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from flopcalc.core.recipe.formats import find_computed, parse_compute
 from flopcalc.errors import RecipeError, format_value
@@ -36,6 +36,15 @@ class Lora:
                 raise RecipeError(f"lora dtype {self.dtype}: adapters are fp32, bf16 or fp16")
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter of a live module; one that is not active is held, and never runs."""
+
+    rank: int
+    a: bool = True  # whether its first matrix trains
+    b: bool = True
+    is_active: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What trains, what is recomputed, how samples are clipped; everything trains by default.
@@ -47,9 +56,9 @@ class Recipe:
     train_only: tuple[str, ...] = ()
     lora: Lora | None = None
     recompute: Recompute = "none"
-    # Read from a live model instead: names of the parameters that train, and LoRA's rank per module.
+    # Read from a live model instead: names of the parameters that train, and LoRA's adapters per module.
     trained: frozenset[str] | None = None
-    adapters: tuple[tuple[str, int], ...] = ()
+    adapters: tuple[tuple[str, tuple[Adapter, ...]], ...] = ()
     clipping: Clipping = "none"
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from fnmatch import translate
 from typing import NamedTuple
 
 from flopcalc.core.model.ops import Conv, Embed, Linear, Norm, Param, Stage, Weighted, iterate, join
-from flopcalc.core.recipe.recipe import Recipe
+from flopcalc.core.recipe.recipe import Adapter, Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.core.workload.sums import Logits, Tokens
 from flopcalc.errors import RecipeError, format_value
@@ -20,10 +20,13 @@ class State(NamedTuple):
 
     weight: bool = True
     bias: bool = True
-    rank: int = 0  # of its adapter, 0 without one
-    adapter_a: bool = True
-    adapter_b: bool = True
+    adapters: tuple[Adapter, ...] = ()
     saved_copy: bool = False  # PEFT keeps a frozen original beside a module in modules_to_save
+
+    @property
+    def active(self) -> list[Adapter]:
+        """The adapters that run."""
+        return [adapter for adapter in self.adapters if adapter.is_active]
 
 
 ALL_TRAIN = State()
@@ -40,7 +43,7 @@ class Resolver:
         self._targets = [_Suffix(target) for target in recipe.lora.targets] if recipe.lora else []
         self._save = [_Ending(name) for name in recipe.lora.save] if recipe.lora else []
         self._adapts_any = False
-        self._ranks = dict(recipe.adapters)
+        self._adapters = dict(recipe.adapters)
         # Target names that PEFT maps to bare parameters (fused experts, routers), for modules no longer of that name.
         self._mapped = {name for stage in stages for op in _iterate_kinds(stage) for name in op.targets}
         # Where it does, it turns 'all-linear' into last names, which a convolution may share ('proj').
@@ -105,12 +108,11 @@ class Resolver:
                 )
             rank = 0  # PEFT adapts nothing that it saves
         self._adapts_any = self._adapts_any or rank > 0
+        trains = [not self._frozen(f"{path}.lora_{side}.default.weight", group) for side in "AB"]
         return State(
             weight=saved and not self._frozen(weight_name, group),
             bias=saved and op.bias and not self._frozen(bias_name, group),
-            rank=rank,
-            adapter_a=not self._frozen(f"{path}.lora_A.default.weight", group),
-            adapter_b=not self._frozen(f"{path}.lora_B.default.weight", group),
+            adapters=(Adapter(rank, *trains),) if rank else (),
             saved_copy=saved,
         )
 
@@ -126,9 +128,7 @@ class Resolver:
         return State(
             weight=saved or any(name in trained for name in names),
             bias=not trained.isdisjoint((bias_name, f"{bias_name} saved")),
-            rank=self._ranks.get(adapted, 0),
-            adapter_a=f"{adapted}.lora_A" in trained,
-            adapter_b=f"{adapted}.lora_B" in trained,
+            adapters=self._adapters.get(adapted, ()),
             saved_copy=saved,
         )
 
@@ -214,7 +214,7 @@ def check_clipped(stages: tuple[Stage, ...], resolver: Resolver, clipping: str) 
                     continue
                 where = join(path, op.name)
                 state = resolver.resolve(op, where, stage.group)
-                adapts = state.rank > 0 and (state.adapter_a or state.adapter_b)
+                adapts = any(adapter.a or adapter.b for adapter in state.active)
                 trains = state.weight or (state.bias and op.bias) or adapts
                 trains_any = trains_any or trains
                 problem = _find_obstacle(op, state, stage.dead[layer], clipping) if trains else ""
@@ -237,7 +237,7 @@ def _find_obstacle(op: Weighted, state: State, is_dead: bool, clipping: str) -> 
         return f"is a stack of {what}{advice}"
     if is_dead or op.unused or op.detached:
         return f"gets no gradient, so Opacus finds no per-sample gradient{advice}"
-    if isinstance(op, Embed) and state.rank:
+    if isinstance(op, Embed) and state.adapters:
         return "has LoRA's matrices as bare parameters, which Opacus gives no per-sample gradient: leave it out of lora"
     is_plain = op.kind in (Linear.kind, Embed.kind, Norm.kind) and not (op.is_bare or op.at or op.again or op.source)
     if not is_plain or (isinstance(op, Linear) and op.rows not in (Tokens(), Logits())):

@@ -12,6 +12,7 @@ from tiers import mark_heavy
 
 from flopcalc import ConfigError, RecipeError, bind, estimate_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model
+from flopcalc.measure.trace.copies import copy_to_meta, count_copy
 
 FAMILIES = ["llama", "gpt2", "gemma2", "mixtral", "qwen3_moe", "deepseek_v3", "qwen2_vl", "qwen3_vl", "llava"]
 
@@ -94,14 +95,41 @@ def test_parameter_of_another_size_is_refused() -> None:
         estimate_flops(model, seq_len=16)
 
 
-def add_second(model: Any) -> None:
-    from peft import LoraConfig
+# Targets of a second adapter, which adapters are active, whether the second is frozen -> beside one on q_proj.
+SECOND = {
+    "beside": (["q_proj"], ["default"], False),
+    "instead": (["v_proj", "down_proj"], ["second"], False),
+    "both": (["q_proj", "embed_tokens"], ["default", "second"], False),
+    "frozen": (["q_proj", "up_proj"], ["default", "second"], True),
+}
 
-    model.add_adapter("second", LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", mark_heavy(SECOND, ["both"]))
+def test_several_adapters_are_counted(name: str, recompute: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    targets, active, is_frozen = SECOND[name]
+    config, _ = load_recipes("llama")
+    model = get_peft_model(build_model(config), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.add_adapter("second", LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM"))
+    model.base_model.set_adapter(active)
+    for path, parameter in model.named_parameters():
+        if is_frozen and ".second" in path:
+            parameter.requires_grad_(False)
+    if recompute == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    ids = torch.ones(2, 13, dtype=torch.long)
+    counted = bind(model, convention="hardware", attention_kernel="eager")(2, 13)
+    found = count_copy(copy_to_meta(model), {"input_ids": ids, "labels": ids})
+    assert counted.total == found.total
+    parameters = list(model.parameters())
+    assert counted.parameters["total"] == sum(each.numel() for each in parameters)
+    assert counted.parameters["trainable"] == sum(each.numel() for each in parameters if each.requires_grad)
 
 
 ADAPTERS = [
-    ({}, add_second, "has 2 adapters"),
     ({}, lambda model: model.merge_adapter(), "merged"),
     ({}, lambda model: model.base_model.disable_adapter_layers(), "switched off"),
     ({"use_dora": True}, lambda _: None, "DoRA"),
