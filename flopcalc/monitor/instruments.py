@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from flopcalc.core.model.live import strip
 from flopcalc.errors import FlopcalcError
@@ -166,34 +166,34 @@ class Profiler:
 
 
 class Copy:
-    """The operator counter on a copy of the model that takes no memory; nothing of the live model runs or changes."""
+    """The operator counter on a copy of FakeTensors, on the model's own device; nothing of the live model changes."""
 
     name = "operator counter"
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._state: Hashable = None
-        self._kept: dict[Hashable, int] = {}
+        self._kept: dict[Hashable, Executed] = {}
+        self._made: Any = None  # of the state
         self._has_counted = False
 
-    def count(self, batches: Sequence[Mapping[str, Any]], phase: str = "train") -> int:
-        """FLOPs of a step on these micro-batches, as eager code runs them; equal shapes are counted once."""
-        import torch
+    def prepare(self) -> None:
+        """Copy the model as it stands: a pass may set hooks that are not to be copied. Never raises."""
+        with suppress(Exception):  # why a model cannot be copied is said when it is to be counted
+            self._copy(self._find_module())
 
-        if not isinstance(self._model, torch.nn.Module):
-            raise NotMeasured("there is no live model to copy", is_final=True)
-        module = strip(self._model)
+    def count(self, batches: Sequence[Mapping[str, Any]], phase: str = "train") -> Executed:
+        """FLOPs of a step on these micro-batches, as eager code runs them; equal shapes are counted once."""
+        module = self._find_module()
         if not batches:
             raise NotMeasured("the step's batches are not known")
         try:
-            state = _describe_state(module)
-            if state != self._state or len(self._kept) > _KEPT:
-                self._state = state
-                self._kept.clear()
+            made = self._copy(module)
             signatures: list[Hashable] = [(phase, sign(batch)) for batch in batches]
             missing = {key: batch for key, batch in zip(signatures, batches, strict=True) if key not in self._kept}
-            if missing:
-                self._count_missing(module, missing, phase)
+            for key, batch in missing.items():
+                self._kept[key] = self._count_one(made, batch, phase)
+                self._has_counted = True
         except NotMeasured:
             raise
         except Exception as error:  # the model's own code: whatever it raises is why it cannot be counted
@@ -201,18 +201,42 @@ class Copy:
             raise NotMeasured(
                 f"{type(module).__name__} cannot be copied and counted: {_describe(error)}", is_final
             ) from None
-        return sum(self._kept[key] * times for key, times in Counter(signatures).items())
+        found = [self._kept[key] for key in signatures]
+        return Executed(sum(each.needed for each in found), sum(each.recomputed for each in found))
 
-    def _count_missing(self, module: Any, missing: Mapping[Hashable, Mapping[str, Any]], phase: str) -> None:
-        from flopcalc.measure.trace.copies import copy_to_meta, count_copy
+    def _find_module(self) -> Any:
+        import torch
 
-        made = copy_to_meta(module)
-        for key, batch in missing.items():
-            counted = count_copy(made, _move_batch(batch), phase)
-            if counted.not_counted:
-                raise NotMeasured(f"the counter has no formula for {', '.join(counted.not_counted)}", is_final=True)
-            self._kept[key] = counted.total
-            self._has_counted = True
+        if not isinstance(self._model, torch.nn.Module):
+            raise NotMeasured("there is no live model to copy", is_final=True)
+        return strip(self._model)
+
+    def _copy(self, module: Any) -> Any:
+        from flopcalc.measure.trace.fakes import FakeCopy
+
+        state = _describe_state(module)
+        if self._made is None or state != self._state or len(self._kept) > _KEPT:
+            self._kept.clear()
+            self._made = FakeCopy(module)
+            self._state = state
+        return self._made
+
+    def _count_one(self, made: Any, batch: Mapping[str, Any], phase: str) -> Executed:
+        counted = made.count(_move_batch(batch, made), phase)
+        if counted.not_counted:
+            raise NotMeasured(f"the counter has no formula for {', '.join(counted.not_counted)}", is_final=True)
+        return Executed(counted.forward + counted.backward, counted.recompute)
+
+
+class Executed(NamedTuple):
+    """FLOPs that eager code executes in a step."""
+
+    needed: int  # forward and backward
+    recomputed: int
+
+    @property
+    def total(self) -> int:
+        return self.needed + self.recomputed
 
 
 def _describe_state(module: Any) -> Hashable:
@@ -243,8 +267,8 @@ def _name_entry(value: Any) -> Any:
     return value if hasattr(value, "shape") or isinstance(value, (Mapping, *_OPTIONS)) else repr(value)
 
 
-def _move_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Floats on meta, integers on the host; what is known by its shape alone gets values where any will do."""
+def _move_batch(batch: Mapping[str, Any], made: Any) -> dict[str, Any]:
+    """Floats beside a copy, integers on the host; what is known by its shape alone gets values where any will do."""
     import torch
 
     def move(value: Any) -> Any:
@@ -252,14 +276,14 @@ def _move_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
             return value
         if not value.is_floating_point():
             return value.detach().cpu()
-        return torch.empty(value.shape, dtype=torch.float32, device="meta", requires_grad=value.requires_grad)
+        return made.make_float(value.shape, value.requires_grad)
 
     found: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) or not hasattr(value, "shape"):
             found[name] = torch.utils._pytree.tree_map(move, value)
         elif name.startswith(_FLOATS):
-            found[name] = torch.empty(tuple(value.shape), dtype=torch.float32, device="meta")
+            found[name] = made.make_float(value.shape)
         elif any(other.startswith("pixel_values") for other in batch):
             raise NotMeasured(f"only the shape of {name} is known, not where its images stand")
         else:

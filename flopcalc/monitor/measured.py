@@ -10,7 +10,7 @@ from flopcalc.core.model.live import strip
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.monitor.batch import Fetcher, Intake, Snapshot, Work
-from flopcalc.monitor.instruments import Copy, NotMeasured, sign
+from flopcalc.monitor.instruments import Copy, Executed, NotMeasured, sign
 from flopcalc.monitor.messages import Say
 
 _MOST_SIZES = 64  # that are counted one by one
@@ -24,7 +24,7 @@ class MeasuredModule:
         self._name_format = name_format
         self._say = say
         self._copy = Copy(live)
-        self._flops: dict[Hashable, int | None] = {}  # phase and sizes of a call -> FLOPs; None: not known
+        self._flops: dict[Hashable, Executed | None] = {}  # phase and sizes of a call -> FLOPs; None: not known
         self._intake: Intake | None = None  # from a trace that holds
         self._is_tried = False
 
@@ -54,12 +54,13 @@ class MeasuredModule:
             self._say(f"{name}: more than {_MOST_SIZES} sizes of batches: others are not counted", f"sizes of {name}")
             return
         try:
-            self._flops[key] = self._copy.count([batch], phase)
+            counted = self._flops[key] = self._copy.count([batch], phase)
         except NotMeasured as error:
             self._say(f"{name} cannot be counted: {error}", f"copy of {name}")
             return
         known = [each for each in self._flops if isinstance(each, tuple) and each[0] == "train"]
-        if phase == "train" and len(known) > 1 and not self._is_tried:
+        is_plain = not counted.recomputed  # a trace does not tell what is computed again
+        if phase == "train" and is_plain and len(known) > 1 and not self._is_tried:
             self._is_tried = True
             self._try_trace(batch, key)
 
@@ -74,7 +75,8 @@ class MeasuredModule:
         try:
             twin = copy_to_meta(strip(self.live))
             intake = Intake(trace_module(twin, batch, phases=("train",), compute=self._name_format()))
-            if intake.count(intake.take(batch, None, None)).model_flops == self._flops[key]:
+            found = self._flops[key]
+            if found is not None and intake.count(intake.take(batch, None, None)).model_flops == found.needed:
                 self._intake = intake
         except Exception:  # whatever the module does: then its sizes are counted one by one
             pass
@@ -101,16 +103,18 @@ class MeasuredIntake(Intake):
         if name != "call":
             if module._intake is None:
                 raise WorkloadError("its trace is gone")
-            return module._intake.count(snapshot, phase)
+            work = module._intake.count(snapshot, phase)
+            return work._replace(hardware=work.model)
         flops = module._flops.get(key)
         if flops is None:
             raise WorkloadError(f"{type(strip(module.live)).__name__} could not be counted at this size")
-        formats = {module._name_format(): flops}
+        name = module._name_format()
         rows, seq = _find_sizes(key)
-        return Work(Workload(rows, seq, phase=phase), formats, formats, rows * seq, rows * seq, rows, 0)
+        needed, executed = {name: flops.needed}, {name: flops.total}
+        return Work(Workload(rows, seq, phase=phase), needed, executed, rows * seq, rows * seq, rows, 0)
 
     def count_eager(self, work: Work, head: Any = None) -> int:  # noqa: ARG002
-        return int(work.model_flops)
+        return int(work.hardware_flops or 0)
 
     def count_lengths(self, prompts: Any, completions: Any, generates: bool) -> Any:  # noqa: ARG002
         raise FlopcalcError("a module without a spec is not counted by lengths")

@@ -326,6 +326,8 @@ class SmartSource(_WithCounters):
 
     def start(self) -> None:
         self._is_counting = self._start_counters()
+        if not self._is_counting:
+            self._copy.prepare()  # before the step
 
     def stop(self, step: int, kind: Hashable, counts: Counts | None, batches: Sequence[Mapping[str, Any]]) -> None:
         is_counting, self._is_counting = self._is_counting, False
@@ -342,7 +344,7 @@ class SmartSource(_WithCounters):
                 del self._measured_at[kind]
                 return
         try:
-            flops = self._copy.count(batches)
+            flops = self._copy.count(batches).total
         except NotMeasured as error:
             if error.is_final:
                 self._turn_off(str(error))

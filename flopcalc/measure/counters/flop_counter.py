@@ -287,6 +287,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # a FakeTensor is asked for its device
+            return func(*args, **kwargs)
         formula = _formula(func)
         if formula is None and not _is_known(func) and _is_composite(func):
             with self:  # inference mode hands over linear, matmul, ... whole

@@ -17,12 +17,16 @@ from torch.utils._pytree import tree_map
 from flopcalc.measure.hf.remote import find_class
 
 __all__ = [
+    "MAKES_LIKE",
+    "MAKES_STORAGE",
     "apply_recipe",
     "build_model",
     "count_parameters",
     "floats_on_meta",
+    "make_balanced",
     "make_batch",
     "make_config",
+    "make_positions",
 ]
 
 # --- Tracing without memory ---------------------------------------------------------------------------------
@@ -42,13 +46,13 @@ class _FloatsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         any_meta = any(t.is_meta for t in tensors)
         dtype = kwargs.get("dtype")
-        if name in _MAKE_STORAGE and not tensors:
+        if name in MAKES_STORAGE and not tensors:
             floating = (dtype or torch.get_default_dtype()).is_floating_point
             if name == "aten::full" and dtype is None:
                 floating = isinstance(args[1], float)
             kwargs["device"] = torch.device("meta" if floating else "cpu")
             return func(*args, **kwargs)
-        if dtype is not None and not dtype.is_floating_point and name in _MAKE_LIKE:
+        if dtype is not None and not dtype.is_floating_point and name in MAKES_LIKE:
             like = torch.empty(args[0].shape, dtype=dtype, device="cpu")
             kwargs["device"] = torch.device("cpu")
             return func(like, *args[1:], **kwargs)
@@ -57,17 +61,17 @@ class _FloatsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 kwargs["device"] = torch.device("cpu")
             return func(*args, **kwargs)
         if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
-            args = (args[0], _positions(args[1]), *args[2:])
+            args = (args[0], make_positions(args[1]), *args[2:])
         if "device" in kwargs and kwargs["device"] is not None:
             kwargs["device"] = torch.device("meta")
         out = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
         if name == "aten::topk":
-            return out[0], _balanced(out[1].shape, int(args[0].shape[args[2] if len(args) > 2 else -1]))
+            return out[0], make_balanced(out[1].shape, int(args[0].shape[args[2] if len(args) > 2 else -1]))
         return out
 
 
-_MAKE_STORAGE = {f"aten::{n}" for n in ("empty", "zeros", "ones", "full", "rand", "randn", "empty_strided")}
-_MAKE_LIKE = {f"aten::{n}_like" for n in ("empty", "zeros", "ones", "full")} | {
+MAKES_STORAGE = {f"aten::{n}" for n in ("empty", "zeros", "ones", "full", "rand", "randn", "empty_strided")}
+MAKES_LIKE = {f"aten::{n}_like" for n in ("empty", "zeros", "ones", "full")} | {
     f"aten::new_{n}" for n in ("empty", "zeros", "ones", "full")
 }
 
@@ -76,7 +80,7 @@ def _to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) and not value.is_meta else value
 
 
-def _positions(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def make_positions(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Boolean indices as positions: how many there are is known only where the mask has values."""
     out: list[torch.Tensor | None] = []
     for index in indices:
@@ -87,7 +91,7 @@ def _positions(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | No
     return out
 
 
-def _balanced(shape: Sequence[int], choices: int) -> torch.Tensor:
+def make_balanced(shape: Sequence[int], choices: int) -> torch.Tensor:
     """Real top-k indices, every choice equally often, none twice in a row (k <= choices)."""
     k = shape[-1]
     rows = torch.arange(int(torch.Size(shape[:-1]).numel()))

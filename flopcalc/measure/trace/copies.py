@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from flopcalc.measure.counters.flop_counter import Counted, count_flops
 from flopcalc.measure.hf.models import floats_on_meta
 from flopcalc.measure.trace.meta import unwrap
 
-__all__ = ["copy_to_meta", "count_copy"]
+__all__ = ["copy_to_meta", "count_copy", "keep_hooks", "run_counted", "set_eager"]
 
 _HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
@@ -33,21 +34,31 @@ def copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
         raise WorkloadError("its parameters are sharded (DTensor): a rank holds no whole model to copy")
     memo: dict[int, Any] = {}
     for each in module.modules():
-        for name in _HOOKS:  # a hook may belong to anything: a monitor, a trainer
-            hooks = each.__dict__.get(name)
-            if hooks is not None:
-                memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if _is_hf(hook))
+        keep_hooks(each, memo)
         for leaf in torch.utils._pytree.tree_leaves(list(vars(each).values())):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
                 memo[id(leaf)] = _make_twin(leaf)
     made = copy.deepcopy(module, memo)
+    set_eager(made)
+    return made
+
+
+def keep_hooks(module: torch.nn.Module, memo: dict[int, Any]) -> None:
+    """Say for deepcopy which hooks a copy gets: HF's own; others may belong to anything, a monitor or a trainer."""
+    for name in _HOOKS:
+        hooks = module.__dict__.get(name)
+        if hooks is not None:
+            memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if _is_hf(hook))
+
+
+def set_eager(made: torch.nn.Module) -> None:
+    """Let a copy run what a counter sees whole: eager attention, and experts without values."""
     for each in made.modules():
         config: Any = getattr(each, "config", None)
         if getattr(config, "_attn_implementation", None) is not None:
             config._attn_implementation = "eager"
         if getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = "batched_mm"  # HF's own choice wants values and bf16 on meta
-    return made
 
 
 def _is_hf(hook: Any) -> bool:
@@ -78,6 +89,13 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def count_copy(made: torch.nn.Module, batch: Mapping[str, Any], phase: str = "train") -> Counted:
     """A call of what copy_to_meta made, with its own arguments: floats on meta, integers on the host."""
+    return run_counted(made, batch, phase, floats_on_meta())
+
+
+def run_counted(
+    made: torch.nn.Module, batch: Mapping[str, Any], phase: str, without_memory: AbstractContextManager[Any]
+) -> Counted:
+    """A call of a copy, counted, with backward if it trains."""
     random = torch.random.get_rng_state()  # the live step's numbers go on as if nothing had been
     is_training = made.training
     for each in made.modules():  # a part that is kept in eval mode stays so
@@ -94,7 +112,7 @@ def count_copy(made: torch.nn.Module, batch: Mapping[str, Any], phase: str = "tr
     try:
         with (
             torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False),
-            _Alone(), floats_on_meta(),  # type: ignore[no-untyped-call]
+            _Alone(), without_memory,  # type: ignore[no-untyped-call]
         ):  # fmt: skip
             return count_flops(made, run)
     finally:
