@@ -182,8 +182,12 @@ class Copy:
         with suppress(Exception):  # why a model cannot be copied is said when it is to be counted
             self._copy(self._find_module())
 
-    def count(self, batches: Sequence[Mapping[str, Any]], phase: str = "train") -> Executed:
-        """FLOPs of a step on these micro-batches, as eager code runs them; equal shapes are counted once."""
+    def count(self, batches: Sequence[Mapping[str, Any]]) -> int:
+        """FLOPs of a step on these micro-batches, as eager code runs them."""
+        return self.split(batches).total
+
+    def split(self, batches: Sequence[Mapping[str, Any]], phase: str = "train") -> Executed:
+        """The same, what is recomputed apart; equal shapes are counted once."""
         module = self._find_module()
         if not batches:
             raise NotMeasured("the step's batches are not known")

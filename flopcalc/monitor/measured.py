@@ -54,7 +54,7 @@ class MeasuredModule:
             self._say(f"{name}: more than {_MOST_SIZES} sizes of batches: others are not counted", f"sizes of {name}")
             return
         try:
-            counted = self._flops[key] = self._copy.count([batch], phase)
+            counted = self._flops[key] = self._copy.split([batch], phase)
         except NotMeasured as error:
             self._say(f"{name} cannot be counted: {error}", f"copy of {name}")
             return

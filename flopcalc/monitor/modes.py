@@ -344,7 +344,7 @@ class SmartSource(_WithCounters):
                 del self._measured_at[kind]
                 return
         try:
-            flops = self._copy.count(batches).total
+            flops = self._copy.count(batches)
         except NotMeasured as error:
             if error.is_final:
                 self._turn_off(str(error))

@@ -306,7 +306,7 @@ def _measure_once(
             return _run_counters(model, batch, seq, dtype), counts, "hardware", "smart: cupti"
         except NotMeasured:  # the operator counter is as exact
             pass
-    flops = Copy(model).count([_make_batch(model, batch, seq, "cpu")]).total
+    flops = Copy(model).count([_make_batch(model, batch, seq, "cpu")])
     return flops, counts, "full", "smart: operator counter"
 
 

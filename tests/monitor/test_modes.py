@@ -19,6 +19,7 @@ from flopcalc import bind
 from flopcalc.measure.counters import cupti, gpm, torch_profiler
 from flopcalc.measure.hf.models import apply_recipe, build_model, make_batch
 from flopcalc.measure.trace import copies as tracing
+from flopcalc.measure.trace.fakes import FakeCopy
 from flopcalc.monitor import instruments
 from flopcalc.monitor import modes as sources
 from flopcalc.monitor.instruments import Copy, NotMeasured, list_tensor_dtypes
@@ -369,13 +370,13 @@ def test_copy_runs_in_training_mode() -> None:
 def test_equal_shapes_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     seen: list[int] = []
-    real = tracing.count_copy
+    real = FakeCopy.count
 
     def counting(made: Any, batch: Mapping[str, Any], phase: str) -> Any:
         seen.append(batch["input_ids"].shape[1])
         return real(made, batch, phase)
 
-    monkeypatch.setattr(tracing, "count_copy", counting)
+    monkeypatch.setattr(FakeCopy, "count", counting)
     copy = Copy(model)
     short, long = make(model, 2, 30), make(model, 2, 40)
     total = copy.count([short, long, short])

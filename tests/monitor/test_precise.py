@@ -18,7 +18,7 @@ from families import load_tiny
 from flopcalc import FlopcalcError, estimate_flops
 from flopcalc.measure.counters import cupti, torch_profiler
 from flopcalc.measure.hf.models import apply_recipe, build_model
-from flopcalc.measure.trace import copies as tracing
+from flopcalc.measure.trace.fakes import FakeCopy
 from flopcalc.monitor import precise
 from flopcalc.monitor.instruments import Counters, NotMeasured, Profiler
 from flopcalc.monitor.precise import MeasuredMfu, calculate_mfu_with_profiler, calculate_precise_mfu
@@ -104,13 +104,13 @@ def test_estimate_takes_a_name_or_a_config() -> None:
 
 def test_smart_measures_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    real = tracing.count_copy
+    real = FakeCopy.count
 
     def counting(made: Any, batch: Any, phase: str) -> Any:
         calls.append(batch["input_ids"].shape[1])
         return real(made, batch, phase)
 
-    monkeypatch.setattr(tracing, "count_copy", counting)
+    monkeypatch.setattr(FakeCopy, "count", counting)
     model = build()
     for seq in (24, 48, 24):
         flops = estimate_flops(model, batch_size=2, seq_len=seq).total
@@ -129,7 +129,7 @@ def test_smart_where_nothing_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_made: Any, _batch: Any, _phase: str) -> None:
         raise RuntimeError("reads values")
 
-    monkeypatch.setattr(tracing, "count_copy", refuse)
+    monkeypatch.setattr(FakeCopy, "count", refuse)
     model = build()
     found = calculate_precise_mfu(model, 2, 24, 0.5, peak=1e12)
     assert (found.flops, found.source) == (estimate_flops(model, batch_size=2, seq_len=24).total, "smart: estimate")
