@@ -202,6 +202,19 @@ def test_options_win_over_the_file(options: list[str], key: str, expected: Any, 
     assert shown["recipe"]["lora"]["r"] == 2
 
 
+def test_torchtitan_defaults(tmp_path: Path) -> None:
+    """Its global batch of -1 is what micro-batches make; checkpointing is selective unless a file says otherwise."""
+    text = TITAN.replace("global_batch_size = 32", "global_batch_size = -1").partition("[activation_checkpoint]")[0]
+    launch = read_launch(write(tmp_path, "titan.toml", text))
+    assert (launch.taken["recompute"].value, launch.taken["recompute"].key) == ("selective", "torchtitan's default")
+    assert "grad_accum" not in launch.taken
+
+
+def test_axolotl_names_its_gpus(tmp_path: Path) -> None:
+    text = AXOLOTL + "dp_shard_size: 4\ndp_replicate_size: 2\ntensor_parallel_size: 2\n"
+    assert read_launch(write(tmp_path, "axolotl.yml", text)).taken["gpus"].value == 16
+
+
 def test_two_files_and_gpus(tmp_path: Path) -> None:
     first, second = write(tmp_path, "trl.yaml", TRL), write(tmp_path, "accelerate.yaml", ACCELERATE)
     found = estimate_flops(launch=[first, second])

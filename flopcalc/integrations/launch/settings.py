@@ -39,6 +39,8 @@ class Settings:
         """Note a setting; whether its value is understood."""
         if value is None or (value == "auto" and word not in ("bf16", "dtype")):
             return True  # the framework's own choice
+        if word == "global_batch" and value == -1:
+            return True  # torchtitan: what the micro-batches make
         try:
             read = _read(word, value, key)
         except FlopcalcError as error:
