@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,8 +72,9 @@ class BoundModel:
     def count_visual_tokens(self, load: Workload) -> int:
         if self.vision is None:
             return 0
-        videos = sum(self.vision.count_tokens(grid, True) for grid in load.videos)
-        return sum(self.vision.count_tokens(grid) for grid in load.grids) + videos
+        count = self.vision.count_tokens
+        videos = sum([count(grid, True) * many for grid, many in Counter(load.videos).items()]) if load.videos else 0
+        return sum([count(grid) * many for grid, many in Counter(load.grids).items()]) + videos
 
 
 def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_part: bool = False) -> BoundModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any, TypeAlias
 
 from flopcalc.errors import WorkloadError, format_value
@@ -213,6 +214,10 @@ def check_load(value: object) -> Workload:
 
 def read_grids(value: Any, what: str, minimum: int = 1) -> tuple[Grid, ...]:
     """Rows of (t, h, w) from a tensor, an array or nested sequences."""
+    if type(value) is tuple and set(map(type, value)) == {tuple} and set(map(len, value)) == {3}:
+        sizes = list(chain.from_iterable(value))  # the usual case, in a training loop with many images
+        if set(map(type, sizes)) == {int} and min(sizes) >= minimum and max(sizes) < 10**9:
+            return value
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str):
@@ -221,11 +226,6 @@ def read_grids(value: Any, what: str, minimum: int = 1) -> tuple[Grid, ...]:
         value = [value]
     grids = []
     for row in value:
-        if type(row) is tuple and len(row) == 3:  # the usual case, in a training loop with many images
-            t, h, w = row
-            if type(t) is type(h) is type(w) is int and minimum <= min(row) and max(row) < 10**9:
-                grids.append((t, h, w))
-                continue
         row = row.tolist() if hasattr(row, "tolist") else row
         if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 3:
             raise WorkloadError(f"{what}: {format_value(row)} is not (t, h, w)")
