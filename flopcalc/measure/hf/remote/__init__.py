@@ -31,6 +31,7 @@ CLASSES = {
     "MolmoForCausalLM": "tiles",
     "Ovis": "tiles",
     "Phi3VForCausalLM": "tiles",
+    "BeeForConditionalGeneration": "tiles",
     "CogVLMForCausalLM": "experts",
     "Eagle2_5_VLForConditionalGeneration": "tiles",
 }

@@ -250,18 +250,45 @@ class Resampler(nn.Module):
         return torch.matmul(self.ln_post(made), self.proj)
 
 
+class TimmSiglip(nn.Module):
+    """vllm-project/vllm: vllm/model_executor/models/minicpmv.py, MiniCPMV2_0: timm's SigLIP without its pooling."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        d, patch = config.hidden_size, config.patch_size
+        self.patch_embed = nn.Module()
+        self.patch_embed.proj = nn.Conv2d(config.num_channels, d, patch, patch)
+        self.pos_embed = nn.Parameter(torch.ones(1, (config.image_size // patch) ** 2, d))
+        heads, ff = config.num_attention_heads, config.intermediate_size
+        self.blocks = nn.ModuleList(Block(Names(), d, ff, heads) for _ in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(d)
+
+    def forward(self, pixels: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        x = self.patch_embed.proj(pixels).flatten(1) + self.pos_embed.mean((0, 1))  # resized: no product
+        for block in self.blocks:
+            x = block.forward(x, lengths)  # timm has a checkpointing of its own, which HF's does not reach
+        return self.norm(x)
+
+
 class MiniCPMV(Chat):
-    """vllm-project/vllm: vllm/model_executor/models/minicpmv.py, MiniCPMV2_5 to MiniCPMV4_5; slices are not padded."""
+    """vllm-project/vllm: vllm/model_executor/models/minicpmv.py, MiniCPMV2_0 to MiniCPMV4_5; slices are not padded."""
 
     language = "llm"
 
     def build(self, config: Any) -> None:
-        self.vpm = SiglipGrid(config.vision_config)
+        tower, d = config.vision_config, config.text_config.hidden_size
+        self.is_first = tower.model_type == "timm_siglip"
+        self.vpm = TimmSiglip(tower) if self.is_first else SiglipGrid(tower)
         if config.drop_vision_last_layer:
-            del self.vpm.encoder.layers[-1]
-        self.resampler = Resampler(config.query_num, config.text_config.hidden_size, config.vision_config.hidden_size)
+            del (self.vpm.blocks if self.is_first else self.vpm.encoder.layers)[-1]
+        self.resampler = Resampler(config.query_num, d, tower.hidden_size)
+        if self.is_first:
+            self.resampler.pos_embed = nn.Parameter(torch.ones(config.query_num, d), requires_grad=False)
 
     def see(self, pixel_values: torch.Tensor, tgt_sizes: torch.Tensor, **_: Any) -> torch.Tensor:
         lengths = tgt_sizes.prod(1).tolist()
-        x = self.vpm(pixel_values, [lengths] * len(self.vpm.encoder.layers))
+        if self.is_first:
+            x = self.vpm(pixel_values, lengths)
+        else:
+            x = self.vpm(pixel_values, [lengths] * len(self.vpm.encoder.layers))
         return torch.cat([self.resampler(each) for each in x.split(lengths)])

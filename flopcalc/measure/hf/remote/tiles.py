@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CLIPVisionModel, Phi3Config, Phi3ForCausalLM, SiglipVisionModel
+from transformers import (
+    CLIPVisionModel,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    Phi3Config,
+    Phi3ForCausalLM,
+    SiglipVisionModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.step3p7.configuration_step3p7 import Step3p7VisionConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7VisionModel
@@ -323,3 +330,27 @@ class Eagle2_5_VLForConditionalGeneration(Chat):
         side = round(x.shape[1] ** 0.5) // self.fold
         x = x.unflatten(1, (side, self.fold, side, self.fold)).transpose(2, 3).flatten(3).flatten(0, 2)
         return self.mlp1(x)
+
+
+# --- Bee --------------------------------------------------------------------------------------------------------------
+class BeeProjector(nn.Module):
+    """vllm-project/vllm: vllm/model_executor/models/bee.py, BeeMultiModalProjector."""
+
+    def __init__(self, width: int, d: int) -> None:
+        super().__init__()
+        self.pre_norm = nn.LayerNorm(width)
+        self.linear_1, self.linear_2 = nn.Linear(width, 4 * d), nn.Linear(4 * d, d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear_2(nn.functional.gelu(self.linear_1(self.pre_norm(x))))
+
+
+class BeeForConditionalGeneration(LlavaOnevisionForConditionalGeneration):
+    """vllm-project/vllm: vllm/model_executor/models/bee.py: LLaVA-OneVision with a projector of its own."""
+
+    config_base = LlavaOnevisionConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        project = BeeProjector(config.vision_config.hidden_size, config.text_config.hidden_size)
+        self.model.multi_modal_projector = project
