@@ -46,17 +46,16 @@ def list_flips(config: dict[str, Any], filled: dict[str, Any]) -> Iterator[tuple
 
 def find_miscounted(name: str) -> list[str]:
     """The changed configs of one type that are counted wrongly; a line for each."""
-    from transformers import AutoConfig
-
     from flopcalc.measure.hf.examples import find_example, list_cases, make_estimator
+    from flopcalc.measure.hf.models import make_config
     from flopcalc.measure.hf.verify import prepare, verify
 
     prepare()
     example = find_example(name)
     lines = []
     for number, config in enumerate(example.configs):
-        keys = dict(config)
-        filled = AutoConfig.for_model(keys.pop("model_type"), **keys).to_dict()
+        architecture = example.architecture or make_estimator(example, config).spec.architecture
+        filled = make_config(config, architecture).to_dict()
         cases = list(list_cases(example, config))
         picked = [cases[0][0], *[w for w, _ in cases if w.get("images") or w.get("clips")][:1]]
         for what, changed in list_flips(config, filled):

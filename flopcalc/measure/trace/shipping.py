@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from flopcalc.core.spec.spec import Spec, load_spec
 from flopcalc.data import find_data_dir, find_data_file, list_data_files, load_toml
 from flopcalc.errors import FlopcalcError
+from flopcalc.measure.hf.remote import find_class
 from flopcalc.measure.trace import truth
 
 __all__ = ["Step", "ship"]
@@ -119,6 +120,8 @@ def _record_operators(name: str, spec: Spec, check: bool) -> Step:
     folder = Path(find_data_dir()) / "operators"
     if spec.vision.get("text") == "none":
         return Step("operators", "done", "none: a model of images alone is not predicted")
+    if find_class(spec.architecture) is not None:
+        return Step("operators", "done", "none: a module after published code does not dispatch what that code does")
     if (folder / f"{name}.json").is_file():
         return Step("operators", "done", "recorded")
     if check:
