@@ -359,6 +359,8 @@ class Step3p5ForCausalLM(TextModel):
         super(TextModel, self).__init__(config)
         self.model = Step3p7TextModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
         self.post_init()
 
     def run(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
