@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from flopcalc.core.count.formulas import KernelShape
 from flopcalc.core.workload.pairs import BLOCK
 from flopcalc.hardware.tables import Table, find_table, load_table
-from flopcalc.hardware.tiles import MODELLED, count_attention_pairs, count_experts_excess, count_product_excess
+from flopcalc.hardware.tiles import (
+    MODELLED,
+    NEAR_DIM,
+    UNMEASURED_DIMS,
+    count_attention_pairs,
+    count_experts_excess,
+    count_product_excess,
+    pad_head,
+)
 
 _ATTENTION_SHAPE = re.compile(r"(causal|full) b(\d+) h(\d+) s(\d+) d(\d+)/(\d+)")
 
@@ -80,7 +89,21 @@ def find_kernel_table(device_id: str, kernel: str) -> KernelTable | None:
     found = read_kernel_table(load_table(path), kernel, load_table(beside) if beside else None) if path else None
     if found is None or not device_id.startswith(MODELLED):
         return found
-    return found._replace(modelled=kernel)
+    return _add_dims(found._replace(modelled=kernel))
+
+
+def _add_dims(table: KernelTable) -> KernelTable:
+    """With the head dims that no table has, padded by the rule that those measured follow."""
+    near = (NEAR_DIM, NEAR_DIM)
+    shapes, ranges = dict(table.shapes), dict(table.ranges)
+    if near not in shapes or table.modelled not in ("cudnn", "flash"):
+        return table
+    for dim in UNMEASURED_DIMS:
+        if (dim, dim) not in shapes:
+            padded = Fraction(pad_head(table.modelled, dim), dim).as_integer_ratio()
+            shapes[dim, dim] = replace(shapes[near], pad_forward=padded, pad_backward=padded)
+            ranges[dim, dim] = ranges[near]
+    return table._replace(shapes=tuple(sorted(shapes.items())), ranges=tuple(sorted(ranges.items())))
 
 
 def read_kernel_table(table: Table, kernel: str, padding: Table | None = None) -> KernelTable | None:

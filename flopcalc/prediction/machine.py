@@ -266,6 +266,8 @@ _UNMEASURED = 0.3  # relative error of a time that is scaled from another device
 # others, Hopper's. Set before the first comparison with published runs (benchmarks/published_runs.py).
 _SHARES = {"a100": 0.83, "a800": 0.83, "tpu": 0.82}
 _SHARE = 0.72
+_STEPS = {4: (4, 2, 1), 2: (2, 4, 1), 1: (1,)}  # step of unaligned widths -> measured steps that tell, nearest first
+_NARROW_RATE = 0.6  # of its rate that a format keeps in products of an adapter's rank: one step of rank 64
 _NARROW = 64  # rank of an adapter: up to here its products in another format are bound by their bytes
 EXPERT_START_S = 0.6e-3  # where a device's own is not known; from published runs on Hopper and B200
 _UNCAST = ("lm_head", "head", "router")  # parts whose products stay in bf16
@@ -357,7 +359,7 @@ class Machine:
             start, per_byte = line
             m, n, k = product.m, product.n, product.k
             other = self._find_other(product.format)
-            computed = 2.0 * m * n * k / other.shape.rate
+            computed = 2.0 * m * n * k / (_NARROW_RATE * other.shape.rate)
             moved = per_byte * other.width * (m * n + m * k + n * k) / self.memory
             return Timed(start + max(computed, moved), 2 * _ERRORS["product"], True)
         if product.format and self.dtype not in CAST_FORMATS:
@@ -389,10 +391,13 @@ class Machine:
         return Timed(seconds * ratio, error * (2 - nearness), self.is_measured)
 
     def _find_slower(self, step: int, direction: str) -> float:
-        """What widths that are no multiple of 8 cost; of a step that was not measured, the next finer one's."""
+        """What widths that are no multiple of 8 cost.
+
+        Steps of 2 that were not measured are as those of 4: kernels for both copy 4 bytes at once, those for 1 do not.
+        """
         table = self.constants["products"]["unaligned"]
-        for known in sorted((int(name) for name in table), reverse=True):
-            if known <= step and direction in table[str(known)]:
+        for known in _STEPS[step]:
+            if direction in table.get(str(known), ()):
                 return float(table[str(known)][direction])
         return 1.0
 

@@ -37,7 +37,7 @@ from flopcalc.prediction.choices import (
 from flopcalc.prediction.clock import Clock, Event, StepTime
 from flopcalc.prediction.floors import Floors, describe_execution, find_floors
 from flopcalc.prediction.machine import Machine
-from flopcalc.prediction.maker import OPTIMIZERS, make_work
+from flopcalc.prediction.maker import OPTIMIZERS, count_calls, make_work
 from flopcalc.prediction.memory import (
     Memory,
     can_resize,
@@ -53,6 +53,12 @@ from flopcalc.words import Execution, check_flag, check_word
 __all__ = ["OPTIMIZERS", "Prediction", "StepTime", "find_largest_batch", "predict", "predict_estimate"]
 
 _COUNTING = ("kernel ", "tile padding ")  # an estimate's notes on how HFU's FLOPs were counted, not on the workload
+
+
+# HF's generate beside the forward passes that are timed: how many times longer a token takes, and how long cuDNN takes
+# to build the plan of a length that it meets first. Four models on an H200: 1.3 to 1.5 times, 45 to 74 ms
+# (benchmarks/results/decode_steps.json, blind_decode.json).
+_GENERATE, _NEW_LENGTH_S = 1.4, 0.06
 
 
 class TimeRow(NamedTuple):
@@ -88,6 +94,9 @@ class Prediction(NamedTuple):
     workload: str = ""  # in words
     capacity: int | None = None  # bytes that tensors can fill; None as for `fits`
     events: tuple[Event, ...] = ()  # what host and device do, if it was asked for
+    generate: dict[str, float] | None = (
+        None  # decoding in eager code: seconds of a token, and of a new length beside it
+    )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -108,6 +117,7 @@ class Prediction(NamedTuple):
                 {**self.memory.to_dict(), "fits": self.fits, "capacity": self.capacity} if self.memory else None
             ),
             "floors": self.floors.to_dict() if self.floors else None,
+            "generate": self.generate,
             "advice": self.advice,
             "evidence": self.evidence,
             "notes": list(self.notes),
@@ -307,6 +317,8 @@ def predict_estimate(
         notes.append(f"a graph of HF's own kernels, captured without torch.compile, takes {format_seconds(seconds)}")
     parts = list(estimate.terms)
     prediction = _predict(estimate, settings)
+    if chosen == "eager" and parts[0].load.phase == "decode" and machine.is_measured:
+        prediction = _add_generate(prediction, sum(count_calls(load) * times for _, load, times in parts), host_factor)
     settings = settings._replace(has_events=False)
     if transformers is None and has_routed(estimate) and chosen != "fused":
         prediction = _cover_versions(prediction, _predict(estimate, settings._replace(transformers=RECORDED)))
@@ -450,6 +462,17 @@ def _cover_versions(found: Prediction, newer: Prediction) -> Prediction:
     )
     seconds = StepTime(min(low, newer.step_time_s.low), mid, high)
     return found._replace(step_time_s=seconds, notes=(*found.notes, note))
+
+
+def _add_generate(prediction: Prediction, tokens: int, host_factor: float) -> Prediction:
+    """With the time of a token in HF's generate, and what a new length adds."""
+    token_s, new_s = _GENERATE * prediction.step_time_s.mid / tokens, _NEW_LENGTH_S * host_factor
+    note = (
+        f"HF's generate takes about {format_seconds(token_s)} a token, and about {format_seconds(new_s)} more at each "
+        "length that cuDNN meets first (four models measured)"
+    )
+    found = {"token_s": token_s, "new_length_s": new_s}
+    return prediction._replace(generate=found, notes=(*prediction.notes, note))
 
 
 def _add_memory(prediction: Prediction, memory: Memory, device: Device) -> Prediction:

@@ -38,7 +38,36 @@ def test_pairs(kernel: str, direction: str, mask: str, length: int, pairs: int |
 
 
 def test_sizes_that_fill_tiles_pad_nothing() -> None:
-    assert count_product_excess(2048, 4096, 14336) == {"forward": 0, "dgrad": 0, "wgrad": 0}
+    assert count_product_excess(2048, 4096, 4096) == {"forward": 0, "dgrad": 0, "wgrad": 0}
+
+
+def test_a_weights_gradient_pads_its_widths() -> None:
+    for rows in (2048, 700):
+        padded = -(-rows // 64) * 64
+        excess = 2 * padded * 1280 * 1536 - 2 * rows * 1280 * 1280
+        assert count_product_excess(rows, 1280, 1280)["wgrad"] == excess
+
+
+@pytest.mark.parametrize(("kernel", "pads"), [("cudnn", (16, 9)), ("flash", (4, 3))])
+def test_head_dims_that_no_table_has_are_padded_as_their_neighbours(kernel: str, pads: tuple[int, int]) -> None:
+    table = find_kernel_table("h200-sxm", kernel)
+    assert table is not None
+    shape = dict(table.shapes)[72, 72]
+    assert (shape.pad_forward, shape.pad_backward) == (pads, pads)
+
+
+def test_products_that_were_counted_alone_are_nearly_right() -> None:
+    """Products at odd rows on an H200, which the model was fitted on: 2.3 and 5.1 % too low without it."""
+    errors: dict[str, list[float]] = {}
+    for name, executed in json.loads((RESULTS / "blind_pieces.json").read_text())["cases"]:
+        size, direction = name.split()
+        m, n, k = map(int, size.split("x"))
+        counted = 2 * m * n * k + count_product_excess(m, n, k)[direction]
+        errors.setdefault(direction, []).append(counted / executed - 1)
+    assert {direction: len(found) for direction, found in errors.items()} == dict.fromkeys(errors, 434)
+    for found in errors.values():
+        assert abs(statistics.fmean(found)) < 0.002
+        assert statistics.fmean(map(abs, found)) < 0.009
 
 
 def test_products_over_odd_rows_are_right_on_average() -> None:
@@ -54,8 +83,8 @@ def test_products_over_odd_rows_are_right_on_average() -> None:
                 before.append(2 * m * n * k / executed - 1)
     assert len(errors) == 105
     assert statistics.fmean(before) == pytest.approx(-0.0469, abs=0.0005)
-    assert abs(statistics.fmean(errors)) < 0.005
-    assert statistics.fmean(map(abs, errors)) < 0.03
+    assert abs(statistics.fmean(errors)) < 0.01
+    assert statistics.fmean(map(abs, errors)) < 0.018
 
 
 def test_experts_pad_what_was_counted() -> None:
@@ -63,7 +92,7 @@ def test_experts_pad_what_was_counted() -> None:
     found = count_experts_excess(8, 8192, 8192, 2048)
     need = 2 * 8192 * 8192 * 2048
     assert {name: round(flops / need, 3) for name, flops in found.items()} == {
-        "forward": 0.125, "dgrad": 0.125, "wgrad": 0.031,
+        "forward": 0.127, "dgrad": 0.127, "wgrad": 0.031,
     }  # fmt: skip
     path = find_table("h200-sxm", "padding")
     assert path is not None

@@ -38,3 +38,13 @@ def test_graphs_are_as_measured(model: str) -> None:
 
 def test_other_executions_say_nothing_about_captured_graphs() -> None:
     assert not [note for note in predict_token("llama-3.2-1b", 4, "compiled").notes if "captured" in note]
+
+
+def test_generate_takes_longer_than_forward_passes() -> None:
+    found = predict_token("llama-3.2-1b", 16, "eager")
+    assert found.generate == {"token_s": pytest.approx(1.4 * found.step_time_s.mid), "new_length_s": 0.06}
+    assert found.to_dict()["generate"] == found.generate
+    kept = json.loads((RESULTS / "decode_steps.json").read_text())["cases"]
+    measured = [case["token_s"] for case in kept if case["model"] == "llama-3.2-1b" and "generate" in case["way"]]
+    assert found.generate["token_s"] == pytest.approx(sum(measured) / len(measured), rel=0.1)
+    assert predict_token("llama-3.2-1b", 2, "graphs").generate is None
