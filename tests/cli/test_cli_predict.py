@@ -106,6 +106,8 @@ QWEN = ["predict", "--model", "qwen2-vl-2b", "--seq", "2048", "--device", "h200"
             [*LLAMA, "--phase", "decode", "--recompute", "full", "--optimizer", "adamw-foreach"],
             [
                 HOST,
+                "HF's generate takes about 21.24 ms a token, and about 60.00 ms more at each length that cuDNN meets "
+                "first (four models measured)",
                 "this decodes 2,048 new tokens after an empty cache; for one token after 2,048 cached ones give "
                 "--seq 1 --context 2048",
                 "phase decode has no backward pass, so nothing is recomputed",
@@ -135,7 +137,7 @@ def test_notes(
     arguments: list[str], notes: list[str], of_memory: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     phase = arguments[arguments.index("--phase") + 1] if "--phase" in arguments else "train"
-    at = notes.index(HOST) + 1
+    at = notes.index(HOST) + 1 + (phase == "decode")
     notes = [*notes[:at], describe_execution("eager", phase), *notes[at:]]
     _, out, _ = run(capsys, *arguments, "--json")
     assert json.loads(out)["notes"] == notes
