@@ -235,7 +235,7 @@ def _most_patches(width: int, height: int, values: dict[str, Any]) -> Grid:
 
 def _crop(width: int, height: int, values: dict[str, Any]) -> Grid:
     """Classifiers and CLIP: resized to one size, or to a shortest side, then the middle cut out; patches that fit."""
-    edge = values["size.shortest_edge"]
+    edge = values.get("size.shortest_edge", 0)  # without it, a shortest side means a square
     if values["do_resize"] and edge:
         short, long = min(height, width), max(height, width)
         long = int(edge * long / short)

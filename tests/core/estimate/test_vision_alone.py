@@ -117,3 +117,11 @@ def test_a_head_is_tied_as_the_text_model_says(text: str, is_tied: bool) -> None
 def test_a_tower_without_layers_to_read_is_refused() -> None:
     with pytest.raises(FlopcalcError, match="has no hidden states for 'llava' to read"):
         bind(make_llava("swin", "llama"))
+
+
+@pytest.mark.parametrize("model_type", ["convnext", "resnet", "regnet"])
+def test_a_shortest_side_means_a_square(model_type: str) -> None:
+    model = bind({"model_type": model_type, "hidden_sizes": [8, 12], "depths": [1, 1], "num_stages": 2})
+    sides = 56 if model_type == "convnext" else 224
+    grid = model(image_grid_thw=[[1, sides, sides]], phase="forward")
+    assert model(images=[(640, 480)], phase="forward").total == grid.total
