@@ -163,14 +163,10 @@ class TrainingMonitor(PassCalls):
         for each in batches:
             self._note_given(seen, each)
 
+    @guarded
     def end_step(self, step: int | None = None) -> None:
         """An optimizer step is over."""
-        if self._is_off:
-            return
-        try:
-            self._end(self._open or self._begin(), step)
-        except Exception as error:
-            self._fail("end_step", error)
+        self._end(self._open or self._begin(), step)
 
     @guarded
     def report(
@@ -192,6 +188,7 @@ class TrainingMonitor(PassCalls):
             self._say_unknown("step", unknown, ("batch", "dataset"))
         return StepContext(self, batch, dataset)
 
+    @guarded
     def log_step(
         self,
         step: int,
@@ -203,18 +200,14 @@ class TrainingMonitor(PassCalls):
         skip_wandb: bool = False,
     ) -> None:
         """An optimizer step is over, and this is its record. Inside or after `with monitor.step()` only the record."""
-        if self._is_off:
-            return
         given = (epoch, loss, grad_norm, learning_rate)
-        try:
-            if self._is_inside:
-                if attention_mask is not None:
-                    self._see_mask(self._open or self._begin(), attention_mask)
-                self._fill(step, given, skip_wandb)
-                return
-            if self._is_ended:
-                self._report(step, given, skip_wandb)
-                return
+        if self._is_inside:
+            if attention_mask is not None:
+                self._see_mask(self._open or self._begin(), attention_mask)
+            self._fill(step, given, skip_wandb)
+        elif self._is_ended:
+            self._report(step, given, skip_wandb)
+        else:
             seen = self._open or self._begin()
             if attention_mask is not None:
                 self._see_mask(seen, attention_mask)
@@ -222,8 +215,6 @@ class TrainingMonitor(PassCalls):
             if skip_wandb:
                 seen.skip_wandb = True
             self._end(seen, step)
-        except Exception as error:
-            self._fail("log_step", error)
 
     @guarded
     def mark_lost(self, cause: str) -> None:

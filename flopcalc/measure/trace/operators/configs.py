@@ -15,7 +15,7 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import Attend, iterate
 from flopcalc.data import list_data_files
-from flopcalc.errors import FlopcalcError
+from flopcalc.errors import ConfigError, FlopcalcError
 from flopcalc.measure.hf.examples import Example, make_estimator
 from flopcalc.prediction.recordings import (
     SWITCHES,
@@ -122,10 +122,14 @@ def retype(config: Json, model_type: str) -> Json:
 def round_heads(example: Example, config: Json) -> Json:
     """Longer heads where the share of one that is rotated is no even number, as it is in every real model."""
     share = find_share(config)
-    stages = make_estimator(example, config).stages if share != 1 else ()
+    longer = resize(config, share.denominator, 1, 1, 0)
+    try:
+        stages = make_estimator(example, config).stages if share != 1 else ()
+    except ConfigError:  # the spec refuses an odd number
+        return longer
     ops = [op for stage in stages if stage.group == "language" for chain in stage.layers for op in iterate(chain)]
     is_even = all(op.qk * share % 2 == 0 for op in ops if isinstance(op, Attend))
-    return config if is_even else resize(config, share.denominator, 1, 1, 0)
+    return config if is_even else longer
 
 
 def set_window(config: Json, window: int) -> Json:
