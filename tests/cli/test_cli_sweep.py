@@ -251,9 +251,9 @@ def test_the_options_and_the_file_are_both_named(capsys: Capture) -> None:
     assert err == "flopcalc: m.json and the options given: steps must be at least 1, not 0\n"
 
 
-def test_every_option_is_in_the_page() -> None:
-    text = (ROOT / "docs" / "sweep.md").read_text(encoding="utf-8")
-    words = set(re.findall(r"`(--[a-z-]+)", text))
+def test_every_option_is_in_the_pages() -> None:
+    text, options = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("sweep.md", "cli.md"))
+    words = set(re.findall(r"`(--[a-z-]+)", options))
     for name, command in group.commands.items():
         assert f"`flopcalc sweep {name}" in text
         assert {o for p in command.params for o in p.opts if o.startswith("--")} <= words, name
