@@ -71,6 +71,8 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
             value = config.get(key)
             if value is None and (key not in config or key in rules.get(f"{kind}?", "").split()):
                 continue
+            if value is None:
+                raise ConfigError(f"{where}: missing key '{key}': it is null, and must be {words}")
             if not (("int" in kind and _is_whole(value)) or ("list" in kind and _is_whole_list(value))):
                 raise ConfigError(f"{where}: {key} must be {words}, not {format_value(value)}")
     for key, (count_key, default) in rules.get("layers", {}).items():

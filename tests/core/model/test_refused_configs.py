@@ -42,7 +42,7 @@ MOE: Json = {
         ({**LLAMA, "num_key_value_heads": 64.5}, "num_key_value_heads must be a whole number, not 64.5"),
         ({**LLAMA, "hidden_size": 64.0}, "hidden_size must be a whole number, not 64.0"),
         ({**LLAMA, "max_position_embeddings": "2048"}, "max_position_embeddings must be a whole number, not '2048'"),
-        ({**LLAMA, "vocab_size": None}, "vocab_size must be a whole number, not None"),
+        ({**LLAMA, "vocab_size": None}, "missing key 'vocab_size': it is null, and must be a whole number"),
         ({**LLAMA, "layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers is 2"),
         ({**LLAMA, "layer_types": ["full_attention", "full"]}, "layer_types holds 'full', which HF does not know"),
         ({**LLAMA, "model_type": "gemma4_text", "head_dim": 13, "global_head_dim": 8}, "head_dim must be even"),
