@@ -50,11 +50,16 @@ LEAST, MOST = (0.7, 0.5, 0.4), (1.0, 1.0, 1.0)  # of half, quarter, eighth
 # Share of these bursts' rate that products keep up in a step, by number format, chosen by published runs. A100 and
 # H100: about 0.85 and 0.72 of the published peak. Blackwell in bf16: 0.48 of a B200's 2,250 TFLOP/s, which Megatron's
 # products reach in MooreThreads/SimuMax (configs/system/b200_bf16_ceperm.json: 0.485 in the median of 514), over the
-# B200's bursts here; the other three have no measurement of their own.
+# B200's bursts here; the other three have no measurement of their own. Attention: the same file's mean of sdp_fwd and
+# sdp_bwd at 4,096 to 131,072 tokens, over the rate that the engines' table gives. Narrow formats: dense runs of
+# Megatron-Bridge up to release 26.04.01; training's fp8 kernels are faster than those that the engines' table has.
 SUSTAINED = {
     "a100-sxm-80gb": {"bf16": 0.95},
     "h100-sxm": {"bf16": 0.872, "fp8": 0.95},
-    **{name: {"bf16": 0.66} for name in ("b200-sxm", "b300-sxm", "gb200", "gb300")},
+    **{
+        name: {"bf16": 0.66, "attention": 0.83, "fp8": 1.1, "mxfp8": 0.83, "nvfp4": 1.12}
+        for name in ("b200-sxm", "b300-sxm", "gb200", "gb300")
+    },
 }
 # Seconds of a call of experts beside its products, from published runs: steps on Grace hosts are replayed as graphs.
 EXPERT_START_S = {"gb200": 2e-4, "gb300": 2e-4}

@@ -74,10 +74,12 @@ def _degree_options(function: Any) -> Any:
 @click.option(
     "--recompute",
     metavar="none|full|…",
-    help="none, selective (attention), half (every second layer), full; or several.",
+    help="none, light (norms, activations), selective (attention), offload, half (every second layer), full; or "
+    "several.",
 )
 @checkpointing_option
 @click.option("--expert-imbalance", metavar="R", help="Rows of the busiest rank's experts over the mean (default 1).")
+@click.option("--overlap", default="all", show_default=True, metavar="all|none", help="Communication hidden or not.")
 @click.option("--interconnect", metavar="NAME", help="What joins the devices (default: the device's usual one).")
 @click.option("--price", metavar="USD", help="Of one GPU-hour (default: a dated one, where known).")
 @dtype_option("bf16|fp16|fp8|mxfp8|nvfp4")
@@ -165,6 +167,7 @@ def _plan(model: str, options: dict[str, Any], said: Sequence[str] = ()) -> Plan
         global_batch=batch if batch in (None, planning.AUTO) else parse_size(batch, "--global-batch"),
         interconnect=options["interconnect"],
         price=read_rate(options["price"], "--price"),
+        overlap=options["overlap"],
         expert_imbalance=1.0 if options["expert_imbalance"] is None else read_imbalance(options["expert_imbalance"]),
         dtype=read_formats(options)["compute"],
         execution=options["execution"] or "fused",

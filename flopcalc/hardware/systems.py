@@ -16,7 +16,7 @@ _FORM = {
     "device_id": str,
     "provenance": {"source": str, "licence": str},
     "products": Each({"shape": (*(POSITIVE,) * 8, FROM_1), "median_error": FROM_0}),
-    "sustained": Each(POSITIVE),  # share of the products' rate that a whole step keeps up, by number format
+    "sustained": Each(POSITIVE),  # share of the products' rate that a whole step keeps up, by number format; attention
     "expert_start_s?": FROM_0,
     "attention_flops_per_s": Each(POSITIVE, names="[1-9][0-9]*"),
     "decode_bytes_per_s": POSITIVE,

@@ -13,13 +13,9 @@ from flopcalc.errors import WorkloadError
 from flopcalc.planning.layout import Layout, Outline, split_layers
 from flopcalc.prediction.memory import Shards, Tensors
 from flopcalc.prediction.sides import find_sides, find_widths
-from flopcalc.prediction.tensors import Held, Part
+from flopcalc.prediction.tensors import LIFTED, Held, Part, list_kinds
 from flopcalc.prediction.timeline import Stack, find_place
 from flopcalc.prediction.work import Attention, Dispatched, Moved, Product, Work
-
-# Buffers of communication, on every device of several. What the driver and the allocator take is not in a device's
-# capacity.
-BUFFER_BYTES = 2 << 30
 
 
 def make_outline(estimator: Estimator, load: Workload) -> Outline:
@@ -33,6 +29,8 @@ def make_outline(estimator: Estimator, load: Workload) -> Outline:
     keys = [op.kv_heads * (op.qk + op.v) for chain in layers for op in iterate(chain) if isinstance(op, Attend)]
     widths = find_widths(estimator)
     exits = [_count_exits(chain, widths[stage.path]) for stage in stages for chain in stage.layers]
+    kinds = list_kinds(estimator)
+    routed = {kinds[place] for place, chain in enumerate(layers) if any(op.copies > 1 for op in iterate(chain))}
     return Outline(
         layers=len(layers),
         hidden=widths[stages[-1].path],
@@ -43,6 +41,9 @@ def make_outline(estimator: Estimator, load: Workload) -> Outline:
         exits=max(1.0, sum(exits) / len(layers)),
         keys=sum(keys) / len(layers),
         key_heads=max((op.kv_heads for op in cores), default=1),
+        head_dim=max((op.qk for op in cores), default=0),
+        kinds=kinds,
+        routed=tuple(sorted(routed)),
     )
 
 
@@ -113,6 +114,12 @@ def _cut_moved(moved: Moved, layout: Layout) -> Moved:
     return moved._replace(reads=moved.reads / share, writes=moved.writes / share)
 
 
+def is_lifting(product: Product) -> bool:
+    """Whether a forward product makes queries or keys and values of a compressed form."""
+    is_wide = product.n >= LIFTED * product.k and product.part == "attention_projections"
+    return is_wide and product.direction == "forward" and not product.is_again
+
+
 def repeat_work(work: Work, recompute: str) -> Work:
     """The work with what a kind of recomputation runs again; `work` recomputes all for half, else nothing."""
     if recompute == "half":  # every second layer
@@ -123,6 +130,12 @@ def repeat_work(work: Work, recompute: str) -> Work:
         return work._replace(
             products=tuple(halves), attention=tuple(cores), moved=tuple(moved), hosted=tuple(hosted)
         )  # fmt: skip
+    if recompute in ("light", "offload"):
+        inside = tuple(f"{stack.path}." for stack in work.stacks if stack.is_language)
+        lifted = [each._replace(is_again=True) for each in work.products if is_lifting(each)]
+        cheap = [each for each in work.moved if each.is_cheap and each.direction == "forward"]
+        renewed = [each._replace(is_again=True) for each in cheap if each.module.startswith(inside)]
+        return work._replace(products=(*work.products, *lifted), moved=(*work.moved, *renewed))
     if recompute == "selective":
         ahead = [each for each in work.attention if each.direction == "forward" and each.group == "language"]
         again = [each._replace(is_again=True) for each in ahead]
@@ -146,16 +159,23 @@ class Section(NamedTuple):
     layers: int
     has_first: bool = True  # what comes before the layers
     has_last: bool = True  # and after
-    in_flight: int = 1  # micro-batches that are on their way when the first comes back
+    in_flight: float = 1.0  # micro-batches that are on their way when the first comes back
+    kinds: tuple[int, ...] = ()  # layers of each kind; without, a share of every kind
+    devices: int = 1  # of the pipeline that have such a part
 
 
-def list_sections(model: Outline, layout: Layout) -> list[Section]:
-    """A pipeline's first, last and middle device; without one, the whole model."""
-    middle, first, last = split_layers(model, layout)
-    if layout.pp == 1:
-        return [Section(middle)]
-    found = [Section(first, has_last=False, in_flight=layout.pp), Section(last, has_first=False)]
-    return [*found, Section(middle, False, False, layout.pp - 1)] if layout.pp > 2 else found
+@lru_cache(maxsize=65536)
+def list_sections(model: Outline, pp: int = 1, virtual: int = 1) -> tuple[Section, ...]:
+    """The devices of a pipeline that differ: of those with the same layers the one with the most in flight."""
+    kinds = model.kinds or (0,) * model.layers
+    found: dict[tuple[object, ...], Section] = {}
+    for rank, own in enumerate(split_layers(kinds, pp, virtual)):
+        ends = (rank == 0, rank == pp - 1)
+        # Forward passes before the first backward one, each of a chunk of layers (1F1B, interleaved or not).
+        ahead = pp - rank if virtual == 1 else 2 * (pp - rank - 1) + (virtual - 1) * pp + 1
+        first = found.setdefault((*ends, own), Section(sum(own), *ends, ahead / virtual, own, 0))
+        found[(*ends, own)] = first._replace(devices=first.devices + 1)
+    return tuple(found.values())
 
 
 def take_section(work: Work, section: Section, layers: int, stepped: float) -> Work:
@@ -206,14 +226,14 @@ def locate(module: str, group: str, stacks: tuple[Stack, ...]) -> str:
 # --- what a device holds ----------------------------------------------------------------------------------------------
 def make_shards(layout: Layout, section: Section, model: Outline, batches: int) -> Shards:
     """What of a step's tensors a device of a section holds."""
-    flying = float(min(section.in_flight, batches))
-    if layout.virtual > 1:
-        flying *= 1 + (layout.pp - 1) / (layout.pp * layout.virtual)
+    kinds: tuple[tuple[int, int], ...] = ()
+    if section.kinds and section.layers < model.layers:
+        kinds = tuple((own, model.kinds.count(kind)) for kind, own in enumerate(section.kinds) if model.kinds)
     return Shards(
         zero=layout.zero, ranks=layout.dp * layout.cp, expert_ranks=layout.expert_dp, tensor=layout.tp,
         experts=layout.ep, sequence=layout.cp, is_spread=layout.is_sequence_parallel,
         layers=(section.layers, model.layers), has_first=section.has_first, has_last=section.has_last,
-        in_flight=flying, buffers=BUFFER_BYTES if layout.devices > 1 else 0,
+        in_flight=min(section.in_flight, float(batches)), kinds=kinds,
     )  # fmt: skip
 
 
@@ -222,9 +242,33 @@ def mix_tensors(kept: Tensors, again: Tensors) -> Tensors:
     return kept._replace(parts=tuple(_mix(*pair) for pair in zip(kept.parts, again.parts, strict=True)))
 
 
+def offload_tensors(kept: Tensors) -> Tensors:
+    """Of a step that keeps every second layer's activations in the host's memory; the layer that is copied stays."""
+    found = []
+    for part in kept.parts:
+        if not part.is_language:
+            found.append(part)
+            continue
+        kinds = tuple(kind._replace(kept=_halve(kind.kept, Held())) for kind in part.kinds)
+        each = part.kept.total // part.layers
+        found.append(
+            part._replace(
+                kept=_halve(part.kept, Held()), extra=part.extra + each, kinds=kinds, outputs=part.outputs // 2
+            )
+        )
+    return kept._replace(parts=tuple(found))
+
+
 def _mix(one: Part, other: Part) -> Part:
-    halves = Held((one.kept.dense + other.kept.dense) // 2, (one.kept.other + other.kept.other) // 2)
-    return one._replace(kept=halves, extra=max(one.extra, other.extra))
+    kinds = tuple(
+        own._replace(kept=_halve(own.kept, same.kept)) for own, same in zip(one.kinds, other.kinds, strict=True)
+    )
+    return one._replace(kept=_halve(one.kept, other.kept), extra=max(one.extra, other.extra), kinds=kinds,
+                        outputs=(one.outputs + other.outputs) // 2)  # fmt: skip
+
+
+def _halve(one: Held, other: Held) -> Held:
+    return Held((one.dense + other.dense) // 2, (one.other + other.other) // 2)
 
 
 class Weights(NamedTuple):

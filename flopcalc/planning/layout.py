@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from flopcalc.errors import RecipeError, WorkloadError, format_value
+from flopcalc.planning.local import split_evenly
 from flopcalc.words import check_word
 
-RECOMPUTE = ("none", "selective", "half", "full", "full-reentrant")
+RECOMPUTE = ("none", "light", "selective", "offload", "half", "full", "full-reentrant")
 DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch", "recompute")
 
 
@@ -23,7 +25,9 @@ class Layout(NamedTuple):
     ep: int = 1
     zero: int = 0  # 1: optimizer states spread over dp, 2: gradients too, 3: weights too (FSDP)
     micro_batch: int = 1  # sequences
-    # selective: the attention core again; half: every second layer; full and full-reentrant: every layer
+    # light: norms, activation functions and up-projections of compressed keys again; selective: the attention core;
+    # offload: light, and every second layer's activations in the host's memory; half: every second layer again; full
+    # and full-reentrant: every layer
     recompute: str = "none"
     is_sequence_parallel: bool = True  # with tp: norms and residuals are spread too
 
@@ -46,7 +50,7 @@ class Layout(NamedTuple):
 class Outline(NamedTuple):
     """What the rules and the exchanges of a layout ask of a model; of one sample where a length counts."""
 
-    layers: int  # of the language model; all are taken as the mean layer
+    layers: int  # of the language model
     hidden: int  # width of the residual stream
     tokens: int
     heads: int
@@ -55,6 +59,9 @@ class Outline(NamedTuple):
     exits: float  # sums over tp in a layer, one direction
     keys: float  # numbers of keys and values that a token has in a layer
     key_heads: int
+    head_dim: float = 0.0  # of keys
+    kinds: tuple[int, ...] = ()  # the kind of each layer, by number; without, all are alike
+    routed: tuple[int, ...] = ()  # kinds of layers that have experts
 
 
 def find_problem(layout: Layout, model: Outline, gpus: int, global_batch: int) -> tuple[str, str] | None:
@@ -138,14 +145,16 @@ def _list_virtual(layers: int, pp: int) -> list[int]:
     return [1] if pp == 1 else [virtual for virtual in range(1, min(own, 12) + 1) if own % virtual == 0]
 
 
-def split_layers(model: Outline, layout: Layout) -> tuple[int, int, int]:
-    """Layers on a device in the middle of the pipeline, the first and the last; the ends get fewer."""
-    if layout.pp == 1:
-        return model.layers, model.layers, model.layers
-    most = -(-model.layers // (layout.pp * layout.virtual)) * layout.virtual
-    missing = most * layout.pp - model.layers
-    last = max(0, most - (missing + 1) // 2)
-    return most, max(0, most - missing // 2), last
+@lru_cache(maxsize=1024)
+def split_layers(kinds: tuple[int, ...], pp: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Layers of each kind on every device of a pipeline; together they are all layers, and the ends get fewer."""
+    chunks, most = split_evenly(len(kinds), pp * virtual), max(kinds) + 1
+    starts = [sum(chunks[:number]) for number in range(len(chunks))]
+    found = []
+    for rank in range(pp):
+        own = [kind for number in range(rank, len(chunks), pp) for kind in kinds[starts[number] :][: chunks[number]]]
+        found.append(tuple(own.count(kind) for kind in range(most)))
+    return tuple(found)
 
 
 def check_fixed(name: str, values: Sequence[int | str]) -> tuple[int | str, ...]:

@@ -16,7 +16,8 @@ from flopcalc.words import check_word
 _MIB = 1 << 20
 # Bus bandwidth is size / time times this share of (g-1)/g: an all-reduce passes everything twice.
 _PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-_COPIED = ("per_node", "inside_mib", "inside_gb_per_s", "gather_share", "floor_us", "across_gb_per_s", "hop_us")
+_COPIED = ("per_node", "inside_mib", "inside_gb_per_s", "gather_share", "floor_us", "across_gb_per_s", "hop_us",
+           "host_gb_per_s")  # fmt: skip
 
 
 class Interconnect(NamedTuple):
@@ -34,6 +35,7 @@ class Interconnect(NamedTuple):
     filling: tuple[tuple[float, float], ...]  # (bytes per port, share of the port) of a collective between nodes
     source: str
     date: str
+    host: float = 0.0  # bytes per s between a device and its host's memory, one way; 0: not known
 
 
 @cache
@@ -91,6 +93,7 @@ def _read(
         filling=filling,
         source=merged["source"],
         date=merged["date"],
+        host=float(merged.get("host_gb_per_s", 0.0)) * 1e9,
     )
 
 

@@ -15,10 +15,11 @@ from flopcalc.errors import ConfigError, WorkloadError, format_value
 from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.results import Plan, Planned
 from flopcalc.planning.search import search_layouts
+from flopcalc.planning.step import OVERLAPS
 from flopcalc.prediction.choices import check_execution, check_optimizer
 from flopcalc.prediction.memory import resize_batch
 from flopcalc.units import check_items, check_size, format_parameters, format_tokens, parse_tokens
-from flopcalc.words import Execution
+from flopcalc.words import Execution, check_word
 
 __all__ = ["DEFAULT_SEQ", "NO_LENGTH", "Plan", "choose_batch", "plan", "plan_estimator"]
 
@@ -104,6 +105,7 @@ def plan_estimator(
     optimizer: str = "adamw-master",
     attention_kernel: str = "auto",
     expert_imbalance: float = 1.0,
+    overlap: str = "all",
     top: int = 5,
     images: Iterable[tuple[int, int]] | None = None,
     workload: Workload | None = None,
@@ -114,7 +116,8 @@ def plan_estimator(
     `global_batch` is in sequences, or "auto": searched; a degree is a number, a list of numbers to try, or None for all
     that are worth a try. `execution`, `optimizer` and `attention_kernel` are those of predict. `images` are one
     sample's, each (width, height) in pixels. `expert_imbalance` is the rows of the busiest rank's experts over the
-    mean. `workload` is one sample instead, or the global batch of several like one another.
+    mean. `overlap` is all, or none: no communication is hidden behind computation. `workload` is one sample instead, or
+    the global batch of several like one another.
     `progress` is called with the number of layouts that were looked at, and of all.
     """
     gpus, top = check_size(gpus, "gpus"), check_size(top, "top")
@@ -122,6 +125,7 @@ def plan_estimator(
         raise WorkloadError(f"gpus must be at most {MOST_GPUS:,}, not {gpus:,}")
     total_tokens = parse_tokens(tokens)
     expert_imbalance = _check_imbalance(expert_imbalance)
+    overlap = check_word(overlap, tuple(OVERLAPS), "overlap", WorkloadError)
     notes: list[str] = []
     if workload is not None:
         beside = {"seq_len": seq_len, "images": images}
@@ -148,7 +152,8 @@ def plan_estimator(
             estimator, sample, tokens=max(total_tokens, batch * sample.tokens), device=device, gpus=gpus,
             global_batch=batch, fixed=narrowed, interconnect=interconnect, price=price, dtype=dtype,
             execution=check_execution(execution), optimizer=check_optimizer(optimizer),
-            attention_kernel=attention_kernel, expert_imbalance=expert_imbalance, top=top, notes=notes,
+            attention_kernel=attention_kernel, expert_imbalance=expert_imbalance, overlaps=OVERLAPS[overlap], top=top,
+            notes=notes,
             progress=progress,
         )  # fmt: skip
 

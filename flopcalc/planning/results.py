@@ -15,6 +15,9 @@ from flopcalc.prediction.memory import Memory, find_capacity
 from flopcalc.units import format_amount, format_bytes, format_seconds
 from flopcalc.words import Execution
 
+# NCCL's buffers on every device of several. The allocator of the tensors does not see them.
+BUFFER_BYTES = 2 << 30
+
 
 def _list_bytes(memory: Memory) -> dict[str, int]:
     """What is there at the peak, whose sum is the total; `other` is workspace, buffers and inputs."""
@@ -22,6 +25,11 @@ def _list_bytes(memory: Memory) -> dict[str, int]:
     named = ("weights", "gradients", "optimizer", "activations", "logits")
     other = sum(size for name, size in there.items() if name not in named)
     return {name: there[name] for name in named} | {"other": other, "total": memory.peak}
+
+
+def find_usable(device: Device, gpus: int) -> int:
+    """Bytes of a device that tensors can fill, beside the buffers of a run on several."""
+    return find_capacity(device) - (BUFFER_BYTES if gpus > 1 else 0)
 
 
 class Point(NamedTuple):
@@ -151,7 +159,7 @@ class Plan(NamedTuple):
             "execution": self.execution,
             "optimizer": self.optimizer,
             "gpus": self.gpus,
-            "memory_capacity_bytes": find_capacity(self.device),
+            "memory_capacity_bytes": find_usable(self.device, self.gpus),
             "interconnect": {"id": self.interconnect.id, "source": self.interconnect.source},
             "tokens": self.tokens,
             "seq": self.seq,

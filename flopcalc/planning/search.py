@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time
 from flopcalc.core.workload.workload import Workload
-from flopcalc.data import find_data_dir
-from flopcalc.errors import DeviceError, SpecError, WorkloadError
-from flopcalc.files import MAX_JSON_BYTES, read_json
+from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.frames import FrozenRows
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
+from flopcalc.planning.coverage import describe_coverage
+from flopcalc.planning.cut import is_lifting
 from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts
 from flopcalc.planning.money import Rate, count_energy, find_price
 from flopcalc.planning.network import Interconnect, find_interconnect
-from flopcalc.planning.results import Loser, Plan, Planned, Point
+from flopcalc.planning.results import Loser, Plan, Planned, Point, find_usable
 from flopcalc.planning.step import PARTS, Overlaps, Runner, Step
 from flopcalc.prediction.choices import describe_formats
 from flopcalc.prediction.clock import tell_kernels
-from flopcalc.prediction.memory import Memory, find_capacity
+from flopcalc.prediction.memory import Memory
 from flopcalc.units import format_bytes, format_seconds
 from flopcalc.words import CAST_FORMATS, Execution
 
@@ -39,7 +37,7 @@ _REASONS = {
         "pipeline_sends",
         "data_parallel",
     ),
-    "recompute": ("recompute",),
+    "recompute": ("recompute", "offload"),
     "compute": ("products", "attention", "memory_bound", "launches", "host", "optimizer", "overhead"),
 }
 
@@ -86,7 +84,7 @@ def search_layouts(
         attention_kernel=attention_kernel, overlaps=overlaps, expert_imbalance=expert_imbalance,
     )  # fmt: skip
     needed = _find_ideal(found, {name: flops.total for name, flops in estimator.count_formats(sample, "model").items()})
-    capacity = find_capacity(found)
+    capacity = find_usable(found, gpus)
     searched = _search(runner, gpus, global_batch, fixed, capacity, progress)
 
     def finish(layout: Layout, step: Step, memory: Memory) -> Planned:
@@ -144,6 +142,10 @@ def _count_executed(runner: Runner, recompute: str) -> dict[str, float]:
     if recompute == "half":
         none, full = count("none", 0.5), count("full", 0.5)
         return {name: none.get(name, 0.0) + full.get(name, 0.0) for name in {**none, **full}}
+    if recompute in ("light", "offload"):
+        found, own = count("none"), runner.estimator("none").formats.attention
+        lifted = sum(each.flops for each in runner.work(1, "none").products if is_lifting(each))
+        return {**found, own: found.get(own, 0.0) + lifted}
     if recompute == "selective":
         found = count("none")
         rows = runner.estimator("none").rows(runner.sample, "hardware")
@@ -173,7 +175,7 @@ def _search(
     progress: Callable[[int, int], None] | None,
 ) -> _Searched:
     """Every layout of the search, timed; an error if none divides."""
-    model = runner.model
+    model, fixed = runner.model, {"recompute": runner.list_recompute(), **fixed}
     _check_division(model, gpus, global_batch, fixed)
     fitting: list[Entry] = []
     misfits: list[Entry] = []
@@ -187,7 +189,7 @@ def _search(
             progress(number, whole)
         if number == MOST_LAYOUTS:
             raise WorkloadError(f"more than {MOST_LAYOUTS} layouts: fix some of them, such as --tp or --micro-batch")
-        problem = find_problem(layout, model, gpus, global_batch)
+        problem = find_problem(layout, model, gpus, global_batch) or runner.find_unknown(layout)
         if problem is not None:
             skipped[problem[0]] = skipped.get(problem[0], 0) + 1
             problems.setdefault(*problem)
@@ -329,28 +331,6 @@ def _name_evidence(runner: Runner) -> str:
     return "kernels measured" if runner.machine.has_kernels else "not measured: scaled by published peaks"
 
 
-def _describe_coverage(runner: Runner, layout: Layout) -> list[str]:
-    """How often the interval held in published runs of this kind of layout."""
-    if layout.devices == 1 or runner.execution != "fused":
-        return []
-    name = f"{'dense' if runner.model.experts == 1 else 'experts'}, zero {'3' if layout.zero == 3 else '0 to 2'}"
-    found = load_coverage().get(name)
-    if found is None:
-        return [f"no published run of this kind ({name}) was predicted: how often the interval holds is not known"]
-    return [
-        f"{found['inside']} of {found['runs']} published runs of this kind ({name}) lie inside the interval "
-        "(benchmarks/published_training.py)"
-    ]
-
-
-@cache
-def load_coverage() -> dict[str, dict[str, int]]:
-    """Kind of layout -> published runs, and how many of them lie inside the interval."""
-    path = os.path.join(find_data_dir(), "plan_coverage.json")
-    kinds: dict[str, dict[str, int]] = read_json(path, MAX_JSON_BYTES, SpecError)["kinds"]
-    return kinds
-
-
 def _describe_experts(runner: Runner) -> str:
     if runner.expert_imbalance == 1:
         return "experts loaded evenly"
@@ -369,7 +349,7 @@ def _list_notes(best: Planned, runner: Runner, rate: Rate | None) -> list[str]:
             f"; collectives from table {net.id}; what many devices add, and the width of the interval, from published "
             "runs, for none was measured here (docs/planning.md)"
         )
-    hidden = "gradients reduced while backward runs, " if runner.overlaps.gradients else ""
+    hidden = "gradients reduced while backward runs, " if runner.overlaps.gradients else "no communication hidden, "
     bytes_ = "what the weights' dtype takes"
     if runner.optimizer == "adamw-master":
         bytes_ = "fp32 gradients and Adam (18 bytes a trained parameter before ZeRO)"
@@ -378,7 +358,7 @@ def _list_notes(best: Planned, runner: Runner, rate: Rate | None) -> list[str]:
         f"{_ASSUMED[runner.execution]}, {hidden}{_describe_experts(runner)}",
         f"memory a device: {runner.estimator('none').formats.name_weights()} weights, {bytes_}",
         *runner.list_notes(best.layout),
-        *_describe_coverage(runner, best.layout),
+        *describe_coverage(runner, best.layout),
         *describe_formats(runner.estimator("none").formats, runner.optimizer),
     ]
     if many > net.per_node and many % net.per_node:

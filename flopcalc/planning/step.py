@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from math import sqrt
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import FlopcalcError
 from flopcalc.planning.cut import (
@@ -19,11 +20,12 @@ from flopcalc.planning.cut import (
     make_outline,
     make_shards,
     mix_tensors,
+    offload_tensors,
     repeat_work,
     sum_weights,
     take_section,
 )
-from flopcalc.planning.layout import Layout, split_layers
+from flopcalc.planning.layout import Layout
 from flopcalc.planning.network import Interconnect, time_collective, time_message, time_routing
 from flopcalc.prediction.choices import change, find_kernel, settle
 from flopcalc.prediction.clock import CHECKED, Clock, Piece, Totals, add_up, combine
@@ -35,7 +37,7 @@ from flopcalc.words import CAST_FORMATS, RECOMPUTE, Execution, Recompute, check_
 
 PARTS = (
     "products", "attention", "memory_bound", "recompute", "launches", "host", "tensor_parallel", "context_parallel",
-    "expert_parallel", "pipeline_sends", "data_parallel", "bubble", "optimizer", "overhead",
+    "expert_parallel", "pipeline_sends", "data_parallel", "offload", "bubble", "optimizer", "overhead",
 )  # fmt: skip
 _KINDS = ("products", "attention", "memory_bound", "optimizer", "recompute")  # in the order of a clock's sums
 _ENDS = ("first", "last", "optimizer")
@@ -43,6 +45,11 @@ _EXCHANGES = ("tensor_parallel", "context_parallel", "expert_parallel", "pipelin
 # How far a step of many devices is from the sum of its parts; see benchmarks/published_runs.py for what they rest on.
 OVERHEAD = 0.04  # share of the step of several devices: uneven devices, data, logging
 CONTENTION = 0.3  # share of hidden communication that comes back as slower products
+# Bytes that ZeRO 3 copies for each weight of a layer and micro-batch: a gradient into the buffer that is reduced, and
+# the reduced one into the one that adds up.
+SHARD_COPIED = 8
+STREAMED = 0.85  # share of the memory's bandwidth that copies reach
+SENDS_SHOWN = 0.1  # the same of hand-overs between stages, which take few processors
 SHARD_WIRE_BYTES = 2  # gradients are reduced as they are, with zero 3 in bf16
 NETWORK_ERROR = 0.5  # relative error of communication that is not hidden
 # Devices whose published runs were predicted are known better than others that were not measured either.
@@ -53,6 +60,9 @@ EXPERT_ERROR = (0.25, 0.6)  # of a model of experts: uneven loads, small product
 SCAN_WIDTH = 2.0  # how many times wider where layers have scans or selections of keys
 
 
+Kinds: TypeAlias = tuple[int, ...]  # numbers of kinds of layers; none: what is in no layer
+
+
 class Overlaps(NamedTuple):
     """What a framework hides behind computation; the defaults are those of a current one."""
 
@@ -60,6 +70,10 @@ class Overlaps(NamedTuple):
     experts: bool = True  # all-to-all hidden behind another micro-batch
     tensor: bool = True  # gathers of tensor parallelism hidden behind their products
     sends: bool = True  # hand-overs between interleaved stages hidden behind their computation
+    ring: bool = True  # keys and values of other devices fetched while attention runs
+
+
+OVERLAPS = {"all": Overlaps(), "none": Overlaps(False, False, False, False, False)}
 
 
 class Step(NamedTuple):
@@ -86,17 +100,15 @@ class Shares(NamedTuple):
     """One micro-batch of the whole model on a device of a cut: sums by place and pass, and seconds of one layer."""
 
     clock: Clock
-    sums: Mapping[str, Totals]  # forward, backward and again of all layers; first, last, optimizer
+    # forward, backward and again of all layers by the kinds of layers that have them; first, last, optimizer
+    sums: Mapping[tuple[str, Kinds], Totals]
     forward: float  # seconds of one layer
     backward: float
     again: float
     attention: float  # of the forward pass
     first: float  # seconds of what comes before and after all layers
     last: float
-
-    @property
-    def layer(self) -> float:
-        return self.forward + self.backward + self.again
+    layers: Mapping[Kinds, float]  # seconds of all layers by the kinds that have them
 
 
 class Runner:
@@ -132,7 +144,13 @@ class Runner:
         self.most_error = PUBLISHED_ERROR if self.machine.device.id in CHECKED else 1.0
         self.work = cache(self._make_work)
         self.tensors = cache(self._make_tensors)
-        self.weights: Mapping[str, Weights] = sum_weights(self.tensors(1, "none").parts)
+        parts = self.tensors(1, "none").parts
+        self.weights: Mapping[str, Weights] = sum_weights(parts)
+        self.trained = {kind.number: kind.trained for part in parts for kind in part.kinds}
+        kinds = dict(zip(self.model.kinds, _list_named(estimator), strict=True))
+        self.named = [kinds[number] for number in range(len(kinds))]  # kind -> path of its layers, names of their ops
+        self.many = [self.model.kinds.count(number) for number in range(len(kinds))]
+        self._find_kinds = cache(self._find_kinds_of)
         self._cut = cache(self._cut_work)
         self._shares = cache(self._time_shares)
         self._host = cache(self._time_host)
@@ -151,6 +169,20 @@ class Runner:
         """What the work of a layout rests on."""
         return list(self.work(layout.micro_batch, layout.recompute).notes)
 
+    def list_recompute(self) -> tuple[str, ...]:
+        """Kinds of recomputation worth a try."""
+        if self.execution != "fused":
+            return "none", "half", "full"
+        return ("none", "light", "offload", "half", "full") if self.net.host else ("none", "light", "half", "full")
+
+    def find_unknown(self, layout: Layout) -> tuple[str, str] | None:
+        """What a layout needs and is not known: a link to the host, kernels of a training framework."""
+        if layout.recompute == "offload" and not self.net.host:
+            return "offload", f"recompute offload needs host_gb_per_s, which interconnect {self.net.id} does not have"
+        if layout.recompute in ("light", "offload") and self.execution != "fused":
+            return "fused", f"recompute {layout.recompute} is planned with execution fused, not {self.execution}"
+        return None
+
     # --- what one device does and holds -------------------------------------------------------------------------------
     def _make_work(self, micro_batch: int, recompute: str) -> Work:
         load = resize_batch(self.sample, micro_batch)
@@ -164,15 +196,19 @@ class Runner:
         load = resize_batch(self.sample, micro_batch)
         kernel = "auto" if recompute == "selective" else self.kernel  # which keeps no scores
 
-        def make(word: str) -> Tensors:
+        def make(word: str, *, is_light: bool = False) -> Tensors:
             optimizer = "sgd" if self.optimizer == "none" else self.optimizer
             return list_tensors(
                 self.estimator(word), load, dtype=self.dtype, optimizer=optimizer, attention=kernel,
-                execution=self.execution,
+                execution=self.execution, is_light=is_light,
             )  # fmt: skip
 
         if recompute == "half":
             return mix_tensors(make("none"), make("full"))
+        if recompute == "light":
+            return make("none", is_light=True)
+        if recompute == "offload":
+            return offload_tensors(self.tensors(micro_batch, "light"))
         return make(find_recipe(recompute))
 
     def count_memory(self, layout: Layout) -> Memory:
@@ -181,7 +217,7 @@ class Runner:
         batches = self._count_batches(layout)
         found = [
             count_memory(tensors, make_shards(layout, section, self.model, batches), is_adding=batches > 1)
-            for section in list_sections(self.model, layout)
+            for section in list_sections(self.model, layout.pp, layout.virtual)
         ]
         return max(found, key=lambda memory: memory.peak)
 
@@ -195,18 +231,43 @@ class Runner:
         """One micro-batch of the whole model."""
         work = self._cut(cut)
         clock = self._run_clock(cut, Section(self.model.layers), 1, 1.0)
-        places: dict[str, list[Piece]] = {name: [] for name in ("forward", "backward", "again", *_ENDS)}
+        places: dict[tuple[str, Kinds], list[Piece]] = {(name, ()): [] for name in _ENDS}
         for piece in clock.pieces:
             place = locate(piece.module, piece.group, work.stacks)
+            kinds: Kinds = ()
             if place == "layers":
                 place = "again" if piece.is_again else "backward" if piece.place.way else "forward"
-            places[place].append(piece)
-        sums = {name: add_up(pieces) for name, pieces in places.items()}
+                kinds = self._find_kinds(piece.module)
+            places.setdefault((place, kinds), []).append(piece)
+        sums = {place: add_up(pieces) for place, pieces in places.items()}
         slower = clock.slower(combine((totals, 1.0) for totals in sums.values()))
-        cores = add_up(piece for piece in places["forward"] if piece.kind == "attention")
-        spent = {name: clock.spend(totals, slower) for name, totals in (*sums.items(), ("attention", cores))}
-        own = [spent[name] / self.model.layers for name in ("forward", "backward", "again", "attention")]
-        return Shares(clock, sums, own[0], own[1], own[2], own[3], spent["first"], spent["last"])
+        spent = {place: clock.spend(totals, slower) for place, totals in sums.items()}
+        ways = ("forward", "backward", "again")
+        means = [sum(at for (name, _), at in spent.items() if name == way) / self.model.layers for way in ways]
+        cores = add_up(piece for piece in clock.pieces if piece.kind == "attention" and not piece.place.way)
+        attention = clock.spend(cores, slower) / self.model.layers
+        layers: dict[Kinds, float] = {}
+        for (name, having), seconds in spent.items():
+            if name in ways:
+                layers[having] = layers.get(having, 0.0) + seconds
+        return Shares(
+            clock, sums, means[0], means[1], means[2], attention, spent["first", ()], spent["last", ()], layers
+        )  # fmt: skip
+
+    def _find_kinds_of(self, module: str) -> Kinds:
+        """The kinds of layers that have a module; all kinds where no op is called so."""
+        found = [
+            kind
+            for kind, (path, names) in enumerate(self.named)
+            if any(f"{path}.*.{name}".startswith(module) or module.startswith(f"{path}.*.{name}.") for name in names)
+        ]
+        return tuple(found or range(len(self.named)))
+
+    def _count_share(self, kinds: Kinds, section: Section) -> float:
+        """The share of all layers of some kinds that a section has."""
+        if not section.kinds:
+            return section.layers / self.model.layers
+        return sum(section.kinds[kind] for kind in kinds) / sum(self.many[kind] for kind in kinds)
 
     def _run_clock(self, cut: Layout, section: Section, batches: int, stepped: float) -> Clock:
         """A section's micro-batches, and the optimizer's step over a share of what trains."""
@@ -218,10 +279,11 @@ class Runner:
     def _list_parts(self, cut: Layout, section: Section, batches: int, stepped: float) -> dict[str, float]:
         """Seconds of one device by part, without what is exchanged."""
         shares = self._shares(cut)
-        share = batches * section.layers / self.model.layers
-        counts = dict.fromkeys(("forward", "backward", "again"), share)
-        counts |= {"first": batches * section.has_first, "last": batches * section.has_last, "optimizer": stepped}
-        totals = combine((shares.sums[name], count) for name, count in counts.items())
+        ends = {"first": batches * section.has_first, "last": batches * section.has_last, "optimizer": stepped}
+        totals = combine(
+            (sums, ends[name] if name in ends else batches * self._count_share(kinds, section))
+            for (name, kinds), sums in shares.sums.items()
+        )
         parts = dict.fromkeys(PARTS, 0.0)
         for name, seconds in zip(_KINDS, totals, strict=False):
             parts[name] = seconds
@@ -254,33 +316,57 @@ class Runner:
         repeated = 2.0 + {"full": 1.0, "full-reentrant": 1.0, "half": 0.5}.get(layout.recompute, 0.0)
         # Of one layer and micro-batch. A pass back has the same exchanges as one forward.
         exchanged = (repeated * tensor, 3 * ring, repeated * experts)
+        copied = self._expose_copies(layout, layer)
         shards = self._expose_shards(layout, layer, gather, scatter)
-        whole = layer.layer + sum(exchanged) + shards
+        sections = list_sections(self.model, layout.pp, layout.virtual)
 
         def spend(section: Section) -> float:
             ends = layer.first * section.has_first + layer.last * section.has_last
-            return section.layers * whole + ends
+            own = sum(seconds * self._count_share(kinds, section) for kinds, seconds in layer.layers.items())
+            own += (
+                section.layers * (exchanged[0] + exchanged[1] + shards + copied)
+                + self._count_routing(section) * exchanged[2]
+            )
+            return own + ends
 
-        section = max(list_sections(self.model, layout), key=spend)
+        spent = [spend(section) for section in sections]
+        slowest = max(range(len(sections)), key=lambda number: spent[number])
+        section = sections[slowest]
         parts = self._list_parts(cut, section, batches, self._find_stepped(layout, section))
-        middle, fill = split_layers(self.model, layout)[0], (layout.pp - 1) / layout.virtual
         ends = section.has_first + section.has_last
         parts["tensor_parallel"] = batches * (section.layers * exchanged[0] + tensor * ends)
         parts["context_parallel"] = batches * section.layers * exchanged[1]
-        parts["expert_parallel"] = batches * section.layers * exchanged[2]
+        parts["expert_parallel"] = batches * self._count_routing(section) * exchanged[2]
         # Interleaved stages send while they compute.
-        shown = CONTENTION if layout.virtual > 1 and self.overlaps.sends else 1.0
-        parts["pipeline_sends"] = (shown * batches + fill) * self._time_send(layout)
-        parts["bubble"] = fill * middle * whole
+        shown = SENDS_SHOWN if layout.virtual > 1 and self.overlaps.sends else 1.0
+        parts["pipeline_sends"] = (shown * batches + (layout.pp - 1) / layout.virtual) * self._time_send(layout)
+        # The slowest stage waits while a chunk of every other stage fills and drains the pipeline.
+        whole = sum(each.devices * seconds for each, seconds in zip(sections, spent, strict=True))
+        parts["bubble"] = (whole - spent[slowest]) / layout.virtual
         parts["data_parallel"] = batches * section.layers * shards + self._time_gradients(
             layout, section, batches, layer
         )
+        parts["offload"] = batches * section.layers * copied
         parts["overhead"] = OVERHEAD * sum(parts.values())
         return Step(tuple(parts[name] for name in PARTS), *self._find_errors(layer.clock, parts))
 
+    def _expose_copies(self, layout: Layout, layer: Shares) -> float:
+        """Seconds of a layer and micro-batch that copies of activations to the host and back show."""
+        if layout.recompute != "offload":
+            return 0.0
+        parts = [part for part in self.tensors(layout.micro_batch, "light").parts if part.is_language]
+        size = sum(part.kept.total for part in parts) / layout.tp / layout.cp / self.model.layers / 2
+        once = size / self.net.host if self.net.host else float("inf")
+        shown = max(0.0, once - layer.forward) + max(0.0, once - layer.backward)
+        return shown + CONTENTION * (2 * once - shown)
+
+    def _count_routing(self, section: Section) -> int:
+        """Layers of a section that hand tokens to experts."""
+        return sum(section.kinds[kind] for kind in self.model.routed)
+
     def _time_alone(self, cut: Layout, batches: int) -> Step:
         """One device: what predict says of it."""
-        section = Section(self.model.layers)
+        section = list_sections(self.model)[0]
         parts = self._list_parts(cut, section, batches, 1.0)
         low, mid, high = self._run_clock(cut, section, batches, 1.0).interval()
         return Step(tuple(parts[name] for name in PARTS), mid / low - 1, high / mid - 1)
@@ -304,6 +390,10 @@ class Runner:
             size = self.machine.width * rows * model.keys / min(layout.tp, model.key_heads)
             whole = (layout.cp - 1) * time_message(net, size, layout.tp, layout.cp)
             ring = whole - (1 - CONTENTION) * min(whole, layer.attention)
+            if not self.overlaps.ring:  # queries, keys and values to other heads and what attention puts out back
+                width = 2 * model.heads * model.head_dim + model.keys
+                size = self.machine.width * rows * width / layout.tp
+                ring = time_collective(net, "all_to_all", size, layout.cp, layout.tp)
         if layout.ep > 1 and model.experts > 1:
             size = self.machine.width * self._count_routed(layout.micro_batch) / layout.cp / layout.tp
             size *= self.expert_imbalance
@@ -316,8 +406,9 @@ class Runner:
         """Numbers that one layer hands to its experts, one way."""
         products = self.work(micro_batch, "none").products
         ahead = [each for each in products if each.side == "expert" and each.direction == "forward"]
-        taken = {each.k for each in ahead}  # what an expert gives back is as wide as what it takes
-        return sum(each.m * each.n * each.calls for each in ahead if each.n in taken) / self.model.layers
+        width = ahead[0].k  # what an expert gives back is as wide as what it takes
+        layers = sum(self.many[kind] for kind in self.model.routed)
+        return sum(each.m * each.n * each.calls for each in ahead if each.n == width) / layers
 
     def _time_shards(self, layout: Layout) -> tuple[float, float]:
         """Seconds to gather one layer's weights, and to reduce its gradients to their owners."""
@@ -342,10 +433,15 @@ class Runner:
         """What of a layer's gathers and reductions is not hidden, and what hiding costs the products."""
         if layout.zero < 2:
             return 0.0
-        ahead, behind = layer.forward, layer.backward + layer.again
+        ahead, behind = (layer.forward, layer.backward + layer.again) if self.overlaps.gradients else (0.0, 0.0)
         open_ahead, open_behind = max(0.0, gather - ahead), max(0.0, gather + scatter - behind)
         hidden = 2 * gather + scatter - open_ahead - open_behind
-        return open_ahead + open_behind + CONTENTION * hidden
+        copied = 0.0
+        if layout.zero == 3:
+            own = self.weights["layers"].trained
+            numbers = (own.dense / layout.tp + own.other / layout.ep) / self.model.layers
+            copied = SHARD_COPIED * numbers / (STREAMED * self.machine.bandwidth)
+        return open_ahead + open_behind + CONTENTION * hidden + copied
 
     def _time_send(self, layout: Layout) -> float:
         """Seconds of one micro-batch's hand-overs between stages, both directions."""
@@ -357,10 +453,11 @@ class Runner:
 
     def _count_trained(self, layout: Layout, section: Section) -> tuple[float, float]:
         """Trained parameters of a section, before ZeRO: dense ones and those of experts."""
-        share = section.layers / self.model.layers
         ends = [name for name, is_here in (("first", section.has_first), ("last", section.has_last)) if is_here]
-        dense = share * self.weights["layers"].trained.dense + sum(self.weights[name].trained.dense for name in ends)
-        experts = share * self.weights["layers"].trained.other
+        dense, experts = float(sum(self.weights[name].trained.dense for name in ends)), 0.0
+        for kind, trained in self.trained.items():
+            share = self._count_share((kind,), section)
+            dense, experts = dense + share * trained.dense, experts + share * trained.other
         return dense / layout.tp, experts / layout.ep
 
     def _find_stepped(self, layout: Layout, section: Section) -> float:
@@ -414,7 +511,13 @@ class Runner:
         return below, above
 
 
+def _list_named(estimator: Estimator) -> list[tuple[str, tuple[str, ...]]]:
+    """Of every language layer its stage's path, and the names of its ops."""
+    stages = [stage for stage in estimator.stages if stage.repeated and stage.group == "language"]
+    return [(stage.path, tuple(op.name for op in iterate(chain))) for stage in stages for chain in stage.layers]
+
+
 def find_recipe(recompute: str) -> Recompute:
     """The recipe's recomputation that a layout's kind of it is made of."""
-    kinds: dict[str, Recompute] = {"selective": "none", "half": "full"}
+    kinds: dict[str, Recompute] = {"light": "none", "offload": "none", "selective": "none", "half": "full"}
     return kinds[recompute] if recompute in kinds else check_word(recompute, RECOMPUTE, "recompute")

@@ -179,7 +179,8 @@ class Clock:
                 )  # fmt: skip
         for call in work.attention:
             timed = self.machine.time_attention(call)
-            timed = timed._replace(seconds=timed.seconds / self._find_kept())
+            kept = self.machine.plain.sustained_attention if self.phase == "train" else 1.0
+            timed = timed._replace(seconds=timed.seconds / kept)
             self._put(
                 call, "attention", timed, call.calls * times, is_again=call.is_again, flops=call.flops * times
             )  # fmt: skip
@@ -198,12 +199,11 @@ class Clock:
                     is_joined=moved.kind.startswith(_FUSED), is_streamed=moved.kind in STREAMED,
                 )  # fmt: skip
 
-    def _find_kept(self, product: Product | None = None) -> float:
-        """Share of its rate that a kernel keeps up in a training step, where bursts of it were measured."""
+    def _find_kept(self, product: Product) -> float:
+        """Share of its rate that a product keeps up in a training step, where bursts of it were measured."""
         if self.phase != "train":
             return 1.0
-        is_cast = product is not None and self.machine.is_cast(product)
-        return self.machine.sustained if is_cast else self.machine.plain.sustained
+        return self.machine.sustained if self.machine.is_cast(product) else self.machine.plain.sustained
 
     def _put(
         self, each: Product | Attention | Moved, kind: str, timed: Timed, calls: float, *, is_again: bool = False,

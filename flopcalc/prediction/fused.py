@@ -64,17 +64,21 @@ class _Lister:
                 # A norm of heads runs over all that the layer before it put out.
                 is_inner = op.size < self.hidden // 2 and place > 0 and ops[place - 1].kind == "linear"
                 width = ops[place - 1].n_out if is_inner else op.size
-                self._put(op, "wide" if width == self.hidden else "narrow", amount * width, (1, 1), (2, 1))
+                self._put(
+                    op, "wide" if width == self.hidden else "narrow", amount * width, (1, 1), (2, 1), is_cheap=True
+                )  # fmt: skip
             elif op.kind == "embed" and amount:
                 self._put(op, "wide", amount * op.size, (1, 1), (2, 1))
 
     def _add_linear(self, op: Op, value: int) -> None:
         amount = value * op.times
         side = self.sides[op].side
+        if op.copies > 1 and op.bias:  # each expert's own, added behind the grouped product; its gradient is a sum
+            self._put(op, "narrow", amount * op.n_out, (1, 1), (1, 0))
         if side == "row" or (side == "expert" and op.n_out == self.hidden):
             if self.opened:  # the activation reads what was opened and writes this one's input
                 opened = self.opened / op.n_in
-                self._put(op, "narrow", amount * op.n_in, (opened, 1), (opened + 1, opened))
+                self._put(op, "narrow", amount * op.n_in, (opened, 1), (opened + 1, opened), is_cheap=True)
             self._put(op, "wide", value * self.hidden, (2, 1), (2, 1))  # the residual sum
             if op.copies > 1:  # rows are put in the experts' order and back
                 self._put(op, "narrow", amount * self.hidden, (2, 2), (2, 2))
@@ -88,8 +92,9 @@ class _Lister:
             self._put(op, "narrow", amount * op.n_out, (1 + widen, widen), (widen, widen))
 
     def _put(
-        self, op: Op, width: Width, size: float, forward: tuple[float, float], backward: tuple[float, float]
-    ) -> None:
+        self, op: Op, width: Width, size: float, forward: tuple[float, float], backward: tuple[float, float], *,
+        is_cheap: bool = False,
+    ) -> None:  # fmt: skip
         """Numbers of one call, and how often each pass reads and writes them."""
         if not size:
             return
@@ -100,7 +105,7 @@ class _Lister:
             self.moved.append(
                 Moved(
                     name_module(self.block, op), self.block.group, direction, "pointwise", self.bytes * size * reads,
-                    self.bytes * size * writes, self.block.copies, is_again, 0, width,
+                    self.bytes * size * writes, self.block.copies, is_again, 0, width, is_cheap,
                 )
             )  # fmt: skip
 

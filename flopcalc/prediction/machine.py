@@ -302,6 +302,7 @@ class Machine:
             raise DeviceError(
                 f"{self.device.name} has no known memory bandwidth: add bandwidth_gb_per_s in your own devices.toml"
             )
+        self.bandwidth = bandwidth * 1e9  # bytes per s
         self.system = None if self.is_measured else load_system(self.device.id)
         self.has_kernels = self.system is not None and self.dtype in self.system["products"]
         self.compute = self.peak / (origin.peak_tflops["bf16"] * 1e12)  # how much faster than what was measured
@@ -313,7 +314,7 @@ class Machine:
         shape = ProductShape(*constants["products"]["shape"])
         rows = shape.bandwidth * self.memory * 2 / self.width
         self.shape = shape._replace(rate=shape.rate * self.compute, bandwidth=rows)
-        self.sustained = 1.0  # share of bursts' rate that training keeps up
+        self.sustained = self.sustained_attention = 1.0  # share of bursts' rate that training keeps up
         # What a call of experts costs beside its products: routing, permutations, small kernels and their launches.
         self.expert_start_s = float((self.system or {}).get("expert_start_s", EXPERT_START_S))
         self.decode_speed = self.memory * 2 / self.width
@@ -331,6 +332,7 @@ class Machine:
         origin's own curves are scaled."""
         base = load_system(self.constants["provenance"]["device_id"])
         self.sustained = float(system["sustained"].get(self.dtype, 1.0))
+        self.sustained_attention = float(system["sustained"].get("attention", self.sustained))
         self.shape = ProductShape(*system["products"][self.dtype]["shape"])
         if base is None:
             return

@@ -31,9 +31,10 @@ _READS, _WRITES = 4, 3
 _MASTER_READS, _MASTER_WRITES = 16, 14
 _NARROW = ("adamw-8bit", "adamw-fp8")  # two states of one byte each
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-master", *_NARROW, "adamw-offload", "none")
-# Fused kernels of scans and of experts over plain products of as many FLOPs, from the newest published runs of hybrid
-# models and of models of experts (benchmarks/published_training.py).
-SCANS_SLOWER, EXPERTS_SLOWER = 8.0, 1.25
+# Fused kernels of experts over plain products of as many FLOPs, and what scans move, from published runs of models of
+# experts and of hybrid models (benchmarks/published_training.py: those that it marks as fitted).
+EXPERTS_SLOWER = 1.25
+SCANNED_PER_BYTE = 8.0  # FLOPs of a scan per byte that its kernels move
 SCANS = "what the layers' scans or selections of keys take was never measured: they may take far longer"
 FOUR_BITS = ("nf4", "fp4")  # as bitsandbytes stores them; its time to dequantize nf4 was measured
 _JOINED = ("attention_projections", "mlp")  # parts whose products of one input frameworks multiply at once
@@ -80,7 +81,7 @@ def make_work(
     notes = list(found.notes)
     if is_fused:
         hosted: list[Dispatched] = []
-        moved = list_fused(estimator, load, rows, widths, sides, maker.attention, dtype_bytes)
+        moved = [*list_fused(estimator, load, rows, widths, sides, maker.attention, dtype_bytes), *maker.scanned]
         notes += [SCANS] if maker.has_scans else []
     else:
         hosted, moved = _read_operators(found, load, list_wide(estimator, widths))
@@ -193,6 +194,7 @@ class _Maker:
         self.products: list[Product] = []
         self.attention: list[Attention] = []
         self.has_scans = False
+        self.scanned: list[Moved] = []
         self.before: tuple[Block, int, tuple[Product, ...]] | None = None  # the last linear layer that may get siblings
 
     def add_linear(self, counted: CountedRow, op: Linear, sided: Sided) -> None:
@@ -251,17 +253,24 @@ class _Maker:
             self.before = (block, len(self.products) - len(made), made)
 
     def add_flops(self, counted: CountedRow) -> None:
-        """Products of activations (scans, fixed mixes): as one square product of as many FLOPs."""
+        """Products of activations (scans, fixed mixes), in small tiles: bound by the bytes that they move."""
         self.has_scans = True
         block, row, _ = counted
         calls = block.copies * self.steps
         flops = counted.flops
-        for direction, count in (("forward", flops.forward), ("dgrad", flops.backward if self.is_train else 0)):
-            if count:
+        for direction, count in (("forward", flops.forward), ("backward", flops.backward if self.is_train else 0)):
+            if count and not self.is_fused:
                 side = max(1, round((count / self.steps / 2) ** (1 / 3)))
+                way = "dgrad" if direction == "backward" else direction
                 self.products.append(
-                    Product(name_module(block, row.op), block.group, row.op.part, direction, side, side, side, calls,
-                            side="column", format="bf16", slower=SCANS_SLOWER)
+                    Product(name_module(block, row.op), block.group, row.op.part, way, side, side, side, calls,
+                            side="column", format="bf16")
+                )  # fmt: skip
+            elif count:
+                size = count / self.steps / SCANNED_PER_BYTE
+                self.scanned.append(
+                    Moved(name_module(block, row.op), block.group, direction, "pointwise", size / 2, size / 2, calls,
+                          width="narrow")
                 )  # fmt: skip
 
     def add_attention(self, block: Block, row: Row, op: Attend) -> None:

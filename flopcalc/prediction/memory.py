@@ -6,7 +6,7 @@ lies between them is linear), and the optimizer's step; without training, the wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,9 +15,11 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.grids import wrap
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
+from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.operators import Operators, list_operators
 from flopcalc.prediction.serving import Serving
 from flopcalc.prediction.tensors import FLOAT, Held, Part, Step
+from flopcalc.prediction.work import Product
 from flopcalc.units import format_bytes, format_share
 from flopcalc.words import CAST_FORMATS, Execution
 
@@ -87,23 +89,33 @@ class Shards(NamedTuple):
     has_first: bool = True  # what comes before them
     has_last: bool = True  # and after
     in_flight: float = 1.0  # micro-batches whose activations are kept
-    buffers: int = 0  # bytes of communication
+    kinds: tuple[tuple[int, int], ...] = ()  # the same for layers of each kind; without, a share of every kind
 
     def divide(self, stage: int) -> tuple[int, int]:
         """Into how many parts ZeRO of this stage divides dense weights and experts."""
         return (self.ranks, self.expert_ranks) if self.zero >= stage else (1, 1)
 
-    def cut_weights(self, held: Held, is_language: bool) -> Held:
-        """The share of a stage's weights that is here before ZeRO."""
-        here, whole = self.layers if is_language else (1, 1)
-        return Held(-(-held.dense * here // (whole * self.tensor)), -(-held.other * here // (whole * self.experts)))
+    def take_layers(self, part: Part) -> tuple[Held, Held, Held]:
+        """Weights, trained parameters and what is kept of a stage's layers that are here, before they are cut."""
+        if not part.is_language:
+            return part.weights, part.trained, part.kept
+        if not self.kinds or not part.kinds:
+            return tuple(_share(held, *self.layers) for held in (part.weights, part.trained, part.kept))  # type: ignore[return-value]
+        own = [(kind, *self.kinds[kind.number]) for kind in part.kinds]
+        return (
+            _sum(_share(kind.weights, here, whole) for kind, here, whole in own),
+            _sum(_share(kind.trained, here, whole) for kind, here, whole in own),
+            _sum(_share(kind.kept, here, whole) for kind, here, whole in own),
+        )
 
-    def cut_kept(self, part: Part) -> int:
+    def cut_weights(self, held: Held) -> Held:
+        """The share of weights that is here before ZeRO."""
+        return Held(-(-held.dense // self.tensor), -(-held.other // self.experts))
+
+    def cut_kept(self, kept: Held) -> int:
         """The share of what a stage keeps, of all micro-batches in flight."""
-        here, whole = self.layers if part.is_language else (1, 1)
-        wide = part.kept.dense / (self.tensor if self.is_spread else 1)
-        kept = (wide + part.kept.other / self.tensor) / self.sequence * here / whole
-        return round(kept * self.in_flight)
+        wide = kept.dense / (self.tensor if self.is_spread else 1)
+        return round((wide + kept.other / self.tensor) / self.sequence * self.in_flight)
 
 
 @lru_cache(maxsize=4096)
@@ -119,7 +131,11 @@ def _cut_parts(shards: Shards, parts: tuple[Part, ...], dtype_bytes: int) -> tup
             layers = max(1, part.layers * shards.layers[0] // shards.layers[1])
         wide = part.wide_share / (shards.tensor if shards.is_spread else 1)
         share = (wide + (1 - part.wide_share) / shards.tensor) / shards.sequence
-        weights, trained = (shards.cut_weights(held, part.is_language) for held in (part.weights, part.trained))
+        *here, saved = shards.take_layers(part)
+        if shards.sequence > 1:  # a ring or all-to-all keeps its own copy of what attention puts out (TE 2.8)
+            first, whole = shards.layers if part.is_language else (1, 1)
+            saved = Held(saved.dense, saved.other + part.outputs * first // whole)
+        weights, trained = (shards.cut_weights(held) for held in here)
         table = part.table // shards.tensor
         if part.copied and not shards.has_first:  # of a head that is the table of embeddings, a copy
             weights = Held(weights.dense + part.copied * dtype_bytes // shards.tensor, weights.other)
@@ -127,7 +143,7 @@ def _cut_parts(shards: Shards, parts: tuple[Part, ...], dtype_bytes: int) -> tup
             table = 0
         elif not shards.has_last:
             table = 0
-        kept, extra = Held(shards.cut_kept(part)), round(part.extra * share)
+        kept, extra = Held(shards.cut_kept(saved)), round(part.extra * share)
         found.append(
             part._replace(layers=layers, weights=weights, trained=trained, kept=kept, extra=extra, table=table)
         )
@@ -196,6 +212,12 @@ class Tensors(NamedTuple):
     optimizer: Optimizer
     notes: tuple[str, ...]
     dequantized: int = 0  # bytes of the largest weight that is brought to 16 bits to be multiplied
+    # Of fused kernels that add weight gradients to a buffer as they make them (Megatron-LM, Transformer Engine):
+    dummies: tuple[
+        Product, ...
+    ] = ()  # products of layers, one of each shape: autograd gets an unused gradient for them
+    head: int = 0  # bytes of the head's weight, which has such a gradient too, while its backward pass runs
+    stream: int = 0  # bytes of the tensor that the head reads
 
 
 def predict_memory(
@@ -232,13 +254,14 @@ def list_tensors(
     optimizer: str = "adamw",
     attention: str = "sdpa",
     execution: Execution = "eager",
+    is_light: bool = False,
 ) -> Tensors:
-    """What one training step holds."""
+    """What one training step holds; `is_light`: results of norms and activation functions are made again."""
     if optimizer not in OPTIMIZERS:
         near = format_nearest(str(optimizer), OPTIMIZERS)
         raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(OPTIMIZERS)}")
     estimator, width, is_small = _match_dtype(estimator, dtype, execution)
-    step = Step(estimator, load, width, attention, execution, 1 if is_small else width)
+    step = Step(estimator, load, width, attention, execution, 1 if is_small else width, is_light)
     step.notes.append(_FREED)
     chosen = OPTIMIZERS[optimizer]
     each = chosen.gradient_bytes or step.trained_bytes
@@ -251,8 +274,18 @@ def list_tensors(
     numbers = step.count_logits()
     # Gradients that stay in one buffer are added to it by the product that makes them.
     parts, outside = step.list_parts(found, 0 if chosen.has_master else each)
+    dummies: tuple[Product, ...] = ()
+    head = stream = 0
     if execution == "fused":
-        loss = numbers * (2 * step.bytes + FLOAT)  # logits, the same in float32, their gradient
+        loss = numbers * step.bytes  # logits, which the fused loss turns into their gradient
+        products = make_work(
+            estimator, load, optimizer="none", dtype_bytes=width, kernel="", execution=execution
+        ).products
+        heads = [each for each in products if each.part == "lm_head" and each.direction == "forward"]
+        stream = sum(each.m * each.k * step.bytes for each in heads)
+        if chosen.has_master:
+            head = sum(each.n * each.k * step.bytes for each in heads if estimator.recipe.lora is None)
+            dummies = _list_dummies(products)
     else:
         # log_softmax keeps its result, in float32 unless what was saved is less; its backward holds that, the loss's
         # gradient and its own at once.
@@ -261,8 +294,24 @@ def list_tensors(
         outside, loss = max(0, outside - logits), 3 * logits
     return Tensors(
         tuple(parts), outside, loss, step.count_inputs(True), step.find_largest_layer(), step.bytes,
-        step.trained_bytes, each, chosen, tuple(step.notes), step.count_dequantized(),
+        step.trained_bytes, each, chosen, tuple(step.notes), step.count_dequantized(), dummies, head, stream,
     )  # fmt: skip
+
+
+def _list_dummies(products: Sequence[Product]) -> tuple[Product, ...]:
+    """One product of each shape that makes a weight's gradient, those of heads and routers aside."""
+    made = [each for each in products if each.direction == "wgrad" and each.part not in ("lm_head", "head", "router")]
+    return tuple({(each.n, each.k, each.side): each for each in made}.values())
+
+
+def _count_dummies(tensors: Tensors, shards: Shards) -> int:
+    """Bytes of the unused gradients: one tensor for each shape on this device."""
+    shapes = set()
+    for each in tensors.dummies:
+        n = -(-each.n // shards.tensor) if each.side == "column" else each.n
+        k = -(-each.k // shards.tensor) if each.side == "row" else each.k
+        shapes.add((n, k))
+    return sum(n * k for n, k in shapes) * tensors.dtype_bytes
 
 
 def can_resize(load: Workload) -> bool:
@@ -373,7 +422,7 @@ class _Moment(NamedTuple):
 def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool = False) -> Memory:  # noqa: B008
     """The fullest moment of a training step on one device."""
     optimizer, each = tensors.optimizer, tensors.gradient_bytes
-    plain = shards._replace(zero=0, ranks=1, expert_ranks=1, buffers=0)
+    plain = shards._replace(zero=0, ranks=1, expert_ranks=1)
     parts = _cut_parts(plain, tensors.parts, tensors.dtype_bytes)
     weights = _divide(_sum(part.weights for part in parts), shards.divide(3))
     trained = _sum(part.trained for part in parts)
@@ -387,8 +436,11 @@ def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool
     cut = shards.tensor * shards.sequence
     outside = round(tensors.outside / cut * shards.in_flight) if shards.has_last else 0
     kept = outside + sum(part.kept.total for part in parts)
-    workspace = 2 * _CUBLAS_BYTES + _count_gathered(tensors, shards) + shards.buffers + tensors.dequantized
-    loss = -(-tensors.loss // cut) if shards.has_last else 0
+    workspace = 2 * _CUBLAS_BYTES + _count_gathered(tensors, shards) + tensors.dequantized
+    workspace += _count_dummies(tensors, shards)
+    # The head reads whole rows, and makes their gradient, where devices that share a layer spread them.
+    gathered = (1 + (shards.tensor > 1 and shards.is_spread)) * tensors.stream // shards.sequence
+    loss = -(-tensors.loss // cut) + tensors.head // shards.tensor + gathered if shards.has_last else 0
     inputs = tensors.inputs // shards.sequence if shards.has_first else 0
     whole = Held(trained.dense * each, trained.other * each)
     by = shards.divide(2)
@@ -441,6 +493,10 @@ def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool
     )
 
 
+def _share(held: Held, here: int, whole: int) -> Held:
+    return Held(-(-held.dense * here // whole), -(-held.other * here // whole))
+
+
 def _sum(held: Iterable[Held]) -> Held:
     found = list(held)
     return Held(sum(each.dense for each in found), sum(each.other for each in found))
@@ -489,6 +545,6 @@ def _infer(step: Serving, shards: Shards) -> Memory:
 
 def _count_gathered(tensors: Tensors, shards: Shards) -> int:
     """Whole weights of the layer at work and of the next one, and a layer's whole gradients before they are cut."""
-    largest = shards.cut_weights(tensors.largest, False).total
+    largest = shards.cut_weights(tensors.largest).total
     weights = 2 * largest * tensors.dtype_bytes if max(shards.divide(3)) > 1 else 0
     return weights + (largest * tensors.dtype_bytes if max(shards.divide(2)) > 1 else 0)

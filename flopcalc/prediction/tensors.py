@@ -22,9 +22,10 @@ from flopcalc.prediction.recordings import load_file
 from flopcalc.prediction.sides import list_wide_saved
 from flopcalc.words import KERNELS, Execution
 
-__all__ = ["FLOAT", "Held", "Part", "Step"]
+__all__ = ["FLOAT", "Held", "Kind", "Part", "Step", "list_kinds"]
 
 FLOAT = 4  # bytes of what is always computed in float32: losses, norms, softmax
+LIFTED = 8  # times wider than what it reads: a product that makes queries or keys of a compressed form
 _INDEX = 8  # bytes of a token's id, and of its label
 
 
@@ -37,6 +38,18 @@ class Held(NamedTuple):
     @property
     def total(self) -> int:
         return self.dense + self.other
+
+    def add(self, size: int, is_other: bool) -> Held:
+        return Held(self.dense, self.other + size) if is_other else Held(self.dense + size, self.other)
+
+
+class Kind(NamedTuple):
+    """All layers of a stage that are alike."""
+
+    number: int  # of the kind, among all of the language model's
+    weights: Held  # bytes
+    trained: Held  # parameters
+    kept: Held  # bytes
 
 
 class Part(NamedTuple):
@@ -53,6 +66,8 @@ class Part(NamedTuple):
     is_last: bool = False  # behind them
     copied: int = 0  # parameters of a table that another stage holds: a pipeline's last device has its own
     wide_share: float = 0.0  # of what a layer saves, recomputed or not: the share that has the residual's width
+    kinds: tuple[Kind, ...] = ()  # the same sums for layers that differ
+    outputs: int = 0  # bytes that its attention puts out and keeps, all layers together
 
 
 class Placed(NamedTuple):
@@ -64,12 +79,31 @@ class Placed(NamedTuple):
     gradient: int
 
 
+def list_kinds(estimator: Estimator) -> tuple[int, ...]:
+    """The kind of every language layer, by number: layers of one stage and the same ops are alike."""
+    return tuple(_number_layers(estimator).values())
+
+
+def _number_layers(estimator: Estimator) -> dict[tuple[str, int], int]:
+    """Path and number of every language layer -> its kind."""
+    found: dict[tuple[str, int], int] = {}
+    many = 0
+    for stage in estimator.stages:
+        if not (stage.repeated and stage.group == "language"):
+            continue
+        kinds = {chain: many + number for number, chain in enumerate(dict.fromkeys(stage.layers))}
+        same = {id(chain): kinds[chain] for chain in stage.layers}  # most are one object: chains are long to hash
+        found |= {(stage.path, stage.first + place): same[id(chain)] for place, chain in enumerate(stage.layers)}
+        many += len(kinds)
+    return found
+
+
 class Step:
     """One model under one workload: the sizes that the moments are added up from."""
 
     def __init__(
         self, estimator: Estimator, load: Workload, dtype_bytes: int, attention: str, execution: Execution = "eager",
-        input_bytes: int = 0,
+        input_bytes: int = 0, is_light: bool = False,
     ) -> None:  # fmt: skip
         if attention not in ("sdpa", *KERNELS):
             near = format_nearest(str(attention), ("sdpa", *KERNELS))
@@ -81,6 +115,7 @@ class Step:
         self.bytes = dtype_bytes
         self.input_bytes = input_bytes or dtype_bytes  # of what products keep of their inputs
         self.is_fused = execution == "fused"
+        self.is_light = is_light and self.is_fused  # what norms and activation functions make is made again
         is_eager = attention == "eager" or (not self.is_fused and not has_sdpa(estimator))
         self.attention = "eager" if is_eager else "sdpa"
         self.has_cudnn = attention in ("sdpa", "auto", "cudnn") and not self.is_fused
@@ -146,7 +181,7 @@ class Step:
             place = self._find_stage(block)
             size, at = count(row) * block.copies, found.get(place, Held())
             is_expert = row.op.kind in ("linear", "conv") and row.op.copies > 1
-            found[place] = Held(at.dense, at.other + size) if is_expert else Held(at.dense + size, at.other)
+            found[place] = at.add(size, is_expert)
         return found
 
     def _find_stage(self, block: Block) -> tuple[str, int]:
@@ -176,6 +211,7 @@ class Step:
                 outside += entry.bytes * entry.count
         trained, owing, shared = self.read_blocks()
         weights, wide = self.count_weights(), list_wide_saved(self.estimator)
+        numbers, sums = _number_layers(self.estimator), self._sum_kinds()
         parts = []
         is_past = False
         for stage, entries in zip(stages, inside, strict=True):
@@ -185,13 +221,33 @@ class Step:
                 stage, entries, stage.path in owing, trained.pop(place, Held()), gradient_bytes,
                 self._find_shared(stage) if stage.path in shared else "", wide,
             )  # fmt: skip
+            is_language = stage.repeated and stage.group == "language"
+            own = {numbers[stage.path, stage.first + at]: chain for at, chain in enumerate(stage.layers) if is_language}
+            kept = {kind: self._sum_kept(chain, entries, stage, wide) for kind, chain in own.items()}
             parts.append(
                 part._replace(
-                    weights=weights.pop(place, Held()), is_language=stage.repeated and stage.group == "language",
+                    kinds=tuple(Kind(kind, *sums[kind], kept[kind]) for kind in own),
+                    weights=weights.pop(place, Held()), is_language=is_language,
                     is_last=is_past and stage.group == "language" and not stage.repeated,
                 )
             )  # fmt: skip
         return parts, outside
+
+    def _sum_kinds(self) -> dict[int, tuple[Held, Held]]:
+        """Kind of layers -> bytes of their weights, and parameters that get a gradient."""
+        numbers, (trained, _, _) = _number_layers(self.estimator), self.read_blocks()
+        found: dict[int, tuple[Held, Held]] = {}
+        for block, row, _ in self.estimator.rows(self.load, "full"):
+            gets = self._find_stage(block) in trained
+            size = sum(held.total_bytes for held in row.list_weights(self.has_adapters))
+            for number in block.layers or ():
+                kind = numbers.get((block.path, number))
+                if kind is None:
+                    continue
+                weights, own = found.get(kind, (Held(), Held()))
+                is_expert = row.op.kind in ("linear", "conv") and row.op.copies > 1
+                found[kind] = weights.add(size, is_expert), own.add(row.trainable if gets else 0, is_expert)
+        return found
 
     def read_blocks(self) -> tuple[dict[tuple[str, int], Held], set[str], set[str]]:
         """Parameters that get a gradient per stage, the stages that one passes, and those with weights that train.
@@ -259,10 +315,34 @@ class Step:
             if shared:
                 table = sum(op.n_in * (op.n_out or op.size) for op in ops if op.kind in ("linear", "embed"))
                 copied = sum(op.n_in * op.n_out for op in ops if op.kind == "linear" and op.tied)
+        is_kept = self.is_fused and not (stage.checkpoint and self.estimator.recipe.recompute != "none")
+        outputs = sum(many * self._count_outputs(ops_of[chain]) for chain, many in chains.items()) if is_kept else 0
         return Part(
             max(1, layers), Held(), trained, Held(kept_wide, kept - kept_wide), extra, table * self.bytes, shared,
-            copied=copied, wide_share=wide_share,
+            copied=copied, wide_share=wide_share, outputs=outputs,
         )  # fmt: skip
+
+    def _count_outputs(self, ops: list[Op]) -> int:
+        """Bytes that the attention of one layer puts out."""
+        found = 0
+        for i, op in enumerate(ops):
+            before = [other for other in ops[:i] if other.kind == "linear"]
+            if isinstance(op, Attend) and before:
+                found += self.bytes * self.rows(before[-1]) * op.heads * op.v
+        return found
+
+    def _sum_kept(self, chain: Chain, saved: list[Saved], stage: Stage, wide: set[str]) -> Held:
+        """What the layers of one kind keep, of the residual's width and narrower."""
+        many, kept, prefix = Counter(stage.layers), Held(), f"{stage.path}.*."
+        for entry in saved:
+            if entry.is_again:
+                continue
+            name = entry.module[len(prefix) :]
+            having = [each for each in many if _has_module([op for op in iterate(each) if self.runs(op)], name)]
+            if chain in having or not having:
+                of = sum(many[each] for each in having or many)
+                kept = kept.add(entry.bytes * entry.count * many[chain] // of, entry.module not in wide)
+        return kept
 
     def list_usual(self) -> tuple[Saved, ...]:
         """What autograd saves in fused kernels; or in a model that was not recorded, if it is written as most are."""
@@ -285,13 +365,20 @@ class Step:
                     found.append(Saved(prefix[:-1], stage.group, self.find_stream(placed), many))
         return tuple(found)
 
-    def _save(self, chain: Chain, is_saved: bool, entries: list[tuple[Op, int]]) -> bool:
-        """Add what the ops of a chain save; in and out: whether the tensor that enters, or leaves, is saved already."""
+    def _save(self, chain: Chain, is_saved: bool, entries: list[tuple[Op, int]], is_cheap: bool = False) -> bool:
+        """Add what the ops of a chain save; in and out: whether the tensor that enters, or leaves, is saved already.
+
+        `is_cheap`: the tensor that enters is made again.
+        """
         linears: list[Op] = []  # those that made the current tensors
         for i, item in enumerate(chain):
+            if i and isinstance(before := chain[i - 1], Op):
+                is_cheap = self.is_light and before.kind in ("norm", "pointwise")
+            elif i:
+                is_cheap = False
             if not isinstance(item, Op):
                 for branch in item:
-                    self._save(branch, is_saved, entries)
+                    self._save(branch, is_saved, entries, is_cheap)
                     is_saved = True  # the first one saved what they share
                 linears = [op for branch in item for op in iterate(branch) if op.kind == "linear"]
                 is_saved = False
@@ -301,6 +388,8 @@ class Step:
                 # Experts read rows of their own, in their own order.
                 is_own = self.is_fused and item.copies > 1
                 size = 0 if is_saved and not is_own else self.input_bytes * rows * item.n_in
+                if is_cheap and (item.copies == 1 or i):  # what experts read first came over the network
+                    size = 0
                 linears = [item]
             elif item.kind == "norm":
                 # Without a bias it is RMSNorm as HF writes it: the input in float32, and the normed tensor.
@@ -320,6 +409,8 @@ class Step:
             elif isinstance(item, Attend) and linears:
                 tokens = self.rows(linears[-1])
                 width = item.heads * item.qk + item.kv_heads * (item.qk + item.v)
+                if self.is_light and any(op.n_out >= LIFTED * op.n_in for op in linears):
+                    width = 0
                 size = tokens * (self.bytes * width + self.input_bytes * item.heads * item.v)
                 size += 0 if self.is_fused else tokens * FLOAT * item.heads
                 if self.attention == "eager":

@@ -78,6 +78,7 @@ class Moved(NamedTuple):
     is_again: bool = False
     tensors: float = 0  # an optimizer: how many it goes over
     width: Width = "wide"
+    is_cheap: bool = False  # makes what a product reads: a norm or an activation function
 
 
 class Dispatched(NamedTuple):

@@ -40,15 +40,26 @@ def test_the_search_lists_what_is_fixed() -> None:
 @pytest.mark.parametrize(
     ("layers", "pp", "virtual", "split"),
     [
-        (16, 1, 1, (16, 16, 16)),
-        (16, 4, 1, (4, 4, 4)),
-        (126, 16, 1, (8, 7, 7)),
-        (61, 16, 1, (4, 3, 2)),
-        (96, 8, 3, (12, 12, 12)),
+        (16, 1, 1, [16]),
+        (16, 4, 1, [4] * 4),
+        (9, 7, 1, [1, 1, 2, 2, 1, 1, 1]),
+        (10, 4, 2, [3, 2, 2, 3]),
+        (126, 16, 1, [7, *[8] * 14, 7]),
+        (61, 16, 1, [3, *[4] * 13, 3, 3]),
+        (96, 8, 3, [12] * 8),
     ],
 )
-def test_uneven_layers_spare_the_ends(layers: int, pp: int, virtual: int, split: tuple[int, int, int]) -> None:
-    assert split_layers(MODEL._replace(layers=layers), Layout(pp=pp, virtual=virtual)) == split
+def test_uneven_layers_spare_the_ends(layers: int, pp: int, virtual: int, split: list[int]) -> None:
+    found = split_layers((0,) * layers, pp, virtual)
+    assert [sum(own) for own in found] == split
+    assert sum(split) == layers
+
+
+def test_layers_of_several_kinds_stay_in_order() -> None:
+    kinds = (0, 1, 1, 1)  # a dense layer, then layers of experts
+    assert split_layers(kinds, 2) == ((1, 1), (0, 2))
+    assert split_layers(kinds, 2, 2) == ((1, 1), (0, 2))
+    assert split_layers((0, 0, 1, 1), 2, 2) == ((1, 1), (1, 1))
 
 
 @pytest.mark.parametrize(

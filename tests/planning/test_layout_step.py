@@ -117,9 +117,9 @@ def test_gradients_hide_behind_backward() -> None:
     # An all-reduce of fp32 against a reduce-scatter of fp32 and an all-gather of bf16: 8 bytes against 6.
     spread = time_parts(Layout(dp=64, zero=1), gradients=False)
     assert spread["data_parallel"] / open_["data_parallel"] == pytest.approx(6 / 8, rel=0.1)
-    # ZeRO 2 has the same reduction, hidden layer by layer, and gathers the new weights as ZeRO 1 does.
+    # ZeRO 2 reduces as much in smaller messages, and gathers the new weights as ZeRO 1 does.
     both = time_parts(Layout(dp=64, zero=2), gradients=False)
-    assert spread["data_parallel"] / 4 < both["data_parallel"] < spread["data_parallel"]
+    assert spread["data_parallel"] < both["data_parallel"] < 2 * spread["data_parallel"]
     # Gradients in the weights' dtype are half as many bytes.
     narrow = time_parts(Layout(dp=64), gradients=False, optimizer="adamw")
     assert narrow["data_parallel"] / open_["data_parallel"] == pytest.approx(1 / 2, rel=0.2)  # and hops

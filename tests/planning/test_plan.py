@@ -14,6 +14,7 @@ from places import ROOT
 from round_machine import GPT, use_round_machine
 
 from flopcalc import bind
+from flopcalc.core.model.config import load_config
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import FlopcalcError, SpecError, WorkloadError
 from flopcalc.hardware.devices import find_device
@@ -150,7 +151,10 @@ def test_a_faster_layout_that_does_not_fit_is_named() -> None:
         ({"dp": 5}, "dp 5 does not divide 64 devices"),
         ({"micro_batch": 3}, "3 does not divide a global batch of 64 sequences"),
         ({"zero": 4}, "zero must be 0, 1, 2 or 3, not 4"),
-        ({"recompute": "some"}, "recompute 'some' unknown; known: none, selective, half, full, full-reentrant"),
+        ({"recompute": "some"}, "recompute 'some' unknown; known: none, light, selective, offload, half, full"),
+        ({"recompute": "offload"}, "recompute offload needs host_gb_per_s, which interconnect hgx-h200 does not have"),
+        ({"recompute": "light", "execution": "eager"}, "recompute light is planned with execution fused, not eager"),
+        ({"overlap": "some"}, "overlap 'some' unknown; known: all, none"),
         ({"tp": []}, "tp: no value given"),
         ({"tp": 2.0}, "tp must be a whole number of at least 1, not 2.0"),
         ({"device": "a100-sxm-80gb", "dtype": "fp8"}, "has no known fp8 peak: plan with --dtype bf16 or fp16"),
@@ -405,3 +409,25 @@ def test_narrow_formats_are_faster(kind: str) -> None:
         plan("llama-3.1-8b", **given, dtype=kind).best[0].step.seconds
         < plan("llama-3.1-8b", **given).best[0].step.seconds
     )
+
+
+def test_light_recomputation_lies_between_none_and_full() -> None:
+    none, light, full = (
+        make_plan(recompute=word, zero=1, tp=1, pp=1, micro_batch=1).best[0] for word in ("none", "light", "full")
+    )
+    assert none.step.seconds < light.step.seconds < full.step.seconds
+    assert none.memory.activations > light.memory.activations > full.memory.activations
+    assert none.hfu > none.mfu
+
+
+def test_communication_that_is_not_hidden_shows() -> None:
+    hidden, shown = (make_plan(overlap=word, tp=4, zero=1, pp=1, micro_batch=1).best[0] for word in ("all", "none"))
+    assert shown.step.seconds > hidden.step.seconds
+
+
+def test_memory_is_what_a_published_run_allocated() -> None:
+    """MooreThreads/SimuMax: docs/b200/b200_release_v1.2_summary.json, llama3_70b_tp2_pp1_dp4_l12_mbc4_cef."""
+    config = dict(load_config("llama-3-70b").config) | {"num_hidden_layers": 12}
+    found = plan(config, tokens=1, device="b200", gpus=8, seq_len=4096, global_batch=16, tp=2, pp=1, zero=1,
+                 micro_batch=1, recompute="none", cp=1).best[0]  # fmt: skip
+    assert found.memory.peak / (1 << 30) == pytest.approx(60.68, rel=0.005)
