@@ -52,7 +52,7 @@ LEAST, MOST = (0.7, 0.5, 0.4), (1.0, 1.0, 1.0)  # of half, quarter, eighth
 # products reach in MooreThreads/SimuMax (configs/system/b200_bf16_ceperm.json: 0.485 in the median of 514), over the
 # B200's bursts here; the other three have no measurement of their own. Attention: the same file's mean of sdp_fwd and
 # sdp_bwd at 4,096 to 131,072 tokens, over the rate that the engines' table gives. Narrow formats: dense runs of
-# Megatron-Bridge up to release 26.04.01; training's fp8 kernels are faster than those that the engines' table has.
+# Megatron-Bridge; all releases were looked at. Training's fp8 kernels are faster than those of the engines' table.
 SUSTAINED = {
     "a100-sxm-80gb": {"bf16": 0.95},
     "h100-sxm": {"bf16": 0.872, "fp8": 0.95},
