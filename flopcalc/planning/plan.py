@@ -134,7 +134,7 @@ def plan_estimator(
     if not sample.tokens:
         raise WorkloadError("a plan is counted in tokens, and this sample has images alone")
     notes += [note for note in estimator.notes(sample) if "convention hardware" not in note]  # a plan has none
-    is_chosen, is_searched = global_batch is None, global_batch == AUTO
+    is_chosen, is_searched = global_batch is None, isinstance(global_batch, str) and global_batch == AUTO
     if global_batch is None or is_searched:
         global_batch = choose_batch(gpus, sample.tokens)
     if is_chosen:

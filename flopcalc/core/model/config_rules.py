@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -80,6 +80,8 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
     for text in rules.get("even", ()):
         _check_even(config, text, where)
     for rule in _load_rules().get(name, ()):
+        if _names_class(config, rule.get("not_for", ())):
+            continue
         keys = _Keys(config, rule.get("names", {}))
         try:
             is_right = evaluate_truth(rule["check"], keys)
@@ -91,6 +93,12 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
         if isinstance(value := config.get(key), Mapping):
             own = value.get("model_type") or inner[1:] if inner.startswith("*") else inner
             check_config(value, f"{where}: {key}", own)
+
+
+def _names_class(config: Mapping[str, Any], endings: Iterable[str]) -> bool:
+    """Whether the class that the config names ends so."""
+    classes = config.get("architectures")
+    return isinstance(classes, list) and any(str(each).endswith(tuple(endings)) for each in classes[:1])
 
 
 def _is_whole(value: Any) -> bool:

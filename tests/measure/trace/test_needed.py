@@ -26,6 +26,7 @@ NAME = "count_open_pairs"
 # Modules whose mask leaves padding open that the model does not need.
 OPEN_PADDING = {
     "mllama": ("vision_model", "the mask closes padding to padding alone: real patches see it, and it sees them"),
+    "swin": ("swin.encoder", "windows at an image's edge see what pads them"),
 }
 SEEN: list[tuple[Any, int, int]] = []  # module, FLOPs of its open pairs, and of all pairs
 
@@ -41,7 +42,7 @@ def attend(
     is_open = torch.ones_like(scores, dtype=torch.bool)
     if attention_mask is not None:
         mask = attention_mask[..., : key.shape[-2]]
-        is_open = (mask if mask.dtype == torch.bool else mask > -1e4).expand_as(scores)
+        is_open = (mask if mask.dtype == torch.bool else mask > -90).expand_as(scores)  # Swin closes with -100
     if is_open.shape[-1] == is_open.shape[-2]:
         # One row for all queries: what it closes is padding, which needs no queries either.
         is_alike = (is_open == is_open[..., :1, :]).all(-1).all(-1)[..., None]
