@@ -385,7 +385,7 @@ def test_a_clock_that_fails_is_said_once_and_its_steps_are_in_no_rate(
 
 # Thin outer shells: what they call is guarded, and fails in its turn; they themselves have nothing to fail at.
 SHELLS = {
-    "_guarded.<locals>.run", "TrainingMonitor.__init__", "TrainingMonitor.step", "TrainingMonitor.watch",
+    "guarded.<locals>.run", "TrainingMonitor.__init__", "TrainingMonitor.step", "TrainingMonitor.watch",
     "TrainingMonitor.pause", "TrainingMonitor.metrics", "TrainingMonitor.say", "TrainingMonitor.close",
     "TrainingMonitor.log_step", "TrainingMonitor._see_start", "TrainingMonitor._see_end",
     "TrainingMonitor._fail", "TrainingMonitor._is_copy", "TrainingMonitor.__enter__", "TrainingMonitor.__exit__",

@@ -41,10 +41,10 @@ def narrow(config: Json, layers: int) -> Json:
 
 
 def _narrow_part(config: Json, layers: int) -> Json:
-    usual = {"hidden_size": _HEADS * _DIM, "num_attention_heads": _HEADS, "num_key_value_heads": _HEADS,
-             "num_hidden_layers": layers, "intermediate_size": _SIZES["intermediate_size"]}  # fmt: skip
     if not any(key in config for key in _COUNTS):
-        return {**config, **usual}
+        keys = _HEADS // 2 if _groups_keys(config) else _HEADS
+        return {**config, "hidden_size": _HEADS * _DIM, "num_attention_heads": _HEADS, "num_key_value_heads": keys,
+                "num_hidden_layers": layers, "intermediate_size": _SIZES["intermediate_size"]}  # fmt: skip
     heads = next(config[key] for key in _COUNTS if key in config)
     width = next(config[key] for key in ("embed_dim", *_WIDTHS) if key in config)
     dim = config.get("head_dim") or width // heads
@@ -60,3 +60,12 @@ def _narrow_part(config: Json, layers: int) -> Json:
         if isinstance(config.get(key), list):
             made[key] = config[key][:layers]
     return made
+
+
+def _groups_keys(config: Json) -> bool:
+    """Whether the class of a config that names no heads has fewer key heads than heads."""
+    from transformers import AutoConfig
+
+    made = AutoConfig.for_model(config.get("model_type", "llama"))
+    heads = getattr(made, "num_attention_heads", None)
+    return getattr(made, "num_key_value_heads", heads) != heads
