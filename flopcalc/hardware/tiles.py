@@ -1,32 +1,32 @@
 """What Hopper's kernels execute where sizes fill no tiles: a model for products, experts and attention.
 
-Products: cuBLAS takes one of many tiles. The model takes the one that would end first: tiles come in waves over the
-processors, and a tile takes as long as its area or its operands, whichever is more, and a start. Over a layer's rows
-tiles come in steps of 8. Fitted on 868 products over rows that fill no tiles (benchmarks/results/blind_pieces.json).
+Products: a kernel computes whole clusters of tiles, and depth in steps of 64; that is exact (125 products counted by
+the GPU, benchmarks/results/tile_choices.json.gz). Which tile and which cluster cuBLAS takes is guessed: the one that
+would end first, by constants fitted on 12,000 layers (model_specs/tiles, made by benchmarks/tile_choices.py). What a
+weight's gradient pads depends on its widths and hardly on the rows: GRADIENTS has those that were measured.
 
-What a weight's gradient pads depends on the layer's widths and hardly on its rows. GRADIENTS has the measured widths.
-For others the tiles are those that kernels of profiled steps have in their names (predict_profiles.json.gz).
+Experts: a grouped product has two kinds of tiles, by the rows that an expert has on average; exact for 150 products.
+Attention: blocks of 128 and steps of 64; exact for 51 of 52 calls.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+import os
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+from flopcalc.data import find_data_dir
+from flopcalc.errors import SpecError
+from flopcalc.files import MAX_JSON_BYTES, read_json
+from flopcalc.forms import ANY, FROM_0, FROM_1, POSITIVE, find_fault
 
 MODELLED = ("h100", "h200", "h800", "gh200")  # ids of devices with these kernels begin so
-_TILES = (
-    (256, 128), (128, 256), (192, 192), (192, 128), (128, 192), (128, 128), (128, 160), (160, 128), (320, 128),
-    (128, 320), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64), (96, 128), (128, 96), (112, 128), (128, 112),
-    (144, 128), (128, 144), (256, 72), (72, 256), (64, 80), (80, 64), (64, 48), (48, 64), (256, 144), (144, 256),
-    (64, 16), (16, 64),
-)  # fmt: skip
+DIRECTIONS = ("forward", "dgrad", "wgrad")
 _DEPTH = 64  # k comes in steps
 _UNITS = 132  # processors
-_OPERANDS = 100  # what reading one row or column of a tile costs, in elements of its area
-# Of products over a layer's rows: tiles (rows, outputs), the same cost, and that of a tile's start.
-_ROW_TILES = tuple((rows, columns) for columns in (64, 128, 192, 256) for rows in range(64, 257, 8)
-                   if rows * columns <= 40960)  # fmt: skip
-_ROW_OPERANDS, _ROW_START = 80, 3000
+_ALIGNED = 8  # widths that are no multiple run older kernels, with tiles and steps of their own
+_OLD_TILE, _OLD_DEPTH = (256, 128), 32
 # Outputs and inputs of a layer -> elements of its weight's gradient with their padding (blind_pieces.json).
 GRADIENTS: dict[tuple[int, int], int] = {
     (768, 2304): 768 * 2464, (896, 896): 896 * 1024, (896, 4864): 960 * 4992, (4864, 896): 960 * 4992,
@@ -38,12 +38,54 @@ GRADIENTS: dict[tuple[int, int], int] = {
         (10240, 2560), (14336, 4096), (16384, 3072),
     )},
 }  # fmt: skip
-_GROUPED = 256  # rows and columns of a pair of tiles of the grouped product
-_FEW, _FEW_ROWS, _FEW_COLUMNS = 128, 64, 128  # up to so many rows an expert, the tiles are smaller
+_GROUPED = 256  # rows and columns of the grouped product's tiles
+_FEW, _FEW_TILE = 128, 128  # up to so many rows an expert, the tiles are smaller
 _SPREAD = 0.4  # of rows an expert, over their mean: HF's random routers (benchmarks/results/expert_cases_5.17.json.gz)
 _BLOCK = 128  # of attention, in both sides
 UNMEASURED_DIMS, NEAR_DIM = (72, 88, 104, 112, 120), 80  # of heads: padded as the measured one between 64 and 128 is
 _STEP = 64  # what queries come in on the way back
+_LINE = {"start": FROM_0, "tiles": [((FROM_1,) * 4 + (POSITIVE, POSITIVE, ANY, FROM_0, FROM_0))]}
+_FORM = {"provenance": {"device": str, "date": str}, **dict.fromkeys(DIRECTIONS, _LINE)}
+
+
+class Tile(NamedTuple):
+    """A tile of a cluster of tiles, and what cuBLAS seems to think that a wave of them costs."""
+
+    rows: int
+    columns: int
+    cluster_rows: int
+    cluster_columns: int
+    at_once: int  # clusters
+    pace: float  # for each step of depth
+    end: float
+    slope: float  # how the cost bends with the depth
+    smooth: float  # share of a wave that is not full and yet not paid
+    loose: float  # share of the waves that is counted in tiles, not in clusters
+
+
+class Choices(NamedTuple):
+    """The tiles of one direction, and what a product costs before its first wave."""
+
+    tiles: tuple[Tile, ...]
+    start: float
+
+
+@cache
+def load_choices(kind: str = "hopper") -> dict[str, Choices]:
+    """Direction -> the tiles that cuBLAS takes on GPUs of a kind."""
+    path = os.path.join(find_data_dir(), "tiles", f"{kind}.json")
+    data = read_json(path, MAX_JSON_BYTES, SpecError)
+    if fault := find_fault(data, _FORM):
+        raise SpecError(f"{path}: {fault.lstrip('.: ')}; benchmarks/tile_choices.py makes such files")
+    found = {}
+    for direction in DIRECTIONS:
+        part = data[direction]
+        tiles = tuple(
+            Tile(a, b, a * along, b * across, _UNITS // (along * across), *rest)
+            for a, b, along, across, *rest in part["tiles"]
+        )
+        found[direction] = Choices(tiles, part["start"])
+    return found
 
 
 def pad(size: int, step: int) -> int:
@@ -52,47 +94,41 @@ def pad(size: int, step: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _count_matrix(rows: int, columns: int, depth: int) -> int:
+def _count_product(direction: str, rows: int, columns: int, depth: int) -> int:
     """Executed FLOPs of (rows, depth) by (depth, columns)."""
-    tiles = [(-(-(-(-rows // a) * -(-columns // b)) // _UNITS) * max(a * b, _OPERANDS * (a + b)), a, b)
-             for a, b in _TILES]  # fmt: skip
-    _, a, b = min(tiles, key=lambda tile: tile[0])
-    return 2 * pad(rows, a) * pad(columns, b) * pad(depth, _DEPTH)
+    tiles, start = load_choices()[direction]
+    steps = -(-depth // _DEPTH)
+    bend = math.log(steps)
+
+    def spend(tile: Tile) -> float:
+        clusters = -(-rows // tile.cluster_rows) * -(-columns // tile.cluster_columns) / tile.at_once
+        single = -(-rows // tile.rows) * -(-columns // tile.columns) / _UNITS
+        whole = math.ceil(clusters) * (1 - tile.loose) + math.ceil(single) * tile.loose
+        part = clusters * (1 - tile.loose) + single * tile.loose
+        turns = whole * (1 - tile.smooth) + part * tile.smooth
+        return (turns * (tile.pace * steps + tile.end) + start) * math.exp(tile.slope * bend)
+
+    best = min(tiles, key=spend)
+    return 2 * pad(rows, best.cluster_rows) * pad(columns, best.cluster_columns) * steps * _DEPTH
 
 
-@lru_cache(maxsize=4096)
-def _count_rows(rows: int, columns: int, depth: int) -> int:
-    """Executed FLOPs of (rows, depth) by (depth, columns), where the rows are a layer's own."""
-
-    def spend(tile: tuple[int, int]) -> int:
-        a, b = tile
-        waves = -(-(-(-rows // a) * -(-columns // b)) // _UNITS)
-        return waves * (max(a * b, _ROW_OPERANDS * (a + b)) + _ROW_START)
-
-    a, b = min(_ROW_TILES, key=spend)
-    return 2 * pad(rows, a) * pad(columns, b) * pad(depth, _DEPTH)
-
-
-def _count_gradient(m: int, n: int, k: int) -> int:
-    """Executed FLOPs of a weight's gradient."""
-    known = GRADIENTS.get((n, k))
-    return 2 * known * pad(m, _DEPTH) if known else _count_matrix(n, k, m)
+def _count_old_product(_direction: str, rows: int, columns: int, depth: int) -> int:
+    return 2 * pad(rows, _OLD_TILE[0]) * pad(columns, _OLD_TILE[1]) * pad(depth, _OLD_DEPTH)
 
 
 def count_product_excess(m: int, n: int, k: int) -> dict[str, int]:
     """FLOPs beyond need of a layer with n outputs and k inputs over m rows, for each direction.
 
-    Sizes that fill the usual tiles are taken to be padded by nothing: on average they are, by 1 % (table gemm).
+    Rows and columns are cuBLAS's, which stores columns first: outputs are the rows of a layer's forward product.
     """
     need = 2 * m * n * k
-    if not (m % _BLOCK or n % _DEPTH or k % _DEPTH):
-        gradient = _count_gradient(m, n, k) - need if (n, k) in GRADIENTS else 0
-        return {"forward": 0, "dgrad": 0, "wgrad": gradient}
-    return {
-        "forward": _count_rows(m, n, k) - need,
-        "dgrad": _count_rows(m, k, n) - need,
-        "wgrad": _count_gradient(m, n, k) - need,
-    }
+    sizes = {"forward": (n, m, k), "dgrad": (k, m, n), "wgrad": (k, n, m)}
+    known = GRADIENTS.get((n, k))
+    count = _count_old_product if math.gcd(n, k, _ALIGNED) < _ALIGNED else _count_product
+    executed = {direction: count(direction, *size) for direction, size in sizes.items()}
+    if known:
+        executed["wgrad"] = 2 * known * pad(m, _DEPTH)
+    return {direction: flops - need for direction, flops in executed.items()}
 
 
 def count_steps(mean: float, size: int) -> float:
@@ -107,14 +143,14 @@ def count_steps(mean: float, size: int) -> float:
 def count_experts_excess(copies: int, m: int, n: int, k: int) -> dict[str, int]:
     """The same of experts in one grouped product, m rows in all, dealt out by a router.
 
-    Rows of an expert are padded to a pair of tiles; for the weight's gradient, where they are the depth, to steps.
+    Rows of an expert are padded to a tile; for the weight's gradient, where they are the depth, to steps.
     """
     mean, need = m / copies, 2 * m * n * k
-    side, columns = (_GROUPED, _GROUPED) if mean > _FEW else (_FEW_ROWS, _FEW_COLUMNS)
+    side = _GROUPED if m // copies > _FEW else _FEW_TILE
     rows = copies * count_steps(mean, side) * side
     deep = copies * count_steps(mean, _DEPTH) * _DEPTH
-    forward = round(2 * rows * pad(n, columns) * pad(k, _DEPTH))
-    dgrad = round(2 * rows * pad(k, columns) * pad(n, _DEPTH))
+    forward = round(2 * rows * pad(n, side) * pad(k, _DEPTH))
+    dgrad = round(2 * rows * pad(k, side) * pad(n, _DEPTH))
     wgrad = round(2 * deep * pad(n, _GROUPED) * pad(k, _GROUPED))
     return {name: max(0, flops - need) for name, flops in (("forward", forward), ("dgrad", dgrad), ("wgrad", wgrad))}
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
+import re
 import statistics
+from typing import Any
 
 import pytest
 from places import ROOT
@@ -12,9 +15,23 @@ from places import ROOT
 from flopcalc import bind
 from flopcalc.hardware.kernels import find_kernel_table, find_tile_table
 from flopcalc.hardware.tables import find_table, load_table
-from flopcalc.hardware.tiles import count_attention_pairs, count_experts_excess, count_product_excess, count_steps
+from flopcalc.hardware.tiles import (
+    count_attention_pairs,
+    count_experts_excess,
+    count_product_excess,
+    count_steps,
+    pad,
+)
 
 RESULTS = ROOT / "benchmarks" / "results"
+_KERNEL = re.compile(r"nvjet_sm90_tst_(\d+)x(\d+)_64x\d+_(\d+)x(\d+)_")
+
+
+@pytest.fixture(scope="module")
+def choices() -> dict[str, Any]:
+    with gzip.open(RESULTS / "tile_choices.json.gz", "rt") as file:
+        found: dict[str, Any] = json.load(file)
+    return found
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash"])
@@ -37,8 +54,72 @@ def test_pairs(kernel: str, direction: str, mask: str, length: int, pairs: int |
     assert count_attention_pairs(kernel, direction, mask, length, 128) == pairs
 
 
-def test_sizes_that_fill_tiles_pad_nothing() -> None:
-    assert count_product_excess(2048, 4096, 4096) == {"forward": 0, "dgrad": 0, "wgrad": 0}
+def test_a_kernel_executes_whole_clusters_of_tiles(choices: dict[str, Any]) -> None:
+    """Products counted by the GPU, and the kernels that ran them: no tolerance but for a depth that was split."""
+    kernels = {(m, n, k): names for m, n, k, names in choices["choices"]}
+    seen = 0
+    for (m, n, k, direction), executed in choices["products"]:
+        at = ("forward", "dgrad", "wgrad").index(direction)
+        (name,) = [each for each in kernels[m, n, k][at] if "kernel" not in each and not each.startswith("Memset")][:1]
+        match = _KERNEL.match(name)
+        if match is None or "splitK" in name:
+            continue
+        a, b, along, across = map(int, match.groups())
+        rows, columns, depth = {"forward": (n, m, k), "dgrad": (k, m, n), "wgrad": (k, n, m)}[direction]
+        assert executed == 2 * pad(rows, a * along) * pad(columns, b * across) * pad(depth, 64)
+        seen += 1
+    assert seen == 114
+
+
+def test_experts_execute_whole_tiles(choices: dict[str, Any]) -> None:
+    """150 grouped products: tiles of 128 up to 128 rows an expert, of 256 beyond and for a weight's gradient."""
+    assert len(choices["experts"]) == 150
+    for (rows, n, k, direction), executed in choices["experts"]:
+        side = 256 if sum(rows) // len(rows) > 128 else 128
+        if direction == "wgrad":
+            padded = sum(pad(each, 64) for each in rows) * pad(n, 256) * pad(k, 256)
+        else:
+            columns, depth = (n, k) if direction == "forward" else (k, n)
+            padded = sum(pad(each, side) for each in rows) * pad(columns, side) * pad(depth, 64)
+        assert executed == 2 * padded
+
+
+def test_attention_executes_what_the_rules_say(choices: dict[str, Any]) -> None:
+    """Calls at lengths and head dims that no table has; one of flash's is off."""
+    wrong = []
+    for (kernel, direction, batch, heads, length, dim, is_causal), executed in choices["attention"]:
+        table = find_kernel_table("h200-sxm", kernel)
+        assert table is not None
+        call = table.find_call(dim, dim, "causal" if is_causal else "full", length)
+        if call is None or call[direction] * batch * heads != executed:
+            wrong.append((kernel, direction, length, dim))
+    assert len(choices["attention"]) == 52
+    assert wrong == [("flash", "forward", 158, 80)]
+
+
+def test_guessed_tiles_are_right_on_average(choices: dict[str, Any]) -> None:
+    errors: dict[str, list[float]] = {}
+    for m, n, k, names in choices["choices"][::20]:
+        if m < 200 or m * n * k < 1e9 or n % 8 or k % 8:
+            continue
+        guessed = count_product_excess(m, n, k)
+        for direction, each in zip(guessed, names, strict=True):
+            (name,) = [kernel for kernel in each if kernel.startswith("nvjet")]
+            match = _KERNEL.match(name)
+            assert match is not None
+            a, b, along, across = map(int, match.groups())
+            rows, columns, depth = {"forward": (n, m, k), "dgrad": (k, m, n), "wgrad": (k, n, m)}[direction]
+            executed = 2 * pad(rows, a * along) * pad(columns, b * across) * pad(depth, 64)
+            errors.setdefault(direction, []).append((2 * m * n * k + guessed[direction]) / executed - 1)
+    for found in errors.values():
+        assert len(found) > 300
+        assert abs(statistics.fmean(found)) < 0.004
+        assert statistics.fmean(map(abs, found)) < 0.012
+
+
+def test_widths_that_are_no_multiple_of_8_take_older_kernels() -> None:
+    need = 2 * 700 * 3420 * 1280
+    assert count_product_excess(700, 3420, 1280)["forward"] == 2 * 768 * 3584 * 1280 - need
 
 
 def test_a_weights_gradient_pads_its_widths() -> None:
