@@ -40,7 +40,7 @@ class Model(NamedTuple):
     adapter: Adapter | None = None
 
 
-def _text(kind: str, layers: int, hidden: int, inner: int, heads: int, kv: int, vocab: int, **rest: Any) -> Json:
+def make_text(kind: str, layers: int, hidden: int, inner: int, heads: int, kv: int, vocab: int, **rest: Any) -> Json:
     return {
         "model_type": kind, "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner,
         "num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocab,
@@ -50,7 +50,7 @@ def _text(kind: str, layers: int, hidden: int, inner: int, heads: int, kv: int, 
 
 _INTERNVL: Json = {
     "model_type": "internvl", "image_token_id": 90000, "tie_word_embeddings": False,
-    "text_config": _text("qwen2", 10, 2048, 7168, 16, 4, 92000),
+    "text_config": make_text("qwen2", 10, 2048, 7168, 16, 4, 92000),
     "vision_config": {
         "model_type": "internvl_vision", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 20,
         "num_attention_heads": 16, "image_size": [448, 448], "patch_size": [14, 14], "attention_bias": True,
@@ -63,38 +63,38 @@ MODELS: dict[str, Model] = {
     "olmo-3-7b": Model("dense", "olmo-3-7b", (Step(3, 1720), Step(1, 112, is_small=True)), (6, 0)),
     "phi-4-mini": Model("dense", "phi-4-mini", (Step(4, 1240), Step(1, 120, is_small=True)), (10, 0)),
     "granite-2304": Model(
-        "dense", _text("granite", 14, 2304, 6912, 18, 6, 49152), (Step(5, 1460), Step(1, 136, is_small=True))
+        "dense", make_text("granite", 14, 2304, 6912, 18, 6, 49152), (Step(5, 1460), Step(1, 136, is_small=True))
     ),
     "glm4-3072": Model(
-        "dense", _text("glm4", 8, 3072, 10240, 24, 4, 96000, head_dim=128, attention_bias=True),
+        "dense", make_text("glm4", 8, 3072, 10240, 24, 4, 96000, head_dim=128, attention_bias=True),
         (Step(4, 1560), Step(2, 1560, "full")),
     ),
     "qwen3-1792": Model(
-        "dense", _text("qwen3", 16, 1792, 5376, 14, 7, 120000, head_dim=128),
+        "dense", make_text("qwen3", 16, 1792, 5376, 14, 7, 120000, head_dim=128),
         (Step(6, 1180), Step(1, 128, is_small=True)),
     ),
     # experts
     "granite-3.0-3b-a800m": Model("experts", "granite-3.0-3b-a800m", (Step(6, 1240), Step(4, 1460)), (10, 0)),
     "qwen2-moe-1792": Model(
         "experts",
-        _text("qwen2_moe", 5, 1792, 4864, 14, 14, 100000, moe_intermediate_size=1152, num_experts=48,
+        make_text("qwen2_moe", 5, 1792, 4864, 14, 14, 100000, moe_intermediate_size=1152, num_experts=48,
               num_experts_per_tok=4, shared_expert_intermediate_size=4608, decoder_sparse_step=1),
         (Step(4, 1720), Step(3, 2260)),
     ),
     "deepseek-v3-1536": Model(
         "experts",
-        _text("deepseek_v3", 5, 1536, 6144, 12, 12, 96000, moe_intermediate_size=768, n_routed_experts=48,
+        make_text("deepseek_v3", 5, 1536, 6144, 12, 12, 96000, moe_intermediate_size=768, n_routed_experts=48,
               n_shared_experts=1, num_experts_per_tok=6, n_group=4, topk_group=2, first_k_dense_replace=1,
               q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
         (Step(5, 1460), Step(3, 1720, "full")),
     ),
     "olmoe-1280": Model(
-        "experts", _text("olmoe", 7, 1280, 640, 10, 10, 50304, num_experts=40, num_experts_per_tok=5),
+        "experts", make_text("olmoe", 7, 1280, 640, 10, 10, 50304, num_experts=40, num_experts_per_tok=5),
         (Step(7, 1180), Step(4, 1720)),
     ),
     "mixtral-2560": Model(
         "experts",
-        _text("mixtral", 4, 2560, 6400, 20, 5, 32000, num_local_experts=12, num_experts_per_tok=3,
+        make_text("mixtral", 4, 2560, 6400, 20, 5, 32000, num_local_experts=12, num_experts_per_tok=3,
               sliding_window=None),
         (Step(4, 1460), Step(3, 1240)),
     ),
@@ -123,14 +123,14 @@ MODELS: dict[str, Model] = {
     "internvl-2048": Model("vision", _INTERNVL, (Step(4, 1500), Step(2, 840)), grids=((2, 32, 32),)),
     "llava-1.5-13b": Model("vision", "llava-1.5-13b", (Step(4, 1120), Step(2, 740)), (4, 24), ((1, 24, 24),)),
 }  # fmt: skip
-# Order of the run: the kinds take turns, so that a run that is cut short has some of each.
-_KINDS = ("dense", "experts", "lora", "vision")
-ORDER = tuple(
-    name
-    for i in range(5)
-    for kind in _KINDS
-    for name in [name for name, model in MODELS.items() if model.kind == kind][i : i + 1]
-)
+
+
+def take_turns(models: dict[str, Model]) -> list[str]:
+    """Order of a run: the kinds take turns, so that a run that is cut short has some of each."""
+    kinds = [[name for name, model in models.items() if model.kind == kind]
+             for kind in ("dense", "experts", "lora", "vision")]  # fmt: skip
+    return [name for turn in zip(*kinds, strict=True) for name in turn]
+
 
 # Steps whose executed FLOPs are counted: model above or preset, layers (text, vision), batch, length, patches.
 EXECUTED: dict[str, tuple[str, int, int, int, int, list[list[int]]]] = {

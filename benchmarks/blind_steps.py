@@ -15,6 +15,8 @@ The protocol, fixed before anything was measured:
   of `generate` at lengths that no call has met before, with a mask and without, then again, then a static cache and a
   CUDA graph; `executed` counts the FLOPs of twelve other steps with the GPU's own counter, whose predictions are in the
   same file; `pieces` counts single products at odd sizes, for a later fit.
+- Round 2 has other models (blind_models_2.py), steps and counted steps alone, and the predictor as it was changed after
+  round 1. Its predictions were committed before it was measured, too.
 - `measure` stops by itself after --budget-s seconds, keeps what is there after each case, and goes on where it stopped.
 """
 
@@ -33,12 +35,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
+import blind_models
 import decode_steps
-from blind_models import DECODED, EXECUTED, MODELS, ORDER, Adapter, Model, Step
+from blind_models import Adapter, Model, Step
 
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
 
 Json = dict[str, Any]
+MODELS, EXECUTED, DECODED = blind_models.MODELS, blind_models.EXECUTED, blind_models.DECODED
 RESULTS = Path(__file__).parent / "results"
 VERSION = "5.17"  # of transformers on the device
 FACTORS = (0.7, 0.9, 1.0, 1.1, 1.25, 1.6)  # of the host, that predictions are written for
@@ -53,6 +57,20 @@ _WIDTHS = (
     (9216, 3072), (16384, 3072), (3072, 8192), (1280, 1280), (5120, 1280), (1280, 5120), (3840, 1280), (2560, 2560),
     (10240, 2560), (2560, 10240), (1024, 1024), (4096, 1024), (1024, 4096), (896, 896), (4864, 896), (896, 4864),
 )  # fmt: skip
+
+
+def choose_round(number: int) -> None:
+    """The models of a round: 1 for blind_models.py, 2 for blind_models_2.py, whose results are apart."""
+    global MODELS, EXECUTED, DECODED, MARKS
+    if number == 2:
+        import blind_models_2
+
+        MODELS, EXECUTED, DECODED = blind_models_2.MODELS, blind_models_2.EXECUTED, ()
+        MARKS = ("<!-- tables of blind_steps.py, round 2 -->", "<!-- end of blind tables of round 2 -->")
+
+
+def name_result(kind: str, number: int) -> str:
+    return f"blind_{kind}.json" if number == 1 else f"blind_{kind}_{number}.json"
 
 
 def get_config(name: str) -> Json:
@@ -84,7 +102,7 @@ def make_step_case(name: str, step: Step) -> Json:
 
 
 def list_steps() -> Iterator[tuple[str, Model, Step, Json]]:
-    for name in ORDER:
+    for name in blind_models.take_turns(MODELS):
         for step in MODELS[name].steps:
             yield name, MODELS[name], step, make_step_case(name, step)
 
@@ -467,12 +485,12 @@ def report_executed(measured: Path, predicted: Path) -> str:
     return format_grid(["step", "executed", "predicted", "error"], lines, "github")
 
 
-def make_page() -> str:
+def make_page(number: int = 1) -> str:
     """The tables of docs/prediction.md."""
-    predicted = RESULTS / "blind_predictions.json"
+    predicted = RESULTS / name_result("predictions", number)
     tables = [
-        report(RESULTS / "blind_steps.json", predicted),
-        report_executed(RESULTS / "blind_executed.json", predicted),
+        report(RESULTS / name_result("steps", number), predicted),
+        report_executed(RESULTS / name_result("executed", number), predicted),
     ]
     return "\n\n".join(tables)
 
@@ -484,14 +502,16 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help="measure: which, with commas between")
     parser.add_argument("--budget-s", type=float, default=470, help="measure: seconds after which it stops")
     parser.add_argument("--page", type=Path, help="report: write the tables between their marks in this page")
+    parser.add_argument("--round", type=int, choices=(1, 2), default=1, help="which models")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="measure: stand-ins of hardly any work, to try the script")
     given = parser.parse_args()
-    predicted = RESULTS / "blind_predictions.json"
+    choose_round(given.round)
+    predicted = RESULTS / name_result("predictions", given.round)
     if given.command == "predict":
         write_predictions(given.out or predicted)
     elif given.command == "report":
-        shown = make_page()
+        shown = make_page(given.round)
         print(shown)
         if given.page is not None:
             before, rest = given.page.read_text(encoding="utf-8").split(MARKS[0], 1)
