@@ -39,6 +39,13 @@ CASES: dict[str, tuple[str, int, int, int, str, str, bool, bool]] = {
     "qlora-7b-8": ("llama-2-7b", 8, 4, 2048, "full", "qlora", True, True),
     "prefill-8b-bf16": ("llama-3.1-8b", 8, 4, 2048, "none", "bf16", False, False),
     "prefill-8b-fp8": ("llama-3.1-8b", 8, 4, 2048, "none", "fp8", False, True),
+    # Models and lengths that no constant was fitted on: results/formats_blind.json.
+    "blind-lora-mistral": ("mistral-7b", 10, 2, 1536, "full", "lora", False, False),
+    "blind-lora-mistral-autocast": ("mistral-7b", 10, 2, 1536, "full", "lora", True, False),
+    "blind-lora-qwen": ("qwen2.5-7b", 8, 4, 1024, "none", "lora", False, False),
+    "blind-lora-qwen-autocast": ("qwen2.5-7b", 8, 4, 1024, "none", "lora", True, False),
+    "blind-lora-qwen3-8b": ("qwen3-8b", 12, 3, 2048, "full", "lora", False, False),
+    "blind-prefill-mistral-fp8": ("mistral-7b", 10, 4, 2048, "none", "fp8", False, False),
 }
 
 

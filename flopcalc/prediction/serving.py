@@ -105,14 +105,17 @@ class Serving(Step):
         return 0
 
     def count_cache(self) -> int:
-        """Bytes of keys and values of all layers once the call is done, as HF's cache holds them.
+        """Bytes of keys, values and recurrent states of all layers once the call is done, as HF's cache holds them.
 
-        Where kernels are fused, a serving engine's: of latent attention it keeps the latents.
+        Where kernels are fused, a serving engine's: of latent attention it keeps the latents. A convolution's last
+        inputs are in the format of activations, recurrent states in float32.
         """
+        sequences = (self.load.decoder or self.load).rows
         total = self.copied_cache = 0
         for stage in self.estimator.stages:
             for chain, layers in Counter(stage.layers).items():
                 for op in iterate(chain):
+                    total += layers * sequences * op.state * (self.bytes if op.kind == "conv" else FLOAT)
                     if not isinstance(op, Attend) or not op.cache:
                         continue
                     width = op.latent if self.is_fused and op.latent else op.cache
@@ -121,7 +124,7 @@ class Serving(Step):
                     self.copied_cache = max(self.copied_cache, each if find_reach(op) else each // 2)
                     total += layers * each
         if not total:
-            self.notes.append("no layer caches keys and values; recurrent states are left out")
+            self.notes.append("no layer caches anything")
         return total
 
     def _count_positions(self, op: Attend) -> int:

@@ -42,6 +42,21 @@ def test_decoding_reads_as_many_keys_as_there_are() -> None:
     assert found.memory.kv_cache == 8 * 16001 * 40 * 2 * 10 * 128 * 2
 
 
+@pytest.mark.parametrize(
+    ("model", "kv_cache", "bytes_"),
+    [
+        # 12 layers of attention, 2 key heads of 256; 36 with a state of 32 x 128 x 128 and 4 inputs of 8192 channels.
+        ("qwen3-next-80b-a3b", None, 4 * (12 * 1024 * 2 * 2 * 256 * 2 + 36 * (32 * 128 * 128 * 4 + 8192 * 4 * 2))),
+        ("qwen3-next-80b-a3b", "fp8", 4 * (12 * 1024 * 2 * 2 * 256 + 36 * (32 * 128 * 128 * 4 + 8192 * 4 * 2))),
+        ("falcon-mamba-7b", "fp8", 4 * 64 * (8192 * 16 * 4 + 8192 * 4 * 2)),  # 8192 channels, 16 states each
+        ("lfm2-1.2b", None, 4 * (6 * 1024 * 2 * 8 * 64 * 2 + 10 * 2048 * 3 * 2)),  # convolutions alone
+    ],
+)
+def test_recurrent_states_are_cached_whatever_the_length(model: str, kv_cache: str | None, bytes_: int) -> None:
+    found = predict_memory(bind(model, kv_cache=kv_cache), make_workload(4, 1024, phase="prefill"))
+    assert found.kv_cache == bytes_
+
+
 SIZES = {
     "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 48, "num_attention_heads": 48,
     "num_key_value_heads": 8, "vocab_size": 92544,

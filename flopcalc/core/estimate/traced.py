@@ -20,7 +20,8 @@ from flopcalc.core.model.config import Source
 from flopcalc.core.model.heads import name_head
 from flopcalc.core.model.ops import TracedModule
 from flopcalc.core.recipe.formats import make_plain
-from flopcalc.core.recipe.numbers import FormatOptions, has_quantization, make_formats
+from flopcalc.core.recipe.numbers import FormatOptions, make_formats
+from flopcalc.core.recipe.quantization import has_quantization
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.expressions import Names, evaluate, find_names
 from flopcalc.core.spec.spec import Spec

@@ -388,6 +388,7 @@ class _Builder:
             "part": item.get("part") or self.part or (block_part if kind in ("linear", "conv") else "other"),
             "rows": self._rows(item),
             "times": size("times", default="1"),
+            "state": size("state", 0, default="0") if "state" in item else 0,
             "source": item.get("from", ""),
             "joined": tuple(item["joined"].split()) if "joined" in item else (),
             "to": item.get("to", ""),

@@ -29,6 +29,7 @@ class Op:
     nested: bool = False  # in a checkpointed block inside a checkpointed layer
     twice: bool = False  # the same where the block runs again for the layer, and once more for itself
     beside: str = ""  # the stream without which it does not run
+    state: int = 0  # numbers that it leaves in the cache for every sequence, however long
 
     def replace(self, **changes: Any) -> Self:
         return replace(self, **changes)

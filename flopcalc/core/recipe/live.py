@@ -143,7 +143,9 @@ def _read_torchao(parameter: Any, known: str) -> Stored:
     stored = load_formats()[1][known]
     if known == "nf4-double":
         return replace(stored, flat=int(parameter.block_size))
-    is_cast = any(getattr(parameter, name, None) is not None for name in _ACTIVATIONS) and known != "int4"
+    # int4 is dequantized, and so is what lies unpacked in int8: its activations are only rounded.
+    is_plain = known == "int4" or type(parameter).__name__ == "IntxUnpackedToInt8Tensor"
+    is_cast = any(getattr(parameter, name, None) is not None for name in _ACTIVATIONS) and not is_plain
     compute = _COMPUTED.get(known, stored.compute or known) if is_cast else ""
     block = getattr(parameter, "block_size", None)
     outputs, inputs = (1, block) if isinstance(block, int) else tuple(block or ())[-2:] or (0, 0)

@@ -17,7 +17,7 @@ from flopcalc.core.recipe.formats import (
     parse_compute,
     parse_stored,
 )
-from flopcalc.core.recipe.quantization import BY_HAND, Kind, Place, Quantization
+from flopcalc.core.recipe.quantization import BY_HAND, Kind, Place, Quantization, has_quantization
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.errors import ConfigError, RecipeError
@@ -265,12 +265,6 @@ def make_formats(
         source = f"quantization_config of {quantization.method}; the rest {source}"
     stored = live.stored if live is not None and asked.weights is None else {}
     return Formats(model, compute, cast, weights, quantization, adapter, cache, stored, source)
-
-
-def has_quantization(config: Mapping[str, Any]) -> bool:
-    """Whether a config, or one of its parts, says how weights are quantized."""
-    parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
-    return any(part.get(key) for part in parts for key in ("quantization_config", "compression_config"))
 
 
 def _find_model(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from flopcalc.core.recipe.formats import Stored
+from flopcalc.core.recipe.formats import Stored, load_formats
 from flopcalc.errors import ConfigError, format_nearest, format_value
 
 BY_HAND = "--weights FORMAT says the format by hand"
 # What a module is to a quantizer: torch.nn.Linear; a stack of experts, which are bare parameters in transformers 5 and
 # were linears in the checkpoints; the output head; a table of embeddings; anything else.
 Kind = Literal["linear", "expert", "head", "embed", "other"]
+ALL_KINDS: tuple[Kind, ...] = ("linear", "expert", "head", "embed", "other")
 
 
 class Place(NamedTuple):
@@ -92,6 +93,9 @@ def find_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any] | No
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{where}: {prefix}{key} must be an object, not {format_value(value)}; {BY_HAND}")
             found.append((f"{prefix}{key}", value))
+    mlx = config.get("quantization")  # MLX says it there; its newer files repeat it in quantization_config
+    if isinstance(mlx, Mapping) and "bits" in mlx and all(value == mlx for _, value in found):
+        return {"quant_method": "mlx", **mlx}
     for name, value in found[1:]:
         if value != found[0][1]:
             raise ConfigError(f"{where}: {found[0][0]} and {name} contradict each other; {BY_HAND}")
@@ -166,3 +170,37 @@ class Keys:
 
 def _list(kind: type | tuple[type, ...]) -> tuple[type, ...]:
     return kind if isinstance(kind, tuple) else (kind,)
+
+
+def has_quantization(config: Mapping[str, Any]) -> bool:
+    """Whether a config, or one of its parts, says how weights are quantized."""
+    parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
+    is_mlx = isinstance(config.get("quantization"), Mapping)
+    return is_mlx or any(part.get(key) for part in parts for key in ("quantization_config", "compression_config"))
+
+
+def make_stored(word: str, key: str = "", /, **changes: Any) -> Stored:
+    """A format of the file with some of its fields changed; `key` is what said so."""
+    return replace(load_formats()[1][word], key=key, **changes)
+
+
+def make_grouped(keys: Keys, name: str, size: int, key: str = "group_size", **changes: Any) -> Stored:
+    """A format with groups of so many inputs; -1: all of a row."""
+    if size != -1 and size < 1:
+        keys.fail(key, f"is {size}; it is a number of inputs, or -1 for all")
+    if size == -1:
+        return make_stored(name, f"{keys.name}.{key}", inputs=0, **changes)
+    return make_stored(name, f"{keys.name}.{key}", inputs=size, **{"name": f"{name}-g{size}", **changes})
+
+
+def exclude(keys: Keys, *names: str, adds_head: bool = False) -> list[Rule]:
+    """transformers' list of modules that stay as they are; without one, the output head does."""
+    given = [found for key in names if (found := keys.take_names(key)) is not None]
+    if len(given) > 1 and given[0] != given[1]:
+        keys.fail(names[0], f"and {names[1]} contradict each other")
+    rules = []
+    if not given or adds_head:
+        rules.append(Rule(None, ("head",)))
+    if given and given[0]:
+        rules.append(Rule(None, ALL_KINDS, tuple(keys.compile(names[0], given[0], "hf"))))
+    return rules

@@ -10,11 +10,23 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from flopcalc.core.recipe.formats import Stored, load_formats, parse_compute
-from flopcalc.core.recipe.quantization import BY_HAND, Keys, Kind, Pattern, Quantization, Rule, find_config
+from flopcalc.core.recipe.formats import Stored, parse_compute
+from flopcalc.core.recipe.quantization import (
+    ALL_KINDS,
+    BY_HAND,
+    Keys,
+    Kind,
+    Pattern,
+    Quantization,
+    Rule,
+    exclude,
+    find_config,
+    make_grouped,
+    make_stored,
+)
+from flopcalc.core.recipe.torchao import read_torchao
 from flopcalc.errors import ConfigError, RecipeError, format_nearest, format_value
 
-_ALL: tuple[Kind, ...] = ("linear", "expert", "head", "embed", "other")
 _WITH_HEAD: tuple[Kind, ...] = ("linear", "expert", "head")
 
 
@@ -46,8 +58,16 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     keys.skip("quant_method")
     is_dequantized = keys.take("dequantize", bool, False)
     result = reader(keys)
+    if result.method == "bitsandbytes" and str(config.get("model_type")).startswith("llama4"):
+        result = _split_experts(result)
     keys.finish()
     return None if is_dequantized else result
+
+
+def _split_experts(found: Quantization) -> Quantization:
+    """transformers makes linears of Llama 4's experts before it quantizes (quantizers/base.py)."""
+    rules = (*found.rules, Rule(found.rules[-1].stored, ("expert",)))
+    return replace(found, rules=rules, notes=tuple(note for note in found.notes if "experts" not in note))
 
 
 def _guess_method(found: Mapping[str, Any]) -> str:
@@ -59,50 +79,25 @@ def _guess_method(found: Mapping[str, Any]) -> str:
     return "compressed-tensors" if "config_groups" in found else ""
 
 
-def _get(word: str, key: str = "", /, **changes: Any) -> Stored:
-    return replace(load_formats()[1][word], key=key, **changes)
-
-
-def _group(keys: Keys, name: str, size: int, key: str = "group_size", **changes: Any) -> Stored:
-    """A format with groups of so many inputs; -1: all of a row."""
-    if size != -1 and size < 1:
-        keys.fail(key, f"is {size}; it is a number of inputs, or -1 for all")
-    if size == -1:
-        return _get(name, f"{keys.name}.{key}", inputs=0, **changes)
-    return _get(name, f"{keys.name}.{key}", inputs=size, **{"name": f"{name}-g{size}", **changes})
-
-
-def _exclude(keys: Keys, *names: str, adds_head: bool = False) -> list[Rule]:
-    """transformers' list of modules that stay as they are; without one, the output head does."""
-    given = [found for key in names if (found := keys.take_names(key)) is not None]
-    if len(given) > 1 and given[0] != given[1]:
-        keys.fail(names[0], f"and {names[1]} contradict each other")
-    rules = []
-    if not given or adds_head:
-        rules.append(Rule(None, ("head",)))
-    if given and given[0]:
-        rules.append(Rule(None, _ALL, tuple(keys.compile(names[0], given[0], "hf"))))
-    return rules
-
-
 # --- float formats ----------------------------------------------------------------------------------------------------
 def _read_fp8(keys: Keys) -> Quantization:
     scheme = keys.choose("activation_scheme", ("dynamic", "static"), "dynamic")
-    keys.choose("fmt", ("e4m3", "e5m2"), "e4m3")
-    is_said = "weight_block_size" in keys.config
-    block = keys.take("weight_block_size", (list, tuple), None if is_said else [128, 128])
+    keys.choose("fmt", ("e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2"), "e4m3")
+    # transformers takes blocks where nothing is said; AutoFP8 never writes the key, and has a scale per weight.
+    is_whole = "weight_block_size" in keys.config or scheme == "static" or "ignored_layers" in keys.config
+    block = keys.take("weight_block_size", (list, tuple), None if is_whole else [128, 128])
     scale_bits = {"float": 32, "ue8m0": 8}[keys.choose("scale_fmt", ("float", "ue8m0"), "float")]
     static = 32 if scheme == "static" else 0
     if block is None:
-        stored = _get("fp8", tensor_bits=static)
+        stored = make_stored("fp8", tensor_bits=static)
     else:
         if len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
             keys.fail("weight_block_size", f"is {format_value(block)}; it is two sizes, as [128, 128]")
-        stored = _get("fp8-block", outputs=block[0], inputs=block[1], scale_bits=scale_bits, tensor_bits=static)
+        stored = make_stored("fp8-block", outputs=block[0], inputs=block[1], scale_bits=scale_bits, tensor_bits=static)
     expert = stored
     if keys.choose("expert_dtype", ("fp8", "fp4"), "fp8") == "fp4":
-        expert = _get("mxfp4", "the block", compute="fp8")
-    rules = _exclude(keys, "modules_to_not_convert", "ignored_layers")
+        expert = make_stored("mxfp4", "the block", compute="fp8")
+    rules = exclude(keys, "modules_to_not_convert", "ignored_layers")
     more = keys.take_names("modules_to_convert")
     if more:
         rules.append(Rule(stored, ("embed", "head"), tuple(keys.compile("modules_to_convert", more, "hf"))))
@@ -114,21 +109,21 @@ def _read_block_format(name: str) -> Callable[[Keys], Quantization]:
     """Formats that transformers makes while it loads: mxfp8, nvfp4."""
 
     def read(keys: Keys) -> Quantization:
-        rules = _exclude(keys, "modules_to_not_convert")
-        return Quantization(name, (*rules, Rule(_get(name), ("linear", "head"))))
+        rules = exclude(keys, "modules_to_not_convert")
+        return Quantization(name, (*rules, Rule(make_stored(name), ("linear", "head"))))
 
     return read
 
 
 def _read_fbgemm(keys: Keys) -> Quantization:
     keys.skip("activation_scale_ub")
-    rules = _exclude(keys, "modules_to_not_convert")
-    return Quantization("fbgemm_fp8", (*rules, Rule(_get("fp8", outputs=1, tensor_bits=32), ("linear", "head"))))
+    rules = exclude(keys, "modules_to_not_convert")
+    return Quantization("fbgemm_fp8", (*rules, Rule(make_stored("fp8", outputs=1, tensor_bits=32), ("linear", "head"))))
 
 
 def _read_mxfp4(keys: Keys) -> Quantization:
-    rules = _exclude(keys, "modules_to_not_convert")
-    return Quantization("mxfp4", (*rules, Rule(_get("mxfp4"), ("expert",))))
+    rules = exclude(keys, "modules_to_not_convert")
+    return Quantization("mxfp4", (*rules, Rule(make_stored("mxfp4"), ("expert",))))
 
 
 # --- integers, by weight alone ----------------------------------------------------------------------------------------
@@ -137,13 +132,13 @@ def _read_awq(keys: Keys) -> Quantization:
     size = keys.take("q_group_size" if "q_group_size" in keys.config else "group_size", int, 128)
     keys.take("zero_point", bool, True)  # zero points lie there either way
     for key in ("version", "format"):
-        keys.choose(key, ("gemm", "gemv", "gemv_fast", "llm-awq"), "gemm")
+        keys.choose(key, ("gemm", "gemv", "gemv_fast", "llm-awq", "exllama", "ipex"), "gemm")
     keys.skip(
         "backend", "fuse_max_seq_len", "do_fuse", "modules_to_fuse", "exllama_config", "sym", "desc_act", "meta",
         "true_sequential", "damp_percent", "dataset", "tokenizer", "checkpoint_format", *_TRAINING,
     )  # fmt: skip
-    rules = _exclude(keys, "modules_to_not_convert", adds_head=True)
-    return Quantization("awq", (*rules, Rule(_group(keys, f"int{bits}", size))))
+    rules = exclude(keys, "modules_to_not_convert", adds_head=True)
+    return Quantization("awq", (*rules, Rule(make_grouped(keys, f"int{bits}", size))))
 
 
 # Of making the weights, not of storing them.
@@ -178,7 +173,7 @@ def _read_gptq(keys: Keys) -> Quantization:
         own.finish()
         rules.append(Rule(some, _WITH_HEAD, patterns))
     inside = keys.take("modules_in_block_to_quantize", (list, tuple))
-    excluded = _exclude(keys, "modules_to_not_convert")
+    excluded = exclude(keys, "modules_to_not_convert")
     has_head = keys.take("lm_head", bool, False)
     kinds: tuple[Kind, ...] = _WITH_HEAD if has_head else ("linear", "expert")
     rules += [rule for rule in excluded if not (has_head and rule.kinds == ("head",))]
@@ -192,7 +187,7 @@ def _read_gptq(keys: Keys) -> Quantization:
 def _make_gptq(keys: Keys, bits: int, size: int) -> Stored:
     """Packed numbers and zero points, fp16 scales, and the group of every input; the last group may be smaller."""
     name = f"int{bits}"
-    return _group(keys, name, size, bits=bits, scale_bits=16, zero_bits=bits, index_bits=32, rounds=True)
+    return make_grouped(keys, name, size, bits=bits, scale_bits=16, zero_bits=bits, index_bits=32, rounds=True)
 
 
 def _read_auto_round(keys: Keys) -> Quantization:
@@ -206,18 +201,21 @@ def _read_auto_round(keys: Keys) -> Quantization:
         "batch_size", "low_gpu_mem_usage", "gradient_accumulate_steps", "enable_minmax_tuning", "to_quant_block_names",
         "block_name_to_quantize", "enable_quanted_input", "scale_dtype", "amp", "train_bs", "dataset", "provider",
         "enable_norm_bias_tuning", "super_bits", "super_group_size", "act_bits", "quant_lm_head", "quant_block_list",
-        "enable_alg_ext", "modules_to_not_convert", "static_kv_dtype", "supported_types", "regex_config",
+        "enable_alg_ext", "static_kv_dtype", "supported_types", "regex_config",
     )  # fmt: skip
     is_awq = packing.endswith("awq")
     make: Callable[[Keys, int, int], Stored] = _make_gptq
     if is_awq:
-        make = lambda own, each, many: _group(own, f"int{each}", many)  # noqa: E731
+        make = lambda own, each, many: make_grouped(own, f"int{each}", many)  # noqa: E731
     rules = []
     for name, changes in (keys.take("extra_config", Mapping) or {}).items():
         own = Keys(changes if isinstance(changes, Mapping) else {}, keys.where, f"{keys.name}.extra_config[{name!r}]")
         each = own.choose("bits", (2, 3, 4, 8, 16, 32), bits)
         some = None if each >= 16 else make(own, each, own.take("group_size", int, size))
-        rules.append(Rule(some, _WITH_HEAD, (Pattern(name, "name"),)))
+        # A name, or a regular expression for whole names.
+        patterns = (Pattern(name, "name"), *keys.compile("extra_config", [f"(?:{name})$"], "regex"))
+        rules.append(Rule(some, _WITH_HEAD, patterns))
+    rules += exclude(keys, "modules_to_not_convert")
     return Quantization("auto-round", (*rules, Rule(make(keys, bits, size), is_language=True)))
 
 
@@ -238,7 +236,7 @@ def _read_bitsandbytes(keys: Keys) -> Quantization:
     )  # fmt: skip
     notes = ["bitsandbytes converts torch.nn.Linear alone: stacks of experts stay in the model's own format"]
     if four:
-        stored = _get("nf4-double" if is_double else "nf4", name=f"{kind}-double" if is_double else kind)
+        stored = make_stored("nf4-double" if is_double else "nf4", name=f"{kind}-double" if is_double else kind)
         try:
             stored = replace(stored, compute=parse_compute("fp32" if compute is None else compute, "dtype"))
         except RecipeError:
@@ -247,15 +245,17 @@ def _read_bitsandbytes(keys: Keys) -> Quantization:
             notes.append("bnb_4bit_compute_dtype is not set: bitsandbytes computes in float32 then")
     else:
         # int8 products forward, the dequantized weight backward; a float32 scale per output.
-        stored = _get("int8", compute="int8", gradient="model", scale_bits=32)
-    rules = _exclude(keys, "llm_int8_skip_modules")
+        stored = make_stored("int8", compute="int8", gradient="model", scale_bits=32)
+    rules = exclude(keys, "llm_int8_skip_modules")
     return Quantization("bitsandbytes", (*rules, Rule(stored, ("linear", "head"))), notes=tuple(notes))
 
 
 def _read_hqq(keys: Keys) -> Quantization:
     found = keys.take("quant_config", Mapping)
     skipped = keys.take_names("skip_modules")
-    rules = [Rule(None, _ALL, tuple(keys.compile("skip_modules", ("lm_head",) if skipped is None else skipped, "hf")))]
+    rules = [
+        Rule(None, ALL_KINDS, tuple(keys.compile("skip_modules", ("lm_head",) if skipped is None else skipped, "hf")))
+    ]
     if not found:
         keys.fail("quant_config", "is missing")
     layers = {"": found} if "weight_quant_params" in found else dict(found)
@@ -280,6 +280,35 @@ def _read_hqq(keys: Keys) -> Quantization:
         )  # fmt: skip
         rules.append(Rule(stored, ("linear", "head"), (Pattern(tag, "name"),) if tag else ()))
     return Quantization("hqq", tuple(rules))
+
+
+def _read_mlx(keys: Keys) -> Quantization:
+    """MLX's own key `quantization`: groups of inputs with a scale and an offset, embeddings too."""
+    rules = []
+    for name, entry in keys.config.items():
+        if not isinstance(entry, (Mapping, bool)):
+            continue
+        keys.skip(name)
+        own = Keys(entry if isinstance(entry, Mapping) else {}, keys.where, f"{keys.name}[{name!r}]")
+        some = None if entry is False else _read_mlx_layer(own if entry is not True else keys)
+        own.finish()
+        rules.append(Rule(some, ALL_KINDS, (Pattern(name, "name"),)))
+    stored = _read_mlx_layer(keys)
+    return Quantization("mlx", (*rules, Rule(stored, ("linear", "expert", "head", "embed"))))
+
+
+def _read_mlx_layer(keys: Keys) -> Stored:
+    mode = keys.choose("mode", ("affine", "mxfp4", "mxfp8", "nvfp4"), "affine")
+    bits, size = keys.take("bits", int), keys.take("group_size", int)
+    if mode != "affine":
+        stored = make_stored(mode, f"{keys.name}.group_size", compute="", tensor_bits=0)
+        if (bits or stored.bits, size or stored.inputs) != (stored.bits, stored.inputs):
+            keys.fail("group_size", f"and bits are {size} and {bits}; {mode} has {stored.inputs} and {stored.bits}")
+        return stored
+    if bits not in (2, 3, 4, 5, 6, 8):
+        keys.fail("bits", f"is {format_value(bits)}; known: 2, 3, 4, 5, 6, 8")
+    stored = make_grouped(keys, "int4", 64 if size is None else size, bits=bits, zero_bits=16)
+    return replace(stored, name=f"int{bits}-g{stored.inputs}")
 
 
 # --- compressed-tensors -----------------------------------------------------------------------------------------------
@@ -324,7 +353,7 @@ def _match_targets(keys: Keys, key: str, names: tuple[str, ...], stored: Stored 
     patterns = keys.compile(key, [name[3:] for name in names if name.startswith("re:")], "regex")
     patterns += [Pattern(name, "name") for name in names if name not in _CLASSES and not name.startswith("re:")]
     if patterns:
-        rules.append(Rule(stored, _WITH_HEAD if stored is not None else _ALL, tuple(patterns)))
+        rules.append(Rule(stored, _WITH_HEAD if stored is not None else ALL_KINDS, tuple(patterns)))
     return rules
 
 
@@ -343,10 +372,10 @@ def _read_scheme(keys: Keys, format_: str) -> Stored | None:
     key = f"{keys.name}.weights.group_size"
     if kind == "float" and bits == 4:
         if strategy == "tensor_group" or size == 16:
-            return _get("nvfp4", key, inputs=size or 16, tensor_bits=64 if inputs is not None else 32, **changes)
-        return _get("mxfp4", key, inputs=size or 32, **changes)
+            return make_stored("nvfp4", key, inputs=size or 16, tensor_bits=64 if inputs is not None else 32, **changes)
+        return make_stored("mxfp4", key, inputs=size or 32, **changes)
     if kind == "float" and bits == 8 and "mxfp8" in format_:
-        return _get("mxfp8", key, inputs=size or 32, **changes)
+        return make_stored("mxfp8", key, inputs=size or 32, **changes)
     if bits > 8 or bits < 2:
         keys.fail("weights.num_bits", f"is {bits}")
     name = f"{'fp' if kind == 'float' else 'int'}{bits}"
@@ -413,7 +442,7 @@ def _read_cache(keys: Keys) -> str:
     return _name_compute(Keys(scheme, keys.where, f"{keys.name}.kv_cache_scheme"))
 
 
-# --- modelopt and torchao ---------------------------------------------------------------------------------------------
+# --- modelopt ---------------------------------------------------------------------------------------------------------
 _ALGORITHMS: dict[str, dict[str, Any]] = {
     "FP8": {"format": "fp8", "tensor_bits": 32},
     "FP8_PER_CHANNEL_PER_TOKEN": {"format": "fp8", "outputs": 1},
@@ -435,7 +464,7 @@ def _read_modelopt(keys: Keys) -> Quantization:
     excluded = [found for key in ("ignore", "exclude_modules") if (found := keys.take_names(key)) is not None]
     patterns = [Pattern(name, "glob") for names in excluded for name in names]
     patterns += [Pattern(f"*{pattern.text}", "glob") for pattern in patterns if not pattern.text.startswith("*")]
-    rules = [Rule(None, _ALL, tuple(patterns))] if patterns else [Rule(None, ("head",))]
+    rules = [Rule(None, ALL_KINDS, tuple(patterns))] if patterns else [Rule(None, ("head",))]
     layers = keys.take("quantized_layers", Mapping) or {}
     for name, entry in layers.items():
         own = Keys(entry if isinstance(entry, Mapping) else {}, keys.where, f"{keys.name}.quantized_layers[{name!r}]")
@@ -450,6 +479,8 @@ def _read_modelopt(keys: Keys) -> Quantization:
 
 
 def _read_algorithm(keys: Keys) -> Stored | None:
+    if "quant_algo" not in keys.config:
+        keys.fail("quant_algo", "is missing")
     name = keys.take("quant_algo", str)
     size = keys.take("group_size", int)
     if name is None or name.lower() == "none":
@@ -459,71 +490,10 @@ def _read_algorithm(keys: Keys) -> Stored | None:
         keys.fail("quant_algo", f"is {format_value(name)}; known: {', '.join(_ALGORITHMS)}")
     changes = {key: value for key, value in found.items() if key not in ("format", "size")}
     if found["format"] == "int4":
-        return _group(keys, "int4", found["size"] if size is None else size, **changes)
+        return make_grouped(keys, "int4", found["size"] if size is None else size, **changes)
     if size not in (None, found.get("size", size)):
         keys.fail("group_size", f"is {size}; {name} has groups of {found['size']}")
-    return _get(found["format"], f"{keys.name}.group_size", **changes)
-
-
-_TORCHAO: dict[str, dict[str, Any]] = {
-    "int4weightonly": {"format": "int4", "zero_bits": 16, "size": 128},
-    "int8weightonly": {"format": "int8"},
-    "int8dynamicactivationint8weight": {"format": "w8a8"},
-    "float8weightonly": {"format": "fp8", "compute": "", "outputs": 1},
-    "float8dynamicactivationfloat8weight": {"format": "fp8"},
-    "nvfp4dynamicactivationnvfp4weight": {"format": "nvfp4"},
-    "nvfp4weightonly": {"format": "nvfp4", "compute": ""},
-    "mxdynamicactivationmxweight": {"format": "mxfp8"},
-}
-
-
-def _read_torchao(keys: Keys) -> Quantization:
-    found: Any = keys.take("quant_type", (str, Mapping))
-    arguments = keys.take("quant_type_kwargs", Mapping, {})
-    keys.skip("untie_embedding_weights")
-    embeds = keys.take("include_input_output_embeddings", bool, False)
-    if isinstance(found, Mapping) and set(found) == {"default"}:
-        found = found["default"]
-    if isinstance(found, str):
-        found = {"_type": found, "_data": arguments}
-    if not isinstance(found, Mapping):
-        keys.fail("quant_type", "is missing")
-    rules = _exclude(keys, "modules_to_not_convert")
-    kinds: tuple[Kind, ...] = ("linear", "head")
-    if embeds:
-        rules = [rule for rule in rules if rule.kinds != ("head",)]
-        kinds = ("linear", "head", "embed")
-    inner = found.get("_data", {})
-    several = next((inner[key] for key in ("module_fqn_to_config", "fqn_to_config") if key in inner), None)
-    if several is None:
-        return Quantization("torchao", (*rules, Rule(_read_torchao_type(keys, found), kinds)))
-    last = []
-    for name, entry in several.items():
-        stored = None if entry is None else _read_torchao_type(keys, entry)
-        if name == "_default":
-            last.append(Rule(stored, kinds))
-        elif name.startswith("re:"):
-            rules.append(Rule(stored, _ALL, tuple(keys.compile("quant_type", [name[3:]], "regex"))))
-        else:
-            rules.append(Rule(stored, _ALL, (Pattern(name.removesuffix(".weight"), "name"),)))
-    return Quantization("torchao", (*rules, *last))
-
-
-def _read_torchao_type(keys: Keys, entry: Mapping[str, Any]) -> Stored:
-    name, data = str(entry.get("_type")), entry.get("_data") or {}
-    plain = name.removesuffix("Config").replace("_", "").lower()
-    known = _TORCHAO.get(plain)
-    if known is None:
-        keys.fail("quant_type", f"is {format_value(name)}; known: {', '.join(_TORCHAO)}")
-    changes = {key: value for key, value in known.items() if key not in ("format", "size")}
-    if "PerRow" in str(data.get("granularity", "")):
-        changes["outputs"] = 1
-    size = data.get("group_size", known.get("size"))
-    if size is None:
-        return _get(known["format"], **changes)
-    if type(size) is not int:
-        keys.fail("quant_type", f"has group_size {format_value(size)}")
-    return _group(keys, known["format"], size, "quant_type.group_size", **changes)
+    return make_stored(found["format"], f"{keys.name}.group_size", **changes)
 
 
 _READERS: dict[str, Callable[[Keys], Quantization]] = {
@@ -535,10 +505,12 @@ _READERS: dict[str, Callable[[Keys], Quantization]] = {
     "awq": _read_awq,
     "gptq": _read_gptq,
     "auto-round": _read_auto_round,
+    "intel/auto-round": _read_auto_round,
     "bitsandbytes": _read_bitsandbytes,
     "hqq": _read_hqq,
     "compressed-tensors": _read_compressed,
     "modelopt": _read_modelopt,
     "modelopt-fp4": _read_modelopt,
-    "torchao": _read_torchao,
+    "torchao": read_torchao,
+    "mlx": _read_mlx,
 }

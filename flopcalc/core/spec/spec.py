@@ -29,7 +29,7 @@ _LATENT_KEYS = {"input", "axes", "text", "pixels", "frames", "pack", "patch", "l
 _POSITION_KEYS = {"kind", "limit"}
 _OP_COMMON = {
     "op", "name", "when", "rows", "needed", "less", "times", "part", "from", "joined", "to", "detached", "again",
-    "unused",
+    "unused", "state",
 }  # fmt: skip
 OP_KEYS: dict[str, set[str]] = {
     "linear": _OP_COMMON
@@ -67,7 +67,7 @@ _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "rename": (dict,), "set": (dict,), "defaults": (dict,),
     "pixels": (dict, str),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
-    **dict.fromkeys(("flops", "backward", "kv_heads", "cache", "latent"), (str, int)),
+    **dict.fromkeys(("flops", "backward", "kv_heads", "cache", "latent", "state"), (str, int)),
     **dict.fromkeys(("length", "repeat", "first"), (str, int)),
 }  # fmt: skip
 _KINDS = {"vision": ("grid", "fixed", "tiles"), "positions": ("learned", "rotary")}

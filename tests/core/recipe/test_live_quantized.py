@@ -145,7 +145,7 @@ def test_qlora_over_bitsandbytes() -> None:
         ("Float8WeightOnlyConfig", "fp8", "bf16"),
         ("Int8DynamicActivationInt8WeightConfig", "int8", "int8"),
         ("IntxWeightOnlyConfig", "int8", "bf16"),
-        ("Int8DynamicActivationIntxWeightConfig", "int8", "int8"),
+        ("Int8DynamicActivationIntxWeightConfig", "int8", "bf16"),
     ],
 )
 def test_torchao(config: str, name: str, compute: str) -> None:

@@ -1,0 +1,98 @@
+"""torchao's part of a quantization_config: its config classes as JSON, or the strings of older releases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flopcalc.core.recipe.formats import Stored
+from flopcalc.core.recipe.quantization import (
+    ALL_KINDS,
+    Keys,
+    Kind,
+    Pattern,
+    Quantization,
+    Rule,
+    exclude,
+    make_grouped,
+    make_stored,
+)
+from flopcalc.errors import format_value
+
+# Any number of bits lies unpacked in int8, and is dequantized; activations are only rounded (torchao 0.18).
+_INTX = {"format": "int8", "zero_bits": 8, "compute": ""}
+_TYPES: dict[str, dict[str, Any]] = {
+    "int4weightonly": {"format": "int4", "zero_bits": 16, "size": 128},
+    "int8weightonly": {"format": "int8"},
+    "int8dynamicactivationint8weight": {"format": "w8a8"},
+    "intxweightonly": _INTX,
+    "int8dynamicactivationintxweight": {**_INTX, "size": 32},
+    "float8weightonly": {"format": "fp8", "compute": "", "outputs": 1},
+    "float8dynamicactivationfloat8weight": {"format": "fp8"},
+    "nvfp4dynamicactivationnvfp4weight": {"format": "nvfp4"},
+    "nvfp4weightonly": {"format": "nvfp4", "compute": ""},
+    "mxdynamicactivationmxweight": {"format": "mxfp8"},
+}
+
+
+def read_torchao(keys: Keys) -> Quantization:
+    """Rules of one type for all modules, or of one per module name."""
+    found: Any = keys.take("quant_type", (str, Mapping))
+    arguments = keys.take("quant_type_kwargs", Mapping, {})
+    keys.skip("untie_embedding_weights")
+    embeds = keys.take("include_input_output_embeddings", bool, False)
+    if isinstance(found, Mapping) and set(found) == {"default"}:
+        found = found["default"]
+    if isinstance(found, str):
+        found = {"_type": found, "_data": arguments}
+    if not isinstance(found, Mapping):
+        keys.fail("quant_type", "is missing")
+    rules = exclude(keys, "modules_to_not_convert")
+    kinds: tuple[Kind, ...] = ("linear", "head")
+    if embeds:
+        rules = [rule for rule in rules if rule.kinds != ("head",)]
+        kinds = ("linear", "head", "embed")
+    inner = found.get("_data", {})
+    several = next((inner[key] for key in ("module_fqn_to_config", "fqn_to_config") if key in inner), None)
+    if several is None:
+        return Quantization("torchao", (*rules, Rule(_read_type(keys, found), kinds)))
+    last = []
+    for name, entry in several.items():
+        stored = None if entry is None else _read_type(keys, entry)
+        if name == "_default":
+            last.append(Rule(stored, kinds))
+        elif name.startswith("re:"):
+            whole = name[3:].removesuffix("weight").removesuffix(".").removesuffix("\\")  # a parameter's, or a module's
+            text = f"(?:{whole})$"
+            rules.append(Rule(stored, ALL_KINDS, tuple(keys.compile("quant_type", [text], "regex"))))
+        else:
+            rules.append(Rule(stored, ALL_KINDS, (Pattern(name.removesuffix(".weight"), "name"),)))
+    return Quantization("torchao", (*rules, *last))
+
+
+def _read_type(keys: Keys, entry: Mapping[str, Any]) -> Stored:
+    name, data = str(entry.get("_type")), entry.get("_data") or {}
+    plain = name.removesuffix("Config").replace("_", "").lower()
+    known = _TYPES.get(plain)
+    if known is None:
+        keys.fail("quant_type", f"is {format_value(name)}; known: {', '.join(_TYPES)}")
+    changes = {key: value for key, value in known.items() if key not in ("format", "size")}
+    granularity = data.get("weight_granularity") or data.get("granularity")
+    format_ = known["format"]
+    if format_ == "mxfp8" and "float4" in str(data.get("weight_dtype")):
+        is_cast = "float4" in str(data.get("activation_dtype"))
+        return make_stored("mxfp4", "quantization_config.quant_type", compute="mxfp4" if is_cast else "mxfp8")
+    if "PerRow" in str(granularity):
+        changes["outputs"] = 1
+    if format_ in ("int8", "w8a8") and "zero_bits" not in changes and entry.get("_version", 1) != 1:
+        changes["scale_bits"] = 32
+    size = data.get("group_size", known.get("size"))
+    if isinstance(granularity, Mapping) and granularity.get("_type") == "PerGroup":
+        size = (granularity.get("_data") or {}).get("group_size", size)
+    elif isinstance(granularity, Mapping) and granularity.get("_type") == "PerAxis":
+        size = None
+    if size is None:
+        return make_stored(format_, **changes)
+    if type(size) is not int:
+        keys.fail("quant_type", f"has group_size {format_value(size)}")
+    return make_grouped(keys, format_, size, "quant_type.group_size", **changes)
