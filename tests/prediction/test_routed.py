@@ -151,4 +151,5 @@ def test_the_page_has_what_was_measured() -> None:
     for version in ("5.17", "5.22"):
         assert experts.report(RESULTS / f"expert_cases_{version}.json.gz") in page
     formats = load_script("formats_steps")
-    assert formats.report(formats.read(RESULTS / "formats_steps.json.gz")) in page
+    for file in ("formats_steps.json.gz", "formats_blind.json"):
+        assert formats.report(formats.read(RESULTS / file)) in page
