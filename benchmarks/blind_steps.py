@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 import blind_models
+import blind_models_2
 import decode_steps
 from blind_models import Adapter, Model, Step
 
@@ -63,8 +64,6 @@ def choose_round(number: int) -> None:
     """The models of a round: 1 for blind_models.py, 2 for blind_models_2.py, whose results are apart."""
     global MODELS, EXECUTED, DECODED, MARKS
     if number == 2:
-        import blind_models_2
-
         MODELS, EXECUTED, DECODED = blind_models_2.MODELS, blind_models_2.EXECUTED, ()
         MARKS = ("<!-- tables of blind_steps.py, round 2 -->", "<!-- end of blind tables of round 2 -->")
 

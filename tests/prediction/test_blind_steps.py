@@ -16,6 +16,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def second() -> ModuleType:
+    module = load()
+    module.choose_round(2)
+    return module
+
+
+def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("blind_steps", ROOT / "benchmarks" / "blind_steps.py")
     assert spec is not None
     assert spec.loader is not None
@@ -26,8 +37,27 @@ def script() -> ModuleType:
     return module
 
 
-def test_the_page_shows_the_blind_predictions(script: Any) -> None:
-    assert script.make_page() in (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
+def test_the_page_shows_the_blind_predictions(script: Any, second: Any) -> None:
+    page = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
+    assert script.make_page() in page
+    assert second.make_page(2) in page
+
+
+def test_the_second_round_is_told_as_it_was(script: Any, second: Any) -> None:
+    assert not set(second.MODELS) & set(script.MODELS)
+    assert not set(second.EXECUTED) & set(script.EXECUTED)
+    names = {kind: RESULTS / second.name_result(kind, 2) for kind in ("steps", "executed", "predictions")}
+    rows = second.list_rows(names["steps"], names["predictions"])
+    page = " ".join((ROOT / "docs" / "prediction.md").read_text(encoding="utf-8").split("### Second round")[1].split())
+    for bound, words in (("device", "GPU"), ("host", "Host")):
+        own = [row for row in rows if row["bound"] == bound]
+        median, worst, inside = second.summarize(own).split(" / ")
+        assert f"{words}-bound steps: {median} median error, {worst} worst, {inside} inside" in page
+    assert len(rows) == 36
+    said = json.loads(names["predictions"].read_text())["executed_flops"]
+    counted = json.loads(names["executed"].read_text())["cases"]
+    errors = [abs(said[case["name"]] / case["executed_flops"] - 1) for case in counted]
+    assert f"Executed FLOPs: {sum(error < 0.01 for error in errors)} of {len(errors)} steps within 1 %" in page
 
 
 def test_every_step_was_predicted_and_measured_or_failed(script: Any) -> None:
