@@ -226,7 +226,9 @@ class Intake:
         return sum(self._find("eager", work.load, head).values())
 
     def _count(self, snapshot: Snapshot, phase: str) -> Work:
-        values = {name: Shape(shape) for name, shape in snapshot.key if shape is not None}
+        values = {
+            name: Shape(shape) for name, shape in snapshot.key if shape is not None and name != "position_ids"
+        }  # positions count by their values alone
         values |= {name: read_held(name, value) for name, value in snapshot.values.items()}
         if self.context_parallel > 1:
             values = self._join_chunks(values)

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import CONFIG, read_log
 
+from flopcalc import bind, estimate_flops
 from flopcalc.errors import ConfigError
 from flopcalc.monitor import TrainingMonitor, digest, meter, training
+from flopcalc.monitor.batch import Intake
 from flopcalc.monitor.log import load_log, summarize
 from flopcalc.monitor.sinks import JsonlSink, outbox
 
@@ -251,3 +254,22 @@ def test_last_step_of_a_log_with_deep_lines(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"type": "step", "global_step": 7}\n' + "[" * 30_000 + "\n")
     assert digest._read_last_step(str(path)) == 7
+
+
+@pytest.mark.parametrize(
+    ("mask", "positions", "documents"),
+    [
+        (None, [0, 1, 2, 3, 4], [5]),
+        (None, [0, 1, 2, 0, 1], [3, 2]),
+        ((2, 5), [0, 1, 2, 3, 4], [5]),
+        ((2, 5), [0, 1, 2, 0, 1], [5]),  # with a mask, HF keeps no documents apart
+        ((2, 1, 5, 5), [0, 1, 2, 3, 4], [5]),
+    ],
+)
+def test_positions_beside_a_mask(mask: tuple[int, ...] | None, positions: list[int], documents: list[int]) -> None:
+    intake = Intake(bind("llama-3.1-8b"))
+    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long), "position_ids": torch.tensor([positions] * 2)}
+    if mask is not None:
+        batch["attention_mask"] = torch.ones(mask, dtype=torch.long)
+    work = intake.count(intake.take(batch, None, None))
+    assert work.model_flops == 2 * sum(estimate_flops("llama-3.1-8b", seq_len=each).total for each in documents)
