@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -35,12 +35,13 @@ class Device:
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
+        self.plain_tensor: type = torch.Tensor
         self.is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self._stream: Any = None  # that training runs on
         self._events: list[Any] = []
         self._buffers: dict[Hashable, list[Any]] = {}
         self.waiting: deque[Entry] = deque()  # for the device to pass their end, or that of a later one; oldest first
-        self.has_mark = False  # one of them has an end that the device had not passed when it was asked last
+        self.marked: deque[Entry] = deque()  # those of them that have an end
 
     def mark(self, event: Any = None) -> Any:
         """An event, or this one once more, recorded now on the current stream; None while a graph is captured."""
@@ -60,14 +61,35 @@ class Device:
 
     def fetch(self, tensor: Any) -> Any:
         """A host tensor that will hold these values once the device has come so far; not while a graph is captured."""
-        size = (tensor.numel() - 1).bit_length()  # lengths differ from batch to batch: buffers go by powers of two
-        free = self._buffers.get((size, tensor.dtype))
-        if not free:
-            free = self._make_buffers(size, tensor.dtype)
-        held = free.pop()
-        if held.shape != tensor.shape:
-            held.resize_(tensor.shape)
+        held = self._lend(tensor.shape, tensor.dtype)
         return held.copy_(tensor.detach() if tensor.requires_grad else tensor, non_blocking=True)
+
+    def fetch_many(self, tensors: Sequence[Any]) -> list[Any]:
+        """As `fetch`, in one call of torch; None where a tensor cannot be read any more. None needs a gradient."""
+        found = [self._lend(tensor.shape, tensor.dtype) for tensor in tensors]
+        try:
+            self._torch._foreach_copy_(found, tensors, non_blocking=True)
+            return found
+        except RuntimeError:  # one of them
+            return [self._try_copy(held, tensor) for held, tensor in zip(found, tensors, strict=True)]
+
+    def _try_copy(self, held: Any, tensor: Any) -> Any:
+        try:
+            return held.copy_(tensor, non_blocking=True)
+        except RuntimeError:
+            self.give_back([held])
+            return None
+
+    def _lend(self, shape: Any, dtype: Any) -> Any:
+        """A free buffer of a shape."""
+        size = (shape.numel() - 1).bit_length()  # lengths differ from batch to batch: buffers go by powers of two
+        free = self._buffers.get((size, dtype))
+        if not free:
+            free = self._make_buffers(size, dtype)
+        held = free.pop()
+        if held.shape != shape:
+            held.resize_(shape)
+        return held
 
     def _make_buffers(self, size: int, dtype: Any) -> list[Any]:
         """Parts of one block. All parts that were ever on their way at the same time are kept."""
@@ -97,26 +119,26 @@ class Device:
         Not while a graph is captured. An end mark vouches for its entry and all before it; an idle stream for all but
         those with a value that is held.
         """
-        waiting = self.waiting
-        done = 0
-        self.has_mark = False
-        for count, entry in enumerate(waiting, 1):
-            if entry.end is not None:
-                if not entry.end.query():
-                    self.has_mark = True
-                    break
-                done = count
-        if asks_stream and done < len(waiting) and self.is_idle():
-            done = next((count for count, entry in enumerate(waiting) if entry.has_held), len(waiting))
-        for _ in range(done):
+        waiting, marked = self.waiting, self.marked
+        passed: Entry | None = None
+        while marked and marked[0].end.query():
+            passed = marked.popleft()
+        while passed is not None and not passed.is_ready:
             self._finish(waiting.popleft())
+        if asks_stream and waiting and self.is_idle():
+            done = next((count for count, entry in enumerate(waiting) if entry.has_held), len(waiting))
+            for _ in range(done):
+                self._finish(waiting.popleft())
+            while marked and marked[0].is_ready:
+                marked.popleft()
         return len(waiting)
 
     def _finish(self, entry: Entry) -> None:
-        if entry.start is not None and entry.end is not None:
-            entry.device_s = entry.start.elapsed_time(entry.end) / 1e3
-        self._events += [event for event in (entry.start, entry.end) if event is not None]
-        entry.start = entry.end = None
+        if entry.start is not None or entry.end is not None:
+            if entry.start is not None and entry.end is not None:
+                entry.device_s = entry.start.elapsed_time(entry.end) / 1e3
+            self._events += [event for event in (entry.start, entry.end) if event is not None]
+            entry.start = entry.end = None
         for each in entry.passes:
             if each.start is not None and each.end is not None:
                 each.seconds = each.start.elapsed_time(each.end) / 1e3
@@ -126,6 +148,7 @@ class Device:
 
     def give_up(self) -> None:
         """Entries that never ended count without device time, and without what is on its way."""
+        self.marked.clear()
         while self.waiting:
             entry = self.waiting.popleft()
             entry.start = entry.end = None

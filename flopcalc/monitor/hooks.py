@@ -117,9 +117,9 @@ class AfterForward(_Hook):
                 if seen.is_measured and model is monitor._trained:
                     seen.live_batches.append(batch)
             if values is not None and device is not None:
-                if len(values.held) >= MOST_HELD:
-                    values.collect()
-                if device.has_mark:
+                if len(values.held) >= MOST_HELD or (seen.start is not None and values.held):
+                    values.collect()  # before a mark, and now: at the end of a step a CUDA call costs far more
+                if device.marked:
                     device.poll(asks_stream=False)
         except Exception as error:
             seen.is_whole = False

@@ -305,7 +305,7 @@ class TrainingMonitor(PassCalls):
         ):
             self._marked_ns, self._marked_step = now, self._number
             seen.start = device.mark()
-            if seen.start is not None and device.has_mark:  # no forward pass came to ask after it
+            if seen.start is not None and device.marked:  # no forward pass came to ask after it
                 device.poll(asks_stream=False)
         return seen
 
@@ -373,7 +373,7 @@ class TrainingMonitor(PassCalls):
         if device is not None and (entry.copies or entry.has_held or entry.end is not None or entry.passes):
             device.waiting.append(entry)
             if entry.end is not None:
-                device.has_mark = True
+                device.marked.append(entry)
         else:
             entry.is_ready = True
         self._digester.add(entry)
@@ -495,7 +495,8 @@ class TrainingMonitor(PassCalls):
 
     def _find_device(self) -> None:
         if self._device is None:
-            self._device = self._digester.device = self._values.device = find_device()
+            self._device = self._digester.device = found = find_device()
+            self._values.use(found)
 
     def _start_worker(self) -> None:
         if self._worker is None:

@@ -81,9 +81,14 @@ class Values:
         self.held: list[Held] = []
         self.has_pass = False  # a forward pass was seen since the last record, and no graph was captured in it
         self._say = say
+        self._plain: Any = None  # type of a tensor that is neither distributed nor another kind
         self._places: dict[int, Held] = {}  # of what is held
         self._trusted: set[str] = set()  # names of tensors that the loop leaves alone
         self._watched: dict[str, list[_Watched] | None] = {}  # None: never to be held
+
+    def use(self, device: Device | None) -> None:
+        self.device = device
+        self._plain = device.plain_tensor if device is not None else None
 
     def read(self, given: Sequence[Any], entry: Entry) -> list[Any]:
         """Numbers, copies that will arrive, and None where nothing was given."""
@@ -91,8 +96,13 @@ class Values:
             self.collect()  # no forward pass came
         found = list(given)
         for at, value in enumerate(given):
-            if value is not None and type(value) is not float:
-                found[at] = self._read_value(VALUES[at], value, entry)
+            if value is None or type(value) is float:
+                continue
+            name = VALUES[at]
+            if name in self._trusted and self.has_pass and type(value) is self._plain and value.is_cuda:
+                found[at] = self.take(name, value, entry)
+            else:
+                found[at] = self._read_value(name, value, entry)
         self.has_pass = False
         return found
 
@@ -157,24 +167,37 @@ class Values:
         """Copy what is held; not while a graph is captured."""
         held, self.held = self.held, []
         self._places.clear()
+        if self.device is None:
+            return
+        good = []
         for each in held:
-            tensor, entry = each.tensor, each.entry
-            each.tensor = None
-            entry.has_held = False
+            each.entry.has_held = False
             try:
-                if tensor._version == each.version and self.device is not None:
-                    each.copy = self.device.take(each.name, tensor, entry)
+                if each.tensor._version == each.version:
+                    good.append(each)
                     continue
             except RuntimeError:  # a compiled model's CUDA graph took its memory back
                 pass
-            self._trusted.discard(each.name)
-            self._watched[each.name] = None
-            what = "a value given for a record" if each.name in VALUES else f"{each.name} of a batch"
-            self._say(
-                f"{what} was overwritten before it was copied, and is left out: give value.clone(). From now on it is "
-                "copied at once",
-                f"{each.name} overwritten",
-            )
+            self._refuse(each)
+        for each, copy in zip(good, self.device.fetch_many([each.tensor for each in good]), strict=True):
+            each.tensor = None
+            if copy is None:  # as above
+                self._refuse(each)
+            else:
+                each.copy = copy
+                each.entry.copies.append(copy)
+
+    def _refuse(self, held: Held) -> None:
+        """It was written into: tensors of its name are copied at once from now on."""
+        held.tensor = None
+        self._trusted.discard(held.name)
+        self._watched[held.name] = None
+        what = "a value given for a record" if held.name in VALUES else f"{held.name} of a batch"
+        self._say(
+            f"{what} was overwritten before it was copied, and is left out: give value.clone(). From now on it is "
+            "copied at once",
+            f"{held.name} overwritten",
+        )
 
     def poll(self) -> int:
         """Find the entries that the device is done with; returns how many are still under way.

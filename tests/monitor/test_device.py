@@ -32,6 +32,7 @@ class Gpu:
         self.is_taken_back = False  # the memory of losses, by a graph of a compiled model
         self.now_ms = 0.0  # the device's own clock
         self.copies = self.marks = self.questions = 0
+        self.Tensor = OnDevice
         self.blocks: list[tuple[int, int]] = []  # of pinned memory
         self.cuda = types.SimpleNamespace(
             is_current_stream_capturing=lambda: self.is_capturing,
@@ -48,6 +49,10 @@ class Gpu:
         made = torch.full(size, 77).to(dtype).as_subclass(Pinned)  # nobody may read this
         made.gpu = self
         return made
+
+    def _foreach_copy_(self, copies: list[Pinned], sources: list[torch.Tensor], non_blocking: bool) -> None:
+        for copy, source in zip(copies, sources, strict=True):
+            copy.copy_(source, non_blocking)
 
     def query(self) -> bool:
         assert not self.is_capturing
