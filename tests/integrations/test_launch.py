@@ -50,6 +50,36 @@ gradient_accumulation_steps: 16
 gradient_checkpointing: false
 lora_rank: 4
 """
+MEGATRON_SWIFT = """
+model: Qwen/Qwen3-4B-Instruct-2507
+tuner_type: lora
+max_length: 2048
+micro_batch_size: 1
+global_batch_size: 4
+recompute_granularity: full
+recompute_method: uniform
+recompute_num_layers: 1
+tensor_model_parallel_size: 2
+lr: 1e-4
+temperature: 1.0
+"""
+RAY_SWIFT = """
+model: Qwen/Qwen3-4B
+rlhf_type: grpo
+max_length: 2048
+micro_batch_size: 2
+global_batch_size: 16
+train: {gpus: 4, tuner_type: full, tensor_model_parallel_size: 2}
+"""
+LLAMAFACTORY_V1 = """
+model: Qwen/Qwen3-4B
+model_class: llm
+peft_config: {name: lora, lora_alpha: 32}
+kernel_config: {name: auto}
+train_dataset: data/sft.yaml
+micro_batch_size: 2
+max_steps: 10
+"""
 TITAN = """
 [job]
 dump_folder = "out"
@@ -103,6 +133,30 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
         SWIFT, "ms-swift",
         {"model": "qwen2.5-7b", "seq_len": 2048, "grad_accum": 16, "compute": "bf16",
          "lora": {"r": 4, "targets": ("all-linear",)}},
+        [],
+    ),
+    "regex.yml": (
+        AXOLOTL.replace("[q_proj, v_proj]", "'model.layers.[\\d]+.(mlp|self_attn).(up|q)_proj'"), "axolotl",
+        {"model": "qwen3-8b", "seq_len": 4096, "batch_size": 2, "grad_accum": 4, "compute": "bf16", "weights": "nf4",
+         "lora": {"r": 32, "targets": (r"re:model.layers.[\d]+.(mlp|self_attn).(up|q)_proj",), "save": ("lm_head",)},
+         "recompute": "full-reentrant"},
+        ["weird_key"],
+    ),
+    "megatron.yaml": (
+        MEGATRON_SWIFT, "ms-swift with Megatron",
+        {"model": "qwen3-4b", "seq_len": 2048, "grad_accum": 4, "recompute": "full",
+         "lora": {"r": 8, "targets": ("all-linear",)}},
+        ["temperature"],
+    ),
+    "ray.yaml": (
+        RAY_SWIFT, "ms-swift with Megatron",
+        {"model": "qwen3-4b", "seq_len": 2048, "batch_size": 4, "grad_accum": 4},
+        ["rlhf_type"],
+    ),
+    "v1.yaml": (
+        LLAMAFACTORY_V1, "LLaMA-Factory v1",
+        {"model": "qwen3-4b", "seq_len": 2048, "batch_size": 2, "compute": "bf16", "recompute": "full",
+         "lora": {"r": 8, "targets": ("all-linear",)}},
         [],
     ),
     "titan.toml": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,11 +13,15 @@ from flopcalc.units import check_items, check_size, parse_size
 from flopcalc.words import CLIPPING, RECOMPUTE, Clipping, Recompute, check_word
 
 _LORA_KEYS = ("r", "targets", "save", "dtype")
+REGEX = "re:"  # before a target that is a regular expression for whole names, as PEFT takes a single text
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """PEFT's LoRA: rank, targets by name suffix ('all-linear': every linear but the head), modules to save."""
+    """PEFT's LoRA: rank, targets by name suffix, modules to save.
+
+    'all-linear' is every linear layer but the head; a target that begins with 're:' is a regular expression.
+    """
 
     r: int
     targets: tuple[str, ...]
@@ -28,6 +33,9 @@ class Lora:
         put(self, "targets", _patterns(self.targets, "lora targets"))
         if not self.targets:
             raise RecipeError("lora needs targets, as in r=16,targets=q_proj+v_proj")
+        for target in self.targets:
+            if target.startswith(REGEX):
+                _check_regex(target)
         put(self, "r", check_size(self.r, "lora r"))
         put(self, "save", _patterns(self.save, "lora save"))
         if self.dtype:
@@ -161,10 +169,20 @@ def _make_lora(value: Lora | Mapping[str, Any] | str | None) -> Lora | None:
     return Lora(value.get("r", 8), value.get("targets", ()), value.get("save", ()), value.get("dtype") or "")
 
 
+def _check_regex(target: str) -> None:
+    try:
+        re.compile(target.removeprefix(REGEX))
+    except re.error as error:
+        raise RecipeError(f"lora target {format_value(target)} is no regular expression: {error}") from None
+
+
 def parse_lora(text: str) -> dict[str, Any]:
-    """'r=16,targets=q_proj+v_proj,save=lm_head' -> a mapping."""
+    """'r=16,targets=q_proj+v_proj,save=lm_head' -> a mapping; a regular expression goes to the end of the text."""
     found: dict[str, Any] = {}
-    for piece in text.split(","):
+    text, is_regex, pattern = text.partition(f"targets={REGEX}")
+    if is_regex:
+        found["targets"] = (REGEX + pattern,)
+    for piece in text.removesuffix(",").split(",") if text else ():
         key, equals, value = piece.partition("=")
         key = key.strip()
         if not equals or key not in _LORA_KEYS:

@@ -8,7 +8,7 @@ from fnmatch import translate
 from typing import NamedTuple
 
 from flopcalc.core.model.ops import Conv, Embed, Linear, Norm, Param, Stage, Weighted, iterate, join
-from flopcalc.core.recipe.recipe import Adapter, Recipe
+from flopcalc.core.recipe.recipe import REGEX, Adapter, Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.core.workload.sums import Logits, Tokens
 from flopcalc.errors import RecipeError, format_value
@@ -40,7 +40,7 @@ class Resolver:
         self.is_trivial = not (recipe.freeze or recipe.train_only or recipe.lora or recipe.trained is not None)
         self._only = [_Pattern(pattern) for pattern in recipe.train_only]
         self._freeze = [_Pattern(pattern) for pattern in recipe.freeze]
-        self._targets = [_Suffix(target) for target in recipe.lora.targets] if recipe.lora else []
+        self._targets: list[_Suffix] = []
         self._save = [_Ending(name) for name in recipe.lora.save] if recipe.lora else []
         self._adapts_any = False
         self._adapters = dict(recipe.adapters)
@@ -54,11 +54,30 @@ class Resolver:
             if op.kind == Linear.kind and op.part not in HEAD_PARTS
         }
         if recipe.lora is not None:
+            self._targets = [made for target in recipe.lora.targets for made in self._make_targets(target, stages)]
             self._check_fused(stages)
         # Modules whose weight is one tensor: a pattern that names either sets both.
         self._aliases: dict[str, list[tuple[str, str]]] = {}
         if not self.is_trivial:
             self._find_aliases(stages)
+
+    def _make_targets(self, text: str, stages: tuple[Stage, ...]) -> list[_Suffix]:
+        """What a target names; PEFT turns a regular expression into last names where it maps targets."""
+        if not text.startswith(REGEX):
+            return [_Suffix(text)]
+        target = _Regex(text)
+        names: dict[str, None] = {}
+        for stage in stages if self._mapped else ():
+            for layer, op in (
+                (layer, op) for layer, chain in enumerate(stage.layers, stage.first) for op in iterate(chain)
+            ):
+                if isinstance(op, Weighted):
+                    path = join(f"{stage.path}.{layer}" if stage.repeated else stage.path, op.name)
+                    path = path.replace("*", op.copy_names[0]) if "*" in path else path
+                    holder = path.rpartition(".")[0] if isinstance(op, Param) else path
+                    tried = [f"{holder}.{name}" for name in op.targets] if op.is_bare else [path]
+                    names |= {name.rpartition(".")[2]: None for name in tried if target.names(name)}
+        return [_Suffix(name) for name in names] or [target]
 
     def _find_aliases(self, stages: tuple[Stage, ...]) -> None:
         groups = {f"{stage.path}.weight": stage.group for stage in stages}
@@ -150,9 +169,18 @@ class Resolver:
                 hit = is_named or (op.kind == Linear.kind and op.adapts)
                 target.is_used = target.is_used or hit
             else:
-                hit = target.matches(path)
+                hit = target.matches(self._speak_for_all(target, op, path))
             matched = matched or hit
         return rank if matched and not is_mapped else 0
+
+    def _speak_for_all(self, target: _Suffix, op: Weighted, path: str) -> str:
+        """The first copy's name where a regular expression meets a module per copy."""
+        if "*" not in path or not isinstance(target, _Regex):
+            return path
+        names = [path.replace("*", copy) for copy in op.copy_names]
+        if len({target.names(name) for name in names}) > 1:
+            raise RecipeError(f"lora target {format_value(target.text)} adapts some of {path} only: give all, or none")
+        return names[0]
 
     def _saves(self, op: Weighted, path: str) -> bool:
         if op.is_bare or isinstance(op, Param):
@@ -282,6 +310,17 @@ class _Suffix:
         hit = self.names(path)
         self.is_used = self.is_used or hit
         return hit
+
+
+class _Regex(_Suffix):
+    """PEFT's rule for a single text: a regular expression for the whole name."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._regex = re.compile(text.removeprefix(REGEX))
+
+    def names(self, path: str) -> bool:
+        return self._regex.fullmatch(path) is not None
 
 
 class _Ending(_Suffix):

@@ -17,7 +17,10 @@ from flopcalc.files import MAX_TOML_BYTES, read_json, read_text
 from flopcalc.integrations.launch.settings import Settings, Taken
 
 # Asked in this order: the first whose keys are in the file reads it.
-FRAMEWORKS = ("axolotl", "ms_swift", "llamafactory", "torchtitan", "trl", "accelerate", "training_arguments")
+FRAMEWORKS = (
+    "megatron_swift", "llamafactory_v1", "axolotl", "ms_swift", "llamafactory", "torchtitan", "trl", "accelerate",
+    "training_arguments",
+)  # fmt: skip
 _FOLDER = os.path.dirname(__file__)
 # Options of a file that a command has no use for.
 _UNUSED = {
@@ -136,12 +139,12 @@ def apply_launch(
 
 
 def _find_preset(model: Taken) -> Taken:
-    """The model itself where its config is at hand; else the preset that has its name, without -Instruct."""
+    """The model itself where its config is at hand; else the preset of its name without -Instruct and -2507."""
     try:
         load_config(model.value)
         return model
     except ConfigError:
-        name = re.sub(r"-(instruct|chat|it|base|hf)$", "", model.value.rpartition("/")[2].lower())
+        name = re.sub(r"(-(instruct|chat|it|base|hf|thinking))?(-2507)?$", "", model.value.rpartition("/")[2].lower())
         if model.value.count("/") != 1 or name not in list_data_files("presets"):
             raise
         return Taken(name, f"{model.key}: {model.value}, by its name")

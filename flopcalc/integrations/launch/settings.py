@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.core.recipe.formats import parse_compute
+from flopcalc.core.recipe.recipe import REGEX
 from flopcalc.errors import ConfigError, FlopcalcError, format_value
 from flopcalc.units import check_size
 
@@ -14,6 +15,7 @@ _FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16
           "freeze.vision", "freeze.projector", "freeze.language")  # fmt: skip
 _ADAPTERS = {"lora": True, "qlora": True, "longlora": True, "full": False, "none": False, "": False}
 _CHECKPOINTING = {"none": False, "full": True, "unsloth": True, "offload": True, "offload_disk": True}
+_REGEX_SIGNS = "*^$(|\\["
 _ALL_LINEAR = ("all", "all-linear", "all_linear")
 
 
@@ -52,7 +54,7 @@ class Settings:
     def take_default(self, word: str, value: Any) -> None:
         """What the framework takes where its file says nothing."""
         if word not in self._said:
-            self._said[word] = Taken(value, f"{self._framework}'s default")
+            self._said[word] = Taken(_read(word, value, ""), f"{self._framework}'s default")
 
     def finish_file(self, flavours: Mapping[str, str]) -> list[str]:
         """Turn torchtitan's model and flavour into a preset; what is not understood of the file as a whole."""
@@ -97,8 +99,9 @@ class Settings:
             found["gpus"] = Taken(gpus, " × ".join(keys))
         if "gpus" in found and "batch" in said and found["gpus"].value % spread:
             raise ConfigError(f"{found['gpus'].value} GPUs are no multiple of tp · cp · pp = {spread}")
-        if "gpus" in found and "batch" in said and "global_batch" in said:
-            each = said["batch"].value * (found["gpus"].value // spread)
+        if "batch" in said and "global_batch" in said:
+            # Without a number of GPUs as if one replica did all micro-batches: the FLOPs of a step are the same.
+            each = said["batch"].value * (found["gpus"].value // spread if "gpus" in found else 1)
             many, rest = divmod(said["global_batch"].value, each)
             if rest or not many:
                 whole = said["global_batch"].value
@@ -188,13 +191,15 @@ def _read(word: str, value: Any, key: str) -> Any:
 
 
 def _read_names(word: str, value: Any) -> tuple[str, ...] | None:
-    """Module names as a list, or as text with commas; 'all' stands for every linear layer."""
+    """Module names as a list, or as text with commas; 'all' is every linear layer, other text may be a regex."""
+    if word == "lora.targets" and isinstance(value, str) and any(sign in value for sign in _REGEX_SIGNS):
+        return (REGEX + value,)
     names = [piece.strip() for piece in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) and name for name in names):
         return None
     if word == "lora.targets" and len(names) == 1 and names[0] in _ALL_LINEAR:
         return ("all-linear",)
-    return None if any(sign in name for name in names for sign in "*^$(|\\") else tuple(names)
+    return None if any(sign in name for name in names for sign in _REGEX_SIGNS) else tuple(names)
 
 
 def _read_converters(value: Any) -> tuple[str, ...] | None:

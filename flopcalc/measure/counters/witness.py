@@ -18,7 +18,7 @@ from typing import Any
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.model.ops import Linear
-from flopcalc.core.recipe.recipe import Recipe, make_recipe
+from flopcalc.core.recipe.recipe import REGEX, Recipe, make_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import describe_install
 from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
@@ -488,9 +488,10 @@ def _plain_recipe(recipe: Recipe, expected: _Expected, model: Any) -> dict[str, 
         plain["train_only"] = spell_out(recipe.train_only)
     if recipe.lora is not None:
         targets = recipe.lora.targets
+        is_text = len(targets) == 1 and (targets[0] == "all-linear" or targets[0].startswith(REGEX))
         plain["lora"] = {
             "r": recipe.lora.r,
-            "targets": "all-linear" if targets == ("all-linear",) else list(targets),
+            "targets": targets[0].removeprefix(REGEX) if is_text else list(targets),
             "save": list(recipe.lora.save),
         }
     return plain

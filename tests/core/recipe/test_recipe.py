@@ -54,6 +54,7 @@ def trainable(recipe: dict[str, Any], config: dict[str, Any] = LLAMA) -> int:
         ({"lora": "r=2,targets=q_proj+o_proj,save=o_proj"}, 3 * 2 * 48 + 3 * OUT),  # and adapts nothing that it saves
         ({"lora": "r=2,targets=q_proj", "freeze": "*.lora_A.*"}, 3 * 2 * 24),
         ({"lora": "r=2,targets=q_proj", "freeze": "model.layers.0"}, 2 * 2 * 48),
+        ({"lora": r"r=1,targets=re:.*\.(q|o)_proj|.*\.mlp\.up_proj"}, 3 * (48 + 48 + 64)),
         ({"lora": "r=1,targets=all-linear"}, 3 * (48 + 36 + 36 + 48 + 64 + 64 + 64)),
         ({"lora": "r=3,targets=embed_tokens"}, 3 * 50 + 3 * 24),
     ],
