@@ -146,7 +146,7 @@ def _plan(model: str, options: dict[str, Any], said: Sequence[str] = ()) -> Plan
     from flopcalc.planning import plan as planning  # only where used: estimate starts without it
 
     options, notes = dict(options), []
-    if "_class_name" in load_config(model, download=options["download"]).config:
+    if "_class_name" in load_config(model, download=options["download"], model_type=options["model_type"]).config:
         raise WorkloadError(f"{model} is a diffusion model: plans are of language models")
     has_length = options["seq"] is not None or options["text"] is not None
     if not has_length:

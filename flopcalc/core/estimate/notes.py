@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.bound import BoundModel, find_architecture
@@ -19,6 +21,8 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
     named = "" if model.source.module is not None else find_architecture(model.source)
     if named and model.head.kind == "lm" and not is_same_class(named, spec.architecture):
         notes.append(f"the config names {format_value(named)[1:-1]}; counted as {spec.architecture}")
+    if model.head.table == "none" and re.search(r"For[A-Z]\w*Model$", named):
+        notes.append(f"the config names {format_value(named)[1:-1]}, whose head is not known: counted without one")
     if model.head.kind != "lm" and (not named or find_ending(named) != model.head.table):
         notes.append(f"counted with head {model.head} in place of the one of {spec.architecture}")
     if recipe.lora is not None and model.head.kind in ("sequence", "token"):

@@ -25,10 +25,6 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.data import list_data_files
 from flopcalc.errors import ConfigError, format_nearest, format_value
 
-_SUPPORTED_HINT = (
-    "`flopcalc models` lists what is supported; --trace counts it from HF's own code, --spec FILE adds your own"
-)
-
 
 @dataclass(frozen=True)
 class BoundModel:
@@ -147,11 +143,19 @@ def _find_spec(source: Source, specs: dict[str, Spec], is_part: bool) -> Spec:
         spec = specs.get(variant) or find_spec(variant)
     if spec is None:
         raise ConfigError(
-            f"{source.where}: model_type {format_value(model_type)} has no spec.{_suggest(source)} {_SUPPORTED_HINT}"
+            f"{source.where}: model_type {format_value(model_type)} has no spec.{_suggest(source)} `flopcalc models` "
+            f"lists what is supported;{_hint_trace(model_type)} --spec FILE adds your own"
         )
     if spec.is_tower and "input" not in spec.latents and not is_part:
         raise ConfigError(f"{source.where}: {model_type!r} is a part of other models, not one by itself")
     return spec
+
+
+def _hint_trace(model_type: str) -> str:
+    """' --trace …' where transformers has such a model; its code alone can be traced."""
+    from flopcalc.core.model.config_rules import is_type_of_transformers
+
+    return " --trace counts it from HF's own code," if is_type_of_transformers(model_type) else ""
 
 
 def _suggest(source: Source) -> str:

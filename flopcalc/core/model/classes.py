@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from flopcalc.core.spec.aliases import list_aliases
+from flopcalc.core.spec.aliases import find_alias, list_aliases
 from flopcalc.core.spec.spec import find_key, find_spec
 from flopcalc.data import find_data_dir
 from flopcalc.errors import SpecError
@@ -31,6 +31,9 @@ _BY_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("bert", ("type_vocab_size", "hidden_dropout_prob")),
     ("llama", ()),
 )
+
+# Images before a language model: a family that takes any tower and any text model, and its key for the text model's.
+_COMPOSITES = (("llava", "text_config"), ("internvl_chat", "llm_config"))
 
 
 @cache
@@ -68,4 +71,10 @@ def suggest_type(config: Mapping[str, Any]) -> str | None:
         names = [(key, *spec.renamed.get(key, ())) for key in spec.required]
         if all(any(config.get(key) is not None for key in each) for each in names):
             return name
-    return None
+    return next((name for name, key in _COMPOSITES if _is_known(config.get(key), config.get("vision_config"))), None)
+
+
+def _is_known(*inner: Any) -> bool:
+    """Whether all are configs of known types."""
+    types = [each.get("model_type") if isinstance(each, Mapping) else None for each in inner]
+    return all(isinstance(kind, str) and (find_spec(kind) or find_alias(kind)) for kind in types)

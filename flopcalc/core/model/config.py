@@ -263,6 +263,12 @@ def _load_with_processors(name: str, path: str) -> Source:
 
 
 def _load_beside(folder: str, prefix: str) -> dict[str, Any] | None:
+    """A processor's settings: those inside processor_config.json, where transformers 5 saves them, come first."""
+    whole = os.path.join(folder, "processor_config.json")
+    if os.path.isfile(whole):
+        inner = _load_json(whole).get(f"{prefix or 'image_'}processor")
+        if isinstance(inner, dict):
+            return inner
     beside = os.path.join(folder, f"{prefix}preprocessor_config.json")
     return _load_json(beside) if os.path.isfile(beside) else None
 
@@ -337,9 +343,9 @@ def _download(hub_id: str) -> Source:
             return _download_pipeline(hub_id, hf_hub_download)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{hub_id}: download failed: {reason[:200]}") from None
-    for prefix in ("", "video_"):
+    for file in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
         with suppress(Exception):  # text models have none
-            hf_hub_download(hub_id, f"{prefix}preprocessor_config.json")
+            hf_hub_download(hub_id, file)
     return _load_with_processors(hub_id, path)._replace(reference=f"downloaded from {hub_id}")
 
 

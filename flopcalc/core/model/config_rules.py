@@ -25,6 +25,11 @@ def _load() -> dict[str, Any]:
     return data
 
 
+def is_type_of_transformers(model_type: str) -> bool:
+    """Whether a config class of transformers has this type."""
+    return model_type in _load()["classes"]
+
+
 @cache
 def _load_rules() -> dict[str, list[dict[str, Any]]]:
     """model_type -> its rules."""

@@ -531,6 +531,8 @@ class _Builder:
         span = item.get("span", "seq")
         if span == "seq":
             mask = item.get("mask", "causal")
+            if mask == "causal" and evaluate_truth(_BOTH_WAYS, self.dims):
+                mask = "full"
             window = self.dims.evaluate(item["window"]) if "window" in item else None
             if window is None:
                 return Pairs(mask), 1
@@ -587,6 +589,8 @@ _ROWS: dict[str, Sum] = {
     "tiles": Tiles(),
 }
 _SIDED = (Tokens, Logits, Cached, Pairs, Calls)  # sums that a decoder has of its own
+# transformers 5.22: masking_utils.py, create_causal_mask: the key makes a decoder's attention bidirectional.
+_BOTH_WAYS = "has(is_causal) and not is_causal"
 _BRACES = re.compile(r"\{(\w+)\}")  # a dim's value inside the name of a module or of a tied parameter
 
 

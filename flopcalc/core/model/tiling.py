@@ -74,6 +74,24 @@ def _canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (tiles + 1 if tiles > 1 and values.get("thumbnail", True) else tiles, side, side)
 
 
+def _covering_canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Eagle 2.5: the canvas nearest in aspect, times the share of the image's area that it holds, up to 60 %."""
+    side, tile, aspect = values["side"], values["size.height"], width / height
+    best, most = 1, -math.inf
+    for columns, rows in _list_canvases(values["min_patches"], values["max_patches"]):
+        own = columns / rows
+        fit = min(columns * rows * tile * tile / (width * height), 0.6) * min(own / aspect, aspect / own)
+        if fit > most:
+            best, most = columns * rows, fit
+    return (best + 1 if best > 1 and values["thumbnail"] else best, side, side)
+
+
+def _list_canvases(least: int, most: int) -> list[tuple[int, int]]:
+    """Columns and rows, the fewest tiles first."""
+    shapes = [(w, h) for w in range(1, most + 1) for h in range(1, most // w + 1) if least <= w * h]
+    return sorted(shapes, key=math.prod)
+
+
 def _count_tiles(width: int, height: int, least: int, most: int, tile: int) -> int:
     return math.prod(_nearest_canvas(width, height, least, most, tile))
 
@@ -81,8 +99,7 @@ def _count_tiles(width: int, height: int, least: int, most: int, tile: int) -> i
 def _nearest_canvas(width: int, height: int, least: int, most: int, tile: int) -> tuple[int, int]:
     """Columns and rows of the canvas nearest in aspect; of equals the largest that the image fills by half."""
     best, closest = (1, 1), math.inf
-    shapes = [(w, h) for w in range(1, most + 1) for h in range(1, most + 1) if least <= w * h <= most]
-    for columns, rows in sorted(shapes, key=math.prod):
+    for columns, rows in _list_canvases(least, most):
         distance = abs(width / height - columns / rows)
         is_large = width * height > 0.5 * tile * tile * columns * rows
         if distance < closest or (distance == closest and is_large):
@@ -107,7 +124,10 @@ def _whole_and_canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (1 + columns * rows, whole // patch, rows)
 
 
-RULES |= {"square": _square, "exact": _exact, "canvas": _canvas, "whole_and_canvas": _whole_and_canvas}
+RULES |= {
+    "square": _square, "exact": _exact, "canvas": _canvas, "covering_canvas": _covering_canvas,
+    "whole_and_canvas": _whole_and_canvas,
+}  # fmt: skip
 
 
 def _whole_and_crops_padded(width: int, height: int, values: dict[str, Any]) -> Grid:

@@ -15,6 +15,13 @@ def causal_pairs(length: int, window: int = 0) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
+def nearby_pairs(length: int, reach: int = 0) -> int:
+    """Pairs of one document whose positions are at most `reach` apart, both ways; reach 0: all of them."""
+    if not reach or reach >= length:
+        return length * length
+    return length * (2 * reach + 1) - reach * (reach + 1)
+
+
 def block_pairs(length: int, window: int = 0, block: int = BLOCK) -> int:
     """Pairs that a fused causal kernel executes in blocks: those needed times (S + block) / (S + 1), rounded down."""
     executed = length * (length + block)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from flopcalc.core.spec.expressions import Names, evaluate
 from flopcalc.core.workload.expression_units import Values, get_decoder, list_units, name_sequence, name_shared
-from flopcalc.core.workload.pairs import BLOCK, block_pairs, causal_pairs, decode_pairs, window_pairs
+from flopcalc.core.workload.pairs import BLOCK, block_pairs, causal_pairs, decode_pairs, nearby_pairs, window_pairs
 from flopcalc.core.workload.workload import Grid, Workload
 from flopcalc.errors import SpecError, format_value
 
@@ -59,7 +59,7 @@ class Tokens(Sum):
 
 @dataclass(frozen=True, slots=True)
 class Pairs(Sum):
-    """Query-key pairs of a sequence under a mask; window 0: none."""
+    """Query-key pairs of a sequence under a mask; window 0: none; of a full mask, how far a query sees both ways."""
 
     mask: str  # 'causal' or 'full'
     window: int = 0
@@ -71,8 +71,10 @@ class Pairs(Sum):
             # One query a call: eager code attends to the cache, which a window has already cut.
             return load.rows * decode_pairs(load.seq, load.context, window)
         if self.mask == "full":
-            if counting == "model" and documents is not None:
-                return sum([length * length for length in documents])
+            if counting == "model":
+                if documents is not None:
+                    return sum([nearby_pairs(length, window) for length in documents])
+                return load.rows * nearby_pairs(load.seq, window)
             return load.rows * load.seq * load.seq
         if counting == "model":
             if documents is not None:
@@ -97,7 +99,8 @@ class Pairs(Sum):
     def attention_calls(self, load: Workload, times: int) -> dict[tuple[str, int], int]:
         is_packed = load.layout == "packed" and bool(load.documents)
         lengths = load.documents if is_packed and load.documents else (load.seq,)
-        mask = "window" if self.window and self.window < max(lengths) else self.mask
+        is_cut = self.mask == "causal" and self.window and self.window < max(lengths)
+        mask = "window" if is_cut else self.mask
         if not is_packed:
             return {(mask, load.seq): load.rows}
         return dict(Counter((mask, length) for length in lengths))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flopcalc import bind, estimate_flops
+from flopcalc.core.model.config import load_config
 from flopcalc.errors import ConfigError
 
 LLAMA: dict[str, Any] = {
@@ -117,3 +118,46 @@ def test_a_foreign_type_gets_the_nearest_family() -> None:
         bind({**LLAMA, "model_type": "sardine", "architectures": ["SardineForCausalLM"]})
     with pytest.raises(ConfigError, match="--model-type qwen2 counts it so"):
         bind({**LLAMA, "model_type": "sardine", "architectures": ["Qwen2ForCausalLM"]})
+
+
+TEXT = {"model_type": "qwen2", **{key: LLAMA[key] for key in LLAMA if key not in ("model_type", "architectures")}}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"text_config": TEXT, "vision_config": {"model_type": "siglip_vision_model", **TOWER}}, "--model-type llava "),
+        ({"llm_config": TEXT, "vision_config": {"model_type": "intern_vit_6b", **TOWER}}, "--model-type internvl_chat"),
+        ({"text_config": TEXT, "vision_config": {"model_type": "unheard"}}, "`flopcalc models` lists"),
+    ],
+)
+def test_a_foreign_type_with_images_gets_a_family_that_takes_any_tower(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        bind({"model_type": "foovl", **config})
+    assert words in str(caught.value)
+    assert "--trace" not in str(caught.value)  # transformers has no such model
+    with pytest.raises(ConfigError, match="--trace counts it from HF's own code"):
+        bind({"model_type": "vilt"})
+
+
+def test_the_processor_s_own_file_comes_first(tmp_path: Path) -> None:
+    """transformers 5.22: image_processing_base.py, get_image_processor_dict."""
+    tower = {"depth": 1, "embed_dim": 32, "num_heads": 4, "hidden_size": 64, "patch_size": 14}
+    config = {**TEXT, "model_type": "qwen2_vl", "vision_config": tower}
+    del config["head_dim"]
+    config["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 784, "max_pixels": 784 * 100}))
+
+    def cut() -> Any:
+        vision = bind(tmp_path).vision
+        assert vision is not None
+        return vision.grid_of_pixels(1400, 1400, load_config(tmp_path).preprocessor)[0]
+
+    assert cut() == (1, 20, 20)
+    whole = tmp_path / "processor_config.json"
+    whole.write_text(json.dumps({"processor_class": "Qwen2VLProcessor"}))
+    assert cut() == (1, 20, 20)
+    whole.write_text(json.dumps({"image_processor": {"min_pixels": 784, "max_pixels": 784 * 25}}))
+    assert cut() == (1, 10, 10)

@@ -35,7 +35,13 @@ BODY = LAYERS * (2 * D * D + 2 * D * D // 2 + 3 * D * FF + 2 * D) + D + VOCAB * 
         ("LlamaBidirectionalModel", "none", BODY),
         ("LlamaForRewardModel", "sequence:1", BODY + D * D + D + D + 1),
         ("LlamaForProcessRewardModel", "token:2", BODY + D * D + D + 2 * D + 2),
+        ("LlamaBidirectionalForSequenceClassification", "sequence:3", BODY + 3 * D),
+        ("VoyageLlamaBidirectionalEmbedModel", "token:3", BODY + 3 * D),
+        ("JinaVLForRanking", "sequence:1", BODY + D * D + D + D + 1),
         ("HF_ColBERT", "token:128", BODY + 128 * D),
+        ("ColBERTModernBertModel", "token:128", BODY + 128 * D),
+        ("ColBERTJinaRobertaModel", "token:128", BODY + 128 * D),
+        ("ColBERTLfm2Model", "token:128", BODY + 128 * D),
         ("ChatGLMModel", "lm", BODY + VOCAB * D),
     ],
 )
@@ -57,6 +63,12 @@ def test_a_head_that_is_asked_for(asked: str, head: str) -> None:
     assert any(f"head {head}" in note for note in estimate.notes) == (head != "lm")
 
 
+def test_a_body_s_name_with_a_head_in_it_is_said() -> None:
+    estimate = estimate_flops({**LLAMA, "architectures": ["LlamaForPrmModel"]}, seq_len=5)
+    assert estimate.parameters["total"] == BODY
+    assert "the config names LlamaForPrmModel, whose head is not known: counted without one" in estimate.notes
+
+
 def test_tied_weights_leave_with_the_head() -> None:
     config = {**LLAMA, "tie_word_embeddings": True}
     assert estimate_flops(config, seq_len=5, head="lm").parameters["total"] == BODY
@@ -71,6 +83,36 @@ def test_a_classifier_needs_one_position_and_scores_all() -> None:
         assert estimate.by_component()["head"].backward == 2 * 2 * D * 3 * rows
     packed = bind(config)(lengths=[3, 4, 5])
     assert packed.by_component()["head"].forward == 2 * D * 3 * 3
+
+
+GEMMA3 = {**LLAMA, "model_type": "gemma3_text", "head_dim": 6, "sliding_window": 8,
+          "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "pairs"),
+    [
+        ({**LLAMA, "architectures": ["LlamaModel"]}, LAYERS * 16 * 17 // 2),
+        ({**LLAMA, "architectures": ["LlamaModel"], "is_causal": False}, LAYERS * 16 * 16),
+        ({**LLAMA, "architectures": ["LlamaForCausalLM"], "is_causal": False}, LAYERS * 16 * 16),
+        ({**LLAMA, "architectures": ["LlamaBidirectionalModel"]}, LAYERS * 16 * 16),
+        ({**LLAMA, "architectures": ["LlamaBidirectionalForSequenceClassification"]}, LAYERS * 16 * 16),
+        ({**LLAMA, "model_type": "llama_bidirec", "architectures": ["LlamaBidirectionalModel"]}, LAYERS * 16 * 16),
+        ({**LLAMA, "model_type": "mistral", "is_causal": False, "sliding_window": 3}, LAYERS * (16 * 7 - 3 * 4)),
+        # EmbeddingGemma: its config class halves the window, so that a query sees as many positions each way
+        ({**GEMMA3, "use_bidirectional_attention": True}, 16 * 9 - 4 * 5 + 16 * 16),
+        ({**GEMMA3, "use_bidirectional_attention": False}, 16 * 8 - 8 * 7 // 2 + 16 * 17 // 2),
+        ({**GEMMA3, "is_causal": False}, 16 * 17 - 8 * 9 + 16 * 16),
+    ],
+)
+def test_texts_that_are_read_both_ways(config: dict[str, Any], pairs: int) -> None:
+    """transformers 5.22: masking_utils.py, create_causal_mask; models/gemma3: configuration_gemma3.py."""
+    estimate = bind(config)(2, 16)
+    assert estimate.by_component()["attention_scores"].forward == 2 * 2 * 2 * D * pairs
+    full = bind(config, convention="full")(2, 16)
+    assert full.by_component()["attention_scores"].forward == 2 * 2 * 2 * D * LAYERS * 16 * 16
+    packed = bind(config)(lengths=[16, 16])
+    assert packed.by_component()["attention_scores"] == estimate.by_component()["attention_scores"]
 
 
 def test_a_pooler_runs_on_one_position_and_nothing_reads_a_body_s() -> None:

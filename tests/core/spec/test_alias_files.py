@@ -50,6 +50,14 @@ def test_inner_configs_are_mapped_too() -> None:
     assert notes == ["model_type internvl_chat is counted as internvl"]
 
 
+def test_rotary_positions_tell_jina_s_model_from_the_plain_one() -> None:
+    config = {**TINY, "model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"], "max_position_embeddings": 64}
+    config["type_vocab_size"] = 1
+    plain, rotary = (bind({**config, "position_embedding_type": kind}) for kind in ("absolute", "rotary"))
+    assert plain.parameters()["total"] - rotary.parameters()["total"] == 64 * 32
+    assert rotary(1, 16).total == plain(1, 16).total
+
+
 def test_a_known_config_stays_as_it_is() -> None:
     config = {**TINY, "model_type": "llama"}
     assert map_config(config, "config")[0] is config

@@ -34,6 +34,7 @@ CLASSES = {
     "BeeForConditionalGeneration": "tiles",
     "CogVLMForCausalLM": "experts",
     "Eagle2_5_VLForConditionalGeneration": "tiles",
+    "SAILVLModel": "tiles",
 }
 
 

@@ -319,17 +319,65 @@ class Eagle2_5_VLForConditionalGeneration(Chat):
     """vllm-project/vllm: vllm/model_executor/models/eagle2_5_vl.py: four features side by side, then two products."""
 
     def build(self, config: Any) -> None:
-        tower, d = config.vision_config, config.text_config.hidden_size
+        tower, d = config.vision_config, getattr(config, self.text).hidden_size
         self.fold = int(1 / config.downsample_ratio)
         wide = tower.hidden_size * self.fold**2
-        self.vision_model = SiglipVisionModel(tower)
+        self.vision_model = self.make_tower(tower)
         self.mlp1 = nn.Sequential(nn.LayerNorm(wide), nn.Linear(wide, d), nn.GELU(), nn.Linear(d, d))
 
+    def make_tower(self, config: Any) -> nn.Module:
+        return SiglipVisionModel(config)
+
+    def look(self, pixels: torch.Tensor) -> torch.Tensor:
+        """The tower's features."""
+        features: torch.Tensor = self.vision_model(pixels).last_hidden_state
+        return features
+
     def see(self, pixel_values: torch.Tensor, **_: Any) -> torch.Tensor:
-        x = self.vision_model(pixel_values).last_hidden_state
+        x = self.look(pixel_values)
         side = round(x.shape[1] ** 0.5) // self.fold
         x = x.unflatten(1, (side, self.fold, side, self.fold)).transpose(2, 3).flatten(3).flatten(0, 2)
         return self.mlp1(x)
+
+
+# --- SAIL-VL2 ---------------------------------------------------------------------------------------------------------
+class SAILViTModel(nn.Module):
+    """BytedanceDouyinContent/SAIL-VL2-2B: modeling_sailvit.py, after apple/ml-aim's AIMv2; named as its weights."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        d, patch = config.hidden_size, config.patch_size
+        self.preprocessor, self.trunk = nn.Module(), nn.Module()
+        patchifier = self.preprocessor.patchifier = nn.Module()
+        patchifier.proj, patchifier.norm = nn.Conv2d(config.num_channels, d, patch, patch), Norm(d)
+        self.preprocessor.pos_embed = nn.Parameter(torch.ones(1, (config.image_size // patch) ** 2, d))
+        names = Names(("norm_1", "norm_2"), up=("mlp.fc1", "mlp.fc3"), bias=False, norm=Norm)
+        self.trunk.blocks = nn.ModuleList(
+            Block(names, d, config.intermediate_size, config.num_attention_heads)
+            for _ in range(config.num_hidden_layers)
+        )
+        self.trunk.post_trunk_norm = Norm(d)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        patchifier = self.preprocessor.patchifier
+        x = patchifier.norm(patchifier.proj(pixels).flatten(2).transpose(1, 2)) + self.preprocessor.pos_embed
+        for block in self.trunk.blocks:
+            x = block(x)
+        out: torch.Tensor = self.trunk.post_trunk_norm(x)
+        return out
+
+
+class SAILVLModel(Eagle2_5_VLForConditionalGeneration):
+    """BytedanceDouyinContent/SAIL-VL2-2B: modeling_sailvl.py."""
+
+    text = "llm_config"
+
+    def make_tower(self, config: Any) -> nn.Module:
+        return SAILViTModel(config)
+
+    def look(self, pixels: torch.Tensor) -> torch.Tensor:
+        features: torch.Tensor = self.vision_model(pixels)
+        return features
 
 
 # --- Bee --------------------------------------------------------------------------------------------------------------
