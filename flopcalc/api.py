@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flopcalc.core.estimate.binding import bind_config
-from flopcalc.core.estimate.estimate import Estimate, Estimator, Picture, check_no_sizes
-from flopcalc.core.estimate.traced import TracedEstimator, check_layers, load_trace, make_trace_key
+from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.estimate.estimator import Estimator, Picture, check_no_sizes
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Lora, Recipe, join_recipe
@@ -19,6 +19,7 @@ from flopcalc.units import check_items, check_size
 from flopcalc.words import PHASES, check_word
 
 if TYPE_CHECKING:
+    from flopcalc.core.estimate.traced import TracedEstimator
     from flopcalc.core.estimate.translation import Translation
 
 
@@ -101,6 +102,8 @@ def find_traced(
     source: Source, recipe: Recipe, phase: str, has_images: bool, compute: str | None = None
 ) -> TracedEstimator:
     """The estimator of a config that is counted from HF's own code: kept from before, else traced now."""
+    from flopcalc.core.estimate.traced import TracedEstimator, check_layers, load_trace, make_trace_key
+
     check_layers(source)
     key = make_trace_key(source, recipe, phase, has_images)
     traced = load_trace(key)

@@ -16,7 +16,7 @@ from flopcalc.errors import SpecError
 from flopcalc.files import MAX_TOML_BYTES, read_text
 
 MAX_KEY_PARTS = 200
-_BETWEEN_KEYS = re.compile(r"[^\w\s.\"'-]")
+_BETWEEN_KEYS = r"[^\w\s.\"'-]"
 ALIASES = "aliases"  # a folder of key maps: foreign configs to known families
 PARTS = "parts"  # a folder inside specs: towers and other parts of models, found by their names as specs are
 DIFFUSERS = "diffusers"  # likewise: parts of pipelines, named by their classes
@@ -75,7 +75,7 @@ def load_toml(path: str) -> dict[str, Any]:
     text = read_text(path, MAX_TOML_BYTES, SpecError)
     # The parser's memory grows with the square of a key's parts.
     if text.count(".") > MAX_KEY_PARTS and any(
-        piece.count(".") > MAX_KEY_PARTS for line in text.split("\n") for piece in _BETWEEN_KEYS.split(line)
+        piece.count(".") > MAX_KEY_PARTS for line in text.split("\n") for piece in re.split(_BETWEEN_KEYS, line)
     ):
         raise SpecError(f"{path}: a key of more than {MAX_KEY_PARTS} parts")
     try:

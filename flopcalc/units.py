@@ -90,7 +90,7 @@ UNITS = {
     **dict.fromkeys(("--step-time", "--audio", "--video"), _TIME),
     "--mfu": _SHARE,
 }  # fmt: skip
-_NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?)\s*([a-zµ%]*)", re.ASCII)
+_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?)\s*([a-zµ%]*)"
 _MOST_CHARACTERS = 40
 
 
@@ -172,7 +172,7 @@ def describe_suffixes(options: Mapping[str, str]) -> list[str]:
 
 def _split(text: str, flag: str) -> tuple[Fraction, str] | None:
     """A number times what its suffix stands for, and the suffix; None if it is neither."""
-    match = _NUMBER.fullmatch(text.lower()) if len(text) <= _MOST_CHARACTERS else None
+    match = re.fullmatch(_NUMBER, text.lower(), re.ASCII) if len(text) <= _MOST_CHARACTERS else None
     if match is None:
         return None
     suffixes = UNITS.get(flag, _PLAIN).suffixes

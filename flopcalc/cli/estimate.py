@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -15,11 +15,13 @@ from flopcalc.cli.options.time import make_run, make_shares, run_options, time_o
 from flopcalc.cli.options.workload import has_list, trace_option, workload_options
 from flopcalc.cli.pages import FORMATS, format_options, write_page
 from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.core.estimate.run import Run
-from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.errors import WorkloadError
 from flopcalc.units import format_count, format_flops, parse_size
 from flopcalc.words import BY
+
+if TYPE_CHECKING:
+    from flopcalc.core.estimate.run import Run
+    from flopcalc.core.estimate.utilization import Utilization
 
 
 class Counted(NamedTuple):

@@ -155,7 +155,7 @@ def _list_ids(devices: Sequence[Device]) -> str:
 
 def _suggest(name: str) -> list[str]:
     """Ids of the same maker and generation as a mistyped name, the most alike first; else any that are alike."""
-    wanted = _MAKERS.sub("", name[:100].lower())
+    wanted = re.sub(_MAKERS, "", name[:100].lower())
     ids = [device.id for device in load_devices()[0]]
     for depth in (2, 1):
         family = _name_family(wanted)[:depth]
@@ -165,7 +165,7 @@ def _suggest(name: str) -> list[str]:
     return find_nearest(wanted, ids)
 
 
-_MAKERS = re.compile(r"\b(nvidia|amd|instinct|tesla|geforce|google|intel|aws|habana|huawei)\b[\s_-]*")
+_MAKERS = r"\b(nvidia|amd|instinct|tesla|geforce|google|intel|aws|habana|huawei)\b[\s_-]*"
 _NUMBERED = ("rtx", "mi", "tpuv", "gaudi", "trainium")  # families whose generation is a number, not a letter
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from flopcalc.api import bind
-from flopcalc.core.estimate.estimate import Estimate, Estimator, Samples
+from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.estimate.estimator import Estimator, Samples
 from flopcalc.core.estimate.inputs import Inputs, make_load
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import make_recipe

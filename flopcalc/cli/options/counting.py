@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import click
 
 from flopcalc.api import bind
-from flopcalc.core.estimate.estimate import Estimate, Estimator, Samples
+from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.estimate.estimator import Estimator, Samples
 from flopcalc.core.estimate.inputs import Inputs, make_load
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
@@ -19,7 +20,7 @@ from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_valu
 from flopcalc.hardware.devices import detect_device, find_device, parse_dtype
 from flopcalc.units import describe_suffixes, parse_number, parse_size, parse_sizes
 
-_SIZE = re.compile(r"-?\d+x-?\d+", re.IGNORECASE)
+_SIZE = r"-?\d+[xX]-?\d+"
 _UNTRACED = (
     "convention", "attention_kernel", "spec", "image", "video", "video_grid", "max_pixels", "lengths", "decoder_seq",
     "audio", "clipping", "weights", "kv_cache", "autocast", "head",
@@ -202,7 +203,7 @@ def _read_image(text: str, notes: list[str]) -> tuple[int, int]:
         width, height = read_picture_size(text)
         notes.append(f"--image {text} = {width}x{height} pixels")
         return width, height
-    if _SIZE.fullmatch(text) is None:
+    if re.fullmatch(_SIZE, text) is None:
         raise WorkloadError(f"--image: {format_value(text)} is neither WIDTHxHEIGHT nor a file")
     width, height = parse_sizes(text.lower(), "--image", 2, "x")
     return width, height

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from flopcalc.cli.options.counting import read_number
 from flopcalc.cli.options.workload import add_options, dtype_option
 from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.core.estimate.run import Run, count_run
-from flopcalc.core.estimate.utilization import Utilization, describe_least_time, hfu, mfu
 from flopcalc.errors import WorkloadError, format_value
 from flopcalc.hardware.devices import DTYPES, parse_dtype
 from flopcalc.units import parse_number, parse_share
+
+if TYPE_CHECKING:
+    from flopcalc.core.estimate.run import Run
+    from flopcalc.core.estimate.utilization import Utilization
 
 # --step-time, --peak and their like.
 time_options = add_options(
@@ -41,11 +43,13 @@ def make_shares(
 ) -> tuple[Utilization | None, Utilization | None, list[str]]:
     """MFU and HFU where a time is given, and notes; without one, the least time that the peak allows."""
     where, measured = _read_place(options), _read_time(options)
+    if not measured and where["device"] is None and where["peak"] is None:
+        if options["gpus"]:
+            raise WorkloadError("--gpus needs a --device or a --peak")
+        return None, None, []
+    from flopcalc.core.estimate.utilization import describe_least_time, hfu, mfu  # only with a peak or a time
+
     if not measured:
-        if where["device"] is None and where["peak"] is None:
-            if options["gpus"]:
-                raise WorkloadError("--gpus needs a --device or a --peak")
-            return None, None, []
         return None, None, describe_least_time(estimate, **where)
     model_share, hardware_share = (share(estimate, **measured, **where) for share in (mfu, hfu))
     found = [share.note for share in (model_share, hardware_share) if share.note]
@@ -59,6 +63,8 @@ def make_run(estimate: Estimate, options: Mapping[str, Any]) -> Run | None:
         if share is not None:
             raise WorkloadError("--mfu belongs to a whole run: give its --tokens too; --step-time gives a step's MFU")
         return None
+    from flopcalc.core.estimate.run import count_run  # only for a whole run
+
     return count_run(estimate, options["tokens"], mfu=share, **_read_time(options), **_read_place(options))
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from flopcalc.core.model.ops import Attend, Embed, Linear
 from flopcalc.core.workload.pairs import BLOCK, block_pairs
+from flopcalc.values import Value, frozen
 
 
-@dataclass(frozen=True, slots=True)
-class KernelShape:
+@frozen()
+class KernelShape(Value):
     """How a fused attention kernel executes one head dim: measured, else blocks of 128 and no padding."""
 
     block_forward: int = BLOCK

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +11,7 @@ from flopcalc.core.model.ops import Embed, Linear, Op
 from flopcalc.core.recipe.formats import PLAIN, make_plain
 from flopcalc.core.recipe.numbers import PLAIN_NUMBERS, Numbers, find_sizes
 from flopcalc.core.workload.sums import Sum
+from flopcalc.values import Value, frozen
 
 Role = Literal[
     "base",  # activations by a weight
@@ -42,8 +43,8 @@ class Passes(NamedTuple):
 FORWARD = Passes()
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+@frozen()
+class Product(Value):
     """One product of a module: (rows, n_in) by (n_in, n_out), `copies` times; `flops` of a pass per unit of `rows`."""
 
     role: Role
@@ -80,8 +81,8 @@ class Product:
         return replace(self, passes=self.passes._replace(**passes))
 
 
-@dataclass(frozen=True)
-class Row:
+@frozen(slots=False)
+class Row(Value):
     """One op of one layer: its products and its parameters."""
 
     op: Op
@@ -154,8 +155,8 @@ class Weights(NamedTuple):
         return Weights(self.format, *sums)
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+@frozen()
+class Block(Value):
     """Layers of a stage that count alike, and the rows of one of them."""
 
     path: str

@@ -18,7 +18,6 @@ from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.spec.spec import Spec, load_spec
 from flopcalc.errors import ConfigError, RecipeError, SpecError, format_value
 from flopcalc.hardware.devices import find_device, parse_dtype
-from flopcalc.hardware.kernels import find_kernel_table, find_tile_table
 from flopcalc.words import KERNELS, check_flag, check_word
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ def bind_config(
         found = find_device(device)
         attention_kernel = (found.sdpa or "flash") if attention_kernel == "auto" else attention_kernel
         if attention_kernel != "eager" and compute in (None, "bf16"):
+            from flopcalc.hardware.kernels import find_kernel_table, find_tile_table  # only where a device is named
+
             kernels, tiles = find_kernel_table(found.id, attention_kernel), find_tile_table(found.id)
     specs: dict[str, Spec] = {}
     # DDP and Opacus hide the config of what they wrap.

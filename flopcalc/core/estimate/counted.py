@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flopcalc.core.count.count import Mode, count
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import Block, CountedRow, Weights, sum_formats, sum_products
 from flopcalc.core.estimate.checks import check_clipping_recipe, check_live, check_workload, find_clipping
-from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
+from flopcalc.core.estimate.estimate import Estimate, Term
+from flopcalc.core.estimate.estimator import Estimator, Identity
 from flopcalc.core.estimate.notes import describe_formats, describe_kernels, describe_work
 from flopcalc.core.estimate.padding import list_padding
 from flopcalc.core.model.bound import BoundModel, bind_model
-from flopcalc.core.model.expand import remove_hooks
 from flopcalc.core.model.heads import list_saved
 from flopcalc.core.model.mtp import count_layers
-from flopcalc.core.model.ops import join
+from flopcalc.core.model.ops import join, remove_hooks
 from flopcalc.core.recipe.live import read_formats, read_recipe
 from flopcalc.core.recipe.numbers import FormatOptions, Formats, make_formats
 from flopcalc.core.recipe.recipe import Lora, Recipe, make_recipe
@@ -27,9 +27,11 @@ from flopcalc.core.workload.batch import read_batch
 from flopcalc.core.workload.sums import Sum
 from flopcalc.core.workload.workload import Workload, check_load
 from flopcalc.errors import FlopcalcError, RecipeError, format_value
-from flopcalc.hardware.kernels import KernelTable, TileTable
 from flopcalc.units import format_flops, format_parameters
 from flopcalc.words import CONVENTIONS, KERNELS, RECOMPUTE, Recompute, check_word
+
+if TYPE_CHECKING:
+    from flopcalc.hardware.kernels import KernelTable, TileTable
 
 _TOWERS = ("vision", "audio")  # groups of stages that feed the language model
 
@@ -81,9 +83,8 @@ class CountedEstimator(Estimator):
         self.recipe = _join_recipe(model, recipe, clipping)
         if self.is_diffusion and self.recipe.recompute == "full-reentrant":
             raise RecipeError("diffusers' gradient checkpointing is not reentrant: --recompute full")
-        # Two estimators of one identity count alike: the model under one recipe, however often it was bound.
         self.formats = formats if formats is not None else _find_formats(model, self.recipe, asked)
-        self.identity = (model.name, self.stages, self.recipe, convention, self.attention_kernel, self.formats)
+        self.identity = Identity(model.name, self.recipe, convention, self.attention_kernel, self.formats, self.stages)
         self._clips = self.recipe.clipping != "none"
         self._is_functorch = self._clips and find_clipping(self.spec.name) == "functorch"
         self._resolver = Resolver(self.recipe, self.stages)

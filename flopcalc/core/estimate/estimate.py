@@ -1,215 +1,23 @@
-"""Estimate: FLOPs of one step, exact ints at once, the breakdown when asked for; Estimator: what makes one."""
+"""Estimate: FLOPs of one step, exact ints at once, the breakdown when asked for."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple
 
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import CountedRow, Weights
+from flopcalc.core.estimate.estimator import Estimator as Estimator
+from flopcalc.core.estimate.estimator import Identity
 from flopcalc.core.estimate.sampling import Sampling
-from flopcalc.core.model.audio import Audio
-from flopcalc.core.model.config import Source
-from flopcalc.core.model.ops import Op, Stage, join
-from flopcalc.core.model.pictures import read_picture_size
-from flopcalc.core.model.vision import Vision
-from flopcalc.core.recipe.numbers import Formats
-from flopcalc.core.recipe.recipe import Recipe
-from flopcalc.core.spec.spec import PARTS, Spec
-from flopcalc.core.workload.workload import Grid, Workload, make_workload
+from flopcalc.core.model.ops import Op, join
+from flopcalc.core.spec.spec import PARTS
+from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.frames import Rows, Table, shorten, show_rows
-from flopcalc.units import check_items, check_size, format_flops, format_parameters, format_share
-from flopcalc.words import BY, CONVENTIONS, Recompute, check_flag, check_word
-
-Picture: TypeAlias = str | os.PathLike[str] | tuple[int, int]  # a file, or width and height in pixels
-
-
-@runtime_checkable
-class Estimator(Protocol):
-    """A model bound once, counted from its spec or traced: call it with a workload."""
-
-    origin: str  # "spec" or "trace"
-    source: Source
-    spec: Spec
-    stages: tuple[Stage, ...]
-    vision: Vision | None
-    audio: Audio | None
-    has_decoder: bool
-    has_text_encoder: bool
-    head: str  # as --head says it
-    mtp: int  # layers of multi-token prediction that are counted
-    renamed: tuple[str, str] | None  # with another head than the spec's: the body's module there, and here
-    needs_text: bool = True  # False: images alone are a workload
-    recipe: Recipe
-    convention: str
-    attention_kernel: str
-    formats: Formats
-    identity: tuple[Any, ...]
-
-    def __call__(
-        self,
-        batch_size: int = 1,
-        seq_len: int | None = None,
-        *,
-        images: Iterable[Picture] | None = None,
-        image_grid_thw: Any = None,
-        video_grid_thw: Any = None,
-        lengths: Iterable[int] | None = None,
-        batch: Mapping[str, Any] | None = None,
-        phase: str = "train",
-        context: int | None = None,
-        logits: int | str | None = None,
-        decoder_seq_len: int | None = None,
-        clips: Iterable[int] | None = None,
-        audio: Iterable[float] | None = None,
-        videos: Iterable[Any] | None = None,
-        text: int | None = None,
-        sampling_steps: int | None = None,
-        guidance: bool | str | None = None,
-        parts: Iterable[str] | str | None = None,
-    ) -> Estimate:
-        """FLOPs of one step on this workload; a batch's values on a device are not read (that would stall it).
-
-        `audio` are the whole batch's clips in seconds; `clips` the same in frames of the model's feature extractor.
-        `images` are the whole batch's too, files or (width, height) in pixels; `image_grid_thw` the same in patches.
-        What follows `audio` is said of diffusion models alone.
-        """
-        notes: tuple[str, ...] = ()
-        check_no_sampling(
-            self.source.name, phase, videos=videos, text=text, sampling_steps=sampling_steps, guidance=guidance,
-            parts=parts,
-        )  # fmt: skip
-        if audio is not None:
-            clips = [*(check_items(clips, "clips") if clips is not None else ()), *self.count_frames(audio)]
-        if batch is not None:
-            check_no_sizes(
-                batch_size, seq_len, lengths, images, image_grid_thw, video_grid_thw, context, decoder_seq_len, clips
-            )
-            return self.estimate_batch(batch, phase=phase, logits=logits, read_device=False)
-        if images is not None:
-            if image_grid_thw is not None:
-                raise WorkloadError("images and image_grid_thw are both given: give the images in one way")
-            image_grid_thw, notes = self.cut_images(images, batch_size)
-        load = make_workload(
-            batch_size,
-            seq_len,
-            lengths=lengths,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            phase=phase,
-            context=context,
-            logits=logits,
-            decoder_seq_len=decoder_seq_len,
-            clips=clips,
-        )
-        if load.grids and self.vision is not None and self.vision.kind == "tiles":
-            for grid in load.grids:
-                self.vision.check_tiles(grid, "image_grid_thw")
-        return self.estimate(load, notes)
-
-    def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate: ...
-
-    def estimate_batch(
-        self,
-        batch: Mapping[str, Any],
-        *,
-        phase: str = "train",
-        logits: int | str | None = None,
-        read_device: bool = True,
-    ) -> Estimate: ...
-
-    def change(
-        self, *, recompute: Recompute | None = None, convention: str | None = None,
-        attention_kernel: str | None = None, compute: str | None = None,
-    ) -> Estimator: ...  # fmt: skip
-
-    def count(self, load: Workload, convention: str) -> Flops: ...
-
-    def count_formats(self, load: Workload, convention: str) -> dict[str, Flops]: ...
-
-    def count_weights(self) -> list[Weights]: ...
-
-    def rows(self, load: Workload, convention: str) -> list[CountedRow]: ...
-
-    def parameters(self) -> dict[str, int]: ...
-
-    def notes(self, load: Workload) -> list[str]: ...
-
-    def count_visual_tokens(self, load: Workload) -> int: ...
-
-    @property
-    def is_diffusion(self) -> bool:
-        """Whether it is a diffusion model's denoiser, or another part of its pipeline."""
-        return False
-
-    def count_tokens(self, load: Workload) -> int:
-        """Real tokens of a workload."""
-        return load.tokens
-
-    def count_frames(self, seconds: Iterable[float]) -> list[int]:
-        """Frames of clips that are given in seconds, as the model's feature extractor makes them."""
-        if self.audio is None:
-            raise WorkloadError(f"{self.source.name} takes no audio")
-        return [self.audio.frames_of_seconds(length) for length in check_items(seconds, "audio")]
-
-    def count_hooks(self, load: Workload) -> dict[str, int]:  # noqa: ARG002  # a trace knows none
-        """FLOPs of a training step that frozen towers (vision, audio) owe to gradient checkpointing alone."""
-        return {}
-
-    def cut_images(
-        self, images: Iterable[Picture], batch_size: int = 1, max_pixels: int | None = None
-    ) -> tuple[list[Grid], tuple[str, ...]]:
-        """Grids of a batch's images, each a file or (width, height) in pixels, and notes on the processor's limits."""
-        if self.vision is None:
-            what = "takes no images" if self.audio is not None else "is a text model: it takes no images"
-            raise WorkloadError(f"{self.source.name} {what}")
-        grids: list[Grid] = []
-        notes: dict[str, None] = {}
-        preprocessor = self.source.preprocessor
-        given = check_items(images, "images")
-        sizes = [read_picture_size(each) if isinstance(each, (str, os.PathLike)) else each for each in given]
-        samples = check_size(batch_size, "batch")
-        if max_pixels is not None and sizes:
-            if not self.vision.has_pixel_limit:
-                raise WorkloadError(f"max_pixels: {self.source.name}'s processor has no such limit")
-            preprocessor = {**(preprocessor or {}), "max_pixels": check_size(max_pixels, "max_pixels")}
-        for size in sizes:
-            if not isinstance(size, Sequence) or len(size) != 2:
-                raise WorkloadError(f"images: {format_value(size)} is not (width, height)")
-            each = -(-len(sizes) // samples)  # some processors cut only an image that is alone in its sample
-            width, height = size
-            made, found = self.vision.grids_of_pixels(width, height, preprocessor, each)
-            grids += made
-            notes |= dict.fromkeys(found)
-        return grids, tuple(notes)
-
-    def count_patches(self, load: Workload) -> int:
-        return sum(self.vision.count_patches(grid) for grid in load.all_grids) if self.vision else 0
-
-
-@runtime_checkable
-class Samples(Protocol):
-    """The estimator of a diffusion model."""
-
-    def ask(self, asked: Any) -> Estimate: ...
-
-
-def check_no_sampling(name: str, phase: str, **asked: Any) -> None:
-    """What is said of diffusion models alone is refused for any other."""
-    if isinstance(phase, str) and phase == "sample":
-        raise WorkloadError(f"{name} is no diffusion model: there is no phase sample")
-    for word, value in asked.items():
-        if value is not None:
-            raise WorkloadError(f"{word} belongs to diffusion models: {name} is none")
-
-
-def check_no_sizes(batch_size: int, *others: Any) -> None:
-    """A batch says its sizes itself."""
-    if type(batch_size) is not int or batch_size != 1 or any(other is not None for other in others):
-        raise WorkloadError("batch already says sizes, lengths and images: give it alone")
+from flopcalc.units import check_size, format_flops, format_parameters, format_share
+from flopcalc.words import BY, CONVENTIONS, check_flag, check_word
 
 
 class Term(NamedTuple):
@@ -419,7 +227,7 @@ class Estimate:
 
     def _rows(self) -> Iterator[tuple[CountedRow, Flops, int, bool]]:
         """Every row, the FLOPs of one layer of it, how often it runs, and whether its model is met first."""
-        seen: set[Any] = set()
+        seen: set[Identity] = set()
         for estimator, load, times in self.terms:
             is_first = estimator.identity not in seen
             seen.add(estimator.identity)
@@ -663,7 +471,7 @@ def _shorten(path: str, limit: int) -> str:
 
 def _merge_terms(terms: tuple[Term, ...]) -> tuple[Term, ...]:
     """The same workload on the same model several times is one term with a count."""
-    merged: dict[Any, Term] = {}
+    merged: dict[tuple[Identity, Workload], Term] = {}
     for term in terms:
         key = (term.estimator.identity, term.load)
         before = merged.get(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flopcalc.core.estimate.estimate import Estimator, Picture, check_no_sampling
+from flopcalc.core.estimate.estimator import Estimator, Picture, check_no_sampling
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.workload.workload import Grid, Workload, make_workload
 from flopcalc.errors import WorkloadError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
@@ -11,7 +12,9 @@ from flopcalc.core.model.heads import find_ending, is_same_class
 from flopcalc.core.model.ops import Attend, Linear
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import format_value
-from flopcalc.hardware.kernels import KernelTable, TileTable
+
+if TYPE_CHECKING:
+    from flopcalc.hardware.kernels import KernelTable, TileTable
 
 
 def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> list[str]:

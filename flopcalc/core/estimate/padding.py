@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from flopcalc.core.count.formulas import KernelShape, fused_call_flops
 from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row
 from flopcalc.core.model.ops import Attend, Conv, Linear
 from flopcalc.core.workload.sums import Once
 from flopcalc.core.workload.workload import Workload
-from flopcalc.hardware.kernels import KernelTable, TileTable
+
+if TYPE_CHECKING:
+    from flopcalc.hardware.kernels import KernelTable, TileTable
 
 
 def list_padding(

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from flopcalc._version import __version__
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row, Weights
-from flopcalc.core.estimate.estimate import Estimate, Estimator, Term
+from flopcalc.core.estimate.estimate import Estimate, Term
+from flopcalc.core.estimate.estimator import Estimator, Identity
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.heads import name_head
 from flopcalc.core.model.ops import TracedModule
@@ -105,7 +106,7 @@ class TracedEstimator(Estimator):
         # A trace knows no module's weights, so the model has one format throughout.
         plain = {key: value for key, value in source.config.items() if not isinstance(value, Mapping)}
         self.formats = make_formats(plain, source.where, replace(recipe, lora=None), asked)
-        self.identity = ("trace", traced.name, id(traced), recipe, "full", "eager", self.formats)
+        self.identity = Identity(f"trace {id(traced)}", recipe, "full", "eager", self.formats)
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
         if not check_load(load).seq:

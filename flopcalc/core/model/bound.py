@@ -26,7 +26,7 @@ from flopcalc.data import list_data_files
 from flopcalc.errors import ConfigError, format_nearest, format_value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class BoundModel:
     """A model under one config: what it consists of, and what it takes."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,16 @@ from flopcalc.core.model.ops import (
     Param,
     Pointwise,
     Stage,
-    Weighted,
     iterate,
     map_ops,
+    put_under,
+    remove_hooks,
     rename_stage,
+    restrict,
 )
+from flopcalc.core.model.sizes import Size, find_size, format_origin, is_partial
 from flopcalc.core.spec.aliases import find_family
-from flopcalc.core.spec.expressions import BudgetError, MissingNameError, evaluate, evaluate_truth, find_names
+from flopcalc.core.spec.expressions import BudgetError, MissingNameError, evaluate_truth, find_names
 from flopcalc.core.spec.merge import rename_path
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.core.spec.spec import (
@@ -39,7 +42,6 @@ from flopcalc.core.spec.spec import (
     check_required,
     find_block_part,
     find_body,
-    find_key,
     keeps_keys,
 )
 from flopcalc.core.workload.sums import (
@@ -53,7 +55,6 @@ from flopcalc.core.workload.sums import (
     Logits,
     Merged,
     Minus,
-    Only,
     Pairs,
     Patches,
     Sum,
@@ -92,8 +93,8 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
 def _expand(dims: BoundDims, rename: dict[str, str], side: str, root: str = "") -> list[Stage]:
     """The stages of one spec; `root` is the module that holds the whole body of a model inside another."""
     for words, text in (dims.spec.checks | dims.spec.config_checks).items():
-        if not evaluate_truth(text, dims) and not (words in dims.spec.config_checks and _is_partial(dims, text)):
-            raise ConfigError(f"{dims.where}: {words}{_format_origin(dims, text)}")
+        if not evaluate_truth(text, dims) and not (words in dims.spec.config_checks and is_partial(dims, text)):
+            raise ConfigError(f"{dims.where}: {words}{format_origin(dims, text)}")
     _check_layers(dims)
     stages: list[Stage] = []
     # A tower that is a model by itself has no prefix there, and here the one that it is given.
@@ -164,7 +165,7 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Sta
         inner_stages = [stage._replace(stream=stack["stream"]) for stage in inner_stages]
     if "only" in stack:
         inner_stages = [
-            stage._replace(layers=tuple(_restrict(chain, stack["only"]) for chain in stage.layers))
+            stage._replace(layers=tuple(restrict(chain, stack["only"]) for chain in stage.layers))
             for stage in inner_stages
         ]
     adds = stack.get("adds")
@@ -193,21 +194,11 @@ def _is_head(stage: Stage, body: str) -> bool:
     return parts == {"lm_head"} or not f"{stage.path}.".startswith(f"{body}.")
 
 
-def _restrict(chain: Chain, which: str) -> Chain:
-    """The same ops, run on the workload's images alone, or on its videos alone."""
-    return tuple(
-        item.replace(rows=Only(which, item.rows))
-        if isinstance(item, Op)
-        else tuple(_restrict(branch, which) for branch in item)
-        for item in chain
-    )
-
-
 def expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
     """The stage of a stack; several where gradient checkpointing wraps some of its layers and not others."""
     path = rename_path(stack["path"], rename)
     repeated = "repeat" in stack
-    count = _size(dims, str(stack["repeat"]), f"{path} repeat", minimum=0) if repeated else 1
+    count = find_size(dims, str(stack["repeat"]), f"{path} repeat", minimum=0) if repeated else 1
     if count > MAX_LAYERS:
         raise ConfigError(f"{dims.where}: {count} layers in {path!r}; more than {MAX_LAYERS} is surely a mistake")
     part = stack.get("part", "other")
@@ -217,7 +208,7 @@ def expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str],
     dead = []
     wrapped = []
     reads_layers = []
-    first = _size(dims, str(stack.get("first", 0)), f"{path} first", minimum=0)
+    first = find_size(dims, str(stack.get("first", 0)), f"{path} first", minimum=0)
     for layer in range(first, first + count):
         dims.set_layer(layer if repeated else None)
         chain = builder.build(stack.get("ops", []))
@@ -227,7 +218,7 @@ def expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str],
         given = stack.get("checkpoint", False)
         wrapped.append(given if isinstance(given, bool) else evaluate_truth(given, dims))
         if "reads" in stack:
-            reads_layers.append(_size(dims, stack["reads"][1], f"{path} reads", minimum=0))
+            reads_layers.append(find_size(dims, stack["reads"][1], f"{path} reads", minimum=0))
     dims.set_layer(None)
     stage = Stage(
         path=path,
@@ -296,8 +287,9 @@ class _Builder:
         }
         texts |= {item["cache_rows"].partition(":")[2] for item in flat if "cache_rows" in item}
         tied = [item["tied"] for item in flat if "tied" in item]
-        texts |= {condition for condition, _ in tied} | {name for _, target in tied for name in _BRACES.findall(target)}
-        texts |= {name for item in flat for key in ("name", "under") for name in _BRACES.findall(item.get(key, ""))}
+        texts |= {condition for condition, _ in tied}
+        named = [target for _, target in tied] + [item.get(key, "") for item in flat for key in ("name", "under")]
+        texts |= {name for text in named for name in re.findall(_BRACES, text)}
         names = {name for text in texts for name in find_names(text)}
         return sorted(name for name in names if self.dims.depends_on_layer(name))
 
@@ -344,7 +336,7 @@ class _Builder:
                 if evaluate_truth(item.get("when", "true"), self.dims):
                     chain = self._chain([item["block"]], part)
                     if "under" in item:
-                        chain = _put_under(chain, _absolute(self._fill(item["under"]), self.rename))
+                        chain = put_under(chain, _absolute(self._fill(item["under"]), self.rename))
                     if "with" in item:
                         chain = map_ops(chain, partial(Op.replace, beside=item["with"]))
                     built.extend(
@@ -381,7 +373,7 @@ class _Builder:
             text = item.get(field, default)
             if text is None:
                 raise SpecError(f"{dims.spec.file}: op {where!r} needs {field!r}")
-            return _size(dims, str(text), f"{where} {field}", minimum)
+            return find_size(dims, str(text), f"{where} {field}", minimum)
 
         common: dict[str, Any] = {
             "name": name,
@@ -422,7 +414,7 @@ class _Builder:
             return Dropout(**common, saves=share > 0)
         return Pointwise(**common)
 
-    def _make_linear(self, item: dict[str, Any], size: _Size, common: dict[str, Any]) -> Linear:
+    def _make_linear(self, item: dict[str, Any], size: Size, common: dict[str, Any]) -> Linear:
         dims = self.dims
         copies, active = size("copies", default="1"), size("active", default="1")
         if active > copies:
@@ -448,7 +440,7 @@ class _Builder:
         )
 
     def _make_attend(
-        self, item: dict[str, Any], size: _Size, common: dict[str, Any], before: Sequence[Op | tuple[Chain, ...]]
+        self, item: dict[str, Any], size: Size, common: dict[str, Any], before: Sequence[Op | tuple[Chain, ...]]
     ) -> Attend:
         if "rows" not in item:
             pairs, times = self._attend(item, size)
@@ -460,10 +452,10 @@ class _Builder:
         heads, qk, v = size("heads"), size("qk"), size("v", 0)
         kv_heads = size("kv_heads", default=str(_count_key_heads(before, heads, qk, v)))
         texts = (str(item["heads"]), str(item.get("kv_heads", "0")))
-        if heads % kv_heads and not _is_partial(self.dims, *texts):
+        if heads % kv_heads and not is_partial(self.dims, *texts):
             raise ConfigError(
                 f"{self.dims.where}: {heads} attention heads cannot share {kv_heads} heads of keys and values"
-                f"{_format_origin(self.dims, *texts)}"
+                f"{format_origin(self.dims, *texts)}"
             )
         self._check_rotary()
         self._width = size("out", default=str(heads * v)) if v else None  # a part of the products hands nothing on
@@ -483,21 +475,21 @@ class _Builder:
     def _check_rotary(self) -> None:
         """Rotary embeddings turn pairs of numbers: HF's code fails where it turns an odd number of them."""
         if "rotary" in self.dims.spec.dims:
-            turned = _size(self.dims, "rotary", f"{self.path} rotary", 0)
+            turned = find_size(self.dims, "rotary", f"{self.path} rotary", 0)
             if turned % 2 and turned > 1:  # one number takes the cosines of a pair: HF runs that
                 raise ConfigError(
                     f"{self.dims.where}: head_dim must be even: rotary embeddings turn pairs of numbers, not {turned}"
-                    f"{_format_origin(self.dims, 'rotary')}"
+                    f"{format_origin(self.dims, 'rotary')}"
                 )
 
     def _check_width(self, item: dict[str, Any], width: int) -> None:
         """A product after attention reads its heads, all of them and nothing else: HF's code would fail too."""
         given, self._width = self._width, None
         is_wrong = given is not None and given != width and item["op"] == "linear" and "from" not in item
-        if is_wrong and not _is_partial(self.dims, *self._width_from):
+        if is_wrong and not is_partial(self.dims, *self._width_from):
             raise ConfigError(
                 f"{self.dims.where}: attention hands on {given} numbers, but {item.get('name') or self.path} reads "
-                f"{width}: the width is no multiple of the heads{_format_origin(self.dims, str(item['in']))}"
+                f"{width}: the width is no multiple of the heads{format_origin(self.dims, str(item['in']))}"
             )
 
     def _has_bias(self, item: dict[str, Any]) -> bool:
@@ -512,7 +504,7 @@ class _Builder:
         return rename_path(self._fill(target), self.rename)
 
     def _fill(self, name: str) -> str:
-        return _BRACES.sub(lambda found: str(self.dims.lookup(found[1])), name) if "{" in name else name
+        return re.sub(_BRACES, lambda found: str(self.dims.lookup(found[1])), name) if "{" in name else name
 
     def _numbered(self, item: dict[str, Any]) -> tuple[int | str, ...]:
         return tuple(self.dims.evaluate(item["numbered"])) if "numbered" in item else (0, 1)
@@ -527,7 +519,7 @@ class _Builder:
             raise SpecError(f"{self.dims.spec.file}: targets of {item.get('name')!r} must be a list of names")
         return tuple(names)
 
-    def _attend(self, item: dict[str, Any], size: _Size) -> tuple[Sum, int]:
+    def _attend(self, item: dict[str, Any], size: Size) -> tuple[Sum, int]:
         span = item.get("span", "seq")
         if span == "seq":
             mask = item.get("mask", "causal")
@@ -536,11 +528,11 @@ class _Builder:
             window = self.dims.evaluate(item["window"]) if "window" in item else None
             if window is None:
                 return Pairs(mask), 1
-            return Pairs(mask, _size(self.dims, item["window"], f"{self.path} window", 1)), 1
+            return Pairs(mask, find_size(self.dims, item["window"], f"{self.path} window", 1)), 1
         if span == "frames":
             return Frames(), 1
         if span == "windows":
-            return Windows(_size(self.dims, "merge", "merge", 1), size("window")), 1
+            return Windows(find_size(self.dims, "merge", "merge", 1), size("window")), 1
         if span in ("images", "tiles"):
             length = size("length")
             return (Images() if span == "images" else Tiles()), length * length
@@ -565,7 +557,7 @@ class _Builder:
         if ":" in rows:
             return self._expression(rows)
         if rows == "merged":
-            return Merged(_size(self.dims, "merge", "merge", 1) ** 2)
+            return Merged(find_size(self.dims, "merge", "merge", 1) ** 2)
         return self._sided(_ROWS[rows])
 
     def _sided(self, rows: Sum) -> Sum:
@@ -578,8 +570,6 @@ class _Builder:
         return Expression(unit, text.strip(), tuple((name, self._read(name)) for name in names))
 
 
-# A size of an op: its key, the least that it may be, and the expression where a spec says none.
-_Size = Callable[..., int]
 _ROWS: dict[str, Sum] = {
     "tokens": Tokens(),
     "logits": Logits(),
@@ -591,7 +581,7 @@ _ROWS: dict[str, Sum] = {
 _SIDED = (Tokens, Logits, Cached, Pairs, Calls)  # sums that a decoder has of its own
 # transformers 5.22: masking_utils.py, create_causal_mask: the key makes a decoder's attention bidirectional.
 _BOTH_WAYS = "has(is_causal) and not is_causal"
-_BRACES = re.compile(r"\{(\w+)\}")  # a dim's value inside the name of a module or of a tied parameter
+_BRACES = r"\{(\w+)\}"  # a dim's value inside the name of a module or of a tied parameter
 
 
 def _count_key_heads(before: Sequence[Op | tuple[Chain, ...]], heads: int, qk: int, v: int) -> int:
@@ -609,78 +599,6 @@ def _count_key_heads(before: Sequence[Op | tuple[Chain, ...]], heads: int, qk: i
     return found if found > 0 and not rest and heads % found == 0 else heads
 
 
-def remove_hooks(stage: Stage) -> Stage:
-    """The stage as it is where HF's checkpointing does not make its input require a gradient."""
-
-    def remove(op: Op) -> Op:
-        return op.replace(input_embedding=False) if isinstance(op, Weighted) and op.input_embedding else op
-
-    return stage._replace(layers=tuple(map_ops(chain, remove) for chain in stage.layers))
-
-
-def _put_under(chain: Chain, path: str) -> Chain:
-    """A block's ops with their names below another module's path."""
-
-    def move(op: Op) -> Op:
-        name = op.name if op.name.startswith("/") else f"{path}.{op.name}" if op.name else path
-        if isinstance(op, Weighted) and op.at:
-            return op.replace(name=name, at=path if op.at == "." else f"{path}.{op.at}")
-        return op.replace(name=name)
-
-    return map_ops(chain, move)
-
-
 def _absolute(name: str, rename: dict[str, str]) -> str:
     """A name that starts with / is a whole path: a module that several layers share."""
     return f"/{rename_path(name[1:], rename)}" if name.startswith("/") else name
-
-
-def _size(dims: BoundDims, text: str, what: str, minimum: int) -> int:
-    """An expression's value as a whole number of at least `minimum`, else an error that names the config."""
-    try:
-        value = evaluate(text, dims)
-    except MissingNameError as error:
-        raise ConfigError(f"{dims.where}: missing key {error.name!r}, needed for {what}") from None
-    except SpecError as error:
-        raise ConfigError(f"{dims.where}: {what}: {error}{_format_origin(dims, text)}") from None
-    if isinstance(value, bool) or getattr(value, "denominator", None) != 1:
-        wrong = f"must be a whole number, not {format_value(value)}"
-    elif not minimum <= value <= 10**12:
-        wrong = f"is {format_value(value)}, which is not a size"
-    else:
-        return int(value)
-    raise ConfigError(f"{dims.where}: {what} = {text} {wrong}{_format_origin(dims, text)}")
-
-
-def _format_origin(dims: BoundDims, *texts: str) -> str:
-    """' (hidden_size is '4096')': the config's keys behind expressions, for an error that names them."""
-    names = [name for name in _list_keys(dims, *texts) if find_key(dims.config, name)[0]]
-    shown = [f"{key} is {format_value(find_key(dims.config, key)[1])}" for key in names]
-    return f" ({', '.join(shown)})" if shown else ""
-
-
-def _is_partial(dims: BoundDims, *texts: str) -> bool:
-    """Whether a number of heads or a width behind the expressions is left out, so that the config class's default
-    stands: tiny configs give a few keys alone.
-    """
-    return any(
-        dims.defaults.get(name) is not None
-        and ("head" in name or "hidden" in name)
-        and not any(find_key(dims.config, key)[0] for key in (name, *dims.spec.renamed.get(name, ())))
-        for name in _list_keys(dims, *texts)
-    )
-
-
-def _list_keys(dims: BoundDims, *texts: str) -> list[str]:
-    """The config's keys that expressions read, through dims too."""
-    keys: dict[str, None] = {}
-    seen: set[str] = set()
-    waiting = list(texts)
-    while waiting:
-        for name in sorted(find_names(waiting.pop()) - seen):
-            seen.add(name)
-            entries = [entry for entry in dims.spec.dims.get(name, ()) if entry != name]
-            waiting += entries
-            if not entries or len(entries) < len(dims.spec.dims.get(name, ())):
-                keys[name] = None
-    return list(keys)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
-from flopcalc.core.workload.sums import Sum
+from flopcalc.core.workload.sums import Only, Sum
+from flopcalc.values import Value, frozen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)  # never made by itself
-class Op:
+@frozen(kw_only=True)  # never made by itself
+class Op(Value):
     """One operation: its module's name, and the sum of the workload that says how often it runs."""
 
     kind: ClassVar[str]
@@ -75,7 +76,7 @@ class Op:
         return False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)  # never made by itself
+@frozen(kw_only=True)  # never made by itself
 class Weighted(Op):
     """An operation with parameters of its own, or tied to another's."""
 
@@ -125,7 +126,7 @@ class Weighted(Op):
         return [str(copy) for copy in range(self.copies)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Linear(Weighted):
     """(rows, in) by (in, out)."""
 
@@ -174,7 +175,7 @@ class Conv(Linear):
     kind: ClassVar[str] = "conv"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Embed(Weighted):
     """A table look-up."""
 
@@ -197,7 +198,7 @@ class Embed(Weighted):
         return self.count * self.dim
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Norm(Weighted):
     """A norm with its weight."""
 
@@ -221,7 +222,7 @@ class Norm(Weighted):
         return self.dim * self.copies if self.bias else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Param(Weighted):
     """A bare parameter that multiplies nothing."""
 
@@ -234,7 +235,7 @@ class Param(Weighted):
         return self.size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Attend(Op):
     """Queries by keys, and their probabilities by values; its rows are query-key pairs.
 
@@ -254,7 +255,7 @@ class Attend(Op):
     latent: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Multiply(Op):
     """A product of activations other than attention: a spec says its FLOPs and those of its gradients, per row."""
 
@@ -265,14 +266,14 @@ class Multiply(Op):
     pair: bool = False  # of the two branches before it: a gradient for each that needs one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Pointwise(Op):
     """Element by element: no product, but autograd keeps a tensor for it."""
 
     kind: ClassVar[str] = "pointwise"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Dropout(Op):
     """Dropout; autograd keeps its mask where it drops anything."""
 
@@ -281,7 +282,7 @@ class Dropout(Op):
     saves: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class TracedModule(Op):
     """A module of a traced model, of which its FLOPs are known and nothing else."""
 
@@ -331,6 +332,32 @@ def map_ops(chain: Chain, change: Callable[[Op], Op]) -> Chain:
     return tuple(
         change(item) if isinstance(item, Op) else tuple(map_ops(branch, change) for branch in item) for item in chain
     )
+
+
+def restrict(chain: Chain, which: str) -> Chain:
+    """The same ops, run on the workload's images alone, or on its videos alone."""
+    return map_ops(chain, lambda op: op.replace(rows=Only(which, op.rows)))
+
+
+def put_under(chain: Chain, path: str) -> Chain:
+    """A block's ops with their names below another module's path."""
+
+    def move(op: Op) -> Op:
+        name = op.name if op.name.startswith("/") else f"{path}.{op.name}" if op.name else path
+        if isinstance(op, Weighted) and op.at:
+            return op.replace(name=name, at=path if op.at == "." else f"{path}.{op.at}")
+        return op.replace(name=name)
+
+    return map_ops(chain, move)
+
+
+def remove_hooks(stage: Stage) -> Stage:
+    """The stage as it is where HF's checkpointing does not make its input require a gradient."""
+
+    def remove(op: Op) -> Op:
+        return op.replace(input_embedding=False) if isinstance(op, Weighted) and op.input_embedding else op
+
+    return stage._replace(layers=tuple(map_ops(chain, remove) for chain in stage.layers))
 
 
 def rename_path(path: str, old: str, new: str) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import FlopcalcError, RecipeError, format_nearest, format_value
+from flopcalc.values import Value, frozen
 from flopcalc.words import DTYPES
 
 PLAIN = "bf16"  # what is taken where nothing says otherwise
-_GROUP = re.compile(r"(.+)-g(\d+)")
+_GROUP = r"(.+)-g(\d+)"
 
 
 class Computed(NamedTuple):
@@ -27,8 +28,8 @@ class Computed(NamedTuple):
     fallback: str | None  # what a device computes in that lacks it
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+@frozen()
+class Stored(Value):
     """How a weight lies in memory: its numbers, and the scales and zero points that they share."""
 
     name: str
@@ -139,7 +140,7 @@ def parse_stored(value: Any, what: str) -> Stored:
     """How a word stores weights: plain (bf16, fp32), with scales (fp8, nf4), or with groups of a size (int4-g64)."""
     text = _name_format(value)
     computed, stored, aliases = load_formats()
-    grouped = _GROUP.fullmatch(text)
+    grouped = re.fullmatch(_GROUP, text)
     name = grouped[1] if grouped is not None else text if text in stored else aliases.get(text, text)
     if name not in stored and not (name in computed and computed[name].is_everywhere and grouped is None):
         known = (*(each for each in computed if computed[each].is_everywhere and each != "tf32"), *stored)

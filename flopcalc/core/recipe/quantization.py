@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from flopcalc.core.recipe.formats import Stored, load_formats
 from flopcalc.errors import ConfigError, format_nearest, format_value
+from flopcalc.values import Value, frozen
 
 BY_HAND = "--weights FORMAT says the format by hand"
 # What a module is to a quantizer: torch.nn.Linear; a stack of experts, which are bare parameters in transformers 5 and
@@ -27,8 +28,8 @@ class Place(NamedTuple):
     group: str = "language"  # or the tower that it belongs to
 
 
-@dataclass(frozen=True)
-class Rule:
+@frozen()
+class Rule(Value):
     """How the weights are stored of the modules that match: by kind and, where there are patterns, by name too."""
 
     stored: Stored | None  # None: left as they are
@@ -42,8 +43,8 @@ class Rule:
         return not self.patterns or any(pattern.matches(name) for pattern in self.patterns for name in place.names)
 
 
-@dataclass(frozen=True)
-class Pattern:
+@frozen()
+class Pattern(Value):
     """A name in a list of modules, in the way of the library that wrote it."""
 
     text: str
@@ -66,8 +67,8 @@ def _compile(text: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
-@dataclass(frozen=True)
-class Quantization:
+@frozen()
+class Quantization(Value):
     """What a quantization_config says: rules for weights, the cache's format, and what is worth saying."""
 
     method: str

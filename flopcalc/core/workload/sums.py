@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
@@ -14,12 +13,13 @@ from flopcalc.core.workload.expression_units import Values, get_decoder, list_un
 from flopcalc.core.workload.pairs import BLOCK, block_pairs, causal_pairs, decode_pairs, nearby_pairs, window_pairs
 from flopcalc.core.workload.workload import Grid, Workload
 from flopcalc.errors import SpecError, format_value
+from flopcalc.values import Value, frozen
 
 _MOST_LENGTHS = 65536  # that an expression's values are kept for
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
+@frozen()
+class Sum(Value):
     """One sum over a workload; `counting` is 'model' (needed), 'full' (eager code) or a fused kernel's name.
 
     Two sums are equal when their class and their fields are; those without fields inherit that from here.
@@ -57,7 +57,7 @@ class Tokens(Sum):
         return load.rows * load.seq
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Pairs(Sum):
     """Query-key pairs of a sequence under a mask; window 0: none; of a full mask, how far a query sees both ways."""
 
@@ -190,7 +190,7 @@ class Patches(Sum):
         return sum([t * h * w for t, h, w in load.all_grids])
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Merged(Sum):
     """Patches after `area` of them were merged into one."""
 
@@ -215,7 +215,7 @@ class Frames(Sum):
         return _add_calls({h * w: t} for t, h, w in load.all_grids)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Windows(Sum):
     """Pairs of patches of the same window of `window` merged patches a side."""
 
@@ -241,7 +241,7 @@ class Windows(Sum):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Expression(Sum):
     """An expression of a spec, summed over every unit of the workload; the spec's own names have their values."""
 
@@ -263,7 +263,7 @@ class Expression(Sum):
         return f"rows (per {self.unit}: {self.text})"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class InDecoder(Sum):
     """The same sum over an encoder-decoder's decoder."""
 
@@ -276,7 +276,7 @@ class InDecoder(Sum):
         return self.inner.describe(convention)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Only(Sum):
     """The same sum over the images alone, or the videos alone: one of two towers."""
 
@@ -291,7 +291,7 @@ class Only(Sum):
         return self.inner.describe(convention)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Either(Sum):
     """What the model needs, and what HF executes, where the two are different sums."""
 
@@ -305,7 +305,7 @@ class Either(Sum):
         return (self.needed if convention == "model" else self.executed).describe(convention)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Minus(Sum):
     """One sum less another."""
 
@@ -319,7 +319,7 @@ class Minus(Sum):
         return f"{self.rows.describe(convention)} less {self.less.describe(convention)}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Needed(Sum):
     """A sum that counts under `model` alone: HF executes another product there."""
 
@@ -332,7 +332,7 @@ class Needed(Sum):
         return self.inner.describe(convention)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Executed(Sum):
     """A sum that counts wherever HF's code is counted, not under `model`."""
 
@@ -355,7 +355,7 @@ class Samples(Sum):
         return load.rows if load.rows > 1 else 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class PerSample(Sum):
     """What clipping works on within each sample, a row of the batch: its rows, or the pairs of its rows.
 

@@ -1,0 +1,76 @@
+"""Frozen values behave as frozen dataclasses do."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, asdict, fields, replace
+from functools import cached_property
+
+import pytest
+
+from flopcalc.values import Value, frozen
+
+
+@frozen()
+class Size(Value):
+    """Two numbers, one with a default."""
+
+    width: int
+    height: int = 1
+
+
+@frozen(kw_only=True)
+class Named(Size):
+    """A field more, required after one with a default."""
+
+    name: str
+
+
+class Other(Size):
+    """The same fields, another class."""
+
+    __slots__ = ()
+
+
+@frozen(slots=False)
+class Area(Value):
+    """With a cached property."""
+
+    width: int
+
+    @cached_property
+    def square(self) -> int:
+        return self.width**2
+
+
+def test_values() -> None:
+    size = Size(2)
+    assert (size.width, size.height) == (2, 1)
+    assert size == Size(2, 1) == Size(width=2)
+    assert hash(size) == hash(Size(2, 1))
+    assert size != Size(3)
+    assert size != Other(2)
+    assert size != (2, 1)
+    assert repr(Named(width=2, name="a")) == "Named(width=2, height=1, name='a')"
+    assert [field.name for field in fields(Named)] == ["width", "height", "name"]
+    assert replace(size, height=5) == Size(2, 5)
+    assert asdict(size) == {"width": 2, "height": 1}
+    assert pickle.loads(pickle.dumps(Named(width=2, name="a"))) == Named(width=2, name="a")
+    assert not hasattr(size, "__dict__")
+    assert Area(3).square == 9
+
+
+@pytest.mark.parametrize(
+    ("positional", "named"), [((), {}), ((1, 2, 3), {}), ((1,), {"depth": 2}), ((), {"height": 2})]
+)
+def test_wrong_fields(positional: tuple[int, ...], named: dict[str, int]) -> None:
+    with pytest.raises(TypeError, match="Size: missing or unknown fields"):
+        Size(*positional, **named)
+
+
+def test_frozen() -> None:
+    size = Size(2)
+    with pytest.raises(FrozenInstanceError):
+        size.width = 3  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        del size.width
