@@ -23,6 +23,12 @@ KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 # Gradient checkpointing: HF's default, or with use_reentrant=True.
 Recompute = Literal["none", "full", "full-reentrant"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+# What a plan's layout recomputes: the same, and what training frameworks add.
+LayoutRecompute = Literal["none", "light", "selective", "offload", "half", "full", "full-reentrant"]
+LAYOUT_RECOMPUTE: tuple[LayoutRecompute, ...] = get_args(LayoutRecompute)
+# Optimizers whose step is timed; none: no optimizer runs.
+Optimizer = Literal["adamw", "adamw-foreach", "adamw-master", "adamw-8bit", "adamw-fp8", "adamw-offload", "none"]
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 # DP-SGD as Opacus does it.
 Clipping = Literal["none", "hooks", "ghost", "fast"]
 CLIPPING: tuple[Clipping, ...] = get_args(Clipping)

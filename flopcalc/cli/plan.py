@@ -27,11 +27,11 @@ from flopcalc.cli.options.workload import (
     trained_options,
 )
 from flopcalc.cli.pages import format_options, write_page
-from flopcalc.cli.predict import OPTIMIZERS
 from flopcalc.core.model.config import load_config
 from flopcalc.errors import RecipeError, WorkloadError
 from flopcalc.grids import format_grid, wrap
 from flopcalc.units import format_bytes, format_parameters, format_seconds, format_tokens, parse_size, parse_sizes
+from flopcalc.words import OPTIMIZERS
 
 if TYPE_CHECKING:
     from flopcalc.planning.plan import Plan

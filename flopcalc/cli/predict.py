@@ -18,12 +18,11 @@ from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.hardware.devices import DTYPES
 from flopcalc.report.labels import TIME_KINDS
 from flopcalc.units import format_bytes, format_seconds, parse_size
+from flopcalc.words import OPTIMIZERS
 
 if TYPE_CHECKING:
     from flopcalc.prediction.step import Prediction
 
-# Spelled out here and not read from flopcalc.prediction: --help must not load it.
-OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-master", "adamw-8bit", "adamw-fp8", "adamw-offload", "none")
 _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from flopcalc.errors import RecipeError, WorkloadError, format_value
 from flopcalc.planning.local import split_evenly
-from flopcalc.words import check_word
+from flopcalc.words import LAYOUT_RECOMPUTE, check_word
 
-RECOMPUTE = ("none", "light", "selective", "offload", "half", "full", "full-reentrant")
 DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch", "recompute")
 
 
@@ -163,7 +162,7 @@ def check_fixed(name: str, values: Sequence[int | str]) -> tuple[int | str, ...]
         raise RecipeError(f"{name}: no value given")
     for value in values:
         if name == "recompute":
-            check_word(value, RECOMPUTE, "recompute", RecipeError)
+            check_word(value, LAYOUT_RECOMPUTE, "recompute", RecipeError)
         elif isinstance(value, bool) or not isinstance(value, int) or not (0 if name == "zero" else 1) <= value < 10**7:
             raise WorkloadError(
                 f"{name} must be a whole number of at least {0 if name == 'zero' else 1}, not {format_value(value)}"

@@ -6,9 +6,9 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.recipe.numbers import Formats
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, format_value
 from flopcalc.hardware.devices import Device, parse_dtype
-from flopcalc.prediction.maker import FOUR_BITS, OPTIMIZERS
+from flopcalc.prediction.maker import FOUR_BITS
 from flopcalc.prediction.tensors import has_sdpa
-from flopcalc.words import EXECUTIONS, KERNELS, Execution, Recompute, check_word
+from flopcalc.words import EXECUTIONS, KERNELS, OPTIMIZERS, Execution, Optimizer, Recompute, check_word
 
 _EAGER = ("gpt_oss",)  # without SDPA in HF, beside types that were recorded with eager attention alone
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
@@ -81,9 +81,9 @@ def check_execution(execution: str) -> Execution:
     return check_word(execution, EXECUTIONS, "execution", RecipeError, suggests=True)
 
 
-def check_optimizer(optimizer: str) -> str:
+def check_optimizer(optimizer: str) -> Optimizer:
     """A known optimizer, or an error."""
-    return check_word(optimizer, tuple(OPTIMIZERS), "optimizer", RecipeError, suggests=True)
+    return check_word(optimizer, OPTIMIZERS, "optimizer", RecipeError, suggests=True)
 
 
 def settle(

@@ -30,7 +30,6 @@ _READS, _WRITES = 4, 3
 # With master weights: reads fp32 gradient, weight and states, writes fp32 weight and states and the 16-bit weight.
 _MASTER_READS, _MASTER_WRITES = 16, 14
 _NARROW = ("adamw-8bit", "adamw-fp8")  # two states of one byte each
-OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-master", *_NARROW, "adamw-offload", "none")
 # Fused kernels of experts over plain products of as many FLOPs, and what scans move, from published runs of models of
 # experts and of hybrid models (benchmarks/published_training.py: those that it marks as fitted).
 EXPERTS_SLOWER = 1.25

@@ -24,7 +24,6 @@ from flopcalc.units import format_bytes, format_share
 from flopcalc.words import CAST_FORMATS, Execution
 
 __all__ = [
-    "OPTIMIZERS",
     "Memory",
     "Shards",
     "Tensors",
@@ -62,7 +61,7 @@ class Optimizer(NamedTuple):
     block: int = 0  # numbers of a state that share a float32 scale
 
 
-OPTIMIZERS = {
+_STATES = {
     "adamw": Optimizer(2, 0, 0),  # fused: one kernel, no temporaries
     "adamw-foreach": Optimizer(2, 0, 1),  # square roots of all second moments at once
     "adamw-master": Optimizer(2, FLOAT, 0, FLOAT, True),
@@ -257,13 +256,13 @@ def list_tensors(
     is_light: bool = False,
 ) -> Tensors:
     """What one training step holds; `is_light`: results of norms and activation functions are made again."""
-    if optimizer not in OPTIMIZERS:
-        near = format_nearest(str(optimizer), OPTIMIZERS)
-        raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(OPTIMIZERS)}")
+    if optimizer not in _STATES:
+        near = format_nearest(str(optimizer), _STATES)
+        raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(_STATES)}")
     estimator, width, is_small = _match_dtype(estimator, dtype, execution)
     step = Step(estimator, load, width, attention, execution, 1 if is_small else width, is_light)
     step.notes.append(_FREED)
-    chosen = OPTIMIZERS[optimizer]
+    chosen = _STATES[optimizer]
     each = chosen.gradient_bytes or step.trained_bytes
     found = Operators((), (), (), True)
     if execution != "fused":

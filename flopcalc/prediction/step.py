@@ -37,7 +37,7 @@ from flopcalc.prediction.choices import (
 from flopcalc.prediction.clock import Clock, Event, StepTime
 from flopcalc.prediction.floors import Floors, describe_execution, find_floors
 from flopcalc.prediction.machine import Machine
-from flopcalc.prediction.maker import OPTIMIZERS, count_calls, make_work
+from flopcalc.prediction.maker import count_calls, make_work
 from flopcalc.prediction.memory import (
     Memory,
     can_resize,
@@ -50,7 +50,7 @@ from flopcalc.prediction.routed import FREE, RECORDED, USUAL, is_routed, parse_v
 from flopcalc.units import MAX_SIZE, check_positive, check_size, format_bytes, format_seconds
 from flopcalc.words import Execution, check_flag, check_word
 
-__all__ = ["OPTIMIZERS", "Prediction", "StepTime", "find_largest_batch", "predict", "predict_estimate"]
+__all__ = ["Prediction", "StepTime", "find_largest_batch", "predict", "predict_estimate"]
 
 _COUNTING = ("kernel ", "tile padding ")  # an estimate's notes on how HFU's FLOPs were counted, not on the workload
 

@@ -20,11 +20,10 @@ from flopcalc.data import describe_install, find_data_dir
 from flopcalc.errors import FlopcalcError
 from flopcalc.hardware.devices import load_devices
 from flopcalc.planning.network import load_interconnects
-from flopcalc.prediction.maker import OPTIMIZERS
 from flopcalc.units import format_flops
 from flopcalc.web.answers import answer
 from flopcalc.web.packages import find_package, is_locked, load_lock
-from flopcalc.words import CLIPPING, CONVENTIONS, DTYPES, EXECUTIONS, KERNELS, PIPELINE_PHASES, RECOMPUTE
+from flopcalc.words import CLIPPING, CONVENTIONS, DTYPES, EXECUTIONS, KERNELS, OPTIMIZERS, PIPELINE_PHASES, RECOMPUTE
 
 STATIC = os.path.join(os.path.dirname(os.path.abspath(__file__)), "static")
 DEFAULT = {"model": "qwen2-vl-7b", "seq": "2048"}  # the question whose answer stands in the page from the start

@@ -201,10 +201,3 @@ def test_refusals(arguments: list[str], words: str, capsys: pytest.CaptureFixtur
     code, _, err = run(capsys, *arguments)
     assert code == 2
     assert words in err
-
-
-def test_optimizers_are_those_of_the_prediction() -> None:
-    from flopcalc.cli.predict import OPTIMIZERS
-    from flopcalc.prediction import maker
-
-    assert OPTIMIZERS == maker.OPTIMIZERS
