@@ -301,8 +301,8 @@ def measure_speed() -> dict[str, float]:
     from flopcalc.integrations import composer, llamafactory, megatron_bridge, ms_swift, nemo_automodel, veomni, verl
 
     draw = random.Random(0)
-    lengths = [draw.randint(200, 8000) for _ in range(32)]
-    pictures = [draw.choice((1024, 1536, 2304)) for _ in range(8)]
+    lengths = [draw.randint(200, 8000) for _ in range(64)]
+    pictures = [draw.choice((1024, 1536, 2304)) for _ in range(16)]
     device = types.ModuleType("device")
     device.get_device_flops = lambda: 1.0  # type: ignore[attr-defined]
     sys.modules |= {"verl.utils.flops_counter": device, "veomni.utils.count_flops": device}
@@ -317,8 +317,8 @@ def measure_speed() -> dict[str, float]:
     ours, tower = verl.FlopsCounter(text), veomni.VeomniFlopsCounter(vision)
     assert formula is not None
     calls: dict[str, Callable[[], object]] = {
-        "verl, 32 documents": lambda: ours.estimate_flops(lengths, 1.0),
-        "veomni, 32 documents and 8 images": lambda: tower.estimate_flops(lengths, 1.0, images_seqlens=pictures),
+        "verl, 64 documents": lambda: ours.estimate_flops(lengths, 1.0),
+        "veomni, 64 documents and 16 images": lambda: tower.estimate_flops(lengths, 1.0, images_seqlens=pictures),
         "nemo_automodel": lambda: formula(text, 8, 4096),
         "megatron_bridge": lambda: bridge(provider, 64),
         "composer": lambda: per_batch(batch),
