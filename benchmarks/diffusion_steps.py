@@ -4,6 +4,7 @@
     python benchmarks/diffusion_steps.py --out DIR --model flux.1-dev    Flux: 24 GB of weights; about 4 minutes
     python benchmarks/diffusion_steps.py --out DIR --tiny                a tiny model: tries the script, also on a CPU
     python benchmarks/diffusion_steps.py --show FILE                     the tables; needs no torch
+    python benchmarks/diffusion_steps.py --predict FILE                  predicts the steps of a file again; needs no torch
 
 The steps: one sampling step, one with guidance (two samples), one training step of LoRA on attention with gradient
 checkpointing. Weights are random. Writes DIR/diffusion_steps.json after every step: the median time, FLOPs, MFU, what
@@ -42,40 +43,6 @@ TINY: Row = {
 # name -> samples, and whether it trains
 STEPS = {"sample": (1, False), "guided": (2, False), "lora": (1, True)}
 LORA = {"r": 16, "targets": ["to_q", "to_k", "to_v", "to_out.0"]}
-
-
-def make_inputs(config: Row, batch: int, text: int, grid: tuple[int, int, int], place: Row) -> Row:
-    """Random arguments of the denoiser's forward."""
-    import torch
-
-    _, h, w = grid
-    words = torch.randn(batch, text, config["joint_attention_dim"], **place)
-    pooled = torch.randn(batch, config["pooled_projection_dim"], **place)
-    given = {
-        "encoder_hidden_states": words,
-        "pooled_projections": pooled,
-        "timestep": torch.full((batch,), 0.5, **place),
-    }
-    if config["_class_name"] == "SD3Transformer2DModel":
-        return {**given, "hidden_states": torch.randn(batch, config["in_channels"], h, w, **place)}
-    guidance = {"guidance": torch.full((batch,), 3.5, **place)} if config["guidance_embeds"] else {}
-    ids = {"img_ids": torch.zeros(h * w, 3, **place), "txt_ids": torch.zeros(text, 3, **place)}
-    return {**given, **guidance, **ids, "hidden_states": torch.randn(batch, h * w, config["in_channels"], **place)}
-
-
-def build(config: Row, place: Row) -> Any:
-    """The diffusers class of a config with random weights, made on the device itself."""
-    import diffusers
-    import torch
-
-    given = {key: value for key, value in config.items() if not key.startswith("_") and key != "model_type"}
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(place["dtype"])
-    try:
-        with torch.device(place["device"]):
-            return getattr(diffusers, config["_class_name"])(**given)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def make_step(model: Any, inputs: Row, trains: bool) -> Callable[[], None]:
@@ -125,7 +92,7 @@ def list_operators(step: Callable[[], None], device: str) -> list[Row]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def predict_step(name: str, options: argparse.Namespace, batch: int, trains: bool) -> Row | None:
+def predict_step(name: str, device: str, size: int, batch: int, trains: bool) -> Row | None:
     """What was predicted of the same step, where the device is one that predictions know."""
     from flopcalc.prediction.step import predict_estimate
 
@@ -133,10 +100,10 @@ def predict_step(name: str, options: argparse.Namespace, batch: int, trains: boo
     phase = "train" if trains else "forward"
     try:
         estimate = estimate_flops(
-            name, images=[(options.size, options.size)], batch_size=batch, phase=phase, parts="denoiser", recipe=recipe
+            name, images=[(size, size)], batch_size=batch, phase=phase, parts="denoiser", recipe=recipe
         )
         found = predict_estimate(
-            estimate, device=options.device_id, optimizer="none" if trains else "adamw", advise=False
+            estimate, device=device, optimizer="none" if trains else "adamw", advise=False
         )
     except FlopcalcError as error:
         return {"error": str(error)}
@@ -148,24 +115,27 @@ def measure(options: argparse.Namespace) -> list[Row]:
     import torch
     from peft import LoraConfig, inject_adapter_in_model
 
+    from flopcalc.measure.hf.denoisers import build_denoiser, make_denoiser_inputs
+
     device = "cpu" if options.tiny else "cuda"
     place: Row = {"device": device, "dtype": torch.float32 if options.tiny else torch.bfloat16}
     config = TINY if options.tiny else load_config(options.model).config["transformer"]
     size = 64 if options.tiny else options.size
     torch.manual_seed(0)
-    model = build(config, place)
+    model = build_denoiser(config, **place)
     bound = bind(config)
     grid = bound.latents.make_grid(size, size)
     text = 7 if options.tiny else bind(options.model).pipeline.count_read(bind(options.model).pipeline.count_text())
     rows: list[Row] = []
-    for name, (batch, trains) in STEPS.items():
+    for name in options.steps.split(","):
+        batch, trains = STEPS[name]
         if trains:
             model.requires_grad_(False)
             settings = LoraConfig(r=LORA["r"], lora_alpha=LORA["r"], target_modules=LORA["targets"])
             inject_adapter_in_model(settings, model)
             model.enable_gradient_checkpointing()
         model.train(trains)
-        inputs = make_inputs(config, batch, text, grid, place)
+        inputs = make_denoiser_inputs(config, batch, text, grid, **place)
         step = make_step(model, inputs, trains)
         times = take_times(step, device, options.warmup, options.runs)
         estimate = estimate_flops(model, batch=inputs, phase="train" if trains else "forward")
@@ -175,7 +145,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
             "text": text,
             "seconds": seconds, "fastest": min(times), "slowest": max(times), "flops": estimate.total,
             "hardware_flops": estimate.total_under("hardware"), "flops_per_s": estimate.total / seconds,
-            "predicted": None if options.tiny else predict_step(options.model, options, batch, trains),
+            "predicted": None if options.tiny else predict_step(options.model, options.device_id, size, batch, trains),
             "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
             "operators": list_operators(step, device),
         }  # fmt: skip
@@ -190,12 +160,25 @@ def write(rows: list[Row], options: argparse.Namespace) -> None:
     import torch
 
     where = torch.cuda.get_device_name() if torch.cuda.is_available() and not options.tiny else "cpu"
-    made_with = {"torch": torch.__version__, "diffusers": diffusers.__version__, "device": where}
+    made_with = {
+        "torch": torch.__version__, "diffusers": diffusers.__version__, "device": where,
+        "commit": os.environ.get("FLOPCALC_COMMIT", ""),
+    }  # fmt: skip
     os.makedirs(options.out, exist_ok=True)
     path = os.path.join(options.out, NAME)
     with open(f"{path}.part", "w", encoding="utf-8") as file:
         json.dump({"schema": SCHEMA, "made_with": made_with, "rows": rows}, file, indent=1)
     os.replace(f"{path}.part", path)
+
+
+def predict_again(path: str, device: str) -> None:
+    """Writes a file with what is predicted now."""
+    with open(path, encoding="utf-8") as file:
+        found = json.load(file)
+    for row in found["rows"]:
+        row["predicted"] = predict_step(row["model"], device, row["size"], *STEPS[row["step"]])
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(found, file, indent=1)
 
 
 def show(path: str) -> str:
@@ -222,6 +205,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", metavar="DIR")
     parser.add_argument("--show", metavar="FILE")
+    parser.add_argument("--predict", metavar="FILE")
+    parser.add_argument("--steps", default=",".join(STEPS), help=f"of {', '.join(STEPS)}")
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--size", type=int, default=1024, help="pixels along a side")
     parser.add_argument("--device-id", default="h200-sxm", help="the device that predictions are made for")
@@ -231,6 +216,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.show is not None:
         print(show(options.show))
+        return 0
+    if options.predict is not None:
+        predict_again(options.predict, options.device_id)
         return 0
     if options.out is None:
         parser.error("--out DIR is missing")

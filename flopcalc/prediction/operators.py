@@ -41,7 +41,7 @@ from flopcalc.prediction.recordings import (
     sign_switches,
 )
 from flopcalc.prediction.routed import RECORDED, is_routed, list_masks
-from flopcalc.prediction.rows import find_trained_rank
+from flopcalc.prediction.rows import find_shifted, find_trained_rank
 from flopcalc.prediction.sides import find_widths
 
 __all__ = ["Operator", "Operators", "Saved", "list_operators"]
@@ -371,6 +371,7 @@ class _Reader:
             modules = [(name, name, scope._replace(module=name)) for name in recorded[phase]]
         else:
             modules = self._borrow(path, chain, signature, recorded[phase])
+        shifted = find_shifted(self.estimator, chain, state.weights, [module for _, module, _ in modules])
         for from_, module, own in modules:
             name = join(f"{path}.*", module) if path else module
             module = module.removeprefix("/")  # a whole path: the name alone says what trains
@@ -381,7 +382,7 @@ class _Reader:
             self._add_rows(number, "f", own, name, group, count)
             if phase != "train" or not self._has_gradient(path, module, state):
                 continue
-            back = recorded["train" if module in state.weights else "flow"]
+            back = recorded["train" if module in state.weights or module in shifted else "flow"]
             if from_ in back:
                 self._add_rows(back[from_], "b", own, name, group, count)
             if is_again and state.flows:

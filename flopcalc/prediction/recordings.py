@@ -186,6 +186,9 @@ def list_features(estimator: Estimator, load: Workload) -> dict[str, int]:
             "frames": sum(t for t, _, _ in grids),
             "sights": sum(t * h * w for t, h, w in grids) ** 2,
         }
+    if estimator.is_diffusion and load.all_grids:
+        both = estimator.count_tokens(load)  # text and latents of all samples
+        features |= {"both": both, "joint": both // rows, "places": both // rows - seq}
     for stage in estimator.stages:
         for op in iterate(stage.layers[0]) if stage.layers else ():
             name = _name_sum(op.rows)

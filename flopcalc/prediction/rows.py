@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from flopcalc.core.count.products import Block, Product, Row
-from flopcalc.core.model.ops import Op
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.ops import Chain, Op, iterate, join
 
 
 def find_owed(product: Product) -> tuple[str, ...]:
@@ -24,3 +27,19 @@ def name_module(block: Block, op: Op) -> str:
     """A module's path with its layer's number folded to *."""
     path = f"{block.path}.*" if block.layers is not None else block.path
     return f"{path}.{op.name}".rstrip(".")
+
+
+def find_shifted(estimator: Estimator, chain: Chain | None, trained: Set[str], modules: list[str]) -> set[str]:
+    """Modules without weights that owe gradients to what modulates them: where a denoiser's modulation trains.
+
+    `chain` is a layer, None all that is outside of layers; `trained` are the modules there whose weights train.
+    """
+    if not estimator.is_diffusion:
+        return set()
+    ops = {op.name: op for op in iterate(chain)} if chain is not None else {}
+    for stage in estimator.stages if chain is None else ():
+        if not stage.repeated:
+            ops |= {join(stage.path, op.name): op for op in iterate(stage.layers[0])}
+    if not any(op.part == "modulation" and name in trained for name, op in ops.items()):
+        return set()
+    return {module for module in modules if module not in ops}

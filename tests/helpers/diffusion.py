@@ -14,6 +14,7 @@ from flopcalc.core.model.config import load_config
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.measure.counters.flop_counter import Counted, count_flops
+from flopcalc.measure.hf.denoisers import build_denoiser, make_denoiser_inputs
 
 _WIDE = {"num_attention_heads": 2, "attention_head_dim": 12}
 TINY: dict[str, dict[str, Any]] = {
@@ -78,6 +79,38 @@ TINY_VAES: dict[str, dict[str, Any]] = {
         "layers_per_block": [1, 2, 1, 1, 1], "decoder_layers_per_block": [1, 2, 1, 1, 1],
     },
 }  # fmt: skip
+# The same classes with other settings; name -> class and config.
+MORE_VAES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Wan 2.2": (
+        "AutoencoderKLWan",
+        {
+            "base_dim": 4, "decoder_base_dim": 6, "z_dim": 2, "num_res_blocks": 1, "is_residual": True,
+            "in_channels": 12, "out_channels": 12, "patch_size": 2,
+        },
+    ),
+    "LTX-Video 0.9.1": (
+        "AutoencoderKLLTXVideo",
+        {
+            "block_out_channels": [4, 8, 8, 8], "decoder_block_out_channels": [16, 32, 64], "latent_channels": 6,
+            "layers_per_block": [1, 2, 1, 1, 1], "decoder_layers_per_block": [1, 2, 1, 1],
+            "decoder_spatio_temporal_scaling": [True, True, True], "timestep_conditioning": True,
+            "decoder_inject_noise": [True, True, True, False], "upsample_residual": [True, True, True],
+            "upsample_factor": [2, 2, 2],
+        },
+    ),
+    "LTX-Video 0.9.5": (
+        "AutoencoderKLLTXVideo",
+        {
+            "block_out_channels": [8, 16, 32, 64, 128], "decoder_block_out_channels": [16, 32, 64],
+            "down_block_types": ["LTXVideo095DownBlock3D"] * 4, "spatio_temporal_scaling": [True] * 4,
+            "downsample_type": ["spatial", "temporal", "spatiotemporal", "spatiotemporal"], "latent_channels": 6,
+            "layers_per_block": [1, 2, 1, 1, 1], "decoder_layers_per_block": [1, 2, 1, 1],
+            "decoder_spatio_temporal_scaling": [True, True, True], "timestep_conditioning": True,
+            "decoder_inject_noise": [False] * 4, "upsample_residual": [True, True, True],
+            "upsample_factor": [2, 2, 2],
+        },
+    ),
+}  # fmt: skip
 _CLIP = {
     "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30,
     "projection_dim": 6, "max_position_embeddings": 20, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
@@ -108,78 +141,30 @@ MORE: dict[str, list[dict[str, Any]]] = {
             "projection_class_embeddings_input_dim": 18,
         },
     ],
+    "WanTransformer3DModel": [
+        {**TINY["WanTransformer3DModel"], "in_channels": 9, "image_dim": 7, "added_kv_proj_dim": 24},
+        {**TINY["WanTransformer3DModel"], "expand_timesteps": True},
+    ],
+    "HunyuanVideoTransformer3DModel": [
+        {**TINY["HunyuanVideoTransformer3DModel"], "image_condition_type": "token_replace", "guidance_embeds": False},
+        {**TINY["HunyuanVideoTransformer3DModel"], "image_condition_type": "latent_concat", "in_channels": 9},
+    ],
+    "LTXVideoTransformer3DModel": [{**TINY["LTXVideoTransformer3DModel"], "expand_timesteps": True}],
+    "CogVideoXTransformer3DModel": [
+        {**TINY["CogVideoXTransformer3DModel"], "in_channels": 8, "patch_size_t": 2, "ofs_embed_dim": 6},
+    ],
 }  # fmt: skip
 
 
 def build(name: str, config: dict[str, Any]) -> torch.nn.Module:
     """The diffusers class of a config, with random weights."""
-    import diffusers
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return getattr(diffusers, name)(**config)
+    found: torch.nn.Module = build_denoiser({"_class_name": name, **config})
+    return found
 
 
 def make_inputs(name: str, config: dict[str, Any], batch: int, text: int, grid: tuple[int, int, int]) -> dict[str, Any]:
     """What the class's forward takes, for latents (t, h, w) as a Workload holds them."""
-    t, h, w = grid
-    channels = config.get("in_channels", 4)
-    time = torch.ones(batch)
-    words = torch.randn(batch, text, config.get("joint_attention_dim", config.get("text_dim", 10))) if text else None
-    if name == "FluxTransformer2DModel":
-        return {
-            "hidden_states": torch.randn(batch, t * h * w, channels), "encoder_hidden_states": words,
-            "pooled_projections": torch.randn(batch, 6), "timestep": time, "guidance": time,
-            "img_ids": torch.zeros(t * h * w, 3), "txt_ids": torch.zeros(text, 3),
-        }  # fmt: skip
-    if name == "SD3Transformer2DModel":
-        return {
-            "hidden_states": torch.randn(batch, channels, h, w), "encoder_hidden_states": words,
-            "pooled_projections": torch.randn(batch, 6), "timestep": time,
-        }  # fmt: skip
-    if name == "QwenImageTransformer2DModel":
-        return {
-            "hidden_states": torch.randn(batch, t * h * w, channels), "encoder_hidden_states": words,
-            "encoder_hidden_states_mask": torch.ones(batch, text), "timestep": time,
-            "img_shapes": [[(t, h, w)]] * batch,
-        }  # fmt: skip
-    if name == "HunyuanVideoTransformer3DModel":
-        return {
-            "hidden_states": torch.randn(batch, channels, t, h, w), "encoder_hidden_states": words, "timestep": time,
-            "encoder_attention_mask": torch.ones(batch, text), "pooled_projections": torch.randn(batch, 6),
-            "guidance": time,
-        }  # fmt: skip
-    if name == "PixArtTransformer2DModel":
-        return {
-            "hidden_states": torch.randn(batch, channels, h, w), "encoder_hidden_states": words, "timestep": time,
-            "added_cond_kwargs": {"resolution": torch.ones(batch, 2), "aspect_ratio": torch.ones(batch, 1)},
-        }  # fmt: skip
-    if name == "DiTTransformer2DModel":
-        return {
-            "hidden_states": torch.randn(batch, channels, h, w), "timestep": time,
-            "class_labels": torch.zeros(batch, dtype=torch.long),
-        }  # fmt: skip
-    if name == "WanTransformer3DModel":
-        return {
-            "hidden_states": torch.randn(batch, channels, t, h, w), "encoder_hidden_states": words, "timestep": time,
-        }  # fmt: skip
-    if name == "LTXVideoTransformer3DModel":
-        return {
-            "hidden_states": torch.randn(batch, t * h * w, channels), "encoder_hidden_states": words,
-            "timestep": time, "encoder_attention_mask": torch.ones(batch, text),
-            "num_frames": t, "height": h, "width": w,
-        }  # fmt: skip
-    if name == "CogVideoXTransformer3DModel":
-        return {
-            "hidden_states": torch.randn(batch, t, channels, h, w), "encoder_hidden_states": words, "timestep": time,
-        }  # fmt: skip
-    if name == "UNet2DConditionModel":
-        added = {"text_embeds": torch.randn(batch, 6), "time_ids": torch.ones(batch, 6)}
-        return {
-            "sample": torch.randn(batch, channels, h, w), "encoder_hidden_states": words, "timestep": time,
-            "added_cond_kwargs": added if "addition_embed_type" in config else None,
-        }  # fmt: skip
-    raise AssertionError(name)
+    return make_denoiser_inputs({"_class_name": name, **config}, batch, text, grid)
 
 
 def count_step(model: torch.nn.Module, inputs: dict[str, Any], train: bool) -> Counted:
@@ -235,10 +220,11 @@ def find_vae_differences(
     batch, t, h, w = size
     channels = 3 if side == "encode" else config.get("latent_channels", config.get("z_dim"))
     given = torch.randn(batch, channels, h, w) if name == "AutoencoderKL" else torch.randn(batch, channels, t, h, w)
+    times = [torch.ones(batch)] if config.get("timestep_conditioning") and side == "decode" else []
 
     def step() -> None:
         with torch.no_grad():
-            getattr(model, side)(given)
+            getattr(model, side)(given, *times)
 
     with sdpa_kernel(SDPBackend.MATH):
         counted = count_flops(model, step)

@@ -54,11 +54,12 @@ class PipelineEstimator(Estimator):
     origin = "spec"
 
     def __init__(
-        self, denoiser: CountedEstimator, pipeline: Pipeline | None = None, parts: tuple[Part, ...] = ()
-    ) -> None:
+        self, denoiser: CountedEstimator, pipeline: Pipeline | None = None, parts: tuple[Part, ...] = (),
+        uncounted: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         latents = denoiser.model.latents
         assert latents is not None  # else it is no denoiser
-        self.denoiser, self.pipeline, self.parts = denoiser, pipeline, parts
+        self.denoiser, self.pipeline, self.parts, self.uncounted = denoiser, pipeline, parts, uncounted
         self.latents: Latents = latents
         self.source, self.spec, self.stages = denoiser.source, denoiser.spec, denoiser.stages
         self.vision, self.audio, self.has_decoder, self.has_text_encoder = None, None, False, True
@@ -73,6 +74,7 @@ class PipelineEstimator(Estimator):
         self._check(asked, samples)
         pipeline, latents = self.pipeline, self.latents
         width, height, frames, notes = self._find_size(asked)
+        notes = (*notes, *self.uncounted)
         pixels, per_frame = self._find_factors()
         grid = latents.make_grid(width, height, frames, pixels, per_frame)
         text = self._find_text(asked)
@@ -106,11 +108,17 @@ class PipelineEstimator(Estimator):
                 estimate = part.estimator.estimate(Workload(batch, length, phase="forward"))
                 add(part.name, _TEXT, estimate * (2 if guided and pipeline.encodes_negative() else 1))
             else:
-                places = (grid[0], grid[1] * latents.pack, grid[2] * latents.pack)
+                times = latents.count_times(frames, per_frame)
+                places = (times, grid[1] * latents.pack, grid[2] * latents.pack)
                 sides: dict[str, Any] = (
                     {"videos": (places,) * batch} if samples else {"grids": ((frames, height, width),) * batch}
                 )
-                add(part.name, _VAE, part.estimator.estimate(Workload(batch, 0, phase="forward", **sides)))
+                estimate = part.estimator.estimate(Workload(batch, 0, phase="forward", **sides))
+                given = pipeline.count_given(frames) if pipeline is not None else 0
+                if given:  # frames that the VAE encodes for the denoiser to start from
+                    start = ((given, height, width),) * batch
+                    estimate += part.estimator.estimate(Workload(batch, 0, phase="forward", grids=start))
+                add(part.name, _VAE, estimate)
         if not terms:
             raise WorkloadError("no part is left to count")
         whole = terms[0]
@@ -212,7 +220,8 @@ class PipelineEstimator(Estimator):
             "convention": convention, "attention_kernel": attention_kernel, "compute": compute
         }  # fmt: skip
         parts = tuple(part._replace(estimator=part.estimator.change(**changes)) for part in self.parts)
-        return PipelineEstimator(self.denoiser.change(recompute=recompute, **changes), self.pipeline, parts)
+        denoiser = self.denoiser.change(recompute=recompute, **changes)
+        return PipelineEstimator(denoiser, self.pipeline, parts, self.uncounted)
 
     def count(self, load: Workload, convention: str) -> Flops:
         return self.denoiser.count(load, convention)
@@ -345,6 +354,7 @@ def bind_pipeline(source: Source, make: Callable[[BoundModel, bool], CountedEsti
     pipeline = read_pipeline(source.config, source.where)
     inner = dict(source.config[pipeline.denoiser])
     inner.setdefault("model_type", inner.get("_class_name"))
+    inner |= pipeline.list_passed()
     denoiser = make(bind_model(source._replace(config=inner, where=f"{source.where}: {pipeline.denoiser}")), False)
     if denoiser.model.latents is None:
         raise ConfigError(f"{source.where}: its {pipeline.denoiser} is no denoiser that flopcalc describes")
@@ -353,7 +363,7 @@ def bind_pipeline(source: Source, make: Callable[[BoundModel, bool], CountedEsti
         config = source.config.get(name)
         if isinstance(config, Mapping):
             parts.append(Part(name, kind, make(_bind_part(source, name, kind, config), True)))
-    return PipelineEstimator(denoiser, pipeline, tuple(parts))
+    return PipelineEstimator(denoiser, pipeline, tuple(parts), tuple(pipeline.list_uncounted(source.config)))
 
 
 def _bind_part(source: Source, name: str, kind: str, config: Mapping[str, Any]) -> BoundModel:

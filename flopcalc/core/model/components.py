@@ -14,7 +14,7 @@ from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 
 _KEYS = {
     "source", "denoiser", "steps", "guidance", "encodes_negative", "text", "read", "width", "height", "frames",
-    "defaults", "encoders",
+    "given", "defaults", "encoders", "passed", "alternate",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
 
@@ -46,6 +46,32 @@ class Pipeline(NamedTuple):
     def count_encoded(self, expression: str, text: int) -> int:
         return _check_whole(evaluate(expression, self.values.with_text(text)), expression)
 
+    def list_uncounted(self, config: Mapping[str, Any]) -> list[str]:
+        """What is said of the pipeline's other parts: a second denoiser, and what nothing describes."""
+        known = {self.denoiser, "vae", *(name for name, _ in self.encoders)}
+        found = []
+        for name, part in config.items():
+            if name in known or not isinstance(part, Mapping):
+                continue
+            if name != self.tables.get("alternate"):
+                found.append(f"{name} ({part.get('_class_name')}) is not counted")
+            elif _list_sizes(part) == _list_sizes(config[self.denoiser]):
+                said = f"{name} has the sizes of {self.denoiser} and runs some of its steps"
+                found.append(f"{said}: its parameters are not counted")
+            else:
+                raise ConfigError(f"{name} has other sizes than {self.denoiser}, which is not described")
+        return found
+
+    def count_given(self, frames: int) -> int:
+        """Frames that the VAE encodes for the denoiser to start from: an image's, or a whole video's."""
+        given = self.tables.get("given")
+        return 0 if given is None else _check_whole(evaluate(str(given), self.values.with_text(0, frames)), "given")
+
+    def list_passed(self) -> dict[str, bool]:
+        """Keys that the denoiser's config gets from the pipeline: they say how it is called."""
+        passed = self.tables.get("passed", {})
+        return {key: evaluate_truth(str(text), self.values) for key, text in passed.items()}
+
     def encodes_negative(self) -> bool:
         """Whether guidance encodes a second, empty prompt."""
         return evaluate_truth(str(self.tables.get("encodes_negative", "true")), self.values)
@@ -61,17 +87,18 @@ class Pipeline(NamedTuple):
 
 
 class Values:
-    """The names in a pipeline's expressions: keys of its config, dotted into its parts, and `text`."""
+    """The names in a pipeline's expressions: keys of its config, dotted into its parts, `text` and `frames`."""
 
-    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], text: int = 0) -> None:
-        self._config, self._defaults, self._text = config, defaults, text
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], text: int = 0, frames: int = 1) -> None:
+        self._config, self._defaults = config, defaults
+        self._sizes = {"text": text, "frames": frames}
 
-    def with_text(self, text: int) -> Values:
-        return Values(self._config, self._defaults, text)
+    def with_text(self, text: int, frames: int = 1) -> Values:
+        return Values(self._config, self._defaults, text, frames)
 
     def lookup(self, name: str) -> Any:
-        if name == "text":
-            return self._text
+        if name in self._sizes:
+            return self._sizes[name]
         part, _, key = name.partition(".")
         inner = self._config.get(part)
         if key and isinstance(inner, Mapping):
@@ -138,6 +165,10 @@ def read_folder(index: Mapping[str, Any], folder: str, read: Any) -> dict[str, A
             own = read(path)
             config[part] = {**own, "_class_name": name_class({**own, "_class_name": entry[1]})}
     return config
+
+
+def _list_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
 def find_denoiser(folder: str) -> str | None:

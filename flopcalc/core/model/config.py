@@ -109,6 +109,11 @@ def _checked(source: Source) -> Source:
     if model_type is None:
         source = _name_type(source)
         model_type = source.config.get("model_type")
+    if model_type is None and "_use_default_values" in source.config:  # diffusers' own mark
+        raise ConfigError(
+            f"{source.where}: a config of diffusers without its class: give the model itself, or add "
+            "_class_name (as config.json has it)"
+        )
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(f'{source.where}: needs "model_type", a string; found {format_value(model_type)}')
     return source

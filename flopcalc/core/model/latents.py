@@ -21,20 +21,37 @@ class Latents(NamedTuple):
     frames: int  # in one latent, likewise; 1: images
     pack: int  # latents along one side that become one place of the input
     length: int  # of the text, where nothing else says it
-    patch: int  # places of the input that become one token
+    side: int  # places along one side of what becomes one token
+    deep: int  # and along its time
+    expanded: int  # 1: every place has a time of its own
+
+    @property
+    def patch(self) -> int:
+        """Places of the input that become one token."""
+        return self.side**2 * self.deep
 
     @property
     def takes_videos(self) -> bool:
         return self.frames > 1
 
     def make_grid(self, width: int, height: int, frames: int = 1, pixels: int = 0, per_frame: int = 0) -> Grid:
-        """Places of the input (t, h, w) of an image or a video in pixels; what the VAE says wins."""
-        side, step = (pixels or self.pixels) * self.pack, per_frame or self.frames
+        """Places of the input (t, h, w) of an image or a video in pixels; what the VAE says wins.
+
+        Where several frames become one token, pipelines repeat a latent until they divide.
+        """
+        place = (pixels or self.pixels) * self.pack
+        side = place * self.side
         if width % side or height % side:
             raise WorkloadError(f"{width}x{height}: width and height must be multiples of {side}")
+        times = self.count_times(frames, per_frame)
+        return -(-times // self.deep) * self.deep, height // place, width // place
+
+    def count_times(self, frames: int, per_frame: int = 0) -> int:
+        """Latents along the time of a video."""
+        step = per_frame or self.frames
         if (frames - 1) % step:
             raise WorkloadError(f"{frames} frames: one frame, and then a multiple of {step}")
-        return (frames - 1) // step + 1, height // side, width // side
+        return (frames - 1) // step + 1
 
     def read_batch(self, batch: Mapping[str, Any], phase: str) -> Workload:
         """The workload of what the denoiser's forward is given."""
@@ -46,6 +63,10 @@ class Latents(NamedTuple):
         if len(shape) != len(names):
             raise WorkloadError(f"{self.key} must be ({', '.join(names)}), not of shape {shape}")
         sizes = dict(zip(names, shape, strict=True))
+        times = getattr(batch.get("timestep"), "shape", None)
+        if times is not None and (len(times) > 1) != bool(self.expanded):
+            said = "true" if len(times) > 1 else "false"
+            raise WorkloadError(f"timestep has shape {tuple(times)}: the config needs expand_timesteps = {said}")
         grid = (sizes.get("t", 1), sizes.get("h", 1), sizes.get("w", sizes.get("n", 1)))
         seq = 0
         if self.text_key:
@@ -75,5 +96,6 @@ def bind_latents(dims: BoundDims) -> Latents:
 
     return Latents(
         table.get("input", ""), table.get("axes", ""), table.get("text", ""), size("pixels", "8"), size("frames", "1"),
-        size("pack", "1"), size("length", "0"), size("patch", "1"),
+        size("pack", "1"), size("length", "0"), size("side", "1"), size("deep", "1"),
+        size("expanded", "0"),
     )  # fmt: skip

@@ -223,7 +223,10 @@ def list_hunyuan_vae(lookup: Lookup) -> list[Block]:
 
 
 def list_wan_vae(lookup: Lookup) -> list[Block]:
-    """Blocks of an AutoencoderKLWan, whose encoder is one flat list; `time` are its convolutions over frames alone."""
+    """Blocks of an AutoencoderKLWan; `time` are its convolutions over frames alone.
+
+    The encoder of Wan 2.1 is one flat list. That of Wan 2.2 has blocks with shortcuts, and reads patches.
+    """
     factors = _read_list(lookup, "dim_mult", 1000)
     base, latent, layers = (_read_whole(lookup(key), key) for key in ("base_dim", "z_dim", "num_res_blocks"))
     wide = _read_whole(lookup("decoder_base"), "decoder_base_dim")
@@ -231,22 +234,26 @@ def list_wan_vae(lookup: Lookup) -> list[Block]:
     halves = lookup("temperal_downsample")
     if not isinstance(halves, (list, tuple)) or len(halves) != len(factors) - 1 or layers > MAX_LAYERS:
         raise ConfigError(f"temperal_downsample must say it of {len(factors) - 1} blocks, not {format_value(halves)}")
+    is_residual = bool(lookup("is_residual"))
     found: list[Block] = []
     encoder = _Network(found, 0, "encoder")
+    encoder.sample(_read_whole(lookup("patch"), "patch_size", 1000), 1)
     before = base
     encoder.add("conv", "conv_in", pixels, base, 27)
     number = 0
     for block, factor in enumerate(factors):
         width = base * factor
-        for _ in range(layers):
-            encoder.add("resnet", f"down_blocks.{number}", before, width, 27)
+        for layer in range(layers):
+            name = f"down_blocks.{block}.resnets.{layer}" if is_residual else f"down_blocks.{number}"
+            encoder.add("resnet", name, before, width, 27)
             before, number = width, number + 1
         if block < len(halves):
+            path = f"down_blocks.{block}.downsampler" if is_residual else f"down_blocks.{number}"
             encoder.sample(2, 1)
-            encoder.add("conv", f"down_blocks.{number}.resample.1", width, width, 9)
+            encoder.add("conv", f"{path}.resample.1", width, width, 9)
             if halves[block]:
                 encoder.sample(1, 2)
-                encoder.add("time", f"down_blocks.{number}.time_conv", width, width, 3)
+                encoder.add("time", f"{path}.time_conv", width, width, 3)
             number += 1
     _add_wan_middle(encoder, before)
     encoder.add("norm", "norm_out", before, before)
@@ -265,12 +272,12 @@ def list_wan_vae(lookup: Lookup) -> list[Block]:
             decoder.add("resnet", f"up_blocks.{block}.resnets.{layer}", before, width, 27)
             before = width
         if block < len(halves):
-            path = f"up_blocks.{block}.upsamplers.0"
+            path = f"up_blocks.{block}.upsampler" + ("" if is_residual else "s.0")
             if halves[-1 - block]:
                 decoder.add("time", f"{path}.time_conv", width, 2 * width, 3)
                 decoder.sample(1, 2)
             decoder.sample(2, 1)
-            before = width // 2
+            before = width if is_residual else width // 2
             decoder.add("conv", f"{path}.resample.1", width, before, 9)
     decoder.add("norm", "norm_out", before, before)
     decoder.add("conv", "conv_out", before, outputs, 27)
@@ -283,59 +290,102 @@ def _add_wan_middle(network: _Network, width: int) -> None:
     network.add("resnet", "mid_block.resnets.1", width, width, 27)
 
 
+_LTX_STEPS = {"conv": (2, 2), "spatial": (2, 1), "temporal": (1, 2), "spatiotemporal": (2, 2)}  # size, time
+_LTX_LATE = "LTXVideo095DownBlock3D"
+
+
 def list_ltx_vae(lookup: Lookup) -> list[Block]:
-    """Blocks of an AutoencoderKLLTXVideo, which works on patches."""
-    patch = _read_whole(lookup("patch_size"), "patch_size", 1000)
-    latent, pixels, outputs = (
-        _read_whole(lookup(key), key) for key in ("latent_channels", "in_channels", "out_channels")
-    )
+    """Blocks of an AutoencoderKLLTXVideo, which works on patches; `padded` are convolutions over one frame more."""
     found: list[Block] = []
-    channels, layers, scales = _read_ltx_side(lookup, "")
-    encoder = _Network(found, 0, "encoder")
+    _list_ltx_encoder(lookup, _Network(found, 0, "encoder"))
+    _list_ltx_decoder(lookup, _Network(found, 1, "decoder"))
+    return found
+
+
+def _list_ltx_encoder(lookup: Lookup, encoder: _Network) -> None:
+    patch = _read_whole(lookup("patch_size"), "patch_size", 1000)
+    latent, pixels = (_read_whole(lookup(key), key) for key in ("latent_channels", "in_channels"))
+    kinds, steps = lookup("down_block_types"), lookup("downsample_type")
+    is_late = isinstance(kinds, (list, tuple)) and _LTX_LATE in kinds
+    channels, layers, scales = _read_ltx_side(lookup, "", is_late)
+    if is_late and (not isinstance(steps, (list, tuple)) or len(steps) < len(scales) or {*steps} - {*_LTX_STEPS}):
+        raise ConfigError(f"downsample_type must say it of {len(scales)} blocks, not {format_value(steps)}")
     encoder.sample(patch, 1)
     encoder.add("conv", "conv_in.conv", pixels * patch**2, channels[0], 27)
     before = channels[0]
-    for block in range(len(channels)):
+    for block, scale in enumerate(scales):
         width = channels[min(block + 1, len(channels) - 1)]
+        path = f"down_blocks.{block}"
         for layer in range(layers[block]):
-            encoder.add("resnet", f"down_blocks.{block}.resnets.{layer}", before, before, 27)
-        if scales[block]:
+            encoder.add("resnet", f"{path}.resnets.{layer}", before, before, 27)
+        if scale and is_late and steps[block] != "conv":
+            size, time = _LTX_STEPS[steps[block]]
+            kind = "padded" if time > 1 else "conv"
+            encoder.add(kind, f"{path}.downsamplers.0.conv.conv", before, width // (size**2 * time), 27)
+            encoder.sample(size, time)
+        elif scale:
             encoder.sample(2, 2)
-            encoder.add("conv", f"down_blocks.{block}.downsamplers.0.conv", before, before, 27)
-        if width != before:
-            encoder.add("resnet", f"down_blocks.{block}.conv_out", before, width, 27)
+            encoder.add("conv", f"{path}.downsamplers.0.conv", before, before, 27)
+        if width != before and not is_late:
+            encoder.add("resnet", f"{path}.conv_out", before, width, 27)
         before = width
     for layer in range(layers[-1]):
         encoder.add("resnet", f"mid_block.resnets.{layer}", before, before, 27)
     encoder.add("conv", "conv_out.conv", before, latent + 1, 27)
-    channels, layers, scales = _read_ltx_side(lookup, "decoder_")
-    channels, layers, scales = channels[::-1], layers[::-1], scales[::-1]
-    decoder = _Network(found, 1, "decoder")
+
+
+def _list_ltx_decoder(lookup: Lookup, decoder: _Network) -> None:
+    patch = _read_whole(lookup("patch_size"), "patch_size", 1000)
+    latent, outputs = (_read_whole(lookup(key), key) for key in ("latent_channels", "out_channels"))
+    channels, layers, scales = (side[::-1] for side in _read_ltx_side(lookup, "decoder_"))
+    factors = _read_list(lookup, "upsample_factor", 1000)[::-1]
+    noises, is_timed = lookup("decoder_inject_noise"), bool(lookup("timestep_conditioning"))
+    if not isinstance(noises, (list, tuple)) or len(noises) < len(layers) or len(factors) < len(channels):
+        raise ConfigError(f"decoder_inject_noise and upsample_factor must fit {len(channels)} blocks")
+    noises = noises[::-1]
+
+    def add_resnet(path: str, inputs: int, outputs: int, noise: bool) -> None:
+        decoder.add("resnet", path, inputs, outputs, 27)
+        for name in ("per_channel_scale1", "per_channel_scale2") if noise else ():
+            decoder.add("param", f"{path}.{name}", inputs, inputs)
+        if is_timed:
+            decoder.add("param", f"{path}.scale_shift_table", inputs, 4 * inputs)
+
+    def add_time(path: str, width: int) -> None:
+        for name, inputs in (("linear_1", 256), ("linear_2", width)) if is_timed else ():
+            decoder.add("timed", f"{path}time_embedder.timestep_embedder.{name}", inputs, width)
+
     before = channels[0]
     decoder.add("conv", "conv_in.conv", latent, before, 27)
+    add_time("mid_block.", 4 * before)
     for layer in range(layers[0]):
-        decoder.add("resnet", f"mid_block.resnets.{layer}", before, before, 27)
-    for block, width in enumerate(channels):
+        add_resnet(f"mid_block.resnets.{layer}", before, before, bool(noises[0]))
+    for block, whole in enumerate(channels):
+        path, factor, noise = f"up_blocks.{block}", factors[block], bool(noises[block + 1])
+        before, width = before // factor, whole // factor
         if width != before:
-            decoder.add("resnet", f"up_blocks.{block}.conv_in", before, width, 27)
+            add_resnet(f"{path}.conv_in", before, width, noise)
+        add_time(f"{path}.", 4 * before)
         if scales[block]:
-            decoder.add("conv", f"up_blocks.{block}.upsamplers.0.conv.conv", width, 8 * width, 27)
+            decoder.add("conv", f"{path}.upsamplers.0.conv.conv", width * factor, 8 * width, 27)
             decoder.sample(2, 2)
         for layer in range(layers[block + 1]):
-            decoder.add("resnet", f"up_blocks.{block}.resnets.{layer}", width, width, 27)
+            add_resnet(f"{path}.resnets.{layer}", width, width, noise)
         before = width
+    if is_timed:
+        decoder.add("param", "timestep_scale_multiplier", 1, 1)
+        decoder.add("param", "scale_shift_table", before, 2 * before)
+    add_time("", 2 * before)
     decoder.add("conv", "conv_out.conv", before, outputs * patch**2, 27)
-    return found
 
 
-def _read_ltx_side(lookup: Lookup, prefix: str) -> tuple[list[int], list[int], list[bool]]:
+def _read_ltx_side(lookup: Lookup, prefix: str, is_late: bool = False) -> tuple[list[int], list[int], list[bool]]:
     channels = _read_list(lookup, f"{prefix}block_out_channels")
     layers = _read_list(lookup, f"{prefix}layers_per_block", MAX_LAYERS)
     scales = lookup(f"{prefix}spatio_temporal_scaling")
-    if not isinstance(scales, (list, tuple)) or len(scales) != len(channels) or len(layers) != len(channels) + 1:
-        raise ConfigError(
-            f"{prefix}spatio_temporal_scaling and {prefix}layers_per_block must fit {len(channels)} blocks"
-        )
+    many = len(channels) - is_late
+    if not isinstance(scales, (list, tuple)) or len(scales) != many or len(layers) != many + 1:
+        raise ConfigError(f"{prefix}spatio_temporal_scaling and {prefix}layers_per_block must fit {many} blocks")
     return channels, layers, [bool(each) for each in scales]
 
 

@@ -334,11 +334,47 @@ class _Attend(torch.autograd.Function):
         return None, None, *out
 
 
+class _Normalize(torch.autograd.Function):
+    """torch's RMS norm as one operator forward and one backward, as a GPU runs it; a CPU runs its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, tracing: _Tracing, shape: Any, weight: Any, given: Any) -> Any:
+        tracing.is_quiet = True
+        out = torch.empty_like(given, memory_format=torch.contiguous_format)
+        scale = torch.zeros(given.shape[: given.dim() - len(shape)], dtype=torch.float32, device=given.device)
+        tracing.is_quiet = False
+        read = [each for each in (given, weight) if each is not None]
+        for name, kind, reads, writes in _list_copies((given,)):
+            tracing.add(name, kind, reads, writes)
+        tracing.add("_fused_rms_norm", "norm", _list_sizes(read), _list_sizes((out, scale)))
+        for made in (out, scale):
+            tracing.note_made(tracing.where()[0], made)
+        ctx.tracing = tracing
+        ctx.save_for_backward(given, weight, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        tracing, (given, weight, scale) = ctx.tracing, ctx.saved_tensors
+        wants_weight, wants_given = weight is not None and ctx.needs_input_grad[2], ctx.needs_input_grad[3]
+        tracing.is_quiet = True
+        out = torch.empty_like(given, memory_format=torch.contiguous_format) if wants_given else None
+        own = torch.zeros_like(weight) if wants_weight else None
+        tracing.is_quiet = False
+        for name, kind, reads, writes in _list_copies(gradients):
+            tracing.add(name, kind, reads, writes)
+        read = [each for each in (gradients[0], given, scale, weight) if each is not None]
+        made = [each for each in (out, own) if each is not None]
+        tracing.add("_fused_rms_norm_backward", "norm_backward", _list_sizes(read), _list_sizes(made))
+        return None, None, own, out
+
+
 @contextmanager
 def _fused(tracing: _Tracing) -> Iterator[None]:
     """Inside, attention and dropout are one operator each, as a GPU's fused kernels are, and lists are seen made."""
     functional: Any = torch.nn.functional
     before, dropped = functional.scaled_dot_product_attention, functional.dropout
+    normalized = functional.rms_norm
 
     def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         if query.dim() != 4:
@@ -354,13 +390,18 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
         tracing.add("tolist", "read")  # no operator where the tensor is on the host, as it is here
         return list_values(tensor)
 
+    def normalize(given: Any, normalized_shape: Any, weight: Any = None, *_eps: Any, **_named: Any) -> Any:
+        return _Normalize.apply(tracing, normalized_shape, weight, given)  # type: ignore[no-untyped-call]
+
     list_values: Any = torch.Tensor.tolist
     functional.scaled_dot_product_attention, functional.dropout = attend, drop
+    functional.rms_norm = normalize
     torch.Tensor.tolist = tolist  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         functional.scaled_dot_product_attention, functional.dropout = before, dropped
+        functional.rms_norm = normalized
         torch.Tensor.tolist = list_values  # type: ignore[method-assign]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,8 @@ def test_old_names_of_classes_are_known() -> None:
     ("model", "sizes", "message"),
     [
         ("flux.1-dev", {"images": [(1000, 1024)], "sampling_steps": 1}, "must be multiples of 16"),
+        ("sd3-medium", {"images": [(1000, 1000)], "sampling_steps": 1}, "must be multiples of 16"),
+        ("wan2.1-1.3b", {"videos": [(840, 480, 9)], "sampling_steps": 1}, "must be multiples of 16"),
         ("flux.1-dev", {"images": [(64, 64)], "guidance": "on"}, "--guidance belongs to phase sample"),
         ("flux.1-dev", {"images": [(64, 64)], "guidance": "yes", "sampling_steps": 1}, "guidance must be on or off"),
         ("flux.1-dev", {"videos": [(64, 64, 9)], "sampling_steps": 1}, "takes no videos"),
@@ -143,12 +146,69 @@ def test_old_names_of_classes_are_known() -> None:
         ({"_class_name": "AutoencoderKL"}, {"images": [(64, 64)]}, "part of other models"),
         ({"_class_name": "KandinskyPipeline"}, {}, "pipeline 'KandinskyPipeline' is not described"),
         ({"_class_name": "FluxPipeline"}, {}, "needs its transformer's config"),
+        ({"num_layers": 2, "_use_default_values": []}, {"images": [(64, 64)]}, "without its class"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(model: Any, sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(FlopcalcError) as caught:
         estimate_flops(model, **sizes)
     assert message in str(caught.value)
+
+
+def change_pipeline(preset: str, name: str, transformer: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """A preset's pipeline as another one, with keys of its denoiser changed."""
+    config = load_config(preset).config
+    return {**config, "_class_name": name, "transformer": {**config["transformer"], **transformer}, **others}
+
+
+def test_latents_are_padded_where_tokens_span_frames() -> None:
+    """CogVideoX 1.5: 81 frames are 21 latents, which its pipeline makes 22; the VAE decodes 21."""
+    config = change_pipeline("cogvideox-5b", "CogVideoXPipeline", {"patch_size_t": 2})
+    asked: dict[str, Any] = {"videos": [(720, 480, 81)], "sampling_steps": 1, "guidance": "off"}
+    estimate = estimate_flops(config, **asked)
+    assert bind(config).latents.make_grid(720, 480, 81) == (22, 60, 90)
+    longer = estimate_flops(config, **{**asked, "videos": [(720, 480, 85)]})
+    assert estimate.pipeline is not None
+    assert longer.pipeline is not None
+    parts, others = estimate.pipeline.parts, longer.pipeline.parts
+    assert parts[0].flops == others[0].flops
+    assert parts[-1].flops.total < others[-1].flops.total
+
+
+def test_a_vae_encodes_the_image_that_a_video_starts_from() -> None:
+    asked: dict[str, Any] = {"videos": [(832, 480, 81)], "sampling_steps": 2, "parts": "vae"}
+    plain = estimate_flops("wan2.1-14b", **asked).total
+    config = change_pipeline("wan2.1-14b", "WanImageToVideoPipeline", {"in_channels": 36})
+    encoded = estimate_flops("wan2.1-14b", videos=[(832, 480, 81)], parts="vae").total
+    assert estimate_flops(config, **asked).total == plain + encoded
+    started = {**config, "expand_timesteps": True}
+    assert plain < estimate_flops(started, **asked).total < plain + encoded / 10
+
+
+def test_a_second_denoiser_and_other_parts_are_said() -> None:
+    config = change_pipeline("wan2.1-14b", "WanPipeline", {})
+    config |= {"transformer_2": config["transformer"], "image_encoder": {"_class_name": "CLIPVisionModel"}}
+    estimate = estimate_flops(config, videos=[(832, 480, 81)], sampling_steps=4)
+    assert estimate.total == estimate_flops("wan2.1-14b", videos=[(832, 480, 81)], sampling_steps=4).total
+    assert [note for note in estimate.notes if "counted" in note][:2] == [
+        "transformer_2 has the sizes of transformer and runs some of its steps: its parameters are not counted",
+        "image_encoder (CLIPVisionModel) is not counted",
+    ]
+    config["transformer_2"] = {**config["transformer"], "num_layers": 3}
+    with pytest.raises(ConfigError, match="transformer_2 has other sizes than transformer"):
+        bind(config)
+
+
+def test_a_time_for_every_token_costs_its_embedding() -> None:
+    asked: dict[str, Any] = {"videos": [(832, 480, 81)], "phase": "forward", "parts": "denoiser"}
+    config = change_pipeline("wan2.1-1.3b", "WanPipeline", {})
+    one, each = (estimate_flops({**config, "expand_timesteps": value}, **asked) for value in (False, True))
+    embedding = 2 * (256 * 1536 + 1536 * 1536 + 6 * 1536 * 1536)
+    assert each.total - one.total == (21 * 30 * 52 - 1) * embedding
+    sizes = {"hidden_states": (1, 16, 3, 4, 4), "encoder_hidden_states": (1, 5, 9), "timestep": (1, 12)}
+    batch = {key: SimpleNamespace(shape=shape) for key, shape in sizes.items()}
+    with pytest.raises(WorkloadError, match="expand_timesteps = true"):
+        bind(config).estimate_batch(batch)
 
 
 def test_a_denoiser_takes_latents_of_one_size() -> None:

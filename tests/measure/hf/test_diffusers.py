@@ -12,7 +12,16 @@ from tiers import mark_heavy
 
 pytest.importorskip("diffusers")
 
-from diffusion import MORE, TINY, TINY_TEXT, TINY_VAES, find_differences, find_text_differences, find_vae_differences
+from diffusion import (
+    MORE,
+    MORE_VAES,
+    TINY,
+    TINY_TEXT,
+    TINY_VAES,
+    find_differences,
+    find_text_differences,
+    find_vae_differences,
+)
 
 LORA = {"lora": {"r": 2, "targets": ["to_q", "to_k", "to_v", "to_out.0"]}}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -34,8 +43,11 @@ def make_grid(name: str, size: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize(("case", "recipe"), mark_heavy(CASES, LIGHT))
 def test_training_rows_are_equal(case: str, recipe: str) -> None:
     name, config = CONFIGS[case]
-    text = 0 if name.startswith("DiT") else 5
-    assert find_differences(name, config, 2, text, make_grid(name, 4), RECIPES[recipe]) == {}
+    text = 0 if name.startswith("DiT") else 512 if config.get("image_dim") else 5
+    grid = make_grid(name, 4)
+    if config.get("patch_size_t", 1) == 2:  # frames in pairs
+        grid = (4, *grid[1:])
+    assert find_differences(name, config, 2, text, grid, RECIPES[recipe]) == {}
 
 
 @pytest.mark.parametrize("name", mark_heavy(TINY))
@@ -62,6 +74,13 @@ VAE_CASES = [
 )
 def test_autoencoders_rows_are_equal(name: str, side: str, size: tuple[int, int, int, int]) -> None:
     assert find_vae_differences(name, TINY_VAES[name], side, size) == {}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("size", [("encode", (2, 9, 64, 96)), ("decode", (1, 5, 2, 3)), ("encode", (1, 1, 32, 32))])
+@pytest.mark.parametrize("case", MORE_VAES)
+def test_later_autoencoders_rows_are_equal(case: str, size: tuple[str, tuple[int, int, int, int]]) -> None:
+    assert find_vae_differences(*MORE_VAES[case], *size) == {}
 
 
 @pytest.mark.parametrize("name", mark_heavy(TINY_TEXT, ["CLIPTextModelWithProjection"]))

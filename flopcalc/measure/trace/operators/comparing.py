@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from flopcalc.core.workload.workload import Workload
 from flopcalc.measure.hf.examples import Example, find_example
+from flopcalc.measure.trace.operators import denoisers
 from flopcalc.measure.trace.operators.configs import Json, list_variants, resize, set_window
 from flopcalc.measure.trace.operators.recording import FAILURES
-from flopcalc.measure.trace.operators.runs import make_load, run
+from flopcalc.measure.trace.operators.runs import Run, make_load, run
 from flopcalc.prediction.operators import list_operators
 
 Sums = dict[tuple[str, str], list[int]]  # (direction, kind) -> bytes read, bytes written, calls
@@ -20,7 +22,11 @@ def add_up_both(
     example: Example, config: Json, phase: str, attention: str, workload: Json
 ) -> tuple[Sums, Sums, tuple[str, ...]]:
     """What a trace shows, what is read from the file, and the reader's notes."""
-    seen = run(example, config, phase, attention, workload)
+    return add_up(run(example, config, phase, attention, workload), make_load(workload, phase), attention)
+
+
+def add_up(seen: Run, load: Workload, attention: str) -> tuple[Sums, Sums, tuple[str, ...]]:
+    """The same for a step that was traced."""
     bytes_ = {"x": 2, "f": 4, "l": 8, "i": 4, "o": 1}
     traced: Sums = defaultdict(lambda: [0, 0, 0])
     for event in seen.trace.events:
@@ -29,7 +35,7 @@ def add_up_both(
         sums[1] += sum(bytes_[letter] * count for letter, count in event.writes)
         sums[2] += 1
     read: Sums = defaultdict(lambda: [0, 0, 0])
-    found = list_operators(seen.estimator, make_load(workload, phase), attention)
+    found = list_operators(seen.estimator, load, attention)
     for row in found.rows:
         sums = read[row.direction, row.kind]
         sums[0] += row.reads * row.count
@@ -51,8 +57,25 @@ def find_gaps(traced: Sums, read: Sums) -> tuple[float, float]:
     return moved[1] / moved[0] - 1, calls[1] / calls[0] - 1
 
 
+def check_denoiser(name: str) -> int:
+    """As check, of one of diffusers' transformers."""
+    wrong = 0
+    for configs in denoisers.DENOISERS[name].sets:
+        for phase in ("train", "forward"):
+            seen = denoisers.run_denoiser(configs[-1], phase, denoisers.CHECKED)
+            traced, read, _ = add_up(seen, denoisers.make_load(denoisers.CHECKED, phase), "sdpa")
+            gaps = find_gaps(traced, read)
+            is_far = max(map(abs, gaps)) > LIMIT
+            wrong += is_far
+            shown = "equal" if traced == read else "bytes {:+.1%}, calls {:+.1%}".format(*gaps)
+            print(f"{name:14} {phase:8} {shown}{' TOO FAR' if is_far else ''}")
+    return wrong
+
+
 def check(model_type: str) -> int:
     """Prints how far what is read lies from a trace of sizes that nothing was recorded from; cases beyond LIMIT."""
+    if model_type in denoisers.DENOISERS:
+        return check_denoiser(model_type)
     example = find_example(model_type)
     wrong, compared = 0, 0
     for configs, is_whole in list_variants(example):

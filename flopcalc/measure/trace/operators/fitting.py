@@ -25,7 +25,11 @@ def list_coefficients(part: int = 1) -> dict[Fraction, int]:
 class Fitter:
     """Finds coefficient x feature x sizes for numbers that were seen in several runs."""
 
-    def __init__(self, features: list[Mapping[str, int]], sizes: list[Mapping[str, int]], part: int = 1) -> None:
+    def __init__(
+        self, features: list[Mapping[str, int]], sizes: list[Mapping[str, int]], part: int = 1,
+        base: str = "tokens*width",
+    ) -> None:  # fmt: skip
+        self.base = base  # what a number that no expression gives is in proportion to
         self.coefficients = list_coefficients(part)
         names = [name for name in sizes[0] if all(name in other for other in sizes)]
         self.features: dict[tuple[int, ...], str] = {}
@@ -231,7 +235,7 @@ def _approximate(terms: list[tuple[str, str | None, tuple[int, ...]]], fitter: F
     for letter, text, numbers in terms:
         if text is None:
             fitter.approximate += 1
-            text = f"~{sum(numbers) / sum(widest):.4f}*tokens*width"
+            text = f"~{sum(numbers) / sum(widest):.4f}*{fitter.base}"
         found.append((letter, text))
     return " + ".join(sorted(_write(letter, text, count) for (letter, text), count in Counter(found).items()))
 

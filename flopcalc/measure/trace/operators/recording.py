@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter, defaultdict
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from flopcalc.errors import FlopcalcError
 from flopcalc.measure.hf.examples import Example, find_example, make_estimator
 from flopcalc.measure.trace.dispatch import Kept
+from flopcalc.measure.trace.operators import denoisers
 from flopcalc.measure.trace.operators.configs import (
     Json,
     find_share,
@@ -28,7 +30,8 @@ from flopcalc.prediction.recordings import find_language, list_sizes
 class Recording:
     """Everything recorded of one model type, as it stands in its file."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: str = "transformers") -> None:
+        self.library = library  # whose code was run
         self.blocks: dict[tuple[Row, ...], int] = {}
         self.usual: dict[str, Json] = {}  # language's model type -> its config class's switches
         self.signatures: dict[str, int] = {}
@@ -117,9 +120,7 @@ class Recording:
 
     def to_json(self) -> str:
         """Every row once, and one per line, so that a change shows where it is."""
-        import transformers
-
-        versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+        versions = {"torch": torch.__version__.partition("+")[0], self.library: import_module(self.library).__version__}
         kept = [json.loads(text) for text in self.kept]
         return pack(versions, self.usual, list(self.signatures), self._prune(), self.parts, kept, self.saved)
 
@@ -190,14 +191,36 @@ def make_fitter(chosen: list[tuple[Run, Any]]) -> Fitter:
         [each.features for each, _ in chosen],
         [list_sizes(each.estimator.stages, chain) for each, chain in chosen],
         find_share(chosen[0][0].estimator.source.config).denominator,
+        "*".join(find_base(chosen[0][0])),
     )
 
 
+def find_base(run: Run) -> tuple[str, str]:
+    """What grows as most tensors do: tokens and the width, or a denoiser's tokens and the length of its heads."""
+    if not run.estimator.is_diffusion:
+        return "tokens", "width"
+    return "joint", next(name for name in list_sizes(run.estimator.stages, None) if name.endswith(".qk"))
+
+
 def list_widths(runs: list[Run]) -> tuple[int, ...]:
-    return tuple(each.features["tokens"] * list_sizes(each.estimator.stages, None).get("width", 1) for each in runs)
+    feature, size = find_base(runs[0])
+    return tuple(each.features[feature] * list_sizes(each.estimator.stages, None).get(size, 1) for each in runs)
+
+
+def record_denoiser(name: str) -> Recording:
+    """Everything recorded of one of diffusers' transformers."""
+    recording = Recording("diffusers")
+    for configs in denoisers.DENOISERS[name].sets:
+        runs = {phase: denoisers.run_all(configs, phase) for phase in denoisers.PHASES}
+        for phase, own in runs.items():
+            recording.add(f"{phase} sdpa images", own)
+        recording.keep("sdpa images", runs["train"], runs["flow"])
+    return recording
 
 
 def record(model_type: str) -> Recording:
+    if model_type in denoisers.DENOISERS:
+        return record_denoiser(model_type)
     example = find_example(model_type)
     recording = Recording()
     for configs, is_whole in list_variants(example):
