@@ -1,0 +1,38 @@
+"""Measured steps of diffusion transformers: what is predicted of them now, and that it holds."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from flopcalc import predict
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FILES = ("diffusion_steps.json", "diffusion_steps_flux.json")
+ROWS = [
+    (name, row) for name in FILES for row in json.loads((BENCHMARKS / "results" / name).read_text("utf-8"))["rows"]
+]
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS, ids=[f"{row['model']}-{row['step']}" for _, row in ROWS])
+def test_measured_steps_lie_in_their_intervals(name: str, row: dict[str, object]) -> None:
+    script = runpy.run_path(str(BENCHMARKS / "diffusion_steps.py"))
+    now = script["predict_step"](row["model"], "h200-sxm", row["size"], *script["STEPS"][row["step"]])
+    # benchmarks/diffusion_steps.py --predict FILE writes them anew
+    assert now == pytest.approx(row["predicted"], rel=1e-6), name
+    assert now["low"] <= row["seconds"] <= now["high"]
+
+
+@pytest.mark.parametrize(
+    ("model", "parts", "is_recorded"),
+    [("flux.1-dev", "denoiser", True), ("sd3.5-large", "denoiser", True), ("flux.1-dev", None, False),
+     ("pixart-sigma", "denoiser", False)],
+)  # fmt: skip
+def test_recorded_denoisers_borrow_nothing(model: str, parts: str | None, is_recorded: bool) -> None:
+    found = predict(model, device="h200", images=[(1024, 1024)], sampling_steps=2, parts=parts)
+    assert found.evidence["operators_recorded"] is is_recorded
+    assert any("those of llama stand in" in note for note in found.notes) is not is_recorded
+    assert not any("has no" in note for note in found.notes)
