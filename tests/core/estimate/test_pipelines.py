@@ -96,6 +96,20 @@ def test_wan_reads_the_published_sequence() -> None:
     assert grid[0] * (grid[1] // 2) * (grid[2] // 2) == 37_440
 
 
+def test_wan_agrees_with_maxdiffusions_formula() -> None:
+    """AI-Hypercomputer/maxdiffusion, BaseWanTrainer: blocks alone, and three projections of the text for two."""
+    asked: dict[str, Any] = {"videos": [(1280, 720, 81)], "phase": "forward", "parts": "denoiser"}
+    estimate = estimate_flops("wan2.1-14b", **asked)
+    blocks = sum(row.forward for row in estimate.by_module() if row.path.startswith("blocks."))
+    rows, text, width, wide = 21 * 45 * 80, 512, 5120, 13824
+    projections = 2 * width**2 * (6 * rows + 3 * text)
+    theirs = 40 * (projections + 4 * width * rows * (rows + text) + 4 * rows * width * wide)
+    assert blocks == theirs - 40 * 2 * text * width**2
+    # AI-Hypercomputer/tpu-recipes, training/ironwood: 32 videos on 64 chips of two cores, 24.58 s a step, 209.55 TFLOP/s
+    rate = 3 * estimate.total * 32 / 128 / 24.58 / 1e12
+    assert rate == pytest.approx(209.55, rel=0.055)
+
+
 def test_a_folder_is_read(tmp_path: Path) -> None:
     source = load_config("sdxl-base")
     parts = {key: value for key, value in source.config.items() if isinstance(value, dict)}
