@@ -4,7 +4,7 @@
     python benchmarks/diffusion_steps.py --out DIR --model flux.1-dev    Flux: 24 GB of weights; about 4 minutes
     python benchmarks/diffusion_steps.py --out DIR --tiny                a tiny model: tries the script, also on a CPU
     python benchmarks/diffusion_steps.py --show FILE                     the tables; needs no torch
-    python benchmarks/diffusion_steps.py --predict FILE                  predicts the steps of a file again; needs no torch
+    python benchmarks/diffusion_steps.py --predict FILE                  predicts a file's steps again; needs no torch
 
 The steps: one sampling step, one with guidance (two samples), one training step of LoRA on attention with gradient
 checkpointing. Weights are random. Writes DIR/diffusion_steps.json after every step: the median time, FLOPs, MFU, what
@@ -102,9 +102,7 @@ def predict_step(name: str, device: str, size: int, batch: int, trains: bool) ->
         estimate = estimate_flops(
             name, images=[(size, size)], batch_size=batch, phase=phase, parts="denoiser", recipe=recipe
         )
-        found = predict_estimate(
-            estimate, device=device, optimizer="none" if trains else "adamw", advise=False
-        )
+        found = predict_estimate(estimate, device=device, optimizer="none" if trains else "adamw", advise=False)
     except FlopcalcError as error:
         return {"error": str(error)}
     return dict(found.step_time_s._asdict())

@@ -12,9 +12,7 @@ from flopcalc import predict
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILES = ("diffusion_steps.json", "diffusion_steps_flux.json")
-ROWS = [
-    (name, row) for name in FILES for row in json.loads((BENCHMARKS / "results" / name).read_text("utf-8"))["rows"]
-]
+ROWS = [(name, row) for name in FILES for row in json.loads((BENCHMARKS / "results" / name).read_text("utf-8"))["rows"]]
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS, ids=[f"{row['model']}-{row['step']}" for _, row in ROWS])

@@ -105,7 +105,7 @@ def test_wan_agrees_with_maxdiffusions_formula() -> None:
     projections = 2 * width**2 * (6 * rows + 3 * text)
     theirs = 40 * (projections + 4 * width * rows * (rows + text) + 4 * rows * width * wide)
     assert blocks == theirs - 40 * 2 * text * width**2
-    # AI-Hypercomputer/tpu-recipes, training/ironwood: 32 videos on 64 chips of two cores, 24.58 s a step, 209.55 TFLOP/s
+    # AI-Hypercomputer/tpu-recipes, training/ironwood: 32 videos on 64 chips of two cores, 24.58 s, 209.55 TFLOP/s
     rate = 3 * estimate.total * 32 / 128 / 24.58 / 1e12
     assert rate == pytest.approx(209.55, rel=0.055)
 
