@@ -337,7 +337,8 @@ def _list_ltx_encoder(lookup: Lookup, encoder: _Network) -> None:
 def _list_ltx_decoder(lookup: Lookup, decoder: _Network) -> None:
     patch = _read_whole(lookup("patch_size"), "patch_size", 1000)
     latent, outputs = (_read_whole(lookup(key), key) for key in ("latent_channels", "out_channels"))
-    channels, layers, scales = (side[::-1] for side in _read_ltx_side(lookup, "decoder_"))
+    channels, layers, scales = _read_ltx_side(lookup, "decoder_")
+    channels, layers, scales = channels[::-1], layers[::-1], scales[::-1]
     factors = _read_list(lookup, "upsample_factor", 1000)[::-1]
     noises, is_timed = lookup("decoder_inject_noise"), bool(lookup("timestep_conditioning"))
     if not isinstance(noises, (list, tuple)) or len(noises) < len(layers) or len(factors) < len(channels):

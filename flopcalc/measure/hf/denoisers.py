@@ -34,7 +34,8 @@ def make_denoiser_inputs(
     dtype: torch.dtype = torch.float32, device: str = "cpu",
 ) -> Json:  # fmt: skip
     """Random arguments of a denoiser's forward, for latents (t, h, w) as a Workload holds them."""
-    name, place = str(config["_class_name"]), {"dtype": dtype, "device": device}
+    name = str(config["_class_name"])
+    place: Json = {"dtype": dtype, "device": device}
     t, h, w = grid
     channels = config.get("in_channels", 4)
     given: Json = {"timestep": torch.ones(batch, **place)}
