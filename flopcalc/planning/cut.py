@@ -12,7 +12,7 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import WorkloadError
 from flopcalc.planning.layout import Layout, Outline, split_layers
 from flopcalc.prediction.memory import Shards, Tensors
-from flopcalc.prediction.sides import find_sides, find_widths
+from flopcalc.prediction.sides import count_chains, find_sides, find_widths
 from flopcalc.prediction.tensors import LIFTED, Held, Part, list_kinds
 from flopcalc.prediction.timeline import Stack, find_place
 from flopcalc.prediction.work import Attention, Dispatched, Moved, Product, Work
@@ -28,7 +28,9 @@ def make_outline(estimator: Estimator, load: Workload) -> Outline:
     cores = [op for op in ops if isinstance(op, Attend)]
     keys = [op.kv_heads * (op.qk + op.v) for chain in layers for op in iterate(chain) if isinstance(op, Attend)]
     widths = find_widths(estimator)
-    exits = [_count_exits(chain, widths[stage.path]) for stage in stages for chain in stage.layers]
+    exits = [
+        many * _count_exits(chain, widths[stage.path]) for stage in stages for chain, many in count_chains(stage).items()
+    ]
     kinds = list_kinds(estimator)
     routed = {kinds[place] for place, chain in enumerate(layers) if any(op.copies > 1 for op in iterate(chain))}
     return Outline(
@@ -162,6 +164,10 @@ class Section(NamedTuple):
     in_flight: float = 1.0  # micro-batches that are on their way when the first comes back
     kinds: tuple[int, ...] = ()  # layers of each kind; without, a share of every kind
     devices: int = 1  # of the pipeline that have such a part
+
+    def strip(self) -> Section:
+        """What its computation depends on."""
+        return self._replace(in_flight=1.0, devices=1)
 
 
 @lru_cache(maxsize=65536)

@@ -62,6 +62,9 @@ class Outline(NamedTuple):
     kinds: tuple[int, ...] = ()  # the kind of each layer, by number; without, all are alike
     routed: tuple[int, ...] = ()  # kinds of layers that have experts
 
+    def __hash__(self) -> int:  # a few numbers tell: one is looked up for every layout of a plan
+        return hash((self.layers, self.hidden, self.tokens))
+
 
 def find_problem(layout: Layout, model: Outline, gpus: int, global_batch: int) -> tuple[str, str] | None:
     """The rule that a layout breaks for this model, device count and batch, and how; None if it keeps all."""

@@ -37,6 +37,9 @@ class Interconnect(NamedTuple):
     date: str
     host: float = 0.0  # bytes per s between a device and its host's memory, one way; 0: not known
 
+    def __hash__(self) -> int:  # its name tells: one is looked up for every collective of a plan
+        return hash(self.id)
+
 
 @cache
 def load_interconnects() -> dict[str, Interconnect]:

@@ -231,10 +231,11 @@ def _explain(
 ) -> list[Loser]:
     """Why the others lose, reason by reason: the part that grew most against the best, or memory."""
     grouped: dict[str, list[Entry]] = {}
+    placed = {reason: [PARTS.index(name) for name in names] for reason, names in _REASONS.items()}
     for entry in ranked[1:]:
         grown = {
-            reason: sum(entry[1].parts[PARTS.index(name)] - best.step.parts[PARTS.index(name)] for name in names)
-            for reason, names in _REASONS.items()
+            reason: sum([entry[1].parts[place] - best.step.parts[place] for place in places])
+            for reason, places in placed.items()
         }
         grouped.setdefault(max(grown, key=lambda reason: grown[reason]), []).append(entry)
     if misfits:

@@ -109,6 +109,7 @@ class Shares(NamedTuple):
     first: float  # seconds of what comes before and after all layers
     last: float
     layers: Mapping[Kinds, float]  # seconds of all layers by the kinds that have them
+    error: float  # relative, of a device's time
 
 
 class Runner:
@@ -154,6 +155,8 @@ class Runner:
         self._cut = cache(self._cut_work)
         self._shares = cache(self._time_shares)
         self._host = cache(self._time_host)
+        self._batch = cache(self._sum_batch)
+        self._layers = cache(self._time_layers)
 
     def _settle(self, estimator: Estimator, recompute: Recompute) -> Estimator:
         changed = estimator
@@ -251,7 +254,8 @@ class Runner:
             if name in ways:
                 layers[having] = layers.get(having, 0.0) + seconds
         return Shares(
-            clock, sums, means[0], means[1], means[2], attention, spent["first", ()], spent["last", ()], layers
+            clock, sums, means[0], means[1], means[2], attention, spent["first", ()], spent["last", ()], layers,
+            clock.error("device"),
         )  # fmt: skip
 
     def _find_kinds_of(self, module: str) -> Kinds:
@@ -279,11 +283,8 @@ class Runner:
     def _list_parts(self, cut: Layout, section: Section, batches: int, stepped: float) -> dict[str, float]:
         """Seconds of one device by part, without what is exchanged."""
         shares = self._shares(cut)
-        ends = {"first": batches * section.has_first, "last": batches * section.has_last, "optimizer": stepped}
-        totals = combine(
-            (sums, ends[name] if name in ends else batches * self._count_share(kinds, section))
-            for (name, kinds), sums in shares.sums.items()
-        )
+        once = self._batch(cut, section.strip())
+        totals = combine(((once, batches), (shares.sums["optimizer", ()], stepped)))
         parts = dict.fromkeys(PARTS, 0.0)
         for name, seconds in zip(_KINDS, totals, strict=False):
             parts[name] = seconds
@@ -295,6 +296,20 @@ class Runner:
             step_s = totals.launches * shares.clock.launch_s
         parts["host"] = max(0.0, step_s - device_s)
         return parts
+
+    def _sum_batch(self, cut: Layout, own: Section) -> Totals:
+        """One micro-batch of a section's layers and ends."""
+        ends = {"first": own.has_first, "last": own.has_last, "optimizer": 0.0}
+        return combine(
+            (sums, ends[name] if name in ends else self._count_share(kinds, own))
+            for (name, kinds), sums in self._shares(cut).sums.items()
+        )
+
+    def _time_layers(self, cut: Layout, own: Section) -> float:
+        """Seconds of one micro-batch of a section, without what is exchanged."""
+        shares = self._shares(cut)
+        layers = sum(seconds * self._count_share(kinds, own) for kinds, seconds in shares.layers.items())
+        return layers + shares.first * own.has_first + shares.last * own.has_last
 
     def _time_host(self, cut: Layout, section: Section, batches: int, stepped: float) -> float:
         """Seconds of a device that waits for its host."""
@@ -321,13 +336,11 @@ class Runner:
         sections = list_sections(self.model, layout.pp, layout.virtual)
 
         def spend(section: Section) -> float:
-            ends = layer.first * section.has_first + layer.last * section.has_last
-            own = sum(seconds * self._count_share(kinds, section) for kinds, seconds in layer.layers.items())
-            own += (
-                section.layers * (exchanged[0] + exchanged[1] + shards + copied)
+            return (
+                self._layers(cut, section.strip())
+                + section.layers * (exchanged[0] + exchanged[1] + shards + copied)
                 + self._count_routing(section) * exchanged[2]
             )
-            return own + ends
 
         spent = [spend(section) for section in sections]
         slowest = max(range(len(sections)), key=lambda number: spent[number])
@@ -348,7 +361,7 @@ class Runner:
         )
         parts["offload"] = batches * section.layers * copied
         parts["overhead"] = OVERHEAD * sum(parts.values())
-        return Step(tuple(parts[name] for name in PARTS), *self._find_errors(layer.clock, parts))
+        return Step(tuple(parts[name] for name in PARTS), *self._find_errors(layer, parts))
 
     def _expose_copies(self, layout: Layout, layer: Shares) -> float:
         """Seconds of a layer and micro-batch that copies of activations to the host and back show."""
@@ -501,12 +514,12 @@ class Runner:
         shown += max(alone * fetch, fetch - (1 - alone) * layers * layer.forward)
         return shown + CONTENTION * (reduce + fetch - shown)
 
-    def _find_errors(self, clock: Clock, parts: Mapping[str, float]) -> tuple[float, float]:
+    def _find_errors(self, layer: Shares, parts: Mapping[str, float]) -> tuple[float, float]:
         """The relative errors to expect, below and above: the device's, the network's, and of many devices."""
-        device = min(clock.error("device"), self.most_error)
+        device = min(layer.error, self.most_error)
         exchanged = NETWORK_ERROR * sum(parts[name] for name in _EXCHANGES) / sum(parts.values())
         widths = SCALE_ERROR if self.model.experts == 1 else EXPERT_ERROR
-        times = 1.0 if clock.is_recorded else SCAN_WIDTH
+        times = 1.0 if layer.clock.is_recorded else SCAN_WIDTH
         below, above = (times * sqrt(device**2 + exchanged**2 + width**2) for width in widths)
         return below, above
 
@@ -514,7 +527,8 @@ class Runner:
 def _list_named(estimator: Estimator) -> list[tuple[str, tuple[str, ...]]]:
     """Of every language layer its stage's path, and the names of its ops."""
     stages = [stage for stage in estimator.stages if stage.repeated and stage.group == "language"]
-    return [(stage.path, tuple(op.name for op in iterate(chain))) for stage in stages for chain in stage.layers]
+    names = {id(chain): tuple(op.name for op in iterate(chain)) for stage in stages for chain in stage.layers}
+    return [(stage.path, names[id(chain)]) for stage in stages for chain in stage.layers]
 
 
 def find_recipe(recompute: str) -> Recompute:

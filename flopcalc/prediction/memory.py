@@ -117,7 +117,6 @@ class Shards(NamedTuple):
         return round((wide + kept.other / self.tensor) / self.sequence * self.in_flight)
 
 
-@lru_cache(maxsize=4096)
 def _cut_parts(shards: Shards, parts: tuple[Part, ...], dtype_bytes: int) -> tuple[Part, ...]:
     """The stages that a device has, each cut; ZeRO aside."""
     found = []
@@ -217,6 +216,9 @@ class Tensors(NamedTuple):
     ] = ()  # products of layers, one of each shape: autograd gets an unused gradient for them
     head: int = 0  # bytes of the head's weight, which has such a gradient too, while its backward pass runs
     stream: int = 0  # bytes of the tensor that the head reads
+
+    def __hash__(self) -> int:  # a few numbers tell: one is looked up for every layout of a plan
+        return hash((self.outside, self.loss, self.inputs))
 
 
 def predict_memory(
@@ -408,47 +410,34 @@ class _Moment(NamedTuple):
     """What is there at a moment of a training step, beside what always is: bytes."""
 
     name: str
-    gradients: int
+    gradients: Held  # before ZeRO
     activations: int
     logits: int = 0
-    optimizer: int = 0  # beside its states
-
-    @property
-    def total(self) -> int:
-        return self.gradients + self.activations + self.logits + self.optimizer
 
 
-def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool = False) -> Memory:  # noqa: B008
-    """The fullest moment of a training step on one device."""
-    optimizer, each = tensors.optimizer, tensors.gradient_bytes
-    plain = shards._replace(zero=0, ranks=1, expert_ranks=1)
-    parts = _cut_parts(plain, tensors.parts, tensors.dtype_bytes)
-    weights = _divide(_sum(part.weights for part in parts), shards.divide(3))
-    trained = _sum(part.trained for part in parts)
-    narrow = optimizer.has_master and tensors.trained_bytes < FLOAT
-    state_bytes = optimizer.states * (optimizer.state_bytes or tensors.trained_bytes) + (FLOAT if narrow else 0)
-    states = _divide(trained, shards.divide(1), state_bytes)
-    if optimizer.block:
-        scales = Held(*(-(-number // optimizer.block) for number in trained))
-        states += _divide(scales, shards.divide(1), optimizer.states * FLOAT)
-    stays = is_adding or optimizer.has_master
-    cut = shards.tensor * shards.sequence
+class _Cut(NamedTuple):
+    """What a device holds of a step before ZeRO divides it: bytes, but for parameters."""
+
+    weights: Held
+    trained: Held  # parameters
+    kept: int
+    loss: int
+    inputs: int
+    dummies: int
+    moments: tuple[_Moment, ...]  # of the loss and the backward pass
+
+
+@lru_cache(maxsize=4096)
+def _cut_step(tensors: Tensors, shards: Shards) -> _Cut:
+    """What a device holds without ZeRO, moment by moment; layouts that differ in ZeRO share it."""
+    each, cut = tensors.gradient_bytes, shards.tensor * shards.sequence
+    parts = _cut_parts(shards, tensors.parts, tensors.dtype_bytes)
     outside = round(tensors.outside / cut * shards.in_flight) if shards.has_last else 0
     kept = outside + sum(part.kept.total for part in parts)
-    workspace = 2 * _CUBLAS_BYTES + _count_gathered(tensors, shards) + tensors.dequantized
-    workspace += _count_dummies(tensors, shards)
     # The head reads whole rows, and makes their gradient, where devices that share a layer spread them.
     gathered = (1 + (shards.tensor > 1 and shards.is_spread)) * tensors.stream // shards.sequence
     loss = -(-tensors.loss // cut) + tensors.head // shards.tensor + gathered if shards.has_last else 0
-    inputs = tensors.inputs // shards.sequence if shards.has_first else 0
-    whole = Held(trained.dense * each, trained.other * each)
-    by = shards.divide(2)
-
-    def divide(dense: int, other: int) -> int:
-        """Bytes of gradients here, of so many of dense weights and of experts; all of them where they stay."""
-        return _divide(whole if stays and dense + other < whole.total else Held(dense, other), by)
-
-    moments = [_Moment("loss", divide(0, 0), kept, loss)]
+    moments = [_Moment("loss", Held(), kept, loss)]
     dense = other = 0  # gradients that are there
     left = kept - outside  # what no stage holds belongs to the logits, but for a few masks
     waiting: dict[str, int] = {}  # first gradients of shared weights, kept until the second is there
@@ -456,38 +445,68 @@ def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool
         if part.extra:
             share = part.kept.total // part.layers
             before = dense + sum(waiting.values())
-            moments.append(_Moment("backward", divide(before, other), left + part.extra))
+            moments.append(_Moment("backward", Held(before, other), left + part.extra))
             own, plain_own = (
                 number * each // part.layers * (part.layers - 1) for number in (part.trained.total, part.trained.dense)
             )
-            gradients = divide(before + plain_own, other + own - plain_own)
+            gradients = Held(before + plain_own, other + own - plain_own)
             moments.append(_Moment("backward", gradients, left - share * (part.layers - 1) + part.extra))
         left -= part.kept.total
         dense, other = dense + part.trained.dense * each, other + part.trained.other * each
         if part.name in waiting:  # both gradients and their sum
             del waiting[part.name]
-            moments.append(_Moment("backward", divide(dense + 2 * part.table + sum(waiting.values()), other), left))
+            gradients = Held(dense + 2 * part.table + sum(waiting.values()), other)
+            moments.append(_Moment("backward", gradients, left))
         elif part.table:
             waiting[part.name] = part.table if not part.trained.total else 0
-    copies = _divide(trained, shards.divide(1), optimizer.copies * tensors.trained_bytes)
-    moments.append(_Moment("optimizer", divide(*whole), 0, 0, copies))
-    most = max(moments, key=lambda moment: moment.total)
-    there = {
-        "weights": weights, "gradients": most.gradients, "optimizer": states + most.optimizer,
-        "activations": most.activations, "logits": most.logits, "workspace": workspace, "kv_cache": 0, "inputs": inputs,
+    return _Cut(
+        _sum(part.weights for part in parts), _sum(part.trained for part in parts), kept, loss,
+        tensors.inputs // shards.sequence if shards.has_first else 0, _count_dummies(tensors, shards), tuple(moments),
+    )  # fmt: skip
+
+
+def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool = False) -> Memory:  # noqa: B008
+    """The fullest moment of a training step on one device."""
+    optimizer, each = tensors.optimizer, tensors.gradient_bytes
+    cut = _cut_step(tensors, Shards(0, 1, 1, *shards[3:]))
+    trained, first, second = cut.trained, shards.divide(1), shards.divide(2)
+    weights = _divide(cut.weights, shards.divide(3))
+    narrow = optimizer.has_master and tensors.trained_bytes < FLOAT
+    state_bytes = optimizer.states * (optimizer.state_bytes or tensors.trained_bytes) + (FLOAT if narrow else 0)
+    states = _divide(trained, first, state_bytes)
+    if optimizer.block:
+        scales = Held(*(-(-number // optimizer.block) for number in trained))
+        states += _divide(scales, first, optimizer.states * FLOAT)
+    stays = is_adding or optimizer.has_master
+    workspace = 2 * _CUBLAS_BYTES + _count_gathered(tensors, shards) + tensors.dequantized + cut.dummies
+    whole = Held(trained.dense * each, trained.other * each)
+    gradients = _divide(whole, second)
+    copies = _divide(trained, first, optimizer.copies * tensors.trained_bytes)
+    # Name, gradients (all of them where they stay), activations, logits, what the optimizer adds.
+    most = ("optimizer", gradients, 0, 0, copies)
+    total = gradients + copies
+    for moment in reversed(cut.moments):
+        is_whole = stays and moment.gradients.total < whole.total
+        there = gradients if is_whole else _divide(moment.gradients, second)
+        if (sum_ := there + moment.activations + moment.logits) >= total:
+            most, total = (moment.name, there, moment.activations, moment.logits, 0), sum_
+    name, there, activations, logits, added = most
+    at_peak = {
+        "weights": weights, "gradients": there, "optimizer": states + added, "activations": activations,
+        "logits": logits, "workspace": workspace, "kv_cache": 0, "inputs": cut.inputs,
     }  # fmt: skip
     return Memory(
         weights=weights,
-        gradients=_divide(whole, by),
+        gradients=gradients,
         optimizer=states,
-        activations=kept,
-        logits=loss,
+        activations=cut.kept,
+        logits=cut.loss,
         workspace=workspace,
         kv_cache=0,
-        inputs=inputs,
-        peak=sum(there.values()),
-        moment=most.name,
-        at_peak=there,
+        inputs=cut.inputs,
+        peak=sum(at_peak.values()),
+        moment=name,
+        at_peak=at_peak,
         notes=tuple(note for note in tensors.notes if not stays or note != _FREED),
     )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Attend, Op, iterate
+from flopcalc.core.model.ops import Attend, Chain, Op, Stage, iterate
 from flopcalc.prediction.work import Side
 
 
@@ -18,20 +19,24 @@ class Sided(NamedTuple):
     kv_heads: int = 0
 
 
+def count_chains(stage: Stage) -> Counter[Chain]:
+    """The layers of a stage that differ, and how many of each; most are one object, and chains are long to hash."""
+    many = Counter(map(id, stage.layers))
+    found: Counter[Chain] = Counter()
+    for number, chain in {id(chain): chain for chain in stage.layers}.items():
+        found[chain] += many[number]
+    return found
+
+
 def find_widths(estimator: Estimator) -> dict[str, int]:
     """Stage path -> the width of its residual stream: of the language what the head reads, else the first op's."""
-    heads = [
-        op.n_in
-        for stage in estimator.stages
-        for chain in stage.layers
-        for op in iterate(chain)
-        if op.part == "lm_head" and op.kind == "linear"
-    ]
+    ops = [[op for chain in count_chains(stage) for op in iterate(chain)] for stage in estimator.stages]
+    heads = [op.n_in for own in ops for op in own if op.part == "lm_head" and op.kind == "linear"]
     found: dict[str, int] = {}
     streams: dict[str, int] = {"language": heads[0]} if heads else {}
-    for stage in estimator.stages:
-        sizes = [op.size for chain in stage.layers for op in iterate(chain) if op.kind in ("embed", "norm")]
-        sizes += [op.n_in for chain in stage.layers for op in iterate(chain) if op.kind == "linear"]
+    for stage, own in zip(estimator.stages, ops, strict=True):
+        sizes = [op.size for op in own if op.kind in ("embed", "norm")]
+        sizes += [op.n_in for op in own if op.kind == "linear"]
         if sizes:
             found[stage.path] = streams.setdefault(stage.stream, sizes[0])
         else:
@@ -81,7 +86,7 @@ def list_wide(estimator: Estimator, widths: dict[str, int]) -> set[str]:
     for stage in estimator.stages:
         path = f"{stage.path}.*" if stage.repeated else stage.path
         found |= {path, stage.path}
-        ops = [op for chain in dict.fromkeys(stage.layers) for op in iterate(chain)]
+        ops = [op for chain in count_chains(stage) for op in iterate(chain)]
         sizes = [op for op in ops if op.kind in ("norm", "embed") and op.size == widths[stage.path]]
         found |= {f"{path}.{op.name}".rstrip(".") for op in sizes}
     return found
@@ -93,7 +98,7 @@ def list_wide_saved(estimator: Estimator) -> set[str]:
     found = list_wide(estimator, widths)
     for stage in estimator.stages:
         path = f"{stage.path}.*" if stage.repeated else stage.path
-        for chain in dict.fromkeys(stage.layers):
+        for chain in count_chains(stage):
             for op, sided in find_sides(list(iterate(chain)), widths[stage.path]).items():
                 if sided.side in ("column", "whole") and op.n_in == widths[stage.path]:
                     found.add(f"{path}.{op.name}".rstrip("."))

@@ -19,7 +19,7 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import RecipeError, format_nearest, format_value
 from flopcalc.prediction.operators import Operator, Operators, Saved
 from flopcalc.prediction.recordings import load_file
-from flopcalc.prediction.sides import list_wide_saved
+from flopcalc.prediction.sides import count_chains, list_wide_saved
 from flopcalc.words import KERNELS, Execution
 
 __all__ = ["FLOAT", "Held", "Kind", "Part", "Step", "list_kinds"]
@@ -91,8 +91,8 @@ def _number_layers(estimator: Estimator) -> dict[tuple[str, int], int]:
     for stage in estimator.stages:
         if not (stage.repeated and stage.group == "language"):
             continue
-        kinds = {chain: many + number for number, chain in enumerate(dict.fromkeys(stage.layers))}
-        same = {id(chain): kinds[chain] for chain in stage.layers}  # most are one object: chains are long to hash
+        kinds = {chain: many + number for number, chain in enumerate(count_chains(stage))}
+        same = {number: kinds[chain] for number, chain in {id(chain): chain for chain in stage.layers}.items()}
         found |= {(stage.path, stage.first + place): same[id(chain)] for place, chain in enumerate(stage.layers)}
         many += len(kinds)
     return found
@@ -240,13 +240,12 @@ class Step:
         for block, row, _ in self.estimator.rows(self.load, "full"):
             gets = self._find_stage(block) in trained
             size = sum(held.total_bytes for held in row.list_weights(self.has_adapters))
-            for number in block.layers or ():
-                kind = numbers.get((block.path, number))
-                if kind is None:
-                    continue
-                weights, own = found.get(kind, (Held(), Held()))
-                is_expert = row.op.kind in ("linear", "conv") and row.op.copies > 1
-                found[kind] = weights.add(size, is_expert), own.add(row.trainable if gets else 0, is_expert)
+            is_expert = row.op.kind in ("linear", "conv") and row.op.copies > 1
+            for kind, many in Counter(numbers.get((block.path, number)) for number in block.layers or ()).items():
+                if kind is not None:
+                    weights, own = found.get(kind, (Held(), Held()))
+                    trained_here = many * row.trainable if gets else 0
+                    found[kind] = weights.add(many * size, is_expert), own.add(trained_here, is_expert)
         return found
 
     def read_blocks(self) -> tuple[dict[tuple[str, int], Held], set[str], set[str]]:
@@ -291,7 +290,7 @@ class Step:
         kept_wide = sum(entry.bytes * entry.count for entry in saved if not entry.is_again and entry.module in wide)
         whole_wide = sum(entry.bytes * entry.count for entry in saved if entry.module in wide)
         wide_share = whole_wide / max(1, sum(entry.bytes * entry.count for entry in saved))
-        chains = Counter(stage.layers) if owes and stage.layers else Counter()
+        chains = count_chains(stage) if owes and stage.layers else Counter()
         ops_of = {chain: [op for op in iterate(chain) if self.runs(op)] for chain in chains}
         # Layers may differ: what a module saved belongs to those that have it.
         held = {chain: [0] * len(ops) for chain, ops in ops_of.items()}
@@ -333,7 +332,7 @@ class Step:
 
     def _sum_kept(self, chain: Chain, saved: list[Saved], stage: Stage, wide: set[str]) -> Held:
         """What the layers of one kind keep, of the residual's width and narrower."""
-        many, kept, prefix = Counter(stage.layers), Held(), f"{stage.path}.*."
+        many, kept, prefix = count_chains(stage), Held(), f"{stage.path}.*."
         for entry in saved:
             if entry.is_again:
                 continue
@@ -355,7 +354,7 @@ class Step:
         _, owing, _ = self.read_blocks()
         for stage in self.estimator.stages:
             is_again = stage.checkpoint and self.estimator.recipe.recompute != "none"
-            for chain, many in Counter(stage.layers).items() if stage.path in owing else ():
+            for chain, many in count_chains(stage).items() if stage.path in owing else ():
                 entries: list[tuple[Op, int]] = []
                 self._save(chain, False, entries)
                 prefix = f"{stage.path}.*." if stage.repeated else f"{stage.path}."
@@ -439,7 +438,7 @@ class Step:
             return []
         is_again = stage.checkpoint and self.estimator.recipe.recompute != "none"
         found = []
-        for chain, many in Counter(stage.layers).items():
+        for chain, many in count_chains(stage).items():
             ops = list(iterate(chain))
             size = self.bytes * self.count_mask(stage, ops)
             if size:
@@ -461,7 +460,7 @@ class Step:
         """A dropout recorded on a CPU kept noise in the model's dtype; a GPU keeps one byte, and none where p is 0."""
         drops = {
             op.name: op.saves
-            for chain in dict.fromkeys(stage.layers)
+            for chain in count_chains(stage)
             for op in iterate(chain)
             if isinstance(op, Dropout)
         }
@@ -475,7 +474,7 @@ class Step:
         """Where queries are joined of two parts, cuDNN lays its output out like them: the next product reads a copy."""
         is_again = stage.checkpoint and self.estimator.recipe.recompute != "none"
         found = []
-        for chain, many in Counter(stage.layers).items():
+        for chain, many in count_chains(stage).items():
             ops = list(iterate(chain))
             for i, op in enumerate(ops):
                 before = [other for other in ops[:i] if other.kind == "linear"]
