@@ -30,7 +30,9 @@ BEGIN, END = "<!-- tables of published_runs.json -->", "<!-- end of tables -->"
 
 def load_runs() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     tables = tomllib.loads((HERE / "data" / "published_runs.toml").read_text(encoding="utf-8"))
-    return tables["source"], tables["run"]
+    sources = tables["source"]
+    kernels = {name: {"attention_kernel": each.get("attention_kernel", "auto")} for name, each in sources.items()}
+    return sources, [kernels[run["source"]] | run for run in tables["run"]]
 
 
 def bind_model(run: dict[str, Any]) -> Estimator:

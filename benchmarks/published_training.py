@@ -48,6 +48,12 @@ TRAINED: dict[str, dict[str, Any]] = {
     "deepseekv3": {"first_k_dense_replace": 1},
     "llama3_405b": {"num_key_value_heads": 16},
 }  # fmt: skip
+# Layers of multi-token prediction that the recipes train (Megatron-Bridge: perf_recipes, mtp_num_layers); the printed
+# TFLOP/s count them. Without an entry, none.
+MTP = {
+    "DeepSeekV3": 1, "DeepSeekV3 (dropless)": 1, "DeepSeekV3 (tokendrop)": 1, "DeepSeekV4 Flash": 1,
+    "Nemotron_3_Super": 1, "Nemotron_3_5_Lightning": 2, "Nemotron_3_Ultra": 2, "Nemotron V3 Ultra 550B (26.04)": 2,
+}  # fmt: skip
 EXPERT_MODELS = re.compile(r"DeepSeek|deepseek|GPT|Kimi|Nemotron|a22B|a3B|A22B|A3B|MoE", re.IGNORECASE)
 GIB = 1 << 30
 # Releases whose rows constants were chosen on, and of SimuMax the runs of 8 micro-batches; all other rows test them.
@@ -109,7 +115,9 @@ def find_model(name: str) -> Any:
 
 
 def predict(run: dict[str, str]) -> Row:
-    fixed: dict[str, Any] = {name: int(run[name]) for name in ("tp", "pp", "virtual", "cp", "micro_batch")}
+    fixed: dict[str, Any] = {name: int(run[name]) for name in ("tp", "pp", "cp", "micro_batch")}
+    if run["virtual"]:
+        fixed["virtual"] = int(run["virtual"])
     if run["ep"] != "1":
         fixed["ep"] = int(run["ep"])
     if run["zero"]:
@@ -126,7 +134,7 @@ def predict(run: dict[str, str]) -> Row:
         found = plan(
             find_model(run["model"]), tokens=1, device=DEVICES[run["hardware"]], gpus=int(run["gpus"]),
             seq_len=int(run["seq"]), global_batch=int(run["global_batch"]), dtype=run["precision"], top=1,
-            overlap="none" if is_simumax else "all", **fixed,
+            overlap="none" if is_simumax else "all", mtp=MTP.get(run["model"]), **fixed,
         ).best[0]  # fmt: skip
     except FlopcalcError as error:
         return Row(*own, "", published, 0.0, 0.0, 0.0, None, has_experts, 0, str(error), is_fitted)
@@ -186,16 +194,20 @@ def make_page(rows: list[Row]) -> str:
 
 
 def write_coverage(rows: list[Row]) -> None:
-    """How often intervals held, by kind of layout: what `plan` prints beside one."""
-    groups: dict[str, list[Row]] = {}
+    """How often intervals held, by kind of layout, in these rows and those of published_runs.py: `plan` prints it."""
+    groups: dict[str, list[bool]] = {}
     for row in rows:
         if row.layout:
-            groups.setdefault(name_kind(row), []).append(row)
-    found = {
-        name: {"runs": len(own), "inside": sum(row.is_inside for row in own)} for name, own in sorted(groups.items())
-    }
+            groups.setdefault(name_kind(row), []).append(row.is_inside)
+    known = {(row.gpus, f"{row.published_s:.3g}") for row in rows}
+    for each in json.loads((HERE / "results" / "published_runs.json").read_text(encoding="utf-8"))["rows"]:
+        if (int(each["devices"].split()[0]), f"{each['published_s']:.3g}") not in known:
+            kind = "experts" if " ep" in f" {each['layout']}" else "dense"
+            zero = "zero 3" if "zero3" in each["layout"] else "zero 0 to 2"
+            groups.setdefault(f"{kind}, {zero}", []).append(bool(each.get("is_inside")))
+    found = {name: {"runs": len(own), "inside": sum(own)} for name, own in sorted(groups.items())}
     path = Path(find_data_dir()) / "plan_coverage.json"
-    text = {"made_by": "python benchmarks/published_training.py", "kinds": found}
+    text = {"made_by": "python benchmarks/published_training.py, after published_runs.py", "kinds": found}
     path.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
 
 

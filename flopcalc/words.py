@@ -49,7 +49,9 @@ Dtype = Literal[
     "bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "mxfp8", "fp6", "fp4", "nvfp4", "mxfp4", "int8", "int4"
 ]  # fmt: skip
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-# Formats that training frameworks bring operands to just for a product; all else stays in bf16.
+# Formats that training frameworks bring operands to just for a product, and bytes of a number with its scales; all
+# else stays in bf16.
+CAST_BYTES: dict[str, float] = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}
 CAST_FORMATS: tuple[Dtype, ...] = ("fp8", "mxfp8", "nvfp4", "mxfp4")
 
 _Word = TypeVar("_Word", bound=str)

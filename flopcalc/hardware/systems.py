@@ -10,6 +10,7 @@ from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.errors import SpecError
 from flopcalc.files import MAX_JSON_BYTES, read_json
 from flopcalc.forms import FROM_0, FROM_1, POSITIVE, Each, find_fault
+from flopcalc.hardware.devices import find_device
 
 SCHEMA = 1
 _FORM = {
@@ -22,6 +23,9 @@ _FORM = {
     "decode_bytes_per_s": POSITIVE,
     "collectives": Each(Each([(POSITIVE, POSITIVE)]), names="[1-9][0-9]*"),
 }
+# A device with the die of another: its kernels are the other's, with its own memory's bandwidth.
+_BANDWIDTH = 6  # its place in a product's shape
+_SAME_DIE = {"device_id": str, "same_die_as": str, "source": str}
 
 
 @cache
@@ -34,9 +38,29 @@ def load_system(device_id: str) -> dict[str, Any] | None:
         data = read_json(path, MAX_JSON_BYTES, SpecError)
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise SpecError(f"{path}: this version reads schema {SCHEMA}; benchmarks/make_systems.py makes such files")
-        if fault := find_fault(data, _FORM):
+        if fault := find_fault(data, _SAME_DIE if "same_die_as" in data else _FORM):
             raise SpecError(f"{path}: {fault.lstrip('.: ')}; benchmarks/make_systems.py makes such files")
         if data["device_id"] != device_id:
             raise SpecError(f"{path}: is of {data['device_id']!r}, not of {device_id!r}")
-        return data
+        return _borrow(data, path) if "same_die_as" in data else data
     return None
+
+
+def _borrow(data: dict[str, Any], path: str) -> dict[str, Any]:
+    """The kernels of the device with the same die; where memory decides, scaled by both bandwidths."""
+    base = load_system(data["same_die_as"])
+    own, other = (find_device(name).bandwidth_gb_per_s for name in (data["device_id"], data["same_die_as"]))
+    if base is None or own is None or other is None:
+        raise SpecError(f"{path}: {data['same_die_as']!r} has no kernels of its own, or a bandwidth is not known")
+    products = {}
+    for kind, entry in base["products"].items():
+        shape = list(entry["shape"])
+        shape[_BANDWIDTH] *= own / other
+        products[kind] = {**entry, "shape": shape}
+    return {
+        **base,
+        **data,
+        "products": products,
+        "decode_bytes_per_s": base["decode_bytes_per_s"] * own / other,
+        "collectives": {},
+    }

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Attend, Chain, Op, iterate
+from flopcalc.core.model.ops import Attend, Chain, Op, Stage, iterate
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import WorkloadError
 from flopcalc.planning.layout import Layout, Outline, split_layers
@@ -29,7 +29,9 @@ def make_outline(estimator: Estimator, load: Workload) -> Outline:
     keys = [op.kv_heads * (op.qk + op.v) for chain in layers for op in iterate(chain) if isinstance(op, Attend)]
     widths = find_widths(estimator)
     exits = [
-        many * _count_exits(chain, widths[stage.path]) for stage in stages for chain, many in count_chains(stage).items()
+        many * _count_exits(chain, widths[stage.path])
+        for stage in stages
+        for chain, many in count_chains(stage).items()
     ]
     kinds = list_kinds(estimator)
     routed = {kinds[place] for place, chain in enumerate(layers) if any(op.copies > 1 for op in iterate(chain))}
@@ -46,7 +48,12 @@ def make_outline(estimator: Estimator, load: Workload) -> Outline:
         head_dim=max((op.qk for op in cores), default=0),
         kinds=kinds,
         routed=tuple(sorted(routed)),
+        losses=max(1, sum(_has_head(stage) for stage in estimator.stages)),
     )
+
+
+def _has_head(stage: Stage) -> bool:
+    return any(op.part == "lm_head" and op.kind == "linear" for chain in count_chains(stage) for op in iterate(chain))
 
 
 def _count_exits(chain: Chain, hidden: int) -> float:
@@ -175,7 +182,7 @@ def list_sections(model: Outline, pp: int = 1, virtual: int = 1) -> tuple[Sectio
     """The devices of a pipeline that differ: of those with the same layers the one with the most in flight."""
     kinds = model.kinds or (0,) * model.layers
     found: dict[tuple[object, ...], Section] = {}
-    for rank, own in enumerate(split_layers(kinds, pp, virtual)):
+    for rank, own in enumerate(split_layers(kinds, pp, virtual, model.losses)):
         ends = (rank == 0, rank == pp - 1)
         # Forward passes before the first backward one, each of a chunk of layers (1F1B, interleaved or not).
         ahead = pp - rank if virtual == 1 else 2 * (pp - rank - 1) + (virtual - 1) * pp + 1

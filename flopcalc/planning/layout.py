@@ -61,6 +61,7 @@ class Outline(NamedTuple):
     head_dim: float = 0.0  # of keys
     kinds: tuple[int, ...] = ()  # the kind of each layer, by number; without, all are alike
     routed: tuple[int, ...] = ()  # kinds of layers that have experts
+    losses: int = 1  # passes through the head: one more for every layer of multi-token prediction
 
     def __hash__(self) -> int:  # a few numbers tell: one is looked up for every layout of a plan
         return hash((self.layers, self.hidden, self.tokens))
@@ -148,9 +149,16 @@ def _list_virtual(layers: int, pp: int) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def split_layers(kinds: tuple[int, ...], pp: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Layers of each kind on every device of a pipeline; together they are all layers, and the ends get fewer."""
+def split_layers(kinds: tuple[int, ...], pp: int, virtual: int = 1, losses: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Layers of each kind on every device of a pipeline; together they are all layers, and the ends get fewer.
+
+    The last gets one less for every pass through the head, as Megatron-Bridge lays DeepSeek-V3 out.
+    """
     chunks, most = split_evenly(len(kinds), pp * virtual), max(kinds) + 1
+    for _ in range(1, min(losses, chunks[0] if len(chunks) > 1 else 1)):
+        fewer = next((number for number, many in enumerate(chunks[:-1]) if many < max(chunks)), None)
+        if fewer is not None and chunks[-1]:
+            chunks[fewer], chunks[-1] = chunks[fewer] + 1, chunks[-1] - 1
     starts = [sum(chunks[:number]) for number in range(len(chunks))]
     found = []
     for rank in range(pp):

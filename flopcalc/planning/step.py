@@ -33,7 +33,7 @@ from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.memory import Memory, Tensors, count_memory, list_tensors, resize_batch
 from flopcalc.prediction.work import Work
-from flopcalc.words import CAST_FORMATS, RECOMPUTE, Execution, Recompute, check_word
+from flopcalc.words import CAST_BYTES, CAST_FORMATS, RECOMPUTE, Execution, Recompute, check_word
 
 PARTS = (
     "products", "attention", "memory_bound", "recompute", "launches", "host", "tensor_parallel", "context_parallel",
@@ -45,9 +45,10 @@ _EXCHANGES = ("tensor_parallel", "context_parallel", "expert_parallel", "pipelin
 # How far a step of many devices is from the sum of its parts; see benchmarks/published_runs.py for what they rest on.
 OVERHEAD = 0.04  # share of the step of several devices: uneven devices, data, logging
 CONTENTION = 0.3  # share of hidden communication that comes back as slower products
-# Bytes that ZeRO 3 copies for each weight of a layer and micro-batch: a gradient into the buffer that is reduced, and
-# the reduced one into the one that adds up.
-SHARD_COPIED = 8
+# Bytes that ZeRO 3 copies for each weight of a layer and micro-batch: what was gathered out of its buffer in both
+# passes (FSDP2: split_with_sizes_copy), a gradient into the buffer that is reduced, and the reduced one into the one
+# that adds up.
+SHARD_COPIED = 16
 STREAMED = 0.85  # share of the memory's bandwidth that copies reach
 SENDS_SHOWN = 0.1  # the same of hand-overs between stages, which take few processors
 SHARD_WIRE_BYTES = 2  # gradients are reduced as they are, with zero 3 in bf16
@@ -135,6 +136,7 @@ class Runner:
         self.optimizer, self.overlaps = optimizer, overlaps
         self.machine = Machine(device, dtype)
         self.dtype = self.machine.dtype
+        self.sent = CAST_BYTES.get(self.dtype, self.machine.width)  # bytes of a weight that devices gather
         self.sample = sample
         self.model = make_outline(estimator, sample)
         plain = "bf16" if self.dtype in CAST_FORMATS else self.dtype
@@ -434,7 +436,8 @@ class Runner:
                 net, kind, dense / layers / layout.tp, layout.dp * layout.cp, layout.tp
             ) + time_collective(net, kind, experts / layers / layout.ep, layout.expert_dp, layout.ep)
 
-        gather = exchange("all_gather", own.held.dense, own.held.other) if layout.zero == 3 else 0.0
+        kept = self.sent / self.machine.width
+        gather = exchange("all_gather", kept * own.held.dense, kept * own.held.other) if layout.zero == 3 else 0.0
         size = SHARD_WIRE_BYTES if layout.zero == 3 else self._gradient_bytes
         return gather, exchange("reduce_scatter", size * own.trained.dense, size * own.trained.other)
 
@@ -498,7 +501,7 @@ class Runner:
             # The table of embeddings is gathered before there is anything to hide it.
             table = self.weights["first"].held.dense / layout.tp
             return batches * time_collective(net, "all_gather", table, group, layout.tp)
-        wire, width = self._gradient_bytes, self.machine.width
+        wire, width = self._gradient_bytes, self.sent
         if layout.zero == 2:
             reduce, fetch = 0.0, exchange("all_gather", width)
         elif layout.zero == 1:

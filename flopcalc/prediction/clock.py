@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, find_user_dir
+from flopcalc.hardware.devices import find_device
 from flopcalc.prediction.machine import MEASURED_ON, STREAMED, Machine, Timed, slow_down
 from flopcalc.prediction.maker import count_calls
 from flopcalc.prediction.timeline import Place, Segment, Span, Stack, find_place, order, order_places, run
@@ -520,9 +521,11 @@ def tell_kernels(machine: Machine) -> str:
     """What is known of a device whose kernels others measured."""
     is_checked = machine.device.id in CHECKED
     steps = "steps checked against published runs" if is_checked else "steps not checked"
+    same = (machine.system or {}).get("same_die_as")
+    where = f" on {find_device(same).name}, which has the same die" if same else ""
     return (
-        f"{machine.device.name} in {machine.dtype}: kernels measured (products, attention and collectives of serving "
-        f"engines, ai-dynamo/aiconfigurator), {steps}; what moves bytes is scaled from {MEASURED_ON}"
+        f"{machine.device.name} in {machine.dtype}: kernels measured{where} (products, attention and collectives of "
+        f"serving engines, ai-dynamo/aiconfigurator), {steps}; what moves bytes is scaled from {MEASURED_ON}"
     )
 
 

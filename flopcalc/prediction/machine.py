@@ -19,7 +19,7 @@ from flopcalc.hardware.systems import load_system
 from flopcalc.hardware.tiles import count_steps
 from flopcalc.prediction.host_speed import adapt_host, load_host
 from flopcalc.prediction.work import Attention, Moved, Product
-from flopcalc.words import CAST_FORMATS
+from flopcalc.words import CAST_BYTES, CAST_FORMATS
 
 SCHEMA = 4
 # What time_matrix chooses from: rows and columns of a tile, into how many parts k is split, and the least k of a part.
@@ -415,13 +415,18 @@ class Machine:
         return math.exp(total / (weights + 0.35)), weights / (weights + 0.35)
 
     def time_cast(self, product: Product) -> Timed:
-        """Bringing a product's operands to a narrow format: inputs and weights ahead, output gradients behind."""
-        own = product.m * product.n
-        if product.direction == "forward":
-            own = product.m * product.k + product.n * product.k * product.copies
-        elif product.direction == "wgrad":  # both are there
+        """Bringing a product's operands to a narrow format: inputs ahead, output gradients behind.
+
+        Weights are kept in the format: the optimizer's step writes them (Megatron-Bridge: fp8_param_gather). Operands
+        are written twice, along either dimension, since gradients sum over the other; fp8 has one scale for a tensor,
+        whose largest number is looked for first.
+        """
+        own = product.m * (product.k if product.direction == "forward" else product.n)
+        if product.direction == "wgrad":  # both are there
             own = 0
-        moved = Moved(product.module, product.group, product.direction, "pointwise", 2.0 * own, float(own))
+        width = CAST_BYTES[self.dtype]
+        reads = 4.0 if self.dtype == "fp8" else 2.0
+        moved = Moved(product.module, product.group, product.direction, "pointwise", reads * own, 2 * width * own)
         return self.time_moved(moved) if own else Timed(0.0, 0.0, self.is_measured)
 
     def time_attention(self, call: Attention) -> Timed:

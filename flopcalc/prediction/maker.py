@@ -279,8 +279,9 @@ class _Maker:
             ways += [("backward", False)] if row.has_backward else []
             ways += [("forward", True)] if any(product.passes.recompute for product in row.products) else []
         pairs = op.rows.rows if isinstance(op.rows, Minus) else op.rows
-        if isinstance(pairs, Either):  # what HF executes
-            pairs = pairs.executed
+        if isinstance(pairs, Either):  # HF goes through all keys; kernels of training frameworks read those selected
+            is_told = isinstance(pairs.needed, (Pairs, Expression))
+            pairs = pairs.needed if self.is_fused and is_told and self.kernel != "eager" else pairs.executed
         if isinstance(pairs, InDecoder) and load.decoder is not None:
             pairs, load = pairs.inner, load.decoder
         module = name_module(block, op)

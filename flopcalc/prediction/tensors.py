@@ -458,12 +458,7 @@ class Step:
 
     def _cut_dropout(self, stage: Stage, saved: list[Saved], prefix: str) -> list[Saved]:
         """A dropout recorded on a CPU kept noise in the model's dtype; a GPU keeps one byte, and none where p is 0."""
-        drops = {
-            op.name: op.saves
-            for chain in count_chains(stage)
-            for op in iterate(chain)
-            if isinstance(op, Dropout)
-        }
+        drops = {op.name: op.saves for chain in count_chains(stage) for op in iterate(chain) if isinstance(op, Dropout)}
         return [
             entry._replace(bytes=entry.bytes // self.bytes) if drops.get(entry.module[len(prefix) :]) else entry
             for entry in saved

@@ -11,10 +11,13 @@ from flopcalc.data import find_data_dir
 from flopcalc.errors import SpecError
 from flopcalc.hardware.devices import find_device
 from flopcalc.hardware.systems import load_system
+from flopcalc.prediction.clock import tell_kernels
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.work import Product
 
 FILES = sorted(Path(find_data_dir(), "systems").glob("*.json"))
+SAME_DIE = {"a100-sxm-40gb": "a100-sxm-80gb", "a800-sxm-80gb": "a100-sxm-80gb", "h800-sxm": "h100-sxm"}
+MEASURED = [path for path in FILES if path.stem not in SAME_DIE]
 MOST_BYTES = 150_000
 
 
@@ -32,7 +35,7 @@ def test_a_file_is_of_a_known_device_and_names_its_source(path: Path) -> None:
 
 
 def test_all_ten_systems_are_there() -> None:
-    assert len(FILES) == 10
+    assert len(MEASURED) == 10
     assert load_system("v100-sxm2-16gb") is None
 
 
@@ -45,6 +48,27 @@ def test_large_products_run_at_the_measured_rate(device: str, kind: str) -> None
     timed = machine.time_product(Product("x", "language", "mlp", "forward", 16384, 16384, 16384))
     rate = 2 * 16384**3 / timed.seconds
     assert rate == pytest.approx(machine.shape.rate, rel=0.2)
+
+
+@pytest.mark.parametrize(("device", "base"), SAME_DIE.items())
+def test_a_device_with_the_same_die_has_its_kernels(device: str, base: str) -> None:
+    machine, other = Machine(device), Machine(base)
+    faster = machine.bandwidth / other.bandwidth
+    assert machine.has_kernels
+    assert machine.shape == other.shape._replace(bandwidth=other.shape.bandwidth * faster)
+    assert machine.decode_speed == pytest.approx(other.decode_speed * faster)
+    assert f"kernels measured on {find_device(base).name}, which has the same die" in tell_kernels(machine)
+
+
+def test_a_die_without_kernels_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"schema": 1, "device_id": "v100-sxm2-16gb", "same_die_as": "v100-sxm2-32gb", "source": "x"}
+    (tmp_path / "systems").mkdir()
+    (tmp_path / "systems" / "v100-sxm2-16gb.json").write_text(json.dumps(data), encoding="utf-8")
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    load_system.cache_clear()
+    with pytest.raises(SpecError, match="'v100-sxm2-32gb' has no kernels of its own"):
+        load_system("v100-sxm2-16gb")
+    load_system.cache_clear()
 
 
 def test_what_was_measured_here_comes_first() -> None:
@@ -64,7 +88,7 @@ def test_what_was_measured_here_comes_first() -> None:
 def test_a_users_file_is_checked(
     change: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = json.loads(FILES[0].read_text(encoding="utf-8")) | {"device_id": "v100-sxm2-16gb"} | change
+    data = json.loads(MEASURED[0].read_text(encoding="utf-8")) | {"device_id": "v100-sxm2-16gb"} | change
     (tmp_path / "systems").mkdir()
     (tmp_path / "systems" / "v100-sxm2-16gb.json").write_text(json.dumps(data), encoding="utf-8")
     monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))

@@ -55,6 +55,20 @@ def test_uneven_layers_spare_the_ends(layers: int, pp: int, virtual: int, split:
     assert sum(split) == layers
 
 
+@pytest.mark.parametrize(
+    ("pp", "virtual", "split"),
+    [  # 61 layers and one of multi-token prediction, as Megatron-Bridge lays DeepSeek-V3 out
+        (16, 1, [*[4] * 15, 2]),
+        (8, 1, [*[8] * 7, 6]),
+        (4, 4, [16, 16, 16, 14]),
+        (2, 1, [31, 31]),
+        (1, 1, [62]),
+    ],
+)
+def test_a_second_head_takes_a_layers_place(pp: int, virtual: int, split: list[int]) -> None:
+    assert [sum(own) for own in split_layers((0,) * 62, pp, virtual, losses=2)] == split
+
+
 def test_layers_of_several_kinds_stay_in_order() -> None:
     kinds = (0, 1, 1, 1)  # a dense layer, then layers of experts
     assert split_layers(kinds, 2) == ((1, 1), (0, 2))

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from flopcalc import bind
 from flopcalc.data import find_data_dir
 from flopcalc.errors import SpecError
 from flopcalc.prediction.machine import Machine, load_predictor
+from flopcalc.prediction.maker import make_work
+from flopcalc.prediction.work import Moved, Product
 
 Json = dict[str, Any]
 Keep = Callable[..., Path]
@@ -177,8 +180,33 @@ def test_a_predictor_of_another_device_is_refused(keep: Keep) -> None:
     assert Machine("h200").is_measured
 
 
-@pytest.mark.parametrize(("device", "share"), [("a100-sxm-40gb", 0.83), ("a800-sxm-80gb", 0.83), ("a10", 0.72),
-                                               ("a40", 0.72), ("h800-sxm", 0.72), ("tpu-v4", 0.82)])  # fmt: skip
+@pytest.mark.parametrize(("device", "share"), [("a100-pcie-40gb", 0.83), ("a100-pcie-80gb", 0.83), ("a10", 0.72),
+                                               ("a40", 0.72), ("h100-pcie", 0.72), ("tpu-v4", 0.82)])  # fmt: skip
 def test_share_of_the_peak_on_a_device_that_was_not_measured(device: str, share: float) -> None:
     machine = Machine(device)
     assert machine.shape.rate == pytest.approx(share * machine.peak, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads", "writes"),
+    [("fp8", 4, 2), ("mxfp8", 2, 2 * 33 / 32), ("nvfp4", 2, 2 * 9 / 16), ("mxfp4", 2, 17 / 16)],
+)
+def test_casts_move_activations_in_two_copies_and_no_weights(kind: str, reads: float, writes: float) -> None:
+    machine = Machine("b200-sxm", kind)
+    rows, n, k = 8192, 4096, 14336
+    for direction, numbers in (("forward", rows * k), ("dgrad", rows * n)):
+        expected = machine.time_moved(
+            Moved("x", "language", direction, "pointwise", float(reads * numbers), float(writes * numbers))
+        )
+        assert machine.time_cast(Product("x", "language", "mlp", direction, rows, n, k)) == expected
+    assert machine.time_cast(Product("x", "language", "mlp", "wgrad", rows, n, k)).seconds == 0
+
+
+def test_fused_attention_reads_the_keys_that_are_selected() -> None:
+    estimator = bind("deepseek-v4-flash")
+    load = estimator(1, 4096).terms[0][1]
+    for execution, keys in (("fused", {127, 653, 143}), ("eager", {4096, 5120, 4128})):
+        work = make_work(
+            estimator, load, optimizer="adamw", dtype_bytes=2, kernel="cudnn", execution=execution
+        )  # fmt: skip
+        assert {call.keys for call in work.attention} == keys
