@@ -205,7 +205,7 @@ def test_casts_move_activations_in_two_copies_and_no_weights(kind: str, reads: f
 def test_fused_attention_reads_the_keys_that_are_selected() -> None:
     estimator = bind("deepseek-v4-flash")
     load = estimator(1, 4096).terms[0][1]
-    for execution, keys in (("fused", {127, 653, 143}), ("eager", {4096, 5120, 4128})):
+    for execution, keys in (("fused", {127, 510, 142}), ("eager", {4096, 5120, 4128})):
         work = make_work(
             estimator, load, optimizer="adamw", dtype_bytes=2, kernel="cudnn", execution=execution
         )  # fmt: skip
