@@ -174,6 +174,15 @@ def _count(values: Any, wanted: Any, first: int | None = None) -> int:
     return sum(1 for value in _listed(values)[:first] if value == wanted)
 
 
+def _count_rotations(places: Any, most: Any) -> int:
+    """Reformer's rotations for a power of two of hash buckets, at most `places`: above `most` for two factors of it."""
+    if type(places) is not int or places < 1:
+        raise ValueError("no whole number above 0")
+    power = places.bit_length() - 1
+    count: int = 2**power
+    return count if count <= most else 2 ** (power // 2) + 2 ** (power - power // 2)
+
+
 def _at(value: Any, index: Any) -> Any:
     """A value given once, or per layer in a list."""
     if not isinstance(value, (list, tuple)):
@@ -269,6 +278,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "len": lambda values: len(values if isinstance(values, dict) else _listed(values)),
     "count": _count,
     "isqrt": math.isqrt,
+    "buckets": lambda places, most: _count_rotations(places, most),
     "where": lambda values, wanted: [i for i, value in enumerate(_listed(values)) if value == wanted],
     "letters": _letters,
     "at": lambda value, index: _at(value, index),

@@ -223,3 +223,17 @@ def _list_items(spec: Spec) -> Iterator[dict[str, Any]]:
             waiting += item
         elif isinstance(item, dict):
             yield item
+
+
+@pytest.mark.parametrize(("seq", "buckets"), [(48, 8), (104, 16), (248, [4, 8])])
+def test_reformer_s_buckets_follow_the_length(seq: int, buckets: Any) -> None:
+    """transformers 5.22: models/reformer/modeling_reformer.py, _set_num_buckets."""
+    config = {
+        "model_type": "reformer", "attention_head_size": 8, "attn_layers": ["local", "lsh", "lsh"], "hidden_size": 24,
+        "axial_pos_embds": False, "feed_forward_size": 40, "num_attention_heads": 3, "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8, "max_position_embeddings": 256, "num_hashes": 2, "is_decoder": True,
+        "vocab_size": 101,
+    }  # fmt: skip
+    for convention in ("model", "full"):
+        found, given = (bind({**config, "num_buckets": each}, convention=convention) for each in (None, buckets))
+        assert found(2, seq).by_module() == given(2, seq).by_module()
