@@ -19,26 +19,48 @@ from typing import Any
 FILE = Path(__file__).resolve().parent.parent / "model_specs" / "config_rules.json"
 
 
+# Keys whose word the modelling code looks up in ACT2FN, and the config classes whose code does not.
+ACTIVATION_KEYS = (
+    "activation", "activation_function", "decoder_hidden_act", "encoder_hidden_act", "feat_extract_activation",
+    "feed_forward_proj", "ff_activation", "hidden_act", "hidden_activation", "hidden_mamba_act", "mamba_hidden_act",
+    "mlp_hidden_act", "projector_hidden_act",
+)  # fmt: skip
+OWN_ACTIVATION = (
+    "blt_patcher", "dinov2", "gpt_oss", "llama4_vision_model", "minimax_m3_vl_text", "pop2piano", "radio", "step3p5",
+)  # fmt: skip
+OLD_ROPE_TYPES = ("mrope", "su", "xdrope")  # which config classes read as other ones
+KINDS = {int: "int", float: "number", bool: "bool", str: "text", type(None): "null", None: "null"}
+
+
 def read_kinds(annotation: Any) -> frozenset[str]:
-    """What a field takes, as words; anything but whole numbers, lists of them and null is 'other'."""
+    """What a field takes, as words; what config_rules.py does not check is 'other'."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return frozenset().union(*map(read_kinds, inner))
-    if annotation in (None, type(None)):
-        return frozenset({"null"})
-    if annotation is int:
-        return frozenset({"int"})
+    if origin is typing.Literal:
+        return frozenset({"words"}) if all(isinstance(word, str) for word in inner) else frozenset({"other"})
     if origin in (list, tuple, Sequence) and [each for each in inner if each is not Ellipsis]:
         entries = frozenset().union(*(read_kinds(each) for each in inner if each is not Ellipsis))
         return frozenset({"list"}) if entries == {"int"} else frozenset({"other"})
-    return frozenset({"other"})
+    return frozenset({KINDS.get(annotation, "other") if isinstance(annotation, type | None) else "other"})
 
 
 def name_kind(kinds: frozenset[str]) -> str:
-    """'int', 'list', 'int|list', each with '?' where null is taken; empty where other values are taken too."""
-    if "other" in kinds or not kinds & {"int", "list"}:
-        return ""
-    return "|".join(kind for kind in ("int", "list") if kind in kinds) + ("?" if "null" in kinds else "")
+    """One of config_rules.py's kinds, with '?' where null is taken; empty where other values are taken too."""
+    values = kinds - {"null"}
+    # HF takes no 1 where it wants 1.0; a count does not depend on it, and published configs have both.
+    values -= {"int"} if "number" in values else set()
+    known = (len(values) == 1 and "other" not in values) or values == {"int", "list"}
+    return "|".join(sorted(values)) + "?" * ("null" in kinds) if known else ""
+
+
+def read_words(annotation: Any) -> list[str]:
+    """The words of a Literal, alone or beside null."""
+    inner = typing.get_args(annotation)
+    found = (
+        inner if typing.get_origin(annotation) is typing.Literal else [w for each in inner for w in read_words(each)]
+    )
+    return [word for word in found if word is not None]
 
 
 def is_refused(make: Callable[[], Any], words: str = "") -> bool:
@@ -63,18 +85,21 @@ def read_layers(config_class: Any, default: Any) -> dict[str, list[Any]]:
     key = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     if not isinstance(count, int) or key not in {field.name for field in fields(config_class)}:
         return found
-    for name, word in (("layer_types", "full_attention"), ("mlp_layer_types", "dense")):
-        pair = pick_two(getattr(default, name, None) or [word])
-        given = {name: pair}
-        if name == "mlp_layer_types" and getattr(default, "layer_types", None):
-            given["layer_types"] = pick_two(default.layer_types)
-        is_taken = not is_refused(lambda given=given: config_class(**{key: 2}, **given))
-        refused = [
-            is_refused(lambda given=given, name=name, words=words: config_class(**{key: 2}, **{**given, name: words}))
-            for words in (pair[:1], [*pair, pair[0]], ["no such word", pair[1]])
-        ]
-        if is_taken and all(refused):
-            found[name] = [key, count]
+    for own_name, word in (("layer_types", "full_attention"), ("mlp_layer_types", "dense")):
+        pair = pick_two(getattr(default, own_name, None) or [word])
+        others = {}
+        if own_name == "mlp_layer_types" and getattr(default, "layer_types", None):
+            others = {"layer_types": pick_two(default.layer_types)}
+        for name in {own_name: 0, config_class.attribute_map.get(own_name, own_name): 0}:
+
+            def make(words: list[str], name: str = name, others: Any = others) -> Any:
+                return config_class(**{key: 2, **others, name: words})
+
+            wrong = (pair[:1], [*pair, pair[0]], ["no such word", pair[1]])
+            if not is_refused(lambda make=make, pair=pair: make(pair)) and all(
+                is_refused(lambda make=make, each=each: make(each)) for each in wrong
+            ):
+                found[name] = [key, count]
     return found
 
 
@@ -102,6 +127,13 @@ def read_class(config_class: Any) -> dict[str, Any]:
         if kind and field.name not in base and "token_id" not in field.name:
             rules.setdefault(kind, []).append(field.name)
     rules = {kind: " ".join(sorted(names)) for kind, names in sorted(rules.items())}
+    words = {name: read_words(config_class.__dataclass_fields__[name].type) for kind in ("words", "words?")
+             for name in rules.pop(kind, "").split()}  # fmt: skip
+    if words:
+        rules["words"] = words
+    acts = [name for name in f"{rules.get('text', '')} {rules.get('text?', '')}".split() if name in ACTIVATION_KEYS]
+    if acts and config_class.model_type not in OWN_ACTIVATION:
+        rules["act"] = " ".join(acts)
     try:
         default = config_class()
     except Exception:  # some need an inner config: no more can be asked of them
@@ -141,10 +173,19 @@ def read_all() -> dict[str, dict[str, Any]]:
 
 def make() -> str:
     import transformers
+    from transformers.activations import ACT2FN
     from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     transformers.logging.set_verbosity_error()
-    words = {"layer_types": sorted(ALLOWED_ATTN_LAYER_TYPES), "mlp_layer_types": sorted(ALLOWED_MLP_LAYER_TYPES)}
+    attention = sorted(ALLOWED_ATTN_LAYER_TYPES)
+    words = {
+        "act": sorted(ACT2FN),
+        "layer_types": attention,
+        "layers_block_type": attention,
+        "mlp_layer_types": sorted(ALLOWED_MLP_LAYER_TYPES),
+        "rope": sorted({"axial", "default", *ROPE_INIT_FUNCTIONS, *OLD_ROPE_TYPES}),
+    }
     source = f"config classes of transformers {transformers.__version__}; made by docs/make_config_rules.py"
     lines = [f"{json.dumps(name)}: {json.dumps(rules)}" for name, rules in read_all().items()]
     head = f'{{\n"source": {json.dumps(source)},\n"words": {json.dumps(words)},\n"classes": {{\n'

@@ -16,7 +16,7 @@ from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.data import apply_launch, describe_install
 from flopcalc.errors import ConfigError, FlopcalcError, WorkloadError
 from flopcalc.units import check_items, check_size
-from flopcalc.words import PHASES, check_word
+from flopcalc.words import PHASES, check_keywords, check_word
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.traced import TracedEstimator
@@ -253,6 +253,7 @@ def translate(
             raise WorkloadError(f"an Estimate already says the work: give no {', '.join(workload)} with it")
         estimate = model
     else:
+        check_keywords(workload, estimate_flops, "translate", WorkloadError)
         estimate = estimate_flops(model, **workload)
     return translate_estimate(
         estimate, from_=from_, mfu=mfu, tflops=tflops, tokens_per_second=tokens_per_second, gpus=gpus, device=device,

@@ -52,7 +52,7 @@ class Digester:
         self.settings = settings
         self.pid = os.getpid()
         self.entries: deque[Entry | LostTime | DatasetMetrics] = deque(maxlen=_MOST_ENTRIES)
-        self._dropped = 0  # steps and records that were never digested
+        self._lost_steps = self._lost_records = 0  # which were never digested; one entry may be both
         self._deadline_s = math.inf  # of time.monotonic: what is not digested by then is dropped
         self.meter = Meter(settings)
         self.model = WatchedModel(settings, self.meter, messages.say)
@@ -127,7 +127,8 @@ class Digester:
         self._write_goodput()
         goodput = self.meter.goodput.describe(self._elapsed_s())
         end = {"type": "end", "time": time.time(), "steps": self.meter.steps, "goodput": goodput}
-        self.outbox.put({**end, "dropped": self._dropped} if self._dropped else end)
+        dropped = self._count_dropped()
+        self.outbox.put({**end, "dropped": dropped} if dropped else end)
         self.outbox.close(timeout_s)
 
     # --- Entries ----------------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ class Digester:
     def add(self, entry: Entry | LostTime | DatasetMetrics) -> None:
         """On the training thread: hand over what happened; of too many that wait the oldest goes."""
         if len(self.entries) == _MOST_ENTRIES:
-            self._dropped += isinstance(self.entries[0], Entry)
+            self._lose(self.entries[0])
             self._say(
                 f"steps come faster than they are counted: {_MOST_ENTRIES} wait, and the oldest are dropped", "overfull"
             )
@@ -145,15 +146,24 @@ class Digester:
         """The training is over: digest what is left, for so long at most, and say how much was dropped."""
         self._deadline_s = time.monotonic() + timeout_s
         self.digest(timeout_s)
-        left = [entry for entry in self.entries if isinstance(entry, Entry)]
+        left = list(self.entries)
         self.entries.clear()
-        self._dropped += len(left)
-        if self._dropped:
+        for entry in left:
+            self._lose(entry)
+        if dropped := self._count_dropped():
             self._say(
-                f"{self._dropped} records were dropped, and their steps are in no sum: steps came faster than they are "
+                f"{dropped} records were dropped, and their steps are in no sum: steps came faster than they are "
                 f"counted, and close() waits {timeout_s:g} s at most",
                 "dropped",
             )
+
+    def _lose(self, entry: Entry | LostTime | DatasetMetrics) -> None:
+        self._lost_steps += isinstance(entry, SeenStep)
+        self._lost_records += isinstance(entry, Entry) and entry.values is not None
+
+    def _count_dropped(self) -> int:
+        """A step and its record are one entry, or two: then each is counted once."""
+        return max(self._lost_steps, self._lost_records)
 
     def digest(self, lock_s: float = _LOCK_S) -> None:
         """Turn what is ready into metrics, in its order."""

@@ -19,7 +19,7 @@ from flopcalc.planning.step import OVERLAPS
 from flopcalc.prediction.choices import check_execution, check_optimizer
 from flopcalc.prediction.memory import resize_batch
 from flopcalc.units import check_items, check_size, format_parameters, format_tokens, parse_tokens
-from flopcalc.words import Execution, check_word
+from flopcalc.words import Execution, check_keywords, check_word
 
 __all__ = ["DEFAULT_SEQ", "NO_LENGTH", "Plan", "choose_batch", "plan", "plan_estimator"]
 
@@ -78,6 +78,7 @@ def plan(
         estimator = bind_config(model, recipe=recipe, formats=formats, model_type=model_type, head=head, mtp=mtp)
     if compute is not None:
         options["dtype"] = compute
+    check_keywords(("workload", *options), plan_estimator, "plan", WorkloadError)
     return plan_estimator(estimator, workload=workload, **options)
 
 
@@ -120,6 +121,8 @@ def plan_estimator(
     the global batch of several like one another.
     `progress` is called with the number of layouts that were looked at, and of all.
     """
+    if progress is not None and not callable(progress):
+        raise WorkloadError(f"progress must be a function of two numbers, not {format_value(progress)}")
     gpus, top = check_size(gpus, "gpus"), check_size(top, "top")
     if gpus > MOST_GPUS:
         raise WorkloadError(f"gpus must be at most {MOST_GPUS:,}, not {gpus:,}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
@@ -26,6 +25,7 @@ from flopcalc.core.workload.sums import (
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError, SpecError, format_value
+from flopcalc.files import MAX_JSON_BYTES, read_json
 
 # An expression is a sum of terms: letter * [coefficient *] feature [* size [* size]], in bytes.
 # x: the model's dtype; f: float32; l: int64; i: int32; o: one byte; n: a bare number.
@@ -291,10 +291,9 @@ def find_file(name: str) -> str:
 
 def _read_json(path: str) -> dict[str, Any]:
     try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}; {_AGAIN}") from None
+        data = read_json(path, MAX_JSON_BYTES, SpecError)
+    except SpecError as error:
+        raise SpecError(f"{error}; {_AGAIN}") from None
     if not isinstance(data, dict):
         raise SpecError(f"{path}: holds {format_value(data)}, not a recording; {_AGAIN}")
     return data

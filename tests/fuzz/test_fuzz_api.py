@@ -38,7 +38,13 @@ CASES: dict[str, Case] = {
     "estimate_flops": (
         estimate_flops, {"model": CONFIG, "batch_size": 1, "seq_len": 8},
         "images image_grid_thw video_grid_thw lengths batch phase context logits decoder_seq_len clips audio "
-        "grad_accum recipe lora recompute convention attention_kernel device spec clipping",
+        "grad_accum recipe lora recompute convention attention_kernel device spec clipping dtype compute weights "
+        "kv_cache autocast model_type launch head mtp text videos sampling_steps guidance parts",
+    ),
+    "local_flops": (flopcalc.local_flops, {"estimate": ESTIMATE}, "tp cp pp dp stage"),
+    "translate": (
+        flopcalc.translate, {"model": ESTIMATE, "mfu": 0.4, "from_": "6nd", "device": "h200"},
+        "tflops tokens_per_second gpus dtype peak mtp seq_len",
     ),
     "images": (
         estimate_flops, {"model": "qwen2-vl-2b", "batch_size": 1, "seq_len": 2000},
@@ -79,11 +85,13 @@ CASES: dict[str, Case] = {
     "predict": (
         flopcalc.predict, {"model": CONFIG, "device": "h200", "seq_len": 8},
         "dtype optimizer execution compiled attention_kernel recipe lora recompute spec grad_accum host_factor pause_s "
-        "memory advise batch_size images lengths batch phase context logits clips audio",
+        "memory advise compute weights kv_cache autocast model_type launch head mtp timeline transformers "
+        "batch_size images lengths batch phase context logits clips audio",
     ),
     "plan": (
         flopcalc.plan, PLANNED,
-        "recipe lora dp virtual ep interconnect price dtype execution optimizer attention_kernel top images workload",
+        "recipe lora dp virtual ep interconnect price dtype execution optimizer attention_kernel top images workload "
+        "compute weights autocast model_type head mtp launch expert_imbalance overlap foo",
     ),
     "total_under": (ESTIMATE.total_under, {"convention": "model"}, ""),
     "breakdown": (ESTIMATE.breakdown, {"by": "module"}, "depth"),
@@ -201,6 +209,29 @@ def test_masks(mask: Any) -> None:
     """Documents may be numbered, and a collator may write floats."""
     batch = {"input_ids": np.zeros((1, 3), int), "attention_mask": np.array(mask)}
     assert estimate_flops(CONFIG, batch=batch).tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"workload": 7}, "plan needs tokens, device, gpus"),
+        (
+            {"tokens": 1e9, "gpus": 8, "device": "h200", "progress": 5},
+            "progress must be a function of two numbers",
+        ),
+        ({"tokens": 1e9, "gpus": 8, "foo": 1}, "keyword 'foo' of plan unknown. Known: tokens, device"),
+        ({"tokens": 1e9, "gpus": 8, "devise": "h200"}, "keyword 'devise' of plan unknown. Did you mean device"),
+    ],
+)
+def test_keywords_of_a_plan(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(WorkloadError) as caught:
+        flopcalc.plan(CONFIG, **options)
+    assert words in str(caught.value)
+
+
+def test_keywords_of_a_translation() -> None:
+    with pytest.raises(WorkloadError, match="keyword 'sequence_len' of translate unknown"):
+        flopcalc.translate(CONFIG, mfu=0.4, from_="6nd", sequence_len=8)
 
 
 def test_dims_and_phases() -> None:

@@ -300,6 +300,15 @@ def test_predict_and_plan(tmp_path: Path) -> None:
     assert "Missing option '--gpus'" in missing.output
 
 
+def make_bomb(table: str, entry: str) -> str:
+    """YAML of nine tables, each of which names the one before ten times."""
+    lines = ["a0: &a0 1"]
+    for depth in range(1, 9):
+        entries = ", ".join(entry.format(number, depth - 1) for number in range(10))
+        lines.append(f"a{depth}: &a{depth} {table.format(entries)}")
+    return "\n".join(["base_model: gpt2", *lines])
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -312,6 +321,12 @@ def test_predict_and_plan(tmp_path: Path) -> None:
         ("a.yaml", "base_model: gpt2\nadapter: lora\nsequence_len: 8\n", "asks for LoRA, but no key says its targe"),
         ("a.yaml", "micro_batch_size: 1\nsequence_len: 8\n", "no model in it that is known here; give one"),
         ("a.yaml", "base_model: no/such-model\nsequence_len: 8\n", "'no/such-model' is neither a path"),
+        ("a.yaml", "base_model: gpt2\nx: &x [*x]\n", "a.yaml: more than 10,000 entries, the most that a launch file"),
+        ("a.yaml", make_bomb("{{{}}}", "k{}: *a{}"), "a.yaml: more than 10,000 entries"),
+        ("a.yaml", make_bomb("[{}]", "*a{1}"), "a.yaml: more than 10,000 entries"),
+        ("a.yaml", f"base_model: gpt2\nx: {'[' * 60}{']' * 60}\n", "a.yaml: more than 50 tables or lists inside"),
+        ("a.yaml", f"base_model: gpt2\n#{'x' * 500_000}\n", "a.yaml: larger than 500000 bytes"),
+        ("a.json", f'{{"x": {"[" * 500}{"]" * 500}}}', "a.json: more than 50 tables or lists inside"),
         ("a.toml", "[model\n", "not valid TOML: "),
         ("a.json", "{", "not valid JSON: "),
         ("a.txt", "", "a launch file ends in .yaml, .yml, .toml or .json"),

@@ -41,14 +41,19 @@ def list_messages(log: Path) -> list[str]:
 # --- close() ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("way", ["log_step", "step"])
 def test_close_says_how_many_records_it_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: set[threading.Thread]
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: set[threading.Thread]
 ) -> None:
     monkeypatch.setattr(training, "_POLL_S", 3600.0)  # the worker never comes
     monkeypatch.setattr(training, "_COUNT_S", 0.0)
     monitor = TrainingMonitor(tmp_path, CONFIG, model=MODEL)
     for step in range(1, 51):
-        monitor.log_step(step, 0, 1.0, None, 1e-3, attention_mask=[[1] * 8])
+        if way == "step":  # two entries: the step and its record
+            with monitor.step(BATCH) as seen:
+                seen.log(loss=1.0)
+        else:
+            monitor.log_step(step, 0, 1.0, None, 1e-3, attention_mask=[[1] * 8])
     with pytest.warns(RuntimeWarning, match="50 records were dropped"):
         monitor.close()
     assert read_log(tmp_path / "flopcalc.jsonl") == []
@@ -154,8 +159,9 @@ def test_close_in_the_users_own_handler_loses_nothing(number: signal.Signals, tm
 
 
 @pytest.mark.parametrize("way", ["step", "values"])
-def test_many_dataset_names_are_linear(way: str, tmp_path: Path) -> None:
+def test_many_dataset_names_are_linear(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record holds what changed since the last one, so names are written as often as they are used."""
+    monkeypatch.setattr(training, "_COUNT_S", 300.0)  # a busy machine drops nothing either
     count, every = 300, 10
     with TrainingMonitor(tmp_path, CONFIG, model=MODEL) as monitor:
         for step in range(1, count + 1):

@@ -47,6 +47,8 @@ def load_config(
     """
     source = _find_source(model, download)
     if model_type is not None:
+        if not isinstance(model_type, str):
+            raise ConfigError(f"model_type must be the name of a family, not {format_value(model_type)}")
         source = source._replace(config=name_family(source.config, model_type, source.where))
     return _map_known(_checked(source), own)
 

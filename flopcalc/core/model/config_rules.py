@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names
+from flopcalc.core.spec.expressions import MissingNameError, ZeroDivisorError, evaluate, evaluate_truth, find_names
 from flopcalc.core.spec.spec import find_key
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
@@ -15,7 +15,15 @@ from flopcalc.files import MAX_JSON_BYTES, read_json
 
 FILE = "config_rules.json"  # what config classes refuse; made by docs/make_config_rules.py
 RULES = "config_rules.toml"  # what the modelling code cannot run
-_KINDS = {"int": "a whole number", "list": "a list of whole numbers", "int|list": "a whole number or a list of them"}
+# What a key of a kind must be, and whether a value is so.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a whole number", lambda value: _is_whole(value)),
+    "list": ("a list of whole numbers", lambda value: _is_whole_list(value)),
+    "int|list": ("a whole number or a list of them", lambda value: _is_whole(value) or _is_whole_list(value)),
+    "number": ("a number", lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "text": ("a word", lambda value: isinstance(value, str)),
+}
 _MOST_ODD = 4  # HF takes odd heads up to this size: test models have them
 
 
@@ -71,15 +79,25 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
     rules = _load()["classes"].get(name) if isinstance(name, str) else None
     if not isinstance(name, str) or rules is None:
         return
-    for kind, words in _KINDS.items():
-        for key in f"{rules.get(kind, '')} {rules.get(f'{kind}?', '')}".split():
+    for kind, (words, is_right) in _KINDS.items():
+        may_be_null = rules.get(f"{kind}?", "").split()
+        for key in (*rules.get(kind, "").split(), *may_be_null):
             value = config.get(key)
-            if value is None and (key not in config or key in rules.get(f"{kind}?", "").split()):
+            if value is None and (key not in config or key in may_be_null):
                 continue
             if value is None:
                 raise ConfigError(f"{where}: missing key '{key}': it is null, and must be {words}")
-            if not (("int" in kind and _is_whole(value)) or ("list" in kind and _is_whole_list(value))):
+            if not is_right(value):
                 raise ConfigError(f"{where}: {key} must be {words}, not {format_value(value)}")
+    for key, known in rules.get("words", {}).items():
+        if config.get(key) is not None and config[key] not in known:
+            raise ConfigError(f"{where}: {key} must be one of {', '.join(known)}, not {format_value(config[key])}")
+    for key in rules.get("act", "").split():
+        if isinstance(word := config.get(key), str):
+            _check_word(word.removeprefix("gated-"), "act", f"{where}: {key}")
+    for table in _list_rope_tables(config):
+        if (word := table.get("rope_type", table.get("type"))) is not None:
+            _check_word(word, "rope", f"{where}: rope_type")
     for key, (count_key, default) in rules.get("layers", {}).items():
         _check_layers(config, key, config.get(count_key, default), count_key, where)
     for text in rules.get("even", ()):
@@ -89,10 +107,12 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
             continue
         keys = _Keys(config, rule.get("names", {}))
         try:
-            is_right = evaluate_truth(rule["check"], keys)
+            is_kept = evaluate_truth(rule["check"], keys)
+        except ZeroDivisorError:  # HF's code divides by it too
+            is_kept = False
         except (MissingNameError, SpecError):  # a key is left out, or of a kind that the spec refuses in its own words
             continue
-        if not is_right:
+        if not is_kept:
             raise ConfigError(f"{where}: {rule['words']} ({keys.format_values(rule['check'])})")
     for key, inner in rules.get("inner", {}).items():
         if isinstance(value := config.get(key), Mapping):
@@ -114,16 +134,20 @@ def _is_whole_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(map(_is_whole, value))
 
 
+def _check_word(word: Any, vocabulary: str, key: str) -> None:
+    known = _load()["words"][vocabulary]
+    if word not in known:
+        near = format_nearest(str(word), known)
+        raise ConfigError(f"{key} holds {format_value(word)}, which HF does not know.{near}")
+
+
 def _check_layers(config: Mapping[str, Any], key: str, count: Any, count_key: str, where: str) -> None:
     """A list of words, one for each layer."""
     words = config.get(key)
     if not isinstance(words, (list, tuple)):
         return
-    known = _load()["words"][key]
     for word in words:
-        if word not in known:
-            near = format_nearest(str(word), known)
-            raise ConfigError(f"{where}: {key} holds {format_value(word)}, which HF does not know.{near}")
+        _check_word(word, key, f"{where}: {key}")
     if len(words) != count:
         raise ConfigError(f"{where}: {key} has {len(words)} entries, but {count_key} is {format_value(count)}")
 
@@ -142,13 +166,17 @@ def _check_even(config: Mapping[str, Any], text: str, where: str) -> None:
         raise ConfigError(f"{where}: head_dim must be even: rotary embeddings turn pairs of numbers ({behind})")
 
 
+def _list_rope_tables(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The table of rotary embeddings, or one for each kind of layer."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return []
+    return [table for table in rope.values() if isinstance(table, Mapping)] or [rope]
+
+
 def _list_factors(config: Mapping[str, Any]) -> Iterator[float]:
     """The share of a head that is turned: one, or one for each kind of layer."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
-    tables = [rope] if isinstance(rope, Mapping) else [{}]
-    if nested := [table for table in tables[0].values() if isinstance(table, Mapping)]:
-        tables = nested
-    for table in tables:
+    for table in _list_rope_tables(config) or [{}]:
         names = ("partial_rotary_factor", "rotary_pct", "rope_pct")
         factor = next((found[name] for found in (table, config) for name in names if name in found), 1.0)
         yield factor if isinstance(factor, (int, float)) else 1.0

@@ -15,6 +15,7 @@ from flopcalc.files import open_regular
 MAGIC = b"GGUF"
 _MOST_BYTES = 256 << 20  # of a header: vocabularies of a million words take 30 MB
 _MOST_ENTRIES = 1_000_000
+_MOST_VALUES = 4_000_000  # of all arrays together: words and merges of a vocabulary, with room
 _KEPT = 4096  # entries of an array that may be read; longer ones are vocabularies
 # Numbers of the types of values: format for struct.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -58,7 +59,7 @@ class _Reader:
     """Reads little-endian values one after the other."""
 
     def __init__(self, file: BinaryIO, path: str) -> None:
-        self.file, self.path, self.left = file, path, _MOST_BYTES
+        self.file, self.path, self.left, self.values_left = file, path, _MOST_BYTES, _MOST_VALUES
 
     def take(self, count: int) -> bytes:
         if count > self.left:
@@ -89,6 +90,9 @@ class _Reader:
         if kind != _ARRAY or depth > 2:
             raise ConfigError(f"{self.path}: its GGUF header has a value of type {kind}, which is not known")
         inner, many = self.number("I"), self.count()
+        self.values_left -= many
+        if self.values_left < 0:
+            raise ConfigError(f"{self.path}: its GGUF header is damaged: more than {_MOST_VALUES} values in arrays")
         if inner in _SCALARS and many > _KEPT:
             self.take(struct.calcsize(f"<{_SCALARS[inner]}") * many)
             return [None] * many

@@ -237,7 +237,7 @@ def make_formats(
     """The formats that options, then a live model or a quantization_config, then the config say; bf16 without any."""
     compute = "" if asked.compute is None else parse_compute(asked.compute, "compute")
     cast = asked.autocast
-    cast = "" if cast in (None, False) else parse_compute(PLAIN if cast is True else cast, "autocast")
+    cast = "" if cast is None or cast is False else parse_compute(PLAIN if cast is True else cast, "autocast")
     if cast and cast not in _HALF:
         raise RecipeError(f"autocast is to bf16 or fp16, not {cast}")
     if cast and compute:

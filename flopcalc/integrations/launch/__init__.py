@@ -15,12 +15,17 @@ from flopcalc.data import describe_install, list_data_files, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_value
 from flopcalc.files import MAX_TOML_BYTES, read_json, read_text
 from flopcalc.integrations.launch.settings import Settings, Taken
+from flopcalc.units import check_items
 
 # Asked in this order: the first whose keys are in the file reads it.
 FRAMEWORKS = (
     "megatron_swift", "llamafactory_v1", "axolotl", "ms_swift", "llamafactory", "torchtitan", "trl", "accelerate",
     "training_arguments",
 )  # fmt: skip
+# What a launch file may hold; PyYAML reads about 100 kB in a second.
+MAX_YAML_BYTES = 500_000
+MAX_ENTRIES = 10_000
+MAX_DEPTH = 50
 _FOLDER = os.path.dirname(__file__)
 # Options of a file that a command has no use for.
 _UNUSED = {
@@ -45,9 +50,10 @@ class Launch(NamedTuple):
 
 def read_launch(launch: Any) -> Launch:
     """Read one launch file or several; where two say the same, the first one holds."""
-    paths = [launch] if isinstance(launch, (str, os.PathLike)) else list(launch) if isinstance(launch, Iterable) else []
+    form = "the path of a launch file, or several"
+    paths = [launch] if isinstance(launch, (str, os.PathLike)) else check_items(launch, "launch", ConfigError, form)
     if not paths or not all(isinstance(path, (str, os.PathLike)) for path in paths):
-        raise ConfigError(f"launch must be the path of a launch file, or several, not {format_value(launch)}")
+        raise ConfigError(f"launch must be {form}, not {format_value(launch)}")
     settings = Settings()
     frameworks, unknown = [], []
     names = [str(os.fspath(path)) for path in paths]
@@ -161,22 +167,37 @@ def _load(path: str) -> dict[str, Any]:
     ending = os.path.splitext(path)[1].lower()
     if ending == ".toml":
         try:
-            return load_toml(path)
+            found: Any = load_toml(path)
         except SpecError as problem:
             raise ConfigError(str(problem)) from None
-    if ending == ".json":
+    elif ending == ".json":
         found = read_json(path, MAX_TOML_BYTES, ConfigError)
     elif ending in (".yaml", ".yml"):
         found = _load_yaml(path)
     else:
-        raise ConfigError(f"{path}: a launch file ends in .yaml, .yml, .toml or .json")
+        raise ConfigError(f"{format_value(path)}: a launch file ends in .yaml, .yml, .toml or .json")
+    if _count_entries(found, path, {}) > MAX_ENTRIES:
+        raise ConfigError(f"{path}: more than {MAX_ENTRIES:,} entries, the most that a launch file may have")
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds {format_value(found)}, not a mapping of settings")
     return found
 
 
+def _count_entries(value: Any, path: str, known: dict[int, float], depth: int = 0) -> float:
+    """Entries of a table with those of the tables inside; YAML may name a table many times, or inside itself."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{path}: more than {MAX_DEPTH} tables or lists inside one another")
+    if id(value) not in known:
+        known[id(value)] = math.inf  # until it is counted: one that holds itself has no end
+        inner = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_count_entries(each, path, known, depth + 1) for each in inner)
+    return known[id(value)]
+
+
 def _load_yaml(path: str) -> Any:
-    text = read_text(path, MAX_TOML_BYTES, ConfigError)
+    text = read_text(path, MAX_YAML_BYTES, ConfigError)
     try:
         import yaml
     except ImportError:

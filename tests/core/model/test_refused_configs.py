@@ -35,6 +35,9 @@ MOE: Json = {
     "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1,
 }  # fmt: skip
 
+GPTJ: Json = {"model_type": "gptj", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100}
+JAMBA: Json = {**LLAMA, "model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1}
+
 
 @pytest.mark.parametrize(
     ("config", "words"),
@@ -74,6 +77,28 @@ MOE: Json = {
         ({**BERT, "hidden_size": 65}, "attention hands on 64 numbers, but attention.output.dense reads 65"),
         ({**BERT, "num_attention_heads": 7}, "attention hands on 63 numbers, but attention.output.dense reads 64"),
         ({**LLAMA, "model_type": "mistral", "num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ({**LLAMA, "tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),
+        ({**LLAMA, "attention_dropout": "0.1"}, "attention_dropout must be a number, not '0.1'"),
+        ({**LLAMA, "hidden_act": 5}, "hidden_act must be a word, not 5"),
+        ({**LLAMA, "hidden_act": "sillu"}, "hidden_act holds 'sillu', which HF does not know. Did you mean silu"),
+        (
+            {**LLAMA, "rope_parameters": {"rope_type": "yarnn", "rope_theta": 1e4}},
+            "rope_type holds 'yarnn', which HF does not know. Did you mean yarn",
+        ),
+        ({**MOE, "n_group": 0}, "n_group must divide n_routed_experts"),
+        ({**MOE, "qk_rope_head_dim": 0}, "qk_rope_head_dim must be at least 1"),
+        ({**BERT, "type_vocab_size": 0}, "type_vocab_size must be at least 1"),
+        ({**GPTJ, "rotary_dim": 7}, "rotary_dim must be even, positive and at most the width of a head"),
+        ({**JAMBA, "expert_layer_offset": 2}, "expert_layer_offset less than expert_layer_period"),
+        ({**LLAMA, "model_type": "llama4_text", "no_rope_layers": [1]}, "no_rope_layers must have an entry for each"),
+        (
+            {**LLAMA, "model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 9},
+            "mamba_d_head * mamba_n_heads must be the width of the scan",
+        ),
+        (
+            {"model_type": "llava", "text_config": LLAMA, "vision_feature_select_strategy": "all"},
+            "vision_feature_select_strategy must be one of default, full, not 'all'",
+        ),
     ],
 )
 def test_refused(config: Json, words: str) -> None:
@@ -89,6 +114,9 @@ def test_refused(config: Json, words: str) -> None:
         MOE,
         {**LLAMA, "num_key_value_heads": 1},
         {**LLAMA, "layer_types": ["full_attention", "full_attention"]},
+        {**LLAMA, "rms_norm_eps": 1, "rope_scaling": {"type": "linear", "factor": 2}},
+        {**GPTJ, "rotary_dim": 16},
+        JAMBA,
         # A share of a head is rounded up to pairs.
         {**LLAMA, "model_type": "glm", "head_dim": 13},
         {**LLAMA, "head_dim": 32},
