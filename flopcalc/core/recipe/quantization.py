@@ -19,6 +19,11 @@ BY_HAND = "--weights FORMAT says the format by hand"
 Kind = Literal["linear", "expert", "head", "embed", "other"]
 ALL_KINDS: tuple[Kind, ...] = ("linear", "expert", "head", "embed", "other")
 
+# What lists of modules in a downloaded config may hold.
+MAX_PATTERNS = 20_000
+MAX_CHARACTERS = 1000
+MAX_REPEATS = 5
+
 
 class Place(NamedTuple):
     """A module that a rule is asked about: its names, as this model and as older checkpoints spell them."""
@@ -65,6 +70,30 @@ class Pattern(Value):
 def _compile(text: str) -> re.Pattern[str]:
     """A list may hold hundreds of names, each asked about every module."""
     return re.compile(text)
+
+
+def _is_costly(text: str) -> bool:
+    """Whether a regex repeats a group with repeats or choices, or has many repeats: time may grow without bound."""
+    has_repeat = [False]  # of each open group
+    repeats, at = 0, 0
+    while at < len(text):
+        letter = text[at]
+        if letter == "\\":
+            at += 1
+        elif letter == "[":  # a set of letters; ] is its end unless it comes first
+            at = max(text.find("]", at + (3 if text.startswith("^", at + 1) else 2)), at)
+        elif letter == "(":
+            has_repeat.append(False)
+        elif letter == ")" and len(has_repeat) > 1:
+            inner = has_repeat.pop()
+            if inner and text[at + 1 : at + 2] in ("*", "+", "{"):
+                return True
+            has_repeat[-1] |= inner
+        elif letter in "*+{|":
+            repeats += letter != "|"
+            has_repeat[-1] = True
+        at += 1
+    return repeats > MAX_REPEATS
 
 
 @frozen()
@@ -149,6 +178,10 @@ class Keys:
         """Patterns of a list of names; a regex that cannot be read is an error."""
         found = []
         for name in names:
+            if len(found) == MAX_PATTERNS:
+                self.fail(key, f"holds more than {MAX_PATTERNS:,} names")
+            if style in ("hf", "regex") and (len(name) > MAX_CHARACTERS or _is_costly(name)):
+                self.fail(key, f"holds {format_value(name)}, a pattern that may take for ever to match")
             pattern = Pattern(name, style)
             try:
                 pattern.matches("model")

@@ -69,6 +69,15 @@ def test_a_gguf_file_is_counted_from_its_header(tmp_path: Path) -> None:
         (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "GGUF version 9 is not known"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 10**9), "damaged"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<I", 77), "type 77"),
+        # An array of empty strings would take a minute, and one of bytes a gigabyte.
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 8, 10**7),
+            "more than 4000000 values",
+        ),
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 0, 10**8),
+            "more than 4000000 values",
+        ),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "GGUF architecture None is not known"),
     ],
 )

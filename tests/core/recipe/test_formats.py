@@ -268,6 +268,10 @@ def test_the_config_says_it() -> None:
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is"),
         ({"quant_method": "gptq"}, "quantization_config.bits is None"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:(": {}}}, "dynamic holds .* which is no pattern"),
+        ({"quant_method": "awq", "modules_to_not_convert": ["(.+)+X"]}, r"holds '.*X', a pattern that may take for"),
+        ({"quant_method": "awq", "modules_to_not_convert": [".*a" * 6]}, "a pattern that may take for ever to match"),
+        ({"quant_method": "awq", "modules_to_not_convert": ["a" * 1001]}, "a pattern that may take for ever to match"),
+        ({"quant_method": "awq", "modules_to_not_convert": ["a"] * 20001}, "holds more than 20,000 names"),
         ({"quant_method": "modelopt", "quant_algo": "FP5"}, "quant_algo is 'FP5'"),
         ({"quant_method": "torchao", "quant_type": "autoquant"}, "quant_type is 'autoquant'"),
         ({"quant_method": "compressed-tensors"}, "config_groups is missing"),
@@ -379,3 +383,11 @@ def test_live_fp8_modules() -> None:
     found = {held.format: held for held in bind(model).count_weights()}
     assert found["fp8-block"] == Weights("fp8-block", NUMBERS, NUMBERS, sum_layers(lambda o, i: 4 * o * i // 128**2))
     assert list(bind(model)(1, 8).by_dtype()) == ["fp8", "bf16"]
+
+
+@pytest.mark.parametrize(
+    "text", [r"model\.layers\.(0|1)\..*", "model.layers.*.mlp.*.gate.*", r"(a[(+]b)+", r"(?:\d)+", "a|b"]
+)
+def test_patterns_that_end(text: str) -> None:
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": [text]}
+    assert bind({**MODEL, "quantization_config": config})(1, 16).total > 0
