@@ -300,7 +300,6 @@ def test_switches_that_are_not_the_usual_ones(config: dict[str, Any], signed: st
         ("japanese-gpt-neox-3.6b", {}, ""),
         ("japanese-gpt-neox-3.6b", {"rotary_pct": 0.5}, "gpt_neox.layers"),
         ("pythia-1b", {"use_parallel_residual": False}, "gpt_neox.layers"),
-        ("pythia-1b", {"use_parallel_residual": 1}, ""),
         ("phi-1.5", {}, ""),
         ("phi-2", {}, ""),
         ("phi-2", {"partial_rotary_factor": 0.75}, "model.layers"),
@@ -359,7 +358,6 @@ def test_attention_drops_eagerly_with_operators_of_its_own() -> None:
         ("gpt2", {}, "train", True),  # as its class says
         ("gpt2", {}, "prefill", False),
         ("gpt2", {"attn_pdrop": 0}, "train", False),
-        ("gpt2", {"attn_pdrop": "0.0"}, "train", False),
         ("starcoder2-15b", {}, "train", True),
         ("starcoder2-7b", {}, "train", False),
         ("llama-3.1-8b", {"attention_dropout": 0.1}, "train", True),

@@ -176,7 +176,7 @@ class Keys:
 
     def compile(self, key: str, names: Iterable[str], style: Literal["hf", "regex", "glob", "name"]) -> list[Pattern]:
         """Patterns of a list of names; a regex that cannot be read is an error."""
-        found = []
+        found: list[Pattern] = []
         for name in names:
             if len(found) == MAX_PATTERNS:
                 self.fail(key, f"holds more than {MAX_PATTERNS:,} names")
