@@ -11,7 +11,7 @@ from flopcalc.core.spec.expressions import MissingNameError, ZeroDivisorError, e
 from flopcalc.core.spec.spec import find_key
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
-from flopcalc.files import MAX_JSON_BYTES, read_json
+from flopcalc.files import MAX_JSON_BYTES, MAX_TOML_BYTES, read_json, read_text
 
 FILE = "config_rules.json"  # what config classes refuse; made by docs/make_config_rules.py
 RULES = "config_rules.toml"  # what the modelling code cannot run
@@ -46,6 +46,13 @@ def _load_rules() -> dict[str, list[dict[str, Any]]]:
         for name in rule["types"]:
             found.setdefault(name, []).append(rule)
     return found
+
+
+@cache
+def _find_rules(name: str) -> list[dict[str, Any]]:
+    """A model_type's rules; most have none, and looking for the name is far faster than parsing them all."""
+    text = read_text(os.path.join(find_data_dir(), RULES), MAX_TOML_BYTES, ConfigError)
+    return _load_rules().get(name, []) if f'"{name}"' in text else []
 
 
 class _Keys:
@@ -102,7 +109,7 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
         _check_layers(config, key, config.get(count_key, default), count_key, where)
     for text in rules.get("even", ()):
         _check_even(config, text, where)
-    for rule in _load_rules().get(name, ()):
+    for rule in _find_rules(name):
         if _names_class(config, rule.get("not_for", ())):
             continue
         keys = _Keys(config, rule.get("names", {}))
