@@ -44,6 +44,7 @@ START_MS = 600_000
 QUESTIONS = {
     "FLOPs after a slider": ("flops", {"model": "qwen2-vl-7b"}, 20),
     "prediction": ("time", {"model": "llama-3.1-8b", "device": "h200-sxm"}, 5),
+    "prediction of an MoE": ("time", {"model": "deepseek-v3", "device": "h200-sxm"}, 5),
     "plan of 1,024 GPUs": ("plan", {"model": "llama-3.1-70b", "device": "h100-sxm", "gpus": "1024", "tokens": "2T"}, 1),
 }
 
@@ -75,16 +76,17 @@ def measure(options: argparse.Namespace, address: str) -> None:
         for _ in range(options.rounds):  # one after the other, so that both meet the same load
             bare.append(start(browser, f"{address}bare.html", "html[data-python=ready]"))
             live.append(start(browser, address, "html[data-live]"))
-        print(f"bare Pyodide        {statistics.median(bare):8.2f} s")
-        print(f"first live answer   {statistics.median(live):8.2f} s")
+            print(f"bare {bare[-1]:.2f} s, first live answer {live[-1]:.2f} s", flush=True)
+        print(f"bare Pyodide          {statistics.median(bare):8.2f} s")
+        print(f"first live answer     {statistics.median(live):8.2f} s")
         ratio = statistics.median(one / other for one, other in zip(live, bare, strict=True))
-        print(f"ratio               {ratio:8.2f}")
+        print(f"ratio                 {ratio:8.2f}")
         page = browser.new_page()
         page.set_default_timeout(START_MS)
         page.goto(f"{address}bare.html")
         for name, (what, setup, times) in QUESTIONS.items():
             found = page.evaluate(ASK, [{"what": what, "setup": setup}, times])
-            print(f"{name:20}{statistics.median(found):8.0f} ms")
+            print(f"{name:22}{statistics.median(found):8.0f} ms", flush=True)
         browser.close()
 
 

@@ -90,7 +90,7 @@ def bind(
             "clipping nor another convention with example_batch"
         )
     if head is not None or mtp is not None:
-        raise FlopcalcError("a module that is traced has the head that it has: give neither head nor mtp beside it")
+        raise FlopcalcError("a traced module keeps its own head: leave head and mtp out")
     if formats != FormatOptions(formats.compute):
         raise FlopcalcError("a module that is traced has one number format: give compute or dtype alone")
     from flopcalc.measure.trace.polynomials import trace_module  # torch: only where a module is traced

@@ -29,7 +29,7 @@ def find_data_dir() -> str:
     for folder in (os.path.join(package, "model_specs"), os.path.join(os.path.dirname(package), "model_specs")):
         if os.path.isdir(folder):
             return folder
-    raise SpecError(f"model_specs not found beside {package}: the installation is incomplete, install flopcalc again")
+    raise SpecError(f"model_specs not found next to {package}: the installation is incomplete, install flopcalc again")
 
 
 def find_user_dir() -> str:

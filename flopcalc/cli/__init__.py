@@ -23,7 +23,7 @@ _COMMANDS = {
     "explain": ("flopcalc.cli.explain", "The formula of an operation with its numbers filled in."),
     "models": ("flopcalc.cli.catalogue", "What is supported: families and presets."),
     "devices": ("flopcalc.cli.catalogue", "Known devices and their dense peaks."),
-    "crosscheck": ("flopcalc.cli.crosscheck", "Run one batch and set every counter beside the analytic count."),
+    "crosscheck": ("flopcalc.cli.crosscheck", "Run one batch and compare every counter with the analytic count."),
     "verify": ("flopcalc.cli.verify", "Build HF's model and compare every row with the analytic count."),
     "add": ("flopcalc.cli.add", "Ship a spec: compare, record, write the page; says what is left."),
     "calibrate": ("flopcalc.cli.calibrate", "Measure this machine's GPU into tables."),

@@ -186,7 +186,7 @@ def _show_registry(registry: Registry) -> None:
     click.echo(format_text(f"{registry.name}, {registry.date}: what it registers, and what is counted"))
     rows: list[list[Any]] = [[registry.unit, registry.supported, registry.total, share]]
     if registry.untold:
-        rows.append([f"{registry.unit} of a type that it does not tell", "-", len(registry.untold), "-"])
+        rows.append([f"{registry.unit} of an unknown type", "-", len(registry.untold), "-"])
     rows += [[group, "-", len(names), "-"] for group, names in registry.apart.items()]
     click.echo(format_grid(["", "counted", "all", "share"], rows, keys=1))
     missing = sorted((item for item in registry.items if item.spec is None), key=lambda item: (-item.size, item.name))

@@ -58,6 +58,6 @@ def model_argument(function: Callable[..., Any]) -> Callable[..., Any]:
 
     option = click.option(
         "--model", shell_complete=complete_model, metavar="M",
-        help="Preset, config.json, its folder, or a hub id; may also stand first, without --model.",
+        help="Preset, config.json, its folder, or a hub id; may also be the first argument.",
     )  # fmt: skip
     return click.argument("first", required=False, shell_complete=complete_model, metavar="[MODEL]")(option(run))

@@ -57,7 +57,7 @@ _PRODUCT = re.compile(r"attention|grouped|conv|mm\b|matmul|dot\b|einsum|mv\b")
 def crosscheck(
     model: str, layers: str | None, device: str, dtype: str | None, attention: str, as_json: bool, **options: Any
 ) -> None:
-    """Run one batch and set every counter beside the analytic count.
+    """Run one batch and compare every counter with the analytic count.
 
     The model is built with random weights; nothing is downloaded. Needs torch (the extra `measure`).
     Examples:

@@ -274,9 +274,7 @@ def _format(found: Any) -> str:
         if part > 0.005 * best.step.seconds
     )
     lines += _wrap("time goes", f"(first layout) {shares}")
-    skipped = ", ".join(f"{rule} {many:,}" for rule, many in sorted(found.skipped.items()))
-    text = f"{found.layouts:,} layouts divide, {found.fitting:,} fit"
-    lines += _wrap("searched", text + (f"; left out by rule: {skipped}" if skipped else ""))
+    lines += _wrap("searched", f"{found.layouts:,} layouts are valid, {found.fitting:,} fit in memory")
     for loser in found.losers:
         lines += _wrap(f"lost: {loser.reason}", f"{loser.layouts:,}; nearest {loser.nearest.layout}: {loser.text}")
     if found.helps:

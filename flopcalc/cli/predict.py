@@ -42,7 +42,7 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 )
 @execution_option("eager")
 @click.option("--compile", "compiled", is_flag=True, help="The same as --execution compiled.")
-@click.option("--host-factor", metavar="F", help="How many times longer than the measured CPU yours takes (default 1).")
+@click.option("--host-factor", metavar="F", help="Your CPU's slowdown relative to the calibrated host (default 1).")
 @click.option(
     "--transformers",
     metavar="VERSION",

@@ -70,9 +70,7 @@ def plan(
     formats = FormatOptions(compute, weights, None, autocast)
     if isinstance(model, Estimator):
         if formats != FormatOptions() or any(each is not None for each in (recipe, model_type, head, mtp)):
-            raise WorkloadError(
-                "an Estimator already has its recipe, formats, type and head: give none of them beside it"
-            )
+            raise WorkloadError("an Estimator already has its recipe, formats, type and head: do not give them again")
         estimator: Estimator = model
     else:
         estimator = bind_config(model, recipe=recipe, formats=formats, model_type=model_type, head=head, mtp=mtp)

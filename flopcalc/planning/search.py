@@ -322,7 +322,7 @@ _ASSUMED = {
     "eager": "assumed: HF's eager code with its host time",
     "compiled": "assumed: HF's code under torch.compile",
     "graphs": "assumed: HF's code under torch.compile, replayed as CUDA graphs",
-    "fused": "assumed: fused kernels, no waiting for the host",
+    "fused": "assumed: fused kernels, no waiting for the CPU",
 }
 
 
@@ -340,34 +340,34 @@ def _describe_experts(runner: Runner) -> str:
 
 def _list_notes(best: Planned, runner: Runner, rate: Rate | None) -> list[str]:
     net, device, many = runner.net, runner.machine.device, best.layout.devices
-    own = f"times of one device as measured on {device.name}"
+    own = f"one-GPU times measured on {device.name}"
     if runner.machine.has_kernels:
         own = tell_kernels(runner.machine)
     elif not runner.machine.is_measured:
-        own = f"{device.name} was not measured in {runner.dtype}: times of one device are scaled by published peaks"
+        own = f"{device.name} was not measured in {runner.dtype}: one-GPU times are scaled by published peaks"
     if many > 1:
         own += (
-            f"; collectives from table {net.id}; what many devices add, and the width of the interval, from published "
-            "runs, for none was measured here (docs/planning.md)"
+            f"; collectives from table {net.id}; multi-GPU overhead and interval come from published runs; we have not "
+            "measured a cluster (docs/planning.md)"
         )
     hidden = "gradients reduced while backward runs, " if runner.overlaps.gradients else "no communication hidden, "
     bytes_ = "what the weights' dtype takes"
     if runner.optimizer == "adamw-master":
-        bytes_ = "fp32 gradients and Adam (18 bytes a trained parameter before ZeRO)"
+        bytes_ = "fp32 gradients and Adam (18 bytes per trained parameter before ZeRO)"
     notes = [
         own,
         f"{_ASSUMED[runner.execution]}, {hidden}{_describe_experts(runner)}",
-        f"memory a device: {runner.estimator('none').formats.name_weights()} weights, {bytes_}",
+        f"memory per GPU: {runner.estimator('none').formats.name_weights()} weights, {bytes_}",
         *runner.list_notes(best.layout),
         *describe_coverage(runner, best.layout),
         *describe_formats(runner.estimator("none").formats, runner.optimizer),
     ]
     if many > net.per_node and many % net.per_node:
-        notes.append(f"{many} devices are no whole number of nodes of {net.per_node}: groups may lie across two nodes")
+        notes.append(f"{many} GPUs do not fill whole nodes of {net.per_node}: a group may span two nodes")
     if rate is None:
         notes.append("no price is known for this device: --price USD_PER_GPU_HOUR gives one")
     elif rate.source != "given":
-        notes.append(f"price {rate.usd_per_gpu_hour:g} USD per GPU-hour of {rate.source}")
+        notes.append(f"price {rate.usd_per_gpu_hour:g} USD per GPU-hour as of {rate.source}")
     if best.kwh is not None:
-        notes.append(f"energy at the board's full {device.tdp_w:g} W: hosts, network and cooling come on top")
+        notes.append(f"energy assumes the GPU's full {device.tdp_w:g} W; CPUs, network and cooling are not included")
     return notes

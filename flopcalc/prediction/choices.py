@@ -100,7 +100,11 @@ def settle(
         return estimator, kernel, []
     kind = _name_type(estimator)
     if is_asked:
-        return estimator, kernel, [f"HF has no SDPA for {kind}: kernel {kernel} is timed beside eager's operators"]
+        return (
+            estimator,
+            kernel,
+            [f"HF has no SDPA for {kind}: kernel {kernel} is timed together with eager's operators"],
+        )
     notes = [f"HF has no SDPA for {kind}: attention is eager, as plain products"]
     return change(estimator, kernel="eager") or estimator, "eager", notes
 

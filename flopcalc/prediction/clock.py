@@ -39,11 +39,11 @@ CHECKED = ("a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm", "h200-sxm", "h800-sxm",
 _FUSED = ("pointwise", "copy", "cast", "reduce", "norm", "cat", "fill")  # kinds that a compiler joins to others
 # What a step's times rest on where it is not eager code that was measured.
 _RESTS = {
-    "compiled": "compiled times rest on two measured models",
-    "graphs": "graphs rests on decoded tokens of two measured models: the compiled kernels without the host's time for "
-    "each operator; no training step was measured so",
-    "fused": "fused was not measured on one device: products and attention as measured, the bytes of fused kernels by "
-    "formula; docs/planning.md compares it with published runs",
+    "compiled": "compiled times are based on two measured models",
+    "graphs": "graphs is based on decoding with two measured models: compiled kernels without per-operator host time; "
+    "no training step was measured this way",
+    "fused": "fused was not measured on one GPU: products and attention use measured times, other fused kernels a "
+    "formula for their bytes; docs/planning.md compares it with published runs",
 }
 
 
@@ -469,30 +469,30 @@ class Clock:
             notes.append(f"measured in bf16; {self.machine.dtype} is taken as alike")
         if self.long_keys[0]:
             notes.append(
-                "attention over {:,} keys lies beyond what was measured, at most {:,}: the interval may be too "
+                "attention over {:,} keys is more than was measured (at most {:,}): the interval may be too "
                 "narrow".format(*self.long_keys)
             )
         # Experts have no calls nearby at any size, but a formula fitted to theirs, and a note of their own.
         if bound == "device" and self.machine.is_measured and not self.has_experts and self.far_share() > _FAR:
             notes.append(
-                f"{100 * self.far_share():.0f} % of the device's time is of sizes with no measured call near them: "
-                "formulas alone tell it"
+                f"{100 * self.far_share():.0f} % of the GPU time is in kernel sizes far from any measured call: "
+                "formulas estimate it"
             )
         is_eager = self.execution == "eager"
         if self.machine.is_measured and self.is_recorded and not self.is_typed and is_eager:
-            notes.append("what this model type's own code takes on the host was not measured: its operators alone tell")
+            notes.append(
+                "host time of this model type was not measured: it is estimated from generic per-operator costs"
+            )
         own = self.machine.constants.get("own_host")
         if not is_eager:
             notes.append(_RESTS[self.execution])
         elif own is not None:
             pace = own[name_mode(self.phase)]
             notes.append(
-                f"host time is of this machine's CPU, {pace:.2f} times the measured one's ({own['date'][:10]})"
+                f"host time is scaled to this machine's CPU: {pace:.2f} × the calibrated host ({own['date'][:10]})"
             )
         else:
-            notes.append(
-                "host time is of the measured machine's CPU; --host-factor tells how many times longer yours takes"
-            )
+            notes.append("host time is for the calibrated host's CPU; --host-factor sets your CPU's slowdown")
         return notes
 
 
@@ -508,12 +508,11 @@ def _tell_unmeasured(machine: Machine) -> str:
     measured = machine.constants.get("provenance", {}).get("device_id", "another device")
     if measured == machine.device.id:
         return (
-            f"{machine.device.name} in {machine.dtype} was not measured: published peaks, with the shapes measured in "
-            "bf16"
+            f"{machine.device.name} in {machine.dtype} was not measured: times are scaled from bf16 by published peaks"
         )
     return (
-        f"{machine.device.name} was not measured: published peaks, with the shapes measured on {measured}; `flopcalc "
-        "calibrate --predictor` on one brings this to the measured standard"
+        f"{machine.device.name} was not measured: times are scaled from {measured} by published peaks; run `flopcalc "
+        "calibrate --predictor` on your GPU for measured accuracy"
     )
 
 

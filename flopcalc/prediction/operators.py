@@ -142,7 +142,7 @@ def _remove_head(recorded: AsRecorded, found: Operators, load: Workload, dtype_b
             saved.append(Saved(module, block.group, values[0] * row.op.times * row.op.n_in * dtype_bytes, 1))
     notes = [note for note in found.notes if _MISSING not in note or find_name(note.partition(": ")[0]) is not None]
     if any(op.part == "head" for stage in recorded.stages for chain in stage.layers[:1] for op in iterate(chain)):
-        notes.append("what the head does beside its products was not recorded, and is left out")
+        notes.append("the head's operators, other than its products, were not recorded and are left out")
     return found._replace(rows=tuple(rows), saved=tuple(saved), notes=tuple(notes))
 
 
@@ -223,7 +223,7 @@ class _Reader:
         if data is None:
             self.stand_in = SEEING if estimator.vision is not None else TEXT
             data = load_file(self.stand_in.name)
-            self._note(f"operators of {name} were not recorded: those of {self.stand_in.name} stand in")
+            self._note(f"operators of {name} were not recorded: those of {self.stand_in.name} are used")
             if data is None:
                 raise SpecError(
                     f"{find_file(self.stand_in.name)} is missing, which stands in for {name!r}: the installation is "
@@ -322,7 +322,7 @@ class _Reader:
             if stages is None:
                 continue
             if key != asked:
-                self._note(f"{asked} was not recorded: {key} stands in")
+                self._note(f"{asked} was not recorded: {key} is used")
             found = stages.get(path)
             if found is None:
                 continue
@@ -333,9 +333,9 @@ class _Reader:
                 nearest = min(kinds, key=lambda other: sum(DISTANCES.get(key, 1) for key in apart[other]))
                 entry = kinds[nearest]
                 if path and apart[nearest]:
-                    self._note(f"layers of {path}: this kind was not recorded; the nearest stands in")
+                    self._note(f"layers of {path}: this kind was not recorded; the nearest is used")
                 elif "embedding_dropout" in apart[nearest]:
-                    self._note("embeddings: whether they drop was recorded otherwise; the nearest stands in")
+                    self._note("embeddings: recorded only with another dropout setting; the nearest is used")
             return entry.get(where, entry["*"])
         return {} if table == "parts" else None
 

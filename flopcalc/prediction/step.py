@@ -458,7 +458,7 @@ def _cover_versions(found: Prediction, newer: Prediction) -> Prediction:
     less = mid - newer.step_time_s.mid
     note = (
         f"experts as in transformers {USUAL}, which masks routed rows; {FREE} and newer do not and take "
-        f"{format_seconds(less)} less: --transformers tells which runs, the interval covers both"
+        f"{format_seconds(less)} less: --transformers sets the version; the interval covers both"
     )
     seconds = StepTime(min(low, newer.step_time_s.low), mid, high)
     return found._replace(step_time_s=seconds, notes=(*found.notes, note))
@@ -503,7 +503,8 @@ def _advise_fit(parts: Sequence[tuple[Estimator, Workload, int]], settings: _Set
         again = [(each, other, many) for each, other, many in changed if each is not None]
         if len(again) == len(parts) and settings.find_memory(again).fits(device):
             return "recomputation (--recompute full): the step then fits"
-    if not others and (most := settings.find_largest(estimator, load, times)):
+    # One row is the smallest batch, and it does not fit.
+    if not others and load.rows > 1 and (most := settings.find_largest(estimator, load, times)):
         return f"a smaller batch: {most} is the largest that fits"
     if load.phase == "train":
         return "several devices: `flopcalc plan` finds a layout that fits"

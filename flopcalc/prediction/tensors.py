@@ -128,7 +128,7 @@ class Step:
         code = "what fused kernels keep" if self.is_fused else "HF's model in eager mode"
         self.notes: list[str] = [f"{code}; the allocator's rounding is left out"]
         if adapter == "fp32" and dtype_bytes != FLOAT:
-            self.notes.append("LoRA's adapters in float32, as PEFT keeps them beside a half-precision model")
+            self.notes.append("LoRA's adapters in float32, as PEFT keeps them with a half-precision model")
 
     # --- sizes --------------------------------------------------------------------------------------------------------
     def rows(self, op: Op) -> int:
@@ -333,11 +333,12 @@ class Step:
     def _sum_kept(self, chain: Chain, saved: list[Saved], stage: Stage, wide: set[str]) -> Held:
         """What the layers of one kind keep, of the residual's width and narrower."""
         many, kept, prefix = count_chains(stage), Held(), f"{stage.path}.*."
+        running = {each: [op for op in iterate(each) if self.runs(op)] for each in many}
         for entry in saved:
             if entry.is_again:
                 continue
             name = entry.module[len(prefix) :]
-            having = [each for each in many if _has_module([op for op in iterate(each) if self.runs(op)], name)]
+            having = [each for each, ops in running.items() if _has_module(ops, name)]
             if chain in having or not having:
                 of = sum(many[each] for each in having or many)
                 kept = kept.add(entry.bytes * entry.count * many[chain] // of, entry.module not in wide)

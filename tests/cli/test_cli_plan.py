@@ -42,9 +42,9 @@ def test_text() -> None:
     assert lines[1] == "100.00B tokens, 64 × 2,048 tokens a step, bf16, execution fused"
     assert " ".join(lines[3].split()) == "layout step from … to MFU HFU memory days GPU-hours MWh k USD"
     assert len([line for line in lines if line.startswith(("dp", "tp", "pp"))]) == 2
-    assert any(line.startswith("searched") and "layouts divide" in line for line in lines)
+    assert any(line.startswith("searched") and "layouts are valid" in line for line in lines)
     assert any(line.startswith("lost: ") for line in lines)
-    assert "times of one device as measured on NVIDIA H200" in result.output
+    assert "one-GPU times measured on NVIDIA H200" in result.output
     assert max(map(len, lines)) <= 130
 
 

@@ -84,7 +84,7 @@ def test_without_training_nothing_is_kept(arguments: list[str], capsys: pytest.C
     assert "activations kept" not in out
 
 
-HOST = "host time is of the measured machine's CPU; --host-factor tells how many times longer yours takes"
+HOST = "host time is for the calibrated host's CPU; --host-factor sets your CPU's slowdown"
 EAGER = "memory: HF's model in eager mode; the allocator's rounding is left out"
 FREED = "memory: gradients are freed before the forward pass; where several passes add them up they stay"
 NO_IMAGE = "no image given, so the vision tower is not counted; add one with --image 1024x768"
@@ -124,7 +124,7 @@ QWEN = ["predict", "--model", "qwen2-vl-2b", "--seq", "2048", "--device", "h200"
         (
             ["predict", "--model", "falcon-mamba-7b", "--seq", "64", "--phase", "prefill", "--device", "h200"],
             [
-                "operators of falcon_mamba were not recorded: those of llama stand in",  # which memory says too
+                "operators of falcon_mamba were not recorded: those of llama are used",  # which memory says too
                 "layers of backbone.layers: what their scans or selections of keys dispatch was not recorded; they may "
                 "take far longer",
                 HOST,

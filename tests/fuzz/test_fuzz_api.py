@@ -239,5 +239,5 @@ def test_dims_and_phases() -> None:
         bind(CONFIG, dims={"input_ids": ("b", "n")})
     with pytest.raises(WorkloadError, match="phase 5 unknown"):
         bind(CONFIG, phases=(5,))  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match="lora beside a Recipe"):
+    with pytest.raises(RecipeError, match="lora together with a Recipe"):
         bind(CONFIG, recipe=5, lora="r=4,targets=q_proj")  # type: ignore[arg-type]

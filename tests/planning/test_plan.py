@@ -108,7 +108,7 @@ def test_one_device_needs_no_interconnect() -> None:
 @pytest.mark.parametrize(("gpus", "is_noted"), [(4, False), (12, True), (16, False)])
 def test_a_part_of_a_node_is_said(gpus: int, is_noted: bool) -> None:
     notes = make_plan(gpus=gpus, global_batch=96, virtual=1, zero=1, micro_batch=1).notes
-    assert any("no whole number of nodes of 8" in note for note in notes) is is_noted
+    assert any("do not fill whole nodes of 8" in note for note in notes) is is_noted
 
 
 def test_more_devices_are_never_slower() -> None:
@@ -282,8 +282,8 @@ def test_scans_are_said(model: str, is_said: bool) -> None:
         ({}, "assumed: fused kernels, no waiting for the host, gradients reduced while backward runs"),
         ({"execution": "eager"}, "assumed: HF's eager code with its host time"),
         ({"execution": "graphs"}, "assumed: HF's code under torch.compile, replayed as CUDA graphs"),
-        ({"optimizer": "adamw-master"}, "fp32 gradients and Adam (18 bytes a trained parameter before ZeRO)"),
-        ({"optimizer": "adamw"}, "memory a device: bf16 weights, what the weights' dtype takes"),
+        ({"optimizer": "adamw-master"}, "fp32 gradients and Adam (18 bytes per trained parameter before ZeRO)"),
+        ({"optimizer": "adamw"}, "memory per GPU: bf16 weights, what the weights' dtype takes"),
     ],
 )
 def test_what_is_assumed_is_said(options: dict[str, Any], note: str) -> None:

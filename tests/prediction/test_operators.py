@@ -314,7 +314,7 @@ def test_switches_that_are_not_the_usual_ones(config: dict[str, Any], signed: st
 def test_a_variant_that_was_not_recorded_is_named(preset: str, change: dict[str, Any], path: str) -> None:
     config = load_config(preset).config
     found = list_operators(bind({**config, **change}), make_workload(1, 64))
-    told = f"layers of {path}: this kind was not recorded; the nearest stands in"
+    told = f"layers of {path}: this kind was not recorded; the nearest is used"
     assert found.notes == ((told,) if path else ())
     assert found.is_recorded
     assert found.rows
@@ -323,7 +323,7 @@ def test_a_variant_that_was_not_recorded_is_named(preset: str, change: dict[str,
 def test_embeddings_that_drop_are_named() -> None:
     config = load_config("phi-2").config
     found = list_operators(bind({**config, "embd_pdrop": 0.1}), make_workload(1, 64))
-    assert found.notes == ("embeddings: whether they drop was recorded otherwise; the nearest stands in",)
+    assert found.notes == ("embeddings: recorded only with another dropout setting; the nearest is used",)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -349,7 +349,7 @@ def test_dropout_is_nothing_outside_of_training(
 def test_attention_drops_eagerly_with_operators_of_its_own() -> None:
     config = load_config("llama-3.1-8b").config
     found = list_operators(bind({**config, "attention_dropout": 0.1}), make_workload(1, 64), "eager")
-    assert found.notes == ("layers of model.layers: this kind was not recorded; the nearest stands in",)
+    assert found.notes == ("layers of model.layers: this kind was not recorded; the nearest is used",)
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_images_belong_to_the_tower() -> None:
 def test_a_type_that_was_not_recorded_borrows() -> None:
     found = list_operators(bind("falcon-7b"), make_workload(1, 64))
     assert not found.is_recorded
-    assert found.notes[0] == "operators of falcon were not recorded: those of llama stand in"
+    assert found.notes[0] == "operators of falcon were not recorded: those of llama are used"
     assert [row for row in found.rows if row.module.startswith("transformer.h.*")]
 
 

@@ -718,7 +718,7 @@ def test_numbers_of_four_bytes_take_longer_to_move() -> None:
 @pytest.mark.parametrize("load", [SMALL, LARGE])
 def test_another_dtype_is_marked_as_not_measured(load: dict[str, int]) -> None:
     found = predict("llama-3.2-1b", device="h200", dtype="tf32", advise=False, **load)
-    assert found.notes[0] == ("NVIDIA H200 in tf32 was not measured: published peaks, with the shapes measured in bf16")
+    assert found.notes[0] == "NVIDIA H200 in tf32 was not measured: times are scaled from bf16 by published peaks"
     assert found.step_time_s.low == pytest.approx(0.65 * found.step_time_s.mid)
 
 
@@ -754,7 +754,7 @@ def test_advice_of_a_model_with_a_spec_of_ones_own(tmp_path: Path) -> None:
     }  # fmt: skip
     found = predict(config, device="h200", spec=spec, recipe={"recompute": "full"}, **SMALL)
     assert "more tokens per second" in found.advice
-    assert found.notes[0] == "operators of mine were not recorded: those of llama stand in"
+    assert found.notes[0] == "operators of mine were not recorded: those of llama are used"
 
 
 def test_an_encoder_decoder_has_both_sides() -> None:
@@ -1029,7 +1029,7 @@ def test_a_type_without_sdpa_runs_eager(model: str, kind: str, load: dict[str, A
     assert note in auto.notes
     assert auto._replace(notes=()) == eager._replace(notes=())
     assert "fused attention" not in eager.advice
-    assert f"HF has no SDPA for {kind}: kernel cudnn is timed beside eager's operators" in fused.notes
+    assert f"HF has no SDPA for {kind}: kernel cudnn is timed together with eager's operators" in fused.notes
     assert fused.breakdown["attention"] != eager.breakdown["attention"]
     estimate = bind(model, convention="hardware", device="h200")(**load)
     assert predict_estimate(estimate, device="h200") == auto
@@ -1062,5 +1062,5 @@ def test_plans_are_for_training_alone(phase: str, advice: str) -> None:
 @pytest.mark.parametrize("memory", [True, False])
 def test_what_compiled_steps_rest_on_is_said(compiled: bool, memory: bool) -> None:
     found = predict("llama-3.2-1b", device="h200", compiled=compiled, memory=memory, advise=False, **LARGE)
-    assert ("compiled times rest on two measured models" in found.notes) == compiled
+    assert ("compiled times are based on two measured models" in found.notes) == compiled
     assert ("memory is the eager step's: a compiled one keeps less" in found.notes) == (compiled and memory)

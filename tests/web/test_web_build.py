@@ -7,7 +7,9 @@ import io
 import json
 import os
 import re
+import shutil
 import stat
+import subprocess
 import tarfile
 import threading
 import zipfile
@@ -20,6 +22,7 @@ import pytest
 from flopcalc.cli import main
 from flopcalc.errors import FlopcalcError
 from flopcalc.web.build import MARK, POLICY, STATIC, build_site, describe_choices, make_page
+from flopcalc.web.compiled import compile_python
 from flopcalc.web.packages import Package, find_package, load_lock
 from flopcalc.web.serve import make_server
 
@@ -133,11 +136,72 @@ def test_without_npm_one_line_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
         find_package(load_lock())
 
 
-def make_npm(folder: Path, body: str) -> None:
-    """An npm that copies an archive, or does what else is asked."""
-    npm = folder / "npm"
-    npm.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
-    npm.chmod(npm.stat().st_mode | stat.S_IXUSR)
+def make_tool(folder: Path, name: str, body: str) -> None:
+    """A command that does what is asked."""
+    tool = folder / name
+    tool.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+
+
+def test_python_is_compiled_once_and_kept(tmp_path: Path, pyodide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Node, or where it fails, the sources stay; what was compiled is taken from the cache."""
+    monkeypatch.setenv("FLOPCALC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = tmp_path / "flopcalc.zip"
+    path.write_text("sources", encoding="utf-8")
+    assert not compile_python(str(path), str(pyodide))
+    make_tool(tmp_path, "node", "exit 1")
+    assert not compile_python(str(path), str(pyodide))
+    assert path.read_text() == "sources"
+    kept = tmp_path / "cache" / "web"
+    (kept / "older.zip").write_text("older", encoding="utf-8")
+    make_tool(tmp_path, "node", 'echo "compiled" > "$4"')
+    assert compile_python(str(path), str(pyodide))
+    assert path.read_text() == "compiled\n"
+    assert [each.suffix for each in kept.iterdir()] == [".zip"]
+    make_tool(tmp_path, "node", "exit 1")
+    path.write_text("sources", encoding="utf-8")
+    assert compile_python(str(path), str(pyodide))
+    path.write_text("other sources", encoding="utf-8")
+    assert not compile_python(str(path), str(pyodide))
+
+
+ENGINE = """
+import { Dropped, Engine } from "./engine.js";
+const sent = [];
+const worker = Object.assign(new EventTarget(), { postMessage: (each) => sent.push(each) });
+const engine = new Engine(() => {}, worker);
+const say = (data) => engine.hear(data);
+const name = (error) => (error instanceof Dropped ? "dropped" : error.message);
+const asked = [1, 2, 3].map((seq) => engine.ask("time", { seq }).catch(name));
+const other = engine.ask("count", { seq: 3 });
+say({ ready: true, times: {} });
+say({ id: 1, answer: "three" });
+say({ id: 2, answer: "count" });
+const late = engine.ask("plan", { seq: 4 }, (done) => sent.push(`progress ${done}`)).catch(name);
+say({ id: 3, progress: [5, 9] });
+const found = [...(await Promise.all(asked)), await other];
+engine.fail("broken");
+console.log(JSON.stringify({ found, late: await late, sent }));
+"""
+
+
+def test_newer_question_drops_the_older(tmp_path: Path) -> None:
+    """Of each channel only the newest question reaches Python; channels do not wait for each other's older ones."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs Node")
+    (tmp_path / "package.json").write_text('{"type": "module"}', encoding="utf-8")
+    shutil.copy(Path(STATIC) / "engine.js", tmp_path)
+    (tmp_path / "ask.js").write_text(ENGINE, encoding="utf-8")
+    done = subprocess.run([node, "ask.js"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(done.stdout)
+    assert found["found"] == ["dropped", "dropped", "three", "count"]
+    assert found["sent"] == [
+        {"id": 1, "question": {"seq": 3}}, {"id": 2, "question": {"seq": 3}}, {"id": 3, "question": {"seq": 4}},
+        "progress 5",
+    ]  # fmt: skip
+    assert found["late"] == "broken"
 
 
 def test_npm_fills_the_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +216,7 @@ def test_npm_fills_the_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     package = Package("thing", "1.0", sha256, {"a.js": hashlib.sha256(b"a").hexdigest()})
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("FLOPCALC_CACHE", str(tmp_path / "cache"))
-    make_npm(tmp_path, f'echo "$@" >> {tmp_path}/log; cp {tmp_path}/source.tgz "$5/thing-1.0.tgz"')
+    make_tool(tmp_path, "npm", f'echo "$@" >> {tmp_path}/log; cp {tmp_path}/source.tgz "$5/thing-1.0.tgz"')
     folder = Path(find_package(package))
     assert [path.name for path in folder.iterdir()] == ["a.js"]
     assert find_package(package) == str(folder)
@@ -162,7 +226,7 @@ def test_npm_fills_the_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (Path(find_package(package)) / "a.js").read_text() == "a"
     with pytest.raises(FlopcalcError, match=r"has SHA-256 .* not 00: it is not used"):
         find_package(package._replace(sha256="00", version="1.1"))
-    make_npm(tmp_path, "echo 'npm error 404 not found' >&2; exit 1")
+    make_tool(tmp_path, "npm", "echo 'npm error 404 not found' >&2; exit 1")
     with pytest.raises(FlopcalcError, match=r"npm pack thing@1.2 failed: npm error 404 not found"):
         find_package(package._replace(version="1.2"))
 

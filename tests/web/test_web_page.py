@@ -7,7 +7,9 @@ import contextlib
 import io
 import json
 import shlex
+import shutil
 import struct
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +127,15 @@ def make_png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
+def test_python_is_compiled_where_node_is(site: Path) -> None:
+    """The zip of the tested Pyodide holds compiled files alone: the first answer comes sooner."""
+    with zipfile.ZipFile(site / "flopcalc.zip") as archive:
+        names = archive.namelist()
+    if shutil.which("node") is not None:
+        assert "flopcalc/web/answers.pyc" in names
+        assert not [name for name in names if name.endswith(".py")]
+
+
 def test_default_question(page: Watched) -> None:
     page.wait_for_total(89_406_346_100_736)
     page.page.locator("#status").filter(has_text="Ready").wait_for()
@@ -183,6 +194,28 @@ def test_dropped_config_and_its_link(page: Watched, context: Any, tmp_path: Path
     other.wait_for_total(total)
     assert other.problems == []
     other.page.close()
+
+
+def test_dropped_folder_with_its_processor(page: Watched, context: Any, tmp_path: Path, capsys: Capture) -> None:
+    """A real folder, by the browser's own drag and drop: the processor's file says how an image is cut."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    config = {"model_type": "qwen2_vl", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 160,
+              "vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64}}  # fmt: skip
+    processor = {"min_pixels": 3136, "max_pixels": 28 * 28 * 16, "patch_size": 14, "merge_size": 2,
+                 "temporal_patch_size": 2, "image_processor_type": "Qwen2VLImageProcessor"}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
+    (folder / "README.md").write_text("not read", encoding="utf-8")
+    page.open("text=32&image=640x480")
+    session = context.new_cdp_session(page.page)
+    data = {"items": [], "files": [str(folder)], "dragOperationsMask": 1}
+    for kind in ("dragEnter", "dragOver", "drop"):
+        session.send("Input.dispatchDragEvent", {"type": kind, "x": 300, "y": 300, "data": data})
+    printed = run_line(capsys, f"flopcalc estimate {folder} --text 32 --image 640x480")
+    assert printed["workload"]["visual_tokens"] <= 16
+    page.wait_for_total(printed["flops"]["total"])
 
 
 def test_bad_config_has_the_command_lines_error(page: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +351,10 @@ def test_keyboard_and_languages(page: Watched) -> None:
     page.page.wait_for_url("**/#*lang=zh*")
     page.page.select_option("#language", "en")
     page.page.locator("#tab-time").filter(has_text="Time").wait_for()
+    page.open("lang=zh")  # a language alone: the default question
+    page.wait_for_total(89_406_346_100_736)
+    page.open("lang=en")
+    page.page.locator("#tab-time").filter(has_text="Time").wait_for()
 
 
 @pytest.mark.parametrize("width", [360, 768, 1920])
@@ -329,14 +366,19 @@ def test_nothing_runs_over_the_edge(page: Watched, width: int) -> None:
         page.page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(page: Watched, scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "language", "width"),
+    [("light", "en", 1280), ("dark", "zh", 390), ("light", "zh", 1920), ("dark", "en", 390)],
+)
+def test_axe_finds_nothing_serious(page: Watched, scheme: str, language: str, width: int) -> None:
     folder = find_locked(str(Path(__file__).with_name("axe.lock.json")))
     page.page.emulate_media(color_scheme=scheme)
+    page.page.set_viewport_size({"width": width, "height": 900})
     page.page.evaluate(Path(folder, "axe.min.js").read_text(encoding="utf-8"))
     for view, state in VIEWS.items():
-        page.open(state)
+        page.open(f"{state}&lang={language}")
         page.wait_for_view(view)
+        assert page.page.evaluate("() => document.documentElement.lang.slice(0, 2)") == language
         found = page.page.evaluate("async () => (await axe.run()).violations")
         serious = [
             (each["id"], [node["html"][:200] for node in each["nodes"]])
@@ -345,6 +387,7 @@ def test_axe_finds_nothing_serious(page: Watched, scheme: str) -> None:
         ]
         assert serious == [], view
     page.page.emulate_media(color_scheme="light")
+    page.page.select_option("#language", "en")
 
 
 def test_answer_stands_before_python(site: Path, opened: Watched, context: Any) -> None:

@@ -11,7 +11,7 @@ from flopcalc.cli.options.counting import is_given
 launch_option = click.option(
     "--launch", multiple=True, metavar="FILE",
     help="A launch file: axolotl, LLaMA-Factory, ms-swift, TRL or accelerate YAML, torchtitan TOML, HF "
-    "TrainingArguments JSON; repeatable. Options given beside it win.",
+    "TrainingArguments JSON; repeatable. Other options win over it.",
 )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ input_options = (
     click.option("--image-grid", multiple=True, metavar="T,H,W", help="An image per sample, in patches."),
     click.option(
         "--video", multiple=True, metavar="[WxH:]30s@2fps|WxHxFRAMES",
-        help="A video per sample, sampled at so many frames per second or as frames; repeatable.",
+        help="A video per sample: seconds and frames per second, or a number of frames; repeatable.",
     ),
     click.option("--video-grid", multiple=True, metavar="T,H,W", help="A video per sample, in patches."),
     click.option("--audio", multiple=True, metavar="SECONDS", help="A clip of audio per sample; repeatable."),
@@ -85,7 +85,7 @@ trained_options = (
     click.option(
         "--lora",
         metavar="r=16,targets=q_proj+v_proj",
-        help="LoRA as PEFT applies it; save=… trains modules beside it, dtype=bf16 keeps adapters in bf16.",
+        help="LoRA as PEFT applies it; save=… also trains these modules, dtype=bf16 keeps adapters in bf16.",
     ),
 )
 # What numbers are: the config says it without these.

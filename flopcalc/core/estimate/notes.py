@@ -74,8 +74,8 @@ def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
         }
         if found:
             notes.append(
-                f"weights in {', '.join(sorted(found))} do not train themselves: --lora trains adapters beside them, "
-                "--weights bf16 counts plain training"
+                f"weights in {', '.join(sorted(found))} do not train themselves: --lora trains adapters on top of "
+                "them, --weights bf16 counts plain training"
             )
     is_float = formats.adapter == "fp32" != formats.model and not (formats.autocast or formats.compute)
     if recipe.lora is not None and is_float and load.phase == "train":

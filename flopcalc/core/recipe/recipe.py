@@ -76,7 +76,7 @@ class Recipe:
         put(self, "train_only", _patterns(self.train_only, "train_only"))
         if self.lora is not None and self.train_only:
             raise RecipeError(
-                "train-only contradicts lora, which trains its adapters alone: name modules to train beside them in "
+                "train-only contradicts lora, which trains its adapters alone: name modules to train as well in "
                 "lora's save=, or freeze some adapters with freeze"
             )
         check_clipping(self.clipping, self.recompute)
@@ -122,7 +122,7 @@ def join_recipe(
     if not given:
         return recipe
     if recipe is not None and not isinstance(recipe, Mapping):
-        raise RecipeError(f"{' and '.join(given)} beside a Recipe: say it in make_recipe()")
+        raise RecipeError(f"{' and '.join(given)} together with a Recipe: give it to make_recipe() instead")
     doubled = [key for key in given if key in (recipe or {})]
     if doubled:
         raise RecipeError(f"{doubled[0]} is given twice, by itself and in the recipe: give it once")

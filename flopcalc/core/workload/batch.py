@@ -75,7 +75,7 @@ def read_batch(
     documents, layout = _read_layout(batch, rows, seq, is_readable, notes)
     images = grids[0]
     if batch.get("pixel_values_videos") is not None and not grids[1]:
-        raise WorkloadError("pixel_values_videos need video_grid_thw beside them")
+        raise WorkloadError("pixel_values_videos need video_grid_thw too")
     if logits is None and type(batch.get("logits_to_keep")) is int and batch["logits_to_keep"] > 0:
         logits = check_size(batch["logits_to_keep"], "logits_to_keep")
     pixels = batch.get("pixel_values")
@@ -242,7 +242,7 @@ def _count_images(pixels: Any) -> int:
         return int(shape[0])
     if len(shape) in (5, 6):
         return int(shape[0]) * int(shape[1])  # of six, the third counts an image's tiles
-    raise WorkloadError(f"pixel_values of shape {tuple(shape)} need image_grid_thw beside them")
+    raise WorkloadError(f"pixel_values of shape {tuple(shape)} need image_grid_thw too")
 
 
 def _shape(value: Any) -> Sequence[int]:

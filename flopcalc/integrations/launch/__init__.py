@@ -95,7 +95,7 @@ class Applied(NamedTuple):
         )
         notes = [f"taken from {files}: {taken or 'nothing'}"]
         if self.report["overridden"]:
-            notes.append(f"given beside the launch file, so not taken from it: {', '.join(self.report['overridden'])}")
+            notes.append(f"overridden, so not taken from the launch file: {', '.join(self.report['overridden'])}")
         if self.report["not_understood"]:
             notes.append(f"not understood in the launch file: {', '.join(self.report['not_understood'])}")
         return notes
@@ -129,7 +129,7 @@ def apply_launch(
         taken["model"] = _find_preset(taken["model"])
     own = model if model is not None else taken["model"].value if "model" in taken else None
     if own is None:
-        raise ConfigError(f"{', '.join(found.files)}: no model in it that is known here; give one beside --launch")
+        raise ConfigError(f"{', '.join(found.files)}: no known model in it; name the model yourself")
     if "freeze" in taken and bind(own, download="download" in given).vision is None:
         del taken["freeze"]  # of towers that a text model has not
     overridden = [

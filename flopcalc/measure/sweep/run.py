@@ -213,4 +213,6 @@ def save_results(path: str, rows: Sequence[Json]) -> None:
         write_whole(path, text)
     except OSError as error:
         what = "disk full" if error.errno == errno.ENOSPC else error.strerror
-        raise SweepError(f"{path}: {what}; what was measured is in the journal beside it, run again to go on") from None
+        raise SweepError(
+            f"{path}: {what}; the results so far are in the journal next to it: run again to continue"
+        ) from None

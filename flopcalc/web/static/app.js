@@ -41,7 +41,10 @@ async function main() {
   ]);
   data = choices;
   state = saved ?? makeState(data.default.setup);
-  if (!saved) counted = [first];
+  // An address may name a view or a language alone: the default question is asked.
+  const isDefault = !Object.keys(state.setups[0]).length;
+  if (isDefault) state.setups[0] = { ...data.default.setup };
+  if (!saved || isDefault) counted = [first];
   showTheme(localStorageGet("theme"));
   await load(choose(state.lang || localStorageGet("lang")));
   buildPage();
@@ -133,7 +136,7 @@ function listeners() {
   find("theme").addEventListener("click", switchTheme);
   find("form").addEventListener("submit", (event) => event.preventDefault());
   addEventListener("hashchange", async () => {
-    const found = await read(location.hash.slice(1), {});
+    const found = await read(location.hash.slice(1), data?.default.setup ?? {});
     if (!found || (await write(found)) === (await write(state))) return;
     const language = state.lang;
     state = { ...found, active: 0 };

@@ -27,7 +27,7 @@ async function start() {
     const folder = `${HOME}/${name.slice(0, name.lastIndexOf("/"))}`;
     if (!folders.has(folder)) python.FS.mkdirTree(folder);
     folders.add(folder);
-    python.FS.writeFile(`${HOME}/${name}`, data);
+    python.FS.writeFile(`${HOME}/${name}`, data, { canOwn: true }); // a view of the archive, not a copy
   }
   const unpacked = performance.now();
   python.runPython(`

@@ -241,7 +241,7 @@ def test_unknown_blocks_are_refused() -> None:
 def test_a_prediction_is_marked_as_of_operators_that_were_not_recorded() -> None:
     found = predict("dit-xl-2-256", device="h200", images=[(256, 256)], sampling_steps=2)
     assert 0 < found.step_time_s.low < found.step_time_s.mid < found.step_time_s.high
-    assert "operators of DiTTransformer2DModel were not recorded: those of llama stand in" in found.notes
+    assert "operators of DiTTransformer2DModel were not recorded: those of llama are used" in found.notes
     assert found.memory is None
 
 

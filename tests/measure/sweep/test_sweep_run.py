@@ -192,7 +192,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(SweepError, match="disk full; what was measured is in the journal beside it"):
+    with pytest.raises(SweepError, match="disk full; the results so far are in the journal next to it"):
         save_results(str(path), [{"a": 2}])
     assert path.read_text() == '{"a": 1}\n'
 
