@@ -139,6 +139,7 @@ def test_python_is_compiled_where_node_is(site: Path) -> None:
 def test_default_question(page: Watched) -> None:
     page.wait_for_total(89_406_346_100_736)
     page.page.locator("#status").filter(has_text="Ready").wait_for()
+    assert "weights 15.44 GiB in bf16" in page.page.locator("#headline").inner_text()
 
 
 @pytest.mark.parametrize("view", VIEWS)

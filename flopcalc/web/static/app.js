@@ -6,7 +6,7 @@ import { copy, savePng, saveSvg, saveText, tablesToCsv } from "./exports.js";
 import { fetchHub, listDropped, readFiles } from "./files.js";
 import { Form } from "./form.js";
 import { choose, LANGUAGES, load, t, translatePage } from "./i18n.js";
-import { exact, flops } from "./numbers.js";
+import { add, bytes, exact, flops } from "./numbers.js";
 import { makeState, read, VIEWS, write } from "./state.js";
 import * as conventions from "./views/conventions.js";
 import * as flopsView from "./views/flops.js";
@@ -416,6 +416,7 @@ function renderHeadline() {
       h("p", {}, `${answer.work}: ${flops(estimate.flops.total)}; ${t("column.forward")} ${exact(estimate.flops.forward)}, ${t("column.backward")} ${exact(estimate.flops.backward)}`,
         estimate.flops.recompute ? `, ${t("column.recompute")} ${exact(estimate.flops.recompute)}` : ""),
       h("p", { class: "minor" }, t("headline.parameters", { total: exact(estimate.parameters.total), trainable: exact(estimate.parameters.trainable) }),
+        ` · ${t("headline.weights", { size: bytes(add(...estimate.formats.weights.flatMap((each) => [each.bytes, each.scale_bytes]))), format: estimate.formats.weights.map((each) => each.format).join(" + ") })}`,
         ` · ${t("headline.convention", { name: estimate.convention })}`, pictures ? ` · ${pictures}` : ""));
   });
   const root = find("headline");
