@@ -7,6 +7,7 @@ from typing import Any
 
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.utilization import Utilization
+from flopcalc.core.recipe.numbers import ASSUMED
 from flopcalc.grids import format_grid, wrap
 from flopcalc.units import format_bytes, format_flops, format_parameters, format_rate
 from flopcalc.words import CONVENTIONS
@@ -117,7 +118,8 @@ def _describe_weights(estimate: Estimate) -> str:
     if scales:
         parts.append(f"{format_bytes(scales)} of scales and zero points")
     whole = f"{format_bytes(sum(each.total_bytes for each in held))}: " if len(parts) > 1 else ""
-    return f"{whole}{', '.join(parts)} ({estimate.terms[0].estimator.formats.source})"
+    source = estimate.terms[0].estimator.formats.source.replace(ASSUMED, "assumed: not in the config")
+    return f"{whole}{', '.join(parts)} ({source})"
 
 
 def _style(is_markdown: bool) -> str:

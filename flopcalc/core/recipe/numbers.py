@@ -23,7 +23,7 @@ from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.errors import ConfigError, RecipeError
 
 _HALF = ("bf16", "fp16")
-ASSUMED = "assumed: not in the config"
+ASSUMED = "assumed, for nothing says it"  # a value of the JSON: programs may compare it
 
 
 class Numbers(NamedTuple):
