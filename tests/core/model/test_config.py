@@ -170,7 +170,7 @@ def test_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = load_config("org/name", download=True)
     assert (source.name, source.config, source.reference) == ("org/name", LLAMA, "downloaded from org/name")
     assert source.preprocessor == source.video_preprocessor == {"min_pixels": 3}
-    names = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+    names = ("config.json", "processor_config.json", "video_preprocessor_config.json")
     assert asked == [("org/name", name) for name in names]
 
     def fail(hub_id: str, name: str) -> str:
@@ -318,7 +318,7 @@ def test_mistyped_key(key: str, value: Any) -> None:
 @pytest.mark.parametrize("value", ["false", "no", 0.0, [], {}])
 @pytest.mark.parametrize("key", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
 def test_mistyped_flag(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match="neither true nor false"):
+    with pytest.raises(ConfigError, match="must be true or false"):
         bind({**LLAMA, key: value})
 
 
@@ -326,10 +326,9 @@ def test_mistyped_flag(key: str, value: Any) -> None:
     ("config", "words"),
     [
         ({**LLAMA, "max_position_embeddings": "x"}, "max_position_embeddings must be a whole number, not 'x'"),
-        ({**LLAMA, "num_attention_heads": 0}, "divides by zero"),
+        ({**LLAMA, "num_attention_heads": 0}, "hidden_size must be a multiple of num_attention_heads"),
         ({**LLAMA, "model_type": "gemma2", "layer_types": ["x"]}, "layer_types holds 'x', which HF does not know"),
         ({**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
-        ({**LLAMA, "model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (
             {**LLAMA, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
             | {"num_experts_per_tok": 8},
