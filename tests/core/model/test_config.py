@@ -170,7 +170,7 @@ def test_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = load_config("org/name", download=True)
     assert (source.name, source.config, source.reference) == ("org/name", LLAMA, "downloaded from org/name")
     assert source.preprocessor == source.video_preprocessor == {"min_pixels": 3}
-    names = ("config.json", "processor_config.json", "video_preprocessor_config.json")
+    names = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
     assert asked == [("org/name", name) for name in names]
 
     def fail(hub_id: str, name: str) -> str:
