@@ -76,7 +76,7 @@ def test_shares(share: Any) -> None:
     ("arguments", "error", "words"),
     [
         ({"lora": LORA, "recipe": {"lora": LORA}}, RecipeError, "lora is given twice"),
-        ({"recompute": "full", "recipe": make_recipe()}, RecipeError, "say it in make_recipe"),
+        ({"recompute": "full", "recipe": make_recipe()}, RecipeError, "give it to make_recipe"),
         ({"grad_accum": 0}, WorkloadError, "grad_accum must be at least 1"),
         ({"grad_accum": 2, "phase": "forward"}, WorkloadError, "grad_accum belongs to phase train, not forward"),
         ({"images": [(10, 10)]}, WorkloadError, "is a text model: it takes no images"),

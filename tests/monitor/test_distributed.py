@@ -277,7 +277,7 @@ HEAVY = pytest.mark.heavy
 @pytest.mark.parametrize(
     ("config", "sizes", "lengths", "batches"),
     [
-        pytest.param(CONFIG, {"tp_size": 2}, (16, 16), (16,), id="tensor"),
+        pytest.param(CONFIG, {"tp_size": 2}, (16, 16), (16,), id="tensor", marks=HEAVY),
         pytest.param(CONFIG, {"fsdp_size": 2}, (8, 16), (8, 16), id="fsdp", marks=HEAVY),
         pytest.param(
             CONFIG, {"fsdp_size": 2, "tp_size": 2}, (8, 8, 16, 16), (8, 16), id="fsdp and tensor", marks=HEAVY
@@ -603,6 +603,7 @@ def train_on_rank_0_only(talk: Talk, store: Any, folder: str) -> Outcome:  # noq
     return Outcome(*losses, {}, [])
 
 
+@pytest.mark.heavy
 def test_a_monitor_on_rank_0_only(tmp_path: Path) -> None:
     with run_ranks(2, train_on_rank_0_only, str(tmp_path)) as ranks:
         first, other = [rank.hear() for rank in ranks]

@@ -111,7 +111,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "kind", mark_heavy(KINDS, ["accumulation with a rest", "packing", "images, accumulated", "LoRA"])
+    "kind", mark_heavy(KINDS, ["packing", "images, accumulated"])
 )
 def test_flops_of_every_step_are_those_of_its_batches_and_training_is_unchanged(kind: str, tmp_path: Path) -> None:
     given = dict(KINDS[kind])

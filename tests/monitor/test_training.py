@@ -424,8 +424,8 @@ def test_every_size_of_a_module_without_a_formula_is_counted(mode: str, tmp_path
     ("dtype", "settings", "expected"),
     [
         (torch.bfloat16, {}, ("bf16", 989.4e12)),
-        (torch.float32, {}, (None, None)),
-        (torch.float32, {"dtype": "tf32"}, ("tf32", 494.7e12)),
+        pytest.param(torch.float32, {}, (None, None), marks=pytest.mark.heavy),
+        pytest.param(torch.float32, {"dtype": "tf32"}, ("tf32", 494.7e12), marks=pytest.mark.heavy),
     ],
 )
 def test_the_dtype_of_a_compiled_model_is_its_weights_or_asked_for(
@@ -863,7 +863,7 @@ def test_many_equal_steps_are_exact_one_by_one(tmp_path: Path, clock: Clock) -> 
     assert {record["perf/model_flops"] for record in records} == {count(model, batch)}
 
 
-@pytest.mark.parametrize("mode", ["estimate", "smart"])
+@pytest.mark.parametrize("mode", mark_heavy(["estimate", "smart"], ["estimate"]))
 @pytest.mark.parametrize("seed", mark_heavy(range(4), [0]))
 def test_whatever_a_loop_does_every_step_has_its_time_and_its_flops(
     mode: str, seed: int, tmp_path: Path, clock: Clock

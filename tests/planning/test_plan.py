@@ -279,7 +279,7 @@ def test_scans_are_said(model: str, is_said: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        ({}, "assumed: fused kernels, no waiting for the host, gradients reduced while backward runs"),
+        ({}, "assumed: fused kernels, no waiting for the CPU, gradients reduced while backward runs"),
         ({"execution": "eager"}, "assumed: HF's eager code with its host time"),
         ({"execution": "graphs"}, "assumed: HF's code under torch.compile, replayed as CUDA graphs"),
         ({"optimizer": "adamw-master"}, "fp32 gradients and Adam (18 bytes per trained parameter before ZeRO)"),

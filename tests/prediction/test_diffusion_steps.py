@@ -32,5 +32,5 @@ def test_measured_steps_lie_in_their_intervals(name: str, row: dict[str, object]
 def test_recorded_denoisers_borrow_nothing(model: str, parts: str | None, is_recorded: bool) -> None:
     found = predict(model, device="h200", images=[(1024, 1024)], sampling_steps=2, parts=parts)
     assert found.evidence["operators_recorded"] is is_recorded
-    assert any("those of llama stand in" in note for note in found.notes) is not is_recorded
+    assert any("those of llama are used" in note for note in found.notes) is not is_recorded
     assert not any("has no" in note for note in found.notes)

@@ -67,7 +67,7 @@ def test_predictions_are_of_this_host(folder: Path) -> None:
     assert found.device_s == before.device_s
     assert found.evidence["host_factor"]["train"] == pytest.approx(2)
     assert before.evidence["host_factor"] is None
-    assert "host time is of this machine's CPU, 2.00 times the measured one's (2026-11-16)" in found.notes
+    assert "host time is scaled to this machine's CPU: 2.00 × the calibrated host (2026-11-16)" in found.notes
     widths = [(each.step_time_s.mid - each.step_time_s.low) / each.step_time_s.mid for each in (before, found)]
     assert widths[0] - widths[1] == pytest.approx(0.4 - 0.3)
 

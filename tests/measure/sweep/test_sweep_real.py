@@ -11,6 +11,7 @@ from flopcalc.cli import main
 from flopcalc.measure.sweep.matrix import TRAINERS
 
 
+@pytest.mark.heavy
 def test_one_trainer_in_a_process_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logs, runs = tmp_path / "logs", tmp_path / "runs"
     words = ["--trainer", "DPGhostClippingTrainer", "--batch-size", "2", "--seq-len", "8", "--model-size", "tiny"]
