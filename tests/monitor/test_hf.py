@@ -110,9 +110,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kind", mark_heavy(KINDS, ["packing", "images, accumulated"])
-)
+@pytest.mark.parametrize("kind", mark_heavy(KINDS, ["packing", "images, accumulated"]))
 def test_flops_of_every_step_are_those_of_its_batches_and_training_is_unchanged(kind: str, tmp_path: Path) -> None:
     given = dict(KINDS[kind])
     make = given.pop("model", make_llama)

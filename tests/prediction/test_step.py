@@ -979,7 +979,7 @@ def test_near_balance_the_interval_holds_a_faster_host() -> None:
         ("llama-3.1-8b", {"seq_len": 2048}, []),
         ("llama-3.2-1b", {"seq_len": 16384}, []),  # twice the longest that was measured
         ("llama-3.2-1b", {"seq_len": 16385, "phase": "prefill"}, ["attention over 16,385 keys is more"]),
-        ("llama-3.2-1b", {"phase": "decode", "seq_len": 1, "context": 10**7}, ["attention over 10,000,001 keys is more"]),
+        ("llama-3.2-1b", {"phase": "decode", "seq_len": 1, "context": 10**7}, ["attention over 10,000,001 keys is"]),
         ("llama-3.1-405b", {"seq_len": 8192, "batch_size": 64}, ["86 % of the GPU time is in kernel sizes far"]),
         ("mixtral-8x7b", {"seq_len": 2048, "batch_size": 4}, []),  # experts: timed by themselves at such sizes
         ("opt-13b", {"seq_len": 104, "phase": "prefill"}, []),  # the host bounds it: what the device does is aside
