@@ -135,6 +135,7 @@ def test_what_is_not_counted_or_measured_is_noted(model: str, note: str) -> None
     assert output.count(note) == 1
 
 
+@pytest.mark.heavy
 def test_encoder_and_decoder() -> None:
     given = ["--model", "t5-v1.1-xl", "--tokens", "1B", "--device", "h200", "--gpus", "8", "--tp", "1", "--pp", "1,2"]
     result = invoke(*given, "--seq", "512", "--decoder-seq", "128", "--virtual", "1", "--zero", "1")

@@ -501,6 +501,7 @@ def is_scope(scope: str) -> Callable[[dict[str, Any]], bool]:
     return lambda metrics: bool(metrics["perf/scope"] == scope)
 
 
+@pytest.mark.heavy
 def test_a_rank_hangs_and_comes_back_another_dies(tmp_path: Path) -> None:
     with run_crew(3, tmp_path, timeout_s=2.0) as crew:
         found = crew.train({0, 1, 2}, is_scope("all 3 ranks"))

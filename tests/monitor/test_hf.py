@@ -152,7 +152,7 @@ def test_on_a_gpu(kind: str, tmp_path: Path) -> None:
     assert logged == [line["perf/mfu"] for line in steps]
 
 
-@pytest.mark.parametrize("mode", mark_heavy(["smart", "profiler", "hybrid"], ["hybrid"]))
+@pytest.mark.parametrize("mode", mark_heavy(["smart", "profiler", "hybrid"]))
 def test_measuring_changes_nothing_either(mode: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     plain = make_trainer(tmp_path / "plain", attention_dropout=0.1)
     plain.train()
@@ -314,6 +314,7 @@ def test_time_of_evaluation_and_checkpoints_is_lost_and_in_no_step(
     assert goodput["elapsed_s"] == 10_604
 
 
+@pytest.mark.heavy
 def test_resume_goes_on_with_the_numbers(tmp_path: Path) -> None:
     make_trainer(tmp_path, FlopcalcCallback(CONFIG), max_steps=4, save_strategy="steps", save_steps=2).train()
     model = make_llama()
@@ -424,6 +425,7 @@ def test_a_copy_in_the_midst_of_training_is_idle(tmp_path: Path) -> None:
     assert [line["global_step"] for line in read_log(tmp_path / "flopcalc.jsonl")] == [1]
 
 
+@pytest.mark.heavy
 def test_a_model_made_anew_for_each_training_is_followed(tmp_path: Path) -> None:
     """As in a hyperparameter search: every trial has its own model."""
     callback = FlopcalcCallback(CONFIG)

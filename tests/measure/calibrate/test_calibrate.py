@@ -113,6 +113,7 @@ def test_a_run_that_measures_nothing_leaves_the_table_as_it_is(fake: Path) -> No
     assert read(str(path)) == whole
 
 
+@pytest.mark.heavy
 def test_a_table_without_a_row_is_not_written(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(fake / "out")
     words = ["--suite", "test", "--out", out, "--tables", "fake"]
@@ -132,6 +133,7 @@ def test_a_table_without_a_row_is_not_written(fake: Path, capsys: pytest.Capture
     assert path.read_bytes() == before
 
 
+@pytest.mark.heavy
 def test_check_holds_or_says_what_does_not(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(fake / "out")
     calibrate("test", out, tables=["fake"])

@@ -107,6 +107,7 @@ def test_decode(config: dict[str, Any], context: int) -> None:
     compare(config, batch_size=2, seq_len=7, phase="decode", context=context)
 
 
+@pytest.mark.heavy
 def test_recipes() -> None:
     compare(DENSE, {"freeze": ["model.layers.0"]}, batch_size=2, seq_len=11)
     compare(DENSE, {"lora": {"r": 4, "targets": ["q_proj", "down_proj"]}}, batch_size=2, seq_len=11)
