@@ -124,7 +124,8 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
     for key, inner in rules.get("inner", {}).items():
         if isinstance(value := config.get(key), Mapping):
             own = value.get("model_type") or inner[1:] if inner.startswith("*") else inner
-            check_config(value, f"{where}: {key}", own)
+            classes = value.get("architectures") or config.get("architectures")  # that build this part, or do not
+            check_config({**value, "architectures": classes}, f"{where}: {key}", own)
 
 
 def _names_class(config: Mapping[str, Any], endings: Iterable[str]) -> bool:
