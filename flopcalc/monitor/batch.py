@@ -291,6 +291,12 @@ def copy_value(value: Any) -> Any:
     return value.copy() if hasattr(value, "copy") else value
 
 
+def count_scored(batch: Mapping[Any, Any]) -> int | None:
+    """How many logits a head forms that forms them where there are labels alone; this waits for the device."""
+    head = _take_head(batch, None, None) if batch.get(_FUSED) else None
+    return int((_cut_labels(head) != _IGNORED).sum()) if head is not None and head.is_compact else None
+
+
 def _take_head(batch: Mapping[str, Any], fetcher: Fetcher | None, holder: Any) -> Head | None:
     """Labels decide where the head forms logits."""
     name = next((each for each in _SCORED if batch.get(each) is not None), None)
@@ -307,13 +313,18 @@ def _take_head(batch: Mapping[str, Any], fetcher: Fetcher | None, holder: Any) -
     return Head(labels, name == "shift_labels", is_compact)
 
 
+def _cut_labels(head: Head) -> Any:
+    """The labels that logits are scored with."""
+    given = read_held("labels", head.labels)
+    return given if head.is_shifted else given[:, 1:]
+
+
 def _count_head(estimator: Estimator, load: Workload, convention: str, head: Head) -> dict[str, Flops]:
     """FLOPs where the head forms as many logits as it needs (model), or as it does (full, hardware).
 
     FLOPs are linear in the logits, so two counts tell what one of them costs.
     """
-    given = read_held("labels", head.labels)
-    labels = given if head.is_shifted else given[:, 1:]
+    labels = _cut_labels(head)
     needed = int((labels != _IGNORED).sum())
     formed = needed if convention == "model" or head.is_compact else labels.shape[0] * labels.shape[1]
     counting = "model" if convention == "model" else "full"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.core.model.live import strip
 from flopcalc.errors import FlopcalcError
+from flopcalc.monitor.batch import count_scored
 from flopcalc.monitor.place import allows_tf32 as _allows_tf32
 
 _KEPT = 256  # counts of copies that are kept
@@ -250,8 +251,8 @@ def _describe_state(module: Any) -> Hashable:
 
 
 def sign(batch: Mapping[Any, Any]) -> Hashable:
-    """What decides a batch's FLOPs when every pair counts: shapes, the sizes of images, and options."""
-    parts: list[Hashable] = []
+    """What decides a batch's FLOPs when every pair counts: shapes, the sizes of images, scored labels, options."""
+    parts: list[Hashable] = [count_scored(batch)]
     for name, value in batch.items():
         shape = getattr(value, "shape", None)
         if isinstance(value, Mapping):

@@ -9,12 +9,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flopcalc.errors import WorkloadError
 from flopcalc.measure.counters.flop_counter import Counted, count_flops
 from flopcalc.measure.hf.models import floats_on_meta
 from flopcalc.measure.trace.meta import unwrap
+from flopcalc.measure.trace.rebind import rebind
 
 __all__ = ["copy_to_meta", "count_copy", "keep_hooks", "run_counted", "set_eager"]
 
@@ -35,10 +38,11 @@ def copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
     memo: dict[int, Any] = {}
     for each in module.modules():
         keep_hooks(each, memo)
-        for leaf in torch.utils._pytree.tree_leaves(list(vars(each).values())):
+        for leaf in tree_leaves(list(vars(each).values())):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
                 memo[id(leaf)] = _make_twin(leaf)
     made = copy.deepcopy(module, memo)
+    rebind(made, memo)
     set_eager(made)
     return made
 
@@ -77,14 +81,25 @@ def _make_twin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what talks to other ranks: they do not run this step, and would never answer."""
+    """Refuses what leaves the copy: other ranks do not run this step, and the live model's gradients are not ours."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if "c10d" in func.namespace:
             raise WorkloadError(f"its forward pass talks to other ranks ({func})")
+        if any(_is_live(leaf) for leaf in tree_leaves((args, kwargs))):
+            raise WorkloadError("its forward pass takes weights of the live model, not of the copy")
         return func(*args, **(kwargs or {}))
+
+
+def _is_live(value: Any) -> bool:
+    """A parameter with values: of a copy's parameters integers alone have some."""
+    return (
+        isinstance(value, torch.nn.Parameter)
+        and value.is_floating_point()
+        and not (value.is_meta or isinstance(value, FakeTensor))
+    )
 
 
 def count_copy(made: torch.nn.Module, batch: Mapping[str, Any], phase: str = "train") -> Counted:
@@ -112,7 +127,7 @@ def run_counted(
     try:
         with (
             torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False),
-            _Alone(), without_memory,  # type: ignore[no-untyped-call]
+            without_memory, _Alone(),  # type: ignore[no-untyped-call]
         ):  # fmt: skip
             return count_flops(made, run)
     finally:
@@ -124,7 +139,7 @@ def _add_outputs(out: Any) -> torch.Tensor:
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return loss
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
     sums = [leaf.sum() for leaf in leaves if leaf.requires_grad]
     if not sums:
         raise WorkloadError("nothing in the module's output has a gradient")

@@ -16,6 +16,8 @@ from flopcalc.errors import WorkloadError
 from flopcalc.measure.counters.flop_counter import Counted
 from flopcalc.measure.hf.models import MAKES_LIKE, MAKES_STORAGE, make_balanced, make_positions
 from flopcalc.measure.trace.copies import keep_hooks, run_counted, set_eager
+from flopcalc.measure.trace.kernels import without_kernels
+from flopcalc.measure.trace.rebind import rebind
 
 __all__ = ["FakeCopy"]
 
@@ -31,7 +33,7 @@ class FakeCopy:
             raise WorkloadError("its parameters are sharded (DTensor): a rank holds no whole model to copy")
         first = next(module.parameters(), None)
         self.device = torch.device("cpu") if first is None or first.is_meta else first.device
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = _OwnDevice(allow_non_fake_inputs=True)
         memo: dict[int, Any] = {}
         for each in module.modules():
             keep_hooks(each, memo)
@@ -39,6 +41,7 @@ class FakeCopy:
                 if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
                     memo[id(leaf)] = self._make_twin(leaf)
         self.module = copy.deepcopy(module, memo)
+        rebind(self.module, memo)
         set_eager(self.module)
 
     def _make_twin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -54,7 +57,17 @@ class FakeCopy:
 
     def count(self, batch: Mapping[str, Any], phase: str = "train") -> Counted:
         """One call with its own arguments: floats from make_float, integers on the host."""
-        return run_counted(self.module, batch, phase, _FloatsFake(self._mode, self.device))
+        with without_kernels():
+            return run_counted(self.module, batch, phase, _FloatsFake(self._mode, self.device))
+
+
+class _OwnDevice(FakeTensorMode):
+    """FakeTensors on a device that is there, the host among them."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """torch 2.11, built for CUDA, else crashes in a thread where no GPU is visible."""
+        return False
 
 
 class _FloatsFake(TorchDispatchMode):  # type: ignore[no-untyped-call]
