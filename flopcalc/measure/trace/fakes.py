@@ -61,7 +61,7 @@ class FakeCopy:
             return run_counted(self.module, batch, phase, _FloatsFake(self._mode, self.device))
 
 
-class _OwnDevice(FakeTensorMode):
+class _OwnDevice(FakeTensorMode):  # type: ignore[no-untyped-call]
     """FakeTensors on a device that is there, the host among them."""
 
     @property
