@@ -57,6 +57,8 @@ def test_a_gguf_file_is_counted_from_its_header(tmp_path: Path) -> None:
     found = estimate_flops(str(path), seq_len=8)
     assert (found.total, found.parameters) == (lambda e: (e.total, e.parameters))(estimate_flops(LLAMA, seq_len=8))
     assert any("GGUF" in note and "Q8_0" in note for note in found.notes)
+    blocks = next(each for each in found.weights if each.format == "q8_0")
+    assert blocks.total_bytes * 32 == blocks.parameters * 34
     assert estimate_flops(str(tmp_path), seq_len=8).total == found.total
     write_gguf(path, HEADER, {"token_embd.weight": ((64, 100), 1)})
     assert estimate_flops(str(path), seq_len=8).parameters["total"] == found.parameters["total"] - 6400

@@ -319,6 +319,20 @@ def test_the_file_is_whole() -> None:
     assert parse_stored("nf4-g128", "x").flat == 128
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers", "size"),  # bytes of one block: GGML_QUANT_SIZES of llama.cpp
+    [
+        ("q4_0", 32, 18), ("q4_1", 32, 20), ("q5_0", 32, 22), ("q5_1", 32, 24), ("q8_0", 32, 34), ("q2_k", 256, 84),
+        ("q3_k", 256, 110), ("q4_k", 256, 144), ("q5_k", 256, 176), ("q6_k", 256, 210), ("q8_k", 256, 292),
+        ("iq1_s", 256, 50), ("iq1_m", 256, 56), ("iq2_xxs", 256, 66), ("iq2_xs", 256, 74), ("iq2_s", 256, 82),
+        ("iq3_xxs", 256, 98), ("iq3_s", 256, 110), ("iq4_nl", 32, 18), ("iq4_xs", 256, 136), ("tq1_0", 256, 54),
+        ("tq2_0", 256, 66), ("mxfp4", 32, 17),
+    ],
+)  # fmt: skip
+def test_blocks_of_gguf(name: str, numbers: int, size: int) -> None:
+    assert sum(parse_stored(name, "x").count_bytes(3, 2 * numbers)) == 6 * size
+
+
 def test_contradicting_parts() -> None:
     one, two = {"quant_method": "awq", "bits": 4}, {"quant_method": "gptq", "bits": 4}
     with pytest.raises(ConfigError, match=r"quantization_config and text_config.quantization_config contradict"):
