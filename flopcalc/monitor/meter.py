@@ -417,7 +417,14 @@ class Meter:
         }
 
     def _split_passes(self, window: Window) -> dict[str, float]:
-        """Means of a step on this rank, by pass, where a step is more than training."""
+        """Means of a step on this rank, by pass, where a step is more than training.
+
+        Without a step that has a time (one that was measured has none) the FLOPs of the last step alone.
+        """
+        is_timed = window.steps > 0
+        if not is_timed and self._last is not None:
+            window = Window()
+            window.add(self._last)
         if not window.passes:
             return {}
         train = PassSums()
@@ -429,8 +436,9 @@ class Meter:
             many = window.steps
             found[f"{PASS_PREFIX}{name}/flops"] = flops if many == 1 else flops / many
             found[f"{PASS_PREFIX}{name}/hardware_flops"] = executed if many == 1 else executed / many
-            found[f"{PASS_PREFIX}{name}/seconds"] = sums.seconds / many
-            found[f"{PASS_PREFIX}{name}/mfu"] = _divide(flops, sums.seconds * rate)
+            if is_timed:
+                found[f"{PASS_PREFIX}{name}/seconds"] = sums.seconds / many
+                found[f"{PASS_PREFIX}{name}/mfu"] = _divide(flops, sums.seconds * rate)
         return found
 
     def _details(self, window: Window, found: Combined, elapsed_s: float) -> dict[str, Any]:

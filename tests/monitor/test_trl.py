@@ -2,178 +2,59 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiers import mark_heavy
-from tiny import CONFIG
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 trl = pytest.importorskip("trl", reason="needs trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn of their own arguments
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def make_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **{f"w{at}": at + 4 for at in range(90)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    return fast
+def load_cases() -> Any:
+    spec = importlib.util.spec_from_file_location("trl_steps", BENCHMARKS / "trl_steps.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["trl_steps"] = module
+    spec.loader.exec_module(module)
+    return module
 
 
-def make_model(folder: Path, kind: str = "LlamaForCausalLM", **more: Any) -> Any:
-    """A tiny model with eager attention, that a trainer can load again as its own reference."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=101, pad_token_id=0, bos_token_id=1, eos_token_id=2, **more,
-    )  # fmt: skip
-    getattr(transformers, kind)(config).save_pretrained(folder)
-    return getattr(transformers, kind).from_pretrained(folder, attn_implementation="eager")
+STEPS = load_cases()
+NAMES = list(STEPS.CASES)
 
 
-def say(count: int, start: int) -> str:
-    return " ".join(f"w{(7 * start + at) % 90}" for at in range(count))
-
-
-def make_rows(kind: str) -> Any:
-    from datasets import Dataset
-
-    rows = []
-    for at in range(12):
-        prompt, answer, other = say(4 + at % 3, at), say(5 + 2 * (at % 4), at + 3), say(4 + at % 3, at + 5)
-        rows.append(
-            {
-                "text": {"text": say(5 + 3 * (at % 4), at)},
-                "prompt-completion": {"prompt": prompt, "completion": f" {answer}"},
-                "preference": {"prompt": prompt, "chosen": answer, "rejected": other},
-                "label": {"prompt": prompt, "completion": answer, "label": bool(at % 2)},
-                "prompt": {"prompt": prompt},
-                "messages": {
-                    "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-                },
-            }[kind]
-        )
-    return Dataset.from_list(rows)
-
-
-def make_lora() -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
-
-
-EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}
-GROUPS = {"num_generations": 2, "max_completion_length": 6, **EAGER}
-
-
-def reward(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(each)) for each in completions]
-
-
-# Name -> trainer, rows, arguments of the config, arguments of the trainer, passes beside training.
-Case = tuple[str, str, dict[str, Any], dict[str, Any], set[str]]
-CASES: dict[str, Case] = {
-    "sft": ("SFT", "text", {}, {}, set()),
-    "sft packed": ("SFT", "text", {"packing": True, "max_length": 16, "packing_strategy": "wrapped"}, {}, set()),
-    "sft padding-free": ("SFT", "text", {"padding_free": True, "max_length": None}, {}, set()),
-    "sft completion only": ("SFT", "prompt-completion", {}, {}, set()),
-    "sft checkpointed": ("SFT", "text", {"gradient_checkpointing": True}, {}, set()),
-    "sft lora": ("SFT", "text", {}, {"peft_config": make_lora}, set()),
-    "dpo": ("DPO", "preference", EAGER, {}, {"reference"}),
-    "dpo lora": ("DPO", "preference", EAGER, {"peft_config": make_lora}, {"reference"}),
-    "dpo precomputed": ("DPO", "preference", {"precompute_ref_log_probs": True, **EAGER}, {}, set()),
-    "kto": ("KTO", "label", EAGER, {}, {"reference", "score"}),
-    "grpo": ("GRPO", "prompt", GROUPS, {"reward_funcs": reward}, {"rollout"}),
-    "grpo beta": ("GRPO", "prompt", {"beta": 0.1, **GROUPS}, {"reward_funcs": reward}, {"rollout", "reference"}),
-    "grpo iterations": (
-        "GRPO", "prompt", {"num_iterations": 2, **GROUPS}, {"reward_funcs": reward}, {"rollout", "score"},
-    ),
-    "grpo lora": (
-        "GRPO", "prompt", {"beta": 0.1, **GROUPS}, {"reward_funcs": reward, "peft_config": make_lora},
-        {"rollout", "reference"},
-    ),
-    "gkd": ("GKD", "messages", {"lmbda": 0.5, "max_new_tokens": 5, "max_length": 32}, {}, {"rollout", "reference"}),
-    "reward": ("Reward", "preference", {}, {}, set()),
-    "orpo": ("ORPO", "preference", {"max_length": 32}, {}, set()),
-    "cpo": ("CPO", "preference", {"max_length": 32}, {}, set()),
-}  # fmt: skip
-EXPERIMENTAL = {"GKD": "gkd", "ORPO": "orpo", "CPO": "cpo"}
-
-
-def find_classes(name: str) -> tuple[Any, Any]:
-    import importlib
-
-    home = importlib.import_module(f"trl.experimental.{EXPERIMENTAL[name]}") if name in EXPERIMENTAL else trl
-    return getattr(home, f"{name}Trainer"), getattr(home, f"{name}Config")
-
-
-def count_steps(trainer_class: Any, totals: list[int]) -> Any:
-    """The trainer, with every product of its training steps counted; rotary embeddings are no model FLOPs."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    def multiply(_own: Any, a: Any, b: Any, **_: Any) -> int:
-        return int(2 * a[0] * a[1] * b[1])
-
-    formulas: dict[Any, Callable[..., int]] = {torch.ops.aten.addmm_: multiply}
-
-    class Counting(trainer_class):  # type: ignore[misc]
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-                found = super().training_step(*args, **kwargs)
-            rotary = [each for name, each in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
-            totals.append(counter.get_total_flops() - sum(sum(each.values()) for each in rotary))
-            return found
-
-    return Counting
-
-
-@pytest.mark.parametrize("name", mark_heavy(CASES, ["dpo lora"]))
-def test_every_product_of_every_pass_is_counted(name: str, tmp_path: Path) -> None:
-    from flopcalc.monitor import FlopcalcCallback
-
-    kind, rows, options, arguments, passes = CASES[name]
-    trainer_class, config_class = find_classes(kind)
-    plain = {
-        "output_dir": str(tmp_path / "out"), "per_device_train_batch_size": 2, "max_steps": 4, "logging_steps": 1,
-        "report_to": [], "use_cpu": True, "save_strategy": "no", "gradient_checkpointing": False, "bf16": False,
-    }  # fmt: skip
-    given = {key: value() if value is make_lora else value for key, value in arguments.items()}
-    if kind == "GKD":
-        given["teacher_model"] = make_model(tmp_path / "teacher")
-    head = {"kind": "LlamaForSequenceClassification", "num_labels": 1} if kind == "Reward" else {}
-    totals: list[int] = []
-    trainer = count_steps(trainer_class, totals)(
-        model=make_model(tmp_path / "model", **head), args=config_class(**{**plain, **options}),
-        train_dataset=make_rows(rows), processing_class=make_tokenizer(), callbacks=[FlopcalcCallback(CONFIG)], **given,
-    )  # fmt: skip
-    trainer.train()
-    lines = [json.loads(line) for line in (tmp_path / "out" / "flopcalc.jsonl").read_text().splitlines()]
-    records = [line for line in lines if line["type"] == "step"]
-    assert len(records) == len(totals) == 4
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    mark_heavy([(name, mode) for mode in ("estimate", "smart") for name in NAMES], [("dpo lora", "estimate")]),
+)
+def test_every_product_of_every_pass_is_counted(name: str, mode: str, tmp_path: Path) -> None:
+    steps = STEPS.run_case(name, mode, "cpu", tmp_path)
+    assert len(steps) == STEPS.STEPS
     seen: set[str] = set()
-    for record, total in zip(records, totals, strict=True):
-        split = {
-            key.split("/")[2]: value
-            for key, value in record.items()
-            if key.startswith("perf/passes/") and key.endswith("/hardware_flops")
-        }
-        seen |= split.keys()
-        found = sum(split.values()) if split else record["perf/hardware_flops"]
-        assert found == pytest.approx(total, rel=1e-3)
-        assert record["perf/mfu"] > 0
-        assert record["perf/mfu_step"] > 0
-    assert seen - {"train"} == passes
+    for step in steps:
+        seen |= step.split.keys()
+        assert step.counted == pytest.approx(step.executed, rel=1e-3)
+        if not step.record["perf/source"].startswith("smart"):  # a step that was measured has no time
+            assert step.record["perf/mfu"] > 0
+            assert step.record["perf/mfu_step"] > 0
+    assert seen - {"train"} == STEPS.CASES[name][4]
+    assert mode == "estimate" or "operator counter" in steps[-1].record["perf/source"]
+
+
+def test_every_step_on_the_gpu_was_counted() -> None:
+    found = json.loads((BENCHMARKS / "results" / "trl_steps.json").read_text())
+    assert {(each["case"], each["mode"]) for each in found["cases"]} == {
+        (name, mode) for name in NAMES for mode in STEPS.MODES
+    }
+    for each in found["cases"]:
+        assert len(each["steps"]) == STEPS.STEPS
+        for step in each["steps"]:
+            assert step["counted"] == pytest.approx(step["executed"], rel=1e-3), each["case"]
+        assert "estimate (" not in each["source"], each  # each mode measured what it says

@@ -212,6 +212,8 @@ def record_entry(example: Example, entry: Entry) -> Entry:
     """The cases of one config, traced now; its model is built once, and each case runs on a copy."""
     from copy import deepcopy
 
+    import torch
+
     from flopcalc.measure.hf.verify import build, trace
 
     device = "meta" if entry.preset else "cpu"
@@ -219,6 +221,7 @@ def record_entry(example: Example, entry: Entry) -> Entry:
 
     def run(case: Case) -> Case:
         where = f"{entry.preset or example.model_type} {json.dumps(case.workload)} {json.dumps(case.recipe)}"
+        torch.manual_seed(0)  # a router that adds noise sends the same rows to the same experts, whatever ran before
         try:
             found = trace(entry.config, case.workload, case.recipe, example, device, deepcopy(model))
         except Exception as error:
