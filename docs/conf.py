@@ -33,5 +33,6 @@ default_role = "code"  # docstrings mark code with single backticks
 html_theme = "furo"
 html_title = f"flopcalc {__version__}"
 html_copy_source = False
+html_favicon = "../flopcalc/web/static/icon.svg"  # as the page in the browser
 templates_path = ["site"]
 html_additional_pages = {"index": "start.html"}  # the site's root leads to docs/index.html

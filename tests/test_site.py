@@ -32,6 +32,22 @@ def test_one_command_builds_the_site_with_the_page() -> None:
     assert "build/" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
 
 
+def test_ci_and_the_workflows_call_the_scripts() -> None:
+    flows = "".join((ROOT / ".github" / "workflows" / f"{name}.yml").read_text("utf-8") for name in ("tests", "docs"))
+    local = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for name in ("check", "test"):
+        assert f"- run: scripts/{name}\n" in flows
+        assert re.search(rf"^scripts/{name}\b", local, re.MULTILINE)
+    # What .ci/run takes from the README, and that its second half is what scripts/test runs.
+    assert re.search(r"^pip install .* && pytest$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert (ROOT / "scripts" / "test").read_text(encoding="utf-8").endswith('\nexec pytest "$@"\n')
+
+
+def test_design_names_no_file_of_the_tree() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    assert re.findall(r"`[^`\s]*\.(?:py|toml|json|md|txt)`", text) == []
+
+
 @pytest.mark.heavy
 @pytest.mark.skipif(not all(map(find_spec, TOOLS)), reason="needs the extra docs: Sphinx, MyST and furo")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
