@@ -14,8 +14,9 @@ from typing import Any, ClassVar, NoReturn, TypeVar, dataclass_transform
 class Value:
     """Made from its fields, equal and hashed by them, never changed."""
 
-    __slots__ = ()
+    __slots__ = ("_hash",)
 
+    _hash: int  # found when it is first asked for: predictions look up the same values thousands of times
     _names: ClassVar[tuple[str, ...]] = ()
     _defaults: ClassVar[dict[str, object]] = {}
 
@@ -35,7 +36,12 @@ class Value:
         return isinstance(other, Value) and type(self) is type(other) and self._get_values() == other._get_values()
 
     def __hash__(self) -> int:
-        return hash(self._get_values())
+        try:
+            return self._hash
+        except AttributeError:
+            found = hash(self._get_values())
+            object.__setattr__(self, "_hash", found)
+            return found
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._names)

@@ -47,7 +47,10 @@ def test_values() -> None:
     size = Size(2)
     assert (size.width, size.height) == (2, 1)
     assert size == Size(2, 1) == Size(width=2)
-    assert hash(size) == hash(Size(2, 1))
+    assert hash(size) == hash(size) == hash(Size(2, 1)) == hash(replace(Size(3), width=2))
+    assert hash(pickle.loads(pickle.dumps(size))) == hash(size)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(Size([2]))  # type: ignore[arg-type]
     assert size != Size(3)
     assert size != Other(2)
     assert size != (2, 1)
