@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from flopcalc.core.count.flops import NO_FLOPS, Flops
@@ -81,7 +80,7 @@ class Product(Value):
         return replace(self, passes=self.passes._replace(**passes))
 
 
-@frozen(slots=False)
+@frozen()
 class Row(Value):
     """One op of one layer: its products and its parameters."""
 
@@ -92,15 +91,6 @@ class Row(Value):
     trainable: int = 0
     trains_weight: bool = False  # its own weight gets a gradient, not its adapter's alone
     numbers: Numbers = PLAIN_NUMBERS  # how its parameters are stored
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(
-            (self.op, self.products, self.parameters, self.inactive, self.trainable, self.trains_weight, self.numbers)
-        )
-
-    def __hash__(self) -> int:  # rows are folded by equality, layer after layer
-        return self._hash
 
     def find(self, role: Role) -> Product | None:
         """Its product of a role, if it has one."""
