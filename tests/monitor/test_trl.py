@@ -58,3 +58,11 @@ def test_every_step_on_the_gpu_was_counted() -> None:
         for step in each["steps"]:
             assert step["counted"] == pytest.approx(step["executed"], rel=1e-3), each["case"]
         assert "estimate (" not in each["source"], each  # each mode measured what it says
+
+
+def test_a_grpo_step_on_the_gpu_spent_little_in_the_monitor() -> None:
+    found = json.loads((BENCHMARKS / "results" / "grpo_overhead.json").read_text())
+    assert found["provenance"]["device_id"] == "h200-sxm"
+    for arm in ("estimate", "smart"):
+        assert 0 < found["inside_share"][arm] < 0.01
+        assert found["has_same_losses"][arm]
