@@ -283,6 +283,7 @@ def test_process_succeeds() -> None:
     assert run_process("--version").stdout == f"flopcalc, version {flopcalc.__version__}\n"
 
 
+@pytest.mark.heavy
 def test_user_data_folder(tmp_path: Path) -> None:
     for folder in ("specs", "presets"):
         (tmp_path / folder).mkdir()

@@ -77,6 +77,7 @@ def test_images_and_lora_are_counted() -> None:
     assert states[1] < states[0] / 50
 
 
+@pytest.mark.heavy
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.svg"
@@ -174,6 +175,7 @@ def test_a_length_that_was_not_given() -> None:
         invoke("--model", "gpt2", "--tokens", "1B", "--device", "h200", "--gpus", "8")
 
 
+@pytest.mark.heavy
 def test_a_default_batch_that_limits_the_plan_is_noted() -> None:
     """Llama 3.1 405B on 16,384 GPUs: 4M tokens a step leave most of the pipeline idle; Meta took 16M."""
     run: dict[str, Any] = {"tokens": "15T", "device": "h100-sxm", "gpus": 16384, "seq_len": 8192, "zero": 1}

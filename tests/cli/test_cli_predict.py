@@ -161,7 +161,9 @@ def test_rows_of_nothing_are_left_out(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--model", "t5-v1.1-xl", "--seq", "64", "--decoder-seq", "8", "--batch", "2"],
+        pytest.param(
+            ["--model", "t5-v1.1-xl", "--seq", "64", "--decoder-seq", "8", "--batch", "2"], marks=pytest.mark.heavy
+        ),
         ["--model", "t5-v1.1-xl", "--seq", "64", "--decoder-seq", "2", "--phase", "decode"],
         ["--model", "voxtral-mini-3b", "--text", "16", "--audio", "30"],
     ],

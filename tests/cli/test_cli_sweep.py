@@ -138,6 +138,7 @@ def test_single_joins_the_others(capsys: Capture) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.heavy
 def test_test_measures_every_trainer_and_cleans_up(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def test_on_the_shipped_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         assert (f"No {name} table" in text) is (name not in tables)
 
 
+@pytest.mark.heavy
 def test_a_device_without_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figures, text = execute(monkeypatch, tmp_path / "data", "no-such-device")
     assert figures == {}

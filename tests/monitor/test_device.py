@@ -226,6 +226,7 @@ def test_copies_are_made_many_at_a_time_and_marks_every_four_seconds(tmp_path: P
     assert [record["training/loss"] for record in records] == [1.0] * 40
 
 
+@pytest.mark.heavy
 def test_quick_steps_are_marked_by_their_number(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
     monitor, module = watch(tmp_path)
     for number in range(1, 193):

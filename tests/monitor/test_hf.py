@@ -166,6 +166,7 @@ def test_measuring_changes_nothing_either(mode: str, tmp_path: Path, recwarn: py
     assert not [str(each.message) for each in recwarn if "failed" in str(each.message)]
 
 
+@pytest.mark.heavy
 def test_rates_stand_in_the_trainers_logs_as_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make_trainer(
         tmp_path, FlopcalcCallback(CONFIG), eval_strategy="steps", eval_steps=2, save_strategy="steps"
@@ -194,6 +195,7 @@ def test_without_any_word_it_works(tmp_path: Path) -> None:
     assert [line["global_step"] for line in read_log(tmp_path / "flopcalc.jsonl")] == list(range(1, 9))
 
 
+@pytest.mark.heavy
 def test_what_is_not_known_is_left_out_of_the_trainers_logs(tmp_path: Path) -> None:
     """Without a peak there is no MFU, and the Trainer's state must stay plain JSON."""
     config = {"monitoring": {**CONFIG["monitoring"], "peak_flops_per_s": None}}
@@ -232,7 +234,7 @@ EVENTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", EVENTS)
+@pytest.mark.parametrize("case", mark_heavy(EVENTS, ["plain"]))
 def test_events_reach_the_monitor_in_order(case: str, tmp_path: Path) -> None:
     given, calls = EVENTS[case]
     recorder = Recorder(Settings())
@@ -261,6 +263,7 @@ def test_values_of_a_report(tmp_path: Path) -> None:
     assert {key: line[key] for key in line if key.startswith("perf/")} == {"perf/mfu": 0.25}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("warmup", "resumed_at", "phases"),
     [(2, 0, ["warmup", "main"]), (0.5, 0, ["warmup", "main"]), (0, 0, ["main"]), (2, 3, ["main"])],
@@ -327,6 +330,7 @@ def test_resume_goes_on_with_the_numbers(tmp_path: Path) -> None:
     assert len(read_log(tmp_path / "flopcalc.jsonl", "start")) == 2
 
 
+@pytest.mark.heavy
 def test_train_may_be_called_twice(tmp_path: Path) -> None:
     callback = FlopcalcCallback(CONFIG)
     trainer = make_trainer(tmp_path, callback, max_steps=2)
@@ -343,6 +347,7 @@ class Trap(Exception):
     pass
 
 
+@pytest.mark.heavy
 def test_an_error_in_training_stays_what_it_is_and_a_new_start_works(tmp_path: Path) -> None:
     callback = FlopcalcCallback(CONFIG)
     trainer = make_trainer(tmp_path, callback, max_steps=3)
@@ -365,9 +370,7 @@ def test_an_error_in_training_stays_what_it_is_and_a_new_start_works(tmp_path: P
 
 @pytest.mark.parametrize(
     ("part", "events"),
-    mark_heavy(
-        [("_open", 1), ("_end_step", 1), ("_report", 2), ("_lose", 1), ("_close", 2)], [("_end_step", 1), ("_close", 2)]
-    ),
+    mark_heavy([("_open", 1), ("_end_step", 1), ("_report", 2), ("_lose", 1), ("_close", 2)], [("_end_step", 1)]),
 )
 def test_an_error_in_the_callback_becomes_one_warning_per_event(
     part: str, events: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -399,6 +402,7 @@ def test_an_error_in_the_callback_does_not_end_training_where_warnings_are_error
     assert list_losses(trainer)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_a_copy_works_by_itself(make_copy: Any, tmp_path: Path) -> None:
     callback = FlopcalcCallback(CONFIG)
@@ -529,9 +533,9 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 @pytest.mark.parametrize(
     ("given", "config", "dtype"),
     [
-        ({}, {}, "fp32"),
         ({"bf16": True}, {}, "bf16"),
-        ({"bf16": True}, {"dtype": "tf32"}, "tf32"),
+        pytest.param({}, {}, "fp32", marks=pytest.mark.heavy),
+        pytest.param({"bf16": True}, {"dtype": "tf32"}, "tf32", marks=pytest.mark.heavy),
         pytest.param(COMPILED, {}, "fp32", marks=pytest.mark.heavy),
         pytest.param({**COMPILED, "bf16": True}, {}, "bf16", marks=pytest.mark.heavy),
     ],
@@ -560,6 +564,7 @@ def test_ranks_that_share_a_sequence_are_read_from_the_arguments(layout: Any, sh
     assert hf._find_shares(types.SimpleNamespace(parallelism_config=parallelism)) == shares
 
 
+@pytest.mark.heavy
 def test_the_config_names_the_sinks(tmp_path: Path) -> None:
     callback = FlopcalcCallback({"monitoring": {**CONFIG["monitoring"], "sinks": ["jsonl"]}})
     make_trainer(tmp_path, callback, report_to=["tensorboard"], max_steps=1).train()

@@ -152,6 +152,7 @@ def test_sparkline(values: list[float | None], width: int, expected: str) -> Non
     assert sparkline(values, width) == expected
 
 
+@pytest.mark.heavy
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     detail = {"perf/device_mfu": 0.6, "perf/hfu": 0.7, "training/loss": 2.0}

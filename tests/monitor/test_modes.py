@@ -176,6 +176,7 @@ def test_profiler_schedule() -> None:
     assert measured == [3, 500, 1000, 1600]
 
 
+@pytest.mark.heavy
 def test_a_measured_step_is_the_step_it_would_have_been() -> None:
     results = []
     for mode in ("estimate", "profiler", "smart"):
@@ -255,6 +256,7 @@ def test_profiler_that_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not source.wants(500, TEXT, 500)
 
 
+@pytest.mark.heavy
 def test_profiler_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_self: Any) -> None:
         raise RuntimeError("kineto is broken")
@@ -390,6 +392,7 @@ def test_equal_shapes_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [30, 40, 40]
 
 
+@pytest.mark.heavy
 def test_image_sizes_count_and_not_the_shape_alone() -> None:
     model = build("qwen2_vl")
     made = [

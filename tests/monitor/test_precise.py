@@ -68,6 +68,7 @@ def test_profiler_by_its_first_name() -> None:
     assert found.flops == estimate_flops(model, batch_size=2, seq_len=24).total
 
 
+@pytest.mark.heavy
 def test_a_step_leaves_the_model_as_it_was() -> None:
     model = build().eval()
     model.model.layers[1].train()
@@ -87,6 +88,7 @@ def test_a_step_leaves_the_model_as_it_was() -> None:
     assert not torch.autograd._profiler_enabled()
 
 
+@pytest.mark.heavy
 def test_an_encoder_and_a_decoder() -> None:
     model = build_model(T5, architecture="T5ForConditionalGeneration")
     flops = estimate_flops(T5, batch_size=2, seq_len=9, decoder_seq_len=9).total

@@ -603,6 +603,7 @@ def test_a_monitor_on_rank_0_only() -> None:
         assert ranks[0].ask("close") == []
 
 
+@pytest.mark.heavy
 def test_a_monitor_on_other_ranks_only() -> None:
     with run_ranks(2, obey, (1,)) as ranks:
         ranks[1].ask("less patience", 0.05)

@@ -396,6 +396,7 @@ def test_an_unbalanced_rank_is_waited_for() -> None:
         plan("qwen3-30b-a3b", **given, expert_imbalance=0.5)
 
 
+@pytest.mark.heavy
 def test_a_searched_batch_is_named() -> None:
     found = plan("llama-3.2-1b", tokens="1B", device="h100-sxm", gpus=8, tp=1, pp=1, zero=1, global_batch="auto", top=1)
     assert any(note.startswith("--global-batch auto") and f"{found.global_batch} seq" in note for note in found.notes)

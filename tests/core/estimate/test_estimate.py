@@ -435,6 +435,7 @@ def test_a_config_of_another_class_is_noted(config: dict[str, Any], named: str |
     assert notes == ([] if counted is None else [f"the config names {named}; counted as {counted}"])
 
 
+@pytest.mark.heavy
 def test_presets_name_the_class_that_is_counted() -> None:
     for name in list_data_files("presets"):
         estimator = bind(name)

@@ -26,6 +26,7 @@ DENOISERS = {
 }  # fmt: skip
 
 
+@pytest.mark.heavy
 def test_presets_have_the_published_parameters() -> None:
     found = {name: bind(name).denoiser.parameters()["total"] for name in PIPELINES}
     assert found == DENOISERS

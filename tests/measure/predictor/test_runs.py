@@ -121,6 +121,7 @@ def test_every_decoding_step_starts_behind_the_same_context(config: dict[str, An
         torch.testing.assert_close(seen[i][1].float(), whole[:, length].float(), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.heavy
 def test_a_step_forgets_where_images_were() -> None:
     """HF's qwen2_vl keeps what images shift positions by; a text behind them would decode elsewhere."""
     config = find_example("qwen2_vl").configs[0]
@@ -133,6 +134,7 @@ def test_a_step_forgets_where_images_were() -> None:
     assert [name for name, module in runner.model.named_modules() if hasattr(module, "rope_deltas")] == ["model"]
 
 
+@pytest.mark.heavy
 def test_a_model_that_cannot_be_built_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is too large fails its own cases; those before and after it are measured."""
     built = []

@@ -33,6 +33,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+@pytest.mark.heavy
 def test_every_trainer_at_every_size(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "TINY", {**script.TINY, "batch_sizes": [2]})
     options = script.make_parser().parse_args(["--out", str(tmp_path / "out"), "--tiny", "--steps", "2"])

@@ -124,6 +124,7 @@ def test_images(config: dict[str, Any], grids: list[tuple[int, int, int]]) -> No
     compare(config, batch_size=2, seq_len=60, image_grid_thw=grids, phase="forward")
 
 
+@pytest.mark.heavy
 def test_what_is_no_polynomial_is_refused() -> None:
     """Windows of a tower are ragged at the edges: the count follows each image's sides, not its size."""
     with pytest.raises(NoPolynomialError, match="no polynomial"):
@@ -222,6 +223,7 @@ def test_which_axis_is_which() -> None:
     assert told(2, 9, phase="forward").total == plain(2, 9, phase="forward").total
 
 
+@pytest.mark.heavy
 def test_a_live_vlm() -> None:
     model = build_model(GRID)
     batch = make_batch(model.config, {"batch": 1, "seq": 17, "images": [[1, 4, 6]]})
@@ -372,6 +374,7 @@ def test_configs_that_cannot_be_traced(config: dict[str, Any], message: str) -> 
         find_traced(load_config(config), make_recipe(), "forward", False)
 
 
+@pytest.mark.heavy
 def test_an_encoder_is_traced_as_its_own_class() -> None:
     config = {"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 41,
               "num_attention_heads": 4, "vocab_size": 101, "max_position_embeddings": 2048}  # fmt: skip
