@@ -83,6 +83,28 @@ def test_whatever_the_recipe(options: dict[str, Any], execution: Execution) -> N
     check(MODELS["grouped"], execution=execution, **options)
 
 
+LORA = {"lora": {"r": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dense", {"recipe": {"freeze": ["model.embed_tokens"]}, "seq": 1000}),
+        ("dense", {"recipe": {"lora": {"r": 4, "targets": "all-linear"}}, "recompute": "full", "seq": 8192}),
+        ("dense", {"recipe": LORA, "weights": "nf4"}),
+        ("experts", {"recompute": "full"}),
+        ("experts", {"recipe": LORA, "batches": 3}),
+        ("experts", {"recipe": {"train_only": ["*.gate"]}, "recompute": "full-reentrant", "seq": 2048}),
+        ("window", {"recipe": LORA, "seq": 2048}),
+        ("seeing", {"recipe": {"freeze": ["model.visual"]}, "recompute": "full"}),
+        ("seeing", {"recipe": LORA, "seq": 3000}),
+        ("without a recording", {"recipe": LORA, "recompute": "full"}),
+    ],
+)
+def test_models_under_recipes(name: str, options: dict[str, Any]) -> None:
+    check(MODELS[name], execution="fused", **options)
+
+
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_images_are_part_of_the_question(execution: Execution) -> None:
     from flopcalc import bind
