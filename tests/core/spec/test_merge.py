@@ -9,9 +9,10 @@ import pytest
 
 from flopcalc.api import bind
 from flopcalc.core.model.ops import Op, iterate
+from flopcalc.core.spec.merge import load_tables
 from flopcalc.core.spec.spec import find_spec, load_spec
 from flopcalc.core.workload.sums import Either, Expression, Tokens
-from flopcalc.data import find_data_file, list_data_files
+from flopcalc.data import find_data_file, list_data_files, load_toml
 from flopcalc.errors import ConfigError, SpecError
 
 HEAD = 'architecture = "A"\nsource = "S"\n'
@@ -236,6 +237,27 @@ def test_every_shipped_tower_lies_there() -> None:
 
 
 # --- values that no expression computes -------------------------------------------------------------------------------
+@pytest.mark.heavy
+def test_no_spec_says_again_what_its_parent_says() -> None:
+    """A spec that extends another says only what differs."""
+    again = []
+    for name, path in list_data_files("specs").items():
+        own = load_toml(path)
+        if "extends" not in own:
+            continue
+        base = find_data_file("specs", own["extends"]) or find_data_file("aliases", own["extends"])
+        assert base is not None
+        parent = load_tables(base)
+        again += [f"{name}: stack {stack}" for stack in own.get("stack", []) if stack in parent["stack"]]
+        again += [
+            f"{name}: [{key}] {entry}"
+            for key in ("dims", "defaults", "blocks", "checks", "sums", "heads")
+            for entry, value in own.get(key, {}).items()
+            if parent.get(key, {}).get(entry) == value
+        ]
+    assert again == []
+
+
 def test_tables_of_ngrams_have_prime_sizes(tmp_path: Path) -> None:
     text = "[[stack]]\npath = 'x'\nops = [{ op = 'embed', count = 'ngram_table_rows[1]', dim = '1' }]\n"
     config = {"ngram_size": 3, "heads_per_ngram": 1, "ngram_vocab_size_base": 10, "ple_layer_ids": [1, 4, 4]}
