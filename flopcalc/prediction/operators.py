@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from flopcalc.core.count.products import CountedRow, Row
+from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join, rename_path, rename_stage
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import FlopcalcError, SpecError, format_value
+from flopcalc.prediction.adapters import ADAPTER_AUTOCAST, find_adapter_table, is_adapter_cast
 from flopcalc.prediction.borrowed import (
     EXPERTS,
     SEEING,
@@ -41,8 +42,9 @@ from flopcalc.prediction.recordings import (
     sign_switches,
 )
 from flopcalc.prediction.routed import RECORDED, is_routed, list_masks
-from flopcalc.prediction.rows import find_shifted, find_trained_rank
+from flopcalc.prediction.rows import find_shifted
 from flopcalc.prediction.sides import find_widths
+from flopcalc.prediction.states import NO_STATE, LayerState, find_states
 
 __all__ = ["Operator", "Operators", "Saved", "list_operators"]
 
@@ -146,57 +148,6 @@ def _remove_head(recorded: AsRecorded, found: Operators, load: Workload, dtype_b
     return found._replace(rows=tuple(rows), saved=tuple(saved), notes=tuple(notes))
 
 
-class _Layer(NamedTuple):
-    """What of a layer, or of all outside layers, trains; and what is adapted, in other phases too."""
-
-    flows: bool  # gradients pass
-    weights: frozenset[str]  # modules whose own weights train
-    adapted: frozenset[tuple[str, int]]  # modules with a LoRA adapter, and its rank
-    silent: frozenset[str]  # modules that no gradient reaches: they lie before the first that trains
-
-
-# PEFT's LoRA on a linear module, as traced: direction, kind, calls, reads, writes. Adapters in float32.
-_ADAPTER: list[tuple[str, str, int, str, str]] = [
-    ("f", "module", 4, "", ""),
-    ("f", "view", 6, "", ""),
-    ("f", "product", 2, "", ""),
-    ("f", "cast", 1, "x*rows*in", "f*rows*in"),
-    ("f", "pointwise", 1, "f*rows*out", "f*rows*out"),
-    ("f", "pointwise_mixed", 1, "x*rows*out + f*rows*out", "f*rows*out"),
-    ("f", "cast", 1, "f*rows*out", "x*rows*out"),
-    ("b", "node", 14, "", ""),
-    ("b", "view", 14, "", ""),
-    ("b", "product", 4, "", ""),
-    ("b", "cast", 1, "x*rows*out", "f*rows*out"),
-    ("b", "cast", 1, "f*rows*out", "x*rows*out"),
-    ("b", "pointwise", 1, "f*rows*out", "f*rows*out"),
-    ("b", "cast", 1, "f*rows*in", "x*rows*in"),
-    ("b", "pointwise", 1, "x*rows*in + x*rows*in", "x*rows*in"),
-]
-# The same under autocast, which brings the adapter's input back to the half-precision format.
-_ADAPTER_AUTOCAST: list[tuple[str, str, int, str, str]] = [
-    ("f", "module", 4, "", ""),
-    ("f", "view", 6, "", ""),
-    ("f", "product", 2, "", ""),
-    ("f", "cast", 1, "x*rows*in", "f*rows*in"),
-    ("f", "cast", 1, "f*rows*in", "x*rows*in"),
-    ("f", "cast", 1, "f*in*rank", "x*in*rank"),
-    ("f", "cast", 1, "f*out*rank", "x*out*rank"),
-    ("f", "pointwise", 1, "x*rows*out", "x*rows*out"),
-    ("f", "pointwise", 1, "x*2*rows*out", "x*rows*out"),
-    ("b", "node", 16, "", ""),
-    ("b", "view", 14, "", ""),
-    ("b", "product", 4, "", ""),
-    ("b", "cast", 1, "x*in*rank", "f*in*rank"),
-    ("b", "cast", 1, "x*out*rank", "f*out*rank"),
-    ("b", "pointwise", 1, "x*rows*out", "x*rows*out"),
-    ("b", "cast", 1, "x*rows*in", "f*rows*in"),
-    ("b", "cast", 1, "f*rows*in", "x*rows*in"),
-    ("b", "pointwise", 1, "x*2*rows*in", "x*rows*in"),
-]
-_NOTHING = _Layer(False, frozenset(), frozenset(), frozenset())
-
-
 def _list_experts(chain: Chain | None) -> list[str]:
     """Names of a layer's modules that take routed rows."""
     ops = iterate(chain) if chain is not None else ()
@@ -210,6 +161,7 @@ class _Reader:
         self, estimator: Estimator, load: Workload, attention: str, dtype_bytes: int, transformers: str
     ) -> None:
         self.estimator, self.load, self.attention, self.dtype_bytes = estimator, load, attention, dtype_bytes
+        self.casts_adapters = is_adapter_cast(estimator.formats, dtype_bytes)
         self.masks = list_masks(transformers)
         self.notes: dict[str, None] = {}
         self.stand_in: StandIn | None = None  # whose operators the modules of a model that was not recorded borrow
@@ -231,7 +183,7 @@ class _Reader:
                 )
         self.data: dict[str, Any] = data
         self.switches = sign_switches(estimator.source.config, data["usual"])
-        self.states = self._find_states()
+        self.states = find_states(estimator, load)
 
     def _note(self, text: str) -> None:
         self.notes[text] = None
@@ -257,52 +209,12 @@ class _Reader:
         switches = {**self.data["usual"].get(name, {}), **read_switches(own)}
         return self.load.phase == "train" and is_on(switches.get("attention_dropout"))
 
-    def _find_states(self) -> dict[tuple[str, int | None], _Layer]:
-        """What trains and where gradients pass, from the core's own rows in order of execution."""
-        is_train = self.load.phase == "train"
-        places = {stage.path: number for number, stage in enumerate(self.estimator.stages)}
-        rows: list[tuple[int, int, str, int | None, Row]] = []
-        for block, row, _ in self.estimator.rows(self.load, "full"):
-            for layer in block.layers if block.layers is not None else (None,):
-                rows.append((places.get(block.path, 0), layer or 0, block.path, layer, row))
-        rows.sort(key=lambda each: each[:2])
-        sets: dict[tuple[str, int | None], tuple[set[str], set[tuple[str, int]], set[str]]] = {}
-        flows: dict[tuple[str, int | None], bool] = {}
-        is_passing = False
-        for _, _, path, layer, row in rows:
-            key: tuple[str, int | None] = (path, layer) if layer is not None else ("", None)
-            weights, adapted, silent = sets.setdefault(key, (set(), set(), set()))
-            op = row.op
-            name = (join(path, op.name) if layer is None else op.name.removeprefix("/")).replace("*", "#")
-            trains = is_train and (row.trainable > 0 or (row.trains_weight and bool(op.tied)))
-            if trains and op.kind in ("linear", "conv", "embed") and not row.trains_weight:
-                adapted.add((name, find_trained_rank(row)))
-            elif trains:
-                weights.add(name.rpartition(".")[0] if op.kind == "param" else name)
-            elif not is_train and (rank := row.rank):
-                adapted.add((name, rank))
-            starts = op.kind in ("embed", "conv") and layer is None  # no gradient comes into it
-            if not trains and (starts or not is_passing):
-                silent.add(name)
-            is_hooked = op.input_embedding and is_train and self.estimator.recipe.recompute != "none"
-            is_passing = is_passing or trains or is_hooked
-            flows[key] = flows.get(key, False) or is_passing
-        empty: tuple[set[str], set[tuple[str, int]], set[str]] = (set(), set(), set())
-        keys: list[tuple[str, int | None]] = list(dict.fromkeys([("", None), *sets]))
-        is_any = is_train and self.estimator.parameters()["trainable"] > 0
-        states: dict[tuple[str, int | None], _Layer] = {}
-        for key in keys:
-            weights, adapted, silent = sets.get(key, empty)
-            is_reached = flows.get(key, False) and is_any
-            states[key] = _Layer(is_reached, frozenset(weights), frozenset(adapted), frozenset(silent))
-        return states
-
     def _read_stage(self, stage: Stage) -> None:
         last = stage.first + len(stage.layers) - 1
-        alike: dict[tuple[str, str, _Layer, Chain], int] = {}
+        alike: dict[tuple[str, str, LayerState, Chain], int] = {}
         for number, chain in enumerate(stage.layers, stage.first):
             where = "first" if number == stage.first else "last" if number == last else "*"
-            state = self.states.get((stage.path, number), _NOTHING)
+            state = self.states.get((stage.path, number), NO_STATE)
             key = (sign_layer(stage, chain, self.switches), where, state, chain)
             alike[key] = alike.get(key, 0) + 1
         is_again = stage.checkpoint and self.load.phase == "train" and self.estimator.recipe.recompute != "none"
@@ -358,7 +270,7 @@ class _Reader:
         return bool(list_windows(self.estimator, self.features["keys"]))
 
     def _read_part(
-        self, path: str, chain: Chain | None, signature: str, where: str, state: _Layer, count: int, is_again: bool
+        self, path: str, chain: Chain | None, signature: str, where: str, state: LayerState, count: int, is_again: bool
     ) -> None:
         phase = self.load.phase
         source, signature = self._find_source(path, chain, signature)
@@ -393,7 +305,7 @@ class _Reader:
             self._add_saved(path, chain, signature, where, state, count, scope, is_again)
 
     def _add_experts(
-        self, path: str, name: str, state: _Layer, count: int, scope: Scope, is_again: bool
+        self, path: str, name: str, state: LayerState, count: int, scope: Scope, is_again: bool
     ) -> None:  # fmt: skip
         """What the version of transformers does to routed rows; all that experts do, in a model that was not recorded.
 
@@ -476,7 +388,7 @@ class _Reader:
             features |= {"past": rows * (keys - 1), "pairs": rows * keys, "cached": rows * keys, "keys": keys}
         return Scope(features, each.sizes, self.dtype_bytes, each.source)
 
-    def _has_gradient(self, path: str, module: str, state: _Layer) -> bool:
+    def _has_gradient(self, path: str, module: str, state: LayerState) -> bool:
         if not state.flows or module in state.silent:
             return False
         if path or self._find_group(path, module) not in ("vision", "projector"):
@@ -484,7 +396,7 @@ class _Reader:
         names = (*state.weights, *(name for name, _ in state.adapted))
         inside = [name for name in names if self._find_group("", name) in ("vision", "projector")]
         return bool(inside) or any(
-            self.states.get((stage.path, number), _NOTHING).flows
+            self.states.get((stage.path, number), NO_STATE).flows
             for stage in self.estimator.stages
             for number in range(stage.first, stage.first + len(stage.layers))
             if stage.repeated and stage.group == "vision"
@@ -504,7 +416,7 @@ class _Reader:
                 best, found = shared, stage.group
         return found if best > 0 else "language"
 
-    def _add_adapters(self, path: str, chain: Chain | None, state: _Layer, count: int, is_again: bool) -> None:
+    def _add_adapters(self, path: str, chain: Chain | None, state: LayerState, count: int, is_again: bool) -> None:
         """What PEFT's LoRA adds to a linear module, beside the base layer whose weight is frozen."""
         ops = {op.name.removeprefix("/"): op for op in iterate(chain)} if chain is not None else {}
         if chain is None:
@@ -524,32 +436,18 @@ class _Reader:
             scope = Scope({"rows": rows}, {"in": op.n_in, "out": op.n_out, "rank": rank}, self.dtype_bytes)
             module = join(f"{path}.*", op.name) if path else name
             group = self._find_group(path, name)
-            table = self._find_adapter_table()
+            table = find_adapter_table(self.estimator.formats, self.dtype_bytes)
             for again in (False, True) if is_again else (False,):
                 self._add_table([row for row in table if row[0] == "f"], scope, module, group, count, again)
             if not is_train:
                 continue
             self._add_table([row for row in table if row[0] == "b"], scope, module, group, count, False)
-            texts = ("f*rows*in", "f*rows*rank") if self._is_adapter_cast() else ("x*rows*rank",)
-            if table is _ADAPTER_AUTOCAST:  # what it brings back to the half-precision format
+            texts = ("f*rows*in", "f*rows*rank") if self.casts_adapters else ("x*rows*rank",)
+            if table is ADAPTER_AUTOCAST:  # what it brings back to the half-precision format
                 texts = ("x*rows*in", "x*rows*rank")
             for text in texts:
                 key = (module, group, scope.evaluate(text), is_again)
                 self.saved[key] = self.saved.get(key, 0) + count
-
-    def _is_adapter_cast(self) -> bool:
-        """Whether adapters are in float32 beside a half-precision model: inputs are cast for them."""
-        return self.dtype_bytes != 4 and self.estimator.formats.adapter in ("", "fp32")
-
-    def _find_adapter_table(self) -> list[tuple[str, str, int, str, str]]:
-        """What an adapter adds, by its own format and the model's: what is alike is not cast."""
-        if self._is_adapter_cast():
-            return _ADAPTER_AUTOCAST if self.estimator.formats.autocast else _ADAPTER
-        return [  # adapters in the model's own format
-            (way, kind.removesuffix("_mixed"), many, reads.replace("f*", "x*"), writes.replace("f*", "x*"))
-            for way, kind, many, reads, writes in _ADAPTER
-            if kind != "cast"
-        ]
 
     def _add_rows(
         self, number: int, direction: str, scope: Scope, module: str, group: str, count: int, is_again: bool = False
@@ -575,7 +473,7 @@ class _Reader:
             self.rows[key] = self.rows.get(key, 0) + calls * count * self.calls
 
     def _add_saved(
-        self, path: str, chain: Chain | None, signature: str, where: str, state: _Layer, count: int, scope: Scope,
+        self, path: str, chain: Chain | None, signature: str, where: str, state: LayerState, count: int, scope: Scope,
         is_again: bool,
     ) -> None:  # fmt: skip
         group = self._find_group(path, "")
@@ -585,7 +483,7 @@ class _Reader:
             savers += [
                 name for name in (flow.split(" ") if flow else ()) if name not in state.silent or name in state.weights
             ]
-            if not self._is_adapter_cast():  # an adapter keeps its input itself, else a copy in another format
+            if not self.casts_adapters:  # an adapter keeps its input itself, else a copy in another format
                 adapted = {name for name, _ in state.adapted}
                 savers += [name for name in (train.split(" ") if train else ()) if name in adapted]
             if not path:
