@@ -253,6 +253,7 @@ class Attend(Op):
     cache: int = 0
     cache_rows: Sum | None = None
     latent: int = 0
+    kv_heads_inferred: bool = False  # a user's spec names none: from the widths of its projections, which a note tells
 
 
 @frozen(kw_only=True)

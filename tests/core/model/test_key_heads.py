@@ -200,9 +200,20 @@ def test_key_heads_from_the_widths_of_the_projections(tmp_path: Path, projection
     path = tmp_path / "mine.toml"
     attend = '{ op = "attend", name = "attn", heads = "h", qk = 8, v = 8 }'
     path.write_text(f"{HEAD}ops = [{projections}, {attend}]\n")
-    (stage,) = bind({"model_type": "mine", "h": 6, "kv": 2}, spec=path).stages
+    config = {"model_type": "mine", "h": 6, "kv": 2}
+    bound = bind(config, spec=path)
+    (stage,) = bound.stages
     (found,) = [op for op in list_ops(stage.layers[0]) if op.kind == "attend"]
     assert (found.kv_heads, found.cache) == (kv_heads, kv_heads * 16)
+    note = (
+        f"mine.toml says no kv_heads for attn: {kv_heads} were inferred from the widths of its projections; "
+        "add kv_heads to the spec"
+    )
+    assert note in bound(1, 4).notes
+    said = tmp_path / "said" / "mine.toml"
+    said.parent.mkdir()
+    said.write_text(f"{HEAD}ops = [{projections}, {attend.replace('qk', f'kv_heads = {kv_heads}, qk')}]\n")
+    assert bind(config, spec=said)(1, 4).notes == [each for each in bound(1, 4).notes if each != note]
 
 
 def test_shipped_specs_say_their_key_heads() -> None:
