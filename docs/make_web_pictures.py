@@ -1,6 +1,6 @@
 """Make the pictures of docs/web.md: the built page in Chromium goes in, compact PNG files come out.
 
-python docs/make_web_pictures.py [--out docs/pictures] [NAME …]    needs chromium, playwright and Pillow
+python docs/make_web_pictures.py [--out docs/pictures] [NAME …]    needs chromium, playwright, Pillow and a Chinese font
 """
 
 from __future__ import annotations
