@@ -72,16 +72,27 @@ def list_data_files(folder: str) -> dict[str, str]:
 
 def load_toml(path: str) -> dict[str, Any]:
     """The tables of a TOML file, or a SpecError that names it."""
-    text = read_text(path, MAX_TOML_BYTES, SpecError)
+    try:
+        return parse_toml(read_text(path, MAX_TOML_BYTES, SpecError))
+    except _NotToml as error:
+        raise SpecError(f"{path}: {error}") from None
+
+
+class _NotToml(SpecError):
+    """A text that is no TOML, before it is said where it stands."""
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text."""
     # The parser's memory grows with the square of a key's parts.
     if text.count(".") > MAX_KEY_PARTS and any(
         piece.count(".") > MAX_KEY_PARTS for line in text.split("\n") for piece in re.split(_BETWEEN_KEYS, line)
     ):
-        raise SpecError(f"{path}: a key of more than {MAX_KEY_PARTS} parts")
+        raise _NotToml(f"a key of more than {MAX_KEY_PARTS} parts")
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"{path}: not valid TOML: {error}") from None
+        raise _NotToml(f"not valid TOML: {error}") from None
 
 
 def apply_launch(launch: Any, command: str, given: Iterable[str], model: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+_ROOM = 60  # characters of a value in an error
+
 
 class FlopcalcError(ValueError):
     """Base of everything flopcalc raises on purpose; the command line prints it as one line, exit code 2."""
@@ -49,7 +51,28 @@ def format_nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
 def format_value(value: object) -> str:
     """What was read, short enough for one line."""
     try:
-        text = str(value) if type(value).__name__ == "Fraction" else repr(value)
+        text = str(value) if type(value).__name__ == "Fraction" else _show(value, _ROOM)
     except Exception:  # an int of too many digits, or an object that cannot be shown
         return f"a very large {type(value).__name__}" if isinstance(value, int) else f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "…"
+    return text if len(text) <= _ROOM else text[: _ROOM - 3] + "…"
+
+
+def _show(value: object, room: int) -> str:
+    """A value's repr, as far as there is room: lists of a YAML file may hold one another a million times."""
+    kind = type(value)
+    if room < 0:
+        return "…"
+    if isinstance(value, str) and kind is str:
+        return repr(value[: room + 2])
+    if not isinstance(value, (list, tuple, dict)) or kind not in (list, tuple, dict):
+        return repr(value)
+    opening, closing = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}")}[kind]
+    text = opening
+    for place, each in enumerate(value):
+        text += ", " if place else ""
+        text += _show(each, room - len(text))
+        if isinstance(value, dict):
+            text += f": {_show(value[each], room - len(text) - 2)}"
+        if len(text) > room:
+            return text
+    return text + ("," if kind is tuple and len(value) == 1 else "") + closing

@@ -8,11 +8,12 @@ import time
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from flopcalc.errors import FlopcalcError
+from flopcalc.errors import FlopcalcError, format_value
 
 # The largest files that are read, by what they hold; what is larger is no such file.
 MAX_TOML_BYTES = 10_000_000
 MAX_JSON_BYTES = 16_000_000
+MAX_YAML_BYTES = 500_000  # PyYAML reads about 100 kB in a second
 MAX_TABLE_BYTES = 50_000_000
 MAX_LOG_BYTES = 500_000_000
 _PART_AGE_S = 3600.0
@@ -22,6 +23,14 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _KINDS = (
     (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
 )  # fmt: skip
+
+
+def read_path(path: object, what: str, error: type[FlopcalcError]) -> str:
+    """The text of a path; an error for an object that only claims to be one."""
+    try:
+        return os.fsdecode(path)  # type: ignore[arg-type]
+    except Exception:  # whatever its __fspath__ does
+        raise error(f"{what} must be a path, not {format_value(path)}") from None
 
 
 def open_regular(path: str | os.PathLike[str], error: type[FlopcalcError]) -> BinaryIO:

@@ -227,3 +227,11 @@ def test_format_value_is_short_and_never_fails() -> None:
     assert format_value(10**5000) == "a very large int"
     assert format_value(Broken()) == "a Broken"
     assert len(format_value("x" * 10**6)) <= 60
+    plain = [1, "a", (1,), (), {"b": [None, 0.5]}, {}]
+    assert format_value(plain) == repr(plain)
+    doubled: list[Any] = [1]
+    for _ in range(100):
+        doubled = [doubled, doubled]
+    assert format_value(doubled) == "[" * 57 + "…"
+    doubled.append(doubled)
+    assert format_value({"a": doubled}) == "{'a': " + "[" * 51 + "…"

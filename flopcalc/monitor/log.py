@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, format_value
-from flopcalc.files import MAX_LOG_BYTES, read_bytes
+from flopcalc.files import MAX_LOG_BYTES, read_bytes, read_path
 from flopcalc.monitor.keys import DATASET_PREFIX, LOG_NAME, LOST_PREFIX, LOST_SUFFIX, SCHEMA
 
 Record = dict[str, Any]
@@ -51,7 +51,7 @@ class Log(NamedTuple):
 
 def load_log(path: str | os.PathLike[str]) -> Log:
     """The log at a path, or in a folder under its usual name."""
-    name = os.fspath(path)
+    name = read_path(path, "a log", FlopcalcError)
     if os.path.isdir(name):
         name = os.path.join(name, LOG_NAME)
     try:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from flopcalc.data import describe_install
+from flopcalc.data import describe_install, parse_toml
 from flopcalc.errors import ConfigError, FlopcalcError, format_nearest, format_value
-from flopcalc.files import MAX_JSON_BYTES, read_text
+from flopcalc.files import MAX_JSON_BYTES, MAX_YAML_BYTES, read_path, read_text
 from flopcalc.hardware.devices import parse_dtype
 from flopcalc.monitor.keys import STYLES
 
@@ -84,10 +85,11 @@ class Settings:
 
 def check_path(value: Any, what: str) -> str:
     """The path of a file or folder."""
-    if not isinstance(value, str | os.PathLike) or not os.fsdecode(value):
+    path = read_path(value, what, ConfigError) if isinstance(value, str | os.PathLike) else ""
+    if not path:
         kind = "folder" if what.endswith("dir") else "file"
         raise ConfigError(f"{what} is the path of a {kind}, not {format_value(value)}")
-    return os.fsdecode(value)
+    return path
 
 
 def load_settings(
@@ -216,16 +218,20 @@ def _switch(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     if isinstance(value, os.PathLike):
-        value = os.fspath(value)
+        value = read_path(value, "it", ConfigError)
     if not isinstance(value, str) or not value.strip():
         raise ConfigError("must be a text")
     return value
 
 
 def _sinks(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(set(map(repr, value))) < len(value):
-        raise ConfigError(f"must be a list of {', '.join(SINKS)}, each once")
-    return tuple(_one_of(SINKS)(name) for name in value)
+    words = f"must be a list of {', '.join(SINKS)}, each once"
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ConfigError(words)
+    names = tuple(_one_of(SINKS)(name) for name in value)
+    if len(set(names)) < len(names):
+        raise ConfigError(words)
+    return names
 
 
 def _phases(value: Any) -> dict[str, int]:
@@ -290,11 +296,11 @@ def _read(config: Any) -> tuple[str, Mapping[Any, Any]]:
         return "config", config
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(f"config must be a mapping or the path of a .yaml, .json or .toml file, not {config!r:.60}")
-    path = os.fspath(config)
+    path = read_path(config, "config", ConfigError)
     parse = _PARSERS.get(os.path.splitext(path)[1].lower())
     if parse is None:
         raise ConfigError(f"{path}: a monitor's config is a {', '.join(_PARSERS)} file, or a mapping")
-    text = read_text(path, MAX_JSON_BYTES, ConfigError)
+    text = read_text(path, MAX_YAML_BYTES if parse is _parse_yaml else MAX_JSON_BYTES, ConfigError)
     try:
         content = parse(text)
     except (ValueError, RecursionError) as error:  # also a date that is none, or bytes that are no UTF-8
@@ -336,20 +342,13 @@ def _parse_json(text: str) -> Any:
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
         if len(content) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ConfigError(f"key {twice!r} stands twice")
+            counts = Counter(name for name, _ in pairs)
+            raise ConfigError(f"key {counts.most_common(1)[0][0]!r} stands twice")
         return content
 
     return json.loads(text, object_pairs_hook=build) if text.strip() else None
 
 
-def _parse_toml(text: str) -> Any:
-    import tomllib
-
-    return tomllib.loads(text)
-
-
 _PARSERS: dict[str, Callable[[str], Any]] = {
-    ".yaml": _parse_yaml, ".yml": _parse_yaml, ".json": _parse_json, ".toml": _parse_toml,
+    ".yaml": _parse_yaml, ".yml": _parse_yaml, ".json": _parse_json, ".toml": parse_toml,
 }  # fmt: skip

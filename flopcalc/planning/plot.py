@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, format_value
+from flopcalc.files import read_path
 from flopcalc.units import format_tokens
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def plot(found: Plan, path: str | os.PathLike[str]) -> None:
     """Draw days over memory for every layout that fits, and the front that no other beats (needs matplotlib)."""
-    path = os.fspath(path)
+    path = read_path(path, "plot", FlopcalcError)
     if not os.path.splitext(path)[1]:
         raise FlopcalcError(f"plot {format_value(path)}: give a file name that ends in .png, .svg or .pdf")
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hostile import OddPath
 
 from flopcalc import ConfigError, FlopcalcError, estimate_flops, plan, predict
 from flopcalc.cli import main
@@ -324,6 +325,9 @@ def make_bomb(table: str, entry: str) -> str:
         ("a.yaml", "base_model: gpt2\nx: &x [*x]\n", "a.yaml: more than 10,000 entries, the most that a launch file"),
         ("a.yaml", make_bomb("{{{}}}", "k{}: *a{}"), "a.yaml: more than 10,000 entries"),
         ("a.yaml", make_bomb("[{}]", "*a{1}"), "a.yaml: more than 10,000 entries"),
+        ("a.yaml", make_bomb("!!pairs [{}]", "k{}: *a{}"), "a.yaml: more than 10,000 entries"),
+        ("a.yaml", "base_model: gpt2\nsequence_len: '²'\n", "sequence_len must be a whole number, not '²'"),
+        ("a.yaml", f"base_model: gpt2\nsequence_len: '{'9' * 5000}'\n", "sequence_len must be a whole number, not '9"),
         ("a.yaml", f"base_model: gpt2\nx: {'[' * 60}{']' * 60}\n", "a.yaml: more than 50 tables or lists inside"),
         ("a.yaml", f"base_model: gpt2\n#{'x' * 500_000}\n", "a.yaml: larger than 500000 bytes"),
         ("a.json", f'{{"x": {"[" * 500}{"]" * 500}}}', "a.json: more than 50 tables or lists inside"),
@@ -343,6 +347,8 @@ def test_bad_arguments() -> None:
     for launch in (3, [], [3]):
         with pytest.raises(ConfigError, match="launch must be the path of a launch file"):
             estimate_flops(launch=launch)
+    with pytest.raises(ConfigError, match="launch must be a path, not a OddPath"):
+        estimate_flops(launch=OddPath())
     with pytest.raises(ConfigError, match="cannot be read"):
         estimate_flops(launch="no-such-file.yaml")
     with pytest.raises(ConfigError, match="which model"):

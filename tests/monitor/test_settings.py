@@ -267,6 +267,14 @@ def test_settings_built_by_hand_are_checked_too() -> None:
     assert Settings(dtype="bfloat16", sinks=["jsonl"]).sinks == ("jsonl",)  # type: ignore[arg-type]
 
 
+def make_bomb() -> str:
+    """A YAML file whose list holds a word 2 ** 40 times."""
+    lists = "[jsonl]"
+    for depth in range(40):
+        lists = f"[&a{depth} {lists}, *a{depth}]"
+    return f"monitoring: {{sinks: {lists}}}\n"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -283,7 +291,10 @@ def test_settings_built_by_hand_are_checked_too() -> None:
         ("a.json", '{"wandb": {}, "wandb": {}}', "key 'wandb' stands twice"),
         ("a.json", "{", "Expecting property name"),
         ("a.json", "3", "must hold sections of keys at the top, not 3"),
-        ("a.toml", "[wandb]\n[wandb]\n", "Cannot declare ('wandb',) twice"),
+        ("a.toml", "[wandb]\n[wandb]\n", "not valid TOML: Cannot declare ('wandb',) twice"),
+        ("a.toml", "a" + ".a" * 20_000 + " = 1\n", "a key of more than 200 parts"),
+        ("a.yaml", f"monitoring: {{device: {'x' * 500_000}}}\n", "larger than 500000 bytes"),
+        ("a.yaml", make_bomb(), "monitoring.sinks: must be one of jsonl, wandb"),
         ("a.txt", "", "a monitor's config is a .yaml, .yml, .json, .toml file, or a mapping"),
     ],
 )  # fmt: skip

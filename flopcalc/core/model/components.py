@@ -157,11 +157,12 @@ def read_folder(index: Mapping[str, Any], folder: str, read: Any) -> dict[str, A
     """The config of a pipeline whose model_index.json was read, with those of its parts' config.json."""
     config = dict(index)
     for part, entry in index.items():
-        path = os.path.join(folder, part, "config.json")
         if not isinstance(entry, (list, tuple)) or len(entry) != 2:
             continue
         del config[part]
-        if isinstance(entry[1], str) and os.path.isfile(path):
+        is_inside = part not in ("", ".", "..") and os.path.basename(part) == part  # never another folder's config
+        path = os.path.join(folder, part, "config.json")
+        if is_inside and isinstance(entry[1], str) and os.path.isfile(path):
             own = read(path)
             config[part] = {**own, "_class_name": name_class({**own, "_class_name": entry[1]})}
     return config

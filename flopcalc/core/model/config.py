@@ -12,7 +12,7 @@ from flopcalc.core.model.live import unwrap
 from flopcalc.core.spec.aliases import map_config, name_family
 from flopcalc.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
-from flopcalc.files import MAX_JSON_BYTES, MAX_TOML_BYTES, open_regular, read_json, read_text
+from flopcalc.files import MAX_JSON_BYTES, MAX_TOML_BYTES, open_regular, read_json, read_path, read_text
 
 PIPELINE_FILE = "model_index.json"  # of diffusers
 
@@ -139,8 +139,8 @@ def _name_type(source: Source) -> Source:
     return source._replace(config=config, note="; ".join(filter(None, (source.note, note))))
 
 
-def _load_named(model: str | os.PathLike[str], download: bool) -> Source:
-    text = os.fspath(model)
+def _load_named(model: str | os.PathLike[str], download: bool, is_base: bool = False) -> Source:
+    text = read_path(model, "a model", ConfigError)
     if not text or "\0" in text:
         raise ConfigError("the model's name is empty" if not text else "the model's name holds a NUL character")
     is_name = isinstance(model, str) and "/" not in text and os.sep not in text and not text.endswith(".json")
@@ -150,11 +150,11 @@ def _load_named(model: str | os.PathLike[str], download: bool) -> Source:
             return load_preset(preset)
     path = os.path.expanduser(text)
     if os.path.isdir(path):
-        return _load_folder(path, download)
+        return _load_folder(path, download, is_base)
     if os.path.isfile(path) and os.path.basename(path) == PIPELINE_FILE:
         return _load_pipeline(os.path.basename(os.path.dirname(os.path.abspath(path))), path)
     if os.path.isfile(path):
-        return _load_file(path, download)
+        return _load_file(path, download, is_base)
     if text.count("/") == 1 and not text.startswith((".", "/")):
         return _load_hub(text, download)
     if is_name:
@@ -190,7 +190,7 @@ def load_preset(path: str) -> Source:
     )  # fmt: skip
 
 
-def _load_folder(folder: str, download: bool = False) -> Source:
+def _load_folder(folder: str, download: bool = False, is_base: bool = False) -> Source:
     path = os.path.join(folder, "config.json")
     name = os.path.basename(os.path.abspath(folder))
     if os.path.isfile(index := os.path.join(folder, PIPELINE_FILE)):
@@ -201,7 +201,7 @@ def _load_folder(folder: str, download: bool = False) -> Source:
     held = sorted(os.listdir(folder))
     files = [file for file in held if file.endswith(".gguf")]
     if ADAPTER in held:
-        return _load_adapter(name, os.path.join(folder, ADAPTER), download)
+        return _load_adapter(name, os.path.join(folder, ADAPTER), download, is_base)
     if len(files) == 1:
         return _load_gguf(os.path.join(folder, files[0]))
     if files:
@@ -221,10 +221,10 @@ def _load_pipeline(name: str, index: str) -> Source:
     return Source(name, config, index, None, index)
 
 
-def _load_file(path: str, download: bool) -> Source:
+def _load_file(path: str, download: bool, is_base: bool) -> Source:
     """A config.json, an adapter's config, or a GGUF file."""
     if os.path.basename(path) == ADAPTER:
-        return _load_adapter(os.path.basename(os.path.dirname(os.path.abspath(path))), path, download)
+        return _load_adapter(os.path.basename(os.path.dirname(os.path.abspath(path))), path, download, is_base)
     if path.endswith(".gguf") or not path.endswith((".json", ".toml")):
         with open_regular(path, ConfigError) as file:
             is_gguf = file.read(4) == b"GGUF"
@@ -242,16 +242,19 @@ def _load_gguf(path: str) -> Source:
     )
 
 
-def _load_adapter(name: str, path: str, download: bool) -> Source:
-    """The base model of an adapter, with its LoRA settings."""
+def _load_adapter(name: str, path: str, download: bool, is_base: bool) -> Source:
+    """The base model of an adapter, with its LoRA settings; an adapter of an adapter is refused."""
+    if is_base:
+        raise ConfigError(f"{path}: an adapter too; give base_model_name_or_path of a whole model")
     from flopcalc.core.model.adapters import read_adapter
 
     adapter = read_adapter(_load_json(path), path)
     beside = os.path.join(os.path.dirname(os.path.abspath(path)), adapter.base)
-    if os.path.abspath(beside) == os.path.dirname(os.path.abspath(path)):
+    base_path = beside if os.path.isdir(beside) else os.path.expanduser(adapter.base)
+    if os.path.realpath(base_path) == os.path.dirname(os.path.realpath(path)):
         raise ConfigError(f"{path}: its base_model_name_or_path is its own folder")
     try:
-        base = _load_named(beside if os.path.isdir(beside) else adapter.base, download)
+        base = _load_named(beside if os.path.isdir(beside) else adapter.base, download, is_base=True)
     except ConfigError as error:
         raise ConfigError(f"{path}: its base: {error}") from None
     note = "; ".join(filter(None, (adapter.note, base.note)))

@@ -96,6 +96,8 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
                 raise ConfigError(f"{where}: missing key '{key}': it is null, and must be {words}")
             if not is_right(value):
                 raise ConfigError(f"{where}: {key} must be {words}, not {format_value(value)}")
+            if kind == "int" and key.endswith("head_dim") and value is not None and value < 0:
+                raise ConfigError(f"{where}: {key} must be at least 0, not {value}")
     for key, known in rules.get("words", {}).items():
         if config.get(key) is not None and config[key] not in known:
             raise ConfigError(f"{where}: {key} must be one of {', '.join(known)}, not {format_value(config[key])}")

@@ -14,7 +14,7 @@ from flopcalc.files import open_regular
 
 MAGIC = b"GGUF"
 _MOST_BYTES = 256 << 20  # of a header: vocabularies of a million words take 30 MB
-_MOST_ENTRIES = 1_000_000
+_MOST_ENTRIES = 100_000  # of metadata, or tensors: the largest models have some thousands
 _MOST_VALUES = 4_000_000  # of all arrays together: words and merges of a vocabulary, with room
 _KEPT = 4096  # entries of an array that may be read; longer ones are vocabularies
 # Numbers of the types of values: format for struct.
@@ -75,7 +75,7 @@ class _Reader:
 
     def count(self) -> int:
         found = int(self.number("Q"))
-        if found > _MOST_ENTRIES * 100:
+        if found > _MOST_BYTES:
             raise ConfigError(f"{self.path}: its GGUF header is damaged: {found} entries")
         return found
 
@@ -161,7 +161,7 @@ def _flatten(value: Any, key: str, path: str) -> Any:
     """A list with a number per layer is one number, if all are alike."""
     if not isinstance(value, list):
         return value
-    if len(set(value)) == 1:
+    if value and not isinstance(value[0], list) and all(each == value[0] for each in value):
         return value[0]
     raise ConfigError(f"{path}: {key} differs from layer to layer in this file, which its config cannot say")
 

@@ -8,7 +8,7 @@ from struct import unpack
 from typing import BinaryIO
 
 from flopcalc.errors import WorkloadError, format_value
-from flopcalc.files import open_regular
+from flopcalc.files import open_regular, read_path
 
 _NO_SIZE = {0xC4, 0xC8, 0xCC}  # JPEG: of 0xC0 to 0xCF, those that begin no frame
 # A JPEG file's frame comes after at most so many segments, and so many bytes that are none.
@@ -19,7 +19,7 @@ _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height, as loade
 
 def read_picture_size(path: str | os.PathLike[str]) -> tuple[int, int]:
     """(width, height) in pixels, turned as its EXIF data says."""
-    name = os.fspath(path)
+    name = read_path(path, "an image", WorkloadError)
     try:
         with open_regular(name, WorkloadError) as file:
             size = _read_size(file)

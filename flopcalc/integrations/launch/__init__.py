@@ -13,7 +13,7 @@ from flopcalc.api import bind
 from flopcalc.core.model.config import load_config
 from flopcalc.data import describe_install, list_data_files, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_value
-from flopcalc.files import MAX_TOML_BYTES, read_json, read_text
+from flopcalc.files import MAX_TOML_BYTES, MAX_YAML_BYTES, read_json, read_path, read_text
 from flopcalc.integrations.launch.settings import Settings, Taken
 from flopcalc.units import check_items
 
@@ -22,8 +22,7 @@ FRAMEWORKS = (
     "megatron_swift", "llamafactory_v1", "axolotl", "ms_swift", "llamafactory", "torchtitan", "trl", "accelerate",
     "training_arguments",
 )  # fmt: skip
-# What a launch file may hold; PyYAML reads about 100 kB in a second.
-MAX_YAML_BYTES = 500_000
+# What a launch file may hold.
 MAX_ENTRIES = 10_000
 MAX_DEPTH = 50
 _FOLDER = os.path.dirname(__file__)
@@ -54,9 +53,9 @@ def read_launch(launch: Any) -> Launch:
     paths = [launch] if isinstance(launch, (str, os.PathLike)) else check_items(launch, "launch", ConfigError, form)
     if not paths or not all(isinstance(path, (str, os.PathLike)) for path in paths):
         raise ConfigError(f"launch must be {form}, not {format_value(launch)}")
+    names = [read_path(path, "launch", ConfigError) for path in paths]
     settings = Settings()
     frameworks, unknown = [], []
-    names = [str(os.fspath(path)) for path in paths]
     for path in names:
         values = _flatten(_load(path))
         table = _detect(values, path)
@@ -185,7 +184,7 @@ def _load(path: str) -> dict[str, Any]:
 
 def _count_entries(value: Any, path: str, known: dict[int, float], depth: int = 0) -> float:
     """Entries of a table with those of the tables inside; YAML may name a table many times, or inside itself."""
-    if not isinstance(value, (dict, list)):
+    if not isinstance(value, (dict, list, tuple)):
         return 1
     if depth > MAX_DEPTH:
         raise ConfigError(f"{path}: more than {MAX_DEPTH} tables or lists inside one another")

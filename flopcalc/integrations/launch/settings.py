@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ _FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16
           "freeze.vision", "freeze.projector", "freeze.language")  # fmt: skip
 _ADAPTERS = {"lora": True, "qlora": True, "longlora": True, "full": False, "none": False, "": False}
 _CHECKPOINTING = {"none": False, "full": True, "unsloth": True, "offload": True, "offload_disk": True}
+_DIGITS = re.compile(r"[0-9]{1,20}")
 _REGEX_SIGNS = "*^$(|\\["
 _ALL_LINEAR = ("all", "all-linear", "all_linear")
 
@@ -164,7 +166,7 @@ class Settings:
 def _read(word: str, value: Any, key: str) -> Any:
     """A setting's checked value; None where it is not understood."""
     if word in _SIZES:
-        return check_size(int(value) if isinstance(value, str) and value.isdigit() else value, key)
+        return check_size(int(value) if isinstance(value, str) and _DIGITS.fullmatch(value) else value, key)
     if word in _FLAGS:
         return value if isinstance(value, bool) else None
     if word == "bf16":

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.core.model.config import load_config
 from flopcalc.data import find_data_file, load_toml
 from flopcalc.errors import DeviceError, FlopcalcError, find_nearest, format_nearest, format_value
-from flopcalc.files import MAX_JSON_BYTES, read_json
+from flopcalc.files import MAX_JSON_BYTES, read_json, read_path
 from flopcalc.measure.jobs.job import Job
 from flopcalc.units import MAX_SIZE, check_size
 
@@ -32,6 +34,7 @@ ATTENTION = ("sdpa", "eager")
 CHILD = "flopcalc.measure.sweep.child:start"
 ROW = "run"  # a configuration's job has this one row
 TIMEOUT_S = 1800.0
+MAX_CONFIGURATIONS = 100_000  # each takes seconds: more would run for weeks
 
 
 class SweepError(FlopcalcError):
@@ -115,6 +118,9 @@ def make_matrix(
     checked = {name: SETTINGS[name](name, value) for name, value in settings.items()}
     lists = {"trainers": trainers, "batch_sizes": batch_sizes, "seq_lens": seq_lens, "models": models}
     given = {name: _check_list(name, values) for name, values in lists.items()}
+    count = math.prod(map(len, given.values()))
+    if count > MAX_CONFIGURATIONS:
+        raise SweepError(f"a matrix of {count:,} configurations; {MAX_CONFIGURATIONS:,} is the most")
     labels = _label_models(given["models"])
     return tuple(
         Configuration(
@@ -133,8 +139,9 @@ def load_matrix(source: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     if isinstance(source, Mapping):
         found, where = dict(source), ""
     else:
-        found = _read_file(os.fspath(source))
-        where = f"{os.fspath(source)}{' and the options given' if overrides else ''}: "
+        path = read_path(source, "a matrix", SweepError)
+        found = _read_file(path)
+        where = f"{path}{' and the options given' if overrides else ''}: "
     try:
         return make_matrix(**{**found, **overrides})
     except FlopcalcError as error:
@@ -160,8 +167,8 @@ def _check_list(name: str, values: Any) -> tuple[Any, ...]:
     if not values:
         raise SweepError(f"{name} is empty: give {option}, or {name} in the matrix file")
     checked = tuple(_LISTS[name][0](name, value) for value in values)
-    for value in checked:
-        if checked.count(value) > 1:
+    for value, count in Counter(checked).items():
+        if count > 1:
             raise SweepError(f"{name} holds {value} twice")
     return checked
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile import OddPath
 from presets import MODELS
 
 from flopcalc import ConfigError, FlopcalcError, bind, make_workload
@@ -197,6 +198,11 @@ def test_config_object() -> None:
 def test_what_is_no_model(model: Any) -> None:
     with pytest.raises(ConfigError, match="a model is a preset's name, a path"):
         load_config(model)
+
+
+def test_what_claims_to_be_a_path() -> None:
+    with pytest.raises(ConfigError, match="a model must be a path, not a OddPath"):
+        load_config(OddPath())
 
 
 def test_model_whose_config_has_no_to_dict() -> None:

@@ -81,6 +81,17 @@ def test_a_gguf_file_is_counted_from_its_header(tmp_path: Path) -> None:
             "more than 4000000 values",
         ),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "GGUF architecture None is not known"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 10**6, 0), "damaged: 1000000 entries"),
+        (
+            b"GGUF"
+            + struct.pack("<IQQ", 3, 0, 2)
+            + text("general.architecture")
+            + struct.pack("<I", 8)
+            + text("llama")
+            + text("llama.block_count")
+            + struct.pack("<IIQIQI", 9, 9, 1, 4, 1, 2),
+            "num_hidden_layers differs from layer to layer",
+        ),
     ],
 )
 def test_damaged_gguf(tmp_path: Path, data: bytes, words: str) -> None:
@@ -172,3 +183,29 @@ def test_the_processor_s_own_file_comes_first(tmp_path: Path) -> None:
     assert cut() == (1, 20, 20)
     whole.write_text(json.dumps({"image_processor": {"min_pixels": 784, "max_pixels": 784 * 25}}))
     assert cut() == (1, 10, 10)
+
+
+def test_an_adapter_of_an_adapter_is_refused(tmp_path: Path) -> None:
+    for name, base in (("a", "b"), ("b", "a"), ("own", "link")):
+        (tmp_path / name).mkdir()
+        settings = {"base_model_name_or_path": str(tmp_path / base), "r": 4, "target_modules": ["q_proj"]}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(settings))
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    with pytest.raises(ConfigError, match=r"its base: .*an adapter too; give base_model_name_or_path of a whole"):
+        bind(str(tmp_path / "a"))
+    with pytest.raises(ConfigError, match="its base_model_name_or_path is its own folder"):
+        bind(str(tmp_path / "own"))
+
+
+def test_a_pipeline_reads_no_other_folder(tmp_path: Path) -> None:
+    names = ("pipe", "pipe/unet", "outside")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"from": name}))
+    parts = ("unet", "../outside", str(tmp_path / "outside"), "unet/", "..", "")
+    entries = {name: ["diffusers", "X"] for name in parts}
+    (tmp_path / "pipe" / "model_index.json").write_text(json.dumps({"_class_name": "XPipeline", **entries}))
+    config = load_config(str(tmp_path / "pipe")).config
+    assert {key: value for key, value in config.items() if isinstance(value, dict)} == {
+        "unet": {"from": "pipe/unet", "_class_name": "X"}
+    }

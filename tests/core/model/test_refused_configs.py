@@ -35,6 +35,20 @@ MOE: Json = {
     "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1,
 }  # fmt: skip
 
+SPARSE: Json = {
+    **LLAMA, "model_type": "minimax_m3_vl_text", "head_dim": 16, "num_key_value_heads": 2, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "sparse_attention_config": {"sparse_attention_freq": [0, 1], "sparse_num_index_heads": 2},
+}  # fmt: skip
+XLSTM: Json = {"model_type": "xlstm", "hidden_size": 64, "num_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+LONGCAT: Json = {
+    **LLAMA, "model_type": "longcat_flash", "num_layers": 2, "ffn_hidden_size": 64, "n_routed_experts": 4,
+    "zero_expert_num": 2, "moe_topk": 3, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "head_dim": 8,
+}  # fmt: skip
+SEGFORMER: Json = {
+    "model_type": "segformer", "num_encoder_blocks": 2, "depths": [1, 2], "sr_ratios": [2, 1], "hidden_sizes": [6, 8],
+    "patch_sizes": [5, 3], "strides": [3, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
+}  # fmt: skip
 GPTJ: Json = {"model_type": "gptj", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100}
 JAMBA: Json = {**LLAMA, "model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1}
 
@@ -95,6 +109,15 @@ JAMBA: Json = {**LLAMA, "model_type": "jamba", "attn_layer_period": 2, "attn_lay
             {**LLAMA, "model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 9},
             "mamba_d_head * mamba_n_heads must be the width of the scan",
         ),
+        ({**SPARSE, "num_hidden_layers": 1}, "sparse_attention_freq must have an entry for each layer"),
+        ({**SPARSE, "moe_layer_freq": [1]}, "moe_layer_freq must have an entry for each layer"),
+        ({**SPARSE, "num_attention_heads": 5, "num_key_value_heads": 1}, "must be a multiple of the indexer's heads"),
+        ({**SPARSE, "index_block_size": 0}, "index_block_size must be a whole number of at least 1"),
+        ({**XLSTM, "embedding_dim": 66}, "embedding_dim must be hidden_size"),
+        ({**LONGCAT, "qk_head_dim": 20}, "qk_head_dim must be qk_nope_head_dim + qk_rope_head_dim"),
+        ({**LONGCAT, "qk_nope_head_dim": -1}, "qk_nope_head_dim must be at least 0, not -1"),
+        ({"model_type": "seamless_m4t", "conv_depthwise_kernel_size": 8}, "conv_depthwise_kernel_size must be odd"),
+        ({**SEGFORMER, "strides": [3]}, "strides must have an entry for each stage"),
         (
             {"model_type": "llava", "text_config": LLAMA, "vision_feature_select_strategy": "all"},
             "vision_feature_select_strategy must be one of default, full, not 'all'",
@@ -117,6 +140,16 @@ def test_refused(config: Json, words: str) -> None:
         {**LLAMA, "rms_norm_eps": 1, "rope_scaling": {"type": "linear", "factor": 2}},
         {**GPTJ, "rotary_dim": 16},
         JAMBA,
+        SPARSE,
+        {
+            **SPARSE,
+            "sparse_attention_config": {"sparse_attention_freq": [0, 0]},
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+        },
+        LONGCAT,
+        {**XLSTM, "chunk_size": 7, "max_inference_chunksize": 10},
+        {**SEGFORMER, "hidden_sizes": [7, 9], "depths": [1, 2, 3]},
         # A share of a head is rounded up to pairs.
         {**LLAMA, "model_type": "glm", "head_dim": 13},
         {**LLAMA, "head_dim": 32},

@@ -22,6 +22,12 @@ LLAMA = {
 }  # fmt: skip
 
 
+def test_a_matrix_of_too_many() -> None:
+    sizes = range(2, 30_002)
+    with pytest.raises(SweepError, match="a matrix of 900,000,000 configurations; 100,000 is the most"):
+        make_matrix(trainers=["StandardTrainer"], batch_sizes=sizes, seq_lens=sizes, models=["tiny"])
+
+
 def test_every_trainer_at_every_size() -> None:
     found = make_matrix(batch_sizes=[4, 8], seq_lens=[512, 1024], models=["1b"])
     assert len(found) == 16
