@@ -17,6 +17,7 @@ from flopcalc.monitor.pass_log import PassLog
 from flopcalc.monitor.passes import read_lengths
 from flopcalc.monitor.place import Seen
 from flopcalc.monitor.settings import Settings
+from flopcalc.units import check_positive
 from flopcalc.words import check_word
 
 
@@ -54,7 +55,7 @@ class PassCalls:
         asked, made = asked or [0] * len(made), made or [0] * len(asked)
         if len(asked) != len(made):
             raise WorkloadError(f"{len(asked)} prompts and {len(made)} completions: give one for each")
-        time_s = math.nan if seconds is None else float(seconds)
+        time_s = math.nan if seconds is None else check_positive(seconds, "seconds", or_zero=True)
         if seconds is None:
             self.say("add_pass without seconds: the training time of such steps, and their MFU, are not known", "pass")
         if not self._is_started:

@@ -102,6 +102,16 @@ CASES: dict[str, Case] = {
         ESTIMATOR.__call__, {"batch_size": 1, "seq_len": 8},
         "images image_grid_thw lengths batch phase context logits clips audio",
     ),
+    "by_dtype": (ESTIMATE.by_dtype, {"convention": "model"}, ""),
+    "under": (ESTIMATE.under, {"name": "palm"}, "mtp"),
+    "find": (flopcalc.translate(ESTIMATE, mfu=0.4, from_="6nd", device="h200").find, {"name": "6nd"}, ""),
+    "fitted": (
+        flopcalc.translate, {"model": ESTIMATE, "tflops": 400, "tokens_per_second": 9e3, "device": "h200"},
+        "mtp gpus dtype peak",
+    ),
+    "notes": (ESTIMATOR.notes, {"load": LOAD}, ""),
+    "count_formats": (ESTIMATOR.count_formats, {"load": LOAD, "convention": "model"}, ""),
+    "Lora": (flopcalc.Lora, {"r": 4, "targets": ("q_proj",)}, "save dtype"),
     "estimate": (ESTIMATOR.estimate, {"load": LOAD}, ""),
     "change": (ESTIMATOR.change, {}, "recompute convention attention_kernel"),
     "count": (ESTIMATOR.count, {"load": LOAD, "convention": "model"}, ""),
@@ -152,8 +162,9 @@ def test_every_value(name: str) -> None:
 # --- finds ------------------------------------------------------------------------------------------------------------
 # Arguments with a closed vocabulary: every other value is refused, and nothing is counted.
 WORDS = [
-    ("total_under", "convention"), ("breakdown", "by"), ("table", "by"), ("count", "convention"),
-    ("rows", "convention"), ("bind", "dtype"), ("bind", "attention_kernel"), ("estimate_flops", "phase"),
+    ("total_under", "convention"), ("count_formats", "convention"), ("breakdown", "by"), ("table", "by"),
+    ("count", "convention"), ("rows", "convention"), ("bind", "dtype"), ("bind", "attention_kernel"),
+    ("estimate_flops", "phase"),
     ("estimate_flops", "attention_kernel"), ("make_recipe", "recompute"), ("make_recipe", "clipping"),
     ("mfu", "dtype"), ("count_run", "dtype"), ("predict", "dtype"), ("predict", "optimizer"),
     ("predict", "attention_kernel"), ("plan", "dtype"), ("plan", "execution"), ("plan", "optimizer"),
@@ -227,6 +238,21 @@ def test_keywords_of_a_plan(options: dict[str, Any], words: str) -> None:
     with pytest.raises(WorkloadError) as caught:
         flopcalc.plan(CONFIG, **options)
     assert words in str(caught.value)
+
+
+def test_a_convention_of_no_word() -> None:
+    assert ESTIMATE.by_dtype(None) == ESTIMATE.by_dtype("model")
+    for value in NO_WORDS[1:]:
+        with pytest.raises(FlopcalcError, match="unknown; known: "):
+            ESTIMATE.by_dtype(value)  # type: ignore[arg-type]
+
+
+def test_a_translation_without_rows() -> None:
+    with pytest.raises(WorkloadError, match="mtp must be a whole number, not 'x'"):
+        flopcalc.translate(ESTIMATE, tflops=400, tokens_per_second=9e3, device="h200", mtp="x")  # type: ignore[arg-type]
+    found = flopcalc.translate(ESTIMATE, mfu=0.4, from_="6nd", device="h200")
+    with pytest.raises(FlopcalcError, match="convention palm has no row for this model"):
+        found._replace(rows=()).find("palm")
 
 
 def test_keywords_of_a_translation() -> None:

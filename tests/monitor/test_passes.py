@@ -164,6 +164,7 @@ def test_a_rollout_that_ran_elsewhere_is_handed_in(tmp_path: Path, clock: Clock)
         ({"name": "rollout", "prompts": b"4", "completions": [3]}, "prompts must be a list"),
         ({"name": "rollout", "prompts": [1, 2], "completions": [3]}, "2 prompts and 1 completions"),
         ({"name": "rollout", "prompts": [-1], "completions": [3]}, "prompts"),
+        ({"name": "rollout", "prompts": [5], "completions": [3], "seconds": -1}, "seconds must be a positive number"),
         ({"name": "score", "model": "no such model", "prompts": [5], "seconds": 1}, "no such model"),
     ],
 )

@@ -169,9 +169,10 @@ class Estimate:
 
     def by_dtype(self, convention: str | None = None) -> dict[str, Flops]:
         """Number format -> FLOPs of the products that are computed in it, most first; under the own convention."""
+        own = self.convention if convention is None else check_word(convention, CONVENTIONS, "convention")
         sums: dict[str, Flops] = {}
         for estimator, load, times in self.terms:
-            for name, flops in estimator.count_formats(load, convention or self.convention).items():
+            for name, flops in estimator.count_formats(load, own).items():
                 sums[name] = sums.get(name, NO_FLOPS) + flops * times
         return dict(sorted(sums.items(), key=lambda item: -item[1].total))
 

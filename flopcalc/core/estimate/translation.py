@@ -61,7 +61,10 @@ class Translation(NamedTuple):
     def find(self, name: str) -> TranslatedRow:
         """The row of one convention."""
         wanted = find_quoted(name).name
-        return next(row for row in self.rows if row.name == wanted)
+        for row in self.rows:
+            if row.name == wanted:
+                return row
+        raise FlopcalcError(f"convention {wanted} has no row for this model; the notes say why")
 
     def to_dict(self) -> dict[str, Any]:
         from flopcalc._version import __version__
@@ -100,6 +103,7 @@ def translate_estimate(
     """What a quoted MFU, a rate in TFLOP/s per GPU, or tokens per second of all GPUs is under every convention."""
     quoted = None if from_ is None else find_quoted(from_).name
     check_size(gpus, "gpus")
+    mtp = None if mtp is None else check_size(mtp, "mtp", 0)
     tokens = check_tokens(estimate, "a quoted figure").tokens
     terms, missing = _count_all(estimate, mtp, quoted)
     flops = {each: sum(values.values()) for each, values in terms.items()}

@@ -38,7 +38,7 @@ class Lora:
                 _check_regex(target)
         put(self, "r", check_size(self.r, "lora r"))
         put(self, "save", _patterns(self.save, "lora save"))
-        if self.dtype:
+        if not isinstance(self.dtype, str) or self.dtype:
             put(self, "dtype", parse_compute(self.dtype, "lora dtype"))
             if not find_computed(self.dtype).is_everywhere or self.dtype == "tf32":
                 raise RecipeError(f"lora dtype {self.dtype}: adapters are fp32, bf16 or fp16")
