@@ -24,6 +24,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("a word", lambda value: isinstance(value, str)),
 }
+_DROPOUT = ("dropout", "dropout_prob", "dropout_rate", "pdrop")  # torch's dropout takes a probability alone
 _MOST_ODD = 4  # HF takes odd heads up to this size: test models have them
 
 
@@ -96,8 +97,10 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
                 raise ConfigError(f"{where}: missing key '{key}': it is null, and must be {words}")
             if not is_right(value):
                 raise ConfigError(f"{where}: {key} must be {words}, not {format_value(value)}")
-            if kind == "int" and key.endswith("head_dim") and value is not None and value < 0:
+            if kind == "int" and key.endswith(("head_dim", "heads", "shared_experts")) and value < 0:
                 raise ConfigError(f"{where}: {key} must be at least 0, not {value}")
+            if kind == "number" and key.endswith(_DROPOUT) and not 0 <= value <= 1:
+                raise ConfigError(f"{where}: {key} must be from 0 to 1, not {format_value(value)}")
     for key, known in rules.get("words", {}).items():
         if config.get(key) is not None and config[key] not in known:
             raise ConfigError(f"{where}: {key} must be one of {', '.join(known)}, not {format_value(config[key])}")
