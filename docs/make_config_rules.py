@@ -6,6 +6,7 @@ python docs/make_config_rules.py --check    exit 1 if it is stale
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 import types
@@ -13,6 +14,7 @@ import typing
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,34 @@ def read_even(config_class: Any, default: Any) -> list[str]:
     ]
 
 
+# Parameters that modelling code makes in float32, whatever the model's format is; from_pretrained leaves them so.
+MADE_IN_FLOAT32 = {"hunyuan_v1_moe": [r"\.wg\."], "olmo_hybrid": ["A_log"], "zamba": ["A_log"]}
+KEPT = {"_keep_in_fp32_modules": "fp16", "_keep_in_fp32_modules_strict": "half"}
+
+
+@cache
+def read_float32(folder: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Names that classes of a model keep in float32: those of its base class, and all: 'fp16' or 'half' -> names."""
+    base: dict[str, list[str]] = {}
+    every: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("modeling_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "_keep_in_fp32_modules" not in text:
+            continue
+        for node in ast.parse(text).body:
+            for entry in node.body if isinstance(node, ast.ClassDef) else ():
+                key = KEPT.get(getattr(entry.targets[0], "id", "")) if isinstance(entry, ast.Assign) else None
+                names = ast.literal_eval(entry.value) if isinstance(entry, ast.Assign) and key else None
+                if key and names:
+                    for kept in (every, base) if node.name.endswith("PreTrainedModel") else (every,):
+                        kept[key] = sorted({*kept.get(key, ()), *names})
+    made = MADE_IN_FLOAT32.get(folder.name, [])
+    for kept in (base, every):
+        if made:
+            kept["half"] = sorted({*kept.get("half", ()), *made})
+    return base, every
+
+
 def read_class(config_class: Any) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
@@ -147,6 +177,11 @@ def read_class(config_class: Any) -> dict[str, Any]:
     }
     if inner:
         rules["inner"] = inner
+    code = sys.modules[config_class.__module__].__file__
+    base, every = read_float32(Path(str(code)).parent)
+    # Lists of a class that joins models hold for its config; those of the base class for every config beside it.
+    if kept := every if inner or config_class.model_type == Path(str(code)).parent.name else base:
+        rules["float32"] = kept
     if default is None:
         return rules
     if layers := read_layers(config_class, default):

@@ -54,6 +54,13 @@ def load_devices() -> tuple[tuple[Device, ...], dict[str, list[str]]]:
     return tuple(devices.values()), ambiguous
 
 
+def _load_left_out() -> dict[str, str]:
+    """Devices that are known but have no source, with and without their maker's name, and why."""
+    table = load_toml(os.path.join(find_data_dir(), "devices.toml"))["left_out"]
+    makers = ("", "nvidia", "nvidiageforce", "geforce", "apple", "huawei")
+    return {f"{maker}{_plain(name)}": why for name, why in table.items() for maker in makers}
+
+
 def _read_device(entry: dict[str, Any]) -> Device:
     return Device(
         id=entry["id"],
@@ -88,13 +95,16 @@ def find_device(name: str, *, needs_all: bool = False) -> Device:
                 raise DeviceError(f"device {name!r} names no variant, and this needs one: give {variants[0].id}")
             raise DeviceError(f"device {name!r} is ambiguous: say which of {_list_ids(variants)}")
         return common
-    near = _suggest(name)
-    hint = f" Did you mean {', '.join(near)}?" if near else ""
     remedy = (
         "your own devices.toml adds one, with its peaks, bandwidth and memory (docs/specs.md)"
         if needs_all
         else "--peak FLOPS_PER_S gives a peak by hand"
     )
+    why = _load_left_out().get(_plain(name))
+    if why is not None:
+        raise DeviceError(f"device {format_value(name)} has no peak here: {why}; {remedy}")
+    near = _suggest(name)
+    hint = f" Did you mean {', '.join(near)}?" if near else ""
     raise DeviceError(f"device {format_value(name)} unknown.{hint} `flopcalc devices` lists them; {remedy}")
 
 

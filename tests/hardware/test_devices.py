@@ -94,6 +94,7 @@ def test_ambiguous_names_list_devices_and_are_none_themselves() -> None:
         ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada", 364.2e12),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-server", 467.8e12),
         ("NVIDIA GeForce RTX 5080", "rtx-5080", 112.6e12),
+        ("GeForce RTX 5070 Ti", "rtx-5070-ti", 87.9e12),
         ("Jetson AGX Orin 64GB", "jetson-agx-orin-64gb", 42.5e12),
         ("trn3", "trainium3", 671e12),
         ("910B2", "ascend-910b2", 353.9e12),
@@ -118,6 +119,7 @@ def test_variants_do_not_mix(name: str, device_id: str, bf16: float) -> None:
         # GeForce: FP32 accumulate at half rate in 16 bits, but not in the formats of 8 bits and less
         ("rtx-5090", {"bf16": 1, "tf32": 1 / 2, "fp8": 4, "mxfp8": 4, "fp6": 4, "int8": 4, "nvfp4": 8, "mxfp4": 8}),
         ("rtx-5080", {"bf16": 1, "tf32": 1 / 2, "fp8": 4, "mxfp8": 4, "fp6": 4, "int8": 4, "nvfp4": 8, "mxfp4": 8}),
+        ("rtx-5070-ti", {"bf16": 1, "tf32": 1 / 2, "fp8": 4, "mxfp8": 4, "fp6": 4, "int8": 4, "nvfp4": 8, "mxfp4": 8}),
         ("trainium3", {"bf16": 1, "tf32": 1, "mxfp8": 3.75, "mxfp4": 3.75}),
         ("ascend-910b3", {"bf16": 1, "fp16": 1, "int8": 2}),
     ],
@@ -133,6 +135,7 @@ def test_formats_keep_their_ratios(device_id: str, peaks: dict[str, float]) -> N
         ("rtx-6000-ada", 142, 1024, 2505),
         ("rtx-pro-6000-server", 188, 1024, 2430),
         ("rtx-5080", 84, 512, 2617),
+        ("rtx-5070-ti", 70, 512, 2452),
         ("jetson-agx-orin-64gb", 16, 2048, 1300),
         ("ascend-910b1", 24, 8192, 1850),
         ("ascend-910b4", 20, 8192, 1500),
@@ -157,21 +160,39 @@ def test_case_spaces_and_dashes_do_not_matter(name: str) -> None:
     [
         "h200x",
         "h20 0 x",
-        "NVIDIA H200 NVL",
         "H100 CNX",
         "L40G",
         "A4",
         "",
         "gpu",
-        "RTX A5000",
-        "RTX 5070 Ti",
-        "A10G",
-        "Apple M4",
     ],
 )
 def test_unknown_devices_get_no_neighbours_number(name: str) -> None:
     with pytest.raises(DeviceError, match=r"unknown.*--peak"):
         find_device(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("NVIDIA H200 NVL", "no NVIDIA page read"),
+        ("RTX A5000", "no page with its tensor figure"),
+        ("A10G", "all in circulation"),
+        ("Apple M4", "public tables say 3.8 and 4.3 TFLOP/s"),
+        ("m4-max", "public tables disagree"),
+        ("NVIDIA GeForce RTX 5070 Ti Laptop GPU", "depends on the laptop"),
+    ],
+)
+def test_devices_without_a_source_are_refused_by_name(name: str, why: str) -> None:
+    with pytest.raises(DeviceError, match=rf"device '{name}' has no peak here: .*{why}.*; --peak FLOPS_PER_S"):
+        find_device(name)
+    with pytest.raises(DeviceError, match=rf"{why}.*; your own devices.toml"):
+        find_device(name, needs_all=True)
+
+
+@pytest.mark.parametrize(("device_id", "cores"), [("apple-m3", 10), ("apple-m3-pro", 18), ("apple-m3-max", 40)])
+def test_apple_peaks_follow_from_cores_and_clock(device_id: str, cores: int) -> None:
+    assert peak_flops_per_s(device_id, "fp16") == pytest.approx(cores * 256 * 1398e6, rel=1e-2)
 
 
 def test_a_peak_by_hand_is_offered_where_it_is_enough() -> None:
@@ -204,7 +225,7 @@ def test_suggestions_are_of_the_same_maker_and_generation(name: str, near: list[
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("h100", 3), ("V100", 4), ("rtx", 9), ("tpu", 5), ("mi250x", 2), ("Ascend 910B", 4)]
+    ("name", "count"), [("h100", 3), ("V100", 4), ("rtx", 10), ("tpu", 5), ("mi250x", 2), ("Ascend 910B", 4)]
 )
 def test_ambiguous_device_lists_its_variants(name: str, count: int) -> None:
     for needs_all in (False, True):

@@ -84,6 +84,17 @@ def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
                 f"weights in {', '.join(sorted(found))} do not train themselves: --lora trains adapters on top of "
                 "them, --weights bf16 counts plain training"
             )
+    if formats.kept and not formats.autocast:
+        kept = {
+            row.op.name.rpartition(".")[2]: 0
+            for _, row, _ in estimator.rows(load, "full")
+            if isinstance(row.op, Linear) and not row.numbers.weight.is_quantized and row.numbers.weight.name == "fp32"
+        }
+        if kept:
+            notes.append(
+                f"transformers keeps {', '.join(kept)} in float32 and computes {'it' if len(kept) == 1 else 'them'} in "
+                f"float32: --compute {formats.model} counts all in {formats.model}"
+            )
     is_float = formats.adapter == "fp32" != formats.model and not (formats.autocast or formats.compute)
     if recipe.lora is not None and is_float and load.phase == "train":
         notes.append(

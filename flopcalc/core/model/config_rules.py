@@ -39,6 +39,29 @@ def is_type_of_transformers(model_type: str) -> bool:
     return model_type in _load()["classes"]
 
 
+def list_float32(config: Mapping[str, Any], dtype: str) -> tuple[str, ...]:
+    """Patterns of the parameters that from_pretrained keeps in float32 where a model is loaded in a 16-bit format.
+
+    transformers keeps `_keep_in_fp32_modules_strict` in both formats and `_keep_in_fp32_modules` in fp16. A model has
+    the lists of its parts too (modeling_utils.py, post_init).
+    """
+    parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
+    classes = _load()["classes"]
+    found: dict[str, None] = {}
+    for part in parts:
+        name = part.get("model_type")
+        kept = classes.get(name, {}).get("float32", {}) if isinstance(name, str) else {}
+        for key in ("half", "fp16") if dtype == "fp16" else ("half",):
+            found |= dict.fromkeys(kept.get(key, ()))
+    return tuple(found)
+
+
+def list_unconverted(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Modules that transformers' quantizers leave out: those of `_keep_in_fp32_modules`, in any format."""
+    half = list_float32(config, "bf16")
+    return tuple(name for name in list_float32(config, "fp16") if name not in half)
+
+
 @cache
 def _load_rules() -> dict[str, list[dict[str, Any]]]:
     """model_type -> its rules."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
+from flopcalc.core.model.config_rules import list_float32
 from flopcalc.core.model.ops import Embed, Linear, Op, Param, Weighted
 from flopcalc.core.recipe.formats import (
     BF16,
@@ -54,6 +57,7 @@ class Formats:
     # Of a live model: a weight's name -> how it is stored, where that is not the model's own format.
     live: Mapping[str, Stored] = field(default_factory=dict, hash=False)
     source: str = ""  # what said so
+    kept: tuple[str, ...] = ()  # patterns of parameters that transformers keeps in float32
 
     @property
     def is_default(self) -> bool:
@@ -62,11 +66,12 @@ class Formats:
             (self.model, self.compute or PLAIN, self.autocast or PLAIN) == (PLAIN, PLAIN, PLAIN)
             and self.weights is None and self.quantization is None
             and self.adapter in ("", "fp32") and self._compute_adapter() == PLAIN and not self.live
+            and not self.kept
         )  # fmt: skip
 
     def is_only(self, name: str) -> bool:
         """Whether one format is that of all products, and of all plain weights."""
-        is_plain = self.weights is None and self.quantization is None and not self.live
+        is_plain = self.weights is None and self.quantization is None and not self.live and not self.kept
         return is_plain and self.attention == self._compute_adapter() == name and self.model == name
 
     @property
@@ -90,7 +95,8 @@ class Formats:
         """The same with all products computed in one format; plain weights are stored in it too."""
         is_plain = self.weights is None and self.quantization is None and not self.live
         model = find_computed(compute).stored if is_plain and find_computed(compute).is_everywhere else self.model
-        return replace(self, model=model, compute=compute, autocast="", source="as asked" if is_plain else self.source)
+        source = "as asked" if is_plain else self.source
+        return replace(self, model=model, compute=compute, autocast="", source=source, kept=())
 
     def _compute_adapter(self) -> str:
         if self.compute and find_computed(self.compute).is_everywhere:
@@ -101,9 +107,9 @@ class Formats:
         """The formats of an op whose module is `path`, in the part of the model that `group` names."""
         stored = self._find_stored(op, path, group)
         compute, gradient = self._find_compute(op, stored)
-        plain = self.model
+        plain = "fp32" if isinstance(op, Weighted) and self._is_kept(op, path, op.bias_name) else self.model
         return Numbers(
-            stored or make_plain(plain), plain, compute, gradient, self.adapter or "fp32", self._compute_adapter()
+            stored or make_plain(self.model), plain, compute, gradient, self.adapter or "fp32", self._compute_adapter()
         )
 
     def _find_compute(self, op: Op, stored: Stored | None) -> tuple[str, str]:
@@ -144,7 +150,15 @@ class Formats:
                 error = ConfigError if self.weights is None else RecipeError
                 hint = f"; {BY_HAND}" if self.weights is None else ""
                 raise error(f"{found.key or found.name} {problem} of {path}{hint}")
-        return found
+            return found
+        return make_plain("fp32") if self._is_kept(op, path, op.param) else found
+
+    def _is_kept(self, op: Weighted, path: str, param: str) -> bool:
+        """Whether transformers keeps a parameter in float32; it searches the name for each pattern."""
+        if not self.kept:
+            return False
+        name = path if isinstance(op, Param) else f"{path}.{param}"
+        return _compile("|".join(self.kept)).search(name.replace("*", op.copy_names[0])) is not None
 
     def name_weights(self) -> str:
         """How weights are stored, in a word or two."""
@@ -163,6 +177,11 @@ class Formats:
             "quantization": self.quantization.method if self.quantization is not None else None,
             "source": self.source,
         }
+
+
+@cache
+def _compile(text: str) -> re.Pattern[str]:
+    return re.compile(text)
 
 
 def count_cache_bytes(formats: Formats, numbers: int) -> int:
@@ -186,12 +205,14 @@ def _find_kind(op: Op) -> Kind:
         return "head"
     if op.is_bare:
         return "expert" if op.copies > 1 else "other"
+    if op.at and op.name == f"{op.at}.out_proj":  # of torch's MultiheadAttention
+        return "subclass"
     return "expert" if op.copies > 1 else "linear"
 
 
 def _is_inner(op: Op) -> bool:
     """Whether a format that is given by hand holds for it: linear layers and experts, neither head nor router."""
-    return _find_kind(op) in ("linear", "expert") and op.part != "router"
+    return _find_kind(op) in ("linear", "subclass", "expert") and op.part != "router"
 
 
 def find_sizes(op: Op) -> tuple[int, int]:
@@ -253,9 +274,9 @@ def make_formats(
         weights = None  # it is the whole model's
     elif weights is not None:
         source = f"weights as asked; the rest {source}"
-    cache = "" if asked.kv_cache is None else parse_compute(asked.kv_cache, "kv_cache")
-    if not cache and quantization is not None:
-        cache = quantization.kv_cache
+    cache_format = "" if asked.kv_cache is None else parse_compute(asked.kv_cache, "kv_cache")
+    if not cache_format and quantization is not None:
+        cache_format = quantization.kv_cache
     adapter = ""
     if recipe.lora is not None:
         adapter = recipe.lora.dtype or ("fp32" if model in _HALF else model)
@@ -264,7 +285,10 @@ def make_formats(
     if quantization is not None:
         source = f"quantization_config of {quantization.method}; the rest {source}"
     stored = live.stored if live is not None and asked.weights is None else {}
-    return Formats(model, compute, cast, weights, quantization, adapter, cache, stored, source)
+    # A format that is given by hand holds for all; else from_pretrained keeps some parameters in float32.
+    is_given = compute or live is not None or (asked.weights is not None and weights is None)
+    kept = () if is_given or model not in _HALF else list_float32(config, model)
+    return Formats(model, compute, cast, weights, quantization, adapter, cache_format, stored, source, kept)
 
 
 def _find_model(

@@ -14,9 +14,10 @@ from flopcalc.errors import ConfigError, format_nearest, format_value
 from flopcalc.values import Value, frozen
 
 BY_HAND = "--weights FORMAT says the format by hand"
-# What a module is to a quantizer: torch.nn.Linear; a stack of experts, which are bare parameters in transformers 5 and
-# were linears in the checkpoints; the output head; a table of embeddings; anything else.
-Kind = Literal["linear", "expert", "head", "embed", "other"]
+# What a module is to a quantizer: torch.nn.Linear; a subclass of it, which some libraries pass over; a stack of
+# experts, which are bare parameters in transformers 5 and were linears in the checkpoints; the output head; a table of
+# embeddings; anything else. A rule for linears holds for subclasses too.
+Kind = Literal["linear", "subclass", "expert", "head", "embed", "other"]
 ALL_KINDS: tuple[Kind, ...] = ("linear", "expert", "head", "embed", "other")
 
 # What lists of modules in a downloaded config may hold.
@@ -43,7 +44,8 @@ class Rule(Value):
     is_language: bool = False  # layers of the language model alone
 
     def fits(self, place: Place) -> bool:
-        if place.kind not in self.kinds or (self.is_language and place.group != "language"):
+        kind = "linear" if place.kind == "subclass" and "subclass" not in self.kinds else place.kind
+        if kind not in self.kinds or (self.is_language and place.group != "language"):
             return False
         return not self.patterns or any(pattern.matches(name) for pattern in self.patterns for name in place.names)
 

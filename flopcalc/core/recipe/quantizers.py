@@ -10,6 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from flopcalc.core.model.config_rules import list_unconverted
 from flopcalc.core.recipe.formats import Stored, parse_compute
 from flopcalc.core.recipe.quantization import (
     ALL_KINDS,
@@ -27,6 +28,13 @@ from flopcalc.core.recipe.quantization import (
 from flopcalc.core.recipe.torchao import read_torchao
 from flopcalc.errors import ConfigError, RecipeError, format_nearest, format_value
 
+# Methods whose quantizers in transformers leave out what `_keep_in_fp32_modules` lists.
+_SKIP_FLOAT32 = ("awq", "bitsandbytes", "fbgemm_fp8", "fp8", "mxfp4", "mxfp8", "nvfp4", "torchao")
+# Methods that convert torch.nn.Linear itself but no subclass, as the one in torch.nn.MultiheadAttention.
+_EXACT = ("bitsandbytes", "fp8")
+# Models whose layers are transformers' Conv1D, and methods that do not convert it.
+_CONV1D = ("decision_transformer", "gpt2", "imagegpt", "openai-gpt")
+_LINEAR_ALONE = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "hqq", "mxfp8", "nvfp4", "torchao")
 _WITH_HEAD: tuple[Kind, ...] = ("linear", "expert", "head")
 
 
@@ -58,10 +66,25 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     keys.skip("quant_method")
     is_dequantized = keys.take("dequantize", bool, False)
     result = reader(keys)
+    result = _leave_out(result, config)
     if result.method == "bitsandbytes" and str(config.get("model_type")).startswith("llama4"):
         result = _split_experts(result)
     keys.finish()
     return None if is_dequantized else result
+
+
+def _leave_out(found: Quantization, config: Mapping[str, Any]) -> Quantization:
+    """Modules that the quantizers of transformers pass over without being told."""
+    rules: list[Rule] = []
+    notes = found.notes
+    if found.method in _SKIP_FLOAT32 and (names := list_unconverted(config)):
+        rules.append(Rule(None, ALL_KINDS, tuple(Pattern(name, "hf") for name in names)))
+    if found.method in _EXACT:
+        rules.append(Rule(None, ("subclass",)))
+    if config.get("model_type") in _CONV1D and found.method in _LINEAR_ALONE:
+        rules.append(Rule(None, ("linear",)))
+        notes += (f"{found.method} converts torch.nn.Linear alone: this model's layers are Conv1D and stay plain",)
+    return replace(found, rules=(*rules, *found.rules), notes=notes) if rules else found
 
 
 def _split_experts(found: Quantization) -> Quantization:

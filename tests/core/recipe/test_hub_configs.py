@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flopcalc import bind
+from flopcalc.core.model.ops import iterate, join
 from flopcalc.errors import ConfigError
 from tests.core.recipe.test_formats import ARGS, LINEARS, MODEL, NUMBERS, compress, find_stored, quantize, sum_layers
 
@@ -152,3 +153,39 @@ def test_llama_4_has_linears_for_experts() -> None:
     }  # fmt: skip
     found = find_stored({"quant_method": "bitsandbytes", "load_in_8bit": True}, base)
     assert "model.layers.feed_forward.experts" in found
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 128, "n_positions": 64}
+BNB_8BIT = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+AWQ_64 = {"quant_method": "awq", "bits": 4, "group_size": 64}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [AWQ_64, {"quant_method": "fp8"}, {"quant_method": "torchao", "quant_type": "int8_weight_only"},
+     compress({**ARGS, "strategy": "channel"})],
+    ids=["awq", "fp8", "torchao", "compressed-tensors"],
+)  # fmt: skip
+def test_conv1d_is_no_linear(config: dict[str, Any]) -> None:
+    """GPT-2's layers are transformers' Conv1D, which bitsandbytes converts and the others do not."""
+    assert len(find_stored(BNB_8BIT, GPT2)) == 4
+    assert find_stored(config, GPT2) == {}
+    assert any("Conv1D" in note for note in bind(quantize(config, GPT2))(1, 16, phase="forward").notes)
+
+
+def test_subclasses_of_linear() -> None:
+    """The output of torch's MultiheadAttention is a subclass of Linear: some libraries ask for the class itself."""
+    tower = {"model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+             "num_attention_heads": 4, "image_size": 32, "patch_size": 16, "num_channels": 3}  # fmt: skip
+
+    def find(config: dict[str, Any]) -> set[str]:
+        model = bind(quantize(config, tower))
+        return {
+            op.name
+            for stage in model.stages
+            for op in iterate(stage.layers[0])
+            if model.formats.resolve(op, join(stage.path, op.name), stage.group).weight.is_quantized
+        }
+
+    assert find(AWQ_64) - find(BNB_8BIT) == {"attention.out_proj"}
+    assert find({"quant_method": "fp8"}) == find(BNB_8BIT)
