@@ -16,7 +16,7 @@ from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.results import Plan, Planned
 from flopcalc.planning.search import search_layouts
 from flopcalc.planning.step import OVERLAPS
-from flopcalc.prediction.choices import check_execution, check_optimizer
+from flopcalc.prediction.choices import check_execution, check_optimizer, describe_key_heads
 from flopcalc.prediction.memory import resize_batch
 from flopcalc.units import check_items, check_size, format_parameters, format_tokens, parse_tokens
 from flopcalc.words import Execution, check_keywords, check_word
@@ -135,6 +135,7 @@ def plan_estimator(
     if not sample.tokens:
         raise WorkloadError("a plan is counted in tokens, and this sample has images alone")
     notes += [note for note in estimator.notes(sample) if "convention hardware" not in note]  # a plan has none
+    notes += describe_key_heads(estimator)
     is_chosen, is_searched = global_batch is None, isinstance(global_batch, str) and global_batch == AUTO
     if global_batch is None or is_searched:
         global_batch = choose_batch(gpus, sample.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.model.ops import Attend, iterate
 from flopcalc.core.recipe.numbers import Formats
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, format_value
 from flopcalc.hardware.devices import Device, parse_dtype
@@ -45,6 +46,19 @@ def describe_formats(formats: Formats, optimizer: str) -> list[str]:
             "not in the figure"
         )
     return notes
+
+
+def describe_key_heads(estimator: Estimator) -> list[str]:
+    """That a user's spec names no key heads, and what was inferred in their place."""
+    chains = {id(chain): chain for stage in estimator.stages for chain in stage.layers}.values()
+    attends = (op for chain in chains for op in iterate(chain) if isinstance(op, Attend))
+    op = next((op for op in attends if op.kv_heads_inferred), None)
+    if op is None:
+        return []
+    return [
+        f"{estimator.spec.file} says no kv_heads for {op.name or 'its attention'}: {op.kv_heads} were inferred from "
+        "the widths of its projections; add kv_heads to the spec"
+    ]
 
 
 def find_kernel(device: Device, dtype: str | None, kernel: str) -> str:

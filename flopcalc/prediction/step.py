@@ -29,6 +29,7 @@ from flopcalc.prediction.choices import (
     check_optimizer,
     choose_execution,
     describe_formats,
+    describe_key_heads,
     find_kernel,
     match_dtype,
     settle_estimate,
@@ -333,6 +334,7 @@ def predict_estimate(
         prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
         notes += ["memory is the eager step's: a compiled one keeps less"] if settings.is_compiled else []
     notes += describe_formats(estimate.terms[0].estimator.formats, optimizer)
+    notes += describe_key_heads(estimate.terms[0].estimator)
     notes += [note for note in estimate.notes if not note.startswith(_COUNTING)]
     prediction = prediction._replace(notes=(*prediction.notes, *notes))
     if advise and prediction.fits is False:

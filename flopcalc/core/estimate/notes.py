@@ -9,7 +9,7 @@ from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.bound import BoundModel, find_architecture
 from flopcalc.core.model.heads import find_ending, is_same_class
-from flopcalc.core.model.ops import Attend, Linear, iterate
+from flopcalc.core.model.ops import Attend, Linear
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import format_value
 
@@ -55,13 +55,6 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
         notes.append(spec.reentrant)
     if recipe.recompute != "none" and load.phase != "train":
         notes.append(f"phase {load.phase} has no backward pass, so nothing is recomputed")
-    chains = {id(chain): chain for stage in model.stages for chain in stage.layers}.values()
-    attends = (op for chain in chains for op in iterate(chain) if isinstance(op, Attend))
-    if (op := next((op for op in attends if op.kv_heads_inferred), None)) is not None:
-        notes.append(
-            f"{spec.file} says no kv_heads for {op.name or 'its attention'}: {op.kv_heads} were inferred from the "
-            "widths of its projections; add kv_heads to the spec"
-        )
     return [*notes, model.head.note] if model.head.note else notes
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from presets import MODELS
 
-from flopcalc import SpecError, bind
+from flopcalc import SpecError, bind, plan, predict
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import Chain, Op, Stage
 from flopcalc.core.spec.spec import Spec, keeps_keys, load_spec
 from flopcalc.core.workload.sums import Expression
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.data import list_data_files, load_toml
+from flopcalc.prediction.choices import describe_key_heads
 
 PRESETS = [name for name, path in MODELS.items() if "alias" not in load_toml(path)]
 # Config keys that say how many heads of keys and values a layer has, by hand: the first that is there counts.
@@ -209,11 +210,25 @@ def test_key_heads_from_the_widths_of_the_projections(tmp_path: Path, projection
         f"mine.toml says no kv_heads for attn: {kv_heads} were inferred from the widths of its projections; "
         "add kv_heads to the spec"
     )
-    assert note in bound(1, 4).notes
+    assert describe_key_heads(bound) == [note]
     said = tmp_path / "said" / "mine.toml"
     said.parent.mkdir()
     said.write_text(f"{HEAD}ops = [{projections}, {attend.replace('qk', f'kv_heads = {kv_heads}, qk')}]\n")
-    assert bind(config, spec=said)(1, 4).notes == [each for each in bound(1, 4).notes if each != note]
+    assert describe_key_heads(bind(config, spec=said)) == []
+
+
+def test_predict_and_plan_say_that_key_heads_were_inferred(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    projection = '{ op = "linear", name = "attn.qkv", in = 48, out = "(h + 2 * kv) * 8" }'
+    attend = '{ op = "attend", name = "attn", heads = "h", qk = 8, v = 8 }'
+    path.write_text(f"{HEAD}repeat = 2\nops = [{projection}, {attend}]\n")
+    config = {"model_type": "mine", "h": 6, "kv": 2}
+    note = "mine.toml says no kv_heads for attn: 2 were inferred"
+    for found in (
+        predict(config, spec=path, device="h200", batch_size=1, seq_len=8),
+        plan(bind(config, spec=path), device="h200", gpus=1, tokens=1, seq_len=8, global_batch=1),
+    ):
+        assert [each for each in found.notes if each.startswith(note)]
 
 
 def test_shipped_specs_say_their_key_heads() -> None:
