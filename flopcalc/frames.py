@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError
-from flopcalc.grids import format_html
 
 MOST_SHOWN = 100  # rows of a table in a notebook
 
@@ -27,6 +26,8 @@ def make_frame(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Any:
 
 def show_rows(columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
     """The first rows as an HTML table; how many follow is said below it."""
+    from flopcalc.grids import format_html  # only notebooks need it
+
     left = len(rows) - MOST_SHOWN
     more = f"<p>… and {left:,} more rows: to_pandas() has all</p>" if left > 0 else ""
     return format_html(columns, [[_format(cell) for cell in row] for row in rows[:MOST_SHOWN]], caption) + more

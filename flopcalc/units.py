@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 _PREFIXES = ((10**18, "E"), (10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 # The largest size a flag or field may hold: far above any real workload, low enough that sums stay printable.
@@ -68,7 +70,7 @@ def format_number(value: float | None) -> str:
 class Unit(NamedTuple):
     """What may stand behind a number, and what it multiplies by; upper and lower case are alike."""
 
-    suffixes: Mapping[str, Fraction | int]
+    suffixes: Mapping[str, int | str]
     example: str
     name: str = ""  # behind a value that is printed in full
 
@@ -76,10 +78,10 @@ class Unit(NamedTuple):
 _BINARY = Unit({"k": 1 << 10, "m": 1 << 20}, "4096 or 4k")
 _DECIMAL = Unit({"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}, "2000000000 or 2T, 300B, 50M")
 _TIME = Unit(
-    {"us": Fraction(1, 10**6), "µs": Fraction(1, 10**6), "ms": Fraction(1, 1000), "s": 1, "min": 60, "h": 3600},
+    {"us": "1/1000000", "µs": "1/1000000", "ms": "1/1000", "s": 1, "min": 60, "h": 3600},
     "0.5 or 500ms", " s",
 )  # fmt: skip
-_SHARE = Unit({"%": Fraction(1, 100)}, "40% or 0.4")
+_SHARE = Unit({"%": "1/100"}, "40% or 0.4")
 _PLAIN = Unit({}, "")
 # Every option whose value may have a suffix; all others take plain numbers.
 UNITS = {
@@ -163,7 +165,9 @@ def describe_suffixes(options: Mapping[str, str]) -> list[str]:
     """What values with a suffix stand for, in full: '--seq 4k = 4,096'; options as flag -> what was written."""
     notes = []
     for flag, text in options.items():
-        pieces = [_split(piece.strip(), flag) for piece in text.split(",")] if flag in UNITS else []
+        if flag not in UNITS or text.isdigit():
+            continue
+        pieces = [_split(piece.strip(), flag) for piece in text.split(",")]
         if any(piece is not None and piece[1] for piece in pieces):
             shown = " and ".join(_format_full(piece[0]) for piece in pieces if piece is not None)
             notes.append(f"{flag} {text} = {shown}{UNITS[flag].name}")
@@ -178,7 +182,9 @@ def _split(text: str, flag: str) -> tuple[Fraction, str] | None:
     suffixes = UNITS.get(flag, _PLAIN).suffixes
     if match[2] and match[2] not in suffixes:
         return None
-    return Fraction(match[1]) * suffixes.get(match[2], 1), match[2]
+    from fractions import Fraction  # plain sizes need none
+
+    return Fraction(match[1]) * Fraction(suffixes.get(match[2], 1)), match[2]
 
 
 def _format_full(value: Fraction) -> str:
@@ -229,6 +235,3 @@ def parse_sizes(text: str, what: str, count: int | None = None, separator: str =
     if count is not None and len(values) != count:
         raise WorkloadError(f"{what}: {format_value(text)} must hold {count} numbers separated by {separator!r}")
     return values
-
-
-_TOKENS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import FrozenInstanceError, asdict, fields, replace
+from dataclasses import MISSING, FrozenInstanceError, asdict, fields, is_dataclass, replace
 from functools import cached_property
 
 import pytest
@@ -24,6 +24,23 @@ class Named(Size):
     """A field more, required after one with a default."""
 
     name: str
+
+
+@frozen()
+class Wide(Size):
+    """Another default for a field of the class that it extends."""
+
+    width: int = 7
+
+
+@frozen()
+class Checked(Value):
+    """Converts its field."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", self.text.upper())
 
 
 class Other(Size):
@@ -58,6 +75,11 @@ def test_values() -> None:
     assert [field.name for field in fields(Named)] == ["width", "height", "name"]
     assert replace(size, height=5) == Size(2, 5)
     assert asdict(size) == {"width": 2, "height": 1}
+    assert is_dataclass(Size)
+    assert [field.default for field in fields(Size)] == [MISSING, 1]
+    assert (Named._names, Wide(3).width, Wide().height) == (("width", "height", "name"), 3, 1)
+    assert Wide() == Wide(7, 1)
+    assert Checked("a").text == "A"
     assert pickle.loads(pickle.dumps(Named(width=2, name="a"))) == Named(width=2, name="a")
     assert not hasattr(size, "__dict__")
     assert Area(3).square == 9

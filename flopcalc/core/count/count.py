@@ -6,7 +6,7 @@ Backward work follows gradients through the dataflow: `flows` says whether a gra
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from flopcalc.core.count.formulas import (
@@ -69,13 +69,13 @@ class _Step(NamedTuple):
     twice: bool = False  # of a block that is checkpointed inside its layer
 
 
-@dataclass
 class _Parameters:
     """What a row holds: all, those that one token does not reach, those that train."""
 
-    total: int = 0
-    inactive: int = 0
-    trainable: int = 0
+    def __init__(self, total: int = 0, inactive: int = 0, trainable: int = 0) -> None:
+        self.total = total
+        self.inactive = inactive
+        self.trainable = trainable
 
 
 class _Layer:

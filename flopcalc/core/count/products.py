@@ -166,11 +166,6 @@ class CountedRow(NamedTuple):
     row: Row
     values: tuple[int, ...]
 
-    def find_value(self, *roles: Role) -> int:
-        """The value of the sum that the first product of one of these roles runs over; 0 without one."""
-        pairs = zip(self.row.products, self.values, strict=True)
-        return next((value for product, value in pairs if product.role in roles), 0)
-
     def by_format(self) -> dict[str, Flops]:
         """FLOPs of one layer by the format that they are computed in."""
         found: dict[str, Flops] = {}

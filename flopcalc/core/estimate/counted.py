@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from flopcalc.core.workload.sums import Sum
 from flopcalc.core.workload.workload import Workload, check_load
 from flopcalc.errors import FlopcalcError, RecipeError, format_value
 from flopcalc.units import format_flops, format_parameters
+from flopcalc.values import Value, frozen
 from flopcalc.words import CONVENTIONS, KERNELS, RECOMPUTE, Recompute, check_word
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 _TOWERS = ("vision", "audio")  # groups of stages that feed the language model
 
 
-@dataclass(frozen=True)
-class Coefficients:
+@frozen(slots=False)
+class Coefficients(Value):
     """The rows of one counting mode, and their FLOPs per unit of each sum, ready to be multiplied."""
 
     blocks: tuple[Block, ...]

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.estimate.estimator import Estimator as Estimator
 from flopcalc.core.estimate.estimator import Identity
-from flopcalc.core.estimate.sampling import Sampling
 from flopcalc.core.model.ops import Op, join
 from flopcalc.core.spec.spec import PARTS
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.frames import Rows, Table, shorten, show_rows
 from flopcalc.units import check_size, format_flops, format_parameters, format_share
+from flopcalc.values import Value, frozen
 from flopcalc.words import BY, CONVENTIONS, check_flag, check_word
+
+if TYPE_CHECKING:
+    from flopcalc.core.estimate.sampling import Sampling
 
 
 class Term(NamedTuple):
@@ -51,8 +53,8 @@ class PartRow(NamedTuple):
     clipping: int
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Estimate:
+@frozen()
+class Estimate(Value):
     """FLOPs of one step: exact ints at once, the breakdown when asked for."""
 
     terms: tuple[Term, ...]

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_
 
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import CountedRow, Weights
-from flopcalc.core.model.audio import Audio
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Stage
-from flopcalc.core.model.pictures import read_picture_size
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.recipe.numbers import Formats
 from flopcalc.core.recipe.recipe import Recipe
@@ -23,6 +21,7 @@ from flopcalc.words import Recompute
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.estimate import Estimate
+    from flopcalc.core.model.audio import Audio
 
 Picture: TypeAlias = str | os.PathLike[str] | tuple[int, int]  # a file, or width and height in pixels
 
@@ -177,6 +176,8 @@ class Estimator(Protocol):
         self, images: Iterable[Picture], batch_size: int = 1, max_pixels: int | None = None
     ) -> tuple[list[Grid], tuple[str, ...]]:
         """Grids of a batch's images, each a file or (width, height) in pixels, and notes on the processor's limits."""
+        from flopcalc.core.model.pictures import read_picture_size  # only where pictures are given
+
         if self.vision is None:
             what = "takes no images" if self.audio is not None else "is a text model: it takes no images"
             raise WorkloadError(f"{self.source.name} {what}")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flopcalc.core.model.audio import Audio, bind_audio
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.config_rules import check_config
 from flopcalc.core.model.expand import expand
 from flopcalc.core.model.heads import Head, expand_head, find_head, has_lm_head, list_classes
-from flopcalc.core.model.latents import Latents, bind_latents
 from flopcalc.core.model.mtp import choose_depth, expand_mtp
 from flopcalc.core.model.ops import Stage, iterate
 from flopcalc.core.model.vision import Vision, bind_vision
@@ -24,10 +21,15 @@ from flopcalc.core.workload.sums import Expression, InDecoder, Pairs, Tokens
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import list_data_files
 from flopcalc.errors import ConfigError, format_nearest, format_value
+from flopcalc.values import Value, frozen
+
+if TYPE_CHECKING:
+    from flopcalc.core.model.audio import Audio
+    from flopcalc.core.model.latents import Latents
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class BoundModel:
+@frozen()
+class BoundModel(Value):
     """A model under one config: what it consists of, and what it takes."""
 
     source: Source
@@ -39,12 +41,16 @@ class BoundModel:
     has_text_encoder: bool
     position_kind: str  # 'learned', 'rotary' or nothing
     position_limit: int  # 0: none is known
+    extra: Mapping[str, Spec]  # the user's own specs
     latents: Latents | None = None  # of a denoiser
     is_part: bool = False  # of a pipeline
-    head: Head = Head()  # noqa: RUF009  # a value, never changed
-    extra: Mapping[str, Spec] = field(default_factory=dict)  # the user's own specs
+    head: Head = Head()
     mtp: int = 0  # layers of multi-token prediction that are counted
     renamed: tuple[str, str] | None = None  # with another head: the module of the body, in the spec and here
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+    __repr__ = object.__repr__
 
     @property
     def has_logits(self) -> bool:
@@ -95,13 +101,22 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_pa
         if head.kind != "lm":
             raise ConfigError(f"multi-token prediction needs the language model's head, not head {head}")
         stages += expand_mtp(source, stages, depth)
+    audio = latents = None
+    if spec.audio:
+        from flopcalc.core.model.audio import bind_audio  # lazily: few models take audio
+
+        audio = bind_audio(dims)
+    if spec.latents:
+        from flopcalc.core.model.latents import bind_latents  # lazily: few models are denoisers
+
+        latents = bind_latents(dims)
     ops = [op for stage in stages for chain in stage.layers[:1] for op in iterate(chain)]
     return BoundModel(
         source=source,
         spec=spec,
         stages=stages,
         vision=bind_vision(dims),
-        audio=bind_audio(dims) if spec.audio else None,
+        audio=audio,
         has_decoder=any(
             isinstance(op.rows, InDecoder) or (isinstance(op.rows, Expression) and op.rows.unit == "decoder")
             for op in ops
@@ -112,7 +127,7 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_pa
         ),
         position_kind=spec.positions.get("kind", ""),
         position_limit=_read_limit(dims),
-        latents=bind_latents(dims) if spec.latents else None,
+        latents=latents,
         is_part=is_part,
         head=head,
         renamed=renamed,

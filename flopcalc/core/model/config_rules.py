@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 from flopcalc.core.spec.expressions import MissingNameError, ZeroDivisorError, evaluate, evaluate_truth, find_names
 from flopcalc.core.spec.spec import find_key
-from flopcalc.data import find_data_dir, load_toml
+from flopcalc.data import find_data_dir
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
-from flopcalc.files import MAX_JSON_BYTES, MAX_TOML_BYTES, read_json, read_text
+from flopcalc.files import MAX_TOML_BYTES, read_text
 
 FILE = "config_rules.json"  # what config classes refuse; made by docs/make_config_rules.py
 RULES = "config_rules.toml"  # what the modelling code cannot run
+_RULE = "\n[[rule]]"  # begins a rule there
 # What a key of a kind must be, and whether a value is so.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int": ("a whole number", lambda value: _is_whole(value)),
@@ -29,14 +32,33 @@ _MOST_ODD = 4  # HF takes odd heads up to this size: test models have them
 
 
 @cache
-def _load() -> dict[str, Any]:
-    data: dict[str, Any] = read_json(os.path.join(find_data_dir(), FILE), MAX_JSON_BYTES, ConfigError)
-    return data
+def _read_file(name: str) -> str:
+    return read_text(os.path.join(find_data_dir(), name), MAX_TOML_BYTES, ConfigError)
+
+
+def _find_value(name: str, start: int = 0) -> Any:
+    """What FILE says after a line's first word, None without such a line: parsing one line is faster than all."""
+    text, mark = _read_file(FILE), f"\n{json.dumps(name)}: "
+    at = text.find(mark, start)
+    return None if at < 0 else json.JSONDecoder().raw_decode(text, at + len(mark))[0]
+
+
+@cache
+def _find_words() -> dict[str, list[str]]:
+    words: dict[str, list[str]] = _find_value("words")
+    return words
+
+
+@cache
+def _find_class(name: str) -> dict[str, Any] | None:
+    """What the config class of a model_type refuses; None where transformers has none."""
+    found: dict[str, Any] | None = _find_value(name, _read_file(FILE).index('"classes": {'))
+    return found
 
 
 def is_type_of_transformers(model_type: str) -> bool:
     """Whether a config class of transformers has this type."""
-    return model_type in _load()["classes"]
+    return _find_class(model_type) is not None
 
 
 def list_float32(config: Mapping[str, Any], dtype: str) -> tuple[str, ...]:
@@ -46,11 +68,10 @@ def list_float32(config: Mapping[str, Any], dtype: str) -> tuple[str, ...]:
     the lists of its parts too (modeling_utils.py, post_init).
     """
     parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
-    classes = _load()["classes"]
     found: dict[str, None] = {}
     for part in parts:
         name = part.get("model_type")
-        kept = classes.get(name, {}).get("float32", {}) if isinstance(name, str) else {}
+        kept = (_find_class(name) or {}).get("float32", {}) if isinstance(name, str) else {}
         for key in ("half", "fp16") if dtype == "fp16" else ("half",):
             found |= dict.fromkeys(kept.get(key, ()))
     return tuple(found)
@@ -63,20 +84,11 @@ def list_unconverted(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @cache
-def _load_rules() -> dict[str, list[dict[str, Any]]]:
-    """model_type -> its rules."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for rule in load_toml(os.path.join(find_data_dir(), RULES))["rule"]:
-        for name in rule["types"]:
-            found.setdefault(name, []).append(rule)
-    return found
-
-
-@cache
 def _find_rules(name: str) -> list[dict[str, Any]]:
-    """A model_type's rules; most have none, and looking for the name is far faster than parsing them all."""
-    text = read_text(os.path.join(find_data_dir(), RULES), MAX_TOML_BYTES, ConfigError)
-    return _load_rules().get(name, []) if f'"{name}"' in text else []
+    """A model_type's rules: only those that name it are parsed, for most of the file's do not."""
+    rules = [rule for rule in _read_file(RULES).split(_RULE)[1:] if f'"{name}"' in rule]
+    found: list[dict[str, Any]] = tomllib.loads("".join(_RULE + rule for rule in rules)).get("rule", [])
+    return [rule for rule in found if name in rule["types"]]
 
 
 class _Keys:
@@ -107,7 +119,7 @@ class _Keys:
 def check_config(config: Mapping[str, Any], where: str, model_type: str | None = None) -> None:
     """A ConfigError where HF's config class refuses a value; inner configs too. Unknown types pass."""
     name = config.get("model_type") if model_type is None else model_type
-    rules = _load()["classes"].get(name) if isinstance(name, str) else None
+    rules = _find_class(name) if isinstance(name, str) else None
     if not isinstance(name, str) or rules is None:
         return
     for kind, (words, is_right) in _KINDS.items():
@@ -171,7 +183,7 @@ def _is_whole_list(value: Any) -> bool:
 
 
 def _check_word(word: Any, vocabulary: str, key: str) -> None:
-    known = _load()["words"][vocabulary]
+    known = _find_words()[vocabulary]
     if word not in known:
         near = format_nearest(str(word), known)
         raise ConfigError(f"{key} holds {format_value(word)}, which HF does not know.{near}")

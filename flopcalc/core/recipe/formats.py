@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from fractions import Fraction
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import FlopcalcError, RecipeError, format_nearest, format_value
 from flopcalc.values import Value, frozen
 from flopcalc.words import DTYPES
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 PLAIN = "bf16"  # what is taken where nothing says otherwise
 _GROUP = r"(.+)-g(\d+)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from flopcalc.core.recipe.quantization import BY_HAND, Kind, Place, Quantization
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.errors import ConfigError, RecipeError
+from flopcalc.values import Value, frozen
 
 _HALF = ("bf16", "fp16")
 ASSUMED = "assumed, for nothing says it"  # a value of the JSON: programs may compare it
@@ -43,10 +44,12 @@ class Numbers(NamedTuple):
 PLAIN_NUMBERS = Numbers()
 
 
-@dataclass(frozen=True)
-class Formats:
+@frozen()
+class Formats(Value):
     """What a model's numbers are: its own format, what products are computed in, and what is stored otherwise."""
 
+    # Of a live model: a weight's name -> how it is stored, where that is not the model's own format.
+    live: Mapping[str, Stored]
     model: str = PLAIN  # of all weights that nothing else is said of
     compute: str = ""  # given for all products; a narrow one for linear layers alone
     autocast: str = ""
@@ -54,10 +57,11 @@ class Formats:
     quantization: Quantization | None = None
     adapter: str = ""  # of LoRA's matrices; empty: no adapters
     cache: str = ""  # of keys and values; empty: as computed
-    # Of a live model: a weight's name -> how it is stored, where that is not the model's own format.
-    live: Mapping[str, Stored] = field(default_factory=dict, hash=False)
     source: str = ""  # what said so
     kept: tuple[str, ...] = ()  # patterns of parameters that transformers keeps in float32
+
+    def __hash__(self) -> int:
+        return hash(self._get_values()[1:])  # without `live`, a mapping
 
     @property
     def is_default(self) -> bool:
@@ -84,7 +88,7 @@ class Formats:
     @property
     def kv_cache(self) -> str:
         """The format of cached keys and values."""
-        return self.cache or find_computed(self.attention).stored
+        return self.cache or make_plain(self.attention).name
 
     @property
     def _rest(self) -> str:
@@ -288,7 +292,7 @@ def make_formats(
     # A format that is given by hand holds for all; else from_pretrained keeps some parameters in float32.
     is_given = compute or live is not None or (asked.weights is not None and weights is None)
     kept = () if is_given or model not in _HALF else list_float32(config, model)
-    return Formats(model, compute, cast, weights, quantization, adapter, cache_format, stored, source, kept)
+    return Formats(stored, model, compute, cast, weights, quantization, adapter, cache_format, source, kept)
 
 
 def _find_model(

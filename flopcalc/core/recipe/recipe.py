@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from flopcalc.core.recipe.formats import find_computed, parse_compute
 from flopcalc.errors import RecipeError, format_value
 from flopcalc.units import check_items, check_size, parse_size
+from flopcalc.values import Value, frozen
 from flopcalc.words import CLIPPING, RECOMPUTE, Clipping, Recompute, check_word
 
 _LORA_KEYS = ("r", "targets", "save", "dtype")
 REGEX = "re:"  # before a target that is a regular expression for whole names, as PEFT takes a single text
 
 
-@dataclass(frozen=True, slots=True)
-class Lora:
+@frozen()
+class Lora(Value):
     """PEFT's LoRA: rank, targets by name suffix, modules to save.
 
     'all-linear' is every linear layer but the head; a target that begins with 're:' is a regular expression.
@@ -53,8 +54,8 @@ class Adapter(NamedTuple):
     is_active: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
+@frozen()
+class Recipe(Value):
     """What trains, what is recomputed, how samples are clipped; everything trains by default.
 
     `lora` may also be 'r=16,targets=q_proj+v_proj' or a mapping with the same keys; a pattern may stand alone.

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from flopcalc.core.spec.convnets import CONVNETS
-from flopcalc.core.spec.networks import NETWORKS
 from flopcalc.errors import ConfigError, format_value
 
 Lookup = Callable[[str], Any]
@@ -44,4 +42,13 @@ def _list_ngram_tables(lookup: Lookup) -> list[int]:
     return [sum(primes[heads * i : heads * (i + 1)]) for i in range(tables + 1)]
 
 
-DERIVED: dict[str, Callable[[Lookup], Any]] = {"ngram_table_rows": _list_ngram_tables, **NETWORKS, **CONVNETS}
+def find_derived(name: str) -> Callable[[Lookup], Any] | None:
+    """What computes the value of this name; None: nothing does."""
+    if name == "ngram_table_rows":
+        return _list_ngram_tables
+    if not name.endswith("_blocks"):
+        return None
+    from flopcalc.core.spec.convnets import CONVNETS  # lazily: few models are networks of such blocks
+    from flopcalc.core.spec.networks import NETWORKS
+
+    return {**NETWORKS, **CONVNETS}.get(name)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from flopcalc.core.spec.derived import DERIVED
+from flopcalc.core.spec.derived import find_derived
 from flopcalc.core.spec.expressions import Budget, MissingNameError, evaluate, find_names, parse
 from flopcalc.core.spec.merge import ROW_KEYS, check_keys, is_names, load_tables
 from flopcalc.core.spec.row_units import UNITS
@@ -440,8 +440,8 @@ class BoundDims:
         else:
             value = self._find_inner_default(name)
             value = self.defaults.get(name) if value is None else value
-        if value is None and name in DERIVED:
-            value = self._fixed[name] = DERIVED[name](self.lookup)
+        if value is None and (derive := find_derived(name)) is not None:
+            value = self._fixed[name] = derive(self.lookup)
         if value is None:
             raise MissingNameError(name)
         return value

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any, TypeAlias
 
 from flopcalc.errors import WorkloadError, format_value
 from flopcalc.units import check_items, check_size
+from flopcalc.values import Value, frozen
 from flopcalc.words import BATCH_LAYOUTS, PHASES, check_word
 
 Grid: TypeAlias = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True, init=False, repr=False)
-class Workload:
+@frozen()
+class Workload(Value):
     """One micro-batch: `rows` sequences of `seq` positions; `documents` are the real lengths inside, if fewer.
 
     Values that no step can have are a WorkloadError. A grid of zeros is one that the model knows itself; `clips` are
@@ -92,7 +92,7 @@ class Workload:
             raise WorkloadError(f"documents of {sum(self.documents)} tokens do not fit into {self.rows} x {self.seq}")
 
     def replace(self, **changes: Any) -> Workload:
-        return Workload(**{**{key: getattr(self, key) for key in _FIELDS}, **changes})
+        return Workload(**{**{key: getattr(self, key) for key in self._names}, **changes})
 
     @property
     def all_grids(self) -> tuple[Grid, ...]:
@@ -120,9 +120,6 @@ class Workload:
         extra += f", clips={list(self.clips)}" if self.clips else ""
         extra += f", decoder={self.decoder}" if self.decoder is not None else ""
         return f"Workload({self.rows} x {self.seq} {self.layout}, {self.phase}{extra})"
-
-
-_FIELDS = tuple(field.name for field in fields(Workload))
 
 
 def _check_quickly(value: int, what: str, minimum: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from tiers import LIGHT_TYPES, mark_heavy
 
 from flopcalc import bind
-from flopcalc.data import list_data_files
+from flopcalc.data import find_data_dir, list_data_files
 from flopcalc.errors import ConfigError, FlopcalcError
 
 Json = dict[str, Any]
@@ -169,8 +171,15 @@ def test_taken(config: Json) -> None:
 def test_rules_name_known_classes() -> None:
     from flopcalc.core.model import config_rules
 
-    classes = config_rules._load()["classes"]
-    assert [name for name in config_rules._load_rules() if name not in classes] == []
+    folder = Path(find_data_dir())
+    classes = json.loads((folder / config_rules.FILE).read_text(encoding="utf-8"))["classes"]
+    rules = tomllib.loads((folder / config_rules.RULES).read_text(encoding="utf-8"))["rule"]
+    assert {name for rule in rules for name in rule["types"]} - set(classes) == set()
+    for name, refused in classes.items():  # each is found without parsing the others
+        assert config_rules._find_class(name) == refused
+        assert config_rules._find_rules(name) == [rule for rule in rules if name in rule["types"]]
+    assert config_rules._find_class("words") is None
+    assert config_rules._find_class('llama"') is None
 
 
 @pytest.mark.heavy
