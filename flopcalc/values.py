@@ -13,21 +13,30 @@ from typing import Any, ClassVar, NoReturn, TypeVar, cast, dataclass_transform
 
 
 class _Fields:
-    """What makes a class a dataclass, in the eyes of `dataclasses`: its fields, made when asked for."""
+    """What makes a class a dataclass, in the eyes of `dataclasses`: its fields, made when first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[type[Value], dict[str, Any]] = {}
 
     def __get__(self, value: Value | None, cls: type[Value]) -> dict[str, Any]:
-        from dataclasses import dataclass
+        if cls not in self._made:
+            self._made[cls] = _make_fields(cls)
+        return self._made[cls]
 
-        kinds = {
-            name: kind
-            for base in reversed(cls.__mro__)
-            for name, kind in get_annotations(base).items()
-            if name in cls._names
-        }
-        twin = type(cls.__name__, (), {"__annotations__": kinds, **cls._defaults})
-        made: type[Any] = dataclass(init=False, repr=False, eq=False, match_args=False)(twin)
-        found: dict[str, Any] = made.__dataclass_fields__
-        return found
+
+def _make_fields(cls: type[Value]) -> dict[str, Any]:
+    from dataclasses import dataclass
+
+    kinds = {
+        name: kind
+        for base in reversed(cls.__mro__)
+        for name, kind in get_annotations(base).items()
+        if name in cls._names
+    }
+    twin = type(cls.__name__, (), {"__annotations__": kinds, "__doc__": cls.__doc__, **cls._defaults})
+    made: type[Any] = dataclass(init=False, repr=False, eq=False, match_args=False)(twin)
+    found: dict[str, Any] = made.__dataclass_fields__
+    return found
 
 
 class Value:

@@ -76,6 +76,7 @@ def test_values() -> None:
     assert replace(size, height=5) == Size(2, 5)
     assert asdict(size) == {"width": 2, "height": 1}
     assert is_dataclass(Size)
+    assert fields(Size)[0] is fields(Size)[0]  # made once: `replace` asks for them every time
     assert [field.default for field in fields(Size)] == [MISSING, 1]
     assert (Named._names, Wide(3).width, Wide().height) == (("width", "height", "name"), 3, 1)
     assert Wide() == Wide(7, 1)
