@@ -209,6 +209,7 @@ def train_fsdp(talk: Talk, store: Any, folder: str) -> Outcome:  # noqa: ARG001
     return train_twice(folder, settings(), make)
 
 
+@pytest.mark.heavy
 def test_fsdp2(tmp_path: Path) -> None:
     with run_ranks(2, train_fsdp, str(tmp_path)) as ranks:
         found = hear_all(ranks)

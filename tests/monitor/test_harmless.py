@@ -604,6 +604,7 @@ def start(code: str, *flags: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.heavy
 def test_a_killed_process_leaves_a_log_up_to_its_last_flush(tmp_path: Path) -> None:
     process = start(f"""
         model = make_model()

@@ -339,6 +339,7 @@ WRAPPERS: list[Callable[[Any], Any]] = [
 ]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_copy_of_a_wrapped_model_leaves_hooks_behind(wrap: Callable[[Any], Any]) -> None:
     model = build("llama")

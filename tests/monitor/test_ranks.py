@@ -568,7 +568,7 @@ def test_four_ranks_one_of_them_hangs_one_dies() -> None:
         assert describe(tell_all(ranks[:3], "close", DEADLINE_S)[0]) == [(7, [0, 1, 2], (3,))]
 
 
-@pytest.mark.parametrize("end", ["stopped", "killed"])
+@pytest.mark.parametrize("end", [pytest.param("stopped", marks=pytest.mark.heavy), "killed"])
 def test_rank_0_is_gone(end: str) -> None:
     """The group's store goes with it: in this process both are rank 0's."""
     with run_ranks(3, obey, (0, 1, 2)) as ranks:

@@ -26,11 +26,7 @@ def test_page_is_fresh() -> None:
 
 def test_catalogue_is_fresh() -> None:
     """Parameters and all else that `flopcalc models` lists are what the specs and presets give."""
-    made = json.loads(page.CATALOGUE.read_text(encoding="utf-8"))
-    computed = page.make_catalogue()._asdict()
-    for key, entries in computed.items():
-        assert made[key] == entries, "run python docs/make_models.py"
-    assert page.CATALOGUE.read_text(encoding="utf-8") == page.format_catalogue()
+    assert page.CATALOGUE.read_text(encoding="utf-8") == page.format_catalogue(), "run python docs/make_models.py"
 
 
 def test_mappings_are_those_of_transformers() -> None:

@@ -381,6 +381,7 @@ def test_an_encoder_is_traced_as_its_own_class() -> None:
     compare(config, batch_size=2, seq_len=33)
 
 
+@pytest.mark.heavy
 def test_grids_are_checked() -> None:
     estimator = find_traced(load_config(GRID), make_recipe(), "forward", True)
     for grid, seq, message in (
