@@ -47,16 +47,18 @@ class Value:
 
     _hash: int
     _names: ClassVar[tuple[str, ...]] = ()
+    _keys: ClassVar[frozenset[str]] = frozenset()  # the same
     _defaults: ClassVar[dict[str, object]] = {}
 
     def __init__(self, *positional: object, **named: object) -> None:
         cls = type(self)
         given = {**cls._defaults, **dict(zip(cls._names, positional, strict=False)), **named}
-        if len(given) != len(cls._names) or len(positional) > len(cls._names) or not given.keys() >= set(cls._names):
-            wrong = sorted(given.keys() ^ set(cls._names)) or f"{len(positional)} of {len(cls._names)}"
+        if given.keys() != cls._keys or len(positional) > len(cls._names):
+            wrong = sorted(given.keys() ^ cls._keys) or f"{len(positional)} of {len(cls._names)}"
             raise TypeError(f"{cls.__name__}: missing or unknown fields: {wrong}")
+        set_field = object.__setattr__
         for name, value in given.items():
-            object.__setattr__(self, name, value)
+            set_field(self, name, value)
         self.__post_init__()
 
     def __post_init__(self) -> None:
@@ -116,6 +118,7 @@ def frozen(*, kw_only: bool = False, slots: bool = True) -> Callable[[type[V]], 
             made = cls
         kept = {name: value for name, value in cls._defaults.items() if name not in own}
         made._names = (*cls._names, *new)
+        made._keys = frozenset(made._names)
         made._defaults = kept | defaults
         return made
 

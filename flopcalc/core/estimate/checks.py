@@ -208,7 +208,7 @@ def check_live(model: BoundModel, sizes: dict[str, int], names: dict[str, str]) 
             path = f"{stage.path}.{layer}" if stage.repeated else stage.path
             expected |= _parameter_sizes(chain, path)
     tensors = Counter(names.get(name, name) for name in expected)
-    extra = sorted(name for name in sizes if names[name] not in tensors)
+    extra = sorted(name for name, size in sizes.items() if size and names[name] not in tensors)  # some are empty
     missing = sorted(name for name in expected if name not in sizes or tensors[names[name]] > 1)
     resized = sorted(name for name, size in sizes.items() if expected.get(name, size) != size)
     if extra or missing or resized:
