@@ -125,3 +125,13 @@ def test_a_shortest_side_means_a_square(model_type: str) -> None:
     sides = 56 if model_type == "convnext" else 224
     grid = model(image_grid_thw=[[1, sides, sides]], phase="forward")
     assert model(images=[(640, 480)], phase="forward").total == grid.total
+
+
+def test_a_live_model_may_have_empty_parameters() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DINOv3ViTConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_register_tokens=0,
+        image_size=32, patch_size=8,
+    )  # fmt: skip
+    live = bind(transformers.DINOv3ViTModel(config))(images=[(32, 32)])
+    assert live.total == bind({**config.to_dict(), "architectures": ["DINOv3ViTModel"]})(images=[(32, 32)]).total
