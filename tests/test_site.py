@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 from places import ROOT
 
 import flopcalc
@@ -41,6 +43,34 @@ def test_ci_and_the_workflows_call_the_scripts() -> None:
     # What .ci/run takes from the README, and that its second half is what scripts/test runs.
     assert re.search(r"^pip install .* && pytest$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert (ROOT / "scripts" / "test").read_text(encoding="utf-8").endswith('\nexec pytest "$@"\n')
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_a_workflow_is_what_github_takes(path: Path) -> None:
+    flow = yaml.safe_load(path.read_text(encoding="utf-8"))
+    steps = [step for job in flow["jobs"].values() for step in job["steps"]]
+    assert [step for step in steps if ("run" in step) == ("uses" in step)] == []
+    # GitHub refuses a list as an input: several paths are one text with a line for each.
+    values = [value for step in steps for value in step.get("with", {}).values()]
+    assert [value for value in values if not isinstance(value, (str, int, bool))] == []
+    for name in re.findall(r"\bscripts/\w+", "\n".join(step.get("run", "") for step in steps)):
+        assert os.access(ROOT / name, os.X_OK)
+
+
+def test_tests_run_on_every_python() -> None:
+    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
+    assert flow["jobs"]["test"]["strategy"]["matrix"]["python-version"] == ["3.11", "3.12", "3.13", "3.14"]
+
+
+def test_what_stands_around_the_code_can_be_read() -> None:
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= set(form)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["cff-version"], citation["version"]) == ("1.2.0", flopcalc.__version__)
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    checks = (ROOT / "scripts" / "check").read_text(encoding="utf-8")
+    assert [hook["id"] for hook in hooks if hook["name"] not in checks] == []
 
 
 def test_design_names_no_file_of_the_tree() -> None:
