@@ -87,7 +87,8 @@ def search_layouts(
     capacity = find_usable(found, gpus)
     searched = _search(runner, gpus, global_batch, fixed, capacity, progress)
 
-    def finish(layout: Layout, step: Step, memory: Memory) -> Planned:
+    def finish(layout: Layout, step: Step, _: int) -> Planned:
+        memory = runner.count_memory(layout)
         speed = global_batch / step.seconds
         hours = tokens / (speed * sample.tokens) / 3600
         return Planned(
@@ -102,7 +103,7 @@ def search_layouts(
         )  # fmt: skip
 
     if not searched.fitting:
-        raise WorkloadError(_describe_misfit(estimator, found, gpus, searched.misfits, capacity, fixed))
+        raise WorkloadError(_describe_misfit(runner, gpus, searched.misfits, capacity, fixed))
     ranked = sorted(searched.fitting, key=lambda entry: entry[1].seconds)
     best = [finish(*entry) for entry in ranked[:top]]
     losers = _explain(best[0], ranked, searched.misfits, capacity, finish)
@@ -113,12 +114,12 @@ def search_layouts(
         estimator.source.name, estimator.parameters()["total"], found, kind, gpus, net, tokens, sample.tokens,
         global_batch, tuple(best), tuple(losers), len(ranked) + len(searched.misfits), len(ranked), searched.skipped,
         rate, _name_evidence(runner), tuple(said),
-        FrozenRows(Point(step.seconds, memory.peak, layout) for layout, step, memory in ranked), execution, optimizer,
+        FrozenRows(Point(step.seconds, peak, layout) for layout, step, peak in ranked), execution, optimizer,
         _find_help(best[0], losers),
     )  # fmt: skip
 
 
-Entry: TypeAlias = tuple[Layout, Step, Memory]
+Entry: TypeAlias = tuple[Layout, Step, int]  # with the peak of its memory, in bytes
 
 
 class _Searched(NamedTuple):
@@ -194,9 +195,8 @@ def _search(
             skipped[problem[0]] = skipped.get(problem[0], 0) + 1
             problems.setdefault(*problem)
             continue
-        memory = runner.count_memory(layout)
-        entry = (layout, runner.time(layout), memory)
-        (fitting if memory.peak <= capacity else misfits).append(entry)
+        peak = runner.find_peak(layout)
+        (fitting if peak <= capacity else misfits).append((layout, runner.time(layout), peak))
     if not fitting and not misfits:
         most = max(skipped, key=lambda rule: skipped[rule]) if skipped else ""
         why = problems[most] if most else f"what is fixed leaves no way to use all {gpus} devices"
@@ -227,7 +227,7 @@ def _explain(
     ranked: Sequence[Entry],
     misfits: Sequence[Entry],
     capacity: float,
-    finish: Callable[[Layout, Step, Memory], Planned],
+    finish: Callable[[Layout, Step, int], Planned],
 ) -> list[Loser]:
     """Why the others lose, reason by reason: the part that grew most against the best, or memory."""
     grouped: dict[str, list[Entry]] = {}
@@ -241,7 +241,7 @@ def _explain(
     if misfits:
         # The nearest is the smallest of those that would be faster, else the fastest.
         faster = [entry for entry in misfits if entry[1].seconds < best.step.seconds]
-        first = min(faster, key=lambda entry: entry[2].peak) if faster else min(misfits, key=lambda e: e[1].seconds)
+        first = min(faster, key=lambda entry: entry[2]) if faster else min(misfits, key=lambda e: e[1].seconds)
         grouped["memory"] = [first, *(entry for entry in misfits if entry is not first)]
     losers = []
     for reason, entries in grouped.items():
@@ -283,14 +283,14 @@ def _find_help(best: Planned, losers: Sequence[Loser]) -> str:
 
 
 def _describe_misfit(
-    estimator: Estimator,
-    device: Device,
+    runner: Runner,
     gpus: int,
     misfits: Sequence[Entry],
     capacity: float,
     fixed: Mapping[str, Sequence[int | str]],
 ) -> str:
-    layout, _, memory = min(misfits, key=lambda entry: entry[2].peak)
+    layout = min(misfits, key=lambda entry: entry[2])[0]
+    memory, estimator, device = runner.count_memory(layout), runner.estimator("none"), runner.machine.device
     there = memory.at_peak
     states = there["weights"] + there["gradients"] + there["optimizer"]
     helps = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from math import sqrt
 from typing import NamedTuple, TypeAlias
 
@@ -31,7 +31,16 @@ from flopcalc.prediction.choices import change, find_kernel, settle
 from flopcalc.prediction.clock import CHECKED, Clock, Piece, Totals, add_up, combine
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import make_work
-from flopcalc.prediction.memory import Memory, Tensors, count_memory, list_tensors, resize_batch
+from flopcalc.prediction.memory import (
+    Cut,
+    Memory,
+    Tensors,
+    count_memory,
+    count_peak,
+    cut_step,
+    list_tensors,
+    resize_batch,
+)
 from flopcalc.prediction.work import Work
 from flopcalc.words import CAST_BYTES, CAST_FORMATS, RECOMPUTE, Execution, Recompute, check_word
 
@@ -41,6 +50,7 @@ PARTS = (
 )  # fmt: skip
 _KINDS = ("products", "attention", "memory_bound", "optimizer", "recompute")  # in the order of a clock's sums
 _ENDS = ("first", "last", "optimizer")
+_ALIKE = 256  # layouts of a search that differ in ZeRO alone are less apart than this
 _EXCHANGES = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_sends", "data_parallel")
 # How far a step of many devices is from the sum of its parts; see benchmarks/published_runs.py for what they rest on.
 OVERHEAD = 0.04  # share of the step of several devices: uneven devices, data, logging
@@ -113,6 +123,19 @@ class Shares(NamedTuple):
     error: float  # relative, of a device's time
 
 
+class Spread(NamedTuple):
+    """A layout's step before ZeRO: seconds of one layer and micro-batch, but for `sends`."""
+
+    cut: Layout
+    layer: Shares
+    batches: int  # micro-batches
+    exchanged: tuple[float, float, float]  # over tensor, context and expert parallelism, all passes
+    copied: float  # to the host and back
+    tensor: float  # over tensor parallelism, one pass
+    sends: float  # of a whole step
+    sections: tuple[tuple[Section, float, int], ...]  # each with its seconds of a micro-batch, and its routed layers
+
+
 class Runner:
     """Times layouts of one model on one device and interconnect; what layouts share is timed once."""
 
@@ -159,6 +182,8 @@ class Runner:
         self._host = cache(self._time_host)
         self._batch = cache(self._sum_batch)
         self._layers = cache(self._time_layers)
+        self._held = lru_cache(maxsize=_ALIKE)(self._cut_tensors)
+        self._spread = lru_cache(maxsize=_ALIKE)(self._time_spread)
 
     def _settle(self, estimator: Estimator, recompute: Recompute) -> Estimator:
         changed = estimator
@@ -225,6 +250,19 @@ class Runner:
             for section in list_sections(self.model, layout.pp, layout.virtual)
         ]
         return max(found, key=lambda memory: memory.peak)
+
+    def find_peak(self, layout: Layout) -> int:
+        """The peak of count_memory, without what it is made of."""
+        tensors, is_adding = self.tensors(layout.micro_batch, layout.recompute), self._count_batches(layout) > 1
+        shards = make_shards(layout, Section(1), self.model, 1)
+        held = self._held(layout._replace(zero=0))
+        return max([count_peak(tensors, cut, shards, is_adding=is_adding) for cut in held])
+
+    def _cut_tensors(self, layout: Layout) -> list[Cut]:
+        """What the devices of a pipeline hold before ZeRO."""
+        tensors, batches = self.tensors(layout.micro_batch, layout.recompute), self._count_batches(layout)
+        sections = list_sections(self.model, layout.pp, layout.virtual)
+        return [cut_step(tensors, make_shards(layout, section, self.model, batches)) for section in sections]
 
     def _count_batches(self, layout: Layout) -> int:
         return self.global_batch // (layout.dp * layout.micro_batch)
@@ -320,50 +358,49 @@ class Runner:
     # --- a layout -----------------------------------------------------------------------------------------------------
     def time(self, layout: Layout) -> Step:
         """One step of a layout that divides."""
-        cut = Layout(
-            tp=layout.tp, cp=layout.cp, ep=layout.ep, micro_batch=layout.micro_batch, recompute=layout.recompute,
-            is_sequence_parallel=layout.is_sequence_parallel,
-        )  # fmt: skip
-        batches = self._count_batches(layout)
         if layout.devices == 1:
-            return self._time_alone(cut, batches)
-        layer = self._shares(cut)
-        tensor, ring, experts = self._time_exchanges(layout, layer)
-        gather, scatter = self._time_shards(layout)
-        repeated = 2.0 + {"full": 1.0, "full-reentrant": 1.0, "half": 0.5}.get(layout.recompute, 0.0)
-        # Of one layer and micro-batch. A pass back has the same exchanges as one forward.
-        exchanged = (repeated * tensor, 3 * ring, repeated * experts)
-        copied = self._expose_copies(layout, layer)
-        shards = self._expose_shards(layout, layer, gather, scatter)
-        sections = list_sections(self.model, layout.pp, layout.virtual)
-
-        def spend(section: Section) -> float:
-            return (
-                self._layers(cut, section.strip())
-                + section.layers * (exchanged[0] + exchanged[1] + shards + copied)
-                + self._count_routing(section) * exchanged[2]
-            )
-
-        spent = [spend(section) for section in sections]
-        slowest = max(range(len(sections)), key=lambda number: spent[number])
-        section = sections[slowest]
+            return self._time_alone(_find_cut(layout), self._count_batches(layout))
+        spread = self._spread(layout._replace(zero=0))
+        cut, layer, batches, (tensor, ring, experts), copied = spread[:5]
+        shards = self._expose_shards(layout, layer, *self._time_shards(layout))
+        every = tensor + ring + shards + copied
+        spent = [
+            seconds + section.layers * every + routing * experts for section, seconds, routing in spread.sections
+        ]  # fmt: skip
+        slowest = max(range(len(spent)), key=spent.__getitem__)
+        section, _, routing = spread.sections[slowest]
         parts = self._list_parts(cut, section, batches, self._find_stepped(layout, section))
         ends = section.has_first + section.has_last
-        parts["tensor_parallel"] = batches * (section.layers * exchanged[0] + tensor * ends)
-        parts["context_parallel"] = batches * section.layers * exchanged[1]
-        parts["expert_parallel"] = batches * self._count_routing(section) * exchanged[2]
-        # Interleaved stages send while they compute.
-        shown = SENDS_SHOWN if layout.virtual > 1 and self.overlaps.sends else 1.0
-        parts["pipeline_sends"] = (shown * batches + (layout.pp - 1) / layout.virtual) * self._time_send(layout)
+        parts["tensor_parallel"] = batches * (section.layers * tensor + spread.tensor * ends)
+        parts["context_parallel"] = batches * section.layers * ring
+        parts["expert_parallel"] = batches * routing * experts
+        parts["pipeline_sends"] = spread.sends
         # The slowest stage waits while a chunk of every other stage fills and drains the pipeline.
-        whole = sum(each.devices * seconds for each, seconds in zip(sections, spent, strict=True))
+        whole = sum([each.devices * seconds for (each, _, _), seconds in zip(spread.sections, spent, strict=True)])
         parts["bubble"] = (whole - spent[slowest]) / layout.virtual
         parts["data_parallel"] = batches * section.layers * shards + self._time_gradients(
             layout, section, batches, layer
         )
         parts["offload"] = batches * section.layers * copied
         parts["overhead"] = OVERHEAD * sum(parts.values())
-        return Step(tuple(parts[name] for name in PARTS), *self._find_errors(layer, parts))
+        return Step(tuple(parts.values()), *self._find_errors(layer, parts))
+
+    def _time_spread(self, layout: Layout) -> Spread:
+        """What layouts that differ in ZeRO share."""
+        cut, batches = _find_cut(layout), self._count_batches(layout)
+        layer = self._shares(cut)
+        tensor, ring, experts = self._time_exchanges(layout, layer)
+        repeated = 2.0 + {"full": 1.0, "full-reentrant": 1.0, "half": 0.5}.get(layout.recompute, 0.0)
+        # Of one layer and micro-batch. A pass back has the same exchanges as one forward.
+        exchanged = (repeated * tensor, 3 * ring, repeated * experts)
+        # Interleaved stages send while they compute.
+        shown = SENDS_SHOWN if layout.virtual > 1 and self.overlaps.sends else 1.0
+        sends = (shown * batches + (layout.pp - 1) / layout.virtual) * self._time_send(layout)
+        sections = tuple(
+            (section, self._layers(cut, section.strip()), self._count_routing(section))
+            for section in list_sections(self.model, layout.pp, layout.virtual)
+        )
+        return Spread(cut, layer, batches, exchanged, self._expose_copies(layout, layer), tensor, sends, sections)
 
     def _expose_copies(self, layout: Layout, layer: Shares) -> float:
         """Seconds of a layer and micro-batch that copies of activations to the host and back show."""
@@ -525,6 +562,14 @@ class Runner:
         times = 1.0 if layer.clock.is_recorded else SCAN_WIDTH
         below, above = (times * sqrt(device**2 + exchanged**2 + width**2) for width in widths)
         return below, above
+
+
+def _find_cut(layout: Layout) -> Layout:
+    """The degrees that what one device computes of a micro-batch depends on."""
+    return Layout(
+        tp=layout.tp, cp=layout.cp, ep=layout.ep, micro_batch=layout.micro_batch, recompute=layout.recompute,
+        is_sequence_parallel=layout.is_sequence_parallel,
+    )  # fmt: skip
 
 
 def _list_named(estimator: Estimator) -> list[tuple[str, tuple[str, ...]]]:

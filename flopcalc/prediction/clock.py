@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flopcalc.core.workload.workload import Workload
@@ -536,6 +537,7 @@ class Hosted(NamedTuple):
     waits: float  # times that it reads a value from the device
 
 
+@lru_cache(maxsize=4096)
 def find_order(module: str, group: str, way: str, stacks: tuple[Stack, ...], *, is_host: bool = False) -> Place:
     """Where in a step: the forward pass, then the backward pass in the other order, then the optimizer."""
     if way == "optimizer":  # the host goes through all tensors before the first is stepped

@@ -6,7 +6,7 @@ lies between them is linear), and the optimizer's step; without training, the wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,17 +18,21 @@ from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.operators import Operators, list_operators
 from flopcalc.prediction.serving import Serving
+from flopcalc.prediction.shards import Shards, cut_parts, divide_held, shard_zero, sum_held
 from flopcalc.prediction.tensors import FLOAT, Held, Part, Step
 from flopcalc.prediction.work import Product
 from flopcalc.units import format_bytes, format_share
 from flopcalc.words import CAST_FORMATS, Execution
 
 __all__ = [
+    "Cut",
     "Memory",
     "Shards",
     "Tensors",
     "can_resize",
     "count_memory",
+    "count_peak",
+    "cut_step",
     "find_capacity",
     "format_memory",
     "largest_batch",
@@ -72,89 +76,6 @@ _STATES = {
     "sgd": Optimizer(0, 0, 0),
     "sgd-momentum": Optimizer(1, 0, 0),
 }
-
-
-class Shards(NamedTuple):
-    """What one of many devices holds of a step; the defaults are those of a device alone."""
-
-    zero: int = 0  # 1: ranks share the optimizer's states, 2: gradients too, 3: weights too
-    ranks: int = 1  # devices that would hold the same dense weights
-    expert_ranks: int = 1  # and the same experts
-    tensor: int = 1  # devices that share each layer
-    experts: int = 1  # devices that share a layer's experts
-    sequence: int = 1  # devices that share a sequence
-    is_spread: bool = True  # devices that share a layer share norms and residuals too
-    layers: tuple[int, int] = (1, 1)  # the language model's layers here, of how many
-    has_first: bool = True  # what comes before them
-    has_last: bool = True  # and after
-    in_flight: float = 1.0  # micro-batches whose activations are kept
-    kinds: tuple[tuple[int, int], ...] = ()  # the same for layers of each kind; without, a share of every kind
-
-    def divide(self, stage: int) -> tuple[int, int]:
-        """Into how many parts ZeRO of this stage divides dense weights and experts."""
-        return (self.ranks, self.expert_ranks) if self.zero >= stage else (1, 1)
-
-    def take_layers(self, part: Part) -> tuple[Held, Held, Held]:
-        """Weights, trained parameters and what is kept of a stage's layers that are here, before they are cut."""
-        if not part.is_language:
-            return part.weights, part.trained, part.kept
-        if not self.kinds or not part.kinds:
-            return tuple(_share(held, *self.layers) for held in (part.weights, part.trained, part.kept))  # type: ignore[return-value]
-        own = [(kind, *self.kinds[kind.number]) for kind in part.kinds]
-        return (
-            _sum(_share(kind.weights, here, whole) for kind, here, whole in own),
-            _sum(_share(kind.trained, here, whole) for kind, here, whole in own),
-            _sum(_share(kind.kept, here, whole) for kind, here, whole in own),
-        )
-
-    def cut_weights(self, held: Held) -> Held:
-        """The share of weights that is here before ZeRO."""
-        return Held(-(-held.dense // self.tensor), -(-held.other // self.experts))
-
-    def cut_kept(self, kept: Held) -> int:
-        """The share of what a stage keeps, of all micro-batches in flight."""
-        wide = kept.dense / (self.tensor if self.is_spread else 1)
-        return round((wide + kept.other / self.tensor) / self.sequence * self.in_flight)
-
-
-def _cut_parts(shards: Shards, parts: tuple[Part, ...], dtype_bytes: int) -> tuple[Part, ...]:
-    """The stages that a device has, each cut; ZeRO aside."""
-    found = []
-    for part in parts:
-        is_here = part.is_language or (shards.has_last if part.is_last else shards.has_first)
-        if not is_here or (part.is_language and not shards.layers[0]):
-            continue
-        layers = part.layers
-        if part.is_language:
-            layers = max(1, part.layers * shards.layers[0] // shards.layers[1])
-        wide = part.wide_share / (shards.tensor if shards.is_spread else 1)
-        share = (wide + (1 - part.wide_share) / shards.tensor) / shards.sequence
-        *here, saved = shards.take_layers(part)
-        if shards.sequence > 1:  # a ring or all-to-all keeps its own copy of what attention puts out (TE 2.8)
-            first, whole = shards.layers if part.is_language else (1, 1)
-            saved = Held(saved.dense, saved.other + part.outputs * first // whole)
-        weights, trained = (shards.cut_weights(held) for held in here)
-        table = part.table // shards.tensor
-        if part.copied and not shards.has_first:  # of a head that is the table of embeddings, a copy
-            weights = Held(weights.dense + part.copied * dtype_bytes // shards.tensor, weights.other)
-            trained = Held(trained.dense + (part.copied // shards.tensor if table else 0), trained.other)
-            table = 0
-        elif not shards.has_last:
-            table = 0
-        kept, extra = Held(shards.cut_kept(saved)), round(part.extra * share)
-        found.append(
-            part._replace(layers=layers, weights=weights, trained=trained, kept=kept, extra=extra, table=table)
-        )
-    return tuple(found)
-
-
-def shard_zero(stage: int, ranks: int) -> Shards:
-    """ZeRO: stage 1 divides the optimizer's states, 2 gradients too, 3 weights too."""
-    if stage not in (0, 1, 2, 3):
-        raise RecipeError(f"ZeRO stage {format_value(stage)} unknown; known: 0, 1, 2, 3")
-    if ranks < 1:
-        raise RecipeError(f"ZeRO over {format_value(ranks)} ranks: give at least 1")
-    return Shards(stage, ranks, ranks)
 
 
 class Memory(NamedTuple):
@@ -305,16 +226,6 @@ def _list_dummies(products: Sequence[Product]) -> tuple[Product, ...]:
     return tuple({(each.n, each.k, each.side): each for each in made}.values())
 
 
-def _count_dummies(tensors: Tensors, shards: Shards) -> int:
-    """Bytes of the unused gradients: one tensor for each shape on this device."""
-    shapes = set()
-    for each in tensors.dummies:
-        n = -(-each.n // shards.tensor) if each.side == "column" else each.n
-        k = -(-each.k // shards.tensor) if each.side == "row" else each.k
-        shapes.add((n, k))
-    return sum(n * k for n, k in shapes) * tensors.dtype_bytes
-
-
 def can_resize(load: Workload) -> bool:
     """Whether all rows of a batch are alike, so that there can be more or fewer of them."""
     parts = (load.grids, load.videos, load.clips)
@@ -415,7 +326,7 @@ class _Moment(NamedTuple):
     logits: int = 0
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """What a device holds of a step before ZeRO divides it: bytes, but for parameters."""
 
     weights: Held
@@ -428,10 +339,38 @@ class _Cut(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _cut_step(tensors: Tensors, shards: Shards) -> _Cut:
-    """What a device holds without ZeRO, moment by moment; layouts that differ in ZeRO share it."""
+def _take_parts(tensors: Tensors, shards: Shards) -> tuple[Part, ...]:
+    """The stages that a device has, each with its layers that are here; layouts that cut them differently share it."""
+    found = []
+    for part in tensors.parts:
+        if not part.is_language:
+            if shards.has_last if part.is_last else shards.has_first:
+                found.append(part)
+        elif shards.layers[0]:
+            here, whole = shards.layers
+            weights, trained, kept = shards.take_layers(part)
+            layers, outputs = max(1, part.layers * here // whole), part.outputs * here // whole
+            found.append(part._replace(layers=layers, weights=weights, trained=trained, kept=kept, outputs=outputs))
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _count_dummies(tensors: Tensors, tensor: int) -> int:
+    """Bytes of the unused gradients: one tensor for each shape on a device of so many that share a layer."""
+    shapes = set()
+    for each in tensors.dummies:
+        n = -(-each.n // tensor) if each.side == "column" else each.n
+        k = -(-each.k // tensor) if each.side == "row" else each.k
+        shapes.add((n, k))
+    return sum(n * k for n, k in shapes) * tensors.dtype_bytes
+
+
+def cut_step(tensors: Tensors, shards: Shards) -> Cut:
+    """What a device holds without ZeRO, moment by moment; `shards` says what of the step is there."""
     each, cut = tensors.gradient_bytes, shards.tensor * shards.sequence
-    parts = _cut_parts(shards, tensors.parts, tensors.dtype_bytes)
+    taken = _take_parts(tensors, Shards(layers=shards.layers, has_first=shards.has_first, has_last=shards.has_last,
+                                        kinds=shards.kinds))  # fmt: skip
+    parts = cut_parts(shards, taken, tensors.dtype_bytes)
     outside = round(tensors.outside / cut * shards.in_flight) if shards.has_last else 0
     kept = outside + sum(part.kept.total for part in parts)
     # The head reads whole rows, and makes their gradient, where devices that share a layer spread them.
@@ -459,74 +398,91 @@ def _cut_step(tensors: Tensors, shards: Shards) -> _Cut:
             moments.append(_Moment("backward", gradients, left))
         elif part.table:
             waiting[part.name] = part.table if not part.trained.total else 0
-    return _Cut(
-        _sum(part.weights for part in parts), _sum(part.trained for part in parts), kept, loss,
-        tensors.inputs // shards.sequence if shards.has_first else 0, _count_dummies(tensors, shards), tuple(moments),
+    return Cut(
+        sum_held(part.weights for part in parts), sum_held(part.trained for part in parts), kept, loss,
+        tensors.inputs // shards.sequence if shards.has_first else 0, _count_dummies(tensors, shards.tensor),
+        tuple(moments),
     )  # fmt: skip
+
+
+class _Peak(NamedTuple):
+    """The fullest moment of a training step, and what each kind takes in it: bytes."""
+
+    moment: str
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    workspace: int
+    inputs: int
 
 
 def count_memory(tensors: Tensors, shards: Shards = Shards(), *, is_adding: bool = False) -> Memory:  # noqa: B008
     """The fullest moment of a training step on one device."""
-    optimizer, each = tensors.optimizer, tensors.gradient_bytes
-    cut = _cut_step(tensors, Shards(0, 1, 1, *shards[3:]))
-    trained, first, second = cut.trained, shards.divide(1), shards.divide(2)
-    weights = _divide(cut.weights, shards.divide(3))
-    narrow = optimizer.has_master and tensors.trained_bytes < FLOAT
-    state_bytes = optimizer.states * (optimizer.state_bytes or tensors.trained_bytes) + (FLOAT if narrow else 0)
-    states = _divide(trained, first, state_bytes)
-    if optimizer.block:
-        scales = Held(*(-(-number // optimizer.block) for number in trained))
-        states += _divide(scales, first, optimizer.states * FLOAT)
-    stays = is_adding or optimizer.has_master
-    workspace = 2 * _CUBLAS_BYTES + _count_gathered(tensors, shards) + tensors.dequantized + cut.dummies
-    whole = Held(trained.dense * each, trained.other * each)
-    gradients = _divide(whole, second)
-    copies = _divide(trained, first, optimizer.copies * tensors.trained_bytes)
-    # Name, gradients (all of them where they stay), activations, logits, what the optimizer adds.
-    most = ("optimizer", gradients, 0, 0, copies)
-    total = gradients + copies
-    for moment in reversed(cut.moments):
-        is_whole = stays and moment.gradients.total < whole.total
-        there = gradients if is_whole else _divide(moment.gradients, second)
-        if (sum_ := there + moment.activations + moment.logits) >= total:
-            most, total = (moment.name, there, moment.activations, moment.logits, 0), sum_
-    name, there, activations, logits, added = most
-    at_peak = {
-        "weights": weights, "gradients": there, "optimizer": states + added, "activations": activations,
-        "logits": logits, "workspace": workspace, "kv_cache": 0, "inputs": cut.inputs,
-    }  # fmt: skip
+    cut = cut_step(tensors, shards)
+    peak = _find_peak(tensors, cut, shards, is_adding)
+    stays, each = is_adding or tensors.optimizer.has_master, tensors.gradient_bytes
     return Memory(
-        weights=weights,
-        gradients=gradients,
-        optimizer=states,
+        weights=peak.weights,
+        gradients=divide_held(Held(cut.trained.dense * each, cut.trained.other * each), shards.divide(2)),
+        optimizer=_count_states(tensors, cut, shards),
         activations=cut.kept,
         logits=cut.loss,
-        workspace=workspace,
+        workspace=peak.workspace,
         kv_cache=0,
         inputs=cut.inputs,
-        peak=sum(at_peak.values()),
-        moment=name,
-        at_peak=at_peak,
+        peak=sum(peak[1:]),
+        moment=peak.moment,
+        at_peak={kind: getattr(peak, kind, 0) for kind in _KINDS},
         notes=tuple(note for note in tensors.notes if not stays or note != _FREED),
     )
 
 
-def _share(held: Held, here: int, whole: int) -> Held:
-    return Held(-(-held.dense * here // whole), -(-held.other * here // whole))
+def count_peak(tensors: Tensors, cut: Cut, shards: Shards, *, is_adding: bool = False) -> int:
+    """The peak of count_memory alone, of a step that cut_step has cut."""
+    return sum(_find_peak(tensors, cut, shards, is_adding)[1:])
 
 
-def _sum(held: Iterable[Held]) -> Held:
-    found = list(held)
-    return Held(sum(each.dense for each in found), sum(each.other for each in found))
+def _count_states(tensors: Tensors, cut: Cut, shards: Shards) -> int:
+    """Bytes of the optimizer's states and of the float32 copy of narrower parameters."""
+    optimizer, by = tensors.optimizer, shards.divide(1)
+    narrow = optimizer.has_master and tensors.trained_bytes < FLOAT
+    state_bytes = optimizer.states * (optimizer.state_bytes or tensors.trained_bytes) + (FLOAT if narrow else 0)
+    states = divide_held(cut.trained, by, state_bytes)
+    if optimizer.block:
+        scales = Held(*(-(-number // optimizer.block) for number in cut.trained))
+        states += divide_held(scales, by, optimizer.states * FLOAT)
+    return states
 
 
-def _divide(held: Held, by: tuple[int, int], each: int = 1) -> int:
-    """The share of one rank, of so many bytes each."""
-    return -(-held.dense * each // by[0]) + -(-held.other * each // by[1])
+def _find_peak(tensors: Tensors, cut: Cut, shards: Shards, is_adding: bool) -> _Peak:
+    """The fullest moment: ZeRO divides what a device holds without it."""
+    optimizer, each = tensors.optimizer, tensors.gradient_bytes
+    trained, second = cut.trained, shards.divide(2)
+    stays = is_adding or optimizer.has_master
+    whole = Held(trained.dense * each, trained.other * each)
+    gradients = divide_held(whole, second)
+    copies = divide_held(trained, shards.divide(1), optimizer.copies * tensors.trained_bytes)
+    # Name, gradients (all of them where they stay), activations, logits, what the optimizer adds.
+    most = ("optimizer", gradients, 0, 0, copies)
+    total, all_ = gradients + copies, whole.dense + whole.other
+    for name, (dense, other), activations, logits in reversed(cut.moments):
+        if stays and dense + other < all_:
+            there = gradients
+        else:
+            there = -(-dense // second[0]) - (-other // second[1])
+        if (sum_ := there + activations + logits) >= total:
+            most, total = (name, there, activations, logits, 0), sum_
+    name, there, activations, logits, added = most
+    workspace = 2 * _CUBLAS_BYTES + _count_gathered(tensors, shards) + tensors.dequantized + cut.dummies
+    weights = divide_held(cut.weights, shards.divide(3))
+    states = _count_states(tensors, cut, shards) + added
+    return _Peak(name, weights, there, states, activations, logits, workspace, cut.inputs)
 
 
 def _infer(step: Serving, shards: Shards) -> Memory:
-    weights = _divide(_sum(step.count_weights().values()), shards.divide(3))
+    weights = divide_held(sum_held(step.count_weights().values()), shards.divide(3))
     cache = step.count_cache() if step.load.phase in ("prefill", "decode") else 0
     inputs = step.count_inputs(False)
     logits = step.count_logits() * step.bytes
