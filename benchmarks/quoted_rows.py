@@ -133,13 +133,14 @@ def make_page() -> str:
     found = explain_all()
     states = Counter(each.state for each in found)
     lines = [
-        "# Whose FLOPs published rows count",
+        "# How published rows count FLOPs",
         "",
         "<!-- Written by benchmarks/quoted_rows.py: run it again instead of editing this page. -->",
         "",
         f"{len(found)} published training rows print tokens/s and TFLOP/s. Their ratio is FLOPs per token, so each row",
-        "tells in which convention it counts. For every row this page shows the convention of its source, how far our",
-        "count is from what was printed, and the nearest convention. A row is explained within 0.5 %.",
+        "shows in which convention it counts. For every row this page gives the convention of its source, the",
+        "difference of our count from the printed value, and the nearest convention. A row is explained if we are",
+        "within 0.5 %.",
         "[conventions.md](conventions.md) describes the conventions.",
         "",
         "| result | rows |",
@@ -148,7 +149,7 @@ def make_page() -> str:
     lines += [f"| {words} | {states[state]} |" for state, words in _STATES.items()]
     lines += [
         "",
-        "`=` joins conventions that are equal for a model to 0.1 %: a dense text model has the same FLOPs under",
+        "`=` joins conventions that agree for a model to 0.1 %: a dense text model has the same FLOPs under",
         "`model`, `megatron` and `maxtext`.",
         "",
         "## Formulas of older releases",
@@ -159,7 +160,7 @@ def make_page() -> str:
     lines += _format_table([each for each in found if each.state == "unexplained"], _UNEXPLAINED)
     lines += [
         "",
-        "Rounding is half a step of the printed tokens/s and TFLOP/s; a smaller difference needs no other explanation.",
+        "Rounding is half of the last printed digit of tokens/s and TFLOP/s. It explains any smaller difference.",
         "Megatron-Bridge 26.04.01, 26.06.01 and 26.08 round the samples per second of all GPUs to whole numbers.",
         "",
         "## All rows",
@@ -189,7 +190,7 @@ def _describe_reason(each: Explained) -> str:
 
 _STATES = {
     "explained": "the source's convention is nearest, within 0.5 %",
-    "explained, not nearest": "the source's convention is within 0.5 %, and rounding puts another one nearer",
+    "explained, not nearest": "the source's convention is within 0.5 %; because of rounding another one is nearer",
     "by another formula": "another formula of that release explains it within 0.5 %",
     "unexplained": "unexplained",
 }

@@ -85,10 +85,10 @@ def name_difference(module: str, difference: int) -> str:
     if module.endswith("patch_embedding"):
         return "three colour channels padded by the convolution"
     if module.endswith(".experts"):
-        return "ragged expert rows, padded to the tiles of a grouped product"
+        return "uneven expert rows, padded to the tiles of a grouped product"
     if module.endswith(".gate") and difference < 0:
         return "a router in fp32, off the bf16 counter"
-    return "sizes that are no multiple of the product's tiles"
+    return "sizes that are not a multiple of the product's tiles"
 
 
 def percent(part: float) -> str:
@@ -119,8 +119,7 @@ def write_seven_b() -> Iterator[str]:
     yield ""
     yield (
         f"One training step of {about['model']} at full depth with random weights, batch 1, on {about['device']} "
-        f"(torch {about['torch']}, {about['date'][:10]}), by `{about['command']}`. The project began with estimates "
-        "that were 7 to 9 % off here."
+        f"(torch {about['torch']}, {about['date'][:10]}), by `{about['command']}`."
     )
     yield ""
     rows = []
@@ -147,9 +146,9 @@ def write_seven_b() -> Iterator[str]:
     )
     yield ""
     yield (
-        "The operator counter, fvcore and the corrected profiler agree to the FLOP; the profiler as it is adds "
-        "elementwise work. What the GPU's counter sees beyond the analytic count was not taken apart for this model; "
-        "in the steps below it is padding inside the calls."
+        "The operator counter, fvcore and the corrected profiler agree to the FLOP. The uncorrected profiler also "
+        "counts elementwise work. The GPU's counter sees more than the analytic count. We did not analyse the "
+        "difference for this model. In the steps below it is padding inside the calls."
     )
 
 
@@ -157,22 +156,21 @@ def write_counts(counts: Table, padding: Table) -> Iterator[str]:
     yield "## Steps of six families"
     yield ""
     yield (
-        "A few layers of each family at real widths (`flopcalc/measure/calibrate/tables/counts.py`), one step. "
-        "`executed` is what the tensor cores did, read by CUPTI; beside it, how far it lies from three counts:"
+        "One step of a few layers of each family at real widths (`flopcalc/measure/calibrate/tables/counts.py`). "
+        "`executed` is what the tensor cores executed, read by CUPTI. The last three columns are its difference from "
+        "three counts:"
     )
     yield ""
-    yield "- `rule`: convention hardware from the config alone: blocks of 128, no padding."
+    yield "- `rule`: convention hardware from the config alone, with blocks of 128 and no padding."
+    yield ("- `tables`: the same with `--device`: measured constants of the kernel, and measured calls and products.")
     yield (
-        "- `tables`: the same with `--device`: measured constants of the kernel, calls and products of measured size."
-    )
-    yield (
-        "- `alone`: the sum of every product and attention call of the step measured by itself (table padding). "
-        "Where it closes the gap, the gap is padding inside those calls and nothing else."
+        "- `alone`: the sum of every product and attention call of the step, each measured alone (table padding). "
+        "If this equals `executed`, the whole difference is padding inside those calls."
     )
     yield ""
     yield (
-        "The padding table was measured on the shapes of these very steps: `tables` and `alone` explain them and "
-        "predict nothing. Only `rule`, and the 7B model above, were counted without having seen the step."
+        "The padding table was measured on the shapes of these same steps. So `tables` and `alone` explain the steps; "
+        "they are no prediction. Only `rule` and the 7B model above use no measurement of the step."
     )
     yield ""
     rows = []
@@ -206,8 +204,8 @@ def write_differences(counts: Table, padding: Table) -> Iterator[str]:
     yield "## Where the differences come from"
     yield ""
     yield (
-        "Training steps of 2 × 2048 tokens without recomputation, cuDNN attention: what calls execute alone less what "
-        "the rule says of them, the largest, in percent of the step."
+        "Training steps of 2 × 2048 tokens without recomputation, with cuDNN attention. The table shows what calls "
+        "execute alone minus what the rule gives for them, in percent of the step. It lists the largest differences."
     )
     yield ""
     rows = []

@@ -38,10 +38,10 @@ _NAMES = {
 }
 HEAD = """# Model types
 
-Every `model_type` of transformers' auto mappings, and the spec that counts it. Made by `python docs/make_models.py`
-from `model_specs/`; `flopcalc models --coverage` prints the same. "Traces" is the number of recorded runs of HF's own
-model (tests/truth) that the spec equals to the FLOP, row by row. "Not run" names the usual cases that HF's model cannot
-run.
+Every `model_type` in transformers' auto mappings, with the spec that counts it. `flopcalc models --coverage` prints the
+same. "Traces" is the number of recorded runs of HF's own model (tests/truth). The spec equals each of them to the FLOP,
+row by row. "Not run" names the usual cases that HF's model cannot run. `python docs/make_models.py` writes this page
+from `model_specs/`.
 """
 
 
