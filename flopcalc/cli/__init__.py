@@ -17,20 +17,20 @@ from flopcalc.errors import FlopcalcError, format_nearest
 _COMMANDS = {
     "estimate": ("flopcalc.cli.estimate", "FLOPs of one step of a model, by component."),
     "compare": ("flopcalc.cli.compare", "Several models or workloads side by side."),
-    "translate": ("flopcalc.cli.translate", "One quoted MFU under every convention, or whose it is."),
-    "predict": ("flopcalc.cli.predict", "How long one step takes on a device, what bounds it, whether it fits."),
-    "plan": ("flopcalc.cli.plan", "The best layouts of a training run on many devices, their time and money."),
-    "explain": ("flopcalc.cli.explain", "The formula of an operation with its numbers filled in."),
-    "models": ("flopcalc.cli.catalogue", "What is supported: families and presets."),
-    "devices": ("flopcalc.cli.catalogue", "Known devices and their dense peaks."),
+    "translate": ("flopcalc.cli.translate", "Convert a quoted MFU between conventions, or find its convention."),
+    "predict": ("flopcalc.cli.predict", "Time and memory of one step on a GPU, and what limits it."),
+    "plan": ("flopcalc.cli.plan", "The best layouts of a training run on many GPUs, with time and cost."),
+    "explain": ("flopcalc.cli.explain", "The formula of an operation, with its numbers."),
+    "models": ("flopcalc.cli.catalogue", "Supported model families and presets."),
+    "devices": ("flopcalc.cli.catalogue", "Known GPUs and other devices, with their dense peaks."),
     "crosscheck": ("flopcalc.cli.crosscheck", "Run one batch and compare every counter with the analytic count."),
     "verify": ("flopcalc.cli.verify", "Build HF's model and compare every row with the analytic count."),
-    "add": ("flopcalc.cli.add", "Ship a spec: compare, record, write the page; says what is left."),
-    "calibrate": ("flopcalc.cli.calibrate", "Measure this machine's GPU into tables."),
+    "add": ("flopcalc.cli.add", "For contributors: add the spec of a model type."),
+    "calibrate": ("flopcalc.cli.calibrate", "Measure this machine's GPU and keep the results as tables."),
     "calibration": ("flopcalc.cli.calibration", "Show, list and compare measured tables."),
-    "sweep": ("flopcalc.cli.sweep", "Train many configurations for a few steps, one process each, and compare."),
+    "sweep": ("flopcalc.cli.sweep", "Train many configurations for a few steps and compare them."),
     "web": ("flopcalc.cli.web", "The exact calculator as a page in the browser."),
-    "monitor": ("flopcalc.cli.monitor", "Sum up or draw the log of a training monitor."),
+    "monitor": ("flopcalc.cli.monitor", "Summarize or plot the log of a training monitor."),
 }
 
 
@@ -61,7 +61,7 @@ class _Commands(Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="flopcalc")
 def _group() -> None:
-    """Exact FLOPs and MFU of language and vision-language models, without running anything."""
+    """Exact FLOPs and MFU of language, vision-language and diffusion models, without running anything."""
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -14,13 +14,13 @@ from flopcalc.grids import format_text
 
 @click.command(cls=Command)
 @click.argument("types", nargs=-1, required=True, metavar="TYPE…")
-@click.option("--check", is_flag=True, help="Write nothing: say what is done and what is left.")
+@click.option("--check", is_flag=True, help="Write nothing; say what is done and what is missing.")
 @click.option("--json", "as_json", is_flag=True)
 def add(types: tuple[str, ...], check: bool, as_json: bool) -> None:
-    """Ship the spec of a model type: compare it with HF's model, record traces and operators, write the page.
+    """For contributors: compare a spec with HF's model, record traces and operators, and write the page.
 
-    Works in a checkout, and needs torch and transformers (the extra `measure`). Exit code 1 when a step failed or
-    something other than a preset or a changelog line is left.
+    It works in a checkout and needs torch and transformers (the extra `measure`). Exit code 1 if a step failed, or if
+    something other than a preset or a changelog line is missing.
 
     \b
       flopcalc add vit

@@ -16,22 +16,24 @@ _TABLES = "counts, padding, attention, gemm, memory, steps"
 @click.option(
     "--suite", default="quick", show_default=True, metavar="quick|full", help="quick: under 8 min on an H200."
 )
-@click.option("--tables", metavar="A,B", help=f"Only these of {_TABLES}.")
+@click.option("--tables", metavar="A,B", help=f"Only these tables, out of {_TABLES}.")
 @click.option(
     "--out",
     metavar="DIR",
-    help="Where <device>/<table>.json or, of a predictor, <device>.json go (default: your data folder).",
+    help="Folder for <device>/<table>.json, or for a predictor <device>.json (default: your data folder).",
 )
 @click.option("--work", metavar="DIR", help="Journal and logs of the run (default: OUT/.run).")
-@click.option("--resume/--fresh", "resume", default=None, help="Go on with a run (default), or forget it.")
-@click.option("--retry-failed", is_flag=True, help="Measure rows again that failed before.")
+@click.option("--resume/--fresh", "resume", default=None, help="Continue an earlier run (default), or start again.")
+@click.option("--retry-failed", is_flag=True, help="Measure failed rows again.")
 @click.option(
-    "--predictor", is_flag=True, help="Whole steps instead of tables, about 12 min: what `flopcalc predict` reads."
+    "--predictor",
+    is_flag=True,
+    help="Measure whole steps instead of tables, for `flopcalc predict`: about 15 min on an H200.",
 )
 @click.option(
-    "--host", is_flag=True, help="How fast this CPU dispatches, under a minute: adapts the shipped predictor to it."
+    "--host", is_flag=True, help="Measure only this CPU and adapt the shipped predictor to it: under a minute."
 )
-@click.option("--check", is_flag=True, help="Measure a sample again; exit code 1 if the tables do not hold.")
+@click.option("--check", is_flag=True, help="Measure a sample again; exit code 1 if it disagrees with the tables.")
 @click.pass_context
 def calibrate(
     ctx: click.Context,
@@ -47,8 +49,8 @@ def calibrate(
 ) -> None:
     """Measure this machine's GPU into tables.
 
-    Row by row and resumable: a crash, a lack of memory or a hang is a row of the table, Ctrl-C stops after the
-    current row, and the same command goes on.
+    If a row crashes, hangs or runs out of memory, it becomes a failure in the table, and the other rows follow. Ctrl-C
+    stops after the current row; the same command continues from there.
     """
     from argparse import Namespace
 

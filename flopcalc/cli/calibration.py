@@ -22,7 +22,7 @@ def calibration() -> None:
 @calibration.command("list")
 @click.option("--json", "as_json", is_flag=True)
 def list_(as_json: bool) -> None:
-    """Tables there are, shipped and your own."""
+    """List all tables, shipped and your own."""
     shown = []
     for device, tables in list_tables().items():
         for name, path in tables.items():
@@ -72,7 +72,7 @@ def show(device: str, table: str, as_json: bool) -> None:
 @click.argument("b")
 @click.option("--json", "as_json", is_flag=True)
 def diff(a: str, b: str, as_json: bool) -> None:
-    """What differs between two sets of tables; A and B are device ids or folders."""
+    """Compare two sets of tables; A and B are device ids or folders."""
     first, second = find_folder_tables(a), find_folder_tables(b)
     summary: list[dict[str, Any]] = []
     for name in sorted(first.keys() | second.keys()):

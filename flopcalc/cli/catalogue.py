@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("name", required=False, shell_complete=complete_model, metavar="[NAME]")
 @click.option(
-    "--coverage", is_flag=True, help="Types of transformers' mappings and public registries: spec, or why none."
+    "--coverage",
+    is_flag=True,
+    help="Every model type in transformers and public registries: its spec, or why there is none.",
 )
 @click.option("--json", "as_json", is_flag=True, help="All of it, with sources.")
 def models(name: str | None, coverage: bool, as_json: bool) -> None:
-    """What is supported: families and presets.
+    """Supported model families and presets.
 
-    NAME keeps those that have it in their name, and shows a single one in full. Examples:
+    NAME lists those with NAME in their name. If there is only one, it is shown in full. Examples:
 
       flopcalc models qwen
 
@@ -200,9 +202,9 @@ def _show_registry(registry: Registry) -> None:
 @click.argument("name", required=False, shell_complete=complete_device, metavar="[NAME]")
 @click.option("--json", "as_json", is_flag=True, help="All of it, with sources.")
 def devices(name: str | None, as_json: bool) -> None:
-    """Known devices and their dense peaks.
+    """Known GPUs and other devices, with their dense peaks.
 
-    NAME keeps those that have it in their name, and shows a single one in full. Examples:
+    NAME lists those with NAME in their name. If there is only one, it is shown in full. Examples:
 
       flopcalc devices a100
 

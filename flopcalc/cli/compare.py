@@ -62,7 +62,7 @@ class Column(NamedTuple):
 def compare(models: tuple[str, ...], style: str, output: str | None, **options: Any) -> None:
     """Several models or workloads side by side.
 
-    Options hold for all; MODEL@key=value;key=value changes them for one. Examples:
+    Options apply to all columns. MODEL@key=value;key=value changes them for one. Examples:
 
       flopcalc compare llama-3.1-8b qwen3-8b --seq 2048
 

@@ -38,14 +38,19 @@ _PRODUCT = re.compile(r"attention|grouped|conv|mm\b|matmul|dot\b|einsum|mv\b")
 @model_argument
 @add_options(source_options[0], source_options[2])
 @click.option("--batch", metavar="N", help="Samples (default 1).")
-@click.option("--seq", metavar="N", help="Length the language model sees per sample, visual tokens included.")
+@click.option("--seq", metavar="N", help="Length per sample, visual tokens included.")
 @click.option("--text", metavar="N", help="Text tokens per sample; visual tokens are added.")
 @click.option("--image", multiple=True, metavar="WxH", help="An image per sample, in pixels; repeatable.")
 @click.option("--image-grid", multiple=True, metavar="T,H,W", help="An image per sample, in patches.")
 @click.option("--video-grid", multiple=True, metavar="T,H,W", help="A video per sample, in patches.")
 @click.option("--phase", type=click.Choice(("train", "forward")), default="train", show_default=True)
-@click.option("--freeze", multiple=True, metavar="PATTERN", help="Glob of paths, or vision|audio|projector|language.")
-@click.option("--train-only", multiple=True, metavar="PATTERN", help="Only what matches trains.")
+@click.option(
+    "--freeze",
+    multiple=True,
+    metavar="PATTERN",
+    help="Freeze what matches: a glob, or vision|audio|projector|language.",
+)
+@click.option("--train-only", multiple=True, metavar="PATTERN", help="Train only what matches.")
 @click.option("--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it.")
 @click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True)
 @checkpointing_option

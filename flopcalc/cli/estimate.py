@@ -57,10 +57,10 @@ class Counted(NamedTuple):
 @trace_option
 @time_options
 @run_options
-@click.option("--depth", metavar="N", help="Module paths cut to N names.")
+@click.option("--depth", metavar="N", help="Cut module paths to N names.")
 @click.option("--by", type=click.Choice(BY), help="Rows of the breakdown (default component).")
 @format_options(*FORMATS)
-@click.option("--plot", "plot_file", metavar="FILE", help="Draw the FLOPs over a list: .png, .svg or .pdf.")
+@click.option("--plot", "plot_file", metavar="FILE", help="Plot the FLOPs over a list of values: .png, .svg or .pdf.")
 def estimate(
     model: str,
     depth: str | None,

@@ -17,7 +17,7 @@ from flopcalc.report.explanation import explain_rows
 @click.command(cls=Command)
 @model_argument
 @click.option(
-    "--op", "pattern", required=True, metavar="PATTERN", help="Glob of module paths, as *.q_proj or *self_attn*."
+    "--op", "pattern", required=True, metavar="PATTERN", help="Glob of module paths, such as *.q_proj or *self_attn*."
 )
 @workload_options
 @click.option("--json", "as_json", is_flag=True)

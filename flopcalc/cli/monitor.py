@@ -23,16 +23,18 @@ _ALWAYS = ("mfu", "tokens_per_second", "step_time_s")
 
 @click.group(cls=Group)
 def monitor() -> None:
-    """Read the log of a training monitor."""
+    """Summarize or plot the log of a training monitor."""
 
 
 @monitor.command()
 @click.argument("log")
-@click.option("--run", type=click.IntRange(min=1), help="Which run of the file, 1 is the first; default the last.")
+@click.option(
+    "--run", type=click.IntRange(min=1), help="Number of the run in the file; 1 is the first (default: the last)."
+)
 @click.option("--last", type=click.IntRange(min=1), help="Only the last N records of the run.")
 @format_options("table", "json", "html")
 def show(log: str, run: int | None, last: int | None, style: str, output: str | None) -> None:
-    """Sum up LOG: a JSONL file, or the folder that a monitor wrote flopcalc.jsonl into."""
+    """Summarize LOG: a JSONL file, or the folder with a monitor's flopcalc.jsonl."""
     found = load_log(log)
     summary = summarize(found, run, last)
     if style == "json":

@@ -28,7 +28,7 @@ def format_options(*formats: str) -> Callable[[Callable[..., Any]], Callable[...
                 raise WorkloadError("-o writes the page of --format html: give both, or neither")
             return function(*arguments, style=chosen, output=output, **options)
 
-        file = click.option("-o", "--output", metavar="FILE", help="Write the page of --format html there.")
+        file = click.option("-o", "--output", metavar="FILE", help="File for the page of --format html.")
         shorter = click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
         return click.option("--format", "style", type=click.Choice(formats), help="Default table.")(shorter(file(run)))
 

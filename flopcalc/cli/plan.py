@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 _DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch")
 _HELP = {
     "dp": "Data-parallel replicas.",
-    "tp": "Devices that share each layer.",
-    "pp": "Stages of a pipeline.",
-    "virtual": "Chunks of layers a stage (interleaved pipeline).",
-    "cp": "Devices that share a sequence.",
-    "ep": "Devices that share a layer's experts.",
+    "tp": "Tensor parallel: GPUs that share each layer.",
+    "pp": "Pipeline stages.",
+    "virtual": "Chunks of layers per stage (interleaved pipeline).",
+    "cp": "Context parallel: GPUs that share a sequence.",
+    "ep": "Expert parallel: GPUs that share a layer's experts.",
     "zero": "ZeRO stage 0 to 3; 3 is FSDP.",
-    "micro_batch": "Sequences a replica works on at once.",
+    "micro_batch": "Sequences that a replica processes at once.",
 }
 # What estimate's options are for, and a plan decides or does not know.
 _UNUSED: dict[str, Any] = {
@@ -58,7 +58,7 @@ _UNUSED: dict[str, Any] = {
 def _degree_options(function: Any) -> Any:
     for name in reversed(_DEGREES):
         flag = f"--{name.replace('_', '-')}"
-        function = click.option(flag, metavar="N[,N…]", help=f"{_HELP[name]} A value or several to try.")(function)
+        function = click.option(flag, metavar="N[,N…]", help=f"{_HELP[name]} One value, or several to try.")(function)
     return function
 
 
@@ -66,22 +66,32 @@ def _degree_options(function: Any) -> Any:
 @model_argument
 @launch_option
 @click.option("--tokens", required=True, metavar="N|2T|300B", help="Tokens of the whole run.")
-@click.option("--device", required=True, shell_complete=complete_device, metavar="NAME")
+@click.option("--device", required=True, shell_complete=complete_device, metavar="NAME", help="GPU to plan for.")
 @click.option("--gpus", "--num-devices", "gpus", metavar="N", help="GPUs of the run  [required]")
 @click.option("--seq", metavar="N", help="Tokens per sequence (default 4096); 8k is 8,192.")
-@click.option("--global-batch", metavar="N|auto", help="Sequences per step (default: about 4M tokens); auto: searched.")
+@click.option(
+    "--global-batch", metavar="N|auto", help="Sequences per step (default: about 4M tokens); auto: search it."
+)
 @_degree_options
 @click.option(
     "--recompute",
     metavar="none|full|…",
-    help="none, light (norms, activations), selective (attention), offload, half (every second layer), full; or "
-    "several.",
+    help="Gradient checkpointing: none, light (norms, activations), selective (attention), offload, half (every second "
+    "layer) or full; several with commas.",
 )
 @checkpointing_option
-@click.option("--expert-imbalance", metavar="R", help="Rows of the busiest rank's experts over the mean (default 1).")
-@click.option("--overlap", default="all", show_default=True, metavar="all|none", help="Communication hidden or not.")
-@click.option("--interconnect", metavar="NAME", help="What joins the devices (default: the device's usual one).")
-@click.option("--price", metavar="USD", help="Of one GPU-hour (default: a dated one, where known).")
+@click.option(
+    "--expert-imbalance", metavar="R", help="Rows on the busiest rank of experts, relative to the mean (default 1)."
+)
+@click.option(
+    "--overlap",
+    default="all",
+    show_default=True,
+    metavar="all|none",
+    help="none: communication is never hidden behind computation.",
+)
+@click.option("--interconnect", metavar="NAME", help="Network between the GPUs (default: the GPU's usual one).")
+@click.option("--price", metavar="USD", help="Price of one GPU-hour (default: a dated price, if known).")
 @dtype_option("bf16|fp16|fp8|mxfp8|nvfp4")
 @execution_option("fused")
 @click.option(
@@ -90,23 +100,21 @@ def _degree_options(function: Any) -> Any:
     metavar="adamw|adamw-8bit|…",
     default="adamw-master",
     show_default=True,
-    help="As predict's.",
+    help="As for `flopcalc predict`.",
 )
 @add_options(*source_options, mtp_option, *input_options, *trained_options, *number_options[:2], number_options[3])
-@click.option("--top", default="5", show_default=True, metavar="N", help="How many layouts to show.")
+@click.option("--top", default="5", show_default=True, metavar="N", help="Number of layouts to show.")
 @format_options("table", "json", "html")
-@click.option(
-    "--plot", "plot_file", metavar="FILE", help="Draw time over memory of all layouts (needs flopcalc[plot])."
-)
+@click.option("--plot", "plot_file", metavar="FILE", help="Plot time over memory of all layouts (needs matplotlib).")
 @click.option("--timeline", metavar="FILE", help="Write the best layout's schedule as a trace for Perfetto.")
 def plan(
     model: str, style: str, output: str | None, plot_file: str | None, timeline: str | None, **options: Any
 ) -> None:
-    """The best layouts of a training run on many devices.
+    """The best layouts of a training run on many GPUs.
 
-    Searches data, tensor, pipeline, context and expert parallelism, ZeRO, micro-batch and recomputation for what fits,
-    and says why the others lose. Layout options with several values narrow the search; lists in --device, --gpus and
-    --seq give the best layout of each combination.
+    Searches data, tensor, pipeline, context and expert parallelism, ZeRO, micro-batch and gradient checkpointing. Shows
+    the fastest layouts that fit in memory, and why the others lose. Layout options with several values narrow the
+    search. Lists in --device, --gpus and --seq give the best layout of each combination.
     """
     model, options, said, report = read_launch_options("plan", model, options)
     if options["gpus"] is None:

@@ -41,23 +41,25 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
     "adamw-8bit, adamw-fp8: states of one byte; adamw-offload: states on the host; none.",
 )
 @execution_option("eager")
-@click.option("--compile", "compiled", is_flag=True, help="The same as --execution compiled.")
+@click.option("--compile", "compiled", is_flag=True, help="Same as --execution compiled.")
 @click.option("--host-factor", metavar="F", help="Your CPU's slowdown relative to the calibrated host (default 1).")
 @click.option(
     "--transformers",
     metavar="VERSION",
-    help="The version whose code runs (default 5.17); it matters for experts: 5.6 to 5.17 mask routed rows.",
+    help="Version of transformers that you run (default 5.17). It matters for experts: 5.6 to 5.17 mask routed rows.",
 )
 @click.option("--memory", is_flag=True, help="Show what fills the memory, and the largest batch that fits.")
-@click.option("--top", metavar="N", help="Modules to list (default 8).")
+@click.option("--top", metavar="N", help="Number of modules to list (default 8).")
 @format_options("table", "json", "html")
-@click.option("--timeline", metavar="FILE", help="Write the step as a trace for Perfetto: host, device, waits.")
-@click.option("--plot", "plot_file", metavar="FILE", help="Draw tokens per second over a list: .png, .svg or .pdf.")
+@click.option("--timeline", metavar="FILE", help="Write the step as a trace for Perfetto: CPU, GPU, waits.")
+@click.option(
+    "--plot", "plot_file", metavar="FILE", help="Plot tokens per second over a list of values: .png, .svg or .pdf."
+)
 def predict(
     model: str, memory: bool, top: str | None, style: str, output: str | None,
     plot_file: str | None, timeline: str | None, **options: Any,
 ) -> None:  # fmt: skip
-    """How long one step of HF's model takes on a device, and why.
+    """Time and memory of one step of HF's model on a GPU, and what limits it.
 
     Lists in --seq, --batch and --device give a row for each combination. Examples:
 

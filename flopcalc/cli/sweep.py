@@ -26,31 +26,41 @@ _TEST: dict[str, Any] = {
 }  # fmt: skip
 
 _SETTINGS = (
-    click.option("--dtype", metavar="auto|bf16|fp32|fp64", help="Of weights; auto: bf16 on a GPU, fp32 on the CPU."),
-    click.option("--device", metavar="auto|cpu|cuda", help="auto: a GPU where there is one."),
+    click.option(
+        "--dtype", metavar="auto|bf16|fp32|fp64", help="Number format of weights; auto: bf16 on a GPU, fp32 on the CPU."
+    ),
+    click.option("--device", metavar="auto|cpu|cuda", help="auto: a GPU if there is one."),
     click.option("--attention", metavar="sdpa|eager", help="HF's attention code (default sdpa)."),
     click.option("--steps", type=int, metavar="N", help="Timed steps (default 10)."),
-    click.option("--warmup", type=int, metavar="N", help="Steps before them (default 3)."),
+    click.option("--warmup", type=int, metavar="N", help="Steps before the timed ones (default 3)."),
     click.option("--learning-rate", type=float, metavar="X", help="Default 0.001."),
     click.option("--max-grad-norm", type=float, metavar="X", help="DP: per-sample norm to clip to (default 1)."),
-    click.option("--noise-multiplier", type=float, metavar="X", help="DP: noise over that norm (default 1)."),
-    click.option("--seed", type=int, metavar="N", help="Of weights, data and noise (default 0)."),
-    click.option("--timeout", "timeout_s", type=float, metavar="S", help="Seconds to build, and to measure (1800)."),
+    click.option("--noise-multiplier", type=float, metavar="X", help="DP: noise relative to that norm (default 1)."),
+    click.option("--seed", type=int, metavar="N", help="Seed of weights, data and noise (default 0)."),
+    click.option(
+        "--timeout",
+        "timeout_s",
+        type=float,
+        metavar="S",
+        help="Limit in seconds, for building and for measuring (default 1800).",
+    ),
 )
 _PLACES = (
     click.option("--logs-dir", default="logs", show_default=True, metavar="DIR", help="Logs, journal, results.jsonl."),
     click.option("--runs-dir", default="runs", show_default=True, metavar="DIR", help="TensorBoard runs."),
-    click.option("--retry", type=click.Choice(["failed"]), help="Run those again that failed before."),
-    click.option("--fresh", is_flag=True, help="Forget what was measured into --logs-dir."),
+    click.option("--retry", type=click.Choice(["failed"]), help="Run failed configurations again."),
+    click.option("--fresh", is_flag=True, help="Ignore what is in --logs-dir and start again."),
     click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object."),
 )
 _LAUNCHER = (
-    click.option("--launcher", default="local", show_default=True, metavar="local|ray|slurm", help="What runs them."),
+    click.option(
+        "--launcher", default="local", show_default=True, metavar="local|ray|slurm", help="Where processes run."
+    ),
     click.option("--slots", type=int, metavar="N", help="Processes at a time (default: free GPUs, else 1)."),
     click.option("--cpus", type=int, metavar="N", help="ray, slurm: cores of one configuration."),
     click.option("--gpus", type=int, metavar="N", help="ray, slurm: GPUs of one configuration."),
     click.option("--ray-address", metavar="A", help="auto (a running cluster), local (starts one), or host:port."),
-    click.option("--slurm-folder", metavar="DIR", help="Where submitit keeps its files (default: LOGS/slurm)."),
+    click.option("--slurm-folder", metavar="DIR", help="Folder for submitit's files (default: LOGS/slurm)."),
     click.option("--slurm-partition", metavar="P"),
     click.option("--slurm-minutes", type=int, metavar="N", help="Time limit of one configuration's job."),
     click.option("--slurm-cluster", metavar="slurm|local", help="local: try it without Slurm."),
@@ -78,10 +88,10 @@ def _with(*groups: Sequence[Callable[[Function], Function]]) -> Callable[[Functi
 
 @click.group(cls=Group)
 def sweep() -> None:
-    """Many training configurations, one process each.
+    """Train many configurations for a few steps and compare them.
 
-    Every configuration is trained for a few steps in a fresh process. Its time, memory, FLOPs, MFU and loss are one
-    row, and a failure is a row too. The same command again runs only what is missing.
+    Every configuration runs in a fresh process. Its time, memory, FLOPs, MFU and loss are one row; a failure is a row
+    too. The same command again runs only what is missing.
     """
 
 
@@ -103,10 +113,10 @@ def run(
     model: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Run a matrix of trainers, batch sizes, lengths and models.
+    """Run all combinations of trainers, batch sizes, lengths and models.
 
-    CONFIG is a .json or .toml file with the lists trainers, batch_sizes, seq_lens and models, and settings like steps
-    and dtype; an option given here wins over it.
+    CONFIG is a .json or .toml file with the lists trainers, batch_sizes, seq_lens and models, and settings such as
+    steps and dtype. Options on the command line win over it.
     """
     from flopcalc.measure.sweep.matrix import load_matrix
     from flopcalc.units import parse_sizes
@@ -181,18 +191,18 @@ def test(ctx: click.Context, logs_dir: str | None, as_json: bool) -> None:
 
 
 @sweep.command()
-@click.option("--logs-dir", default="logs", show_default=True, metavar="DIR", help="What a sweep wrote.")
+@click.option("--logs-dir", default="logs", show_default=True, metavar="DIR", help="Folder of the results.")
 @click.option(
-    "-o", "--output", metavar="FILE", help="Write the summary there as JSON, too; with --format html the page alone."
+    "-o", "--output", metavar="FILE", help="Also write the summary as JSON; with --format html, write only the page."
 )
 @click.option("--format", "style", type=click.Choice(("table", "json", "markdown", "html")), help="Default table.")
 @click.option("--markdown", is_flag=True, help="Same as --format markdown.")
 @click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
-@click.option("--plot", "plot_file", metavar="FILE", help="Draw time, memory and FLOPs: .png, .svg or .pdf.")
+@click.option("--plot", "plot_file", metavar="FILE", help="Plot time, memory and FLOPs: .png, .svg or .pdf.")
 def summarize(
     logs_dir: str, output: str | None, style: str | None, markdown: bool, as_json: bool, plot_file: str | None
 ) -> None:
-    """Sum up what a sweep measured: totals, cost of each trainer, failures."""
+    """Summarize a sweep: totals, cost of each trainer, failures."""
     from flopcalc.measure.sweep import summary
     from flopcalc.measure.sweep.run import load_results
 

@@ -27,15 +27,17 @@ def complete_quoted(ctx: click.Context, param: click.Parameter, incomplete: str)
 @model_argument
 @quoted_workload_options
 @trace_option
-@click.option("--from", "from_", metavar="CONVENTION", shell_complete=complete_quoted, help="Whose FLOPs were quoted.")
-@click.option("--mfu", metavar="SHARE", help="The quoted MFU, as 45%; above 100 % too.")
+@click.option(
+    "--from", "from_", metavar="CONVENTION", shell_complete=complete_quoted, help="Convention of the quoted number."
+)
+@click.option("--mfu", metavar="SHARE", help="The quoted MFU, such as 45%; may be above 100 %.")
 @click.option("--tflops", metavar="N", help="The quoted rate of one GPU in TFLOP/s.")
-@click.option("--tokens-per-second", metavar="N", help="Tokens per second of all GPUs, as 9k.")
+@click.option("--tokens-per-second", metavar="N", help="Tokens per second of all GPUs, such as 9k.")
 @click.option("--gpus", "--num-devices", "gpus", metavar="N", help="GPUs that share the step (default 1).")
 @click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:4]) + "|…")
-@click.option("--peak", metavar="FLOPS_PER_S", help="Dense peak of one device, instead of the table's; as 989T.")
+@click.option("--peak", metavar="FLOPS_PER_S", help="Dense peak of one device, instead of the table's; such as 989T.")
 @click.option(
-    "--mtp", metavar="N", help="Layers of multi-token prediction that trained (default: by each formula's source)."
+    "--mtp", metavar="N", help="Layers of multi-token prediction that were trained (default: as in each convention)."
 )
 @click.option("--format", "style", type=click.Choice(FORMATS), help="Default table.")
 @click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
@@ -53,9 +55,10 @@ def translate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """The same performance under every convention that people quote.
+    """Convert a quoted MFU or rate into every convention that people quote.
 
-    Without --from, --tokens-per-second and a printed --tflops or --mfu give the conventions that fit. Examples:
+    Without --from, give --tokens-per-second and the printed --tflops or --mfu: this finds the conventions that agree.
+    Examples:
 
       flopcalc translate llama-3.1-8b --seq 4096 --mfu 45% --from 6nd --device h100-sxm
 

@@ -39,7 +39,7 @@ _SMALL = 2 * 10**9  # parameters that any machine has memory for
     "types",
     multiple=True,
     metavar="T",
-    help="Its tiny examples; repeatable. With MODEL: which family its config is.",
+    help="Verify the tiny examples of this type; repeatable. With MODEL: read its config as this type.",
 )
 @click.option("--config", metavar="PATH", help="Same as MODEL: a preset, a config.json or its folder, at its own size.")
 @click.option("--all", "every", is_flag=True, help="Every model type that has an example.")

@@ -11,14 +11,14 @@ from flopcalc.units import parse_size
 
 
 @click.command(cls=Command)
-@click.option("--out", metavar="DIR", help="Write a static site there instead: it works from any file server, offline.")
-@click.option("--pyodide", metavar="DIR", help="Pyodide's files, if they are already here; else npm fetches them once.")
-@click.option("--port", metavar="N", help="Port to serve at (default: 8417, or any that is free).")
-@click.option("--no-browser", is_flag=True, help="Serve, but open no browser.")
+@click.option("--out", metavar="DIR", help="Write a static site instead. It works from any file server, and offline.")
+@click.option("--pyodide", metavar="DIR", help="Folder with Pyodide's files. Without it, npm fetches them once.")
+@click.option("--port", metavar="N", help="Port to serve on (default: 8417, or any free one).")
+@click.option("--no-browser", is_flag=True, help="Do not open a browser.")
 def web(out: str | None, pyodide: str | None, port: str | None, no_browser: bool) -> None:
     """The exact calculator as a page in the browser.
 
-    The page runs this package in the browser, with Pyodide. Nothing that is entered there leaves it. Examples:
+    The page runs this package in the browser, with Pyodide. It sends your input nowhere. Examples:
 
       flopcalc web
 

@@ -27,14 +27,22 @@ time_options = add_options(
         help="Dense peak of one device, instead of the table's: 989T for all, or bf16=989T,fp8=1979T.",
     ),
     click.option("--gpus", "--num-devices", "gpus", metavar="N", help="GPUs that share the step (default 1)."),
-    click.option("--step-time", metavar="TIME", help="Measured time of one step, as 0.5 or 500ms: gives MFU and HFU."),
-    click.option("--tokens-per-second", metavar="N", help="Measured tokens per second of all GPUs, as 12k: likewise."),
+    click.option(
+        "--step-time", metavar="TIME", help="Measured time of one step, such as 0.5 or 500ms; gives MFU and HFU."
+    ),
+    click.option(
+        "--tokens-per-second",
+        metavar="N",
+        help="Measured tokens per second of all GPUs, such as 12k; gives MFU and HFU.",
+    ),
 )
 
 # --tokens and --mfu.
 run_options = add_options(
-    click.option("--tokens", metavar="N", help="Tokens of a whole run, as 15T: gives steps, FLOPs and GPU-hours."),
-    click.option("--mfu", metavar="SHARE", help="Of the run's GPU-hours, as 40%; default: as measured, or 100 %."),
+    click.option("--tokens", metavar="N", help="Tokens of a whole run, such as 15T; gives steps, FLOPs and GPU-hours."),
+    click.option(
+        "--mfu", metavar="SHARE", help="MFU for the run's GPU-hours, such as 40% (default: as measured, or 100 %)."
+    ),
 )
 
 
