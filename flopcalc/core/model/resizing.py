@@ -248,6 +248,28 @@ def _crop(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (1, height // high, width // wide)
 
 
+def _edges(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Detectors: the shorter side as given, the longer one within a limit, both down to a multiple; or one size."""
+    if values["do_resize"] and values["size.height"] and values["size.width"]:
+        height, width = values["size.height"], values["size.width"]
+    elif values["do_resize"]:
+        edge, most = _whole(values, "size.shortest_edge"), _whole(values, "size.longest_edge")
+        short, long = min(height, width), max(height, width)
+        exact: float = edge
+        if long / short * edge > most:
+            exact = most * short / long
+            edge = round(exact)
+        multiple = values["multiple"]
+        if width < height and (
+            short != edge or multiple > 1
+        ):  # YOLOS rounds to one, and computes an upright image anew
+            height, width = int(exact * height / width), edge
+        elif short != edge:
+            height, width = edge, int(exact * width / height)
+        height, width = height - height % multiple, width - width % multiple
+    return _grid(height, width, values)
+
+
 def _naflex(width: int, height: int, values: dict[str, Any]) -> Grid:
     """SigLIP 2: scaled up or down to as many whole patches as are allowed; the scale is found as its processor does."""
     patch, most = values["patch"], _whole(values, "max_num_patches")
@@ -269,6 +291,7 @@ def _naflex(width: int, height: int, values: dict[str, Any]) -> Grid:
 
 RULES |= {
     "crop": _crop,
+    "edges": _edges,
     "naflex": _naflex,
     "most_patches": _most_patches,
     "within": _within,

@@ -39,7 +39,7 @@ class Example:
     images: list[Json] = field(default_factory=list)  # workloads with images: batch, seq, images
     inputs: dict[str, Json] = field(default_factory=dict)  # tensors: shape, fill, dtype, when
     call: Json = field(default_factory=dict)  # constants handed to forward
-    loss: str = "labels"  # or "logits", "output": where backward starts if the model takes no labels
+    loss: str = "labels"  # or names in its output: where backward starts if the model takes no labels
     skip: dict[str, str] = field(default_factory=dict)  # case, or "text" for all without images -> why HF cannot run it
     image_token: str = "image_token_id"  # config key of the placeholder
     video_token: str = "video_token_id"

@@ -1,6 +1,7 @@
-"""Stand-ins for kernels from the hub that need a GPU: the same products, written with torch operators.
+"""Stand-ins for kernels that HF's code calls by name: the same products, written with torch operators.
 
-They let HF's own code run on a CPU, so that the counter sees the products that the kernel would execute.
+Kernels from the hub need a GPU; a stand-in lets HF's own code run on a CPU, so that the counter sees the products that
+the kernel would execute. Fused attention that no attn_implementation changes becomes eager, which is what is counted.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ class BlockSparse:
         return largest.transpose(1, 2).reshape(values.shape[0], count * size), largest.gather(2, rows)
 
 
+class PlainAttention:
+    """torch.nn.functional, of which HF's module uses only this."""
+
+    @staticmethod
+    def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        scores = torch.matmul(query, key.transpose(-1, -2)) * query.shape[-1] ** -0.5
+        return torch.matmul(scores.softmax(-1), value)
+
+
 def _split(indices: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (indices // width).long(), (indices % width).long()
 
@@ -55,7 +65,7 @@ def _pick(blocks: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return blocks[_batch(places), places]
 
 
-_STAND_INS: dict[str, Any] = {"block_sparse": BlockSparse}
+_STAND_INS: dict[str, Any] = {"block_sparse": BlockSparse, "plain_attention": PlainAttention}
 
 
 def install(kernels: Mapping[str, str]) -> None:

@@ -71,7 +71,8 @@ def make_step(
 
     def train() -> None:
         out = model(**inputs, **extra)
-        _pick(out, example.loss).float().sum().backward()
+        total = sum(_pick(out, name).float().sum() for name in example.loss.split())
+        total.backward()
 
     return train
 

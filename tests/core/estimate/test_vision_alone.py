@@ -80,6 +80,21 @@ def test_what_is_counted_in_tokens() -> None:
     assert step.per_token == 0
 
 
+def test_detectors_pad_to_the_largest_image() -> None:
+    config = {
+        "model_type": "yolos", **TOWER, "image_size": [12, 12], "patch_size": 4, "num_detection_tokens": 6,
+        "architectures": ["YolosModel"],
+    }  # fmt: skip
+    rows = {}
+    for convention in ("model", "full"):
+        step = bind(config, convention=convention)(image_grid_thw=[[1, 3, 2], [1, 2, 5]], phase="forward")
+        rows[convention] = {row.path: row.forward for row in step.by_module()}
+    fc1 = "encoder.layer.*.intermediate.dense"
+    assert rows["model"][fc1] == 2 * 24 * 34 * (6 + 7 + 10 + 7)
+    assert rows["full"][fc1] == 2 * 24 * 34 * 2 * (15 + 7)
+    assert rows["full"]["encoder.layer.*.attention.attention"] == 4 * 24 * 2 * (15 + 7) ** 2
+
+
 # --- towers inside other models ---------------------------------------------------------------------------------------
 TEXT = {
     "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4,

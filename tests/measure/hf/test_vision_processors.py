@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from PIL import Image
 from tiers import mark_heavy
+from transformers.image_transforms import get_size_with_aspect_ratio
 
 from flopcalc import WorkloadError, bind
 from flopcalc.core.model.config import load_preset
+from flopcalc.core.model.resizing import RULES
 from flopcalc.core.model.vision import Vision
 from flopcalc.data import list_data_files
 from flopcalc.measure.hf.examples import find_example
@@ -213,3 +215,20 @@ def test_cut_into_patches(size: tuple[int, int]) -> None:
     assert vision is not None
     patches = divide_to_patches(np.zeros((3, size[1], size[0])), 40)
     assert vision.count_tokens(vision.grid_of_pixels(*size, None)[0]) == len(patches)
+
+
+@pytest.mark.parametrize("size", [*ODD_SIZES, (800, 800), (800, 1000), (1334, 601), (601, 1334), (640, 480)])
+@pytest.mark.parametrize(("edge", "most"), [(800, 1333), (512, 512)])
+def test_detectors_resize_by_edges(size: tuple[int, int], edge: int, most: int) -> None:
+    width, height = size
+    given = {
+        "do_resize": True,
+        "size.shortest_edge": edge,
+        "size.longest_edge": most,
+        "size.height": 0,
+        "size.width": 0,
+    }
+    yolos = _load("yolos.image_processing_pil_yolos.get_size_with_aspect_ratio_yolos")((height, width), edge, most)
+    assert RULES["edges"](width, height, {**given, "multiple": 16, "patch": 1}) == (1, *yolos)
+    plain = get_size_with_aspect_ratio((height, width), edge, most)
+    assert RULES["edges"](width, height, {**given, "multiple": 1, "patch": 1}) == (1, *plain)
