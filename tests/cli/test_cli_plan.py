@@ -48,6 +48,7 @@ def test_text() -> None:
     assert max(map(len, lines)) <= 130
 
 
+@pytest.mark.heavy
 def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     page = ROOT / "docs" / "planning.md"

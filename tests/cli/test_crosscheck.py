@@ -49,6 +49,7 @@ def test_table(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "analytic, full: 3." in out
 
 
+@pytest.mark.heavy
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, "qwen2_vl")
     arguments = ["--seq", "17", "--image-grid", "1,4,6", "--layers", "2", "--freeze", "vision", "--device", "cpu"]
@@ -89,6 +90,7 @@ def test_one_product_and_a_gauge(
     assert "analytic, 2·m·n·k of 2 × 3 × 4: 48" in out
 
 
+@pytest.mark.heavy
 def test_sdpa_and_lora(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--attention", "sdpa", "--lora", "r=4,targets=q_proj", "--device", "cpu", "--json"]
     code, out, _ = run(capsys, "--model", config, "--seq", "9", *arguments)

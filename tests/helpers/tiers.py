@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ONE_IN = 200
+ONE_IN = 400
 ROOT = Path(__file__).resolve().parents[2]
 # One model type of each kind, for tests that take every type with --all: dense, experts, latent attention, scan,
 # delta rule, windows, masked words, encoder-decoder, sound, images.
@@ -31,8 +31,14 @@ def mark_heavy(cases: Iterable[Any], light: Iterable[Any] = ()) -> list[Any]:
     ]
 
 
+def thin(cases: Iterable[Any], every: int) -> list[Any]:
+    """The cases for `parametrize`: the first and every so-manieth after it run by default, the others are heavy."""
+    all_of_them = list(cases)
+    return mark_heavy(all_of_them, all_of_them[::every])
+
+
 def is_in_share(share: str, node_id: str) -> bool:
-    """Whether a heavy test belongs to the share: about one in two hundred does, each commit picks others."""
+    """Whether a heavy test belongs to the share: about one in four hundred does, each commit picks others."""
     return int.from_bytes(sha256(f"{share}\n{node_id}".encode()).digest()[:8]) % ONE_IN == 0
 
 

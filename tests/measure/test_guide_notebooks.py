@@ -17,6 +17,7 @@ def test_a_guide_is_committed_clean(path: Path) -> None:
     notebook_run.check_clean(path)
 
 
+@pytest.mark.heavy
 def test_mfu_of_a_fine_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path / "data"))
     figures, text = notebook_run.execute(monkeypatch, VLM, tmp_path)

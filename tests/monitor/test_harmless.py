@@ -29,7 +29,7 @@ import pytest
 import torch
 from loop import Clock, Outcome, conclude, make_batches, make_model, train, update, work
 from places import HELPERS
-from tiers import mark_heavy
+from tiers import mark_heavy, thin
 from tiny import CONFIG, list_hooks, read_log
 
 import flopcalc
@@ -179,7 +179,7 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", thin(FORMS, 3))
 @pytest.mark.parametrize("has_model", [True, False], ids=["live", "preset"])
 def test_a_batch_of_any_form_does_no_harm(form: str, has_model: bool, tmp_path: Path, alone: Outcome) -> None:
     model = make_model()

@@ -393,6 +393,7 @@ def test_an_error_in_the_callback_becomes_one_warning_per_event(
         callback.monitor.close()
 
 
+@pytest.mark.heavy
 def test_an_error_in_the_callback_does_not_end_training_where_warnings_are_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,6 +414,7 @@ def test_a_copy_works_by_itself(make_copy: Any, tmp_path: Path) -> None:
     assert [line["global_step"] for line in read_log(tmp_path / "two" / "flopcalc.jsonl")] == [1]
 
 
+@pytest.mark.heavy
 def test_a_copy_in_the_midst_of_training_is_idle(tmp_path: Path) -> None:
     class Copying(TrainerCallback):
         def on_substep_end(self, *_: Any, **__: Any) -> None:
@@ -466,6 +468,7 @@ def test_evaluate_and_predict_outside_of_training_leave_the_log_alone(tmp_path: 
     assert (tmp_path / "flopcalc.jsonl").read_text() == before
 
 
+@pytest.mark.heavy
 def test_predictions_in_the_midst_of_training_are_no_steps(tmp_path: Path) -> None:
     class Predicting(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:

@@ -199,6 +199,7 @@ def test_a_measured_step_is_the_step_it_would_have_been() -> None:
         assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][1], strict=True))
 
 
+@pytest.mark.heavy
 def test_a_step_that_raises_leaves_no_profiler() -> None:
     model = build("llama")
     source = make_source(Settings(mode="profiler"), model, Said())

@@ -774,6 +774,7 @@ def test_metrics_before_the_first_step_are_not_known(tmp_path: Path) -> None:
 # --- Settings ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_a_phase_sets_how_often_is_measured(tmp_path: Path, clock: Clock) -> None:
     model, (batch,) = make_model(0.0), make_batches(1)
     frequencies = {"warmup": 4, "main": 2, "finetune": 1}

@@ -77,6 +77,7 @@ def test_each_size_is_counted_as_it_runs(name: str, tmp_path: Path) -> None:
     assert [record["perf/model_flops"] for record in records] == totals
 
 
+@pytest.mark.heavy
 def test_recomputed_products_are_in_no_mfu(tmp_path: Path) -> None:
     model = MODULES["DoRA"]().train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

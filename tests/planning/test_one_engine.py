@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tiers import thin
 
 from flopcalc import plan, predict
 from flopcalc.core.workload.workload import make_workload
@@ -55,13 +56,13 @@ def check(model: Any, *, seq: int = 256, batches: int = 1, recompute: str = "non
     assert other.tokens_per_s == pytest.approx(one.tokens_per_s, rel=1e-12)
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("execution", thin(EXECUTIONS, 2))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_question_has_one_answer(name: str, execution: Execution) -> None:
     check(MODELS[name], execution=execution)
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("execution", thin(EXECUTIONS, 3))
 @pytest.mark.parametrize(
     "options",
     [

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tiers import LIGHT_TYPES, mark_heavy
+from tiers import LIGHT_TYPES, mark_heavy, thin
 
 from flopcalc import FlopcalcError, bind
 from flopcalc.data import list_data_files, load_toml
@@ -62,7 +62,7 @@ def test_a_changed_config_binds_or_says_why(name: str) -> None:
             assert said is None or len(said) > 20, what
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", thin(EXAMPLES, 3))
 def test_a_missing_required_key_is_named(name: str) -> None:
     for config in load_configs(name):
         for key in bind(config).spec.required:

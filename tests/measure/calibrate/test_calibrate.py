@@ -49,6 +49,7 @@ def read(path: str) -> list[tuple[Any, ...]]:
     return list(load_table(path).rows)
 
 
+@pytest.mark.heavy
 def test_a_resumed_run_equals_an_uninterrupted_one(fake: Path) -> None:
     whole = calibrate("test", str(fake / "whole"), tables=["fake"])
     (fake / "stop-a2").touch()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import thin
 
 from flopcalc.api import bind
 from flopcalc.core.workload.workload import make_workload
@@ -250,7 +251,7 @@ _TINY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("n", thin(LENGTHS, 2))
 @pytest.mark.parametrize("whole", [False, True])
 def test_gated_delta_rule(n: int, whole: bool) -> None:
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
@@ -278,7 +279,7 @@ def test_gated_delta_rule(n: int, whole: bool) -> None:
     assert counted == (2 * forward, 2 * backward)
 
 
-@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("n", thin(LENGTHS, 2))
 @pytest.mark.parametrize("whole", [False, True])
 def test_channelwise_delta_rule(n: int, whole: bool) -> None:
     from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention

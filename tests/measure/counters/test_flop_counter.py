@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import thin
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -415,7 +416,7 @@ def measure(
         return count_flops(model, step), *count_parameters(model)
 
 
-@pytest.mark.parametrize("recipe", _RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", thin(_RECIPES, 3), ids=str)
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 def test_experts_cost_the_same_however_they_run(experts: str, recipe: dict[str, Any]) -> None:
     a, *_ = measure(_MIXTRAL, _TRAIN, recipe, experts="batched_mm")
@@ -423,7 +424,7 @@ def test_experts_cost_the_same_however_they_run(experts: str, recipe: dict[str, 
     assert a.rows == b.rows
 
 
-@pytest.mark.parametrize("recipe", _RECIPES[:4], ids=str)
+@pytest.mark.parametrize("recipe", thin(_RECIPES[:4], 3), ids=str)
 @pytest.mark.parametrize(
     "config",
     [_LLAMA, _MIXTRAL, pytest.param(_QWEN_VL, marks=pytest.mark.heavy)],

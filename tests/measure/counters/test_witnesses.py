@@ -184,6 +184,7 @@ def test_corrected_profiler_equals_counter(family: str, attention: str) -> None:
             assert counted.not_counted["aten::_scaled_dot_product_flash_attention_for_cpu"] > 0
 
 
+@pytest.mark.heavy
 def test_profiler_ledger() -> None:
     model, batch, _ = build("qwen2_vl", "train")
     counted = torch_profiler.count(model, batch, "train")
@@ -672,6 +673,7 @@ def test_crosscheck_of_recipes(recipe: dict[str, Any]) -> None:
     check_exact(witness.crosscheck(load_tiny("qwen2_vl").config, load, recipe=make_recipe(**recipe), device="cpu"))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "family", mark_heavy(["llama", "gpt2", "gemma3_text", "qwen2_5_vl", "qwen3_vl"], ["gemma3_text", "qwen3_vl"])
 )

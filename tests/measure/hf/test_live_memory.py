@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import thin
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -103,7 +104,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thin(CASES, 3))
 def test_training_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak within 1 % of what is alive; two states per trained parameter are added to both."""
     config, batch, seq, attention, recipe = CASES[name]

@@ -104,6 +104,7 @@ SECOND = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", mark_heavy(SECOND, ["both"]))
 def test_several_adapters_are_counted(name: str, recompute: str) -> None:

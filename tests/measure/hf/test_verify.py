@@ -73,6 +73,7 @@ def test_one_workload(capsys: Capture, options: tuple[str, ...]) -> None:
         assert case["different"] == case["not_counted"] == {}
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore")
 def test_a_preset_at_its_own_size(capsys: Capture) -> None:
     code, out, _ = run(capsys, "--config", "gpt2", "--seq", "33", "--batch", "2")

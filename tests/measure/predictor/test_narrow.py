@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fitted import DEVICE, SHIPPED, model
-from tiers import mark_heavy
+from tiers import mark_heavy, thin
 
 from flopcalc.api import bind
 from flopcalc.core.model.config import load_config
@@ -96,7 +96,7 @@ def test_the_host_does_what_it_does_for_the_published_model(preset: str) -> None
             assert twelve.dispatched[kind] - many == pytest.approx(many - four.dispatched[kind]), kind
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", thin(PRESETS, 4))
 def test_heads_are_grouped_as_published(preset: str) -> None:
     def list_heads(config: dict[str, Any]) -> set[tuple[Any, ...]]:
         calls = _model(preset, config, is_seen=True).work.attention
@@ -130,7 +130,9 @@ def runner() -> runs.Runner:
     return runs.Runner("cpu", runs.get_config)
 
 
-@pytest.mark.parametrize(("phase", "context"), [("train", 0), ("prefill", 0), ("decode", 12)])
+@pytest.mark.parametrize(
+    ("phase", "context"), mark_heavy([("train", 0), ("prefill", 0), ("decode", 12)], [("decode", 12)])
+)
 def test_a_narrow_step_is_measured(runner: runs.Runner, phase: str, context: int) -> None:
     case = runs.make_case("gpt2-narrow-4", phase, 1, 2, context=context)
     record = runner.measure_host(case, 2)

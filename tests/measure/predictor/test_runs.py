@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from places import ROOT
-from tiers import mark_heavy
+from tiers import mark_heavy, thin
 
 from flopcalc.errors import CalibrationError, DeviceError
 from flopcalc.hardware.devices import load_devices
@@ -87,12 +87,15 @@ SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_atten
 @pytest.mark.parametrize("context", mark_heavy([4, 6, 7, 8, 20], [7]))
 @pytest.mark.parametrize(
     "config",
-    [
-        {"model_type": "llama", **TEXT},
-        {"model_type": "qwen2", **TEXT},
-        {"model_type": "gemma3_text", **TEXT, **SLIDING},
-        {"model_type": "mistral", **TEXT, "sliding_window": 8},
-    ],
+    thin(
+        [
+            {"model_type": "llama", **TEXT},
+            {"model_type": "qwen2", **TEXT},
+            {"model_type": "gemma3_text", **TEXT, **SLIDING},
+            {"model_type": "mistral", **TEXT, "sliding_window": 8},
+        ],
+        2,
+    ),
     ids=lambda config: config["model_type"],
 )
 def test_every_decoding_step_starts_behind_the_same_context(config: dict[str, Any], context: int) -> None:

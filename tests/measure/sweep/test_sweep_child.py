@@ -121,6 +121,7 @@ def test_a_model_without_sdpa_is_told_what_to_do(tmp_path: Path) -> None:
         child.start(make_args(tmp_path, model=str(path)))
 
 
+@pytest.mark.heavy
 def test_the_same_configuration_trains_the_same(tmp_path: Path) -> None:
     def run(**changes: Any) -> Json:
         loss: Json = child.start(make_args(tmp_path, trainer="DPSGDTrainer", steps=2, **changes))({})["loss"]

@@ -85,7 +85,9 @@ def compare(config: dict[str, Any], recipe: dict[str, Any] | None = None, **work
     assert found.parameters["trainable"] == ours.parameters["trainable"]
 
 
-@pytest.mark.parametrize("config", [DENSE, WINDOW, MOE, SSM], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "config", mark_heavy([DENSE, WINDOW, MOE, SSM], [DENSE]), ids=lambda config: config["model_type"]
+)
 @pytest.mark.parametrize(("batch_size", "seq_len"), mark_heavy([(1, 1), (3, 117), (2, 2048)], [(3, 117)]))
 def test_text(config: dict[str, Any], batch_size: int, seq_len: int) -> None:
     compare(config, batch_size=batch_size, seq_len=seq_len)
@@ -152,6 +154,7 @@ def test_kept_on_disk_and_read_without_torch() -> None:
     assert first["totals"]["hardware"] is None
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("_own_cache")
 @pytest.mark.parametrize("text", mark_heavy(["", "{", '{"schema": 99}', '{"schema": 1, "polynomials": 3}'], ["{"]))
 def test_a_broken_cache_is_traced_anew(text: str) -> None:
@@ -393,6 +396,7 @@ def test_grids_are_checked() -> None:
             estimator(1, seq, image_grid_thw=[grid], phase="forward")
 
 
+@pytest.mark.heavy
 def test_beyond_a_window_that_is_too_large_to_trace() -> None:
     estimator = find_traced(load_config({**WINDOW, "sliding_window": 9000}), make_recipe(), "decode", False)
     assert estimator(1, 1, phase="decode", context=8000).total > 0

@@ -135,6 +135,7 @@ def _make_steps(types: dict[str, Any] = TYPES, name: str = "") -> list[HostStep]
     return [HostStep(each, _time_step(each, types)) for each in _list_cases(name)]
 
 
+@pytest.mark.heavy
 def test_types_find_what_their_steps_were_made_of() -> None:
     found = fit_types(_make_steps(), BARE, FREE)
     assert {kind: set(phases) for kind, phases in found.items()} == {kind: set(each) for kind, each in TYPES.items()}
@@ -147,6 +148,7 @@ def test_types_find_what_their_steps_were_made_of() -> None:
         assert _time_step(each, found) == pytest.approx(_time_step(each, TYPES), rel=0.01)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "types", [TYPES, *({"llama": {phase: [0.002, factor] for phase in TYPES["llama"]}} for factor in (0.8, 1.3))]
 )
