@@ -146,7 +146,7 @@ def parse_tokens(value: float | str) -> int:
     if isinstance(value, str):
         found = _split(value.strip().replace(",", "").replace("_", ""), "--tokens")
         if found is None:
-            raise WorkloadError(f"tokens: {format_value(value)} is no number; write {_DECIMAL.example}")
+            raise WorkloadError(f"tokens: {format_value(value)} is not a number; write {_DECIMAL.example}")
         number = found[0]
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         number = value

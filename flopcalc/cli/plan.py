@@ -159,7 +159,7 @@ def _plan(model: str, options: dict[str, Any], said: Sequence[str] = ()) -> Plan
     has_length = options["seq"] is not None or options["text"] is not None
     if not has_length:
         options["seq"] = str(planning.DEFAULT_SEQ)
-        notes.append(f"no length given: sequences of {planning.DEFAULT_SEQ} tokens taken")
+        notes.append(f"no length given: sequences of {planning.DEFAULT_SEQ} tokens assumed")
     try:
         asked = make_estimate(model, options | _UNUSED)
     except WorkloadError as error:

@@ -59,7 +59,7 @@ class KernelTable(NamedTuple):
         missing = sorted(width for width in asked if width not in known)
         if missing:
             shown = ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in missing)
-            text += f"; it has no constants for head dim {shown}: blocks of 128 taken"
+            text += f"; it has no constants for head dim {shown}: blocks of 128 assumed"
         calls = [
             (width, mask, length)
             for width, found in asked.items()
@@ -74,7 +74,7 @@ class KernelTable(NamedTuple):
         if ragged:
             text += f"; length {_list(ragged)} fills no whole block, and what the kernel pads there is not counted"
         if any(mask == "window" for _, mask, _ in calls):
-            text += "; windows were not measured: the causal block size is taken for them"
+            text += "; windows were not measured: the causal block size is used for them"
         return text
 
 

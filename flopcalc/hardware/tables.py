@@ -158,7 +158,7 @@ def find_folder_tables(where: str) -> dict[str, str]:
     if not tables:
         devices = ", ".join(known) or "none yet"
         raise CalibrationError(
-            f"no calibration tables for {where!r}: neither a device with tables ({devices}) nor a folder with some"
+            f"no calibration tables for {where!r}: give a folder of tables, or one of these devices: {devices}."
             f"{format_nearest(where, known)}"
         )
     return tables

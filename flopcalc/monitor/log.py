@@ -85,8 +85,8 @@ def load_log(path: str | os.PathLike[str]) -> Log:
         else:
             runs[-1] = runs[-1]._replace(end=record)
     if not runs:
-        what = "none of its lines is a record of one" if unreadable else "it is empty"
-        raise FlopcalcError(f"{name}: is not a monitor's log: {what}")
+        what = "no line of it is a record" if unreadable else "it is empty"
+        raise FlopcalcError(f"{name}: not a monitor's log: {what}")
     return Log(name, runs, unreadable)
 
 

@@ -24,7 +24,7 @@ from flopcalc.words import Execution, check_keywords, check_word
 __all__ = ["DEFAULT_SEQ", "NO_LENGTH", "Plan", "choose_batch", "plan", "plan_estimator"]
 
 DEFAULT_SEQ = 4096
-NO_LENGTH = f"; no length was given, so {DEFAULT_SEQ} tokens were taken: --seq (seq_len) says another"
+NO_LENGTH = f"; no length was given, so {DEFAULT_SEQ} tokens were assumed: --seq (seq_len) changes it"
 DEFAULT_BATCH_TOKENS = 1 << 22
 MOST_GPUS = 1_000_000
 MOST_IMBALANCE = 1000
@@ -141,7 +141,7 @@ def plan_estimator(
         global_batch = choose_batch(gpus, sample.tokens)
     if is_chosen:
         size = format_parameters(choose_batch(gpus, sample.tokens) * sample.tokens)
-        notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, taken")
+        notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, assumed")
     global_batch = check_size(global_batch, "global batch")
     given = dict(zip(DEGREES, (dp, tp, pp, virtual, cp, ep, zero, micro_batch, recompute), strict=True))
     fixed = {name: check_fixed(name, _listed(value)) for name, value in given.items() if value is not None}
@@ -171,7 +171,7 @@ def plan_estimator(
     whole = global_batch * sample.tokens
     if total_tokens < whole:
         few, many = format_tokens(total_tokens), format_tokens(whole)
-        notes.append(f"{few} given, less than one step: one whole step, {many}, taken")
+        notes.append(f"{few} given, less than one step: one whole step, {many}, planned")
         total_tokens = whole
     found = search(global_batch, fixed, notes, progress)
     if not is_chosen:
@@ -231,7 +231,7 @@ def _advise_batch(
     if chosen == batch:
         return []
     return [
-        f"the batch of {format_tokens(batch * tokens)} was taken because none was given, and it limits this plan: "
+        f"the batch of {format_tokens(batch * tokens)} was assumed because none was given, and it limits this plan: "
         f"--global-batch {chosen} ({format_tokens(chosen * tokens)}) would reach an MFU of {100 * mfu:.0f} % instead "
         f"of {100 * best[0].mfu:.0f} %"
     ]
@@ -277,7 +277,7 @@ def _make_sample(
         return estimator.estimate(workload).terms[0][1]
     if seq_len is None:
         seq_len = DEFAULT_SEQ
-        notes.append(f"no length given: sequences of {seq_len} tokens taken")
+        notes.append(f"no length given: sequences of {seq_len} tokens assumed")
         try:
             return estimator(1, seq_len, images=images).terms[0][1]
         except WorkloadError as error:

@@ -305,8 +305,8 @@ def _describe_misfit(
     is_whole = parameters["trainable"] > parameters["total"] / 2
     helps.append("a device with more memory" + (", or LoRA" if is_whole else ""))
     return (
-        f"{estimator.source.name} fits on {gpus} x {device.name} in none of {len(misfits)} layouts: the smallest, "
-        f"{layout}, needs {format_bytes(memory.peak)} a device, {describe_missing(memory, capacity)}. "
+        f"{estimator.source.name} does not fit on {gpus} x {device.name} in any of {len(misfits)} layouts: the "
+        f"smallest, {layout}, needs {format_bytes(memory.peak)} per device, {describe_missing(memory, capacity)}. "
         f"What would help: {'; '.join(helps)}"
     )
 

@@ -463,11 +463,11 @@ class Clock:
     def notes(self, bound: str) -> list[str]:
         notes = list(self.found_notes)
         if self.has_experts:
-            notes.append("experts are taken as evenly loaded")
+            notes.append("experts are assumed to be evenly loaded")
         if not self.machine.is_measured:
             notes.insert(0, _tell_unmeasured(self.machine))
         elif self.machine.dtype != "bf16":
-            notes.append(f"measured in bf16; {self.machine.dtype} is taken as alike")
+            notes.append(f"measured in bf16; {self.machine.dtype} is assumed to behave the same")
         if self.long_keys[0]:
             notes.append(
                 "attention over {:,} keys is more than was measured (at most {:,}): the interval may be too "

@@ -349,7 +349,7 @@ class Step:
         found = []
         if not self.is_fused:
             self.notes.append(
-                "what autograd saves was not recorded for this model: it is taken to be written as most are"
+                "what autograd saves was not recorded for this model: we assume code like that of most models"
             )
             found.append(Saved("", "", self.count_logits() * FLOAT, 1))
         _, owing, _ = self.read_blocks()

@@ -332,7 +332,7 @@ def _plan(sample: Setup, setup: Setup, counted: Counted, progress: Progress | No
         progress=progress,
         **degrees,
     )
-    assumed = [] if setup.seq or setup.text else [f"no length given: sequences of {sample.seq} tokens taken"]
+    assumed = [] if setup.seq or setup.text else [f"no length given: sequences of {sample.seq} tokens assumed"]
     return found._replace(notes=(*counted.notes, *assumed, *found.notes))
 
 

@@ -113,7 +113,7 @@ def test_small_runs_and_one_device() -> None:
 @pytest.mark.parametrize(
     ("tokens", "shown", "note"),
     [
-        ("1", "131.07K tokens", "1 token given, less than one step: one whole step, 131.07K tokens, taken"),
+        ("1", "131.07K tokens", "1 token given, less than one step: one whole step, 131.07K tokens, planned"),
         ("1e18", "1,000,000T tokens", ""),
     ],
 )
@@ -171,7 +171,7 @@ def test_bad_input(arguments: list[str], words: str) -> None:
 
 def test_a_length_that_was_not_given() -> None:
     with pytest.raises(
-        FlopcalcError, match=r"beyond the 1024 positions.*no length was given, so 4096 tokens were taken"
+        FlopcalcError, match=r"beyond the 1024 positions.*no length was given, so 4096 tokens were assumed"
     ):
         invoke("--model", "gpt2", "--tokens", "1B", "--device", "h200", "--gpus", "8")
 

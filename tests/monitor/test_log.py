@@ -63,9 +63,9 @@ def test_a_folder_means_its_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "is not a monitor's log: it is empty"),
-        (["hello\n"], "is not a monitor's log: none of its lines is a record of one"),
-        ([{"loss": 1}], "is not a monitor's log: none of its lines is a record of one"),
+        ([], "not a monitor's log: it is empty"),
+        (["hello\n"], "not a monitor's log: no line of it is a record"),
+        ([{"loss": 1}], "not a monitor's log: no line of it is a record"),
         ([START | {"schema": 2, "version": "9.0"}], "line 1: schema 2 is not known, this flopcalc reads 1: use the "
          "version that wrote it ('9.0')"),
     ],

@@ -83,7 +83,7 @@ def test_hfu_counts_what_is_computed_again() -> None:
 def test_defaults_are_said() -> None:
     found = plan(GPT, tokens=10**9, device="h200", gpus=24, tp=1)
     assert (found.seq, found.global_batch) == (4096, 960)
-    assert any("4096 tokens taken" in note for note in found.notes)
+    assert any("4096 tokens assumed" in note for note in found.notes)
     assert any("960 sequences" in note for note in found.notes)
 
 
@@ -117,7 +117,7 @@ def test_more_devices_are_never_slower() -> None:
 
 
 def test_the_error_of_a_default_length_says_that_it_was_taken() -> None:
-    with pytest.raises(FlopcalcError, match="no length was given, so 4096 tokens were taken"):
+    with pytest.raises(FlopcalcError, match="no length was given, so 4096 tokens were assumed"):
         plan("gpt2", tokens="1B", device="h200", gpus=8)
 
 
@@ -135,7 +135,7 @@ def test_a_faster_layout_that_does_not_fit_is_named() -> None:
         ({"interconnect": "token-ring"}, "interconnect 'token-ring' unknown"),
         ({"dtype": "bf17"}, "dtype 'bf17' unknown"),
         ({"tokens": 0}, "tokens must be a number from 1"),
-        ({"tokens": "many"}, "'many' is no number; write 2000000000 or 2T"),
+        ({"tokens": "many"}, "'many' is not a number; write 2000000000 or 2T"),
         ({"dtype": "fp32"}, "a plan is for training in bf16, fp16, fp8, mxfp8, nvfp4, mxfp4, not fp32"),
         ({"gpus": 0}, "gpus must be at least 1"),
         ({"gpus": 10**7}, "gpus must be at most 1,000,000, not 10,000,000"),
@@ -178,7 +178,7 @@ def test_a_model_that_fits_nowhere_says_what_is_missing() -> None:
     with pytest.raises(FlopcalcError) as error:
         plan("llama-3.1-405b", tokens="1T", device="a100-sxm-80gb", gpus=8, seq_len=2048, global_batch=64, zero=0)
     text = str(error.value)
-    assert "fits on 8 x NVIDIA A100-SXM4-80GB in none of" in text
+    assert "does not fit on 8 x NVIDIA A100-SXM4-80GB in any of" in text
     assert "GiB more than" in text
     assert "leave --zero free; more devices" in text
     assert text.endswith("a device with more memory, or LoRA")
@@ -252,8 +252,8 @@ def test_tokens_in_words(tokens: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("tokens", "taken", "note"),
     [
-        (1, 64 * 2048, "1 token given, less than one step: one whole step, 131.07K tokens, taken"),
-        ("100k", 64 * 2048, "100.00K tokens given, less than one step: one whole step, 131.07K tokens, taken"),
+        (1, 64 * 2048, "1 token given, less than one step: one whole step, 131.07K tokens, planned"),
+        ("100k", 64 * 2048, "100.00K tokens given, less than one step: one whole step, 131.07K tokens, planned"),
         (64 * 2048, 64 * 2048, None),
         (10**6, 10**6, None),
     ],

@@ -111,7 +111,7 @@ def test_model_that_was_not_recorded(monkeypatch: pytest.MonkeyPatch, attention:
     )  # fmt: skip
     found = predict(attention=attention)
     assert found.activations == TOKENS * (2 * layer + 6 * 64 + 2 * 64) + 2 * extra
-    assert any("taken to be written as most are" in note for note in found.notes)
+    assert any("we assume code like that of most models" in note for note in found.notes)
     again = predict(attention=attention, recipe={"recompute": "full"})
     assert again.activations == TOKENS * (2 * 2 * 64 + 6 * 64 + 2 * 64)
 

@@ -593,7 +593,7 @@ def test_another_device_is_marked_as_not_measured(device: str, words: str) -> No
 @pytest.mark.parametrize(("dtype", "is_alike"), [("fp16", True), ("bf16", False), ("fp32", False)])
 def test_what_was_measured_in_another_dtype_is_said(dtype: str, is_alike: bool) -> None:
     found = predict("llama-3.2-1b", device="h200", dtype=dtype, advise=False, **LARGE)
-    assert ("measured in bf16; fp16 is taken as alike" in found.notes) == is_alike
+    assert ("measured in bf16; fp16 is assumed to behave the same" in found.notes) == is_alike
 
 
 def test_decode_and_images() -> None:

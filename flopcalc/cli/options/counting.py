@@ -139,7 +139,7 @@ def _choose_device(options: Mapping[str, Any], notes: list[str]) -> str | None:
     if known is None:
         return None
     if known.sdpa is None and options["attention_kernel"] == "auto" and options["convention"] == "hardware":
-        notes.append(f"which kernel SDPA picks on {known.name} is not known: flash taken")
+        notes.append(f"which kernel SDPA picks on {known.name} is not known: flash assumed")
     return known.id
 
 

@@ -125,10 +125,10 @@ def _find_length(
         if filled > inputs.seq:
             kinds = (("images", images), ("videos", videos), ("audio", clips))
             sources = " and ".join(word for word, values in kinds if values)
-            verb = "fills" if sources == "audio" else "fill"
+            verb = "takes" if sources == "audio" else "take"
             raise WorkloadError(
-                f"the {sources} {verb} {filled} tokens, more than --seq {inputs.seq}, which counts them in; "
-                "raise --seq, or give --text to have them added"
+                f"the {sources} {verb} {filled} tokens, more than --seq {inputs.seq}, which includes them; "
+                "raise --seq, or give --text, which adds them"
             )
         return inputs.seq
     if estimator.has_decoder:

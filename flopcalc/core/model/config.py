@@ -306,7 +306,7 @@ def _load_hub(hub_id: str, download: bool) -> Source:
         note = f"{hub_id}: the config of preset {source.name} is used; --download fetches its own instead"
         return source._replace(note=note)
     raise ConfigError(
-        f"{hub_id!r} is neither a path, nor in the local Hugging Face cache, nor has it a preset; --download fetches it"
+        f"{hub_id!r} is not a path, not in the local Hugging Face cache, and has no preset; --download fetches it"
     )
 
 

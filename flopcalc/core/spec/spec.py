@@ -497,5 +497,6 @@ def bind(spec: Spec, config: dict[str, Any], where: str, extra: dict[str, Spec] 
 def check_required(spec: Spec, config: dict[str, Any], where: str) -> None:
     for key in spec.required:
         if all(config.get(name) is None for name in (key, *spec.renamed.get(key, ()))):
-            near = format_nearest(key, [name for name, value in config.items() if value is not None])
+            others = [name for name, value in config.items() if value is not None and name not in spec.required]
+            near = format_nearest(key, others)
             raise ConfigError(f"{where}: missing key {key!r}, which {spec.name!r} needs.{near}")

@@ -140,7 +140,7 @@ def load_results(path: str, *, must_exist: bool = True) -> list[Json]:
     if not os.path.lexists(name):
         if not must_exist:
             return []
-        raise SweepError(f"{name}: not there. Give the --logs-dir of a `flopcalc sweep run`")
+        raise SweepError(f"{name}: no such file or folder. Give the --logs-dir of a `flopcalc sweep run`")
     text = read_text(name, MAX_LOG_BYTES, SweepError)
     lines = text.removesuffix("\n").split("\n")  # splitlines() would also cut at U+2028 inside a text
     return [_parse(line, f"{name}: line {number}") for number, line in enumerate(lines, start=1) if line]

@@ -299,7 +299,7 @@ def test_more_logits_than_the_decoder_has_positions_are_noted() -> None:
         (WHISPER, ["--audio", "3"], "give --audio SECONDS for its encoder and --decoder-seq N"),
         (WHISPER, ["--audio", "3", "--decoder-seq", "4", "--image", "10x10"], "takes no images"),
         (WHISPER, ["--audio", "3000", "--decoder-seq", "4"], "at most 3 s (300 frames), not 3000 s"),
-        (QWEN_AUDIO, ["--seq", "20", "--audio", "1"], "the audio fills 25 tokens, more than --seq 20"),
+        (QWEN_AUDIO, ["--seq", "20", "--audio", "1"], "the audio takes 25 tokens, more than --seq 20"),
         (QWEN_AUDIO, ["--seq", "20", "--image-grid", "1,2,2"], "takes no images"),
         (T5, [], "give --seq N for its encoder and --decoder-seq N for its decoder"),
         (T5, ["--lengths", "3,4"], "takes no packed --lengths; give --seq N"),

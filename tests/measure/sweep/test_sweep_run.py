@@ -163,7 +163,7 @@ def test_row_of_a_failure() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "results.jsonl: not there. Give the --logs-dir of a `flopcalc sweep run`"),
+        (None, "results.jsonl: no such file or folder. Give the --logs-dir of a `flopcalc sweep run`"),
         ("{", "line 1 is no row of a sweep"),
         (
             '{"id": "a", "status": "ok", "trainer": "t", "model": "m"}\n[]',
