@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -40,14 +41,15 @@ Degree: TypeAlias = int | Sequence[int] | None
 def plan(
     model: Any = None, workload: Workload | None = None, *, recipe: Any = None, lora: Any = None,
     compute: str | None = None, weights: str | None = None, autocast: bool | str | None = None,
-    model_type: str | None = None, head: str | None = None, mtp: int | bool | None = None, launch: Any = None,
+    spec: str | os.PathLike[str] | None = None, model_type: str | None = None, head: str | None = None,
+    mtp: int | bool | None = None, launch: Any = None,
     **options: Any,
 ) -> Plan:  # fmt: skip
     """The best ways to spread a training run over devices: what fits, its time, its money, and why others lose.
 
     `model` is anything that `bind` takes, or an Estimator; `compute`, `weights` and `autocast` are number formats,
-    `model_type` is the family, `head` and `mtp` are parts of the model, as `bind` takes them; `launch` is a launch
-    file, as in estimate_flops; all other options are those of plan_estimator.
+    `spec` is a file of your own, `model_type` is the family, `head` and `mtp` are parts of the model, as `bind` takes
+    them; `launch` is a launch file, as in estimate_flops; all other options are those of plan_estimator.
     """
     if launch is not None:
         said = {
@@ -61,7 +63,7 @@ def plan(
         sizes = {"seq_len": taken.pop("seq")} if "seq" in taken else {}
         own = taken.pop("model", model)
         shared = {"lora": lora, "compute": compute, "weights": weights, "autocast": autocast, **options, **sizes}
-        shared |= {"model_type": model_type, "head": head, "mtp": mtp}
+        shared |= {"spec": spec, "model_type": model_type, "head": head, "mtp": mtp}
         found = plan(own, workload, recipe=recipe, **{**shared, **taken})
         return found._replace(notes=(*found.notes, *applied.notes))
     if model is None:
@@ -69,11 +71,13 @@ def plan(
     recipe = join_recipe(recipe, lora, None)
     formats = FormatOptions(compute, weights, None, autocast)
     if isinstance(model, Estimator):
-        if formats != FormatOptions() or any(each is not None for each in (recipe, model_type, head, mtp)):
+        if formats != FormatOptions() or any(each is not None for each in (recipe, spec, model_type, head, mtp)):
             raise WorkloadError("an Estimator already has its recipe, formats, type and head: do not give them again")
         estimator: Estimator = model
     else:
-        estimator = bind_config(model, recipe=recipe, formats=formats, model_type=model_type, head=head, mtp=mtp)
+        estimator = bind_config(
+            model, recipe=recipe, formats=formats, spec=spec, model_type=model_type, head=head, mtp=mtp
+        )
     if compute is not None:
         options["dtype"] = compute
     check_keywords(("workload", *options), plan_estimator, "plan", WorkloadError)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flopcalc import bind
+from flopcalc import bind, plan
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.data import find_data_dir
 from flopcalc.prediction.maker import make_work
@@ -108,6 +108,12 @@ def test_a_joined_projection_of_any_name_takes_as_long(tmp_path: Path) -> None:
     assert one.fits is True
     assert "model.layers.*.attention.wqkv" in one.modules
     assert not any("self_attn" in name or "q_proj" in name for name in one.modules)
+
+
+def test_a_plan_takes_a_spec_too(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"device": "h200", "gpus": 8, "tokens": "1B", "seq_len": 2048, "global_batch": 64}
+    config, path = {**SIZES, "model_type": "internlm2"}, write_spec(tmp_path)
+    assert plan(config, spec=path, **given).best == plan(bind(config, spec=path), **given).best
 
 
 @pytest.mark.parametrize(
