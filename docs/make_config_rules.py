@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 import types
 import typing
@@ -31,6 +32,10 @@ OWN_ACTIVATION = (
     "blt_patcher", "dinov2", "gpt_oss", "llama4_vision_model", "minimax_m3_vl_text", "pop2piano", "radio", "step3p5",
 )  # fmt: skip
 OLD_ROPE_TYPES = ("mrope", "su", "xdrope")  # which config classes read as other ones
+LISTS = {
+    frozenset({"int"}): "list", frozenset({"number"}): "numbers", frozenset({"int", "number"}): "numbers",
+    frozenset({"text"}): "texts", frozenset({"bool"}): "bools",
+}  # fmt: skip
 KINDS = {int: "int", float: "number", bool: "bool", str: "text", type(None): "null", None: "null"}
 
 
@@ -41,19 +46,28 @@ def read_kinds(annotation: Any) -> frozenset[str]:
         return frozenset().union(*map(read_kinds, inner))
     if origin is typing.Literal:
         return frozenset({"words"}) if all(isinstance(word, str) for word in inner) else frozenset({"other"})
-    if origin in (list, tuple, Sequence) and [each for each in inner if each is not Ellipsis]:
+    if (origin or annotation) in (list, tuple, Sequence):
         entries = frozenset().union(*(read_kinds(each) for each in inner if each is not Ellipsis))
-        return frozenset({"list"}) if entries == {"int"} else frozenset({"other"})
+        return frozenset({LISTS.get(entries, "any list")})
+    if is_table(origin or annotation):
+        return frozenset({"table"})
     return frozenset({KINDS.get(annotation, "other") if isinstance(annotation, type | None) else "other"})
 
 
+def is_table(found: Any) -> bool:
+    from transformers import PreTrainedConfig
+
+    return typing.is_typeddict(found) or (isinstance(found, type) and issubclass(found, (dict, PreTrainedConfig)))
+
+
 def name_kind(kinds: frozenset[str]) -> str:
-    """One of config_rules.py's kinds, with '?' where null is taken; empty where other values are taken too."""
-    values = kinds - {"null"}
+    """config_rules.py's kinds, with '?' where null is taken; empty where other values are taken too."""
+    values = set(kinds - {"null"})
     # HF takes no 1 where it wants 1.0; a count does not depend on it, and published configs have both.
-    values -= {"int"} if "number" in values else set()
-    known = (len(values) == 1 and "other" not in values) or values == {"int", "list"}
-    return "|".join(sorted(values)) + "?" * ("null" in kinds) if known else ""
+    for wide, narrow in (("number", {"int"}), ("numbers", {"list"}), ("any list", set(LISTS.values()))):
+        values -= narrow if wide in values else set()
+    known = "other" not in values and (len(values) == 1 or "words" not in values)
+    return "|".join(sorted(values)) + "?" * ("null" in kinds) if known and values else ""
 
 
 def read_words(annotation: Any) -> list[str]:
@@ -153,17 +167,21 @@ def read_class(config_class: Any) -> dict[str, Any]:
     base = {field.name for field in fields(PreTrainedConfig)}
     rules: dict[str, Any] = {}
     for field in fields(config_class):
-        kind = name_kind(read_kinds(field.type))
+        kind = name_kind(read_kinds(field.type)) if field.name not in config_class.sub_configs else ""
         if kind and field.name not in base and "token_id" not in field.name:
             rules.setdefault(kind, []).append(field.name)
+        if kind == "bool?" and isinstance(field.default, bool):
+            rules.setdefault("falsy", []).append(field.name)  # null is no value of its own: the code asks if it is true
     rules = {kind: " ".join(sorted(names)) for kind, names in sorted(rules.items())}
-    words = {name: read_words(config_class.__dataclass_fields__[name].type) for kind in ("words", "words?")
-             for name in rules.pop(kind, "").split()}  # fmt: skip
-    if words:
-        rules["words"] = words
+    for kind in ("words", "words?"):
+        if names := rules.pop(kind, "").split():
+            rules[kind] = {name: read_words(config_class.__dataclass_fields__[name].type) for name in names}
     acts = [name for name in f"{rules.get('text', '')} {rules.get('text?', '')}".split() if name in ACTIVATION_KEYS]
     if acts and config_class.model_type not in OWN_ACTIVATION:
-        rules["act"] = " ".join(acts)
+        names = {name: config_class.__dataclass_fields__[name].default is None for name in acts}
+        for kind, may_be_null in (("act", False), ("act?", True)):
+            if found := [name for name in acts if names[name] is may_be_null]:
+                rules[kind] = " ".join(found)
     try:
         default = config_class()
     except Exception:  # some need an inner config: no more can be asked of them
@@ -184,11 +202,53 @@ def read_class(config_class: Any) -> dict[str, Any]:
         rules["float32"] = kept
     if default is None:
         return rules
+    rules |= read_rope(config_class, default)
     if layers := read_layers(config_class, default):
         rules["layers"] = layers
     if even := read_even(config_class, default):
         rules["even"] = even
     return rules
+
+
+def list_rope_tables(config: Any) -> list[dict[str, Any]]:
+    """The table of rotary embeddings, or one for each kind of layer."""
+    table = getattr(config, "rope_parameters", None) or {}
+    return [each for each in table.values() if isinstance(each, dict)] or [table] if isinstance(table, dict) else []
+
+
+def read_rope(config_class: Any, default: Any) -> dict[str, str]:
+    """Keys that may not be null: those of the class's own table, and the base outside of it where that is read."""
+    inside = sorted({key for table in list_rope_tables(default) for key in table if table[key] is not None})
+    if not inside:
+        return {}
+    try:
+        is_read = any(table.get("rope_theta", 0) is None for table in list_rope_tables(config_class(rope_theta=None)))
+    except Exception:  # refused at once
+        is_read = True
+    nested = [key for key, table in default.rope_parameters.items() if isinstance(table, dict)]
+    try:
+        flat = config_class(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}).rope_parameters
+    except Exception:  # refused at once
+        flat = {}
+    return (
+        {"rope": " ".join(inside)}
+        | ({"rope_outside": "rope_theta"} if is_read else {})
+        | ({"rope_tables": " ".join(sorted(nested))} if nested and not set(nested) <= set(flat) else {})
+    )
+
+
+def read_rope_needs() -> dict[str, list[str]]:
+    """What a table of rotary embeddings must hold beside its type and base, by type."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    needs: dict[str, list[str]] = {}
+    for rope_type in sorted(ROPE_INIT_FUNCTIONS):
+        try:
+            LlamaConfig(rope_parameters={"rope_type": rope_type})
+        except Exception as error:  # HF's own words name the missing keys: {'factor'}
+            needs[rope_type] = sorted(re.findall(r"'(\w+)'", str(error).rpartition("{")[2]))
+    return needs
 
 
 def read_all() -> dict[str, dict[str, Any]]:
@@ -219,6 +279,7 @@ def make() -> str:
         "layer_types": attention,
         "layers_block_type": attention,
         "mlp_layer_types": sorted(ALLOWED_MLP_LAYER_TYPES),
+        "rope_needs": read_rope_needs(),
         "rope": sorted({"axial", "default", *ROPE_INIT_FUNCTIONS, *OLD_ROPE_TYPES}),
     }
     source = f"config classes of transformers {transformers.__version__}; made by docs/make_config_rules.py"

@@ -154,7 +154,11 @@ def load_shipped(folder: str, name: str) -> dict[str, Any]:
 
 
 CONFIGS = ("llama-3.2-1b", "mixtral-8x7b", "qwen2-vl-2b", "deepseek-v3", "gpt2")
-SPECS = ("llama", "mixtral", "qwen3_next")
+SPECS = {
+    "llama": "llama-3.2-1b", "mixtral": "mixtral-8x7b", "qwen3_next": "qwen3-next", "gpt2": "gpt2", "t5": "t5-v1.1-xl",
+    "qwen2_vl": "qwen2-vl-2b", "deepseek_v3": "deepseek-v3", "mamba": "mamba-130m", "gemma4": "gemma-4-e2b",
+    "modernbert": "modernbert-base", "llama4": "llama-4-scout", "nemotron_h": "nemotron-3-nano-30b-a3b",
+}  # fmt: skip
 
 
 def try_config(rng: random.Random, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -165,12 +169,11 @@ def try_config(rng: random.Random, folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def try_spec(rng: random.Random, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    name = rng.choice(SPECS)
+    name = rng.choice(list(SPECS))
     tables = spoil(load_shipped("specs", name), rng)
     path = folder / f"{name}.toml"
     path.write_text(write_toml(tables))
-    preset = {"llama": "llama-3.2-1b", "mixtral": "mixtral-8x7b", "qwen3_next": "qwen3-next"}[name]
-    return run(["estimate", preset, "--seq", "64", "--spec", str(path)], capsys)
+    return run(["estimate", SPECS[name], "--seq", "64", "--spec", str(path)], capsys)
 
 
 def try_table(rng: random.Random, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -15,7 +15,7 @@ from flopcalc.core.model.live import strip
 from flopcalc.core.recipe.live import read_recompute
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
-from flopcalc.core.spec.spec import Spec, load_spec
+from flopcalc.core.spec.spec import Spec, read_spec
 from flopcalc.errors import ConfigError, RecipeError, SpecError, format_value
 from flopcalc.files import read_path
 from flopcalc.hardware.devices import find_device, parse_dtype
@@ -58,7 +58,7 @@ def bind_config(
     if spec is not None:
         if not isinstance(spec, (str, os.PathLike)):
             raise SpecError(f"spec must be the path of a TOML file, not {format_value(spec)}")
-        added = load_spec(read_path(spec, "spec", SpecError))
+        added = read_spec(read_path(spec, "spec", SpecError))
         specs[added.name] = added
     source = load_config(
         model if hasattr(model, "config") else strip(model), download=check_flag(download, "download"),

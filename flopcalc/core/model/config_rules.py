@@ -18,15 +18,23 @@ from flopcalc.files import MAX_TOML_BYTES, read_text
 FILE = "config_rules.json"  # what config classes refuse; made by docs/make_config_rules.py
 RULES = "config_rules.toml"  # what the modelling code cannot run
 _RULE = "\n[[rule]]"  # begins a rule there
-# What a key of a kind must be, and whether a value is so.
+# What a key of a kind must be, and whether a value is so. A rule may join several: "int|list".
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int": ("a whole number", lambda value: _is_whole(value)),
-    "list": ("a list of whole numbers", lambda value: _is_whole_list(value)),
-    "int|list": ("a whole number or a list of them", lambda value: _is_whole(value) or _is_whole_list(value)),
-    "number": ("a number", lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)),
+    "number": ("a number", lambda value: _is_number(value)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("a word", lambda value: isinstance(value, str)),
+    "table": ("an object", lambda value: isinstance(value, Mapping)),
+    "list": ("a list of whole numbers", lambda value: _is_list(value, _is_whole)),
+    "numbers": ("a list of numbers", lambda value: _is_list(value, _is_number)),
+    "bools": ("a list of true and false", lambda value: _is_list(value, lambda entry: isinstance(entry, bool))),
+    "texts": ("a list of words", lambda value: _is_list(value, lambda entry: isinstance(entry, str))),
+    "any list": ("a list", lambda value: isinstance(value, (list, tuple))),
 }
+_OTHER_RULES = {  # of FILE, beside kinds
+    "words", "words?", "act", "act?", "layers", "even", "inner", "float32", "falsy", "rope", "rope_outside",
+    "rope_tables",
+}  # fmt: skip
 _DROPOUT = ("dropout", "dropout_prob", "dropout_rate", "pdrop")  # torch's dropout takes a probability alone
 _MOST_ODD = 4  # HF takes odd heads up to this size: test models have them
 
@@ -44,8 +52,8 @@ def _find_value(name: str, start: int = 0) -> Any:
 
 
 @cache
-def _find_words() -> dict[str, list[str]]:
-    words: dict[str, list[str]] = _find_value("words")
+def _find_words() -> dict[str, Any]:
+    words: dict[str, Any] = _find_value("words")
     return words
 
 
@@ -122,29 +130,18 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
     rules = _find_class(name) if isinstance(name, str) else None
     if not isinstance(name, str) or rules is None:
         return
-    for kind, (words, is_right) in _KINDS.items():
-        may_be_null = rules.get(f"{kind}?", "").split()
-        for key in (*rules.get(kind, "").split(), *may_be_null):
-            value = config.get(key)
-            if value is None and (key not in config or key in may_be_null):
-                continue
-            if value is None:
-                raise ConfigError(f"{where}: missing key '{key}': it is null, and must be {words}")
-            if not is_right(value):
-                raise ConfigError(f"{where}: {key} must be {words}, not {format_value(value)}")
-            if kind == "int" and key.endswith(("head_dim", "heads", "shared_experts")) and value < 0:
-                raise ConfigError(f"{where}: {key} must be at least 0, not {value}")
-            if kind == "number" and key.endswith(_DROPOUT) and not 0 <= value <= 1:
-                raise ConfigError(f"{where}: {key} must be from 0 to 1, not {format_value(value)}")
-    for key, known in rules.get("words", {}).items():
-        if config.get(key) is not None and config[key] not in known:
+    for kind, names in rules.items():
+        for key in names.split() if kind not in _OTHER_RULES else ():
+            if key in config:
+                _check_value(key, config[key], kind, where)
+    for key, known in (rules.get("words", {}) | rules.get("words?", {})).items():
+        if key in config and config[key] not in (known if key in rules.get("words", {}) else (*known, None)):
             raise ConfigError(f"{where}: {key} must be one of {', '.join(known)}, not {format_value(config[key])}")
-    for key in rules.get("act", "").split():
-        if isinstance(word := config.get(key), str):
-            _check_word(word.removeprefix("gated-"), "act", f"{where}: {key}")
-    for table in _list_rope_tables(config):
-        if (word := table.get("rope_type", table.get("type"))) is not None:
-            _check_word(word, "rope", f"{where}: rope_type")
+    acts = rules.get("act", "").split()
+    for key in (*acts, *rules.get("act?", "").split()):
+        if (word := config.get(key, "")) != "" and (word is not None or key in acts):
+            _check_word(word.removeprefix("gated-") if isinstance(word, str) else word, "act", f"{where}: {key}")
+    _check_rope(config, rules, where)
     for key, (count_key, default) in rules.get("layers", {}).items():
         _check_layers(config, key, config.get(count_key, default), count_key, where)
     for text in rules.get("even", ()):
@@ -153,6 +150,11 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
         if _names_class(config, rule.get("not_for", ())):
             continue
         keys = _Keys(config, rule.get("names", {}))
+        for key in rule.get("not_null", ()):
+            if find_key(keys.config, key) == (True, None) and not _holds(rule.get("unless", "false"), keys):
+                raise ConfigError(f"{where}: {key} is null, and transformers' code needs a value")
+        if "check" not in rule:
+            continue
         try:
             is_kept = evaluate_truth(rule["check"], keys)
         except ZeroDivisorError:  # HF's code divides by it too
@@ -163,9 +165,33 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
             raise ConfigError(f"{where}: {rule['words']} ({keys.format_values(rule['check'])})")
     for key, inner in rules.get("inner", {}).items():
         if isinstance(value := config.get(key), Mapping):
-            own = value.get("model_type") or inner[1:] if inner.startswith("*") else inner
             classes = value.get("architectures") or config.get("architectures")  # that build this part, or do not
-            check_config({**value, "architectures": classes}, f"{where}: {key}", own)
+            check_config({**value, "architectures": classes}, f"{where}: {key}", _name_inner(value, inner))
+
+
+def fill_flags(config: Mapping[str, Any], model_type: str | None = None) -> dict[str, Any]:
+    """The same config with false where a class takes null for true or false; inner configs too."""
+    name = config.get("model_type") if model_type is None else model_type
+    rules = (_find_class(name) if isinstance(name, str) else None) or {}
+    flags = rules.get("falsy", "").split()
+    filled: dict[str, Any] = {key: False for key in flags if key in config and config[key] is None}
+    for key, inner in rules.get("inner", {}).items():
+        if isinstance(value := config.get(key), Mapping):
+            filled[key] = fill_flags(value, _name_inner(value, inner))
+    return {**config, **filled}
+
+
+def _name_inner(config: Mapping[str, Any], inner: str) -> Any:
+    """The type of an inner config: its own where the class takes any, after the star the one without."""
+    return config.get("model_type") or inner[1:] if inner.startswith("*") else inner
+
+
+def _holds(text: str, keys: _Keys) -> bool:
+    """Whether an expression is true; not where its keys are left out."""
+    try:
+        return evaluate_truth(text, keys)
+    except (MissingNameError, SpecError):
+        return False
 
 
 def _names_class(config: Mapping[str, Any], endings: Iterable[str]) -> bool:
@@ -174,12 +200,59 @@ def _names_class(config: Mapping[str, Any], endings: Iterable[str]) -> bool:
     return isinstance(classes, list) and any(str(each).endswith(tuple(endings)) for each in classes[:1])
 
 
+def _check_value(key: str, value: Any, kind: str, where: str) -> None:
+    """A value of one of the kinds that a rule joins, null where it ends in '?'."""
+    kinds = [_KINDS[each] for each in kind.removesuffix("?").split("|")]
+    words = " or ".join(each for each, _ in kinds)
+    if value is None:
+        if not kind.endswith("?"):
+            raise ConfigError(f"{where}: missing key '{key}': it is null, and must be {words}")
+        return
+    if not any(is_right(value) for _, is_right in kinds):
+        raise ConfigError(f"{where}: {key} must be {words}, not {format_value(value)}")
+    if _is_whole(value) and value < 0 and key.endswith(("head_dim", "heads", "shared_experts")):
+        raise ConfigError(f"{where}: {key} must be at least 0, not {value}")
+    if _is_number(value) and key.endswith(_DROPOUT) and not 0 <= value <= 1:
+        raise ConfigError(f"{where}: {key} must be from 0 to 1, not {format_value(value)}")
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_whole_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(_is_whole, value))
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_list(value: Any, is_entry: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(is_entry, value))
+
+
+def _check_rope(config: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> None:
+    """Tables of rotary embeddings: a known type, numbers where it needs some, no null where the class has a value."""
+    tables = _list_rope_tables(config)
+    for table in tables:
+        rope_type = table.get("rope_type", table.get("type", "default"))
+        _check_word(rope_type, "rope", f"{where}: rope_type")
+        if "rope" not in rules:
+            continue
+        # Phi-3 reads yarn as longrope, and has its lists there.
+        needs = _find_words()["rope_needs"].get("longrope" if "short_factor" in table else rope_type, ())
+        for key in needs if "rope_theta" not in table else (*needs, "rope_theta"):
+            value = table.get(key)
+            if not (_is_number(value) or isinstance(value, (list, tuple))):
+                raise ConfigError(
+                    f"{where}: rotary embeddings of type {rope_type} need a number as {key}, not {format_value(value)}"
+                )
+        for key in rules["rope"].split():
+            if key in table and table[key] is None:
+                raise ConfigError(f"{where}: {key} of rotary embeddings is null, and transformers' code needs a value")
+    if "rope_tables" in rules and tables and not any(isinstance(each, Mapping) for each in _find_rope(config).values()):
+        kinds = rules["rope_tables"].replace(" ", ", ")
+        raise ConfigError(f"{where}: rotary embeddings must have a table for each kind of layer: {kinds}")
+    for key in rules.get("rope_outside", "").split():
+        if key in config and config[key] is None and not all(key in table for table in tables or [{}]):
+            raise ConfigError(f"{where}: {key} is null, and rotary embeddings need a number")
 
 
 def _check_word(word: Any, vocabulary: str, key: str) -> None:
@@ -214,10 +287,15 @@ def _check_even(config: Mapping[str, Any], text: str, where: str) -> None:
         raise ConfigError(f"{where}: head_dim must be even: rotary embeddings turn pairs of numbers ({behind})")
 
 
+def _find_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    return rope if isinstance(rope, Mapping) else {}
+
+
 def _list_rope_tables(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The table of rotary embeddings, or one for each kind of layer."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if not isinstance(rope, Mapping):
+    rope = _find_rope(config)
+    if not rope:
         return []
     return [table for table in rope.values() if isinstance(table, Mapping)] or [rope]
 

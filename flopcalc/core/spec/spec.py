@@ -65,7 +65,7 @@ _KEY_TYPES: dict[str, tuple[type, ...]] = {
     "reversible": (bool,), "input_gradient": (bool,),
     "input_embedding": (bool, str), "detached": (bool,), "pair": (bool,),
     "rename": (dict,), "set": (dict,), "defaults": (dict,),
-    "pixels": (dict, str),
+    "pixels": (dict, str), "keep": (bool,),
     **dict.fromkeys(("in", "out", "times", "copies", "active", "heads", "qk", "v", "dim", "count", "size"), (str, int)),
     **dict.fromkeys(("flops", "backward", "kv_heads", "cache", "latent", "state"), (str, int)),
     **dict.fromkeys(("length", "repeat", "first"), (str, int)),
@@ -137,6 +137,11 @@ def find_body(model_type: str, extra: dict[str, Spec]) -> Spec | None:
 
 @lru_cache(maxsize=1024)
 def load_spec(path: str) -> Spec:
+    """The spec of a data file, read once."""
+    return read_spec(path)
+
+
+def read_spec(path: str) -> Spec:
     """Read, merge with what it extends, and check one spec file."""
     tables = load_tables(path)
     _check_tables(tables, path)
@@ -209,7 +214,9 @@ def _check_types(table: dict[str, Any], where: str) -> None:
         raise SpecError(f"{where}: joins must be a list of streams")
 
 
-def _check_expression(text: str, where: str) -> None:
+def _check_expression(text: Any, where: str) -> None:
+    if not isinstance(text, str):
+        raise SpecError(f"{where} must be an expression, not {format_value(text)}")
     try:
         parse(text)
     except SpecError as error:
@@ -220,6 +227,9 @@ def _check_spec(spec: Spec, path: str) -> None:
     for name, entries in spec.dims.items():
         for entry in entries:
             _check_expression(entry, f"{path}: dim {name!r}")
+    for label, checks in (("checks", spec.checks), ("config_checks", spec.config_checks)):
+        for reason, text in checks.items():
+            _check_expression(text, f"{path}: [{label}] {reason!r}")
     for table, known, label in (
         (spec.vision, _VISION_KEYS, "vision"), (spec.audio, _AUDIO_KEYS, "audio"),
         (spec.latents, _LATENT_KEYS, "latents"), (spec.positions, _POSITION_KEYS, "positions"),
@@ -268,9 +278,13 @@ def _check_head(table: Any, spec: Spec, where: str) -> None:
     if not isinstance(table, dict):
         raise SpecError(f"{where} must be a table")
     check_keys(table, _HEAD_KEYS, where)
+    _check_types({key: table[key] for key in table.keys() - {"stack"}}, where)
     for text in table.get("set", {}).values():
-        _check_expression(str(text), f"{where} set")
-    for stack in table.get("stack", []):
+        _check_expression(text, f"{where} set")
+    stacks = table.get("stack", [])
+    if not isinstance(stacks, list) or not all(isinstance(stack, dict) for stack in stacks):
+        raise SpecError(f"{where}: stack must be a list of tables")
+    for stack in stacks:
         check_keys(stack, _STACK_KEYS, where)
         _check_types(stack, where)
         _check_ops(stack.get("ops", []), spec, where, set(), ())
@@ -292,8 +306,10 @@ def _check_ops(items: Any, spec: Spec, where: str, checked: set[str], above: tup
                 _check_ops(spec.blocks[item], spec, f"{where}, block {item!r}", checked, (*above, item))
                 checked.add(item)
         elif isinstance(item, dict) and "block" in item:
-            check_keys(item, {"block", "when", "under", "checkpoint", "with"}, f"{where}, block {item['block']!r}")
-            _check_expression(str(item.get("when", "true")), f"{where}, block {item['block']!r}, when")
+            here = f"{where}, block {format_value(item['block'])}"
+            check_keys(item, {"block", "when", "under", "checkpoint", "with"}, here)
+            _check_types(item, here)
+            _check_expression(item.get("when", "true"), f"{here}, when")
             _check_ops([item["block"]], spec, where, checked, above)
         elif isinstance(item, dict):
             _check_op(item, spec, where)

@@ -115,6 +115,35 @@ JAMBA: Json = {**LLAMA, "model_type": "jamba", "attn_layer_period": 2, "attn_lay
         ({**MOE, "topk_group": -1}, "topk_group may not exceed it"),
         ({**BERT, "hidden_dropout_prob": -1}, "hidden_dropout_prob must be from 0 to 1, not -1"),
         ({**LLAMA, "attention_dropout": 1.5}, "attention_dropout must be from 0 to 1, not 1.5"),
+        ({**LLAMA, "rope_parameters": 5}, "rope_parameters must be an object, not 5"),
+        ({**LLAMA, "rope_parameters": {"rope_type": None}}, "rope_type holds None, which HF does not know"),
+        ({**LLAMA, "rope_scaling": {"type": "linear"}}, "of type linear need a number as factor, not None"),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": None}}, "need a number as factor, not None"),
+        ({**LLAMA, "rope_parameters": {"rope_theta": "x"}}, "of type default need a number as rope_theta, not 'x'"),
+        (
+            {**LLAMA, "model_type": "gpt_neox", "rope_parameters": {"partial_rotary_factor": None}},
+            "partial_rotary_factor of rotary embeddings is null",
+        ),
+        ({**LLAMA, "rope_theta": None}, "rope_theta is null, and rotary embeddings need a number"),
+        (
+            {**LLAMA, "model_type": "gemma4_text", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "must have a table for each kind of layer: full_attention, sliding_attention",
+        ),
+        ({**MOE, "n_group": None}, "n_group is null, and transformers' code needs a value"),
+        ({**MOE, "head_dim": None}, "head_dim is null, and transformers' code needs a value"),
+        ({**MOE, "head_dim": 16}, "head_dim must be qk_rope_head_dim"),
+        ({**LLAMA, "model_type": "gemma2", "sliding_window": None}, "sliding_window is null"),
+        ({**LLAMA, "model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0"),
+        ({**LLAMA, "model_type": "qwen3_moe", "head_dim": None}, "head_dim is null"),
+        (
+            {"model_type": "bart", "activation_function": None, "d_model": 64},
+            "activation_function holds None, which HF does not know",
+        ),
+        (
+            {**LLAMA, "model_type": "modernbert", "classifier_pooling": None},
+            "classifier_pooling must be one of cls, mean, not None",
+        ),
+        ({**LLAMA, "model_type": "qwen3", "layer_types": [1, 2]}, "layer_types must be a list of words, not [1, 2]"),
         ({**SPARSE, "num_hidden_layers": 1}, "sparse_attention_freq must have an entry for each layer"),
         ({**SPARSE, "moe_layer_freq": [1]}, "moe_layer_freq must have an entry for each layer"),
         ({**SPARSE, "num_attention_heads": 5, "num_key_value_heads": 1}, "must be a multiple of the indexer's heads"),
@@ -147,6 +176,10 @@ def test_refused(config: Json, words: str) -> None:
         {**GPTJ, "rotary_dim": 16},
         JAMBA,
         SPARSE,
+        {**LLAMA, "max_position_embeddings": 0},
+        {**LLAMA, "max_position_embeddings": -1},
+        {**LLAMA, "rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {**LLAMA, "model_type": "gemma2", "sliding_window": None, "layer_types": ["full_attention"] * 2},
         {
             **SPARSE,
             "sparse_attention_config": {"sparse_attention_freq": [0, 0]},
@@ -166,6 +199,23 @@ def test_refused(config: Json, words: str) -> None:
 )
 def test_taken(config: Json) -> None:
     assert bind(config).parameters()["total"] > 0
+
+
+TIED = "tie_word_embeddings"
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({**LLAMA, "model_type": "falcon"}, "bias"),
+        ({**LLAMA, "model_type": "ernie4_5", "intermediate_size": 64}, "use_bias"),
+        ({"model_type": "gemma3", "text_config": LLAMA | {"model_type": "gemma3_text"}, "vision_config": {}}, TIED),
+    ],
+)
+def test_null_means_false(config: Json, key: str) -> None:
+    """Where a class takes null for true or false, its code asks whether it is true."""
+    assert bind({**config, key: None}).parameters() == bind({**config, key: False}).parameters()
+    assert bind({**config, key: None}).parameters() != bind({**config, key: True}).parameters()
 
 
 def test_rules_name_known_classes() -> None:

@@ -50,6 +50,13 @@ def test_minimal_spec_counts(tmp_path: Path) -> None:
     assert estimate.parameters == {"total": 18, "active": 18, "trainable": 18}
 
 
+def test_a_changed_spec_is_read_again(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    assert bind({"model_type": "mine", "width": 3}, spec=path).parameters()["total"] == 18
+    write(tmp_path, MINIMAL.replace("2 * width", "3 * width"))
+    assert bind({"model_type": "mine", "width": 3}, spec=path).parameters()["total"] == 27
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -94,6 +101,14 @@ def test_minimal_spec_counts(tmp_path: Path) -> None:
         (HEAD + STACK + "[dims]\nd = []", "dim 'd' must be an expression"),
         (HEAD + STACK + "[dims]\nd = 1.5", "dim 'd' must be an expression"),
         (HEAD + STACK + "[dims]\nd = 'lambda: 1'", "dim 'd': Lambda not allowed"),
+        (HEAD + STACK + "[checks]\nwords = 7", "[checks] 'words' must be an expression, not 7"),
+        (HEAD + STACK + "[config_checks]\nwords = [1]", "[config_checks] 'words' must be an expression, not [1]"),
+        (HEAD + STACK + "[checks]\nwords = '1 +'", "[checks] 'words'"),
+        (HEAD + STACK + "ops = [{ block = ['a'] }]\n[blocks]\na = []", "block must be a str, not ['a']"),
+        (HEAD + STACK + "ops = [{ block = 'a', when = 5 }]\n[blocks]\na = []", "when must be a str, not 5"),
+        (HEAD + STACK + "[heads]\ntoken = { set = 5 }", "set must be a dict, not 5"),
+        (HEAD + STACK + "[heads]\ntoken = { stack = 5 }", "[heads] token: stack must be a list of tables"),
+        (HEAD + STACK + "[heads]\ntoken = { like = ['x'] }", "like must be a str"),
         (HEAD + STACK + "[renamed]\nd = 'x'", "[renamed] d must be a list"),
         (HEAD + STACK + "[vision]\npatch = 'p'", "[vision] needs kind = 'grid' or 'fixed'"),
         (HEAD + STACK + "[vision]\nkind = 'grid'\npatch = 5", "patch must be a str"),
