@@ -54,6 +54,9 @@ MTP = {
     "DeepSeekV3": 1, "DeepSeekV3 (dropless)": 1, "DeepSeekV3 (tokendrop)": 1, "DeepSeekV4 Flash": 1,
     "Nemotron_3_Super": 1, "Nemotron_3_5_Lightning": 2, "Nemotron_3_Ultra": 2, "Nemotron V3 Ultra 550B (26.04)": 2,
 }  # fmt: skip
+# NeMo Automodel's benchmarks step bf16 weights and states (examples/llm_benchmark: torch.optim.Adam, Transformer Engine's
+# FusedAdam without master weights).
+RECIPES = {"NeMo Automodel": {"optimizer": "adamw"}}
 EXPERT_MODELS = re.compile(r"DeepSeek|deepseek|GPT|Kimi|Nemotron|a22B|a3B|A22B|A3B|MoE", re.IGNORECASE)
 GIB = 1 << 30
 # Releases whose rows constants were chosen on, and of SimuMax the runs of 8 micro-batches; all other rows test them.
@@ -99,7 +102,9 @@ def load_runs() -> list[dict[str, str]]:
     with open(HERE / "data" / "published_training.csv", encoding="utf-8", newline="") as file:
         for run in csv.DictReader(file):
             release = re.search(r"(\d\d\.\d\d(\.\d\d)?)$", run["source"])
-            key = tuple(run[name] for name in DISTINCT) + (() if release else (run["source"], run["step_time_s"]))
+            # A release that drops tokens is older than those that do not: one layout.
+            layout = {**run, "model": re.sub(r" \((tokendrop|dropless)\)$", "", run["model"])}
+            key = tuple(layout[name] for name in DISTINCT) + (() if release else (run["source"], run["step_time_s"]))
             run["release"] = release[1] if release else ""
             if key not in newest or run["release"] > newest[key]["release"]:
                 newest[key] = run
@@ -112,6 +117,11 @@ def find_model(name: str) -> Any:
         return models[name]["preset"]
     base, layers = re.fullmatch(r"(.*) cut to (\d+) layers", name).groups()  # type: ignore[union-attr]
     return dict(load_config(CUT[base]).config) | TRAINED.get(base, {}) | {"num_hidden_layers": int(layers)}
+
+
+def find_recipe(source: str) -> dict[str, str]:
+    """What a source's recipes train with, if not with plan's default."""
+    return next((recipe for name, recipe in RECIPES.items() if source.startswith(name)), {})
 
 
 def predict(run: dict[str, str]) -> Row:
@@ -134,7 +144,7 @@ def predict(run: dict[str, str]) -> Row:
         found = plan(
             find_model(run["model"]), tokens=1, device=DEVICES[run["hardware"]], gpus=int(run["gpus"]),
             seq_len=int(run["seq"]), global_batch=int(run["global_batch"]), dtype=run["precision"], top=1,
-            overlap="none" if is_simumax else "all", mtp=MTP.get(run["model"]), **fixed,
+            overlap="none" if is_simumax else "all", mtp=MTP.get(run["model"]), **fixed, **find_recipe(run["source"]),
         ).best[0]  # fmt: skip
     except FlopcalcError as error:
         return Row(*own, "", published, 0.0, 0.0, 0.0, None, has_experts, 0, str(error), is_fitted)
@@ -194,18 +204,27 @@ def make_page(rows: list[Row]) -> str:
 
 
 def write_coverage(rows: list[Row]) -> None:
-    """How often intervals held, by kind of layout, in these rows and those of published_runs.py: `plan` prints it."""
-    groups: dict[str, list[bool]] = {}
+    """How often intervals held and how much longer steps took, by kind of layout, in these rows and those of
+    published_runs.py: `plan` prints it."""
+    groups: dict[str, list[tuple[bool, float]]] = {}
     for row in rows:
         if row.layout:
-            groups.setdefault(name_kind(row), []).append(row.is_inside)
+            groups.setdefault(name_kind(row), []).append((row.is_inside, row.published_s / row.predicted_s - 1))
     known = {(row.gpus, f"{row.published_s:.3g}") for row in rows}
     for each in json.loads((HERE / "results" / "published_runs.json").read_text(encoding="utf-8"))["rows"]:
         if (int(each["devices"].split()[0]), f"{each['published_s']:.3g}") not in known:
             kind = "experts" if " ep" in f" {each['layout']}" else "dense"
             zero = "zero 3" if "zero3" in each["layout"] else "zero 0 to 2"
-            groups.setdefault(f"{kind}, {zero}", []).append(bool(each.get("is_inside")))
-    found = {name: {"runs": len(own), "inside": sum(own)} for name, own in sorted(groups.items())}
+            longer = each["published_s"] / each["predicted_s"]["mid"] - 1
+            groups.setdefault(f"{kind}, {zero}", []).append((bool(each.get("is_inside")), longer))
+    found = {
+        name: {
+            "runs": len(own),
+            "inside": sum(is_inside for is_inside, _ in own),
+            "longer": round(median(longer for _, longer in own), 3),
+        }
+        for name, own in sorted(groups.items())
+    }
     path = Path(find_data_dir()) / "plan_coverage.json"
     text = {"made_by": "python benchmarks/published_training.py, after published_runs.py", "kinds": found}
     path.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")

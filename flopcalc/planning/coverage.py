@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 
 from flopcalc.data import find_data_dir
@@ -10,25 +11,48 @@ from flopcalc.errors import SpecError
 from flopcalc.files import MAX_JSON_BYTES, read_json
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.step import Runner
+from flopcalc.units import format_seconds
 
 
-def describe_coverage(runner: Runner, layout: Layout) -> list[str]:
-    """How often the interval held in published runs of this kind of layout."""
+def describe_coverage(runner: Runner, layout: Layout, others: Sequence[tuple[Layout, float]] = ()) -> list[str]:
+    """How often the interval held in published runs of this kind of layout, and how far off their steps were.
+
+    `others` are layouts with the seconds of their step, the fastest first.
+    """
     if layout.devices == 1 or runner.execution != "fused":
         return []
-    name = f"{'dense' if runner.model.experts == 1 else 'experts'}, zero {'3' if layout.zero == 3 else '0 to 2'}"
+    name = name_kind(runner, layout)
     found = load_coverage().get(name)
     if found is None:
         return [f"no published run of this kind ({name}) was predicted: how often the interval holds is not known"]
-    return [
-        f"{found['inside']} of {found['runs']} published runs of this kind ({name}) lie inside the interval "
-        "(benchmarks/published_training.py)"
+    longer = found["longer"]
+    word = f"{100 * abs(longer):.0f} % {'longer' if longer > 0 else 'shorter'} than"
+    word = word if abs(longer) >= 0.005 else "as long as"
+    notes = [
+        f"{found['inside']} of {found['runs']} published runs of this kind ({name}) lie inside the interval, and the "
+        f"median one took {word} predicted (benchmarks/published_training.py)"
     ]
+    own = next((seconds for each, seconds in others if each == layout), None)
+    rival = next(((each, at) for each, at in others if name_kind(runner, each) != name), None)
+    if layout.zero == 3 and own is not None and rival is not None:
+        bias = 1 + load_coverage().get(name_kind(runner, rival[0]), found)["longer"]
+        if rival[1] * bias < own * (1 + longer):
+            notes.append(
+                f"zero 3 is first by less than published runs of it are off: by their median, {rival[0]} would be "
+                f"faster ({format_seconds(rival[1])} a step as predicted)"
+            )
+    return notes
+
+
+def name_kind(runner: Runner, layout: Layout) -> str:
+    """The kind of published runs that a layout is compared with."""
+    return f"{'dense' if runner.model.experts == 1 else 'experts'}, zero {'3' if layout.zero == 3 else '0 to 2'}"
 
 
 @cache
-def load_coverage() -> dict[str, dict[str, int]]:
-    """Kind of layout -> published runs, and how many of them lie inside the interval."""
+def load_coverage() -> dict[str, dict[str, float]]:
+    """Kind of layout -> published runs, how many of them lie inside the interval, and how much longer the median one
+    took than predicted."""
     path = os.path.join(find_data_dir(), "plan_coverage.json")
-    kinds: dict[str, dict[str, int]] = read_json(path, MAX_JSON_BYTES, SpecError)["kinds"]
+    kinds: dict[str, dict[str, float]] = read_json(path, MAX_JSON_BYTES, SpecError)["kinds"]
     return kinds

@@ -107,7 +107,8 @@ def search_layouts(
     ranked = sorted(searched.fitting, key=lambda entry: entry[1].seconds)
     best = [finish(*entry) for entry in ranked[:top]]
     losers = _explain(best[0], ranked, searched.misfits, capacity, finish)
-    said = [*notes, *runner.notes, *_list_notes(best[0], runner, rate)]
+    steps = [(layout, step.seconds) for layout, step, _ in ranked]
+    said = [*notes, *runner.notes, *_list_notes(best[0], runner, rate, steps)]
     if sample.decoder is not None:
         said.append("encoder and decoder: a pipeline's stages are counted with the mean of both kinds of layers")
     return Plan(
@@ -338,7 +339,7 @@ def _describe_experts(runner: Runner) -> str:
     return f"the busiest rank's experts with {runner.expert_imbalance:g} times the mean's rows"
 
 
-def _list_notes(best: Planned, runner: Runner, rate: Rate | None) -> list[str]:
+def _list_notes(best: Planned, runner: Runner, rate: Rate | None, steps: Sequence[tuple[Layout, float]]) -> list[str]:
     net, device, many = runner.net, runner.machine.device, best.layout.devices
     own = f"one-GPU times measured on {device.name}"
     if runner.machine.has_kernels:
@@ -359,7 +360,7 @@ def _list_notes(best: Planned, runner: Runner, rate: Rate | None) -> list[str]:
         f"{_ASSUMED[runner.execution]}, {hidden}{_describe_experts(runner)}",
         f"memory per GPU: {runner.estimator('none').formats.name_weights()} weights, {bytes_}",
         *runner.list_notes(best.layout),
-        *describe_coverage(runner, best.layout),
+        *describe_coverage(runner, best.layout, steps),
         *describe_formats(runner.estimator("none").formats, runner.optimizer),
     ]
     if many > net.per_node and many % net.per_node:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.hardware.devices import find_device
-from flopcalc.prediction.machine import MEASURED_ON, STREAMED, Machine, Timed, slow_down
+from flopcalc.prediction.machine import EXPERT_START_S, MEASURED_ON, STREAMED, Machine, Timed, slow_down
 from flopcalc.prediction.maker import count_calls
 from flopcalc.prediction.timeline import Place, Segment, Span, Stack, find_place, order, order_places, run
 from flopcalc.prediction.work import Attention, Moved, Product, Work
@@ -163,18 +163,19 @@ class Clock:
         self.found_notes |= dict.fromkeys(work.notes)
 
     def _add_device(self, work: Work, times: int) -> None:
+        joined = find_joined(work, self.machine) if self.execution == "fused" else Joined(0.0)
         for product in work.products:
             timed = self.machine.time_product(product)
             timed = timed._replace(seconds=timed.seconds / self._find_kept(product))
             if self.execution == "fused":
-                start_s = self.machine.expert_start_s if product.side == "expert" else 0.0
+                start_s = joined.start_s if product.side == "expert" else 0.0
                 timed = timed._replace(seconds=product.slower * timed.seconds + start_s)
             self._put(
                 product, "products", timed, product.calls * times, is_again=product.is_again,
                 flops=product.flops * times,
             )  # fmt: skip
             self.has_experts = self.has_experts or product.copies > 1
-            if self.machine.is_cast(product):
+            if self.machine.is_cast(product) and not joined.makes(product):
                 cast = self.machine.time_cast(product)
                 self._put(
                     product, "memory", cast, product.calls * times, is_again=product.is_again, is_streamed=True
@@ -190,6 +191,8 @@ class Clock:
             if call.keys > _BEYOND * longest:
                 self.long_keys = max(self.long_keys, (call.keys, longest))
         for moved in work.moved:
+            if moved.is_cheap and moved.module in joined.modules:
+                continue
             timed = self.machine.time_moved(moved)
             if moved.direction == "optimizer":
                 if moved.kind not in self.constants["optimizer"]:
@@ -535,6 +538,34 @@ class Hosted(NamedTuple):
     place: Place
     seconds: float
     waits: float  # times that it reads a value from the device
+
+
+class Joined(NamedTuple):
+    """Experts whose two products, activation function and casts are one kernel each way (Transformer Engine's grouped
+    MLP of CuTe DSL, which Megatron-Bridge trains with in mxfp8 from release 26.06 on)."""
+
+    start_s: float  # seconds of a product of experts, joined or not, beside itself
+    modules: frozenset[str] = frozenset()
+    width: int = 0  # of the rows that experts take and give back
+
+    def makes(self, product: Product) -> bool:
+        """Whether the kernel itself makes what a product reads: the second one's input, the first one's gradient."""
+        is_second = product.n == self.width
+        return product.module in self.modules and is_second == (product.direction == "forward")
+
+
+def find_joined(work: Work, machine: Machine) -> Joined:
+    """What of a step's experts one kernel does on a machine, and what their kernels wait for.
+
+    Models with scans are not replayed as CUDA graphs where they route (Megatron-Bridge's recipes of hybrid models).
+    """
+    experts = [each for each in work.products if each.side == "expert"]
+    start_s = machine.expert_start_s if work.is_recorded else EXPERT_START_S
+    if not experts or machine.joined_start_s is None:
+        return Joined(start_s)
+    if work.is_recorded:
+        start_s = machine.joined_start_s
+    return Joined(start_s, frozenset(each.module for each in experts), experts[0].k)
 
 
 @lru_cache(maxsize=4096)

@@ -53,6 +53,7 @@ class _Lister:
         self.is_again, self.flows = is_again, flows
         self.moved: list[Moved] = []
         self.opened = 0  # outputs that the next activation reads
+        self.routed = 0  # width of the rows that experts take and give back
 
     def add(self, rows: Sequence[tuple[Row, int]]) -> None:
         ops = [row.op for row, _ in rows]
@@ -73,15 +74,18 @@ class _Lister:
     def _add_linear(self, op: Op, value: int) -> None:
         amount = value * op.times
         side = self.sides[op].side
+        if side == "expert" and not self.routed:
+            self.routed, self.opened = op.n_in, 0  # no activation function lies before the first of them
         if op.copies > 1 and op.bias:  # each expert's own, added behind the grouped product; its gradient is a sum
             self._put(op, "narrow", amount * op.n_out, (1, 1), (1, 0))
-        if side == "row" or (side == "expert" and op.n_out == self.hidden):
+        if side == "row" or (side == "expert" and op.n_out == self.routed):
             if self.opened:  # the activation reads what was opened and writes this one's input
                 opened = self.opened / op.n_in
                 self._put(op, "narrow", amount * op.n_in, (opened, 1), (opened + 1, opened), is_cheap=True)
-            self._put(op, "wide", value * self.hidden, (2, 1), (2, 1))  # the residual sum
+            if op.n_out == self.hidden:
+                self._put(op, "wide", value * self.hidden, (2, 1), (2, 1))  # the residual sum
             if op.copies > 1:  # rows are put in the experts' order and back
-                self._put(op, "narrow", amount * self.hidden, (2, 2), (2, 2))
+                self._put(op, "narrow", amount * op.n_out, (2, 2), (2, 2))
             self.opened = 0
             return
         if op.part not in _CLOSED:

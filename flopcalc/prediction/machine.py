@@ -317,6 +317,8 @@ class Machine:
         self.sustained = self.sustained_attention = 1.0  # share of bursts' rate that training keeps up
         # What a call of experts costs beside its products: routing, permutations, small kernels and their launches.
         self.expert_start_s = float((self.system or {}).get("expert_start_s", EXPERT_START_S))
+        # The same where products, activation function and casts of experts are one kernel; None where they are not.
+        self.joined_start_s: float | None = (self.system or {}).get("joined_experts", {}).get(self.dtype)
         self.decode_speed = self.memory * 2 / self.width
         self._attention_speeds: dict[int, float] = {}  # head dim -> how much faster than what was measured
         self._residuals: dict[str, list[tuple[float, float, float, float]]] = {}

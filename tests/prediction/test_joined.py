@@ -1,0 +1,73 @@
+"""Experts whose products, activation function and casts are one kernel, and what the others wait for."""
+
+from __future__ import annotations
+
+import pytest
+
+from flopcalc import bind
+from flopcalc.core.workload.workload import Workload
+from flopcalc.prediction.clock import Clock, find_joined
+from flopcalc.prediction.machine import EXPERT_START_S, Machine
+from flopcalc.prediction.maker import make_work
+from flopcalc.prediction.work import Moved, Product, Work
+
+UP, DOWN = "model.layers.*.mlp.experts.gate_up_proj", "model.layers.*.mlp.experts.down_proj"
+ROWS, HIDDEN, INNER = 8192, 2048, 768
+
+
+def make_step(is_recorded: bool = True) -> Work:
+    """Both products of eight experts in all directions, and their activation function."""
+    products = tuple(
+        Product(module, "language", "mlp", direction, ROWS, n, k, copies=8, side="expert")
+        for module, n, k in ((UP, 2 * INNER, HIDDEN), (DOWN, HIDDEN, INNER))
+        for direction in ("forward", "dgrad", "wgrad")
+    )
+    activation = Moved(DOWN, "language", "forward", "pointwise", 1e8, 5e7, is_cheap=True)
+    permuted = Moved(DOWN, "language", "forward", "pointwise", 2e8, 2e8)
+    return Work(products, (), (activation, permuted), (), (), (), is_recorded, "qwen3_moe", "fused")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "is_recorded", "start_s", "is_joined"),
+    [
+        ("gb300", "mxfp8", True, 0.0, True),
+        ("gb200", "mxfp8", False, EXPERT_START_S, True),
+        ("gb200", "bf16", True, 2e-4, False),
+        ("gb200", "bf16", False, EXPERT_START_S, False),
+        ("gb300", "nvfp4", True, 2e-4, False),
+        ("b200-sxm", "mxfp8", True, 6e-4, True),
+        ("b300-sxm", "mxfp8", False, EXPERT_START_S, True),
+        ("h100-sxm", "fp8", True, EXPERT_START_S, False),
+    ],
+)
+def test_what_is_one_kernel(device: str, dtype: str, is_recorded: bool, start_s: float, is_joined: bool) -> None:
+    found = find_joined(make_step(is_recorded), Machine(device, dtype))
+    assert found.start_s == start_s
+    assert found.modules == (frozenset((UP, DOWN)) if is_joined else frozenset())
+
+
+def test_one_kernel_makes_what_lies_between_the_products() -> None:
+    """No cast of the second product's input and the first one's gradient, no activation function."""
+    load = Workload(rows=1, seq=1024, phase="train")
+    for dtype, casts, moved in (("mxfp8", {UP: 1, DOWN: 1}, 1), ("nvfp4", {UP: 2, DOWN: 2}, 2)):
+        clock = Clock(Machine("gb300", dtype), "fused")
+        clock.add(make_step(), 1, load)
+        memory = [piece for piece in clock.pieces if piece.kind == "memory"]
+        streamed = {name: sum(piece.module == name and piece.seconds > 0 for piece in memory) for name in casts}
+        assert streamed == {UP: casts[UP], DOWN: casts[DOWN] + moved}, dtype
+
+
+def test_rows_of_latent_experts_are_moved() -> None:
+    """Nemotron 3 Super's experts take rows narrower than the residual stream; 22 of them take each token."""
+    estimator = bind("nemotron-3-super-120b-a12b")
+    load = estimator(1, 1024).terms[0][1]
+    work = make_work(estimator, load, execution="fused")
+    experts = [each for each in work.products if each.side == "expert" and each.direction == "forward"]
+    last = experts[-1]
+    moved = [each for each in work.moved if each.module == last.module and each.direction == "forward"]
+    rows = last.m
+    assert (rows, last.n, last.k) == (22 * 1024, 1024, 2688)
+    assert [(each.reads, each.writes, each.is_cheap) for each in moved] == [
+        (2.0 * rows * 2688, 2.0 * rows * 2688, True),  # the activation function
+        (4.0 * rows * 1024, 4.0 * rows * 1024, False),  # into the experts' order and back
+    ]
