@@ -54,8 +54,8 @@ MTP = {
     "DeepSeekV3": 1, "DeepSeekV3 (dropless)": 1, "DeepSeekV3 (tokendrop)": 1, "DeepSeekV4 Flash": 1,
     "Nemotron_3_Super": 1, "Nemotron_3_5_Lightning": 2, "Nemotron_3_Ultra": 2, "Nemotron V3 Ultra 550B (26.04)": 2,
 }  # fmt: skip
-# NeMo Automodel's benchmarks step bf16 weights and states (examples/llm_benchmark: torch.optim.Adam, Transformer Engine's
-# FusedAdam without master weights).
+# NeMo Automodel's benchmarks step bf16 weights and states (examples/llm_benchmark: torch.optim.Adam, or Transformer
+# Engine's FusedAdam without master weights).
 RECIPES = {"NeMo Automodel": {"optimizer": "adamw"}}
 EXPERT_MODELS = re.compile(r"DeepSeek|deepseek|GPT|Kimi|Nemotron|a22B|a3B|A22B|A3B|MoE", re.IGNORECASE)
 GIB = 1 << 30

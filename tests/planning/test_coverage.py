@@ -62,5 +62,5 @@ def test_zero_3_is_first_only_with_a_word(
 
 
 def test_no_published_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "load_coverage", lambda: {})
+    monkeypatch.setattr(coverage, "load_coverage", dict)
     assert "no published run of this kind (dense, zero 0 to 2) was predicted" in list_notes(zero=1)
