@@ -18,7 +18,7 @@ from flopcalc.core.estimate.padding import list_padding
 from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.heads import list_saved
 from flopcalc.core.model.mtp import count_layers
-from flopcalc.core.model.ops import join, remove_hooks
+from flopcalc.core.model.ops import iterate, join, remove_hooks
 from flopcalc.core.recipe.live import read_formats, read_recipe
 from flopcalc.core.recipe.numbers import FormatOptions, Formats, make_formats
 from flopcalc.core.recipe.recipe import Lora, Recipe, make_recipe
@@ -330,7 +330,9 @@ def _find_formats(model: BoundModel, recipe: Recipe, asked: FormatOptions) -> Fo
     source = model.source
     are_said = asked.weights is not None
     live = read_formats(source.module, are_said=are_said) if source.module is not None else None
-    return make_formats(source.config, source.where, recipe, asked, live)
+    chains = {id(chain): chain for stage in model.stages for chain in stage.layers}.values()
+    casts = any(op.float32 for chain in chains for op in iterate(chain))
+    return make_formats(source.config, source.where, recipe, asked, live, casts)
 
 
 def _save_head(model: BoundModel, lora: Lora) -> Lora:

@@ -9,7 +9,7 @@ from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.bound import BoundModel, find_architecture
 from flopcalc.core.model.heads import find_ending, is_same_class
-from flopcalc.core.model.ops import Attend, Linear
+from flopcalc.core.model.ops import Attend, Linear, join
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import format_value
 
@@ -77,6 +77,7 @@ def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
                 f"weights in {', '.join(sorted(found))} do not train themselves: --lora trains adapters on top of "
                 "them, --weights bf16 counts plain training"
             )
+    kept: dict[str, int] = {}
     if formats.kept and not formats.autocast:
         kept = {
             row.op.name.rpartition(".")[2]: 0
@@ -87,6 +88,16 @@ def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
             notes.append(
                 f"transformers keeps {', '.join(kept)} in float32 and computes {'it' if len(kept) == 1 else 'them'} in "
                 f"float32: --compute {formats.model} counts all in {formats.model}"
+            )
+    if formats.casts:
+        rows = [(block, row) for block, row, values in estimator.rows(load, "full") if row.op.float32 and any(values)]
+        rows = [(block, row) for block, row in rows if row.numbers.compute == "fp32"]
+        cast = {join(block.path, row.op.name).rpartition(".")[2]: 0 for block, row in rows}
+        cast = {name: 0 for name in cast if name not in kept}
+        if cast:
+            notes.append(
+                f"transformers' code computes {', '.join(cast)} in float32: --compute {formats.model} counts all in "
+                f"{formats.model}"
             )
     is_float = formats.adapter == "fp32" != formats.model and not (formats.autocast or formats.compute)
     if recipe.lora is not None and is_float and load.phase == "train":

@@ -23,15 +23,16 @@ from flopcalc.errors import ConfigError, WorkloadError, format_value
 from flopcalc.units import check_items, check_size
 from flopcalc.words import PIPELINE_PHASES, Recompute, check_word
 
-_TEXT, _VAE = "text_encoder", "vae"
+_DENOISER, _TEXT, _IMAGE, _VAE = "denoiser", "text_encoder", "image_encoder", "vae"
+_COMPONENTS = {_TEXT: "text_encoder", _IMAGE: "vision", _VAE: "vae"}  # of all work in a part of this kind
 FROZEN = make_recipe(freeze=["*"])
 
 
 class Part(NamedTuple):
-    """A frozen part of a pipeline: a text encoder or the VAE."""
+    """A frozen part of a pipeline: an encoder, the VAE, or the denoiser of the later steps."""
 
     name: str
-    kind: str  # text_encoder or vae
+    kind: str
     estimator: CountedEstimator
 
 
@@ -74,7 +75,7 @@ class PipelineEstimator(Estimator):
         self._check(asked, samples)
         pipeline, latents = self.pipeline, self.latents
         width, height, frames, notes = self._find_size(asked)
-        notes = (*notes, *self.uncounted)
+        notes = (*notes, *self._describe_parts(samples, width, height))
         pixels, per_frame = self._find_factors()
         grid = latents.make_grid(width, height, frames, pixels, per_frame)
         text = self._find_text(asked)
@@ -82,6 +83,8 @@ class PipelineEstimator(Estimator):
             asked.guidance if asked.guidance is not None else pipeline is not None and pipeline.guidance
         )
         steps = (asked.steps or (pipeline.steps if pipeline is not None else 1)) if samples else 1
+        first = pipeline.count_first(steps) if samples and pipeline is not None else steps
+        passes = 2 if guided else 1
         chosen = self._choose(asked.parts)
         batch = asked.batch
         read = pipeline.count_read(text) if pipeline is not None else text
@@ -96,13 +99,19 @@ class PipelineEstimator(Estimator):
 
         if "denoiser" in chosen:
             load = Workload(batch, read, phase="forward" if samples else phase, grids=(grid,) * batch)
-            times = steps * (2 if guided else 1)
-            name = pipeline.denoiser if pipeline is not None else "denoiser"
-            add(name, "denoiser", self.denoiser.estimate(load) * times)
+            if first:
+                name = pipeline.denoiser if pipeline is not None else _DENOISER
+                add(name, _DENOISER, self.denoiser.estimate(load) * (first * passes))
         for part in self.parts:
             if part.name not in chosen:
                 continue
-            if part.kind == _TEXT:
+            if part.kind == _DENOISER:
+                if steps > first:
+                    load = Workload(batch, read, phase="forward", grids=(grid,) * batch)
+                    add(part.name, _DENOISER, part.estimator.estimate(load) * ((steps - first) * passes))
+            elif part.kind == _IMAGE:
+                add(part.name, _IMAGE, _encode_image(part, batch))
+            elif part.kind == _TEXT:
                 assert pipeline is not None
                 length = pipeline.count_encoded(dict(pipeline.encoders)[part.name], text)
                 estimate = part.estimator.estimate(Workload(batch, length, phase="forward"))
@@ -154,6 +163,21 @@ class PipelineEstimator(Estimator):
         size = f"{width}x{height}" + (f"x{frames}" if frames > 1 else "")
         return width, height, frames, (f"no size given: {size}, as {self.pipeline.name} takes by itself",)
 
+    def _describe_parts(self, samples: bool, width: int, height: int) -> tuple[str, ...]:
+        """What should be known of the pipeline's parts, and of sizes that it changes by itself."""
+        notes = list(self.uncounted)
+        pipeline = self.pipeline
+        if pipeline is None or not samples:
+            return tuple(notes)
+        if any(part.kind == _DENOISER for part in self.parts):
+            notes.append(pipeline.describe_split())
+        if pipeline.is_binned and (width, height) != (own := (pipeline.size("width"), pipeline.size("height"))):
+            notes.append(
+                f"counted at {width}x{height}; unless use_resolution_binning is False, {pipeline.name} makes the image "
+                f"at the nearest of its own sizes, of about {own[0]}x{own[1]} pixels, and resizes it"
+            )
+        return tuple(notes)
+
     def _find_factors(self) -> tuple[int, int]:
         """Pixels and frames of one latent, as the pipeline's VAE makes them; 0 where it has none."""
         part = next((part for part in self.parts if part.kind == _VAE), None)
@@ -175,7 +199,7 @@ class PipelineEstimator(Estimator):
     def _choose(self, asked: tuple[str, ...] | None) -> set[str]:
         """Names of the parts to count; the denoiser is `denoiser`."""
         words: dict[str, set[str]] = {
-            "denoiser": {"denoiser"},
+            "denoiser": {"denoiser", *(part.name for part in self.parts if part.kind == _DENOISER)},
             "all": {"denoiser", *(part.name for part in self.parts)},
         }
         if self.pipeline is not None:
@@ -359,25 +383,44 @@ def bind_pipeline(source: Source, make: Callable[[BoundModel, bool], CountedEsti
     if denoiser.model.latents is None:
         raise ConfigError(f"{source.where}: its {pipeline.denoiser} is no denoiser that flopcalc describes")
     parts = []
-    for name, kind in (*((name, _TEXT) for name, _ in pipeline.encoders), (_VAE, _VAE)):
+    for name, kind in _list_parts(pipeline):
         config = source.config.get(name)
         if isinstance(config, Mapping):
+            if kind == _DENOISER:
+                config = {"model_type": config.get("_class_name"), **config, **pipeline.list_passed()}
             parts.append(Part(name, kind, make(_bind_part(source, name, kind, config), True)))
     return PipelineEstimator(denoiser, pipeline, tuple(parts), tuple(pipeline.list_uncounted(source.config)))
 
 
+def _list_parts(pipeline: Pipeline) -> list[tuple[str, str]]:
+    """Names and kinds of a pipeline's parts beside its denoiser."""
+    second = [(pipeline.second, _DENOISER)] if pipeline.second else []
+    texts = [(name, _TEXT) for name, _ in pipeline.encoders]
+    return [*second, *texts, *((name, _IMAGE) for name in pipeline.image_encoders), (_VAE, _VAE)]
+
+
+def _encode_image(part: Part, batch: int) -> Estimate:
+    """An image encoder on one image per sample, at the one size that it takes."""
+    vision = part.estimator.model.vision
+    assert vision is not None  # else it encodes no images
+    return part.estimator.estimate(Workload(batch, 0, phase="forward", grids=((1, vision.side, vision.side),) * batch))
+
+
 def _bind_part(source: Source, name: str, kind: str, config: Mapping[str, Any]) -> BoundModel:
-    """A part with its modules below its own name, and all of its work in one component."""
-    # A pipeline is loaded in one format, whatever its parts were saved in.
-    plain = {key: value for key, value in config.items() if key not in ("torch_dtype", "dtype", "architectures")}
+    """A part with its modules below its own name; all work of a frozen one is one component."""
+    # A pipeline is loaded in one format, whatever its parts were saved in; a live one has its own.
+    left = ("torch_dtype", "architectures", *(() if source.module is not None else ("dtype",)))
+    plain = {key: value for key, value in config.items() if key not in left}
     named = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
     if not isinstance(named, str):
         raise ConfigError(f"{source.where}: {name}: no class is named (model_index.json or architectures)")
     where = f"{source.where}: {name}"
-    model = bind_model(Source(source.name, {**plain, "model_type": named}, where), is_part=True)
+    model = bind_model(Source(source.name, {**plain, "model_type": named}, where), is_part=kind != _DENOISER)
 
     def move(op: Op) -> Op:
-        moved = op.replace(part=kind, name=f"/{name}.{op.name[1:]}" if op.name.startswith("/") else op.name)
+        moved = op.replace(
+            part=_COMPONENTS.get(kind, op.part), name=f"/{name}.{op.name[1:]}" if op.name.startswith("/") else op.name
+        )
         if isinstance(moved, Weighted) and moved.tied:
             return moved.replace(tied=f"{name}.{moved.tied}")
         return moved

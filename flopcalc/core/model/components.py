@@ -14,9 +14,12 @@ from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 
 _KEYS = {
     "source", "denoiser", "steps", "guidance", "encodes_negative", "text", "read", "width", "height", "frames",
-    "given", "defaults", "encoders", "passed", "alternate",
+    "given", "defaults", "encoders", "image_encoders", "passed", "second", "binned",
 }  # fmt: skip
 DENOISERS = ("transformer", "unet")  # folders of a pipeline
+SCHEDULER = "scheduler"
+_TIMES = 1000  # timesteps in training
+_SHIFT = 3.0  # Wan's flow_shift: huggingface/diffusers, scripts/convert_wan_to_diffusers.py
 
 
 class Pipeline(NamedTuple):
@@ -46,21 +49,59 @@ class Pipeline(NamedTuple):
     def count_encoded(self, expression: str, text: int) -> int:
         return _check_whole(evaluate(expression, self.values.with_text(text)), expression)
 
+    @property
+    def second(self) -> str:
+        """The part that denoises in place of the denoiser once there is little noise left; empty: none."""
+        return str(self.tables.get("second", ""))
+
+    @property
+    def image_encoders(self) -> tuple[str, ...]:
+        return tuple(map(str, self.tables.get("image_encoders", ())))
+
     def list_uncounted(self, config: Mapping[str, Any]) -> list[str]:
-        """What is said of the pipeline's other parts: a second denoiser, and what nothing describes."""
-        known = {self.denoiser, "vae", *(name for name, _ in self.encoders)}
-        found = []
-        for name, part in config.items():
-            if name in known or not isinstance(part, Mapping):
-                continue
-            if name != self.tables.get("alternate"):
-                found.append(f"{name} ({part.get('_class_name')}) is not counted")
-            elif _list_sizes(part) == _list_sizes(config[self.denoiser]):
-                said = f"{name} has the sizes of {self.denoiser} and runs some of its steps"
-                found.append(f"{said}: its parameters are not counted")
-            else:
-                raise ConfigError(f"{name} has other sizes than {self.denoiser}, which is not described")
-        return found
+        """Parts of a pipeline that nothing describes, in words."""
+        known = {self.denoiser, self.second, "vae", SCHEDULER, *(name for name, _ in self.encoders)}
+        known |= set(self.image_encoders)
+        return [
+            f"{name} ({part.get('_class_name')}) is not counted"
+            for name, part in config.items()
+            if name not in known and isinstance(part, Mapping)
+        ]
+
+    def count_first(self, steps: int) -> int:
+        """Sampling steps of the denoiser; the second one runs the rest, whose noise is below boundary_ratio.
+
+        Steps are spaced as UniPCMultistepScheduler's for flow matching are (diffusers 0.42.1).
+        """
+        boundary = self.values.find("boundary_ratio")
+        if boundary is None or not isinstance(self.values.find(self.second), Mapping):
+            return steps
+        if isinstance(boundary, bool) or not isinstance(boundary, (int, float)) or not 0 <= boundary <= 1:
+            raise ConfigError(f"{self.name}: boundary_ratio must lie between 0 and 1, not {format_value(boundary)}")
+        shift = self._find_shift()
+        linear = [1 - (1 - 1 / _TIMES) * step / steps for step in range(steps)]
+        times = [int(_TIMES * min(shift * each / (1 + (shift - 1) * each), 1 - 1e-6)) for each in linear]
+        return sum(time >= boundary * _TIMES for time in times)
+
+    def _find_shift(self) -> float:
+        scheduler = self.values.find(SCHEDULER)
+        found = scheduler.get("flow_shift", scheduler.get("shift")) if isinstance(scheduler, Mapping) else None
+        is_number = isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0
+        return float(found) if is_number and found is not None else _SHIFT
+
+    def describe_split(self) -> str:
+        """How two denoisers share the steps, in words."""
+        if self.values.find("boundary_ratio") is None:
+            return f"{self.second} does not run: the pipeline has no boundary_ratio"
+        return (
+            f"{self.second} runs the steps below boundary_ratio {self.values.find('boundary_ratio')}, as a flow_shift "
+            f"of {self._find_shift():g} spaces them"
+        )
+
+    @property
+    def is_binned(self) -> bool:
+        """Whether the pipeline makes an image at the nearest of its own sizes, then resizes it."""
+        return bool(self.tables.get("binned", False))
 
     def count_given(self, frames: int) -> int:
         """Frames that the VAE encodes for the denoiser to start from: an image's, or a whole video's."""
@@ -95,6 +136,11 @@ class Values:
 
     def with_text(self, text: int, frames: int = 1) -> Values:
         return Values(self._config, self._defaults, text, frames)
+
+    def find(self, name: str) -> Any:
+        """A key of the config itself, or its default; None without one."""
+        value = self._config.get(name)
+        return self._defaults.get(name) if value is None else value
 
     def lookup(self, name: str) -> Any:
         if name in self._sizes:
@@ -165,11 +211,10 @@ def read_folder(index: Mapping[str, Any], folder: str, read: Any) -> dict[str, A
         if is_inside and isinstance(entry[1], str) and os.path.isfile(path):
             own = read(path)
             config[part] = {**own, "_class_name": name_class({**own, "_class_name": entry[1]})}
+        path = os.path.join(folder, part, "scheduler_config.json")
+        if part == SCHEDULER and os.path.isfile(path):
+            config[part] = read(path)
     return config
-
-
-def _list_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
 def find_denoiser(folder: str) -> str | None:

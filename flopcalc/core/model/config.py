@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from flopcalc.core.model.components import find_denoiser, name_class, read_folder
+from flopcalc.core.model.components import DENOISERS, SCHEDULER, find_denoiser, name_class, read_folder
 from flopcalc.core.model.live import unwrap
 from flopcalc.core.spec.aliases import map_config, name_family
 from flopcalc.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
@@ -76,12 +76,42 @@ def _find_source(model: Any, download: bool) -> Source:
         if plain.get("model_type") is None and (found := _find_class(model)) is not None:  # diffusers' class says it
             plain = {**plain, "_class_name": found}
         return Source(name, plain, f"config of {name}", reference="live model", module=model)
+    parts = getattr(model, "components", None)
+    if config is not None and isinstance(parts, Mapping):
+        return _read_pipeline(model, parts)
     if hasattr(model, "to_dict"):
         name = type(model).__name__
         return Source(name, _plain(model), name, reference="HF config object")
     raise ConfigError(
-        f"a model is a preset's name, a path, a mapping, a HF config or a HF model, not {type(model).__name__}"
+        "a model is a preset's name, a path, a mapping, a HF config, a HF model or a diffusers pipeline, not "
+        f"{type(model).__name__}"
     )
+
+
+def _read_pipeline(pipeline: Any, parts: Mapping[str, Any]) -> Source:
+    """A live pipeline of diffusers: its own settings, and the configs of its models; the denoiser is the live model."""
+    classes = [each.__name__ for each in type(pipeline).__mro__]
+    name = next((each for each in classes if find_data_file("pipelines", each)), classes[0])
+    config = {key: value for key, value in dict(pipeline.config).items() if not isinstance(value, (list, tuple))}
+    config |= {"_class_name": name, **_read_parts(parts)}
+    module = next((parts[part] for part in DENOISERS if parts.get(part) is not None), None)
+    return Source(classes[0], config, f"config of {classes[0]}", reference="live model", module=module)
+
+
+def _read_parts(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The configs of a live pipeline's models, each with its class and the format that its parameters are in."""
+    found = {}
+    for name, part in parts.items():
+        config = getattr(part, "config", None)
+        if name == SCHEDULER and isinstance(config, Mapping):
+            found[name] = dict(config)
+        if config is None or not hasattr(part, "named_parameters"):
+            continue
+        plain = _plain(config)
+        plain["_class_name"] = _find_class(part) or type(part).__name__
+        dtype = getattr(part, "dtype", None)
+        found[name] = plain if dtype is None else {**plain, "dtype": str(dtype)}
+    return found
 
 
 def _find_class(module: Any) -> str | None:

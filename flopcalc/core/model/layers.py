@@ -188,6 +188,7 @@ class LayerBuilder:
             "joined": tuple(item["joined"].split()) if "joined" in item else (),
             "to": item.get("to", ""),
             "detached": bool(item.get("detached", False)) and kind not in ("embed", "dropout", "pointwise"),
+            "float32": self._find_cast(item) if "float32" in item else "",
         }
         if kind in ("linear", "conv"):
             return self._make_linear(item, size, common)
@@ -216,6 +217,13 @@ class LayerBuilder:
                 raise ConfigError(f"{dims.where}: {item['p']} must be a number, not {format_value(share)}")
             return Dropout(**common, saves=share > 0)
         return Pointwise(**common)
+
+    def _find_cast(self, item: dict[str, Any]) -> str:
+        """How the code computes an op in float32: not, by casting its inputs, or always."""
+        found = self.dims.evaluate(item["float32"])
+        if found == "always":
+            return "always"
+        return "cast" if found is True else ""
 
     def _make_linear(self, item: dict[str, Any], size: Size, common: dict[str, Any]) -> Linear:
         dims = self.dims

@@ -31,6 +31,7 @@ class Op(Value):
     twice: bool = False  # the same where the block runs again for the layer, and once more for itself
     beside: str = ""  # the stream without which it does not run
     state: int = 0  # numbers that it leaves in the cache for every sequence, however long
+    float32: str = ""  # the code computes it in float32: "cast" its inputs, or "always", with autocast turned off
 
     def replace(self, **changes: Any) -> Self:
         return replace(self, **changes)

@@ -59,6 +59,7 @@ class Formats(Value):
     cache: str = ""  # of keys and values; empty: as computed
     source: str = ""  # what said so
     kept: tuple[str, ...] = ()  # patterns of parameters that transformers keeps in float32
+    casts: bool = False  # some products are computed in float32 whatever their weights are
 
     def __hash__(self) -> int:
         return hash(self._get_values()[1:])  # without `live`, a mapping
@@ -70,12 +71,13 @@ class Formats(Value):
             (self.model, self.compute or PLAIN, self.autocast or PLAIN) == (PLAIN, PLAIN, PLAIN)
             and self.weights is None and self.quantization is None
             and self.adapter in ("", "fp32") and self._compute_adapter() == PLAIN and not self.live
-            and not self.kept
+            and not self.kept and not self.casts
         )  # fmt: skip
 
     def is_only(self, name: str) -> bool:
         """Whether one format is that of all products, and of all plain weights."""
         is_plain = self.weights is None and self.quantization is None and not self.live and not self.kept
+        is_plain = is_plain and not self.casts
         return is_plain and self.attention == self._compute_adapter() == name and self.model == name
 
     @property
@@ -100,7 +102,7 @@ class Formats(Value):
         is_plain = self.weights is None and self.quantization is None and not self.live
         model = find_computed(compute).stored if is_plain and find_computed(compute).is_everywhere else self.model
         source = "as asked" if is_plain else self.source
-        return replace(self, model=model, compute=compute, autocast="", source=source, kept=())
+        return replace(self, model=model, compute=compute, autocast="", source=source, kept=(), casts=False)
 
     def _compute_adapter(self) -> str:
         if self.compute and find_computed(self.compute).is_everywhere:
@@ -117,6 +119,9 @@ class Formats(Value):
         )
 
     def _find_compute(self, op: Op, stored: Stored | None) -> tuple[str, str]:
+        if self.casts and op.float32:
+            name = "fp32" if op.float32 == "always" else self.autocast or "fp32"
+            return name, name
         if not isinstance(op, Linear):
             return self.attention, self.attention
         own = self.compute
@@ -257,9 +262,13 @@ class Live(NamedTuple):
 
 
 def make_formats(
-    config: Mapping[str, Any], where: str, recipe: Recipe, asked: FormatOptions, live: Live | None = None
-) -> Formats:
-    """The formats that options, then a live model or a quantization_config, then the config say; bf16 without any."""
+    config: Mapping[str, Any], where: str, recipe: Recipe, asked: FormatOptions, live: Live | None = None,
+    casts: bool = False,
+) -> Formats:  # fmt: skip
+    """The formats that options, then a live model or a quantization_config, then the config say; bf16 without any.
+
+    `casts`: the model's code computes some products in float32.
+    """
     compute = "" if asked.compute is None else parse_compute(asked.compute, "compute")
     cast = asked.autocast
     cast = "" if cast is None or cast is False else parse_compute(PLAIN if cast is True else cast, "autocast")
@@ -292,7 +301,8 @@ def make_formats(
     # A format that is given by hand holds for all; else from_pretrained keeps some parameters in float32.
     is_given = compute or live is not None or (asked.weights is not None and weights is None)
     kept = () if is_given or model not in _HALF else list_float32(config, model)
-    return Formats(stored, model, compute, cast, weights, quantization, adapter, cache_format, source, kept)
+    casts = casts and not compute and model in _HALF
+    return Formats(stored, model, compute, cast, weights, quantization, adapter, cache_format, source, kept, casts)
 
 
 def _find_model(

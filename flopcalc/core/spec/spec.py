@@ -34,11 +34,11 @@ _OP_COMMON = {
 OP_KEYS: dict[str, set[str]] = {
     "linear": _OP_COMMON
     | {"in", "out", "bias", "tied", "param", "targets", "copies", "active", "input_embedding", "at", "flops"}
-    | {"adapts", "numbered"},
+    | {"adapts", "numbered", "float32"},
     "conv": _OP_COMMON | {"in", "out", "bias", "param", "input_embedding", "at"},
     "attend": _OP_COMMON
     | {"heads", "qk", "v", "out", "span", "mask", "window", "length", "kv_heads", "cache", "cache_rows", "latent"},
-    "product": _OP_COMMON | {"flops", "backward", "pair"},
+    "product": _OP_COMMON | {"flops", "backward", "pair", "float32"},
     "norm": _OP_COMMON | {"dim", "bias", "tied", "copies"},
     "embed": _OP_COMMON | {"count", "dim", "tied", "input_embedding"},
     "param": _OP_COMMON | {"size", "tied"},

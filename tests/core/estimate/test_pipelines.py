@@ -200,18 +200,62 @@ def test_a_vae_encodes_the_image_that_a_video_starts_from() -> None:
     assert plain < estimate_flops(started, **asked).total < plain + encoded / 10
 
 
-def test_a_second_denoiser_and_other_parts_are_said() -> None:
-    config = change_pipeline("wan2.1-14b", "WanPipeline", {})
-    config |= {"transformer_2": config["transformer"], "image_encoder": {"_class_name": "CLIPVisionModel"}}
-    estimate = estimate_flops(config, videos=[(832, 480, 81)], sampling_steps=4)
-    assert estimate.total == estimate_flops("wan2.1-14b", videos=[(832, 480, 81)], sampling_steps=4).total
-    assert [note for note in estimate.notes if "counted" in note][:2] == [
-        "transformer_2 has the sizes of transformer and runs some of its steps: its parameters are not counted",
-        "image_encoder (CLIPVisionModel) is not counted",
+def list_runs(estimate: Any) -> dict[str, int]:
+    return {part.name: part.runs for part in estimate.pipeline.parts}
+
+
+def test_two_denoisers_share_the_steps() -> None:
+    """Wan 2.2: 40 guided steps, of which the second transformer runs those with little noise; both are weights."""
+    asked: dict[str, Any] = {"videos": [(832, 480, 81)], "sampling_steps": 40}
+    plain = estimate_flops("wan2.1-14b", **asked)
+    assert plain.pipeline is not None
+    second = load_config("wan2.1-14b").config["transformer"]
+    config = change_pipeline("wan2.1-14b", "WanPipeline", {}, transformer_2=second, boundary_ratio=0.875)
+    estimate = estimate_flops(config, **asked)
+    # flow_shift s moves t to s·t / (1 + (s - 1)·t), which is 0.875 at t = 0.7 (s = 3) or 0.875 (s = 1)
+    assert list_runs(estimate) == {"transformer": 26, "transformer_2": 54, "text_encoder": 2, "vae": 1}
+    assert estimate.total == plain.total
+    assert estimate.parameters["total"] == plain.parameters["total"] + 14_288_491_584
+    assert "transformer_2 runs the steps below boundary_ratio 0.875, as a flow_shift of 3 spaces them" in estimate.notes
+    assert {row.path.split(".")[0] for row in estimate.by_module()} >= {"blocks", "transformer_2"}
+    linear = estimate_flops({**config, "scheduler": {"flow_shift": 1.0}}, **asked)
+    assert list_runs(linear)["transformer"] == 12
+    alone = estimate_flops({**config, "boundary_ratio": None}, **asked)
+    assert list_runs(alone)["transformer"] == 80
+    assert "transformer_2 does not run: the pipeline has no boundary_ratio" in alone.notes
+    assert estimate_flops(config, **asked, parts="denoiser").total == plain.pipeline.parts[0].flops.total
+    assert list_runs(estimate_flops(config, videos=[(832, 480, 81)])) == {"transformer": 1, "text_encoder": 1, "vae": 1}
+    with pytest.raises(ConfigError, match="boundary_ratio must lie between 0 and 1, not 7"):
+        estimate_flops({**config, "boundary_ratio": 7}, **asked)
+
+
+def test_an_image_encoder_runs_once() -> None:
+    """Wan 2.1's CLIP ViT-H/14: patches of 224x224 and a class token, through 32 layers."""
+    tower = {
+        "_class_name": "CLIPVisionModel", "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32,
+        "num_attention_heads": 16, "image_size": 224, "patch_size": 14,
+    }  # fmt: skip
+    config = change_pipeline("wan2.1-14b", "WanImageToVideoPipeline", {"in_channels": 36}, image_encoder=tower)
+    estimate = estimate_flops(config, videos=[(832, 480, 81)], sampling_steps=4, batch_size=3, parts="image_encoder")
+    rows, width = 257, 1280
+    layer = 2 * rows * (4 * width**2 + 2 * width * 5120) + 4 * rows**2 * width
+    assert estimate.total == 3 * (32 * layer + 2 * 256 * 3 * 14**2 * width)
+    assert [row["name"] for row in estimate.to_dict()["components"] if row["forward"]] == ["vision"]
+    other = {**config, "image_encoder": {"_class_name": "Dinov2Model"}}
+    with pytest.raises(ConfigError, match="image_encoder"):
+        bind(other)
+    config["safety_checker"] = {"_class_name": "StableDiffusionSafetyChecker"}
+    notes = estimate_flops(config, videos=[(832, 480, 81)], sampling_steps=4).notes
+    assert "safety_checker (StableDiffusionSafetyChecker) is not counted" in notes
+
+
+def test_binned_sizes_are_said() -> None:
+    asked: dict[str, Any] = {"sampling_steps": 2, "parts": "vae"}
+    said = [
+        any("use_resolution_binning" in note for note in estimate_flops(name, images=[size], **asked).notes)
+        for name, size in (("pixart-alpha", (512, 512)), ("pixart-sigma", (1024, 1024)), ("sd-1.5", (256, 256)))
     ]
-    config["transformer_2"] = {**config["transformer"], "num_layers": 3}
-    with pytest.raises(ConfigError, match="transformer_2 has other sizes than transformer"):
-        bind(config)
+    assert said == [True, False, False]
 
 
 def test_a_time_for_every_token_costs_its_embedding() -> None:

@@ -11,19 +11,24 @@ import pytest
 from tiers import mark_heavy
 
 pytest.importorskip("diffusers")
-
+import torch
 from diffusion import (
     MORE,
     MORE_VAES,
     TINY,
     TINY_TEXT,
     TINY_VAES,
+    apply_recipe,
+    build,
     find_differences,
     find_text_differences,
     find_vae_differences,
 )
 
-LORA = {"lora": {"r": 2, "targets": ["to_q", "to_k", "to_v", "to_out.0"]}}
+from flopcalc import estimate_flops
+from flopcalc.core.model.components import read_pipeline
+
+LORA: dict[str, Any] = {"lora": {"r": 2, "targets": ["to_q", "to_k", "to_v", "to_out.0"]}}
 RECIPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "lora": LORA,
@@ -86,6 +91,46 @@ def test_later_autoencoders_rows_are_equal(case: str, size: tuple[str, tuple[int
 @pytest.mark.parametrize("name", mark_heavy(TINY_TEXT, ["CLIPTextModelWithProjection"]))
 def test_text_encoders_rows_are_equal(name: str) -> None:
     assert find_text_differences(name, TINY_TEXT[name], 2, 7) == {}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 16.0])
+def test_two_denoisers_share_the_steps_as_the_scheduler_spaces_them(shift: float) -> None:
+    from diffusers import UniPCMultistepScheduler
+
+    scheduler = UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=shift, prediction_type="flow_prediction")
+    for boundary in (0.875, 0.9, 0.417):
+        part = {"_class_name": "WanTransformer3DModel"}
+        config = {
+            "_class_name": "WanPipeline", "transformer": part, "transformer_2": part, "boundary_ratio": boundary,
+            "scheduler": dict(scheduler.config),
+        }  # fmt: skip
+        pipeline = read_pipeline(config, "config")
+        for steps in (1, 4, 27, 40, 50):
+            scheduler.set_timesteps(steps)
+            times = scheduler.timesteps.tolist()
+            assert pipeline.count_first(steps) == sum(time >= 1000 * boundary for time in times)
+
+
+@pytest.mark.heavy
+def test_a_live_pipeline_is_its_parts() -> None:
+    """A whole pipeline, not called: its classes, sizes, formats and what trains are read from it."""
+    from diffusers import DDIMScheduler, DiTPipeline
+
+    denoiser = build("DiTTransformer2DModel", TINY["DiTTransformer2DModel"]).to(torch.bfloat16)
+    vae = build("AutoencoderKL", TINY_VAES["AutoencoderKL"])
+    apply_recipe(denoiser, LORA)
+    pipeline = DiTPipeline(denoiser, vae, DDIMScheduler())
+    named = {"transformer": (denoiser, "DiTTransformer2DModel"), "vae": (vae, "AutoencoderKL")}
+    config = {name: {**part.config, "_class_name": kind} for name, (part, kind) in named.items()}
+    recipe = {"lora": {**LORA["lora"], "dtype": "bf16"}}
+    for asked in ({"sampling_steps": 3}, {"phase": "train"}):
+        live = estimate_flops(pipeline, images=[(32, 32)], **asked)
+        expected = estimate_flops({"_class_name": "DiTPipeline", **config}, images=[(32, 32)], recipe=recipe, **asked)
+        assert (live.forward, live.backward) == (expected.forward, expected.backward)
+        assert live.parameters == expected.parameters
+    held = {each.format: each.parameters for each in live.weights}
+    assert held["fp32"] == sum(each.numel() for each in vae.parameters())
 
 
 @pytest.mark.heavy
