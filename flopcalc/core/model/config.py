@@ -155,7 +155,11 @@ def _name_type(source: Source) -> Source:
     """A config without model_type with the one of the class that it names, if that is known."""
     named = source.config.get("architectures")
     if not isinstance(named, (list, tuple)) or not named:
-        return source
+        if "pretrained_cfg" not in source.config:
+            return source
+        note = "no model_type: taken as timm_wrapper, for pretrained_cfg is a key of timm's configs"
+        config = {**source.config, "model_type": "timm_wrapper"}
+        return source._replace(config=config, note="; ".join(filter(None, (source.note, note))))
     from flopcalc.core.model.classes import find_type  # few configs need it, and start-up is counted
 
     found = find_type(str(named[0]))

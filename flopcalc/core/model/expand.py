@@ -157,6 +157,7 @@ def expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str],
     dead = []
     wrapped = []
     reads_layers = []
+    regions: list[Any] = []
     first = find_size(dims, str(stack.get("first", 0)), f"{path} first", minimum=0)
     for layer in range(first, first + count):
         dims.set_layer(layer if repeated else None)
@@ -168,7 +169,14 @@ def expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str],
         wrapped.append(given if isinstance(given, bool) else evaluate_truth(given, dims))
         if "reads" in stack:
             reads_layers.append(find_size(dims, stack["reads"][1], f"{path} reads", minimum=0))
+        region = dims.evaluate(stack["together"]) if "together" in stack else layer
+        if regions and regions[-1] == region:  # one chain: what trains in any of them is behind the first's input
+            layers[-2:] = [(*layers[-2], *layers[-1])]
+            del dead[-1], wrapped[-1]
+        else:
+            regions.append(region)
     dims.set_layer(None)
+    count = len(layers)
     stage = Stage(
         path=path,
         layers=tuple(layers),

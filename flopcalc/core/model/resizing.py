@@ -233,18 +233,30 @@ def _most_patches(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (1, rows, columns)
 
 
-def _crop(width: int, height: int, values: dict[str, Any]) -> Grid:
-    """Classifiers and CLIP: resized to one size, or to a shortest side, then the middle cut out; patches that fit."""
+def _resize_and_crop(width: int, height: int, values: dict[str, Any]) -> tuple[int, int]:
+    """Classifiers and CLIP: height and width, resized to one size, or to a shortest side, then the middle cut out."""
     edge = values.get("size.shortest_edge", 0)  # without it, a shortest side means a square
     if values["do_resize"] and edge:
         short, long = min(height, width), max(height, width)
         long = int(edge * long / short)
         height, width = (edge, long) if height <= width else (long, edge)
+        step = values.get("size_divisor", 1)
+        height, width = (math.ceil(side / step) * step for side in (height, width))
     elif values["do_resize"]:
         height, width = values["size.height"], values["size.width"]
     if values["do_center_crop"]:
         height, width = values["crop_size.height"], values["crop_size.width"]
+    return height, width
+
+
+def _patch_sides(values: dict[str, Any]) -> tuple[int, int]:
     high, wide = (values["patch"],) * 2 if isinstance(values["patch"], int) else values["patch"]
+    return high, wide
+
+
+def _crop(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Patches that fit into the resized image."""
+    (height, width), (high, wide) = _resize_and_crop(width, height, values), _patch_sides(values)
     return (1, height // high, width // wide)
 
 
@@ -270,6 +282,12 @@ def _edges(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(height, width, values)
 
 
+def _cover(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Swin: patches that cover the resized image, the last ones padded."""
+    (height, width), (high, wide) = _resize_and_crop(width, height, values), _patch_sides(values)
+    return (1, math.ceil(height / high), math.ceil(width / wide))
+
+
 def _naflex(width: int, height: int, values: dict[str, Any]) -> Grid:
     """SigLIP 2: scaled up or down to as many whole patches as are allowed; the scale is found as its processor does."""
     patch, most = values["patch"], _whole(values, "max_num_patches")
@@ -292,6 +310,7 @@ def _naflex(width: int, height: int, values: dict[str, Any]) -> Grid:
 RULES |= {
     "crop": _crop,
     "edges": _edges,
+    "covered": _cover,
     "naflex": _naflex,
     "most_patches": _most_patches,
     "within": _within,

@@ -1,7 +1,8 @@
 """Convolutional networks of transformers as lists of their blocks, which their specs read as keys of the config.
 
-A block is [channels in, widened, channels out, kernel, stride, offset, scale, offset before, scale before]: a side of n
-pixels is (n + offset) // scale behind its depthwise convolution, and before it the same with the other two.
+A block of an EfficientNet or MobileNetV2 is [channels in, widened, channels out, kernel, stride, offset, scale, offset
+before, scale before]: a side of n pixels is (n + offset) // scale behind its depthwise convolution, and before it the
+same with the other two.
 """
 
 from __future__ import annotations
@@ -108,7 +109,73 @@ def list_mobilenet_v2(lookup: Lookup) -> list[list[int]]:
     return found
 
 
+def _read_stages(lookup: Lookup, key: str) -> list[list[Any]]:
+    """A list of a network's stages, each a list with an entry per layer."""
+    stages = lookup(key)
+    is_nested = isinstance(stages, (list, tuple)) and all(isinstance(stage, (list, tuple)) for stage in stages)
+    if not is_nested or not 0 < sum(map(len, stages)) <= MAX_BLOCKS or not all(stages):
+        raise ConfigError(f"{key} must be a list with a list for each stage, not {format_value(stages)}")
+    return [list(stage) for stage in stages]
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value % 2 == 1 and 0 < value < 1000
+
+
+def list_textnet(lookup: Lookup) -> list[list[int]]:
+    """Layers of a TextNet: [stage, number in it, channels in, out, kernel's height, width, stride, strides so far]."""
+    kernels, strides = (_read_stages(lookup, key) for key in ("conv_layer_kernel_sizes", "conv_layer_strides"))
+    channels = _read_list(lookup, "hidden_sizes")
+    if list(map(len, kernels)) != list(map(len, strides)) or len(channels) != len(kernels) + 1:
+        raise ConfigError(
+            "conv_layer_strides must have as many entries as conv_layer_kernel_sizes, and hidden_sizes one more"
+        )
+    found: list[list[int]] = []
+    scale = 1
+    for stage, (sizes, steps) in enumerate(zip(kernels, strides, strict=True)):
+        for number, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+            if not isinstance(size, (list, tuple)) or len(size) != 2 or not all(map(_is_odd, size)):
+                raise ConfigError(f"conv_layer_kernel_sizes must hold pairs of odd numbers, not {format_value(size)}")
+            if not isinstance(step, int) or isinstance(step, bool) or not 0 < step < 1000:
+                raise ConfigError(f"conv_layer_strides must hold whole numbers above 0, not {format_value(step)}")
+            scale *= step
+            before = channels[stage + 1] if number else channels[stage]
+            found.append([stage, number, before, channels[stage + 1], *size, step, scale])
+    return found
+
+
+def list_pp_lcnet(lookup: Lookup) -> list[list[int]]:
+    """Layers of a PP-LCNet: [stage, number in it, channels in, out, kernel, strides so far, 1 if it is gated].
+
+    The last entry holds the channels of the stem.
+    """
+    scale, divisor = _read_number(lookup, "scale"), int(_read_number(lookup, "divisor"))
+
+    def widen(channels: int) -> int:
+        return _round_channels(channels * scale, divisor, divisor)
+
+    stem, total = int(_read_number(lookup, "stem_channels")), int(_read_number(lookup, "stem_stride"))
+    found: list[list[int]] = []
+    last = widen(stem)
+    for stage, blocks in enumerate(_read_stages(lookup, "block_configs")):
+        for number, block in enumerate(blocks):
+            is_whole = isinstance(block, (list, tuple)) and len(block) == 5 and all(isinstance(x, int) for x in block)
+            if not is_whole or min(block[:4]) < 1 or not _is_odd(block[0]):
+                raise ConfigError(
+                    "block_configs must hold lists of an odd kernel, channels in and out, stride and gate, not "
+                    f"{format_value(block)}"
+                )
+            kernel, before, after, stride, is_gated = block
+            if widen(before) != last:
+                raise ConfigError(f"block_configs: a layer reads {widen(before)} channels, the one before has {last}")
+            last, total = widen(after), total * stride
+            found.append([stage, number, widen(before), last, kernel, total, int(bool(is_gated))])
+    return [*found, [widen(stem)]]
+
+
 CONVNETS: dict[str, Callable[[Lookup], Any]] = {
     "efficientnet_blocks": list_efficientnet,
     "mobilenet_v2_blocks": list_mobilenet_v2,
+    "pp_lcnet_blocks": list_pp_lcnet,
+    "textnet_blocks": list_textnet,
 }

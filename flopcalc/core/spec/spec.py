@@ -17,7 +17,7 @@ from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 # Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
 _STACK_KEYS = {
     "name", "path", "repeat", "first", "stream", "side", "rows", "needed", "part", "checkpoint", "ops", "when", "dead",
-    "reads", "joins", "adds", "untrained", "reversible", "input_gradient",
+    "reads", "joins", "adds", "untrained", "reversible", "input_gradient", "together",
     "use", "config", "flat", "rename", "set", "defaults", "only", "body",
 }  # fmt: skip
 _AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}

@@ -65,7 +65,50 @@ def _pick(blocks: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return blocks[_batch(places), places]
 
 
-_STAND_INS: dict[str, Any] = {"block_sparse": BlockSparse, "plain_attention": PlainAttention}
+def _find_neighbours(length: int, kernel: int, dilation: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per position of one side its neighbours, and how far each is from it, in dilations, from 1 - kernel on."""
+    places = torch.arange(length)
+    phase, index = places % dilation, places // dilation
+    count = (length - phase + dilation - 1) // dilation  # positions of the same phase
+    start = torch.minimum((index - kernel // 2).clamp(min=0), count - kernel)
+    numbers = start[:, None] + torch.arange(kernel)
+    return phase[:, None] + dilation * numbers, numbers - index[:, None] + kernel - 1
+
+
+def _gather(keys: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """(b, heads, h, w, width) as (b, heads, h, w, neighbours, width)."""
+    found = keys[:, :, rows[:, None, :, None], columns[None, :, None, :]]
+    return found.flatten(4, 5)
+
+
+def score_neighbours(
+    query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor, kernel: int, dilation: int
+) -> torch.Tensor:
+    """natten's natten2dqkrpb. transformers 5.22 gives (b, w, h, heads, width), natten reads (b, heads, h, w, width)."""
+    query, key = (each.permute(0, 3, 2, 1, 4) for each in (query, key))
+    (rows, down), (columns, across) = (_find_neighbours(side, kernel, dilation) for side in query.shape[2:4])
+    scores = (query[..., None, :] @ _gather(key, rows, columns).transpose(-1, -2)).squeeze(-2)
+    return scores + bias[:, down[:, None, :, None], across[None, :, None, :]].flatten(3, 4)
+
+
+def sum_neighbours(scores: torch.Tensor, value: torch.Tensor, kernel: int, dilation: int) -> torch.Tensor:
+    """natten's natten2dav, for values as above: (b, heads, h, w, width)."""
+    value = value.permute(0, 3, 2, 1, 4)
+    rows, columns = (_find_neighbours(side, kernel, dilation)[0] for side in value.shape[2:4])
+    return (scores[..., None, :] @ _gather(value, rows, columns)).squeeze(-2)
+
+
+def _do_nothing(*args: Any) -> None:
+    """Asks for no library: its kernels have stand-ins."""
+
+
+_STAND_INS: dict[str, Any] = {
+    "block_sparse": BlockSparse,
+    "plain_attention": PlainAttention,
+    "neighbour_scores": score_neighbours,
+    "neighbour_values": sum_neighbours,
+    "nothing": _do_nothing,
+}
 
 
 def install(kernels: Mapping[str, str]) -> None:
