@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from math import log
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ _MIB = 1 << 20
 _PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 _COPIED = ("per_node", "inside_mib", "inside_gb_per_s", "gather_share", "floor_us", "across_gb_per_s", "hop_us",
            "host_gb_per_s")  # fmt: skip
+_FOREIGN = 1.2  # what another maker adds to the logarithm of two speeds
 
 
 class Interconnect(NamedTuple):
@@ -107,6 +109,22 @@ def _check_curve(sizes: list[float], rates: list[float], names: str) -> None:
         raise ValueError(f"{names} must be as many, positive, and sizes must grow")
 
 
+def _name_neighbour(known: Mapping[str, Interconnect], device: str) -> str:
+    """The interconnect of the device whose memory is the nearest in speed; another maker's counts as further off."""
+    own = find_device(device)
+    maker, speed = own.name.split()[0], own.bandwidth_gb_per_s
+    others = [(find_device(other), name) for name, entry in known.items() for other in entry.devices]
+    far = {
+        (other.name, name): abs(log(other.bandwidth_gb_per_s / speed)) + _FOREIGN * (other.name.split()[0] != maker)
+        for other, name in others
+        if speed and other.bandwidth_gb_per_s
+    }
+    if not far:
+        return ""
+    nearest, name = min(far, key=lambda place: far[place])
+    return f"the nearest device with one is {nearest} ({name}); "
+
+
 def find_interconnect(name: str | None, device: str) -> Interconnect:
     """The interconnect of this id, or without one the usual one of a device."""
     known = load_interconnects()
@@ -116,8 +134,8 @@ def find_interconnect(name: str | None, device: str) -> Interconnect:
             if wanted in entry.devices:
                 return entry
         raise DeviceError(
-            f"no interconnect is known for {find_device(device).name}: say which of {', '.join(known)} it has "
-            "(--interconnect), or describe yours in interconnects.toml of your data folder"
+            f"no interconnect is known for {find_device(device).name}: {_name_neighbour(known, device)}say which of "
+            f"{', '.join(known)} it has (--interconnect), or describe yours in interconnects.toml of your data folder"
         )
     return known[check_word(name, tuple(known), "interconnect", DeviceError, suggests=True)]
 

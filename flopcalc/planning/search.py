@@ -300,6 +300,8 @@ def _describe_misfit(
         helps.append("leave " + ", ".join(f"--{name.replace('_', '-')}" for name in freed) + " free")
     if states > capacity / 2:
         helps.append("more devices, to spread weights and optimizer states further")
+        if runner.optimizer == "adamw-master":
+            helps.append("--optimizer adamw (bf16 states, no fp32 copy of the weights: 8 bytes instead of 18)")
     else:
         helps.append("shorter sequences or more devices, to spread activations further (--cp)")
     parameters = estimator.parameters()

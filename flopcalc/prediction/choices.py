@@ -9,7 +9,7 @@ from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, format_valu
 from flopcalc.hardware.devices import Device, parse_dtype
 from flopcalc.prediction.maker import FOUR_BITS
 from flopcalc.prediction.tensors import has_sdpa
-from flopcalc.words import EXECUTIONS, KERNELS, OPTIMIZERS, Execution, Optimizer, Recompute, check_word
+from flopcalc.words import CAST_FORMATS, EXECUTIONS, KERNELS, OPTIMIZERS, Execution, Optimizer, Recompute, check_word
 
 _EAGER = ("gpt_oss",)  # without SDPA in HF, beside types that were recorded with eager attention alone
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
@@ -65,7 +65,8 @@ def find_kernel(device: Device, dtype: str | None, kernel: str) -> str:
     """The attention kernel that runs: the one asked for, or what SDPA picks; refused where there is none."""
     dtype = "bf16" if dtype is None else dtype
     if dtype not in _DTYPES:
-        raise DeviceError(f"steps are predicted in {', '.join(_DTYPES)}, not in {dtype}")
+        help_ = f"; `flopcalc plan --dtype {dtype} --gpus 1` times training in it" if dtype in CAST_FORMATS else ""
+        raise DeviceError(f"steps are predicted in {', '.join(_DTYPES)}, not in {dtype}{help_}")
     if dtype not in device.peak_tflops:
         known = [name for name in _DTYPES if name in device.peak_tflops]
         raise DeviceError(

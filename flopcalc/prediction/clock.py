@@ -523,7 +523,7 @@ def _tell_unmeasured(machine: Machine) -> str:
 def tell_kernels(machine: Machine) -> str:
     """What is known of a device whose kernels others measured."""
     is_checked = machine.device.id in CHECKED
-    steps = "steps checked against published runs" if is_checked else "steps not checked"
+    steps = "training steps checked against published runs" if is_checked else "steps not checked"
     same = (machine.system or {}).get("same_die_as")
     where = f" on {find_device(same).name}, which has the same die" if same else ""
     return (

@@ -149,7 +149,16 @@ def test_every_interconnect_has_what_it_needs() -> None:
     ("name", "device", "words"),
     [
         ("hgx-h2000", "h200", "interconnect 'hgx-h2000' unknown. Did you mean hgx-h200"),
-        (None, "t4", "no interconnect is known for Tesla T4: say which of"),
+        (
+            None,
+            "b60",
+            "for Intel Arc Pro B60: the nearest device with one is NVIDIA RTX A4000 (pcie4-x16); say which of",
+        ),
+        (
+            None,
+            "mi250x-gcd",
+            "for AMD Instinct MI250X: the nearest device with one is AMD Instinct MI300X (mi300x-xgmi)",
+        ),
         (None, "h2000", "device 'h2000' unknown"),
     ],
 )

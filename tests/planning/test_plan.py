@@ -181,6 +181,7 @@ def test_a_model_that_fits_nowhere_says_what_is_missing() -> None:
     assert "does not fit on 8 x NVIDIA A100-SXM4-80GB in any of" in text
     assert "GiB more than" in text
     assert "leave --zero free; more devices" in text
+    assert "--optimizer adamw (bf16 states, no fp32 copy of the weights: 8 bytes instead of 18)" in text
     assert text.endswith("a device with more memory, or LoRA")
     lora = {"lora": {"r": 8, "targets": ["q_proj"]}}
     with pytest.raises(FlopcalcError, match=r"a device with more memory$"):
