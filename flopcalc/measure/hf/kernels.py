@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["install"]
+__all__ = ["install", "score_neighbours", "sum_neighbours"]
 
 
 class BlockSparse:

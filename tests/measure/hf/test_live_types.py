@@ -14,6 +14,7 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.data import list_data_files
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.measure.hf.examples import Example, find_example, list_cases
+from flopcalc.measure.hf.kernels import install
 from flopcalc.measure.hf.models import apply_recipe, build_model
 
 NAMES = list_data_files("examples")
@@ -25,6 +26,7 @@ def prepare(example: Example) -> tuple[dict[str, Any], dict[str, Any], Any]:
     config = {**({"architectures": [example.architecture]} if example.architecture else {}), **plain}
     workload = next(load for load, _ in list_cases(example, plain) if load.get("phase") == "train")
     architecture = example.architecture or bind(config).spec.architecture
+    install(example.kernels)
     return config, workload, build_model(plain, example.attention, architecture=architecture)
 
 

@@ -232,3 +232,45 @@ def test_detectors_resize_by_edges(size: tuple[int, int], edge: int, most: int) 
     assert RULES["edges"](width, height, {**given, "multiple": 16, "patch": 1}) == (1, *yolos)
     plain = get_size_with_aspect_ratio((height, width), edge, most)
     assert RULES["edges"](width, height, {**given, "multiple": 1, "patch": 1}) == (1, *plain)
+
+
+# model type -> its PIL processor, and what a preprocessor_config.json may say
+CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mobilevit": (
+        "mobilevit.image_processing_pil_mobilevit.MobileViTImageProcessorPil",
+        {"size": {"shortest_edge": 40}, "crop_size": {"height": 33, "width": 37}},
+    ),
+    "bit": (
+        "bit.image_processing_pil_bit.BitImageProcessorPil",
+        {"size": {"shortest_edge": 40}, "do_center_crop": False},
+    ),
+    "cvt": ("convnext.image_processing_pil_convnext.ConvNextImageProcessorPil", {"size": {"shortest_edge": 60}}),
+    "pvt_v2": ("pvt.image_processing_pil_pvt.PvtImageProcessorPil", {"size": {"height": 30, "width": 50}}),
+    "dinat": ("vit.image_processing_pil_vit.ViTImageProcessorPil", {"size": {"height": 30, "width": 50}}),
+    "textnet": (
+        "textnet.image_processing_pil_textnet.TextNetImageProcessorPil",
+        {"size": {"shortest_edge": 50}, "size_divisor": 16},
+    ),
+    "donut-swin": ("donut.image_processing_pil_donut.DonutImageProcessorPil", {"size": {"height": 51, "width": 33}}),
+    "perceiver-fourier": (
+        "perceiver.image_processing_pil_perceiver.PerceiverImageProcessorPil",
+        {"size": {"height": 30, "width": 50}},
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", CLASSIFIERS)
+def test_classifiers(model_type: str) -> None:
+    path, preprocessor = CLASSIFIERS[model_type]
+    example = find_example(model_type)
+    named = {"architectures": [example.architecture]} if example.architecture else {}
+    config = {**example.configs[0], **named, "patch_size": 4}
+    vision = bind(config).vision
+    assert vision is not None
+    patch = 4 if model_type == "donut-swin" else 1
+    for given in (None, preprocessor) if model_type != "donut-swin" else (preprocessor,):
+        processor = _load(path)(**(given or {}))
+        for size in [(641, 479), (71, 99), (30, 30)]:
+            pixels = processor(Image.new("RGB", size), return_tensors="np")["pixel_values"]
+            sides = [math.ceil(side / patch) for side in pixels.shape[2:]]
+            assert _list_grids(vision, size, given) == [[1, *sides]], (size, given)
