@@ -68,6 +68,8 @@ def _check_vision(model: BoundModel, load: Workload) -> None:
     """A model of images alone takes nothing else."""
     name = model.name
     if not load.all_grids:
+        if model.vision is not None and model.vision.frames:
+            raise WorkloadError(f"{name} takes videos: give --video WxHxFRAMES (video_grid_thw=[[t, h, w]])")
         raise WorkloadError(f"{name} takes images: give --image WxH (images=[(width, height)])")
     if load.seq:
         raise WorkloadError(f"{name} takes images alone: leave --seq out")
@@ -99,6 +101,8 @@ def _check_images(model: BoundModel, load: Workload) -> Workload:
         raise WorkloadError(f"{model.name} takes no videos")
     if vision.kind != "grid":
         load = load.replace(grids=tuple([vision.check_grid(grid, "image grid") for grid in load.grids]))
+        for grid in load.videos if vision.frames else ():
+            vision.check_grid(grid, "video grid")
     else:
         merge = vision.merge
         for grid in load.grids + load.videos:

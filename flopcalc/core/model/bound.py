@@ -181,6 +181,10 @@ def _suggest(source: Source) -> str:
     found = suggest_type(source.config)
     if found is not None:
         return f" The nearest family is {found}: --model-type {found} counts it so."
+    inner = source.config.get("text_config")
+    if isinstance(inner, dict) and find_family(str(inner.get("model_type")), inner) is not None:
+        name = inner["model_type"]
+        return f" Its text_config is a {name}: save that object as a config.json of its own to count it alone."
     return format_nearest(source.config["model_type"], list_data_files("specs"))
 
 

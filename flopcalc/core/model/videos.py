@@ -98,6 +98,10 @@ def cut_video(
     max_pixels: int | None = None,
 ) -> tuple[list[Grid], list[str]]:
     """The grids of a video, and notes on its frames, their size, and limits that were assumed."""
+    if vision.frames:
+        return [(vision.frames, vision.side, vision.side)], [
+            f"video {video.text}: counted as one clip of the model's size"
+        ]
     processor = load_processors().get(model_type)
     if processor is None:
         raise WorkloadError(

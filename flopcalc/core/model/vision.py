@@ -28,6 +28,7 @@ class Vision(NamedTuple):
     takes_videos: bool
     dims: BoundDims | None = None  # where `tokens` and the parameters of the pixel rule have values
     most: int = 0  # tiles: that one image may have; 0: any number
+    frames: int = 0  # fixed: temporal patches of the one clip that a model of videos takes; 0: it takes images
     outer: BoundDims | None = None  # where `tokens` has values instead, if a tower's own spec says how images are cut
 
     @property
@@ -41,11 +42,13 @@ class Vision(NamedTuple):
     def check_grid(self, grid: Grid, what: str) -> Grid:
         t, h, w = grid
         if self.kind == "fixed":
+            one = (self.frames or 1, self.side, self.side)
             if grid == (0, 0, 0):
-                return (1, self.side, self.side)
-            if grid != (1, self.side, self.side):
+                return one
+            if grid != one:
+                kind = "videos" if self.frames else "images"
                 raise WorkloadError(
-                    f"{what} {t},{h},{w}: this model takes images of one size, 1,{self.side},{self.side}"
+                    f"{what} {t},{h},{w}: this model takes {kind} of one size, {one[0]},{one[1]},{one[2]}"
                 )
             return grid
         if self.kind == "tiles":
@@ -95,6 +98,9 @@ class Vision(NamedTuple):
 
     def read_sizes(self, batch: Mapping[str, Any], read_device: bool) -> tuple[Grid, ...] | None:
         """Grids of a batch that says them otherwise than as image_grid_thw: [vision] sizes and grid."""
+        pixels: Sequence[Any] = getattr(batch.get("pixel_values"), "shape", ())
+        if self.frames and len(pixels) == 5:  # clips of one size
+            return ((self.frames, self.side, self.side),) * int(pixels[0])
         places = self.dims.spec.vision.get("flattened", "") if self.dims is not None else ""
         if batch.get(places) is not None and batch.get("image_grid_thw") is None:
             _check_readable(places, batch[places], read_device)
@@ -146,6 +152,10 @@ class Vision(NamedTuple):
         """
         check_size(width, "image width")
         check_size(height, "image height")
+        if self.frames:
+            raise WorkloadError(
+                "this model takes videos: give --video WxHxFRAMES (or video_grid_thw) instead of --image"
+            )
         if self.kind == "fixed":
             tokens = f": {self.tokens} tokens each" if self.tokens else ""
             note = f"this model crops every image to one square{tokens}, whatever its size"
@@ -278,6 +288,7 @@ def bind_vision(dims: BoundDims) -> Vision | None:
         takes_videos=table.get("videos") == "true",
         dims=dims if table.keys() & {"pixels", "sizes"} or (table["kind"] != "fixed" and "tokens" in table) else None,
         most=size("most", 0),
+        frames=size("frames", 0),
         outer=outer,
     )
 

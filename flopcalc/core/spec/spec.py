@@ -23,7 +23,7 @@ _STACK_KEYS = {
 _AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
 _VISION_KEYS = {
     "kind", "patch", "merge", "side", "most", "tokens", "videos", "pixels", "sizes", "grid", "flattened", "canvas",
-    "text", "tower",
+    "text", "tower", "frames",
 }  # fmt: skip
 _LATENT_KEYS = {"input", "axes", "text", "pixels", "frames", "pack", "side", "deep", "length", "expanded"}
 _POSITION_KEYS = {"kind", "limit"}

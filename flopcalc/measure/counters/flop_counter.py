@@ -176,7 +176,7 @@ NOT_PRODUCTS: dict[str, str] = {
         "fast Fourier transform: butterflies, no matrix product": "_fft_r2c _fft_c2c _fft_c2r",
         "elementwise; torch forgot the tag": "floor_divide softplus_backward polar log_sigmoid_forward "
         "glu glu_backward log_sigmoid_backward hardtanh_backward hardswish hardswish_ hardswish_backward hardsigmoid "
-        "hardsigmoid_backward",
+        "hardsigmoid_backward elu_backward",
         "interpolation: a table of positions is read between its entries": "grid_sampler_2d grid_sampler_2d_backward "
         "upsample_linear1d upsample_linear1d_backward "
         "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward "

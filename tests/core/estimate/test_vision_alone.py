@@ -95,6 +95,43 @@ def test_detectors_pad_to_the_largest_image() -> None:
     assert rows["full"]["encoder.layer.*.attention.attention"] == 4 * 24 * 2 * (15 + 7) ** 2
 
 
+VIDEOMAE = {"model_type": "videomae", **TOWER, "image_size": 12, "patch_size": 4, "num_frames": 4, "num_labels": 5}
+
+
+def test_clips_are_the_workload_of_models_of_videos() -> None:
+    torch = pytest.importorskip("torch")
+    model = bind(VIDEOMAE)
+    step = model(video_grid_thw=[[2, 3, 3]], phase="forward")
+    rows = {row.path: row.forward for row in step.by_module()}
+    assert rows["videomae.encoder.layer.*.attention.attention"] == 4 * 24 * 18**2
+    assert rows["classifier"] == 2 * 24 * 5
+    assert model(batch={"pixel_values": torch.zeros(2, 4, 3, 12, 12)}, phase="forward").total == 2 * step.total
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"images": [(12, 12)]}, "takes videos: give --video WxHxFRAMES"),
+        ({"seq_len": 8}, "takes videos: give --video WxHxFRAMES"),
+        ({"video_grid_thw": [[1, 3, 3]]}, "video grid 1,3,3: this model takes videos of one size, 2,3,3"),
+    ],
+)
+def test_models_of_videos_refuse(sizes: dict[str, Any], words: str) -> None:
+    with pytest.raises(FlopcalcError, match=words):
+        bind(VIDEOMAE)(**sizes)
+
+
+def test_every_patch_is_compared_with_the_texts() -> None:
+    rows = {
+        row.path: row.forward
+        for row in bind({**CLIP, "model_type": "owlv2", "projection_dim": 24})(
+            4, 7, images=[(30, 20)] * 2, phase="forward"
+        ).by_module()
+    }
+    assert rows["class_head"] == 2 * 24 * 9 * 4  # nine patches an image; two texts each
+    assert rows["objectness_head.dense2"] == 2 * 24 * 9 * 2
+
+
 # --- towers inside other models ---------------------------------------------------------------------------------------
 TEXT = {
     "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4,

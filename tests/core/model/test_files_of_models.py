@@ -140,6 +140,8 @@ def test_a_foreign_type_gets_the_nearest_family() -> None:
         bind({**LLAMA, "model_type": "sardine", "architectures": ["SardineForCausalLM"]})
     with pytest.raises(ConfigError, match="--model-type qwen2 counts it so"):
         bind({**LLAMA, "model_type": "sardine", "architectures": ["Qwen2ForCausalLM"]})
+    with pytest.raises(ConfigError, match="text_config is a llama: save that object as a config"):
+        bind({"model_type": "sardine", "architectures": ["SardineModel"], "text_config": LLAMA})
 
 
 TEXT = {"model_type": "qwen2", **{key: LLAMA[key] for key in LLAMA if key not in ("model_type", "architectures")}}
