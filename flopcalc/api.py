@@ -48,26 +48,26 @@ def bind(
     mtp: int | bool | None = None,
     max_length: int | None = None,
 ) -> Estimator:
-    """The fast estimator of a model for a loop: a callable with estimate_flops' workload arguments.
+    """Bind a model once, for a loop: the result is a callable with the workload arguments of estimate_flops.
 
     With `example_batch` (keyword arguments of its forward) any torch.nn.Module is traced instead of read from a spec:
-    for `phases`, under convention full; `dims` says which axes are batch ('b') and length ('n') where it is not plain.
-    Other axes (a second length, height, width) are traced anew where a batch has other sizes; lengths beyond
+    for `phases`, under convention full. If it is not clear which axes are batch and length, `dims` names them ('b',
+    'n'). If another axis (a second length, height, width) changes, the module is traced again. Lengths beyond
     `max_length` are neither traced nor counted.
 
-    The convention is model unless said otherwise. `device` says which kernel "auto" stands for (without one it is
-    SDPA's flash kernel), and whose measured constants convention hardware uses; they were measured in bf16, so another
-    `compute` takes none. `clipping` is the recipe's, for a live model too, which cannot say it itself. `lora` and
-    `recompute` are the recipe's too, said in short.
+    The default convention is model. `device` decides which kernel "auto" is (without a device: SDPA's flash kernel) and
+    which measured constants convention hardware uses. They were measured in bf16, so they are not used for another
+    `compute`. `lora`, `recompute` and `clipping` are short forms of the recipe. A live model cannot say how samples are
+    clipped, so give `clipping` for it too.
 
     `compute` is the number format of products, `weights` that of linear layers' weights, `kv_cache` that of cached keys
-    and values; `autocast` is torch's, to bf16 unless it says fp16; `dtype` is `compute` in short. Without them the
-    config says it: its quantization_config, then its dtype; docs/formats.md.
+    and values. `autocast` is torch's, in bf16 unless you say fp16. `dtype` is a short name of `compute`. Without them
+    the config decides: its quantization_config, then its dtype (docs/formats.md).
 
-    `model_type` says which family the config is, whatever it says itself.
-    `head` is lm, none, sequence, token or value, the middle two with a number of labels if not the config's, as in
-    sequence:3; without it the model's class says it, or the one that the config names in architectures. `mtp` counts
-    layers of multi-token prediction, which are left out otherwise: as many as the config has (True), or a number.
+    `model_type` reads the config as this family, instead of its own. `head` is lm, none, sequence, token or value.
+    sequence:3 has three labels; without a number the config decides. Without `head` the model's class decides, or the
+    class in the config's architectures. `mtp` counts layers of multi-token prediction, which are left out by default:
+    True for as many as the config has, or a number.
     """
     recipe = join_recipe(recipe, lora, recompute)
     asked = tuple(check_word(phase, PHASES, "phase", WorkloadError) for phase in check_items(phases, "phases"))
@@ -157,18 +157,16 @@ def estimate_flops(
     head: str | None = None,
     mtp: int | bool | None = None,
 ) -> Estimate:
-    """FLOPs of one step, exactly: `model` is a preset's name, a path, a mapping, a HF config or a HF model.
+    """Exact FLOPs of one step. `model` is a preset's name, a path, a mapping, an HF config or an HF model.
 
-    `launch` is a launch file of a training framework, or several: what they say is taken where you say nothing.
+    `workload` is one micro-batch, as a Workload. The keywords up to `audio` are its short form. `images` are those of
+    the whole batch, each a file or (width, height) in pixels. A step has `grad_accum` micro-batches. `dtype`,
+    `compute`, `weights`, `kv_cache` and `autocast` are number formats, `head` and `mtp` are parts of the model: see
+    `bind`. `launch` is a launch file of a training framework, or a list of them. Your own arguments win over it.
 
-    `workload` is what one micro-batch holds, as a Workload; the keywords up to `audio` say the same in short. `images`
-    are the whole batch's, each a file or (width, height) in pixels; `grad_accum` micro-batches make the step.
-    `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, `head` and `mtp` parts of the model, as
-    `bind` takes them.
-
-    Of a diffusion model `images` is one (width, height), `videos` one (width, height, frames), `text` the length of its
-    text; `sampling_steps` counts the sampling of a pipeline in place of a training step, `guidance` ("on", "off") says
-    whether each step runs twice, and `parts` which of the denoiser, the text encoders and the VAE are counted.
+    For a diffusion model, `images` is one (width, height), `videos` one (width, height, frames), and `text` the length
+    of its text. `sampling_steps` counts sampling instead of a training step. `guidance` ("on", "off") says whether each
+    step runs twice. `parts` names what is counted: the denoiser, the text encoders, the VAE.
     """
     if launch is not None:
         arguments = {**locals(), "launch": None}  # every one is handed on
@@ -241,10 +239,11 @@ def translate(
     mtp: int | None = None,
     **workload: Any,
 ) -> Translation:
-    """The same performance under every convention that people quote; `model` is an Estimate or what makes one.
+    """Convert a quoted performance into every convention. `model` is an Estimate, or what makes one.
 
-    Give an MFU or TFLOP/s per GPU with `from_`, the convention they were quoted in; or tokens per second of all GPUs;
-    or both without `from_`, and the rows are ordered by how well each convention fits. `workload` is estimate_flops'.
+    Give an MFU or TFLOP/s per GPU with `from_`, the convention they were quoted in. Or give tokens per second of all
+    GPUs. With both and without `from_`, the rows are ordered by how well each convention fits. `workload` is as in
+    estimate_flops.
     """
     from flopcalc.core.estimate.translation import translate_estimate  # few ask for it, and start-up is counted
 

@@ -98,11 +98,12 @@ def calculate_precise_mfu(
     dtype: Any = None,
     peak: float | None = None,
 ) -> MeasuredMfu:
-    """MFU (convention model: the analytic count times measured ÷ analytic) of a step that took `step_time` seconds.
+    """MFU of a step that took `step_time` seconds, under convention model: the analytic count times a measured factor.
 
     `estimate` runs nothing. `profiler` and `hybrid` run one step of random tokens on the model, forward and backward,
-    and put gradients and modes back. `smart` measures a model once, on the GPU's counters if it can, else on a copy
-    that takes no memory, and keeps the factor. The peak is `peak`, else that of `device`, else of the GPU found here.
+    and restore gradients and modes. `smart` measures a model once and keeps the factor. It uses the GPU's counters if
+    it can, else a copy of the model that takes no memory. The peak is `peak`, else that of `device`, else that of the
+    GPU in this machine.
     """
     if measurement_mode not in MODES:
         near = format_nearest(str(measurement_mode), MODES)

@@ -41,10 +41,10 @@ _made: weakref.WeakSet[TrainingMonitor] = weakref.WeakSet()
 
 
 class TrainingMonitor(PassCalls):
-    """MFU and its like of a training loop. It cannot raise, wait for the device, or change a result.
+    """Logs MFU, HFU and other metrics of a training loop. It cannot raise, wait for the device, or change a result.
 
-    `model` is the live model (its forward passes are then seen), or what `flopcalc.bind` takes or returns
-    (then batches come by `step(batch)`). `config` is a mapping or a YAML, TOML or JSON file. Only a bad config raises.
+    `model` is the live model, whose forward passes it then sees. Or it is what `flopcalc.bind` takes or returns; then
+    give batches with `step(batch)`. `config` is a mapping or a YAML, TOML or JSON file. Only a bad config raises.
     """
 
     _is_off = True  # of a copy, until __init__ has run

@@ -45,11 +45,11 @@ def plan(
     mtp: int | bool | None = None, launch: Any = None,
     **options: Any,
 ) -> Plan:  # fmt: skip
-    """The best ways to spread a training run over devices: what fits, its time, its money, and why others lose.
+    """The best layouts of a training run on many devices: what fits, its time and cost, and why others lose.
 
-    `model` is anything that `bind` takes, or an Estimator; `compute`, `weights` and `autocast` are number formats,
-    `spec` is a file of your own, `model_type` is the family, `head` and `mtp` are parts of the model, as `bind` takes
-    them; `launch` is a launch file, as in estimate_flops; all other options are those of plan_estimator.
+    `model` is anything that `bind` takes, or an Estimator. `compute`, `weights` and `autocast` are number formats,
+    `spec` is a file of your own, `model_type` is the family, `head` and `mtp` are parts of the model: see `bind`.
+    `launch` is a launch file, as in estimate_flops. All other options are those of plan_estimator.
     """
     if launch is not None:
         said = {

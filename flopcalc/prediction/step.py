@@ -185,13 +185,12 @@ def predict(
     """Time, utilization and memory of one step of a model on one device.
 
     Workload and recipe are those of estimate_flops. `execution` is eager (HF's own code, the default), compiled, graphs
-    or fused; `compiled=True` means compiled. `host_factor` says how many times longer than the measured machine's CPU
-    yours takes for the same Python; `pause_s` how long it does something else after each step, while the device works
-    off what is queued. The pause is no part of the step's time, but of what shares, tokens per second and the breakdown
-    are of. `transformers` is the version whose code runs, which matters for experts: 5.17 without. With `timeline` the
-    result has `events`, for `save_trace`. `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats,
-    `head` and `mtp` are parts of the model, as flopcalc.bind takes them. `launch` is a launch file of a training
-    framework, as in estimate_flops.
+    or fused; `compiled=True` means compiled. `host_factor` is your CPU's slowdown relative to the calibrated host.
+    `pause_s` is how long the host does something else after each step, while the device finishes its queue. The step's
+    time does not include the pause; shares, tokens per second and the breakdown do. `transformers` is the version whose
+    code runs (default 5.17); it matters for experts. With `timeline` the result has `events`, for `save_trace`.
+    `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, `head` and `mtp` are parts of the
+    model: see flopcalc.bind. `launch` is a launch file of a training framework, as in estimate_flops.
     """
     if launch is not None:
         said = {

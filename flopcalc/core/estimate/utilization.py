@@ -48,9 +48,9 @@ class Ideal(NamedTuple):
 
 
 class Utilization(NamedTuple):
-    """A share of a peak; `value` is None where the peak is not known, and `note` says why.
+    """A share of a peak. If the peak is not known, `value` is None and `note` says why.
 
-    Of several formats the value is ideal time ÷ measured time, and the peak the one rate that gives it.
+    With several formats the value is ideal time ÷ measured time, and the peak is the one rate that gives this value.
     """
 
     value: float | None
@@ -88,11 +88,11 @@ def mfu(
     num_devices: int = 1,
     gpus: int | None = None,
 ) -> Utilization:
-    """Model FLOPs utilization: convention `full` if the estimate is of it, else `model`; never `hardware`.
+    """Model FLOPs utilization, under convention `full` if the estimate is, else `model`; never `hardware`.
 
-    The time is that of a step, or follows from the tokens per second of all GPUs; `gpus` is `num_devices` in short.
-    Each product counts at the peak of the format that it is computed in; `dtype` takes one format for all, and `peak`
-    one peak for all, or one per format.
+    Give the time of a step, or the tokens per second of all GPUs. `gpus` is a short name of `num_devices`. Each product
+    counts at the peak of its number format. `dtype` sets one format for all products, `peak` one peak for all, or one
+    per format.
     """
     convention = _choose_convention(check_estimate(estimate))
     seconds = find_step_time(estimate, step_time_s, tokens_per_second)
@@ -120,7 +120,7 @@ def hfu(
     num_devices: int = 1,
     gpus: int | None = None,
 ) -> Utilization:
-    """Hardware FLOPs utilization: convention `hardware`, recomputation included; arguments as of `mfu`."""
+    """Hardware FLOPs utilization: convention `hardware`, recomputation included. Arguments are those of `mfu`."""
     check_estimate(estimate)
     seconds = find_step_time(estimate, step_time_s, tokens_per_second)
     devices = _count_devices(num_devices, gpus)

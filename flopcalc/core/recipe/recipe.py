@@ -56,9 +56,9 @@ class Adapter(NamedTuple):
 
 @frozen()
 class Recipe(Value):
-    """What trains, what is recomputed, how samples are clipped; everything trains by default.
+    """What trains, what is recomputed, and how samples are clipped. By default everything trains.
 
-    `lora` may also be 'r=16,targets=q_proj+v_proj' or a mapping with the same keys; a pattern may stand alone.
+    `lora` may also be 'r=16,targets=q_proj+v_proj', or a mapping with the same keys. A single pattern needs no list.
     """
 
     freeze: tuple[str, ...] = ()

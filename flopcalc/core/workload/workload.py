@@ -16,12 +16,12 @@ Grid: TypeAlias = tuple[int, int, int]
 
 @frozen()
 class Workload(Value):
-    """One micro-batch: `rows` sequences of `seq` positions; `documents` are the real lengths inside, if fewer.
+    """One micro-batch: `rows` sequences of `seq` positions. `documents` are the real lengths, if there are fewer.
 
-    Values that no step can have are a WorkloadError. A grid of zeros is one that the model knows itself; `clips` are
-    audio, in frames of the feature extractor. With a `decoder`, whose tokens are its own, this is the encoder's side,
-    and `seq` may be 0; a denoiser's `grids` are its latents, and `seq` is the length of its text. Images may come
-    without text: then `seq` is 0 too.
+    Values that no step can have raise a WorkloadError. In a grid of zeros, the model knows the size itself. `clips` are
+    audio, in frames of the feature extractor. With a `decoder`, which has its own tokens, this is the encoder's side,
+    and `seq` may be 0. For a denoiser, `grids` are its latents, and `seq` is the length of its text. For images without
+    text, `seq` is 0 too.
     """
 
     rows: int
