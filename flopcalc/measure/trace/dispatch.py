@@ -123,6 +123,10 @@ class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.made[storage._cdata] = (module, number)
                     self._alive.append(storage)
 
+    def let_go(self) -> None:
+        """Of all tensors: their nodes in autograd's graph know this object, a circle that Python's collector misses."""
+        self._alive.clear()
+
     def keep(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         place = storage._cdata
@@ -421,18 +425,16 @@ def trace_operators(model: torch.nn.Module, forward: Callable[[], Any]) -> Trace
             tracing.events.append(Event(path, "backward", "node", "node"))
         loss.backward()
     keeping = _make(model)
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        keeping.keep(tensor)
-        return tensor
-
-    # Apart: with hooks, autograd dispatches operators of its own where it hands a tensor back.
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    # Apart: with hooks, autograd dispatches operators of its own where it hands a tensor back. No backward pass
+    # follows, so it keeps nothing itself: a node that keeps its own output would never end.
+    hooks = torch.autograd.graph.saved_tensors_hooks(keeping.keep, lambda nothing: nothing)
     with watch_modules(model, keeping.enter, keeping.leave), _fused(keeping), keeping, hooks:
         loss = forward()
     kept = [
         Kept(made_by, letter, elements, tuple(savers)) for made_by, letter, elements, savers in keeping.kept.values()
     ]
+    for each in (tracing, keeping):
+        each.let_go()
     return Trace(tracing.events, kept)
 
 
