@@ -15,13 +15,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiers import thin
 
 from flopcalc import bind
 from flopcalc.core.model.vision import Vision
 from flopcalc.errors import WorkloadError
 
 SIZES = [(336, 336), (640, 480), (480, 641), (1000, 333), (97, 1013), (30, 20), (1999, 1501), (1500, 301), (3, 170)]
+
+
+def list_sizes(sizes: list[tuple[int, int]]) -> list[Any]:
+    """The cases for `parametrize`, a tuple as one value; every third runs by default."""
+    return [pytest.param(size, marks=pytest.mark.heavy if at % 3 else ()) for at, size in enumerate(sizes)]
+
+
 SOME = [size if size in SIZES[1:5:3] else pytest.param(size, marks=pytest.mark.heavy) for size in SIZES]
 TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 99}
 
@@ -176,7 +182,7 @@ def test_several_images_are_one_tile_each() -> None:
     assert vision.count_tokens(grids[0]) == len(bare.replace_image_token(made, 0)) == 730
 
 
-@pytest.mark.parametrize("size", thin(SIZES, 3), ids=str)
+@pytest.mark.parametrize("size", list_sizes(SIZES), ids=str)
 @pytest.mark.parametrize("tiles", [4, 6])
 def test_mllama_tiles(size: tuple[int, int], tiles: int) -> None:
     given = {"size": {"height": 560, "width": 560}, "max_image_tiles": tiles}
@@ -190,7 +196,7 @@ def test_mllama_tiles(size: tuple[int, int], tiles: int) -> None:
     assert vision.count_tokens(grid) == 0
 
 
-@pytest.mark.parametrize("size", thin(SIZES, 3), ids=str)
+@pytest.mark.parametrize("size", list_sizes(SIZES), ids=str)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("most", [490, 980])
 def test_aria_squares(size: tuple[int, int], split: bool, most: int) -> None:
@@ -207,7 +213,7 @@ def test_aria_squares(size: tuple[int, int], split: bool, most: int) -> None:
     assert sum(map(vision.count_tokens, grids)) == len(bare.replace_image_token(made, 0))
 
 
-@pytest.mark.parametrize("size", thin(SIZES, 3), ids=str)
+@pytest.mark.parametrize("size", list_sizes(SIZES), ids=str)
 @pytest.mark.parametrize("split", [False, True])
 def test_idefics2_images(size: tuple[int, int], split: bool) -> None:
     given = {"size": {"shortest_edge": 378, "longest_edge": 980}, "do_image_splitting": split}
@@ -243,7 +249,7 @@ def load_functions(model_type: str, *names: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("most", [1, 5, 12])
-@pytest.mark.parametrize("size", thin([*SIZES, (512, 512), (2048, 1024), (4000, 3000)], 3), ids=str)
+@pytest.mark.parametrize("size", list_sizes([*SIZES, (512, 512), (2048, 1024), (4000, 3000)]), ids=str)
 def test_cohere2_canvas(size: tuple[int, int], most: int) -> None:
     scope = load_functions("cohere2_vision", "get_all_supported_aspect_ratios", "get_optimal_tiled_canvas")
     columns, rows = scope["get_optimal_tiled_canvas"](size[::-1], (512, 512), 1, most)
@@ -257,7 +263,7 @@ def test_cohere2_canvas(size: tuple[int, int], most: int) -> None:
 
 
 @pytest.mark.parametrize("largest", [False, True])
-@pytest.mark.parametrize("size", thin([*SIZES, (672, 336), (1344, 1344), (4000, 3000)], 3), ids=str)
+@pytest.mark.parametrize("size", list_sizes([*SIZES, (672, 336), (1344, 1344), (4000, 3000)]), ids=str)
 def test_llama4_canvas(size: tuple[int, int], largest: bool) -> None:
     scope = load_functions("llama4", "get_factors", "find_supported_resolutions", "get_best_fit")
     tile = scope["SizeDict"](height=336, width=336)
@@ -274,7 +280,7 @@ def test_llama4_canvas(size: tuple[int, int], largest: bool) -> None:
 
 
 @pytest.mark.parametrize("most", [4, 36])
-@pytest.mark.parametrize("size", thin([*SIZES, (448, 448), (4000, 3000), (300, 20000), (9000, 90)], 3), ids=str)
+@pytest.mark.parametrize("size", list_sizes([*SIZES, (448, 448), (4000, 3000), (300, 20000), (9000, 90)]), ids=str)
 def test_perception_lm_tiles(size: tuple[int, int], most: int) -> None:
     names = (
         "_factors", "_find_supported_aspect_ratios", "_get_image_height_width", "_fit_image_to_canvas",
@@ -305,7 +311,7 @@ class BareImage:
 
 @pytest.mark.parametrize("most", [4, 36])
 @pytest.mark.parametrize(
-    "size", thin([*SIZES[:5], *SIZES[6:8], (448, 448), (449, 896), (4000, 3000), (9000, 500)], 3), ids=str
+    "size", list_sizes([*SIZES[:5], *SIZES[6:8], (448, 448), (449, 896), (4000, 3000), (9000, 500)]), ids=str
 )
 def test_phi4_multimodal_crops(size: tuple[int, int], most: int) -> None:
     scope = load_functions("phi4_multimodal", "find_closest_aspect_ratio", "dynamic_preprocess")
