@@ -24,9 +24,9 @@ FILE = Path(__file__).resolve().parent.parent / "model_specs" / "config_rules.js
 
 # Keys whose word the modelling code looks up in ACT2FN, and the config classes whose code does not.
 ACTIVATION_KEYS = (
-    "activation", "activation_function", "decoder_hidden_act", "encoder_hidden_act", "feat_extract_activation",
-    "feed_forward_proj", "ff_activation", "hidden_act", "hidden_activation", "hidden_mamba_act", "mamba_hidden_act",
-    "mlp_hidden_act", "projector_hidden_act",
+    "activation", "activation_function", "classifier_activation", "decoder_hidden_act", "encoder_hidden_act",
+    "feat_extract_activation", "feed_forward_proj", "ff_activation", "hidden_act", "hidden_activation",
+    "hidden_mamba_act", "mamba_hidden_act", "mlp_hidden_act", "projector_hidden_act",
 )  # fmt: skip
 OWN_ACTIVATION = (
     "blt_patcher", "dinov2", "gpt_oss", "llama4_vision_model", "minimax_m3_vl_text", "pop2piano", "radio", "step3p5",

@@ -93,8 +93,17 @@ def read_json(path: str | os.PathLike[str], limit: int, error: type[FlopcalcErro
 
 
 def write_whole(path: str, text: str) -> None:
-    """Replace a file as a whole or not at all; an OSError where it fails."""
-    _remove_parts(os.path.dirname(path) or ".")
+    """Replace a file as a whole or not at all; an OSError where it fails. A pipe or a device takes it as it comes."""
+    path = os.path.realpath(path)  # a link stays one
+    if os.path.exists(path) and not os.path.isfile(path):  # to rename over a device would remove it
+        # Without blocking, so that a pipe without a reader is an error; with it again once it is open.
+        number = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(number, "w", encoding="utf-8") as stream:
+            if hasattr(os, "O_NONBLOCK"):
+                os.set_blocking(number, True)
+            stream.write(text)
+        return
+    _remove_parts(os.path.dirname(path))
     part = f"{path}.{os.getpid()}.part"
     try:
         with open(part, "w", encoding="utf-8") as file:
@@ -109,7 +118,7 @@ def write_whole(path: str, text: str) -> None:
 
 def _remove_parts(folder: str) -> None:
     """Remove what killed processes left: parts of files that nobody has written to for an hour."""
-    for name in os.listdir(folder):
+    for name in os.listdir(folder) if os.access(folder, os.R_OK) else ():
         pieces = name.rsplit(".", 2)
         if len(pieces) == 3 and pieces[1].isdigit() and pieces[2] == "part":
             path = os.path.join(folder, name)

@@ -139,3 +139,20 @@ def test_parts_are_removed(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write_whole(str(tmp_path / "c"), "text")
     assert sorted(os.listdir(tmp_path)) == ["a.json.124.part", "b.json", "c", "mine.part"]
+
+
+def test_written_pipes_and_links_stay(tmp_path: Path) -> None:
+    """To rename over a pipe or a device (-o /dev/stdout, --timeline /dev/full) would remove it."""
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="No such device or address"):  # nobody reads it
+        write_whole(str(pipe), "text")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(str(pipe), "text")
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+    link.symlink_to(file)
+    write_whole(str(link), "text")
+    assert (pipe.is_fifo(), link.is_symlink(), file.read_text()) == (True, True, "text")

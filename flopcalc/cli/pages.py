@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import click
 
 from flopcalc.errors import FlopcalcError, WorkloadError
+from flopcalc.files import write_whole
 
 FORMATS = ("table", "json", "csv", "markdown", "html")  # of commands that count
 
@@ -42,20 +42,8 @@ def write_page(page: str, output: str | None) -> None:
         return
     if os.path.isdir(output):
         raise FlopcalcError(f"{output}: is a folder: give the name of a file, such as {os.path.join(output, 'x.html')}")
-    path = os.path.realpath(output)  # a link stays one
-    temporary = f"{path}.{os.getpid()}.new"
     try:
-        if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device takes it as it comes
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(page)
-        else:
-            try:
-                with open(temporary, "w", encoding="utf-8") as file:
-                    file.write(page)
-                os.replace(temporary, path)
-            finally:
-                if os.path.exists(temporary):
-                    os.unlink(temporary)
+        write_whole(output, page)
     except OSError as error:
         raise FlopcalcError(f"{output}: cannot be written: {error.strerror or error}") from None
     click.echo(f"written: {output}", err=True)

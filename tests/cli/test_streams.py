@@ -60,3 +60,16 @@ def test_a_reader_that_left() -> None:
     shell = ["bash", "-c", 'set -o pipefail; "$0" -m flopcalc models --json | head -c 10', sys.executable]
     done = subprocess.run(shell, capture_output=True, text=True, check=False)
     assert (done.returncode, len(done.stdout), done.stderr) == (0, 10, "")
+
+
+@pytest.mark.parametrize(("command", "code"), [("verify", 1), ("models", 0)])
+def test_a_reader_that_left_before_the_answer(command: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit code of verify is its answer: 0 would say that every row agrees."""
+
+    def leave(_: list[str]) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("flopcalc.cli._run", leave)
+    with pytest.raises(SystemExit) as ended:
+        main([command])
+    assert ended.value.code == code

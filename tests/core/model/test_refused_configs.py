@@ -51,6 +51,15 @@ SEGFORMER: Json = {
     "model_type": "segformer", "num_encoder_blocks": 2, "depths": [1, 2], "sr_ratios": [2, 1], "hidden_sizes": [6, 8],
     "patch_sizes": [5, 3], "strides": [3, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
 }  # fmt: skip
+T5: Json = {
+    "model_type": "t5",
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 100,
+}
 GPTJ: Json = {"model_type": "gptj", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100}
 JAMBA: Json = {**LLAMA, "model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1}
 
@@ -140,6 +149,13 @@ JAMBA: Json = {**LLAMA, "model_type": "jamba", "attn_layer_period": 2, "attn_lay
             "activation_function holds None, which HF does not know",
         ),
         (
+            {**LLAMA, "model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False},
+            "the new decoder architecture needs parallel_attn",
+        ),
+        ({**T5, "relative_attention_max_distance": 0}, "relative_attention_num_buckets must be at least 4"),
+        ({**T5, "relative_attention_num_buckets": 3}, "relative_attention_num_buckets must be at least 4"),
+        ({**LLAMA, "model_type": "modernbert", "classifier_activation": "x"}, "classifier_activation holds 'x'"),
+        (
             {**LLAMA, "model_type": "modernbert", "classifier_pooling": None},
             "classifier_pooling must be one of cls, mean, not None",
         ),
@@ -187,6 +203,7 @@ def test_refused(config: Json, words: str) -> None:
             "num_key_value_heads": 1,
         },
         LONGCAT,
+        T5,
         {**XLSTM, "chunk_size": 7, "max_inference_chunksize": 10},
         {**SEGFORMER, "hidden_sizes": [7, 9], "depths": [1, 2, 3]},
         # A share of a head is rounded up to pairs.
@@ -199,6 +216,13 @@ def test_refused(config: Json, words: str) -> None:
 )
 def test_taken(config: Json) -> None:
     assert bind(config).parameters()["total"] > 0
+
+
+def test_head_dim_of_cohere2() -> None:
+    """transformers 5.22's Cohere2Attention takes it, as Cohere's does."""
+    config = {**LLAMA, "model_type": "cohere2", "head_dim": 32}
+    assert bind(config).parameters() != bind({**config, "head_dim": 16}).parameters()
+    assert bind({**config, "head_dim": 16}).parameters() == bind({**LLAMA, "model_type": "cohere2"}).parameters()
 
 
 TIED = "tie_word_embeddings"
