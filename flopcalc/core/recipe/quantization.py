@@ -212,7 +212,9 @@ def has_quantization(config: Mapping[str, Any]) -> bool:
     """Whether a config, or one of its parts, says how weights are quantized."""
     parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
     is_mlx = isinstance(config.get("quantization"), Mapping)
-    return is_mlx or any(part.get(key) for part in parts for key in ("quantization_config", "compression_config"))
+    return is_mlx or any(
+        part.get(key) is not None for part in parts for key in ("quantization_config", "compression_config")
+    )
 
 
 def make_stored(word: str, key: str = "", /, **changes: Any) -> Stored:

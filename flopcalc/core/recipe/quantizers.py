@@ -41,7 +41,7 @@ _WITH_HEAD: tuple[Kind, ...] = ("linear", "expert", "head")
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
     """What a model's quantization_config says; None without one, and where it dequantizes all weights on loading."""
     found = find_config(config, where)
-    if not found:
+    if found is None:
         return None
     if "quantization" in found and "quant_method" not in found:  # as hf_quant_config.json has it
         inner = found["quantization"]
@@ -177,8 +177,9 @@ _TRAINING = (
 def _read_gptq(keys: Keys) -> Quantization:
     bits = keys.choose("bits", (2, 3, 4, 8), None)
     size = keys.take("group_size", int, 128)
+    keys.take("sym", bool)
     keys.skip(
-        "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "desc_act", "sym", "true_sequential", "meta",
+        "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "desc_act", "true_sequential", "meta",
         "backend", "exllama_config", "v2", "mse", "quantizer", *_TRAINING,
     )  # fmt: skip
     for key in ("format", "checkpoint_format"):
@@ -208,9 +209,9 @@ def _read_gptq(keys: Keys) -> Quantization:
 
 
 def _make_gptq(keys: Keys, bits: int, size: int) -> Stored:
-    """Packed numbers and zero points, fp16 scales, and the group of every input; the last group may be smaller."""
+    """Packed numbers and zero points, fp16 scales, and the group of every input."""
     name = f"int{bits}"
-    return make_grouped(keys, name, size, bits=bits, scale_bits=16, zero_bits=bits, index_bits=32, rounds=True)
+    return make_grouped(keys, name, size, bits=bits, scale_bits=16, zero_bits=bits, index_bits=32)
 
 
 def _read_auto_round(keys: Keys) -> Quantization:
@@ -292,7 +293,8 @@ def _read_hqq(keys: Keys) -> Quantization:
         own.finish()
         bits = weights.choose("nbits", (8, 4, 3, 2, 1), 4)
         size = weights.take("group_size", int)
-        weights.skip("channel_wise", "optimize", "round_zero", "axis", "view_as_float")
+        weights.choose("axis", (0, 1), 1)
+        weights.skip("channel_wise", "optimize", "round_zero", "view_as_float")
         weights.finish()
         # Ten numbers of 3 bits to 32; scale and zero point in 16 bits each.
         packed = Fraction(16, 5) if bits == 3 else bits
@@ -336,7 +338,7 @@ def _read_mlx_layer(keys: Keys) -> Stored:
 
 # --- compressed-tensors -----------------------------------------------------------------------------------------------
 def _read_compressed(keys: Keys) -> Quantization:
-    format_ = keys.take("format", str, "dense")
+    format_ = keys.take("format", str, "")
     keys.skip(
         "quantization_status", "global_compression_ratio", "version", "run_compressed", "use_optimized_inference",
         "transform_config", "producer",
@@ -383,9 +385,13 @@ def _match_targets(keys: Keys, key: str, names: tuple[str, ...], stored: Stored 
 def _read_scheme(keys: Keys, format_: str) -> Stored | None:
     """One group's weights, and its activations, which say what the product is computed in."""
     weights, inputs = (keys.take(key, Mapping) for key in ("weights", "input_activations"))
-    if weights is None or format_ == "dense":
-        return None  # weights as they are, and fake-quantized in the model's own format
+    if weights is None and inputs is None:
+        keys.fail("weights", "is missing, and input_activations too")
+    if weights is None:
+        return None
     args = _read_args(Keys(weights, keys.where, f"{keys.name}.weights"))
+    if format_ == "dense":
+        return None  # weights as they are, and fake-quantized in the model's own format
     kind, bits, strategy, size, block, symmetric, index = args
     changes: dict[str, Any] = {"compute": ""}
     if inputs is not None:

@@ -275,6 +275,13 @@ def test_the_config_says_it() -> None:
         ({"quant_method": "modelopt", "quant_algo": "FP5"}, "quant_algo is 'FP5'"),
         ({"quant_method": "torchao", "quant_type": "autoquant"}, "quant_type is 'autoquant'"),
         ({"quant_method": "compressed-tensors"}, "config_groups is missing"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"]}}},
+            "g.weights is missing",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 36}, "group_size 36 does not divide"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": "maybe"}, "sym is 'maybe'"),
+        ({}, "quant_method is missing"),
         ({"quant_method": "hqq", "quant_config": {}}, "quant_config is missing"),
         (compress({**ARGS, "strategy": "group"}), "strategy group needs one"),
         ("int4", "quantization_config must be an object"),
