@@ -29,7 +29,7 @@ def test_a_reference_that_names_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     folder = tmp_path / "models--me--mine"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_bytes(main)
-    with pytest.raises(FlopcalcError, match="nor in the local Hugging Face cache"):
+    with pytest.raises(FlopcalcError, match="not in the local Hugging Face cache"):
         load_config("me/mine")
     (folder / "snapshots" / "abc").mkdir(parents=True)
     (folder / "snapshots" / "abc" / "config.json").write_text('{"model_type": "llama"}')

@@ -101,7 +101,7 @@ def _describe_latent(decoder: Decoder, mla: Mla, name: str) -> dict[str, Any]:
     return {
         **_describe_shared(decoder, experts, name), "model_type": "deepseek_v3", "num_key_value_heads": decoder.heads,
         "q_lora_rank": mla.q_rank, "kv_lora_rank": mla.kv_rank, "qk_nope_head_dim": mla.qk_nope,
-        "qk_rope_head_dim": mla.qk_rope, "v_head_dim": mla.v,
+        "qk_rope_head_dim": mla.qk_rope, "v_head_dim": mla.v, "head_dim": mla.qk_rope,
     }  # fmt: skip
 
 

@@ -219,7 +219,7 @@ def test_plot(capsys: Capture) -> None:
         (["single", "--trainer", "DPSGDTrainer"], "Missing option '--batch-size'"),
         ([*SINGLE], "single takes one model: --model-size 1b, or --model"),
         ([*SINGLE, "--model-size", "tiny,1b"], "single takes one model"),
-        (["summarize"], "not there. Give the --logs-dir"),
+        (["summarize"], "no such file or folder. Give the --logs-dir"),
         (["sumarize"], "No such command 'sumarize'"),
     ],
 )

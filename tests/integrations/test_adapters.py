@@ -213,7 +213,8 @@ PROVIDERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**EXPERTS, **LATENT, "moe_shared_expert_intermediate_size": 48},
         {**SHARED, "model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 8,
          "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1, "first_k_dense_replace": 0,
-         "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+         "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+         "head_dim": 8},
     ),
 }  # fmt: skip
 

@@ -321,7 +321,7 @@ def make_bomb(table: str, entry: str) -> str:
         ("a.yaml", "base_model: gpt2\nsequence_len: -4\n", "a.yaml: sequence_len must be at least 1, not -4"),
         ("a.yaml", "base_model: gpt2\nadapter: lora\nsequence_len: 8\n", "asks for LoRA, but no key says its targe"),
         ("a.yaml", "micro_batch_size: 1\nsequence_len: 8\n", "no known model in it; name the model yourself"),
-        ("a.yaml", "base_model: no/such-model\nsequence_len: 8\n", "'no/such-model' is neither a path"),
+        ("a.yaml", "base_model: no/such-model\nsequence_len: 8\n", "'no/such-model' is not a path"),
         ("a.yaml", "base_model: gpt2\nx: &x [*x]\n", "a.yaml: more than 10,000 entries, the most that a launch file"),
         ("a.yaml", make_bomb("{{{}}}", "k{}: *a{}"), "a.yaml: more than 10,000 entries"),
         ("a.yaml", make_bomb("[{}]", "*a{1}"), "a.yaml: more than 10,000 entries"),
