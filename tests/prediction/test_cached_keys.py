@@ -111,7 +111,7 @@ def test_a_joined_projection_of_any_name_takes_as_long(tmp_path: Path) -> None:
 
 
 def test_a_plan_takes_a_spec_too(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"device": "h200", "gpus": 8, "tokens": "1B", "seq_len": 2048, "global_batch": 64}
+    given: dict[str, Any] = {"device": "h200", "gpus": 8, "tokens": "1B", "seq_len": 2048, "tp": 1, "pp": 1, "cp": 1}
     config, path = {**SIZES, "model_type": "internlm2"}, write_spec(tmp_path)
     assert plan(config, spec=path, **given).best == plan(bind(config, spec=path), **given).best
 
