@@ -168,6 +168,7 @@ JAMBA: Json = {**LLAMA, "model_type": "jamba", "attn_layer_period": 2, "attn_lay
         ({**LONGCAT, "qk_head_dim": 20}, "qk_head_dim must be qk_nope_head_dim + qk_rope_head_dim"),
         ({**LONGCAT, "qk_nope_head_dim": -1}, "qk_nope_head_dim must be at least 0, not -1"),
         ({"model_type": "seamless_m4t", "conv_depthwise_kernel_size": 8}, "conv_depthwise_kernel_size must be odd"),
+        ({**BERT, "model_type": "albert", "num_hidden_groups": 3}, "num_hidden_groups must be 1 to num_hidden_layers"),
         ({**SEGFORMER, "strides": [3]}, "strides must have an entry for each stage"),
         (
             {"model_type": "llava", "text_config": LLAMA, "vision_feature_select_strategy": "all"},
