@@ -23,9 +23,12 @@ from flopcalc.measure.hf.models import build_model
 from flopcalc.measure.hf.verify import make_step
 
 NAME = "count_open_pairs"
-# Modules whose mask leaves padding open that the model does not need.
-OPEN_PADDING = {
+# Modules whose mask leaves open what the model does not need.
+LEFT_OPEN = {
+    "aimv2": ("text_model", "the causal text tower makes its mask only where it is given an attention_mask"),
     "mllama": ("vision_model", "the mask closes padding to padding alone: real patches see it, and it sees them"),
+    "sam2": ("backbone.blocks", "windows at an image's edge see what pads them"),
+    "sam2_vision_model": ("backbone.blocks", "windows at an image's edge see what pads them"),
     "swin": ("swin.encoder", "windows at an image's edge see what pads them"),
 }
 SEEN: list[tuple[Any, int, int]] = []  # module, FLOPs of its open pairs, and of all pairs
@@ -117,7 +120,7 @@ def test_open_pairs(name: str) -> None:
             load = make_load(workload)
             for counting, found in (("full", executed), ("model", opened)):
                 ours = sum_attends(estimator, load, counting)
-                spared = OPEN_PADDING.get(name, ("",))[0] if counting == "model" else ""
+                spared = LEFT_OPEN.get(name, ("",))[0] if counting == "model" else ""
                 different = {
                     path: (ours.get(path), value)
                     for path, value in found.items()
