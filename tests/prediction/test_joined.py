@@ -6,7 +6,8 @@ import pytest
 
 from flopcalc import bind
 from flopcalc.core.workload.workload import Workload
-from flopcalc.prediction.clock import Clock, find_joined
+from flopcalc.prediction.clock import Clock
+from flopcalc.prediction.joined import find_joined
 from flopcalc.prediction.machine import EXPERT_START_S, Machine
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.work import Moved, Product, Work
