@@ -6,8 +6,9 @@ Several workers with several threads each are slower than the cores allow. `--hy
 from __future__ import annotations
 
 import os
+import sys
 
-import pytest
+from formats import settle_bf16
 from hypothesis import settings
 
 pytest_plugins = ["tiers", "pytester"]  # tiers: tests/helpers; pytester tests it
@@ -19,9 +20,7 @@ settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
 
 
-@pytest.fixture(scope="session")
-def bf16_products() -> None:
-    """For tests that multiply in bf16: torch warns of a CPU without it once, and takes another kernel ever after."""
-    from formats import settle_bf16
-
-    settle_bf16()
+def pytest_runtest_setup() -> None:
+    """torch warns once of a CPU without bf16 and takes another kernel ever after: no test is the one that it warns."""
+    if "torch" in sys.modules:
+        settle_bf16()

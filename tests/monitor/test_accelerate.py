@@ -18,8 +18,6 @@ from tiny import CONFIG, Witness, make_llama, make_pictures, make_qwen2_vl, make
 from flopcalc import estimate_flops
 from flopcalc.monitor import TrainingMonitor
 
-pytestmark = pytest.mark.usefixtures("bf16_products")
-
 
 def reset() -> None:
     AcceleratorState._reset_state(True)

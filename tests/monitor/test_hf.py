@@ -40,7 +40,6 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, T
 from flopcalc import ConfigError, estimate_flops
 from flopcalc.monitor import FlopcalcCallback, Settings, TrainingMonitor, hf
 
-pytestmark = pytest.mark.usefixtures("bf16_products")
 RATES = [
     "perf/mfu", "perf/mfu_percent", "perf/step_time", "perf/steps_per_second", "perf/tokens_per_second",
     "perf/samples_per_second",

@@ -41,7 +41,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     # Lightning 2.6 asks torch 2.13 in an old way
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
-    pytest.mark.usefixtures("bf16_products"),
 ]
 RATES = [
     "perf/mfu", "perf/mfu_percent", "perf/step_time", "perf/steps_per_second", "perf/tokens_per_second",

@@ -19,7 +19,6 @@ from flopcalc import estimate_flops
 from flopcalc.monitor import TrainingMonitor
 from flopcalc.monitor.values import find_whole
 
-pytestmark = pytest.mark.usefixtures("bf16_products")
 STEPS = 30
 BATCH = {"input_ids": torch.arange(3, 11).reshape(2, 4), "labels": torch.arange(3, 11).reshape(2, 4)}
 

@@ -19,7 +19,6 @@ from flopcalc import ConfigError, bind, estimate_flops
 from flopcalc.monitor import TrainingMonitor
 from flopcalc.monitor.keys import CONTEXT, CORE
 
-pytestmark = pytest.mark.usefixtures("bf16_products")
 PEAK = CONFIG["monitoring"]["peak_flops_per_s"]
 
 

@@ -13,7 +13,6 @@ from flopcalc.measure.predictor import single_calls as alone
 from flopcalc.measure.predictor.fit.memory import fit_curves
 from flopcalc.measure.predictor.fit.points import read_single_calls
 
-pytestmark = pytest.mark.usefixtures("bf16_products")
 ATTENTION = {
     "kernel", "direction", "mask", "batch", "heads", "kv_heads", "qk", "v", "length", "keys", "seconds"
 }  # fmt: skip

@@ -12,7 +12,6 @@ from flopcalc.measure.calibrate.tables import Bench
 from flopcalc.measure.predictor import host_calls as calls
 from flopcalc.measure.trace.dispatch import trace_operators
 
-pytestmark = pytest.mark.usefixtures("bf16_products")
 KINDS = (
     "pointwise", "view", "make", "fill", "cast", "copy", "cat", "reduce", "norm", "softmax", "gather", "scatter",
     "sort", "product", "attention", "attention_masked",

@@ -22,7 +22,6 @@ from flopcalc.measure.predictor.fit.cases import ModelledCase, make_machine, mod
 from flopcalc.measure.predictor.fit.host import is_device_slow
 from flopcalc.measure.predictor.narrow import narrow
 
-pytestmark = pytest.mark.usefixtures("bf16_products")
 PRESETS = list(runs.NARROW)
 LIGHT = ("llama-3.2-1b", "gpt2", "mixtral-8x7b", "qwen2-vl-2b")
 MOST = 80e6  # parameters besides the vocabulary: sixteen experts are most of them

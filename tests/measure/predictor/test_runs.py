@@ -23,7 +23,6 @@ from flopcalc.measure.predictor.single_calls import list_rows
 from flopcalc.prediction.machine import SCHEMA, load_predictor
 from flopcalc.prediction.step import predict
 
-pytestmark = pytest.mark.usefixtures("bf16_products")
 RESULTS = ROOT / "benchmarks" / "results"
 
 

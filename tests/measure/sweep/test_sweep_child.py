@@ -133,7 +133,6 @@ def test_the_same_configuration_trains_the_same(tmp_path: Path) -> None:
     assert (loss["first"] == noisy["first"], loss["last"] == noisy["last"]) == (True, False)
 
 
-@pytest.mark.usefixtures("bf16_products")
 def test_dtype_and_presets(tmp_path: Path) -> None:
     args = make_args(tmp_path, model="tiny", dtype="bf16", trainer="DPGhostClippingTrainer", steps=1, warmup=0)
     row = child.start(args)({})

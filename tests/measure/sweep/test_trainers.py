@@ -185,7 +185,6 @@ def test_noise_is_the_seed_s() -> None:
     assert not torch.equal(run(HOOKS, 1.5, 1) - clean, noises[0])
 
 
-@pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("name", TRAINERS)
 def test_bf16_goes_the_same_way(name: str) -> None:
     batch = make_batch()

@@ -17,8 +17,6 @@ from flopcalc.measure.trace.operators import __main__ as command
 from flopcalc.measure.trace.operators import comparing, configs
 from flopcalc.measure.trace.operators.comparing import compare
 
-pytestmark = pytest.mark.usefixtures("bf16_products")
-
 
 class Gate(torch.nn.Module):
     def __init__(self) -> None:
