@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from tests.measure.hf.test_quantized_modules import load_config
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-TYPES = ["deepseek_v3", "glm4_moe", "ernie4_5_moe", "nemotron_h", "deepseek_v4", "longcat_flash", "mixtral", "mistral4"]
+TYPES = [
+    "deepseek_v3", "glm4_moe", "ernie4_5_moe", "nemotron_h", "deepseek_v4", "longcat_flash", "hy_v4", "glm5_next",
+    "kolibri1", "mixtral", "mistral4",
+]  # fmt: skip
 CASES = [(name, cast) for name in TYPES for cast in (False, True)]
 # transformers' reference code computes scans in float32; its GPU kernels read the model's own format.
 SCANS = ("mixer", "linear_attn")
@@ -70,16 +74,20 @@ def find_counted(config: dict[str, Any], autocast: bool) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "autocast"), mark_heavy(CASES))
-def test_modules(name: str, autocast: bool) -> None:
+def test_modules(name: str, autocast: bool, tmp_path: Path) -> None:
     from flopcalc.measure.hf.models import build_model
 
     config = load_config(name)
     architecture = bind(config).spec.architecture
-    model = build_model(config, "eager", "eager", dtype=torch.bfloat16, architecture=architecture).eval()
+    built = build_model(config, "eager", "eager", dtype=torch.bfloat16, architecture=architecture)
+    built.save_pretrained(tmp_path)  # loading keeps some parameters in float32
+    model = type(built).from_pretrained(
+        tmp_path, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
+    )
     counted = find_counted(config, autocast)
     assert counted == find_computed(model, autocast)
     # Autocast casts back what is cast, unless the code turns it off.
-    assert bool(counted) == (name not in ("mixtral", "mistral4") and (not autocast or name == "ernie4_5_moe"))
+    assert bool(counted) == (name not in ("mixtral", "mistral4") and (not autocast or name in ("ernie4_5_moe", "hy_v4")))
 
 
 def test_what_the_user_says_comes_first() -> None:
