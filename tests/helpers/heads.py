@@ -26,6 +26,7 @@ NOT_RUN = {
     "FunnelBaseModel": "its spec has the decoder, which this class lacks",
     "HGNetV2Backbone": "hands out feature maps; counted as the classifier, which a note says",
     "FastVlmModel": "needs timm", "Gemma3nModel": "needs timm", "PerceptionLMModel": "needs timm",
+    "TimmWrapperModel": "needs timm",
     "InstructBlipModel": "hands out no last hidden state", "InstructBlipVideoModel": "hands out no last hidden state",
     "Blip2Model": "hands out no last hidden state", "OwlViTModel": "hands out no last hidden state",
     "Owlv2Model": "hands out no last hidden state",

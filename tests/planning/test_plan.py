@@ -322,7 +322,7 @@ def test_plot(tmp_path: Path) -> None:
     assert (tmp_path / "plan.svg").read_text(encoding="utf-8").startswith("<?xml")
     found.plot(str(tmp_path / "plan.png"))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(FlopcalcError, match=r"^plot '.*': give a file name that ends in .png, .svg or .pdf$"):
+    with pytest.raises(FlopcalcError, match=r"^plot '.*: give a file name that ends in .png, .svg or .pdf$"):
         found.plot(tmp_path / "plan")
 
 
