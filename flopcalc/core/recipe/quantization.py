@@ -19,6 +19,7 @@ BY_HAND = "--weights FORMAT says the format by hand"
 # embeddings; anything else. A rule for linears holds for subclasses too.
 Kind = Literal["linear", "subclass", "expert", "head", "embed", "other"]
 ALL_KINDS: tuple[Kind, ...] = ("linear", "expert", "head", "embed", "other")
+WITH_HEAD: tuple[Kind, ...] = ("linear", "expert", "head")
 
 # What lists of modules in a downloaded config may hold.
 MAX_PATTERNS = 20_000
@@ -165,6 +166,19 @@ class Keys:
         if isinstance(value, (Mapping, list)) or value not in choices:
             self.fail(key, f"is {format_value(value)}; known: {', '.join(map(str, choices))}")
         return value
+
+    def enter(self, key: str, value: Any, name: str) -> Keys:
+        """The keys of an object inside this one."""
+        if not isinstance(value, Mapping):
+            self.fail(key, f"holds {format_value(value)}, which is no object")
+        return Keys(value, self.where, f"{self.name}.{name}")
+
+    def pick(self, old: str, new: str) -> str:
+        """Which of two names of one key the file has; both with different values is an error."""
+        if old in self.config and new in self.config and self.config[old] != self.config[new]:
+            self.fail(old, f"and {new} contradict each other")
+        self.skip(old, new)
+        return old if old in self.config else new
 
     def take_names(self, key: str) -> tuple[str, ...] | None:
         """A list of module names; None where there is none."""

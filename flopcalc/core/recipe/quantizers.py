@@ -11,10 +11,12 @@ from fractions import Fraction
 from typing import Any
 
 from flopcalc.core.model.config_rules import list_unconverted
-from flopcalc.core.recipe.formats import Stored, parse_compute
+from flopcalc.core.recipe.compressed import read_cache, read_compressed
+from flopcalc.core.recipe.formats import Stored, find_computed, parse_compute
 from flopcalc.core.recipe.quantization import (
     ALL_KINDS,
     BY_HAND,
+    WITH_HEAD,
     Keys,
     Kind,
     Pattern,
@@ -35,7 +37,6 @@ _EXACT = ("bitsandbytes", "fp8")
 # Models whose layers are transformers' Conv1D, and methods that do not convert it.
 _CONV1D = ("decision_transformer", "gpt2", "imagegpt", "openai-gpt")
 _LINEAR_ALONE = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "hqq", "mxfp8", "nvfp4", "torchao")
-_WITH_HEAD: tuple[Kind, ...] = ("linear", "expert", "head")
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
@@ -125,7 +126,7 @@ def _read_fp8(keys: Keys) -> Quantization:
     if more:
         rules.append(Rule(stored, ("embed", "head"), tuple(keys.compile("modules_to_convert", more, "hf"))))
     rules += [Rule(expert, ("expert",)), Rule(stored, ("linear", "head"))]
-    return Quantization("fp8", tuple(rules), _read_cache(keys))
+    return Quantization("fp8", tuple(rules), read_cache(keys))
 
 
 def _read_block_format(name: str) -> Callable[[Keys], Quantization]:
@@ -151,8 +152,8 @@ def _read_mxfp4(keys: Keys) -> Quantization:
 
 # --- integers, by weight alone ----------------------------------------------------------------------------------------
 def _read_awq(keys: Keys) -> Quantization:
-    bits = keys.choose("w_bit" if "w_bit" in keys.config else "bits", (4,), 4)
-    size = keys.take("q_group_size" if "q_group_size" in keys.config else "group_size", int, 128)
+    bits = keys.choose(keys.pick("w_bit", "bits"), (4,), 4)
+    size = keys.take(keys.pick("q_group_size", "group_size"), int, 128)
     keys.take("zero_point", bool, True)  # zero points lie there either way
     for key in ("version", "format"):
         keys.choose(key, ("gemm", "gemv", "gemv_fast", "llm-awq", "exllama", "ipex"), "gemm")
@@ -177,9 +178,10 @@ _TRAINING = (
 def _read_gptq(keys: Keys) -> Quantization:
     bits = keys.choose("bits", (2, 3, 4, 8), None)
     size = keys.take("group_size", int, 128)
-    keys.take("sym", bool)
+    for key in ("sym", "desc_act", "true_sequential"):
+        keys.take(key, bool)
     keys.skip(
-        "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "desc_act", "true_sequential", "meta",
+        "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "meta",
         "backend", "exllama_config", "v2", "mse", "quantizer", *_TRAINING,
     )  # fmt: skip
     for key in ("format", "checkpoint_format"):
@@ -189,22 +191,24 @@ def _read_gptq(keys: Keys) -> Quantization:
     for text, changes in (keys.take("dynamic", Mapping) or {}).items():
         patterns = tuple(keys.compile("dynamic", [text[2:] if text[:2] in ("-:", "+:") else text], "regex"))
         if text.startswith("-:"):
-            rules.append(Rule(None, _WITH_HEAD, patterns))
+            rules.append(Rule(None, WITH_HEAD, patterns))
             continue
-        own = Keys(changes if isinstance(changes, Mapping) else {}, keys.where, f"{keys.name}.dynamic[{text!r}]")
+        own = keys.enter("dynamic", changes, f"dynamic[{text!r}]")
         own.skip("desc_act", "sym", "damp_percent", "mse", "act_group_aware", "static_groups")
         some = _make_gptq(own, own.choose("bits", (2, 3, 4, 8), bits), own.take("group_size", int, size))
         own.finish()
-        rules.append(Rule(some, _WITH_HEAD, patterns))
+        rules.append(Rule(some, WITH_HEAD, patterns))
     inside = keys.take("modules_in_block_to_quantize", (list, tuple))
     excluded = exclude(keys, "modules_to_not_convert")
     has_head = keys.take("lm_head", bool, False)
-    kinds: tuple[Kind, ...] = _WITH_HEAD if has_head else ("linear", "expert")
+    kinds: tuple[Kind, ...] = WITH_HEAD if has_head else ("linear", "expert")
     rules += [rule for rule in excluded if not (has_head and rule.kinds == ("head",))]
     if inside is None:
         return Quantization("gptq", (*rules, Rule(stored, kinds, is_language=True)))
     names = [name for entry in inside for name in (entry if isinstance(entry, (list, tuple)) else (entry,))]
-    patterns = tuple(keys.compile("modules_in_block_to_quantize", map(str, names), "name"))
+    if not all(isinstance(name, str) for name in names):
+        keys.fail("modules_in_block_to_quantize", f"is {format_value(inside)}; it is names, or lists of names")
+    patterns = tuple(keys.compile("modules_in_block_to_quantize", names, "name"))
     return Quantization("gptq", (*rules, Rule(stored, kinds, patterns, is_language=True)))
 
 
@@ -219,28 +223,53 @@ def _read_auto_round(keys: Keys) -> Quantization:
     if not packing.endswith(("gptq", "awq")):
         keys.fail("packing_format", f"is {format_value(packing)}; known: auto_round:auto_gptq, auto_round:auto_awq")
     bits, size = keys.choose("bits", (2, 3, 4, 8), 4), keys.take("group_size", int, 128)
-    keys.choose("data_type", ("int",), "int")
+    _check_auto_round(keys)
+    cache = {"": "", "fp8": "fp8", "float8_e4m3fn": "fp8"}
+    kv_cache = cache[keys.choose("static_kv_dtype", cache, "")]
+    keys.take("sym", bool)
     keys.skip(
-        "sym", "backend", "autoround_version", "auto_round_version", "iters", "nsamples", "lr", "minmax_lr", "seqlen",
+        "backend", "autoround_version", "auto_round_version", "iters", "nsamples", "lr", "minmax_lr", "seqlen",
         "batch_size", "low_gpu_mem_usage", "gradient_accumulate_steps", "enable_minmax_tuning", "to_quant_block_names",
-        "block_name_to_quantize", "enable_quanted_input", "scale_dtype", "amp", "train_bs", "dataset", "provider",
-        "enable_norm_bias_tuning", "super_bits", "super_group_size", "act_bits", "quant_lm_head", "quant_block_list",
-        "enable_alg_ext", "static_kv_dtype", "supported_types", "regex_config",
+        "block_name_to_quantize", "enable_quanted_input", "amp", "train_bs", "dataset", "provider",
+        "enable_norm_bias_tuning", "quant_block_list", "enable_alg_ext", "supported_types", "regex_config",
     )  # fmt: skip
+    has_head = keys.take("quant_lm_head", bool, False)
     is_awq = packing.endswith("awq")
     make: Callable[[Keys, int, int], Stored] = _make_gptq
     if is_awq:
         make = lambda own, each, many: make_grouped(own, f"int{each}", many)  # noqa: E731
     rules = []
     for name, changes in (keys.take("extra_config", Mapping) or {}).items():
-        own = Keys(changes if isinstance(changes, Mapping) else {}, keys.where, f"{keys.name}.extra_config[{name!r}]")
+        own = keys.enter("extra_config", changes, f"extra_config[{name!r}]")
         each = own.choose("bits", (2, 3, 4, 8, 16, 32), bits)
+        _check_auto_round(own, is_plain=each >= 16)
         some = None if each >= 16 else make(own, each, own.take("group_size", int, size))
+        own.skip("group_size", "sym", "in_blocks", "fixed_by_user")
+        own.finish()
         # A name, or a regular expression for whole names.
         patterns = (Pattern(name, "name"), *keys.compile("extra_config", [f"(?:{name})$"], "regex"))
-        rules.append(Rule(some, _WITH_HEAD, patterns))
-    rules += exclude(keys, "modules_to_not_convert")
-    return Quantization("auto-round", (*rules, Rule(make(keys, bits, size), is_language=True)))
+        rules.append(Rule(some, WITH_HEAD, patterns))
+    rules += [rule for rule in exclude(keys, "modules_to_not_convert") if not (has_head and rule.kinds == ("head",))]
+    stored = make(keys, bits, size)
+    kinds = WITH_HEAD if has_head else ("linear", "expert")
+    return Quantization("auto-round", (*rules, Rule(stored, kinds, is_language=True)), kv_cache)
+
+
+def _check_auto_round(keys: Keys, is_plain: bool = False) -> None:
+    """Weights are integers with plain scales, and activations are not quantized."""
+    if not is_plain:
+        keys.choose("data_type", ("int",), "int")
+    for key in ("act_bits", "super_bits", "super_group_size"):
+        bits = keys.take(key, int)
+        if bits is not None and (key != "act_bits" or bits < 16):
+            keys.fail(key, f"is {bits}: quantized {'activations' if key == 'act_bits' else 'scales'} are not read")
+    for key in ("rotation_config", "rotation_configs", "static_attention_dtype"):
+        if keys.take(key, (str, Mapping, list)):
+            keys.fail(key, f"is {format_value(keys.config[key])}, which is not read here")
+    keys.skip(
+        "data_type", "scale_dtype", "act_group_size", "act_sym", "act_dynamic", "act_data_type",
+        "static_kv_granularity", "static_attention_granularity",
+    )  # fmt: skip
 
 
 _BITS = {bits: (f"load_in_{bits}bit", f"_load_in_{bits}bit") for bits in (4, 8)}
@@ -251,20 +280,25 @@ def _read_bitsandbytes(keys: Keys) -> Quantization:
     four, eight = (any(asked[key] for key in names) for names in _BITS.values())
     if four == eight:
         keys.fail("load_in_4bit", f"and load_in_8bit are both {str(four).lower()}")
+    if keys.take("llm_int8_has_fp16_weight", bool, False) and eight:
+        keys.fail("llm_int8_has_fp16_weight", "is true: 16-bit weights beside int8 products are not read")
+    keys.take("llm_int8_threshold", (int, float))
     kind = keys.choose("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
     is_double = keys.take("bnb_4bit_use_double_quant", bool, False)
     compute = keys.config.get("bnb_4bit_compute_dtype")
     keys.skip(
-        "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "llm_int8_threshold", "llm_int8_has_fp16_weight",
-        "llm_int8_enable_fp32_cpu_offload",
+        "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "llm_int8_enable_fp32_cpu_offload",
     )  # fmt: skip
     notes = ["bitsandbytes converts torch.nn.Linear alone: stacks of experts stay in the model's own format"]
     if four:
         stored = make_stored("nf4-double" if is_double else "nf4", name=f"{kind}-double" if is_double else kind)
         try:
-            stored = replace(stored, compute=parse_compute("fp32" if compute is None else compute, "dtype"))
+            found = find_computed(parse_compute("fp32" if compute is None else compute, "dtype"))
         except RecipeError:
             keys.fail("bnb_4bit_compute_dtype", f"is {format_value(compute)}, which is no format")
+        if not found.is_everywhere:
+            keys.fail("bnb_4bit_compute_dtype", f"is {format_value(compute)}; known: bfloat16, float16, float32")
+        stored = replace(stored, compute=found.name)
         if compute is None:
             notes.append("bnb_4bit_compute_dtype is not set: bitsandbytes computes in float32 then")
     else:
@@ -284,7 +318,7 @@ def _read_hqq(keys: Keys) -> Quantization:
         keys.fail("quant_config", "is missing")
     layers = {"": found} if "weight_quant_params" in found else dict(found)
     for tag, entry in layers.items():
-        own = Keys(entry if isinstance(entry, Mapping) else {}, keys.where, f"{keys.name}.quant_config")
+        own = keys.enter("quant_config", entry, "quant_config" if not tag else f"quant_config[{tag!r}]")
         for key in ("scale_quant_params", "zero_quant_params"):
             if own.take(key, Mapping) is not None:
                 own.fail(key, "is set: quantized scales are not read")
@@ -293,6 +327,8 @@ def _read_hqq(keys: Keys) -> Quantization:
         own.finish()
         bits = weights.choose("nbits", (8, 4, 3, 2, 1), 4)
         size = weights.take("group_size", int)
+        if size is not None and size < 1:
+            weights.fail("group_size", f"is {size}; it is a number of weights")
         weights.choose("axis", (0, 1), 1)
         weights.skip("channel_wise", "optimize", "round_zero", "view_as_float")
         weights.finish()
@@ -332,143 +368,9 @@ def _read_mlx_layer(keys: Keys) -> Stored:
         return stored
     if bits not in (2, 3, 4, 5, 6, 8):
         keys.fail("bits", f"is {format_value(bits)}; known: 2, 3, 4, 5, 6, 8")
-    stored = make_grouped(keys, "int4", 64 if size is None else size, bits=bits, zero_bits=16)
+    size = keys.choose("group_size", (32, 64, 128), 64)  # of MLX's kernels
+    stored = make_grouped(keys, "int4", size, bits=bits, zero_bits=16)
     return replace(stored, name=f"int{bits}-g{stored.inputs}")
-
-
-# --- compressed-tensors -----------------------------------------------------------------------------------------------
-def _read_compressed(keys: Keys) -> Quantization:
-    format_ = keys.take("format", str, "")
-    keys.skip(
-        "quantization_status", "global_compression_ratio", "version", "run_compressed", "use_optimized_inference",
-        "transform_config", "producer",
-    )  # fmt: skip
-    sparse = keys.take("sparsity_config", Mapping) or {}
-    if sparse.get("format", "dense") not in ("dense", None):
-        keys.fail("sparsity_config", f"has format {format_value(sparse.get('format'))}: sparse weights are not read")
-    rules: list[Rule] = []
-    ignored = keys.take_names("ignore") or ()
-    if ignored:
-        rules += _match_targets(keys, "ignore", ignored, None)
-    named: list[Rule] = []
-    classes: list[Rule] = []
-    groups = keys.take("config_groups", Mapping) or {}
-    for label, group in groups.items():
-        own = Keys(group if isinstance(group, Mapping) else {}, keys.where, f"{keys.name}.config_groups.{label}")
-        targets = own.take_names("targets")
-        if not targets:
-            own.fail("targets", "is missing")
-        own.skip("output_activations")
-        stored = _read_scheme(own, own.take("format", str, format_))
-        own.finish()
-        for rule in _match_targets(own, "targets", targets, stored):
-            (named if rule.patterns else classes).append(rule)
-    cache = _read_cache(keys)
-    if not groups and not cache:
-        keys.fail("config_groups", "is missing")
-    return Quantization("compressed-tensors", (*rules, *named, *classes), cache)
-
-
-_CLASSES: dict[str, tuple[Kind, ...]] = {"Linear": _WITH_HEAD, "Embedding": ("embed",)}
-
-
-def _match_targets(keys: Keys, key: str, names: tuple[str, ...], stored: Stored | None) -> list[Rule]:
-    """Names, classes and regular expressions ('re:…') of modules."""
-    rules = [Rule(stored, _CLASSES[name]) for name in names if name in _CLASSES]
-    patterns = keys.compile(key, [name[3:] for name in names if name.startswith("re:")], "regex")
-    patterns += [Pattern(name, "name") for name in names if name not in _CLASSES and not name.startswith("re:")]
-    if patterns:
-        rules.append(Rule(stored, _WITH_HEAD if stored is not None else ALL_KINDS, tuple(patterns)))
-    return rules
-
-
-def _read_scheme(keys: Keys, format_: str) -> Stored | None:
-    """One group's weights, and its activations, which say what the product is computed in."""
-    weights, inputs = (keys.take(key, Mapping) for key in ("weights", "input_activations"))
-    if weights is None and inputs is None:
-        keys.fail("weights", "is missing, and input_activations too")
-    if weights is None:
-        return None
-    args = _read_args(Keys(weights, keys.where, f"{keys.name}.weights"))
-    if format_ == "dense":
-        return None  # weights as they are, and fake-quantized in the model's own format
-    kind, bits, strategy, size, block, symmetric, index = args
-    changes: dict[str, Any] = {"compute": ""}
-    if inputs is not None:
-        changes["compute"] = _name_compute(Keys(inputs, keys.where, f"{keys.name}.input_activations"))
-    if format_.startswith("marlin"):
-        keys.fail("format", f"is {format_value(format_)}: sparse weights are not read")
-    key = f"{keys.name}.weights.group_size"
-    if kind == "float" and bits == 4:
-        if strategy == "tensor_group" or size == 16:
-            return make_stored("nvfp4", key, inputs=size or 16, tensor_bits=64 if inputs is not None else 32, **changes)
-        return make_stored("mxfp4", key, inputs=size or 32, **changes)
-    if kind == "float" and bits == 8 and "mxfp8" in format_:
-        return make_stored("mxfp8", key, inputs=size or 32, **changes)
-    if bits > 8 or bits < 2:
-        keys.fail("weights.num_bits", f"is {bits}")
-    name = f"{'fp' if kind == 'float' else 'int'}{bits}"
-    is_packed = kind == "int" and "pack" in format_
-    stored = Stored(
-        name, bits if is_packed else 8, scale_bits=16, zero_bits=0 if symmetric else bits if is_packed else 8,
-        tensor_bits=128 if is_packed else 0, index_bits=index, key=key, **changes,
-    )  # fmt: skip
-    if strategy == "block":
-        return replace(stored, name=f"{name}-block", outputs=block[0], inputs=block[1], rounds=True)
-    if strategy == "group":
-        return replace(stored, name=f"{name}-g{size}", outputs=1, inputs=size)
-    return replace(stored, outputs=1) if strategy == "channel" else stored
-
-
-def _read_args(keys: Keys) -> tuple[str, int, str, int, tuple[int, int], bool, int]:
-    """Type, bits, strategy, group size, block, symmetry and the bits of an input's index."""
-    kind = keys.choose("type", ("int", "float"), "int")
-    bits = keys.take("num_bits", int, 8)
-    size = keys.take("group_size", int, 0)
-    default = "group" if size > 0 else "channel" if size == -1 else "tensor"
-    strategy = keys.choose(
-        "strategy", ("tensor", "channel", "group", "block", "tensor_group", "token", "attn_head"), default
-    )
-    block = keys.take("block_structure", (list, tuple, str), (128, 128))
-    if isinstance(block, str):
-        block = [int(each) if each.isdigit() else 0 for each in block.lower().split("x")]
-    if len(block) != 2 or any(type(each) is not int or each < 1 for each in block):
-        keys.fail("block_structure", f"is {format_value(block)}; it is two sizes, as [128, 128]")
-    if strategy == "group" and size < 1:
-        keys.fail("group_size", f"is {size}; strategy group needs one")
-    order = keys.take("actorder", (str, bool), "")
-    keys.skip("dynamic", "observer", "observer_kwargs", "scale_dtype", "zp_dtype", "is_mx")
-    symmetric = keys.take("symmetric", bool, True)
-    keys.finish()
-    index = 32 if order is True or order in ("group", "dynamic") else 0
-    return kind, bits, strategy, max(size, 0), (block[0], block[1]), symmetric, index
-
-
-def _name_compute(keys: Keys) -> str:
-    """The format that activations are brought to, which is the product's."""
-    kind, bits, strategy, size, *_ = _read_args(keys)
-    names = {("float", 8): "fp8", ("int", 8): "int8", ("int", 4): "int4", ("float", 4): "nvfp4"}
-    if (kind, bits) not in names:
-        keys.fail("num_bits", f"is {bits} with type {kind}")
-    if size == 32 and kind == "float":
-        return "mxfp8" if bits == 8 else "mxfp4"
-    del strategy
-    return names[kind, bits]
-
-
-def _read_cache(keys: Keys) -> str:
-    """The format of cached keys and values; empty: the model's own."""
-    scheme = keys.take("kv_cache_scheme", (Mapping, str))
-    algorithm = keys.take("kv_cache_quant_algo", str)
-    if algorithm is not None and algorithm.lower() != "none":
-        if algorithm.lower() not in ("fp8", "nvfp4", "int8"):
-            keys.fail("kv_cache_quant_algo", f"is {format_value(algorithm)}; known: FP8, NVFP4, INT8")
-        return str(algorithm).lower()
-    if scheme is None:
-        return ""
-    if isinstance(scheme, str):
-        return "fp8"  # AutoFP8: static or dynamic scales
-    return _name_compute(Keys(scheme, keys.where, f"{keys.name}.kv_cache_scheme"))
 
 
 # --- modelopt ---------------------------------------------------------------------------------------------------------
@@ -489,22 +391,22 @@ _ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 def _read_modelopt(keys: Keys) -> Quantization:
-    keys.skip("producer", "config_groups", "has_zero_point", "pre_quant_scale", "quant_type")
+    keys.skip("producer", "config_groups", "quant_type")
     excluded = [found for key in ("ignore", "exclude_modules") if (found := keys.take_names(key)) is not None]
     patterns = [Pattern(name, "glob") for names in excluded for name in names]
     patterns += [Pattern(f"*{pattern.text}", "glob") for pattern in patterns if not pattern.text.startswith("*")]
     rules = [Rule(None, ALL_KINDS, tuple(patterns))] if patterns else [Rule(None, ("head",))]
     layers = keys.take("quantized_layers", Mapping) or {}
     for name, entry in layers.items():
-        own = Keys(entry if isinstance(entry, Mapping) else {}, keys.where, f"{keys.name}.quantized_layers[{name!r}]")
-        rules.append(Rule(_read_algorithm(own), _WITH_HEAD, (Pattern(name, "name"),)))
-        own.skip("has_zero_point", "pre_quant_scale")
+        own = keys.enter("quantized_layers", entry, f"quantized_layers[{name!r}]")
+        rules.append(Rule(_read_algorithm(own), WITH_HEAD, (Pattern(name, "name"),)))
         own.finish()
     if not layers:
-        rules.append(Rule(_read_algorithm(keys), _WITH_HEAD))
+        rules.append(Rule(_read_algorithm(keys), WITH_HEAD))
     else:
         keys.choose("quant_algo", ("mixed_precision",), "mixed_precision")
-    return Quantization("modelopt", tuple(rules), _read_cache(keys))
+        keys.skip("has_zero_point", "pre_quant_scale")
+    return Quantization("modelopt", tuple(rules), read_cache(keys))
 
 
 def _read_algorithm(keys: Keys) -> Stored | None:
@@ -512,6 +414,9 @@ def _read_algorithm(keys: Keys) -> Stored | None:
         keys.fail("quant_algo", "is missing")
     name = keys.take("quant_algo", str)
     size = keys.take("group_size", int)
+    keys.take("pre_quant_scale", bool)
+    if keys.take("has_zero_point", bool, False):
+        keys.fail("has_zero_point", "is true: zero points are not read")
     if name is None or name.lower() == "none":
         return None
     found = _ALGORITHMS.get(name.upper())
@@ -537,7 +442,7 @@ _READERS: dict[str, Callable[[Keys], Quantization]] = {
     "intel/auto-round": _read_auto_round,
     "bitsandbytes": _read_bitsandbytes,
     "hqq": _read_hqq,
-    "compressed-tensors": _read_compressed,
+    "compressed-tensors": read_compressed,
     "modelopt": _read_modelopt,
     "modelopt-fp4": _read_modelopt,
     "torchao": read_torchao,

@@ -33,6 +33,16 @@ _TYPES: dict[str, dict[str, Any]] = {
     "nvfp4weightonly": {"format": "nvfp4", "compute": ""},
     "mxdynamicactivationmxweight": {"format": "mxfp8"},
 }
+# Fields of torchao's config classes, of 0.18 and of older releases.
+_FIELDS = (
+    "group_size", "granularity", "weight_granularity", "weight_dtype", "activation_dtype", "mapping_type",
+    "weight_mapping_type", "act_mapping_type", "scale_dtype", "weight_scale_dtype", "layout", "use_hqq",
+    "zero_point_domain", "preserve_zero", "set_inductor_config", "int4_packing_format", "int4_choose_qparams_algorithm",
+    "int4_tile_packed_ntile", "intx_packing_format", "intx_choose_qparams_algorithm", "packing_format", "mm_config",
+    "activation_value_lb", "activation_value_ub", "kernel_preference", "weight_only_decode", "reduce_range", "version",
+    "alg_id", "block_size", "scaling_mode", "use_triton_kernel", "use_dynamic_per_tensor_scale", "step",
+    "gemm_kernel_choice", "inner_k_tiles",
+)  # fmt: skip
 
 
 def read_torchao(keys: Keys) -> Quantization:
@@ -52,12 +62,12 @@ def read_torchao(keys: Keys) -> Quantization:
     if embeds:
         rules = [rule for rule in rules if rule.kinds != ("head",)]
         kinds = ("linear", "head", "embed")
-    inner = found.get("_data", {})
+    inner = keys.enter("quant_type", found.get("_data") or {}, "quant_type").config
     several = next((inner[key] for key in ("module_fqn_to_config", "fqn_to_config") if key in inner), None)
     if several is None:
         return Quantization("torchao", (*rules, Rule(_read_type(keys, found), kinds)))
     last = []
-    for name, entry in several.items():
+    for name, entry in keys.enter("quant_type", several, "quant_type").config.items():
         stored = None if entry is None else _read_type(keys, entry)
         if name == "_default":
             last.append(Rule(stored, kinds))
@@ -70,12 +80,21 @@ def read_torchao(keys: Keys) -> Quantization:
     return Quantization("torchao", (*rules, *last))
 
 
-def _read_type(keys: Keys, entry: Mapping[str, Any]) -> Stored:
-    name, data = str(entry.get("_type")), entry.get("_data") or {}
+def _read_type(keys: Keys, entry: Any) -> Stored:
+    entry = keys.enter("quant_type", entry, "quant_type").config
+    name, own = str(entry.get("_type")), keys.enter("quant_type", entry.get("_data") or {}, "quant_type")
     plain = name.removesuffix("Config").replace("_", "").lower()
     known = _TYPES.get(plain)
     if known is None:
         keys.fail("quant_type", f"is {format_value(name)}; known: {', '.join(_TYPES)}")
+    own.skip(*_FIELDS)
+    own.finish()
+    data = own.config
+    for key in ("layout", "int4_packing_format", "packing_format"):
+        if "sparse" in str(data.get(key)).lower():
+            own.fail(key, f"is {format_value(data[key])}: sparse weights are not read")
+    if data.get("block_size", 32) != 32:
+        own.fail("block_size", f"is {format_value(data['block_size'])}; known: 32")
     changes = {key: value for key, value in known.items() if key not in ("format", "size")}
     granularity = data.get("weight_granularity") or data.get("granularity")
     format_ = known["format"]
