@@ -235,7 +235,7 @@ def translate(
     gpus: int = 1,
     device: str | None = None,
     dtype: Any = "bf16",
-    peak: float | None = None,
+    peak: float | Mapping[str, float] | None = None,
     mtp: int | None = None,
     **workload: Any,
 ) -> Translation:

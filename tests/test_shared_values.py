@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -14,8 +15,10 @@ from flopcalc import (
     Workload,
     WorkloadError,
     estimate_flops,
+    hfu,
     make_recipe,
     make_workload,
+    mfu,
     plan,
     predict,
 )
@@ -35,6 +38,23 @@ def test_one_workload_and_one_recipe_serve_all_three() -> None:
     assert predict(MODEL, workload, recipe=recipe, **QUICK) == predict(MODEL, **sizes, recipe=same, **QUICK)
     planned = plan(MODEL, workload, recipe=recipe, **FEW)
     assert planned.best == plan(MODEL, seq_len=512, global_batch=8, recipe=same, **FEW).best
+
+
+def test_one_mfu_under_mixed_formats() -> None:
+    """predict and plan give the shares that mfu() and hfu() give for their step times."""
+    workload, lora = Workload(8, 512), {"lora": "r=16,targets=all-linear", "recompute": "none"}
+    estimate = estimate_flops(MODEL, workload, recipe=lora, weights="nf4")
+    assert list(estimate.by_dtype()) == ["bf16", "fp32"]
+    found = predict(MODEL, workload, recipe=lora, weights="nf4", **QUICK)
+    share = hfu(estimate_flops(MODEL, workload, recipe=lora, weights="nf4", device="h200"), 1, device="h200")
+    assert found.mfu == float(mfu(estimate, found.step_time_s.mid, device="h200"))
+    assert math.isclose(found.hfu, float(share) / found.step_time_s.mid, rel_tol=1e-12)
+    wide = estimate_flops(MODEL, workload, compute="fp8")
+    assert list(wide.by_dtype()) == ["fp8", "bf16"]
+    for each, options in ((estimate, {"recipe": lora, "weights": "nf4"}), (wide, {"compute": "fp8"})):
+        best = plan(MODEL, workload, **options, **FEW, recompute="none").best[0]
+        for value, share_of in ((best.mfu, mfu), (best.hfu, hfu)):
+            assert math.isclose(value, float(share_of(each, best.step.seconds, device="h200", gpus=8)), rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

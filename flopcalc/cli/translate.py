@@ -10,7 +10,7 @@ import click
 from flopcalc.api import translate as translate_performance
 from flopcalc.cli.command import Command, model_argument
 from flopcalc.cli.options.counting import make_estimate, read_number
-from flopcalc.cli.options.time import read_rate
+from flopcalc.cli.options.time import read_peak, read_rate
 from flopcalc.cli.options.workload import quoted_workload_options, trace_option
 from flopcalc.core.estimate.quoted import load_quoted
 from flopcalc.errors import WorkloadError
@@ -35,7 +35,11 @@ def complete_quoted(ctx: click.Context, param: click.Parameter, incomplete: str)
 @click.option("--tokens-per-second", metavar="N", help="Tokens per second of all GPUs, such as 9k.")
 @click.option("--gpus", "--num-devices", "gpus", metavar="N", help="GPUs that share the step (default 1).")
 @click.option("--dtype", default="bf16", show_default=True, metavar="|".join(DTYPES[:4]) + "|…")
-@click.option("--peak", metavar="FLOPS_PER_S", help="Dense peak of one device, instead of the table's; such as 989T.")
+@click.option(
+    "--peak",
+    metavar="FLOPS_PER_S",
+    help="Dense peak of one device, instead of the table's: 989T, or bf16=989T,fp8=1979T, of which --dtype's holds.",
+)
 @click.option(
     "--mtp", metavar="N", help="Layers of multi-token prediction that were trained (default: as in each convention)."
 )
@@ -77,7 +81,7 @@ def translate(
         gpus=read_number(gpus, "--gpus") or 1,
         device=options["device"],
         dtype=parse_dtype(dtype),
-        peak=read_rate(peak, "--peak"),
+        peak=read_peak(peak),
         mtp=read_number(mtp, "--mtp", 0),
     )
     found = found._replace(notes=(*found.notes, *asked.notes))

@@ -61,10 +61,11 @@ class Seen(NamedTuple):
 def find_peak(settings: Settings, name: str, say: Say) -> Peak:
     """The dense peak of this process's device for a number format; without one it is said why and what to set."""
     kind = _plain_dtype(settings.dtype or name)
-    device, rate, bf16, note = settings.device, settings.peak_flops_per_s, None, None
+    given = settings.peak_flops_per_s
+    device, rate, bf16, note = settings.device, None if isinstance(given, dict) else given, None, None
     try:
         ideal = utilization.find_ideal_time(
-            {kind: 0}, device=settings.device or "auto", dtype=settings.dtype, peak=settings.peak_flops_per_s
+            {kind: 0}, device=settings.device or "auto", dtype=settings.dtype, peak=given
         )
         device, bf16, note = ideal.device, ideal.bf16, ideal.note
         rate = ideal.peaks[0].peak_flops_per_s if ideal.peaks else None

@@ -6,7 +6,7 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimator
@@ -79,7 +79,7 @@ def calculate_mfu_with_profiler(
     *,
     device: str | None = None,
     dtype: Any = None,
-    peak: float | None = None,
+    peak: float | Mapping[str, float] | None = None,
 ) -> MeasuredMfu:
     """MFU of a training step that took `step_time` seconds; torch.profiler counts a step of the same size, run here."""
     return calculate_precise_mfu(
@@ -96,7 +96,7 @@ def calculate_precise_mfu(
     *,
     device: str | None = None,
     dtype: Any = None,
-    peak: float | None = None,
+    peak: float | Mapping[str, float] | None = None,
 ) -> MeasuredMfu:
     """MFU of a step that took `step_time` seconds, under convention model: the analytic count times a measured factor.
 

@@ -50,7 +50,8 @@ class Settings:
     key_style: str = "flopcalc"
     device: str | None = None
     dtype: str | None = None
-    peak_flops_per_s: float | None = None  # of one device
+    # Of one device: one peak for all products, or one per number format.
+    peak_flops_per_s: float | dict[str, float] | None = field(default=None, hash=False)
     skip_first: int = 2  # steps that no average holds
     stall_factor: float = 3.0  # a step of this many medians is a stall
     straggler_factor: float = 1.1  # a rank of this many medians is a straggler
@@ -201,6 +202,17 @@ def _above(bound: float) -> Callable[[Any], Any]:
     return check
 
 
+def _peaks(value: Any) -> float | dict[str, float]:
+    if not isinstance(value, Mapping):
+        return float(_above(0)(value))
+    if not value:
+        raise ConfigError("must be a number, or one for each number format")
+    found = {parse_dtype(name): float(_above(0)(each)) for name, each in value.items()}
+    if len(found) < len(value):
+        raise ConfigError("has a number format twice")
+    return found
+
+
 def _one_of(known: Sequence[str]) -> Callable[[Any], Any]:
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in known:
@@ -248,7 +260,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "sinks": _sinks,
     "dtype": parse_dtype,
     "skip_first": _whole(0),
-    "peak_flops_per_s": _above(0),
+    "peak_flops_per_s": _peaks,
     "side_timeout_s": _above(0),
     "stall_factor": _above(1),
     "straggler_factor": _above(1),

@@ -69,6 +69,8 @@ def test_a_rate_and_many_gpus() -> None:
 
 def test_tokens_per_second_alone_have_no_difference() -> None:
     found = read(*MODEL, "--tokens-per-second", "9k", "--peak", "989T")
+    both = read(*MODEL, "--tokens-per-second", "9k", "--peak", "bf16=989T,fp8=1979T")
+    assert both["rows"] == found["rows"]
     assert found["quoted_convention"] is None
     assert {row["difference"] for row in found["rows"]} == {None}
     assert found["rows"][0]["mfu"] == pytest.approx(9000 * found["rows"][0]["flops_per_token"] / 989e12)

@@ -252,8 +252,12 @@ def test_an_unknown_module_is_counted_from_its_first_batch(tmp_path: Path) -> No
 # --- Number formats ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_cast", [False, True], ids=["float32 adapters", "autocast"])
-def test_mfu_is_ideal_time_over_time(is_cast: bool, tmp_path: Path, clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("is_cast", "place"),
+    [(False, {"device": "h200"}), (True, {"device": "h200"}), (False, {"peak": {"bf16": 2e13, "float32": 1e12}})],
+    ids=["float32 adapters", "autocast", "own peaks"],
+)
+def test_mfu_is_ideal_time_over_time(is_cast: bool, place: dict[str, Any], tmp_path: Path, clock: Clock) -> None:
     from peft import LoraConfig, get_peft_model
 
     model = make_llama().to(torch.bfloat16)
@@ -261,14 +265,17 @@ def test_mfu_is_ideal_time_over_time(is_cast: bool, tmp_path: Path, clock: Clock
     for name, weight in model.named_parameters():
         if "lora" in name:
             weight.data = weight.data.float()
-    config = {"monitoring": {"mfu_calculation_mode": "estimate", "detail_every": 1, "skip_first": 0, "device": "h200"}}
+    where = {"peak_flops_per_s" if key == "peak" else key: value for key, value in place.items()}
+    config = {"monitoring": {"mfu_calculation_mode": "estimate", "detail_every": 1, "skip_first": 0, **where}}
     with TrainingMonitor(tmp_path, config, model=model) as monitor, monitor.step():
         with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
             model.train()(input_ids=IDS, labels=IDS).loss.backward()
         clock.tick(1)
     (record,) = read_log(tmp_path / "flopcalc.jsonl")
-    estimate = flopcalc.bind(model, device="h200", autocast=is_cast or None)(2, 8)
-    expected = flopcalc.mfu(estimate, 1.0, device="h200")
+    estimate = flopcalc.bind(model, device=place.get("device"), autocast=is_cast or None)(2, 8)
+    expected = flopcalc.mfu(estimate, 1.0, **place)
+    executed = flopcalc.hfu(estimate, 1.0, **place)
+    assert math.isclose(record["perf/hfu"], float(executed), rel_tol=1e-12)
     assert math.isclose(record["perf/mfu"], float(expected), rel_tol=1e-12)
     assert math.isclose(record["perf/mfu_of_bf16_peak"], expected.of_bf16_peak or 0, rel_tol=1e-12)
     assert record["perf/dtype"] == ("bf16" if is_cast else "bf16+fp32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.estimate import Estimate, check_tokens
@@ -97,7 +98,7 @@ def translate_estimate(
     gpus: int = 1,
     device: str | None = None,
     dtype: Any = "bf16",
-    peak: float | None = None,
+    peak: float | Mapping[str, float] | None = None,
     mtp: int | None = None,
 ) -> Translation:
     """What a quoted MFU, a rate in TFLOP/s per GPU, or tokens per second of all GPUs is under every convention."""
@@ -157,7 +158,7 @@ def _count_all(estimate: Estimate, mtp: int | None, quoted: str | None) -> tuple
 
 
 def _find_rate(
-    device: str | None, dtype: Any, peak: float | None, is_needed: bool
+    device: str | None, dtype: Any, peak: float | Mapping[str, float] | None, is_needed: bool
 ) -> tuple[str | None, float | None]:  # fmt: skip
     if device is None and peak is None:
         if is_needed:

@@ -278,7 +278,9 @@ def describe_least_time(
     return [*notes, *([ideal.note] if ideal.note else [])]
 
 
-def find_peak(device: str | None, dtype: Any, peak: float | None) -> tuple[str | None, float | None, str | None]:
+def find_peak(
+    device: str | None, dtype: Any, peak: float | Mapping[str, float] | None
+) -> tuple[str | None, float | None, str | None]:
     """Device name, its peak in FLOP/s for one format and a note where there is none: a given peak wins."""
     ideal = find_ideal_time({parse_dtype(dtype): 0}, device=device, dtype=dtype, peak=peak)
     return ideal.device, ideal.peaks[0].peak_flops_per_s if ideal.peaks else None, ideal.note
