@@ -15,11 +15,11 @@ from flopcalc.errors import format_value
 
 
 class Each(NamedTuple):
-    """A mapping of any names, or of those that match, whose values are all of one form."""
+    """A mapping of any names but the empty one, or of those that match, whose values are all of one form."""
 
     form: Any
     needed: tuple[str, ...] = ()
-    names: str = ".*"
+    names: str = ".+"
 
 
 class Rule(NamedTuple):

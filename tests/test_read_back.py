@@ -125,16 +125,26 @@ def test_a_damaged_journal(tmp_path: Path, line: str, words: str) -> None:
 
 
 # --- predictors ----------------------------------------------------------------------------------------------
-def test_a_predictor_out_of_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("table", "entry", "words"),
+    [
+        ("gaps", {"train": 1e308}, r"gaps\.train: 1e\+308 is no number of 0 or more up to 1e\+24; "),
+        # Found by the fuzz: a format without a name is that of every product.
+        ("products", {"narrow": {"": [0.0, 0.0]}}, r"products\.narrow: '' unknown; "),
+    ],
+)
+def test_a_damaged_predictor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, entry: dict[str, Any], words: str
+) -> None:
     load_predictor.cache_clear()
     data = dict(load_predictor("h200-sxm") or {})
-    data["gaps"] = {**data["gaps"], "train": 1e308}
+    data[table] = {**data[table], **entry}
     (tmp_path / "predictors").mkdir()
     (tmp_path / "predictors" / "h200-sxm.json").write_text(json.dumps(data))
     monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
     load_predictor.cache_clear()
     try:
-        with pytest.raises(SpecError, match=r"gaps\.train: 1e\+308 is no number of 0 or more up to 1e\+24; "):
+        with pytest.raises(SpecError, match=words):
             Machine("h200")
     finally:
         load_predictor.cache_clear()
@@ -148,6 +158,7 @@ def test_a_predictor_out_of_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"a": {"b": True}}, {"a": Each(int)}, ".a.b: True is no whole number"),
         ({"a": 1}, {"a": int, "b?": str}, ""),
         ({"a": 1, "b": 2}, {"a": int, "b?": str}, ".b: 2 is no text"),
+        ({"a": {"": 1}}, {"a": Each(int)}, ".a: '' unknown"),
     ],
 )
 def test_forms(value: Any, form: Any, fault: str) -> None:

@@ -362,7 +362,7 @@ _TRACE_FORM = {
             "phase": Rule(str, lambda word: word in PHASES, "is no phase"),
             "has_images": bool,
             "monomials": [str],
-            "rows": Each(([_COEFFICIENT], [_COEFFICIENT], [_COEFFICIENT])),
+            "rows": Each(([_COEFFICIENT], [_COEFFICIENT], [_COEFFICIENT]), names=".*"),  # the root has no name
             "reached": FROM_0,
             "limit": FROM_0,
         }

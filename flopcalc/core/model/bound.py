@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flopcalc.core.model.config import Source
-from flopcalc.core.model.config_rules import check_config, fill_flags
+from flopcalc.core.model.config_rules import check_config, fill_nulls
 from flopcalc.core.model.expand import expand
 from flopcalc.core.model.heads import Head, expand_head, find_head, has_lm_head, list_classes
 from flopcalc.core.model.mtp import choose_depth, expand_mtp
@@ -87,7 +87,7 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_pa
     spec = _find_spec(source, extra, is_part)
     if spec.name not in extra:
         check_config(source.config, source.where)
-        source = source._replace(config=fill_flags(source.config))
+        source = source._replace(config=fill_nulls(source.config))
     dims = bind_spec(spec, source.config, source.where, extra)
     stages, renamed = expand(dims), None
     # A denoiser, the parts of a pipeline and models of images alone have no head that another could replace.

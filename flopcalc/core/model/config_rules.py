@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from flopcalc.core.spec.expressions import MissingNameError, ZeroDivisorError, evaluate, evaluate_truth, find_names
+from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names
 from flopcalc.core.spec.spec import find_key
 from flopcalc.data import find_data_dir
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
@@ -36,7 +36,6 @@ _OTHER_RULES = {  # of FILE, beside kinds
     "rope_tables",
 }  # fmt: skip
 _DROPOUT = ("dropout", "dropout_prob", "dropout_rate", "pdrop")  # torch's dropout takes a probability alone
-_MOST_ODD = 4  # HF takes odd heads up to this size: test models have them
 
 
 @cache
@@ -105,8 +104,11 @@ class _Keys:
     def __init__(self, config: Mapping[str, Any], names: Mapping[str, list[str]]) -> None:
         self.config = dict(config)
         self.names = names
+        self.own: Mapping[str, Any] = {}  # values of the rule itself: an entry of a list, and its place
 
     def lookup(self, name: str) -> Any:
+        if name in self.own:
+            return self.own[name]
         for text in self.names.get(name, ()):
             try:
                 return evaluate(text, self)
@@ -117,9 +119,10 @@ class _Keys:
             raise MissingNameError(name)
         return value
 
-    def format_values(self, text: str) -> str:
-        """'experts is 8, n_group is 3': what an expression reads."""
+    def format_values(self, text: str, key: str = "") -> str:
+        """'experts is 8, n_group is 3': what an expression reads, and this key."""
         names = {name for each in (text, *(t for ts in self.names.values() for t in ts)) for name in find_names(each)}
+        names |= {key}
         given = [(name, *find_key(self.config, name)) for name in sorted(names)]
         return ", ".join(f"{name} is {format_value(value)}" for name, is_given, value in given if is_given)
 
@@ -147,37 +150,61 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
     for text in rules.get("even", ()):
         _check_even(config, text, where)
     for rule in _find_rules(name):
-        if _names_class(config, rule.get("not_for", ())):
-            continue
-        keys = _Keys(config, rule.get("names", {}))
-        for key in rule.get("not_null", ()):
-            if find_key(keys.config, key) == (True, None) and not _holds(rule.get("unless", "false"), keys):
-                raise ConfigError(f"{where}: {key} is null, and transformers' code needs a value")
-        if "check" not in rule:
-            continue
-        try:
-            is_kept = evaluate_truth(rule["check"], keys)
-        except ZeroDivisorError:  # HF's code divides by it too
-            is_kept = False
-        except (MissingNameError, SpecError):  # a key is left out, or of a kind that the spec refuses in its own words
-            continue
-        if not is_kept:
-            raise ConfigError(f"{where}: {rule['words']} ({keys.format_values(rule['check'])})")
+        if not _names_class(config, rule.get("not_for", ())):
+            _check_rule(rule, config, where)
     for key, inner in rules.get("inner", {}).items():
         if isinstance(value := config.get(key), Mapping):
             classes = value.get("architectures") or config.get("architectures")  # that build this part, or do not
             check_config({**value, "architectures": classes}, f"{where}: {key}", _name_inner(value, inner))
+        elif value is not None:
+            raise ConfigError(f"{where}: {key} must be an object, not {format_value(value)}")
 
 
-def fill_flags(config: Mapping[str, Any], model_type: str | None = None) -> dict[str, Any]:
-    """The same config with false where a class takes null for true or false; inner configs too."""
+def _check_rule(rule: Mapping[str, Any], config: Mapping[str, Any], where: str) -> None:
+    """A rule of RULES: once, or for every entry of a list."""
+    keys = _Keys(config, rule.get("names", {}))
+    for key in rule.get("not_null", ()):
+        if find_key(keys.config, key) == (True, None) and not _holds(rule.get("unless", "false"), keys):
+            raise ConfigError(f"{where}: {key} is null, and transformers' code needs a value")
+    own: list[dict[str, Any]] = [{}]
+    if each := rule.get("each", ""):
+        value = find_key(keys.config, each)[1]
+        entries = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        if entries is value and "length" in rule:
+            _check_length(len(entries), rule["length"], keys, f"{where}: {each}")
+        own = [{"entry": entry, "i": i} for i, entry in enumerate(entries)]
+    for keys.own in own if "check" in rule else ():
+        try:
+            is_kept = evaluate_truth(rule["check"], keys)
+        except MissingNameError:  # a key is left out
+            continue
+        except SpecError:  # it divides by 0, or a value is of another kind: HF's code cannot compute with it either
+            is_kept = False
+        if not is_kept:
+            raise ConfigError(f"{where}: {rule['words']} ({keys.format_values(rule['check'], each)})")
+
+
+def _check_length(length: int, text: str, keys: _Keys, key: str) -> None:
+    """A list with an entry for each layer, or for as many others as an expression says."""
+    try:
+        wanted = evaluate(text, keys)
+    except (MissingNameError, SpecError):  # a key is left out, or refused by itself
+        return
+    if length != wanted:
+        raise ConfigError(f"{key} must have {wanted} entries, not {length} ({keys.format_values(text)})")
+
+
+def fill_nulls(config: Mapping[str, Any], model_type: str | None = None) -> dict[str, Any]:
+    """The same config with values in place of the nulls that transformers takes for them; inner configs too."""
     name = config.get("model_type") if model_type is None else model_type
     rules = (_find_class(name) if isinstance(name, str) else None) or {}
-    flags = rules.get("falsy", "").split()
-    filled: dict[str, Any] = {key: False for key in flags if key in config and config[key] is None}
+    means: dict[str, Any] = dict.fromkeys(rules.get("falsy", "").split(), False)
+    for rule in _find_rules(name) if isinstance(name, str) else ():
+        means |= rule.get("null_means", {})
+    filled: dict[str, Any] = {key: value for key, value in means.items() if key in config and config[key] is None}
     for key, inner in rules.get("inner", {}).items():
         if isinstance(value := config.get(key), Mapping):
-            filled[key] = fill_flags(value, _name_inner(value, inner))
+            filled[key] = fill_nulls(value, _name_inner(value, inner))
     return {**config, **filled}
 
 
@@ -247,6 +274,13 @@ def _check_rope(config: Mapping[str, Any], rules: Mapping[str, Any], where: str)
         for key in rules["rope"].split():
             if key in table and table[key] is None:
                 raise ConfigError(f"{where}: {key} of rotary embeddings is null, and transformers' code needs a value")
+    if "partial_rotary_factor" in rules.get("rope", "").split():
+        for factor in _list_factors(config):
+            if not (_is_number(factor) and 0 <= factor <= 1):
+                raise ConfigError(
+                    f"{where}: the share of a head that rotary embeddings turn (partial_rotary_factor) must be from 0 "
+                    f"to 1, not {format_value(factor)}"
+                )
     if "rope_tables" in rules and tables and not any(isinstance(each, Mapping) for each in _find_rope(config).values()):
         kinds = rules["rope_tables"].replace(" ", ", ")
         raise ConfigError(f"{where}: rotary embeddings must have a table for each kind of layer: {kinds}")
@@ -282,7 +316,8 @@ def _check_even(config: Mapping[str, Any], text: str, where: str) -> None:
     if not (_is_whole(size) and _is_whole(count)) or count < 1:
         return
     dim = size // count
-    if dim > _MOST_ODD and dim % 2 and any(int(dim * factor) == dim for factor in _list_factors(config)):
+    shares = [factor if _is_number(factor) else 1.0 for factor in _list_factors(config)]
+    if dim % 2 and any(int(dim * share) == dim for share in shares):
         behind = f"{whole} is {size}" + (f", {heads} is {count}" if heads else "")
         raise ConfigError(f"{where}: head_dim must be even: rotary embeddings turn pairs of numbers ({behind})")
 
@@ -300,9 +335,9 @@ def _list_rope_tables(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [table for table in rope.values() if isinstance(table, Mapping)] or [rope]
 
 
-def _list_factors(config: Mapping[str, Any]) -> Iterator[float]:
-    """The share of a head that is turned: one, or one for each kind of layer."""
+def _list_factors(config: Mapping[str, Any]) -> Iterator[Any]:
+    """The share of a head that is turned, as the config has it: one, or one for each kind of layer."""
     for table in _list_rope_tables(config) or [{}]:
         names = ("partial_rotary_factor", "rotary_pct", "rope_pct")
-        factor = next((found[name] for found in (table, config) for name in names if name in found), 1.0)
-        yield factor if isinstance(factor, (int, float)) else 1.0
+        given = (found[name] for found in (table, config) for name in names if found.get(name) is not None)
+        yield next(given, 1.0)

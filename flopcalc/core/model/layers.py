@@ -286,10 +286,11 @@ class LayerBuilder:
         )
 
     def _check_rotary(self) -> None:
-        """Rotary embeddings turn pairs of numbers: HF's code fails where it turns an odd number of them."""
+        """Rotary embeddings turn pairs of numbers: HF's code fails where it turns an odd number of them, or makes two
+        numbers of one."""
         if "rotary" in self.dims.spec.dims:
             turned = find_size(self.dims, "rotary", f"{self.path} rotary", 0)
-            if turned % 2 and turned > 1:  # one number takes the cosines of a pair: HF runs that
+            if turned % 2:
                 raise ConfigError(
                     f"{self.dims.where}: head_dim must be even: rotary embeddings turn pairs of numbers, not {turned}"
                     f"{format_origin(self.dims, 'rotary')}"

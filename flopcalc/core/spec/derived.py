@@ -9,6 +9,7 @@ from typing import Any
 from flopcalc.errors import ConfigError, format_value
 
 Lookup = Callable[[str], Any]
+_MOST_PRIMES = 1000  # of tables of n-grams: each takes half a millisecond to find
 
 
 def _read_whole(lookup: Lookup, key: str) -> int:
@@ -17,6 +18,31 @@ def _read_whole(lookup: Lookup, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{key} must be a whole number, not {format_value(value)}")
     return value
+
+
+def _is_prime(number: int, primes: list[int]) -> bool:
+    """Whether none of these divides it, up to its root."""
+    for prime in primes:
+        if prime * prime > number:
+            return True
+        if number % prime == 0:
+            return False
+    return True
+
+
+def _list_primes(first: int, count: int) -> list[int]:
+    """The first primes from a number on."""
+    small: list[int] = []
+    for number in range(2, math.isqrt(2 * first + 10**5) + 1):  # `count` primes more lie far below that square
+        if _is_prime(number, small):
+            small.append(number)
+    primes: list[int] = []
+    number = max(first, 2)
+    while len(primes) < count:
+        if _is_prime(number, small):
+            primes.append(number)
+        number += 1
+    return primes
 
 
 def _list_ngram_tables(lookup: Lookup) -> list[int]:
@@ -29,16 +55,11 @@ def _list_ngram_tables(lookup: Lookup) -> list[int]:
     if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
         raise ConfigError(f"ple_layer_ids must be a list of layers' numbers, not {format_value(layers)}")
     tables = len(set(layers))
-    if not (0 < base <= 10**9 and 0 <= heads <= 10**3 and tables <= 100):
+    if not (0 < base <= 10**9 and 0 <= heads * (tables + 1) <= _MOST_PRIMES):
         raise ConfigError(
             f"ngram_vocab_size_base {format_value(base)} with {heads} heads and {tables} tables is no size"
         )
-    primes: list[int] = []
-    number = base - 1
-    while len(primes) < heads * (tables + 1):
-        number += 1
-        if number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
-            primes.append(number)
+    primes = _list_primes(base, heads * (tables + 1))
     return [sum(primes[heads * i : heads * (i + 1)]) for i in range(tables + 1)]
 
 

@@ -19,10 +19,6 @@ class MissingNameError(FlopcalcError):
         self.name = name
 
 
-class ZeroDivisorError(SpecError):
-    """An expression that divides by zero."""
-
-
 class Scope(Protocol):
     def lookup(self, name: str) -> Any:
         """The value of a (dotted) name, or MissingNameError."""
@@ -343,7 +339,7 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
         try:
             return _BINARY[type(node.op)](left, right)
         except ZeroDivisionError:
-            raise ZeroDivisorError(f"{text!r} divides by zero") from None
+            raise SpecError(f"{text!r} divides by zero") from None
     if isinstance(node, ast.Compare):
         left = _eval(node.left, scope, text)
         for operator, right_node in zip(node.ops, node.comparators, strict=True):

@@ -61,6 +61,15 @@ T5: Json = {
     "vocab_size": 100,
 }
 GPTJ: Json = {"model_type": "gptj", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100}
+MAMBA: Json = {
+    **LLAMA, "model_type": "bamba", "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2,
+}  # fmt: skip
+GPT_NEO: Json = {"model_type": "gpt_neo", "hidden_size": 64, "num_heads": 4, "num_layers": 2, "vocab_size": 100}
+LONGFORMER: Json = {**BERT, "model_type": "longformer", "attention_window": 8}
+GEMMA4: Json = {
+    **LLAMA, "model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2,
+    "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0,
+}  # fmt: skip
 JAMBA: Json = {**LLAMA, "model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1}
 
 
@@ -170,6 +179,42 @@ JAMBA: Json = {**LLAMA, "model_type": "jamba", "attn_layer_period": 2, "attn_lay
         ({"model_type": "seamless_m4t", "conv_depthwise_kernel_size": 8}, "conv_depthwise_kernel_size must be odd"),
         ({**BERT, "model_type": "albert", "num_hidden_groups": 3}, "num_hidden_groups must be 1 to num_hidden_layers"),
         ({**SEGFORMER, "strides": [3]}, "strides must have an entry for each stage"),
+        ({**LLAMA, "head_dim": 1}, "head_dim must be even"),
+        ({**LLAMA, "model_type": "qwen2", "hidden_size": 4}, "head_dim must be even"),
+        ({**LLAMA, "model_type": "phi", "partial_rotary_factor": 2}, "must be from 0 to 1, not 2"),
+        (
+            {**LLAMA, "model_type": "phi", "rope_parameters": {"partial_rotary_factor": "x"}},
+            "(partial_rotary_factor) must be from 0 to 1, not 'x'",
+        ),
+        (
+            {**LLAMA, "model_type": "gpt_neox", "hidden_size": 28, "rotary_pct": 1.0},
+            "in pairs, may not exceed the head",
+        ),
+        (
+            {**VISION, "text_config": {**VISION["text_config"], "rope_parameters": {"mrope_section": "x"}}},
+            "text_config: mrope_section must sum to half of the numbers that rotary embeddings turn",
+        ),
+        ({**MAMBA, "mamba_n_groups": 3}, "the scan's heads must be a multiple of its groups"),
+        ({**GPT_NEO, "attention_layers": ["global"]}, "attention_layers must have 2 entries, not 1 (num_layers is 2)"),
+        ({**GPT_NEO, "attention_layers": ["global", "x"]}, "attention_layers must hold global and local alone"),
+        ({**LONGFORMER, "attention_window": 7}, "attention_window must be even and above 0"),
+        ({**LONGFORMER, "attention_window": [3, 5]}, "attention_window must be even and above 0"),
+        ({**LONGFORMER, "attention_window": [4]}, "attention_window must have 2 entries, not 1"),
+        ({"model_type": "dbrx", "attn_config": 5}, "attn_config must be an object, not 5"),
+        ({"model_type": "mpt", "attn_config": []}, "attn_config must be an object, not []"),
+        ({**VISION, "vision_config": "x"}, "vision_config must be an object, not 'x'"),
+        (
+            {**LLAMA, "model_type": "qwen3", "layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
+            "layers with sliding_attention need use_sliding_window",
+        ),
+        (
+            {**LLAMA, "model_type": "gemma3n_text", "activation_sparsity_pattern": [0.5]},
+            "activation_sparsity_pattern must be a list with an entry for each layer",
+        ),
+        (
+            {**MOE, "model_type": "deepseek_v2", "mlp_bias": True, "n_shared_experts": 0},
+            "n_shared_experts must be at least 1 if mlp_bias is true",
+        ),
         (
             {"model_type": "llava", "text_config": LLAMA, "vision_feature_select_strategy": "all"},
             "vision_feature_select_strategy must be one of default, full, not 'all'",
@@ -187,6 +232,10 @@ def test_refused(config: Json, words: str) -> None:
     [
         VISION,
         MOE,
+        MAMBA,
+        GPT_NEO,
+        LONGFORMER,
+        {**LONGFORMER, "attention_window": [4, 8]},
         {**LLAMA, "num_key_value_heads": 1},
         {**LLAMA, "layer_types": ["full_attention", "full_attention"]},
         {**LLAMA, "rms_norm_eps": 1, "rope_scaling": {"type": "linear", "factor": 2}},
@@ -241,6 +290,20 @@ def test_null_means_false(config: Json, key: str) -> None:
     """Where a class takes null for true or false, its code asks whether it is true."""
     assert bind({**config, key: None}).parameters() == bind({**config, key: False}).parameters()
     assert bind({**config, key: None}).parameters() != bind({**config, key: True}).parameters()
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value", "default"),
+    [
+        ({**T5, "feed_forward_proj": "gated-gelu"}, "is_gated_act", False, True),
+        (GEMMA4, "per_layer_config", {}, {"1": {"head_dim": 32}}),
+    ],
+)
+def test_null_is_a_value(config: Json, key: str, value: Any, default: Any) -> None:
+    """Where a class keeps a given null, and would compute a value for a key that is left out."""
+    assert bind({**config, key: None}).parameters() == bind({**config, key: value}).parameters()
+    assert bind({**config, key: None}).parameters() != bind(config).parameters()
+    assert bind(config).parameters() == bind({**config, key: default}).parameters()
 
 
 def test_rules_name_known_classes() -> None:

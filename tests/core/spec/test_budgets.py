@@ -61,6 +61,11 @@ BOMBS: dict[str, tuple[str, dict[str, Any], str]] = {
         STACK + f"ops = [{LINEAR[:-2]}, rows = 'sequence: x39' }}]\n[sums]\n" + double("'{0} + {0}'", "'n'"), {},
         "stands for more than 1000 others",
     ),
+    "primes": (
+        STACK + "ops = [{ op = 'embed', count = 'ngram_table_rows[0]', dim = 'width' }]\n",
+        {"ngram_size": 11, "heads_per_ngram": 100, "ngram_vocab_size_base": 10**9, "ple_layer_ids": [1]},
+        "with 1000 heads and 1 tables is no size",
+    ),
     "dots": (STACK + f"ops = [{LINEAR}]\n[defaults]\n" + "a." * 20_000 + "a = 1\n", {}, "a key of more than 200 parts"),
     "nested lists": (STACK + f"ops = {'[' * 4000}{LINEAR}{']' * 4000}\n", {}, "nested too deeply|not valid TOML"),
 }  # fmt: skip
