@@ -1,4 +1,4 @@
-"""Drawn command lines, configs, specs and tables: exit code 0 or 2, one line of error, no traceback, bounded time."""
+"""Drawn command lines, configs, specs, tables, launch files, headers: exit code 0 or 2, one line of error, in time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from headers import HEADER, write_gguf
 
 from flopcalc.cli import main
 from flopcalc.data import find_data_dir, load_toml
@@ -38,6 +39,12 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "explain": ("--op", "--seq", "--batch", "--convention"),
     "compare": ("--seq", "--batch", "--phase", "--convention"),
     "devices": ("--nope",),
+    "translate": ("--from", "--mfu", "--tflops", "--tokens-per-second", "--gpus", "--dtype", "--peak", "--mtp"),
+    "plan": (
+        "--tokens", "--device", "--gpus", "--seq", "--global-batch", "--tp", "--pp", "--cp", "--dp", "--ep", "--zero",
+        "--micro-batch", "--recompute", "--expert-imbalance", "--overlap", "--interconnect", "--price", "--dtype",
+        "--execution", "--optimizer", "--top", "--lora", "--freeze", "--image", "--nope",
+    ),
 }  # fmt: skip
 
 
@@ -67,13 +74,23 @@ def report(wrong: list[str]) -> None:
     assert not wrong, "\n".join(wrong[:10])
 
 
+# What a command cannot do without; of options that are given twice, the last counts.
+NEEDED = {
+    "translate": ("--mfu", "40%", "--from", "6nd", "--device", "h200"),
+    # One layout: a search of many is another test's.
+    "plan": ("--tokens", "1e9", "--device", "h200", "--gpus", "2", "--global-batch", "2", "--tp", "1", "--pp", "1",
+             "--cp", "1", "--zero", "1", "--micro-batch", "1", "--recompute", "none"),
+}  # fmt: skip
+
+
 # --- command lines ----------------------------------------------------------------------------------------
 def draw_command(rng: random.Random) -> list[str]:
-    command = rng.choices(list(OPTIONS), weights=(12, 1, 2, 1, 1))[0]
+    command = rng.choices(list(OPTIONS), weights=(12, 1, 2, 1, 1, 2, 1))[0]
     arguments = [command]
-    if command in ("estimate", "predict", "explain", "compare"):
+    if command != "devices":
         arguments.append(rng.choice(MODELS))
         arguments += ["--seq", "64"] if rng.random() < 0.7 else []
+        arguments += NEEDED.get(command, ())
     for _ in range(rng.randrange(4)):
         arguments.append(rng.choice(OPTIONS[command]))
         arguments += [rng.choice(WORDS)] if rng.random() < 0.95 else []
@@ -206,9 +223,46 @@ def try_results(rng: random.Random, folder: Path, capsys: pytest.CaptureFixture[
     return run(["sweep", "summarize", "--logs-dir", str(folder), *rng.choice(([], ["--json"]))], capsys)
 
 
+# Keys of launch files, and of what they hold: axolotl's, TRL's, LLaMA-Factory's and others'.
+LAUNCHED: dict[str, dict[str, Any]] = {
+    "axolotl": {
+        "base_model": "gpt2", "adapter": "qlora", "load_in_4bit": True, "lora_r": 8, "lora_alpha": 16,
+        "lora_target_modules": ["c_attn"], "sequence_len": 64, "micro_batch_size": 2, "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True}, "bf16": "auto", "datasets": [{"path": "x"}],
+    },
+    "swift": {
+        "model": "gpt2", "tuner_type": "lora", "torch_dtype": "bfloat16", "max_length": 64, "lora_rank": 4,
+        "micro_batch_size": 1, "global_batch_size": 4, "recompute_granularity": "full", "tensor_model_parallel_size": 1,
+        "train": {"gpus": 4, "tuner_type": "full"},
+    },
+    "llamafactory": {
+        "model_name_or_path": "gpt2", "stage": "sft", "finetuning_type": "lora", "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2, "bf16": True, "cutoff_len": 64, "peft_config": {"name": "lora"},
+        "quantization_bit": 4,
+    },
+}  # fmt: skip
+
+
+def try_launch(rng: random.Random, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    path = folder / "launch.yaml"  # JSON is YAML too
+    path.write_text(json.dumps(spoil(LAUNCHED[rng.choice(list(LAUNCHED))], rng)))
+    return run(["estimate", *rng.choice(([], ["gpt2"])), "--launch", str(path), "--seq", "64"], capsys)
+
+
+def try_header(rng: random.Random, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    path = folder / "model.gguf"
+    shapes = {"token_embd.weight": ((64, 100), 8), "blk.0.attn_q.weight": ((64, 64), 12)}
+    write_gguf(path, {key: value for key, value in HEADER.items() if rng.random() < 0.97}, shapes)
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.randrange(3)):
+        data[rng.randrange(len(data))] = rng.choice((0, 1, 4, 8, 9, 127, 255))
+    path.write_bytes(data[: rng.choice((len(data), len(data), rng.randrange(len(data))))])
+    return run(["estimate", str(path), "--seq", "64"], capsys)
+
+
 TRIALS: dict[str, tuple[Callable[..., str], int]] = {
     "config": (try_config, 40), "spec": (try_spec, 25), "table": (try_table, 10), "predictor": (try_predictor, 6),
-    "results": (try_results, 20),
+    "results": (try_results, 20), "launch": (try_launch, 25), "header": (try_header, 40),
 }  # fmt: skip
 
 
