@@ -101,4 +101,4 @@ class Medusa(nn.Module):
         return torch.stack(made)
 
 
-DRAFTS: dict[str, type[nn.Module]] = {"eagle": Eagle, "eagle3": Eagle3, "medusa": Medusa}
+DRAFTS: dict[str, type[nn.Module]] = {"eagle": Eagle, "eagle3": Eagle3, "eagle3_speculator": Eagle3, "medusa": Medusa}

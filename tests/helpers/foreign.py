@@ -62,6 +62,11 @@ LAYOUTS = {
         "attn.attention.out_proj", "ln_2", ("mlp.c_fc_0", "mlp.c_fc_1"), "mlp.c_proj",
     ),
 }  # fmt: skip
+LAYOUTS["llada"] = Layout(
+    "model.transformer.wte", "model.transformer.blocks", "model.transformer.ln_f", "model.transformer.ff_out",
+    "attn_norm", {"q_proj": "q", "k_proj": "k", "v_proj": "v"}, "attention", "attn_out", "ff_norm",
+    ("ff_proj", "up_proj"), "ff_out",
+)  # fmt: skip
 LAYOUTS["telechat2"] = LAYOUTS["telechat"]
 LAYOUTS["bailing_moe_linear"] = LAYOUTS["bailing_hybrid"] = LAYOUTS["baichuan"]._replace(
     embed="model.word_embeddings", projections={"attention.query_key_value": "qkv"}, attention="attention",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.bound import BoundModel, find_architecture
-from flopcalc.core.model.heads import find_ending, is_same_class
+from flopcalc.core.model.heads import find_ending, has_unknown_head, is_same_class
 from flopcalc.core.model.ops import Attend, Linear, join
+from flopcalc.core.spec.aliases import MARK
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import format_value
 
@@ -24,10 +24,14 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
     named = "" if model.source.module is not None else find_architecture(model.source)
     if named and model.head.kind == "lm" and not is_same_class(named, spec.architecture):
         notes.append(f"the config names {format_value(named)[1:-1]}; counted as {spec.architecture}")
-    if model.head.table == "none" and re.search(r"For[A-Z]\w*Model$", named):
+    is_unknown = bool(named) and model.head.table == "none" and has_unknown_head(named)
+    if is_unknown:
         notes.append(f"the config names {format_value(named)[1:-1]}, whose head is not known: counted without one")
-    if model.head.kind != "lm" and (not named or find_ending(named) != model.head.table):
+    elif model.head.kind != "lm" and (not named or find_ending(named) != model.head.table):
         notes.append(f"counted with head {model.head} in place of the one of {spec.architecture}")
+    elif model.head.kind != "lm" and _is_foreign(named, model):
+        named = format_value(named)[1:-1]
+        notes.append(f"the config names {named}; its body is counted as that of {spec.architecture}")
     if recipe.lora is not None and model.head.kind in ("sequence", "token"):
         notes.append("LoRA: the head trains too, as PEFT has it for task types SEQ_CLS, TOKEN_CLS and QUESTION_ANS")
     if model.vision is not None and not load.all_grids and not model.is_part and load.phase != "decode":
@@ -56,6 +60,16 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
     if recipe.recompute != "none" and load.phase != "train":
         notes.append(f"phase {load.phase} has no backward pass, so nothing is recomputed")
     return [*notes, model.head.note] if model.head.note else notes
+
+
+def _is_foreign(named: str, model: BoundModel) -> bool:
+    """Whether a config names a class of another family than its spec's; an alias has said so already."""
+    from flopcalc.core.model.classes import cut_ending  # few models need it, and start-up is counted
+
+    if MARK in model.source.config:
+        return False
+    given, own = (cut_ending(name).replace("_", "").lower() for name in (named, model.spec.architecture))
+    return cut_ending(named) != named and not (given.startswith(own) or own.startswith(given))
 
 
 def describe_formats(estimator: Estimator, load: Workload) -> list[str]:

@@ -32,6 +32,9 @@ _BY_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama", ()),
 )
 
+# Keys that begin so tell of layers or inputs that plain decoders do not have.
+_MORE = ("mm_", "vision", "audio", "mamba", "ssm_", "conv_", "moe_", "num_experts", "n_routed", "latent")
+
 # Images before a language model: a family that takes any tower and any text model, and its key for the text model's.
 _COMPOSITES = (("llava", "text_config"), ("internvl_chat", "llm_config"))
 
@@ -47,14 +50,25 @@ def _list_families() -> dict[str, str]:
     return found
 
 
+def cut_ending(name: str) -> str:
+    """The name of a class without what says its head: that of its family."""
+    return _END.sub("", name)
+
+
 def find_type(named: str) -> str | None:
     """The model type of a class: its own, or that of another class of the same family."""
     families = _list_families()
     if named in families:
         return families[named]
-    stem = _END.sub("", named)
-    same = [kind for each, kind in families.items() if _END.sub("", each) == stem]
+    stem = cut_ending(named)
+    same = [kind for each, kind in families.items() if cut_ending(each) == stem]
     return same[0] if same and stem else None
+
+
+def find_untyped(config: Mapping[str, Any]) -> str | None:
+    """The model type of a config that names neither type nor class, by keys that only its family has."""
+    known = [(name, alias.untyped) for name, alias in list_aliases().items() if alias.untyped]
+    return next((name for name, keys in known if all(config.get(key) is not None for key in keys)), None)
 
 
 def suggest_type(config: Mapping[str, Any]) -> str | None:
@@ -67,6 +81,8 @@ def suggest_type(config: Mapping[str, Any]) -> str | None:
     for name, keys in _BY_KEYS:
         spec = find_spec(name)
         if spec is None or any(find_key(dict(config), key)[1] is None for key in keys):
+            continue
+        if name in ("llama", "gpt2", "bert") and any(key.startswith(_MORE) for key in config):
             continue
         names = [(key, *spec.renamed.get(key, ())) for key in spec.required]
         if all(any(config.get(key) is not None for key in each) for each in names):

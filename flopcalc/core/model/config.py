@@ -147,21 +147,32 @@ def _checked(source: Source) -> Source:
             "_class_name (as config.json has it)"
         )
     if not isinstance(model_type, str) or not model_type:
+        if model_type is None:
+            raise ConfigError(_describe_untyped(source))
         raise ConfigError(f'{source.where}: needs "model_type", a string; found {format_value(model_type)}')
     return source
 
 
+def _describe_untyped(source: Source) -> str:
+    """The error for a config that says neither its type nor its class, with the nearest family if its keys tell one."""
+    from flopcalc.core.model.classes import suggest_type
+
+    near = suggest_type(source.config)
+    hint = "TYPE says which family it is" if near is None else f"{near} would count it as the family that its keys suit"
+    return f'{source.where}: no "model_type" and no "architectures": --model-type {hint}'
+
+
 def _name_type(source: Source) -> Source:
     """A config without model_type with the one of the class that it names, if that is known."""
+    from flopcalc.core.model.classes import find_type, find_untyped  # few configs need it, and start-up is counted
+
     named = source.config.get("architectures")
     if not isinstance(named, (list, tuple)) or not named:
-        if "pretrained_cfg" not in source.config:
+        found = "timm_wrapper" if "pretrained_cfg" in source.config else find_untyped(source.config)
+        if found is None:
             return source
-        note = "no model_type: taken as timm_wrapper, for pretrained_cfg is a key of timm's configs"
-        config = {**source.config, "model_type": "timm_wrapper"}
+        config, note = {**source.config, "model_type": found}, f"no model_type: taken as {found}, by its keys"
         return source._replace(config=config, note="; ".join(filter(None, (source.note, note))))
-    from flopcalc.core.model.classes import find_type  # few configs need it, and start-up is counted
-
     found = find_type(str(named[0]))
     if found is None:
         raise ConfigError(

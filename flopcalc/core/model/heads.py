@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from flopcalc.core.model.ops import (
     iterate,
     join,
     map_ops,
-    rename_path,
     rename_stage,
 )
 from flopcalc.core.spec.expressions import MissingNameError
@@ -89,10 +89,18 @@ def find_head(source: Source, spec: Spec) -> Head:
 def name_head(source: Source, names: list[str] | None = None) -> Head:
     """The head that the names of a model's classes tell; the usual one if they tell none."""
     for name in list_classes(source) if names is None else names:
-        table = find_ending(name)
+        table = find_ending(name) or ("none" if has_unknown_head(name) else "")
         if table:
             return Head() if table == "lm" else _make(table, source)
     return Head()
+
+
+def has_unknown_head(name: str) -> bool:
+    """Whether a class's name says that it scores or ranks, but not with which modules."""
+    found = find_ending(name)
+    if found == "none":
+        return re.search(r"For[A-Z]\w*Model$", name) is not None
+    return not found and any(word in name for word in _load()["unknown"]["words"])
 
 
 def find_ending(name: str) -> str:
@@ -181,7 +189,7 @@ def expand_head(dims: BoundDims, head: Head) -> Headed:
     prefix = find_prefix(stages)
     body = [stage for stage in stages if not _is_head(stage, prefix)]
     own = [stage for stage in stages if _is_head(stage, prefix)]
-    if table.get("beside") or table.get("keep"):
+    if table.get("keep"):
         body = list(stages)
     settings["width"] = _find_width(own or stages)
     inner = BoundDims(dims.spec, dims.config, dims.where, settings, None, dims.extra, dims.budget)
@@ -194,15 +202,16 @@ def expand_head(dims: BoundDims, head: Head) -> Headed:
         body = [rename_stage(stage, prefix, base) for stage in (body if table.get("keep") else _cut(body, prefix))]
     try:
         common = {"part": "head", "stream": (own or body)[-1].stream}
-        stacks = [{**common, **_place(stack, base)} for stack in table["stack"]]
+        last = next((stage for stage in reversed(body) if not _has_logits(stage)), stages[-1])
+        output = [last.path, str(last.first + len(last.layers) - 1)]  # what a stack beside another one reads
+        stacks = [
+            {**common, **({"reads": output} if stack.get("beside") else {}), **_place(stack, base)}
+            for stack in table["stack"]
+        ]
         added = [stage for stack in stacks for stage in expand_stack(stack, inner, {}, side)]
         added = [_set_adapted(stage, table.get("saved", SAVED)) for stage in added]
     except MissingNameError as error:
         raise ConfigError(f"{dims.where}: missing key {error.name!r}, which its head {head} needs") from None
-    if table.get("beside") and added:
-        last = next(stage for stage in reversed(stages) if not _is_head(stage, prefix))
-        place = rename_path(last.path, "", within or "")
-        added[0] = added[0]._replace(reads=(place, (last.first + len(last.layers) - 1,)))
     return Headed(tuple(body + added), ("", within) if within is not None else (prefix, base))
 
 

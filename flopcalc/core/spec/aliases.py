@@ -20,7 +20,7 @@ _BESIDE = ("quantization_config", "dtype", "torch_dtype")  # keys of a wrapper t
 MAX_DEPTH = 8  # configs inside configs, and aliases of aliases
 ALIAS_KEYS = {
     "like", "source", "note", "required", "when", "cases", "root", "architectures", "keys", "drop", "spec", "witness",
-    "configs", "published", "example", "checks", "workload",
+    "configs", "published", "example", "checks", "workload", "untyped",
 }  # fmt: skip
 
 
@@ -42,6 +42,7 @@ class Alias(NamedTuple):
     drop: tuple[str, ...]  # keys that mean something else to the known family
     has_spec: bool  # module names differ: the file holds what differs as a spec that extends `like`
     witness: str  # what proves it
+    untyped: tuple[str, ...]  # keys by which a config without model_type and architectures is known
 
 
 def find_alias(model_type: str) -> Alias | None:
@@ -58,7 +59,7 @@ def load_alias(path: str) -> Alias:
     for key in ("checks", "cases", "architectures", "keys", "spec"):
         if not isinstance(tables.get(key, {}), dict):
             raise SpecError(f"{path}: [{key}] must be a table")
-    for key in ("required", "drop"):
+    for key in ("required", "drop", "untyped"):
         if not is_names(tables.get(key, [])):
             raise SpecError(f"{path}: {key} must be a list of config keys")
     for key in ("like", "source", "note", "when", "root", "witness", "example"):
@@ -82,7 +83,7 @@ def load_alias(path: str) -> Alias:
         get_stem(path), path, tables["like"], tables["source"], tables.get("note", ""),
         tuple(tables.get("required", ())), tables.get("when", ""), tables.get("checks", {}), tables.get("cases", {}),
         tables.get("root", ""), tables.get("architectures", {}), keys, tuple(tables.get("drop", ())), "spec" in tables,
-        tables.get("witness", ""),
+        tables.get("witness", ""), tuple(tables.get("untyped", ())),
     )  # fmt: skip
 
 

@@ -34,6 +34,12 @@ BODY = LAYERS * (2 * D * D + 2 * D * D // 2 + 3 * D * FF + 2 * D) + D + VOCAB * 
         ("LlamaModel", "none", BODY),
         ("LlamaBidirectionalModel", "none", BODY),
         ("LlamaForRewardModel", "sequence:1", BODY + D * D + D + D + 1),
+        ("LlamaForRewardModelWithGating", "sequence:19",
+         BODY + 19 * D + 19**2 + D * 1024 + 2 * 1024**2 + 3 * 1024 + 1024 * 19 + 19 + 1),
+        ("EurusRewardModel", "sequence:1", BODY + D),
+        ("GPTRewardModel", "sequence:1", BODY + D),
+        ("LlamaForScore", "sequence:1", BODY + D),
+        ("LlamaForRewardModelWithGating31", "none", BODY),
         ("LlamaForProcessRewardModel", "token:2", BODY + D * D + D + 2 * D + 2),
         ("LlamaBidirectionalForSequenceClassification", "sequence:3", BODY + 3 * D),
         ("VoyageLlamaBidirectionalEmbedModel", "token:3", BODY + 3 * D),
@@ -44,7 +50,7 @@ BODY = LAYERS * (2 * D * D + 2 * D * D // 2 + 3 * D * FF + 2 * D) + D + VOCAB * 
         ("ColBERTLfm2Model", "token:128", BODY + 128 * D),
         ("ChatGLMModel", "lm", BODY + VOCAB * D),
     ],
-)
+)  # fmt: skip
 def test_the_class_says_the_head(named: str, head: str, parameters: int) -> None:
     estimate = estimate_flops({**LLAMA, "architectures": [named], "num_labels": 3}, seq_len=5)
     assert estimate.to_dict()["model"]["head"] == head
@@ -67,6 +73,19 @@ def test_a_body_s_name_with_a_head_in_it_is_said() -> None:
     estimate = estimate_flops({**LLAMA, "architectures": ["LlamaForPrmModel"]}, seq_len=5)
     assert estimate.parameters["total"] == BODY
     assert "the config names LlamaForPrmModel, whose head is not known: counted without one" in estimate.notes
+
+
+@pytest.mark.parametrize(
+    ("named", "note"),
+    [
+        ("LlamaForRewardModelWithGating31", ", whose head is not known: counted without one"),
+        ("OtherModel", "; its body is counted as that of LlamaForCausalLM"),
+        ("LlamaEncoderModel", None),
+    ],
+)
+def test_a_class_of_another_name_is_said(named: str, note: str | None) -> None:
+    notes = estimate_flops({**LLAMA, "architectures": [named]}, seq_len=5).notes
+    assert notes == ([] if note is None else [f"the config names {named}{note}"])
 
 
 def test_tied_weights_leave_with_the_head() -> None:

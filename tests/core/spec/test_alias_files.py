@@ -77,6 +77,36 @@ def test_a_wrapper_is_its_inner_config() -> None:
         map_config({"model_type": "qwen3_omni_moe"}, "config")
 
 
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"dim": 32, "n_layers": 2, "n_heads": 4, "multiple_of": 8, "vocab_size": 9}, "llama"),
+        ({"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 9}, "mistral"),
+        ({"d_model": 32, "n_layer": 2, "ssm_cfg": {}, "vocab_size": 9}, "mamba"),
+        ({"d_model": 32, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2"}, "vocab_size": 9}, "mamba2"),
+    ],
+)
+def test_keys_tell_a_config_without_type_and_class(config: Json, kind: str) -> None:
+    source = load_config(config)
+    assert source.config["model_type"] == kind
+    assert f"no model_type: taken as {kind.rstrip('2')}_native, by its keys" in source.note
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"medusa_num_heads": 5}, "missing keys 'hidden_size', 'vocab_size', which 'medusa' needs"),
+        ({"dim": 32, "n_layers": 2, "n_heads": 4, "multiple_of": 8, "vocab_size": -1}, "vocab_size -1 in params.json"),
+        ({**TINY, "rope_theta": 1e4}, "no .architectures.: --model-type llama would count it as the family that its"),
+        ({**TINY, "model_type": "hymba", "mamba_d_state": 16}, r"'hymba' has no spec\.(?! The nearest)"),
+        ({**TINY, "model_type": "qwen3", "dflash_config": {}}, "a DFlash draft, which attends to the target model"),
+    ],
+)
+def test_what_is_missing_is_said(config: Json, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        bind(config)
+
+
 def test_missing_keys_are_named_in_one_line() -> None:
     with pytest.raises(ConfigError, match="missing keys 'hidden_size', 'n_layer', 'n_head', which 'RefinedWeb' needs"):
         bind({"model_type": "RefinedWeb", "vocab_size": 96})

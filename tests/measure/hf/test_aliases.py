@@ -19,7 +19,8 @@ FILES = list_data_files("aliases")
 TABLES = {name: load_toml(path) for name, path in FILES.items()}
 CASES = [(name, i) for name, table in TABLES.items() for i in range(len(table.get("configs", ())))]
 PUBLISHED = [(name, i) for name, table in TABLES.items() for i in range(len(table.get("published", ())))]
-_ALONE = ("yuan", "chatglm4v", "qwen_vl", "eagle", "eagle3", "medusa")  # types that no model of transformers is like
+# Types that no model of transformers is like.
+_ALONE = ("yuan", "chatglm4v", "qwen_vl", "eagle", "eagle3", "eagle3_speculator", "medusa")
 UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 
 
