@@ -134,7 +134,10 @@ class CountedEstimator(Estimator):
             has_decoder=self.has_decoder and self.model.head.kind != "sequence",
             images=grids or (), needs_text=self.needs_text,
         )  # fmt: skip
-        return self.estimate(load if grids is None else load.replace(grids=grids), tuple(notes))
+        if grids is not None:
+            is_video = self.vision is not None and self.vision.frames > 0
+            load = load.replace(grids=() if is_video else grids, videos=grids if is_video else load.videos)
+        return self.estimate(load, tuple(notes))
 
     def estimate(self, load: Workload, notes: tuple[str, ...] = ()) -> Estimate:
         """FLOPs of one step on a workload."""

@@ -418,7 +418,7 @@ class Estimate(Value):
         elif load.phase == "decode":
             pieces.append(f"{load.rows} × {load.seq} new tokens after {load.context} cached")
         elif not load.seq:
-            pieces.append(f"{len(load.all_grids)} image{'s' * (len(load.all_grids) > 1)}")
+            pieces.append(_describe_grids(load))
         else:
             pieces.append(f"{load.rows} × {load.seq} tokens{' (padded)' if load.layout == 'padded' else ''}")
         if times > 1:
@@ -460,7 +460,13 @@ def check_tokens(estimate: Estimate, what: str) -> Estimate:
 
 
 def _describe_size(load: Workload) -> str:
-    return f"{load.rows} x {load.seq}" if load.seq or load.decoder is not None else f"{len(load.all_grids)} images"
+    return f"{load.rows} x {load.seq}" if load.seq or load.decoder is not None else _describe_grids(load)
+
+
+def _describe_grids(load: Workload) -> str:
+    """'2 images', '1 clip' or both: what a model without text reads."""
+    counts = ((len(load.grids), "image"), (len(load.videos), "clip"))
+    return " and ".join(f"{count} {word}{'s' * (count > 1)}" for count, word in counts if count) or "no images"
 
 
 def _cell(value: int) -> str:

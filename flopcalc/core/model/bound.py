@@ -140,7 +140,7 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_pa
 def find_architecture(source: Source, spec: Spec | None = None) -> str:
     """The HF class: a live model's own, or the one that it extends and a spec knows; else the first in the config."""
     names = list_classes(source)
-    known = (spec.architecture, *spec.variants) if spec is not None else ()
+    known = (spec.architecture, *spec.variants, *spec.refused) if spec is not None else ()
     return next((name for name in names if name in known), names[0] if names else "")
 
 
@@ -154,6 +154,11 @@ def _find_spec(source: Source, specs: dict[str, Spec], is_part: bool) -> Spec:
     model_type: str = source.config["model_type"]
     spec = specs.get(model_type) or find_family(model_type, source.config)
     named = find_architecture(source, spec)
+    if spec is not None and named in spec.refused:
+        raise ConfigError(
+            f"{source.where}: {named} is not described: {spec.refused[named]}. A config that names "
+            f"{spec.architecture} in architectures is counted"
+        )
     variant = find_variant(spec, named) if spec is not None else None
     if variant is not None:
         spec = specs.get(variant) or find_spec(variant)

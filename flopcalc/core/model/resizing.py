@@ -282,6 +282,27 @@ def _edges(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(height, width, values)
 
 
+def _multiples(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """DPT: one size, or the aspect kept by the side that changes less; both sides to the nearest multiple."""
+    if values["do_resize"]:
+        high, wide = values["size.height"] / height, values["size.width"] / width
+        if values["keep_aspect_ratio"]:
+            high = wide = wide if abs(1 - wide) < abs(1 - high) else high
+        multiple = _whole(values, "ensure_multiple_of")
+        height, width = (round(side / multiple) * multiple for side in (high * height, wide * width))
+    return _grid(height, width, values)
+
+
+def _divisible(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """GLPN: both sides down to a multiple."""
+    if values["do_resize"]:
+        divisor = _whole(values, "size_divisor")
+        height, width = (side // divisor * divisor for side in (height, width))
+        if not height or not width:
+            raise WorkloadError(f"an image must have at least {divisor} pixels a side here")
+    return _grid(height, width, values)
+
+
 def _cover(width: int, height: int, values: dict[str, Any]) -> Grid:
     """Swin: patches that cover the resized image, the last ones padded."""
     (height, width), (high, wide) = _resize_and_crop(width, height, values), _patch_sides(values)
@@ -310,6 +331,8 @@ def _naflex(width: int, height: int, values: dict[str, Any]) -> Grid:
 RULES |= {
     "crop": _crop,
     "edges": _edges,
+    "multiples": _multiples,
+    "divisible": _divisible,
     "covered": _cover,
     "naflex": _naflex,
     "most_patches": _most_patches,

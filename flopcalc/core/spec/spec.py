@@ -120,6 +120,7 @@ class Spec(NamedTuple):
     latents: dict[str, str] = {}  # noqa: RUF012  # of a denoiser: what its input is made of
     body: str = ""  # the spec that other models take in its place: the same without its head
     heads: Mapping[str, dict[str, Any]] = {}  # what it says of other heads than its own; see heads.toml
+    refused: Mapping[str, str] = {}  # HF class of this model type -> why it is not described
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
 
@@ -169,6 +170,7 @@ def read_spec(path: str) -> Spec:
         latents=tables.get("latents", {}),
         body=str(tables.get("body", "")),
         heads=tables.get("heads", {}),
+        refused=tables.get("refused", {}),
         main_input=str(tables.get("main_input", "input_ids")),
     )
     _check_spec(spec, path)
@@ -182,6 +184,8 @@ def _check_tables(tables: dict[str, Any], path: str) -> None:
     for key, names in tables.get("renamed", {}).items():
         if not is_names(names):
             raise SpecError(f"{path}: [renamed] {key} must be a list of names")
+    if not is_names(list(tables.get("refused", {}).values())):
+        raise SpecError(f"{path}: [refused] must map classes to reasons")
 
 
 def _text(tables: dict[str, Any], key: str, path: str) -> str:

@@ -105,7 +105,14 @@ def test_clips_are_the_workload_of_models_of_videos() -> None:
     rows = {row.path: row.forward for row in step.by_module()}
     assert rows["videomae.encoder.layer.*.attention.attention"] == 4 * 24 * 18**2
     assert rows["classifier"] == 2 * 24 * 5
-    assert model(batch={"pixel_values": torch.zeros(2, 4, 3, 12, 12)}, phase="forward").total == 2 * step.total
+    two = model(batch={"pixel_values": torch.zeros(2, 4, 3, 12, 12)}, phase="forward")
+    assert (two.total, two.describe()) == (2 * step.total, "forward, 2 clips")
+
+
+def test_a_class_that_no_config_describes_is_refused() -> None:
+    named = {**VIDEOMAE, "architectures": ["VideoMAEForPreTraining"]}
+    with pytest.raises(FlopcalcError, match=r"VideoMAEForPreTraining is not described: .*bool_masked_pos"):
+        bind(named)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +181,7 @@ def test_a_tower_without_layers_to_read_is_refused() -> None:
 @pytest.mark.parametrize("model_type", ["convnext", "resnet", "regnet"])
 def test_a_shortest_side_means_a_square(model_type: str) -> None:
     model = bind({"model_type": model_type, "hidden_sizes": [8, 12], "depths": [1, 1], "num_stages": 2})
-    sides = 56 if model_type == "convnext" else 224
+    sides = 56 if model_type == "convnext" else 384  # the default of ConvNextImageProcessor, which both others use
     grid = model(image_grid_thw=[[1, sides, sides]], phase="forward")
     assert model(images=[(640, 480)], phase="forward").total == grid.total
 

@@ -252,6 +252,16 @@ CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"size": {"shortest_edge": 50}, "size_divisor": 16},
     ),
     "donut-swin": ("donut.image_processing_pil_donut.DonutImageProcessorPil", {"size": {"height": 51, "width": 33}}),
+    "resnet": ("convnext.image_processing_pil_convnext.ConvNextImageProcessorPil", {"size": {"shortest_edge": 60}}),
+    "dpt": (
+        "dpt.image_processing_pil_dpt.DPTImageProcessorPil",
+        {"size": {"height": 51, "width": 33}, "keep_aspect_ratio": True, "ensure_multiple_of": 4},
+    ),
+    "detr": (
+        "detr.image_processing_pil_detr.DetrImageProcessorPil",
+        {"size": {"shortest_edge": 40, "longest_edge": 60}},
+    ),
+    "rt_detr": ("rt_detr.image_processing_pil_rt_detr.RTDetrImageProcessorPil", {"size": {"height": 64, "width": 96}}),
     "perceiver-fourier": (
         "perceiver.image_processing_pil_perceiver.PerceiverImageProcessorPil",
         {"size": {"height": 30, "width": 50}},
