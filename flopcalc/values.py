@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import get_annotations
-from typing import Any, ClassVar, NoReturn, TypeVar, cast, dataclass_transform
+from typing import Any, ClassVar, NoReturn, Self, TypeVar, cast, dataclass_transform
 
 
 class _Fields:
@@ -63,6 +63,10 @@ class Value:
 
     def __post_init__(self) -> None:
         """Checks and converts the fields, where a class does."""
+
+    def replace(self, **changes: Any) -> Self:
+        """The same with some fields changed."""
+        return type(self)(**dict(zip(self._names, self._get_values(), strict=True)) | changes)
 
     def _get_values(self) -> tuple[object, ...]:
         return tuple([getattr(self, name) for name in self._names])

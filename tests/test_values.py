@@ -73,7 +73,7 @@ def test_values() -> None:
     assert size != (2, 1)
     assert repr(Named(width=2, name="a")) == "Named(width=2, height=1, name='a')"
     assert [field.name for field in fields(Named)] == ["width", "height", "name"]
-    assert replace(size, height=5) == Size(2, 5)
+    assert replace(size, height=5) == size.replace(height=5) == Size(2, 5)
     assert asdict(size) == {"width": 2, "height": 1}
     assert is_dataclass(Size)
     assert fields(Size)[0] is fields(Size)[0]  # made once: `replace` asks for them every time
@@ -92,6 +92,11 @@ def test_values() -> None:
 def test_wrong_fields(positional: tuple[int, ...], named: dict[str, int]) -> None:
     with pytest.raises(TypeError, match="Size: missing or unknown fields"):
         Size(*positional, **named)
+
+
+def test_replace_unknown() -> None:
+    with pytest.raises(TypeError, match=r"unknown fields: \['depth'\]"):
+        Size(2).replace(depth=1)
 
 
 def test_frozen() -> None:

@@ -210,6 +210,8 @@ def devices(name: str | None, as_json: bool) -> None:
 
       flopcalc devices b200
     """
+    from dataclasses import asdict
+
     from flopcalc.hardware.devices import find_device, load_devices, match_devices
 
     known, ambiguous = load_devices()
@@ -218,7 +220,7 @@ def devices(name: str | None, as_json: bool) -> None:
         shown = match_devices(name) or [find_device(name, needs_all=True)]  # which says what is like it
         ids = {device.id for device in shown}
         ambiguous = {short: listed for short, listed in ambiguous.items() if ids & set(listed)}
-    described = [device._asdict() for device in shown]
+    described = [asdict(device) for device in shown]
     is_one = name is not None and len(shown) == 1
     if is_one:
         described[0] |= _describe_use(shown[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,7 @@ from flopcalc.cli.pages import FORMATS, format_options, write_page
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.errors import WorkloadError
 from flopcalc.units import format_count, format_flops, parse_size
+from flopcalc.values import Value, frozen
 from flopcalc.words import BY
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from flopcalc.core.estimate.utilization import Utilization
 
 
-class Counted(NamedTuple):
+@frozen()
+class Counted(Value):
     """One result."""
 
     estimate: Estimate
@@ -89,7 +91,7 @@ def estimate(
     if has_list(options, plot_file):
         _show_list(model, options, style, output, by, levels, plot_file, said)
         return
-    counted = _count(model, options, said)._replace(launch=report_of_launch)
+    counted = _count(model, options, said).replace(launch=report_of_launch)
     if style == "json":
         click.echo(json.dumps(counted.to_dict(by, levels), indent=2, ensure_ascii=False))
         return

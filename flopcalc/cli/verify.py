@@ -197,7 +197,7 @@ def _check_fits(model_type: str, configs: list[dict[str, Any]], workload: dict[s
 def _starts_apart(estimator: Estimator) -> bool:
     """Whether decoding from no context executes more than the decoding that is counted: cross keys, states."""
     return estimator.has_decoder or any(
-        op.part == "ssm" for stage in estimator.stages for chain in stage.layers for op in iterate(chain)
+        op.part == "ssm" for stage in estimator.stages for chain in stage.kinds for op in iterate(chain)
     )
 
 

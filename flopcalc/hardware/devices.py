@@ -6,15 +6,17 @@ import os
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from flopcalc.core.recipe.formats import find_computed, parse_compute
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
 from flopcalc.errors import DeviceError, SpecError, find_nearest, format_value
+from flopcalc.values import Value, frozen
 from flopcalc.words import DTYPES as DTYPES
 
 
-class Device(NamedTuple):
+@frozen()
+class Device(Value):
     """One variant of an accelerator."""
 
     id: str

@@ -575,7 +575,7 @@ def _find_cut(layout: Layout) -> Layout:
 def _list_named(estimator: Estimator) -> list[tuple[str, tuple[str, ...]]]:
     """Of every language layer its stage's path, and the names of its ops."""
     stages = [stage for stage in estimator.stages if stage.repeated and stage.group == "language"]
-    names = {id(chain): tuple(op.name for op in iterate(chain)) for stage in stages for chain in stage.layers}
+    names = {id(chain): tuple(op.name for op in iterate(chain)) for stage in stages for chain in stage.kinds}
     return [(stage.path, names[id(chain)]) for stage in stages for chain in stage.layers]
 
 

@@ -50,7 +50,7 @@ def describe_formats(formats: Formats, optimizer: str) -> list[str]:
 
 def describe_key_heads(estimator: Estimator) -> list[str]:
     """That a user's spec names no key heads, and what was inferred in their place."""
-    chains = {id(chain): chain for stage in estimator.stages for chain in stage.layers}.values()
+    chains = (chain for stage in estimator.stages for chain in stage.kinds)
     attends = (op for chain in chains for op in iterate(chain) if isinstance(op, Attend))
     op = next((op for op in attends if op.kv_heads_inferred), None)
     if op is None:

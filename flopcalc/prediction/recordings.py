@@ -149,7 +149,7 @@ def list_windows(estimator: Estimator, keys: int) -> list[int]:
     return [
         op.rows.window
         for stage in estimator.stages
-        for chain in {id(layer): layer for layer in stage.layers}.values()  # equal layers are mostly the same one
+        for chain in stage.kinds
         for op in iterate(chain)
         if isinstance(op, Attend) and isinstance(op.rows, Pairs) and 0 < op.rows.window <= keys
     ]

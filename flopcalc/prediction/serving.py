@@ -24,7 +24,7 @@ class Serving(Step):
         for stage in self.estimator.stages:
             written_out = _find_written_out(found.rows, stage)
             gathers, casts = (_find_written(found.rows, stage, kind) for kind in ("gather", "cast"))
-            for chain in dict.fromkeys(stage.layers):
+            for chain in stage.kinds:
                 placed = [Placed(op, self.rows(op), 0, 0) for op in iterate(chain) if self.runs(op)]
                 if any(entry.op.part == "lm_head" for entry in placed):
                     head = max(head, self.find_stream(placed))

@@ -20,11 +20,11 @@ class Sided(NamedTuple):
 
 
 def count_chains(stage: Stage) -> Counter[Chain]:
-    """The layers of a stage that differ, and how many of each; most are one object, and chains are long to hash."""
+    """The layers of a stage that differ, and how many of each; most are one object."""
     many = Counter(map(id, stage.layers))
     found: Counter[Chain] = Counter()
-    for number, chain in {id(chain): chain for chain in stage.layers}.items():
-        found[chain] += many[number]
+    for chain in stage.kinds:
+        found[chain] += many[id(chain)]
     return found
 
 

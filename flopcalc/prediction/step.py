@@ -449,7 +449,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
 def has_routed(estimate: Estimate) -> bool:
     """Whether a router sends rows to experts."""
     stages = [stage for estimator, _, _ in estimate.terms for stage in estimator.stages]
-    chains = [chain for stage in stages for chain in dict.fromkeys(stage.layers)]
+    chains = [chain for stage in stages for chain in stage.kinds]
     return any(is_routed(op) for chain in chains for op in iterate(chain))
 
 

@@ -92,7 +92,7 @@ def _number_layers(estimator: Estimator) -> dict[tuple[str, int], int]:
         if not (stage.repeated and stage.group == "language"):
             continue
         kinds = {chain: many + number for number, chain in enumerate(count_chains(stage))}
-        same = {number: kinds[chain] for number, chain in {id(chain): chain for chain in stage.layers}.items()}
+        same = {id(chain): kinds[chain] for chain in stage.kinds}
         found |= {(stage.path, stage.first + place): same[id(chain)] for place, chain in enumerate(stage.layers)}
         many += len(kinds)
     return found

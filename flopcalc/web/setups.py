@@ -226,9 +226,7 @@ def load_model(setup: Setup) -> Source:
         except FlopcalcError as error:
             raise type(error)(_shorten(str(error), folder)) from None
     name = setup.model or source.name
-    return source._replace(
-        name=name, where=_shorten(source.where, folder), reference=_shorten(source.reference, folder)
-    )
+    return source.replace(name=name, where=_shorten(source.where, folder), reference=_shorten(source.reference, folder))
 
 
 def _shorten(text: str, folder: str) -> str:

@@ -147,7 +147,7 @@ def test_peaks_follow_from_units_and_clock(device_id: str, units: int, per_clock
 
 def test_gb200_and_its_rack_are_one_gpu() -> None:
     alone, rack = find_device("gb200"), find_device("gb200-nvl72")
-    assert alone._replace(id="", name="", aliases=()) == rack._replace(id="", name="", aliases=())
+    assert alone.replace(id="", name="", aliases=()) == rack.replace(id="", name="", aliases=())
 
 
 @pytest.mark.parametrize("name", ["H200-SXM", "h200 sxm", "  H200_sxm ", "nvidia h200", "NVIDIA-H200", "H200 Sxm"])

@@ -225,7 +225,7 @@ def test_own_price(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_energy_needs_a_known_power() -> None:
     device = find_device("a100-sxm-80gb")
     assert count_energy(device, 1000) == 400
-    assert count_energy(device._replace(tdp_w=None), 1000) is None
+    assert count_energy(device.replace(tdp_w=None), 1000) is None
 
 
 @pytest.mark.parametrize(

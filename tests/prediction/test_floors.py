@@ -81,7 +81,7 @@ def test_seconds() -> None:
 
 
 def test_a_device_without_a_bandwidth() -> None:
-    device: Device = H200._replace(bandwidth_gb_per_s=None)
+    device: Device = H200.replace(bandwidth_gb_per_s=None)
     found = find_floors(bind(LLAMA)(1, 8), device, "bf16", 2, "adamw")
     assert found.bandwidth_s is None
     assert found.to_dict()["bound"] is None

@@ -45,9 +45,11 @@ from flopcalc.core.recipe.recipe import Adapter
 from flopcalc.core.recipe.resolver import ALL_TRAIN, Resolver, State
 from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.core.workload.sums import Calls, Executed, Folds, InDecoder, Minus, Needed, Pairs, PerSample, Samples, Sum
+from flopcalc.values import Value, frozen
 
 
-class Mode(NamedTuple):
+@frozen()
+class Mode(Value):
     """What the counting depends on beyond model and recipe."""
 
     has_images: bool = False
@@ -412,17 +414,20 @@ def count(stages: tuple[Stage, ...], resolver: Resolver, mode: Mode, formats: Fo
     cache: dict[object, tuple[tuple[Row, ...], bool, dict[str, bool]]] = {}
     for stage in stages:
         runs = _runs(stage.stream, mode)
-        streams = dict(stream) if any(_is_streamed(op) for chain in stage.layers for op in iterate(chain)) else {}
+        streams = dict(stream) if any(_is_streamed(op) for chain in stage.kinds for op in iterate(chain)) else {}
         flow = stage.input_gradient or stream.get(stage.stream, False)
         flow = flow or any(stream.get(name, False) for name in stage.joins)
         outputs: list[bool] = []
         folded: dict[tuple[Row, ...], list[int]] = {}
+        numbers_of: dict[int, tuple[Numbers, ...]] = {}  # by chain
         for layer, chain in enumerate(stage.layers):
             path = f"{stage.path}.{stage.first + layer}" if stage.repeated else stage.path
             if stage.reads is not None:
                 flow = after.get(stage.reads[0], [])[stage.reads[1][layer]]
             states = _layer_states(chain, path, stage, resolver)
-            numbers = None if is_plain else _find_numbers(chain, path, stage.group, formats)
+            if not is_plain and (formats.names_layers or id(chain) not in numbers_of):
+                numbers_of[id(chain)] = _find_numbers(chain, path, stage.group, formats)
+            numbers = numbers_of.get(id(chain))
             key = (id(chain), states, flow, stage.checkpoint, stage.dead[layer], runs, numbers, *streams.items())
             found = cache.get(key)
             if found is None:

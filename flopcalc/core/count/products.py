@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.model.ops import Embed, Linear, Op
@@ -122,9 +122,6 @@ class Row(Value):
             if many:
                 found.append(Weights(name, many, many * make_plain(name).bits // 8))
         return found
-
-    def replace(self, **changes: Any) -> Row:
-        return replace(self, **changes)
 
 
 class Weights(NamedTuple):

@@ -12,7 +12,6 @@ from flopcalc.core.model.components import is_pipeline
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.heads import check_head
 from flopcalc.core.model.live import strip
-from flopcalc.core.recipe.live import read_recompute
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.spec.spec import Spec, read_spec
@@ -65,20 +64,23 @@ def bind_config(
         model_type=model_type, own=specs,
     )  # fmt: skip
     if head is not None:
-        source = source._replace(head=check_head(head))
+        source = source.replace(head=check_head(head))
     if mtp is not None:
-        source = source._replace(mtp=mtp)
+        source = source.replace(mtp=mtp)
     if source.weights and formats.weights is None:
-        formats = formats._replace(weights=source.weights)
+        formats = formats.replace(weights=source.weights)
     if source.lora is not None:
         recipe = _add_adapter(recipe, source.lora)
     if isinstance(recipe, Mapping):
         is_said = "recompute" in recipe or source.module is None
         recipe = _read_recipe(recipe)
-        recipe = recipe if is_said else recipe.replace(recompute=read_recompute(source.module))
+        if not is_said:
+            from flopcalc.core.recipe.live import read_recompute
+
+            recipe = recipe.replace(recompute=read_recompute(source.module))
     elif recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(f"a recipe is a mapping or what make_recipe() gives, not {format_value(recipe)}")
-    asked = formats._replace(compute=compute)
+    asked = formats.replace(compute=compute)
     if is_pipeline(source.config):
         from flopcalc.core.estimate.pipeline import FROZEN, bind_pipeline  # few ask for it, and start-up is counted
 

@@ -125,7 +125,7 @@ def _check_decodes(model: BoundModel, phase: str) -> None:
     masks = {
         op.rows.mask if isinstance(op.rows, Pairs) else None
         for stage in model.stages
-        for chain in stage.layers
+        for chain in stage.kinds
         for op in iterate(chain)
         if isinstance(op, Attend) and stage.stream == "language"
     }

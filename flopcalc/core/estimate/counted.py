@@ -19,11 +19,9 @@ from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.heads import list_saved
 from flopcalc.core.model.mtp import count_layers
 from flopcalc.core.model.ops import iterate, join, remove_hooks
-from flopcalc.core.recipe.live import read_formats, read_recipe
 from flopcalc.core.recipe.numbers import FormatOptions, Formats, make_formats
 from flopcalc.core.recipe.recipe import Lora, Recipe, make_recipe
 from flopcalc.core.recipe.resolver import Resolver
-from flopcalc.core.workload.batch import read_batch
 from flopcalc.core.workload.sums import Sum
 from flopcalc.core.workload.workload import Workload, check_load
 from flopcalc.errors import FlopcalcError, RecipeError, format_value
@@ -129,6 +127,8 @@ class CountedEstimator(Estimator):
         grids = None
         if self.vision is not None and isinstance(batch, Mapping):  # read_batch says what is wrong with another
             grids = self.vision.read_sizes(batch, read_device)
+        from flopcalc.core.workload.batch import read_batch  # only where there are tensors to read
+
         load, notes = read_batch(
             batch, phase=phase, logits=logits, read_device=read_device, audio=audio,
             has_decoder=self.has_decoder and self.model.head.kind != "sequence",
@@ -245,7 +245,7 @@ class CountedEstimator(Estimator):
             return []
         layers = f"{left_out} layer{'s' if left_out > 1 else ''} of multi-token prediction"
         try:
-            source = self.source._replace(mtp=True)
+            source = self.source.replace(mtp=True)
             model = bind_model(source, self.model.extra)
             whole = CountedEstimator(
                 model, self.recipe, self.convention, self.attention_kernel, self.kernel_table, self.tile_table,
@@ -332,9 +332,12 @@ def _find_formats(model: BoundModel, recipe: Recipe, asked: FormatOptions) -> Fo
     """What the numbers of a model are: as asked, as its parameters are, or as its config says."""
     source = model.source
     are_said = asked.weights is not None
-    live = read_formats(source.module, are_said=are_said) if source.module is not None else None
-    chains = {id(chain): chain for stage in model.stages for chain in stage.layers}.values()
-    casts = any(op.float32 for chain in chains for op in iterate(chain))
+    live = None
+    if source.module is not None:
+        from flopcalc.core.recipe.live import read_formats  # a config alone starts without it
+
+        live = read_formats(source.module, are_said=are_said)
+    casts = any(op.float32 for stage in model.stages for chain in stage.kinds for op in iterate(chain))
     return make_formats(source.config, source.where, recipe, asked, live, casts)
 
 
@@ -351,6 +354,8 @@ def _join_recipe(model: BoundModel, recipe: Recipe | None, clipping: str | None)
             raise RecipeError(
                 "a live model itself says what trains (requires_grad and PEFT): change it there, or pass its config"
             )
+        from flopcalc.core.recipe.live import read_recipe
+
         live, sizes, names = read_recipe(model.source.module, None if recipe is None else recipe.recompute)
         check_live(model, sizes, names)
         recipe = live if recipe is None else live.replace(clipping=recipe.clipping)

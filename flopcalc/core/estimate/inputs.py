@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from flopcalc.core.estimate.estimator import Estimator, Picture, check_no_sampling
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.workload.workload import Grid, Workload, make_workload
 from flopcalc.errors import WorkloadError
+from flopcalc.values import Value, frozen
 
 MAX_IMAGES = 1_000_000  # per batch: they are listed one by one
 
 
-class Inputs(NamedTuple):
+@frozen()
+class Inputs(Value):
     """One sample, and how many there are; images in pixels or as files, grids as (t, h, w) in patches."""
 
     batch: int | None = None  # 1 where none is said

@@ -16,7 +16,7 @@ from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.components import Pipeline, read_pipeline
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.latents import Latents
-from flopcalc.core.model.ops import Op, Stage, Weighted, map_ops
+from flopcalc.core.model.ops import Op, Stage, Weighted
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import ConfigError, WorkloadError, format_value
@@ -379,7 +379,7 @@ def bind_pipeline(source: Source, make: Callable[[BoundModel, bool], CountedEsti
     inner = dict(source.config[pipeline.denoiser])
     inner.setdefault("model_type", inner.get("_class_name"))
     inner |= pipeline.list_passed()
-    denoiser = make(bind_model(source._replace(config=inner, where=f"{source.where}: {pipeline.denoiser}")), False)
+    denoiser = make(bind_model(source.replace(config=inner, where=f"{source.where}: {pipeline.denoiser}")), False)
     if denoiser.model.latents is None:
         raise ConfigError(f"{source.where}: its {pipeline.denoiser} is no denoiser that flopcalc describes")
     parts = []
@@ -427,9 +427,7 @@ def _bind_part(source: Source, name: str, kind: str, config: Mapping[str, Any]) 
 
     def put(stage: Stage) -> Stage:
         reads = None if stage.reads is None else (f"{name}.{stage.reads[0]}", stage.reads[1])
-        return stage._replace(
-            path=f"{name}.{stage.path}", layers=tuple(map_ops(chain, move) for chain in stage.layers), reads=reads,
-            adds=None if stage.adds is None else f"{name}.{stage.adds}",
-        )  # fmt: skip
+        adds = None if stage.adds is None else f"{name}.{stage.adds}"
+        return stage.map_ops(move).replace(path=f"{name}.{stage.path}", reads=reads, adds=adds)
 
     return replace(model, stages=tuple(put(stage) for stage in model.stages))

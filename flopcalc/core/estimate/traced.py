@@ -98,7 +98,7 @@ class TracedEstimator(Estimator):
         self._siblings: dict[tuple[Any, ...], TracedEstimator] = {}
         kinds = {kind for axes in traced.axes.values() for kind in axes if isinstance(kind, str)}
         self._has_length = not traced.axes or "n" in kinds or bool(traced.visual)
-        empty: dict[str, Any] = {name: {} for name in Spec._fields}
+        empty: dict[str, Any] = {name: {} for name in Spec._names}
         self.spec = Spec(**{
             **empty, "name": traced.model_type, "file": "", "architecture": traced.name,
             "source": f"traced with {made_with}", "required": (), "stacks": [], "is_tower": False,

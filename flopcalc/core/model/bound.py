@@ -87,7 +87,7 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_pa
     spec = _find_spec(source, extra, is_part)
     if spec.name not in extra:
         check_config(source.config, source.where)
-        source = source._replace(config=fill_nulls(source.config))
+        source = source.replace(config=fill_nulls(source.config))
     dims = bind_spec(spec, source.config, source.where, extra)
     stages, renamed = expand(dims), None
     # A denoiser, the parts of a pipeline and models of images alone have no head that another could replace.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth
 from flopcalc.core.spec.merge import check_keys
 from flopcalc.core.spec.spec import find_spec
 from flopcalc.data import find_data_file, list_data_files, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
+from flopcalc.values import Value, frozen
 
 _KEYS = {
     "source", "denoiser", "steps", "guidance", "encodes_negative", "text", "read", "width", "height", "frames",
@@ -22,7 +23,8 @@ _TIMES = 1000  # timesteps in training
 _SHIFT = 3.0  # Wan's flow_shift: huggingface/diffusers, scripts/convert_wan_to_diffusers.py
 
 
-class Pipeline(NamedTuple):
+@frozen()
+class Pipeline(Value):
     """What a pipeline's class does: which parts it has, and what it takes where nothing is said."""
 
     name: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from flopcalc.core.model.components import DENOISERS, SCHEDULER, find_denoiser, name_class, read_folder
 from flopcalc.core.model.live import unwrap
@@ -13,6 +13,7 @@ from flopcalc.core.spec.aliases import map_config, name_family
 from flopcalc.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.files import MAX_JSON_BYTES, MAX_TOML_BYTES, open_regular, read_json, read_path, read_text
+from flopcalc.values import Value, frozen
 
 PIPELINE_FILE = "model_index.json"  # of diffusers
 
@@ -20,7 +21,8 @@ ADAPTER = "adapter_config.json"
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "feature_extractor_config.json")
 
 
-class Source(NamedTuple):
+@frozen()
+class Source(Value):
     """A model's config and where it came from."""
 
     name: str
@@ -49,7 +51,7 @@ def load_config(
     if model_type is not None:
         if not isinstance(model_type, str):
             raise ConfigError(f"model_type must be the name of a family, not {format_value(model_type)}")
-        source = source._replace(config=name_family(source.config, model_type, source.where))
+        source = source.replace(config=name_family(source.config, model_type, source.where))
     return _map_known(_checked(source), own)
 
 
@@ -59,7 +61,7 @@ def _map_known(source: Source, own: Collection[str]) -> Source:
     config, notes = map_config(source.config, source.where)
     if config is source.config:
         return source
-    return source._replace(config=config, note="; ".join(filter(None, (source.note, *notes))))
+    return source.replace(config=config, note="; ".join(filter(None, (source.note, *notes))))
 
 
 def _find_source(model: Any, download: bool) -> Source:
@@ -137,7 +139,7 @@ def _checked(source: Source) -> Source:
     model_type = source.config.get("model_type")
     if model_type is None and isinstance(source.config.get("_class_name"), str):  # diffusers names the class instead
         model_type = name_class(source.config)
-        source = source._replace(config={**source.config, "model_type": model_type})
+        source = source.replace(config={**source.config, "model_type": model_type})
     if model_type is None:
         source = _name_type(source)
         model_type = source.config.get("model_type")
@@ -172,7 +174,7 @@ def _name_type(source: Source) -> Source:
         if found is None:
             return source
         config, note = {**source.config, "model_type": found}, f"no model_type: taken as {found}, by its keys"
-        return source._replace(config=config, note="; ".join(filter(None, (source.note, note))))
+        return source.replace(config=config, note="; ".join(filter(None, (source.note, note))))
     found = find_type(str(named[0]))
     if found is None:
         raise ConfigError(
@@ -181,7 +183,7 @@ def _name_type(source: Source) -> Source:
         )
     note = f"no model_type: taken as {found}, from class {named[0]}"
     config = {**source.config, "model_type": found}
-    return source._replace(config=config, note="; ".join(filter(None, (source.note, note))))
+    return source.replace(config=config, note="; ".join(filter(None, (source.note, note))))
 
 
 def _load_named(model: str | os.PathLike[str], download: bool, is_base: bool = False) -> Source:
@@ -303,7 +305,7 @@ def _load_adapter(name: str, path: str, download: bool, is_base: bool) -> Source
     except ConfigError as error:
         raise ConfigError(f"{path}: its base: {error}") from None
     note = "; ".join(filter(None, (adapter.note, base.note)))
-    return base._replace(name=name or base.name, note=note, lora=adapter.lora)
+    return base.replace(name=name or base.name, note=note, lora=adapter.lora)
 
 
 def _load_with_processors(name: str, path: str) -> Source:
@@ -349,7 +351,7 @@ def _load_hub(hub_id: str, download: bool) -> Source:
     if preset is not None:
         source = load_preset(preset)
         note = f"{hub_id}: the config of preset {source.name} is used; --download fetches its own instead"
-        return source._replace(note=note)
+        return source.replace(note=note)
     raise ConfigError(
         f"{hub_id!r} is not a path, not in the local Hugging Face cache, and has no preset; --download fetches it"
     )
@@ -401,7 +403,7 @@ def _download(hub_id: str) -> Source:
     for file in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
         with suppress(Exception):  # text models have none
             hf_hub_download(hub_id, file)
-    return _load_with_processors(hub_id, path)._replace(reference=f"downloaded from {hub_id}")
+    return _load_with_processors(hub_id, path).replace(reference=f"downloaded from {hub_id}")
 
 
 def _download_pipeline(hub_id: str, download: Any) -> Source:
@@ -411,4 +413,4 @@ def _download_pipeline(hub_id: str, download: Any) -> Source:
         if isinstance(entry, list):
             with suppress(Exception):  # schedulers and tokenizers have no config.json
                 download(hub_id, f"{part}/config.json")
-    return _load_pipeline(hub_id, index)._replace(reference=f"downloaded from {hub_id}")
+    return _load_pipeline(hub_id, index).replace(reference=f"downloaded from {hub_id}")

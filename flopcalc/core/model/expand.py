@@ -111,18 +111,15 @@ def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Sta
     if "body" in stack:
         inner_stages = [stage for stage in inner_stages if not _is_head(stage, stack["body"])]
     if "stream" in stack:
-        inner_stages = [stage._replace(stream=stack["stream"]) for stage in inner_stages]
+        inner_stages = [stage.replace(stream=stack["stream"]) for stage in inner_stages]
     if "only" in stack:
-        inner_stages = [
-            stage._replace(layers=tuple(restrict(chain, stack["only"]) for chain in stage.layers))
-            for stage in inner_stages
-        ]
+        inner_stages = [stage.map_layers(lambda chain: restrict(chain, stack["only"])) for stage in inner_stages]
     adds = stack.get("adds")
     if adds:
-        inner_stages = [stage._replace(adds=adds) if stage.repeated else stage for stage in inner_stages]
+        inner_stages = [stage.replace(adds=adds) if stage.repeated else stage for stage in inner_stages]
     joins = tuple(stack.get("joins", ()))
     if joins:
-        inner_stages[0] = inner_stages[0]._replace(joins=joins)
+        inner_stages[0] = inner_stages[0].replace(joins=joins)
     return inner_stages
 
 
@@ -139,7 +136,7 @@ def _find_root(spec: Spec) -> str:
 
 def _is_head(stage: Stage, body: str) -> bool:
     """Whether a stage reads the body's output: it makes logits, or lies outside of the body."""
-    parts = {op.part for chain in stage.layers for op in iterate(chain) if isinstance(op, Linear)}
+    parts = {op.part for chain in stage.kinds for op in iterate(chain) if isinstance(op, Linear)}
     return parts == {"lm_head"} or not f"{stage.path}.".startswith(f"{body}.")
 
 
@@ -196,7 +193,7 @@ def expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str],
         return [stage]
     starts = [i for i in range(count) if i == 0 or wrapped[i] != wrapped[i - 1]]
     return [
-        stage._replace(
+        stage.replace(
             layers=stage.layers[start:end], dead=stage.dead[start:end], first=first + start, checkpoint=wrapped[start]
         )
         for start, end in zip(starts, [*starts[1:], count], strict=True)

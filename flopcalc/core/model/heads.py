@@ -18,7 +18,6 @@ from flopcalc.core.model.ops import (
     Stage,
     iterate,
     join,
-    map_ops,
     rename_stage,
 )
 from flopcalc.core.spec.expressions import MissingNameError
@@ -27,6 +26,7 @@ from flopcalc.core.workload.sums import InDecoder, Logits
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import ConfigError, format_nearest, format_value
 from flopcalc.units import check_size
+from flopcalc.values import Value, frozen
 
 HEADS = ("lm", "none", "sequence", "token", "value")  # what --head takes
 _COUNTED = ("sequence", "token")  # heads that have a number of labels
@@ -34,7 +34,8 @@ SAVED = ("classifier", "score")  # modules that PEFT trains whole for task types
 DEFAULT_LABELS = 2  # transformers' PretrainedConfig without num_labels and id2label
 
 
-class Head(NamedTuple):
+@frozen()
+class Head(Value):
     """A head: what kind it is, how many labels it predicts, and the table that describes its modules."""
 
     kind: str = "lm"
@@ -243,7 +244,7 @@ def _cut(stages: list[Stage], prefix: str) -> list[Stage]:
         _is_outside(op, prefix) for stage in stages for chain in stage.layers[:1] for op in iterate(chain)
     ):
         return stages
-    return [stage._replace(layers=tuple(keep(chain) for chain in stage.layers)) for stage in stages]
+    return [stage.map_layers(keep) for stage in stages]
 
 
 def _is_outside(op: Op, prefix: str) -> bool:
@@ -276,7 +277,7 @@ def _set_adapted(stage: Stage, saved: tuple[str, ...]) -> Stage:
         is_saved = any(name in saved for name in join(stage.path, op.name).split("."))
         return op.replace(adapts=not is_saved) if isinstance(op, Linear) else op
 
-    return stage._replace(layers=tuple(map_ops(chain, set_op) for chain in stage.layers))
+    return stage.map_ops(set_op)
 
 
 def list_saved(stage: Stage) -> list[str]:

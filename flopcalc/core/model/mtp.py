@@ -84,7 +84,7 @@ def expand_mtp(source: Source, stages: tuple[Stage, ...], depth: int) -> tuple[S
         ]
         path, _, last = names["layer"].format(**fill).rpartition(".")
         found.append(
-            main._replace(path=path, layers=(chain,), first=int(last), dead=(False,), reads=None, joins=(), adds=None)
+            main.replace(path=path, layers=(chain,), first=int(last), dead=(False,), reads=None, joins=(), adds=None)
         )
         read = (path, (int(last),))
         if names["last"]:
@@ -96,7 +96,7 @@ def expand_mtp(source: Source, stages: tuple[Stage, ...], depth: int) -> tuple[S
 
 
 def _make_stage(like: Stage, path: str, chain: Chain, reads: tuple[str, tuple[int, ...]] | None) -> Stage:
-    return like._replace(
+    return like.replace(
         path=path, layers=(chain,), repeated=False, checkpoint=False, dead=(False,), reads=reads, joins=(), adds=None,
         first=0,
     )  # fmt: skip

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from flopcalc.core.workload.sums import Only, Sum
 from flopcalc.values import Value, frozen
@@ -32,9 +31,6 @@ class Op(Value):
     beside: str = ""  # the stream without which it does not run
     state: int = 0  # numbers that it leaves in the cache for every sequence, however long
     float32: str = ""  # the code computes it in float32: "cast" its inputs, or "always", with autocast turned off
-
-    def replace(self, **changes: Any) -> Self:
-        return replace(self, **changes)
 
     # What only some kinds have is neutral in the others, so that a fold over all ops need not ask for the kind.
     @property
@@ -126,6 +122,10 @@ class Weighted(Op):
         """What stands for * in the name of a module per copy."""
         return [str(copy) for copy in range(self.copies)]
 
+    def name_first(self, path: str) -> str:
+        """The path of the first copy, which speaks for all; a path without * as it is."""
+        return path.replace("*", "0")
+
 
 @frozen(kw_only=True)
 class Linear(Weighted):
@@ -166,6 +166,9 @@ class Linear(Weighted):
         if isinstance(first, int) and isinstance(step, int):
             return [str(first + step * copy) for copy in range(self.copies)]
         return [str(name) for name in self.numbered]
+
+    def name_first(self, path: str) -> str:
+        return path.replace("*", str(self.numbered[0]))
 
 
 class Conv(Linear):
@@ -294,7 +297,8 @@ class TracedModule(Op):
 Chain: TypeAlias = "tuple[Op | tuple[Chain, ...], ...]"
 
 
-class Stage(NamedTuple):
+@frozen()
+class Stage(Value):
     """A stack of a spec under one config: a chain of ops, or one chain per layer."""
 
     path: str
@@ -310,6 +314,20 @@ class Stage(NamedTuple):
     first: int = 0  # number of the first layer, where another stage holds those before it
     reversible: bool = False  # its backward runs every layer again, whatever the recipe says
     input_gradient: bool = False  # HF makes its input require a gradient, whatever trains
+
+    @property
+    def kinds(self) -> tuple[Chain, ...]:
+        """Its layers, each chain that several share once: most are one object, and chains are long to hash."""
+        return tuple({id(chain): chain for chain in self.layers}.values())
+
+    def map_layers(self, change: Callable[[Chain], Chain]) -> Stage:
+        """The same stage with every layer changed; layers that share a chain go on doing so."""
+        made = {id(chain): change(chain) for chain in self.kinds}
+        return self.replace(layers=tuple(made[id(chain)] for chain in self.layers))
+
+    def map_ops(self, change: Callable[[Op], Op]) -> Stage:
+        """The same stage with every op changed."""
+        return self.map_layers(lambda chain: map_ops(chain, change))
 
 
 def iterate(chain: Chain) -> Iterable[Op]:
@@ -359,7 +377,7 @@ def remove_hooks(stage: Stage) -> Stage:
     def remove(op: Op) -> Op:
         return op.replace(input_embedding=False) if isinstance(op, Weighted) and op.input_embedding else op
 
-    return stage._replace(layers=tuple(map_ops(chain, remove) for chain in stage.layers))
+    return stage.map_ops(remove)
 
 
 def rename_path(path: str, old: str, new: str) -> str:
@@ -383,12 +401,8 @@ def rename_stage(stage: Stage, old: str, new: str) -> Stage:
 
     if old == new:
         return stage
-    moved = {id(chain): chain for chain in stage.layers}
-    moved = {key: map_ops(chain, move_op) for key, chain in moved.items()}  # layers that share a chain go on doing so
-    layers = tuple(moved[id(chain)] for chain in stage.layers)
-    return stage._replace(
+    return stage.map_ops(move_op).replace(
         path=rename_path(stage.path, old, new),
-        layers=layers,
         reads=None if stage.reads is None else (rename_path(stage.reads[0], old, new), stage.reads[1]),
         adds=None if stage.adds is None else rename_path(stage.adds, old, new),
     )

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, find_names
 from flopcalc.core.spec.spec import BoundDims, find_key
 from flopcalc.core.workload.workload import Grid, read_grids
 from flopcalc.errors import ConfigError, FlopcalcError, SpecError, WorkloadError, format_nearest, format_value
 from flopcalc.units import check_size
+from flopcalc.values import Value, frozen
 
 # Limits of the image processor classes, used with a note where no preprocessor_config.json is given.
 # transformers 5.22: models/qwen2_vl/image_processing_qwen2_vl.py
 _SMART_DEFAULTS = (56 * 56, 28 * 28 * 1280)
 
 
-class Vision(NamedTuple):
+@frozen()
+class Vision(Value):
     """A model's image input under one config."""
 
     kind: str  # 'grid': any grid of patches; 'fixed': one square per image; 'tiles': t squares per image

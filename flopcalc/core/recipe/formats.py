@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import FlopcalcError, RecipeError, format_nearest, format_value
@@ -20,7 +20,8 @@ PLAIN = "bf16"  # what is taken where nothing says otherwise
 _GROUP = r"(.+)-g(\d+)"
 
 
-class Computed(NamedTuple):
+@frozen()
+class Computed(Value):
     """A format that products are computed in."""
 
     name: str

@@ -81,6 +81,11 @@ class Formats(Value):
         return is_plain and self.attention == self._compute_adapter() == name and self.model == name
 
     @property
+    def names_layers(self) -> bool:
+        """Whether layers that share their ops may differ; `kept` holds a class's words, which name no layer."""
+        return bool(self.live) or self.quantization is not None
+
+    @property
     def attention(self) -> str:
         """What products of activations are computed in."""
         if self.compute and find_computed(self.compute).is_everywhere:
@@ -145,7 +150,7 @@ class Formats(Value):
             return None
         if self.live:
             name = path if isinstance(op, Param) else f"{path}.{op.param}"
-            return self.live.get(name.replace("*", op.copy_names[0]))
+            return self.live.get(op.name_first(name))
         kind = _find_kind(op)
         found = None
         if self.weights is not None:
@@ -167,7 +172,7 @@ class Formats(Value):
         if not self.kept:
             return False
         name = path if isinstance(op, Param) else f"{path}.{param}"
-        return _compile("|".join(self.kept)).search(name.replace("*", op.copy_names[0])) is not None
+        return _compile("|".join(self.kept)).search(op.name_first(name)) is not None
 
     def name_weights(self) -> str:
         """How weights are stored, in a word or two."""
@@ -231,7 +236,7 @@ def find_sizes(op: Op) -> tuple[int, int]:
 
 def _list_names(op: Weighted, path: str) -> tuple[str, ...]:
     """A module's name as transformers 5 has it, and as checkpoints of older releases do."""
-    names = [path.replace("*", op.copy_names[0])]
+    names = [op.name_first(path)]
     if isinstance(op, Linear) and op.is_bare and op.copies > 1:  # experts, each with linears of their own before
         names += [f"{path}.0.{target}" for target in (*op.targets, op.param)]
         names += [f"{path}.{op.param}"]
@@ -244,7 +249,8 @@ def _list_names(op: Weighted, path: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-class FormatOptions(NamedTuple):
+@frozen()
+class FormatOptions(Value):
     """What a user says about formats."""
 
     compute: Any = None  # of products

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from flopcalc.core.recipe.formats import find_computed, parse_compute
@@ -82,9 +81,6 @@ class Recipe(Value):
             )
         check_clipping(self.clipping, self.recompute)
         put(self, "freeze", _patterns(self.freeze, "freeze"))
-
-    def replace(self, **changes: Any) -> Recipe:
-        return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         shown: dict[str, Any] = {

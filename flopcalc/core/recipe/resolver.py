@@ -73,7 +73,7 @@ class Resolver:
             ):
                 if isinstance(op, Weighted):
                     path = join(f"{stage.path}.{layer}" if stage.repeated else stage.path, op.name)
-                    path = path.replace("*", op.copy_names[0]) if "*" in path else path
+                    path = op.name_first(path)
                     holder = path.rpartition(".")[0] if isinstance(op, Param) else path
                     tried = [f"{holder}.{name}" for name in op.targets] if op.is_bare else [path]
                     names |= {name.rpartition(".")[2]: None for name in tried if target.names(name)}
@@ -138,7 +138,7 @@ class Resolver:
     def _resolve_live(self, op: Weighted, path: str) -> State:
         assert self.recipe.trained is not None
         trained = self.recipe.trained
-        path = path.replace("*", op.copy_names[0])  # a module per copy: the first speaks for all
+        path = op.name_first(path)
         weight_name = _weight_name(op, path)
         names = [name for name, _ in self._aliases.get(weight_name, [(weight_name, "")])]
         bias_name = f"{path}.{op.bias_name}"
@@ -334,7 +334,7 @@ class _Ending(_Suffix):
 
 def _iterate_kinds(stage: Stage) -> Iterable[Weighted]:
     """Every op of a stage with parameters, layers that are alike taken once."""
-    for chain in dict.fromkeys(stage.layers):
+    for chain in stage.kinds:
         yield from (op for op in iterate(chain) if isinstance(op, Weighted))
 
 

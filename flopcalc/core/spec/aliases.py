@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, parse
 from flopcalc.core.spec.merge import check_keys, is_names
 from flopcalc.core.spec.spec import Spec, find_key, find_spec, load_spec
 from flopcalc.data import ALIASES, find_data_file, get_stem, list_data_files, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
+from flopcalc.values import Value, frozen
 
 Config = dict[str, Any]
 MARK = "_alias"  # the key of a mapped config that names the alias it came through
@@ -24,7 +25,8 @@ ALIAS_KEYS = {
 }  # fmt: skip
 
 
-class Alias(NamedTuple):
+@frozen()
+class Alias(Value):
     """How the config of a foreign model type becomes one of a known type."""
 
     name: str

@@ -6,6 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar, Protocol
 
 from flopcalc.errors import FlopcalcError, SpecError, format_value
@@ -87,9 +88,10 @@ def parse(text: str) -> ast.expr:
     return tree
 
 
-def find_names(text: str) -> set[str]:
+@cache
+def find_names(text: str) -> frozenset[str]:
     """Every (dotted) name an expression reads, functions and constants left out."""
-    return _names(parse(text))
+    return frozenset(_names(parse(text)))
 
 
 def evaluate_truth(text: str, scope: Scope) -> bool:

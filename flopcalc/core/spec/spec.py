@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from flopcalc.core.spec.derived import find_derived
 from flopcalc.core.spec.expressions import Budget, MissingNameError, evaluate, find_names, parse
@@ -13,6 +13,7 @@ from flopcalc.core.spec.merge import ROW_KEYS, check_keys, is_names, load_tables
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.data import find_data_file, get_stem
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
+from flopcalc.values import Value, frozen
 
 # Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
 _STACK_KEYS = {
@@ -94,7 +95,8 @@ _HEAD_KEYS = {"like", "set", "base", "stack", "keep", "refuse"}
 MAX_LAYERS = 10_000
 
 
-class Spec(NamedTuple):
+@frozen()
+class Spec(Value):
     """One architecture: where its dims stand in a config, and its stacks of ops in dataflow order."""
 
     name: str
@@ -115,12 +117,12 @@ class Spec(NamedTuple):
     variants: dict[str, str]  # HF class -> spec to take instead of this one
     rename: dict[str, str]  # path prefix -> new prefix, in stacks taken from a spec that it extends
     is_tower: bool  # part of a model, not one by itself
+    latents: dict[str, str]  # of a denoiser: what its input is made of
+    heads: Mapping[str, dict[str, Any]]  # what it says of other heads than its own; see heads.toml
+    refused: Mapping[str, str]  # HF class of this model type -> why it is not described
     reentrant: str = ""  # what a reader should know of reentrant checkpointing here
     sums: tuple[str, ...] = ()  # names of [sums], already written out in stacks and blocks
-    latents: dict[str, str] = {}  # noqa: RUF012  # of a denoiser: what its input is made of
     body: str = ""  # the spec that other models take in its place: the same without its head
-    heads: Mapping[str, dict[str, Any]] = {}  # what it says of other heads than its own; see heads.toml
-    refused: Mapping[str, str] = {}  # HF class of this model type -> why it is not described
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
 

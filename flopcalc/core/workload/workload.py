@@ -91,9 +91,6 @@ class Workload(Value):
         if sum(self.documents) > self.rows * self.seq:
             raise WorkloadError(f"documents of {sum(self.documents)} tokens do not fit into {self.rows} x {self.seq}")
 
-    def replace(self, **changes: Any) -> Workload:
-        return Workload(**{**{key: getattr(self, key) for key in self._names}, **changes})
-
     @property
     def all_grids(self) -> tuple[Grid, ...]:
         return self.grids + self.videos

@@ -425,7 +425,7 @@ def cut_layers(source: Source, layers: int | None) -> Source:
         return source
     if layers < 1:
         raise WorkloadError(f"--layers must be at least 1, not {layers}")
-    return source._replace(config=_cut(source.config, layers), module=None)
+    return source.replace(config=_cut(source.config, layers), module=None)
 
 
 def _cut(config: Mapping[str, Any], layers: int) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_raw_and_through_autoconfig(name: str) -> None:
     # What a pixel rule reads, `dims`, is the config itself, which differs by the defaults that were filled in.
     assert (raw.vision is None) == (through.vision is None)
     if raw.vision is not None and through.vision is not None:
-        assert raw.vision._replace(dims=None, outer=None) == through.vision._replace(dims=None, outer=None)
+        assert raw.vision.replace(dims=None, outer=None) == through.vision.replace(dims=None, outer=None)
     load = make_workload(raw)
     assert raw(**load).to_dict()["modules"] == through(**load).to_dict()["modules"]
 
