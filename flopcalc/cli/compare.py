@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import click
 
 from flopcalc.cli.command import Command, complete_model
+from flopcalc.cli.estimate import EXACT
 from flopcalc.cli.options.counting import make_estimate
 from flopcalc.cli.options.time import make_shares, time_options
 from flopcalc.cli.options.workload import trace_option, workload_options
@@ -151,15 +152,7 @@ _EXACT: dict[str, Callable[[Column], Any]] = {
     "label": lambda each: each.label,
     "model_type": lambda each: each.estimate.terms[0][0].source.config["model_type"],
     "parameters": lambda each: each.estimate.parameters["total"],
-    "convention": lambda each: each.estimate.convention,
-    "tokens": lambda each: each.estimate.tokens,
-    "forward": lambda each: each.estimate.forward,
-    "backward": lambda each: each.estimate.backward,
-    "recompute": lambda each: each.estimate.recompute,
-    "clipping": lambda each: each.estimate.clipping,
-    "total": lambda each: each.estimate.total,
-    "mfu": lambda each: None if each.mfu is None else each.mfu.value,
-    "hfu": lambda each: None if each.hfu is None else each.hfu.value,
+    **EXACT,
 }
 
 

@@ -143,7 +143,7 @@ def _show_list(
     if style == "json":
         lists.show_json(rows, [each.to_dict(by, depth) for each in results])
     elif style == "csv":
-        lists.show_csv(rows, _EXACT, results)
+        lists.show_csv(rows, EXACT, results)
     else:
         first = results[0].estimate
         estimator, load, _ = first.terms[0]
@@ -178,7 +178,7 @@ _COLUMNS = {
     "HFU": lambda each: _percent(each.hfu),
     "GPU-hours": lambda each: None if each.run is None or each.run.gpu_hours is None else f"{each.run.gpu_hours:,.0f}",
 }
-_EXACT = {
+EXACT = {
     "convention": lambda each: each.estimate.convention,
     "tokens": lambda each: each.estimate.tokens,
     "forward": lambda each: each.estimate.forward,

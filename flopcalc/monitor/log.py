@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from flopcalc.data import describe_install
 from flopcalc.errors import FlopcalcError, format_value
 from flopcalc.files import MAX_LOG_BYTES, read_bytes, read_path
 from flopcalc.monitor.keys import DATASET_PREFIX, LOG_NAME, LOST_PREFIX, LOST_SUFFIX, SCHEMA
+from flopcalc.report.figures import open_figure
 
 Record = dict[str, Any]
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -223,42 +223,32 @@ def sparkline(values: Sequence[float | None], width: int = 60) -> str:
 
 def plot(log: Log, path: str | os.PathLike[str]) -> None:
     """MFU, step time and loss over steps, one line a run, into an image of the kind that the name ends in."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise FlopcalcError(f"a plot needs matplotlib: {describe_install('plot')}") from None
-
-    figure = Figure(figsize=(9, 9), layout="constrained")
-    shares, times, losses = figure.subplots(3, 1, sharex=True)
-    panels = (
-        (shares, "perf/mfu", 100, "MFU (wall)", "C0", "-"),
-        (shares, "perf/device_mfu", 100, "MFU (device)", "C1", "."),
-        (shares, "perf/hfu", 100, "HFU", "C2", "."),
-        (times, "perf/step_time", 1, "step time (wall)", "C0", "-"),
-        (times, "perf/device_step_time", 1, "step time (device)", "C1", "."),
-        (losses, "training/loss", 1, "loss", "C0", "-"),
-    )
-    for axes, key, scale, label, colour, style in panels:
-        for run in log.runs:
-            points = [
-                (step, scale * value)
-                for record in run.steps
-                if (step := _number(record, "global_step")) is not None and (value := _number(record, key)) is not None
-            ]
-            if points:
-                axes.plot(*zip(*points, strict=True), style, color=colour, label=label)
-                label = "_" + label.lstrip("_")  # one entry in the legend for all runs
-    for axes, unit in ((shares, "%"), (times, "s"), (losses, "loss")):
-        axes.set_ylabel(unit)
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
-    losses.set_xlabel("step")
-    start = log.runs[-1].start
-    shares.set_title(", ".join(str(start[key]) for key in ("model", "device", "dtype", "mode") if start.get(key)))
-    try:
-        figure.savefig(path)
-    except ValueError as error:  # a kind of file that matplotlib does not know
-        raise FlopcalcError(f"{os.fspath(path)}: cannot be written: {error}") from None
-    except OSError as error:
-        raise FlopcalcError(f"{os.fspath(path)}: cannot be written: {error.strerror or error}") from None
+    with open_figure(path, 9, 9) as figure:
+        shares, times, losses = figure.subplots(3, 1, sharex=True)
+        panels = (
+            (shares, "perf/mfu", 100, "MFU (wall)", "C0", "-"),
+            (shares, "perf/device_mfu", 100, "MFU (device)", "C1", "."),
+            (shares, "perf/hfu", 100, "HFU", "C2", "."),
+            (times, "perf/step_time", 1, "step time (wall)", "C0", "-"),
+            (times, "perf/device_step_time", 1, "step time (device)", "C1", "."),
+            (losses, "training/loss", 1, "loss", "C0", "-"),
+        )
+        for axes, key, scale, label, colour, style in panels:
+            for run in log.runs:
+                points = [
+                    (step, scale * value)
+                    for record in run.steps
+                    if (step := _number(record, "global_step")) is not None
+                    and (value := _number(record, key)) is not None
+                ]
+                if points:
+                    axes.plot(*zip(*points, strict=True), style, color=colour, label=label)
+                    label = "_" + label.lstrip("_")  # one entry in the legend for all runs
+        for axes, unit in ((shares, "%"), (times, "s"), (losses, "loss")):
+            axes.set_ylabel(unit)
+            axes.grid(alpha=0.3)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend()
+        losses.set_xlabel("step")
+        start = log.runs[-1].start
+        shares.set_title(", ".join(str(start[key]) for key in ("model", "device", "dtype", "mode") if start.get(key)))

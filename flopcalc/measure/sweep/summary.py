@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from flopcalc.data import describe_install
 from flopcalc.grids import format_grid, format_text, wrap
 from flopcalc.measure.sweep.matrix import BASELINE, TRAINERS, SweepError
 from flopcalc.measure.sweep.run import get_value
+from flopcalc.report.figures import open_figure
 from flopcalc.units import format_bytes, format_flops, format_seconds
 
 Json = dict[str, Any]
@@ -256,19 +256,8 @@ def make_page(summary: Mapping[str, Any]) -> str:
 # --- plot -------------------------------------------------------------------------------------------------------------
 def plot(summary: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Step time, memory and FLOPs of every trainer, side by side at each size, into an image."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise SweepError(f"a plot needs matplotlib: {describe_install('plot')}") from None
-
-    figure = Figure(figsize=(10, 10), layout="constrained")
-    draw(figure, summary)
-    try:
-        figure.savefig(path)
-    except ValueError as error:  # a kind of file that matplotlib does not know
-        raise SweepError(f"{os.fspath(path)}: cannot be written: {error}") from None
-    except OSError as error:
-        raise SweepError(f"{os.fspath(path)}: cannot be written: {error.strerror or error}") from None
+    with open_figure(path, 10, 10, SweepError) as figure:
+        draw(figure, summary)
 
 
 def _name_size(row: Mapping[str, Any]) -> tuple[Any, ...]:
