@@ -192,12 +192,12 @@ def _plain(name: str) -> str:
     return re.sub(r"[\s_-]+", "", name).lower()
 
 
-def parse_dtype(dtype: Any) -> str:
+def parse_dtype(dtype: object) -> str:
     """'bf16', 'bfloat16' or torch.bfloat16 -> 'bf16'."""
     return parse_compute(dtype, "dtype", DeviceError)
 
 
-def peak_flops_per_s(device: str, dtype: Any = "bf16") -> float:
+def peak_flops_per_s(device: str, dtype: object = "bf16") -> float:
     """The dense peak of a device for a dtype, in FLOP/s; where it has none, an error."""
     found, kind = find_device(device), parse_dtype(dtype)
     if kind not in found.peak_tflops:

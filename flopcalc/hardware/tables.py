@@ -109,7 +109,7 @@ class Table(NamedTuple):
     def records(self) -> list[dict[str, Any]]:
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
-    def select(self, **wanted: Any) -> list[dict[str, Any]]:
+    def select(self, **wanted: object) -> list[dict[str, Any]]:
         """The rows whose columns have these values."""
         for column in wanted:
             if column not in self.columns:

@@ -100,7 +100,7 @@ def sign_switches(config: Mapping[str, Any], usual: Mapping[str, Mapping[str, An
     return " ".join(f"{key}={value}" for key, (value, other) in said.items() if value != other)
 
 
-def _say_switch(key: str, value: Any) -> str:
+def _say_switch(key: str, value: object) -> str:
     """A switch's value so far as it matters: any dropout is one."""
     if key.endswith("dropout") or key.startswith("use_"):
         return "on" if is_on(value) else "off"

@@ -212,7 +212,7 @@ class Samples(Protocol):
     def ask(self, asked: Any) -> Estimate: ...
 
 
-def check_no_sampling(name: str, phase: str, **asked: Any) -> None:
+def check_no_sampling(name: str, phase: str, **asked: object) -> None:
     """What is said of diffusion models alone is refused for any other."""
     if isinstance(phase, str) and phase == "sample":
         raise WorkloadError(f"{name} is no diffusion model: there is no phase sample")
@@ -221,7 +221,7 @@ def check_no_sampling(name: str, phase: str, **asked: Any) -> None:
             raise WorkloadError(f"{word} belongs to diffusion models: {name} is none")
 
 
-def check_no_sizes(batch_size: int, *others: Any) -> None:
+def check_no_sizes(batch_size: int, *others: object) -> None:
     """A batch says its sizes itself."""
     if type(batch_size) is not int or batch_size != 1 or any(other is not None for other in others):
         raise WorkloadError("batch already says sizes, lengths and images: give it alone")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -91,7 +91,7 @@ def load_quoted() -> QuotedFile:
     return QuotedFile(conventions, names)
 
 
-def find_quoted(name: Any) -> Quoted:
+def find_quoted(name: object) -> Quoted:
     """The convention of a name, or an error with the nearest names."""
     known = load_quoted().conventions
     if isinstance(name, str) and name.lower() in known:
@@ -234,7 +234,7 @@ def _list_configs(estimator: Estimating) -> Iterator[tuple[dict[str, Any], Spec]
             yield inner, find_spec(str(inner.get("model_type", ""))) or estimator.spec
 
 
-def _list(value: Any) -> list[str]:
+def _list(value: str | Sequence[str]) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 

@@ -279,7 +279,7 @@ def describe_least_time(
 
 
 def find_peak(
-    device: str | None, dtype: Any, peak: float | Mapping[str, float] | None
+    device: str | None, dtype: object, peak: float | Mapping[str, float] | None
 ) -> tuple[str | None, float | None, str | None]:
     """Device name, its peak in FLOP/s for one format and a note where there is none: a given peak wins."""
     ideal = find_ideal_time({parse_dtype(dtype): 0}, device=device, dtype=dtype, peak=peak)

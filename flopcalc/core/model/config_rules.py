@@ -7,7 +7,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names
 from flopcalc.core.spec.spec import find_key
@@ -19,7 +19,7 @@ FILE = "config_rules.json"  # what config classes refuse; made by docs/make_conf
 RULES = "config_rules.toml"  # what the modelling code cannot run
 _RULE = "\n[[rule]]"  # begins a rule there
 # What a key of a kind must be, and whether a value is so. A rule may join several: "int|list".
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "int": ("a whole number", lambda value: _is_whole(value)),
     "number": ("a number", lambda value: _is_number(value)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
@@ -227,7 +227,7 @@ def _names_class(config: Mapping[str, Any], endings: Iterable[str]) -> bool:
     return isinstance(classes, list) and any(str(each).endswith(tuple(endings)) for each in classes[:1])
 
 
-def _check_value(key: str, value: Any, kind: str, where: str) -> None:
+def _check_value(key: str, value: object, kind: str, where: str) -> None:
     """A value of one of the kinds that a rule joins, null where it ends in '?'."""
     kinds = [_KINDS[each] for each in kind.removesuffix("?").split("|")]
     words = " or ".join(each for each, _ in kinds)
@@ -243,15 +243,15 @@ def _check_value(key: str, value: Any, kind: str, where: str) -> None:
         raise ConfigError(f"{where}: {key} must be from 0 to 1, not {format_value(value)}")
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_list(value: Any, is_entry: Callable[[Any], bool]) -> bool:
+def _is_list(value: object, is_entry: Callable[[object], bool]) -> bool:
     return isinstance(value, (list, tuple)) and all(map(is_entry, value))
 
 
@@ -289,14 +289,14 @@ def _check_rope(config: Mapping[str, Any], rules: Mapping[str, Any], where: str)
             raise ConfigError(f"{where}: {key} is null, and rotary embeddings need a number")
 
 
-def _check_word(word: Any, vocabulary: str, key: str) -> None:
+def _check_word(word: object, vocabulary: str, key: str) -> None:
     known = _find_words()[vocabulary]
     if word not in known:
         near = format_nearest(str(word), known)
         raise ConfigError(f"{key} holds {format_value(word)}, which HF does not know.{near}")
 
 
-def _check_layers(config: Mapping[str, Any], key: str, count: Any, count_key: str, where: str) -> None:
+def _check_layers(config: Mapping[str, Any], key: str, count: object, count_key: str, where: str) -> None:
     """A list of words, one for each layer."""
     words = config.get(key)
     if not isinstance(words, (list, tuple)):

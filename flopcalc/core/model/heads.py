@@ -111,7 +111,7 @@ def find_ending(name: str) -> str:
     return "" if found is None else str(endings[found])
 
 
-def check_head(text: Any) -> str:
+def check_head(text: object) -> str:
     """A head as --head takes it, or an error that says what it may be."""
     if not isinstance(text, str):
         raise ConfigError(f"head must be {_CHOICES}, not {format_value(text)}")

@@ -111,14 +111,14 @@ def find_computed(name: str) -> Computed:
     return load_formats()[0][name]
 
 
-def _name_format(value: Any) -> str:
+def _name_format(value: object) -> str:
     try:
         return str(value).removeprefix("torch.").lower()
     except Exception:  # an int of too many digits, or an object that cannot be shown
         return ""
 
 
-def parse_compute(value: Any, what: str, error: type[FlopcalcError] = RecipeError) -> str:
+def parse_compute(value: object, what: str, error: type[FlopcalcError] = RecipeError) -> str:
     """'bf16', 'bfloat16' or torch.bfloat16 -> 'bf16'; an unknown word is an error that names the option."""
     text = _name_format(value)
     if text in DTYPES:  # without reading the file
@@ -139,7 +139,7 @@ def make_plain(name: str) -> Stored:
     return Stored(found.name, found.bits)
 
 
-def parse_stored(value: Any, what: str) -> Stored:
+def parse_stored(value: object, what: str) -> Stored:
     """How a word stores weights: plain (bf16, fp32), with scales (fp8, nf4), or with groups of a size (int4-g64)."""
     text = _name_format(value)
     computed, stored, aliases = load_formats()

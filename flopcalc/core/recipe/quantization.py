@@ -145,7 +145,7 @@ class Keys:
     def fail(self, key: str, why: str) -> NoReturn:
         raise ConfigError(f"{self.where}: {self.name}.{key} {why}; {BY_HAND}")
 
-    def take(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+    def take(self, key: str, kind: type | tuple[type, ...], default: object = None) -> Any:
         """The value of a key, of a kind; null and a missing one are the default."""
         self.seen.add(key)
         value = self.config.get(key)

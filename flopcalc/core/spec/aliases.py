@@ -194,7 +194,7 @@ def _apply(alias: Alias, config: Config, where: str, notes: list[str], depth: in
     return mapped
 
 
-def _put(config: Config, parts: list[str], value: Any) -> None:
+def _put(config: Config, parts: list[str], value: object) -> None:
     """Set a dotted key, in copies of the inner objects."""
     *outer, last = parts
     for part in outer:
@@ -214,7 +214,7 @@ def _has_any(config: Config, keys: Iterable[str]) -> bool:
     return any(find_key(config, key)[1] is not None for key in keys)
 
 
-def _list(value: Any) -> list[str]:
+def _list(value: object) -> list[str]:
     listed = value if isinstance(value, list) else [value]
     return [str(entry).lower() if isinstance(entry, bool) else str(entry) for entry in listed]
 

@@ -118,7 +118,7 @@ def _read_stages(lookup: Lookup, key: str) -> list[list[Any]]:
     return [list(stage) for stage in stages]
 
 
-def _is_odd(value: Any) -> bool:
+def _is_odd(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value % 2 == 1 and 0 < value < 1000
 
 

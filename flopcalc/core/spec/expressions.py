@@ -7,9 +7,12 @@ import math
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from flopcalc.errors import FlopcalcError, SpecError, format_value
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 
 class MissingNameError(FlopcalcError):
@@ -65,6 +68,7 @@ class Names:
         return self._values[name]
 
 
+Number: TypeAlias = "int | Fraction"
 _CONSTANTS = {"true": True, "false": False, "none": None}
 _CACHE: dict[str, ast.expr] = {}
 MAX_LENGTH = 500
@@ -135,7 +139,7 @@ def _dotted(node: ast.AST) -> str:
     raise SpecError("only a name may stand before a dot")
 
 
-def _number(value: Any, text: str) -> Any:
+def _number(value: object, text: str) -> Number:
     if type(value) is int:
         if value.bit_length() > MAX_BITS:
             raise SpecError(f"{format_value(value)} in {text!r} is too large")
@@ -151,14 +155,14 @@ def _number(value: Any, text: str) -> Any:
     raise SpecError(f"{format_value(value)} in {text!r} is not a number")
 
 
-def _truth(value: Any, text: str) -> bool:
+def _truth(value: object, text: str) -> bool:
     # A config's "false" is a word, and a word is not false: say so instead of taking it for true.
     if value is None or isinstance(value, (bool, int)):
         return bool(value)
     raise SpecError(f"{format_value(value)} in {text!r} is neither true nor false")
 
 
-def _divide(left: Any, right: Any) -> Any:
+def _divide(left: Number, right: Number) -> Number:
     if type(left) is int and type(right) is int and left % right == 0:
         return left // right
     from fractions import Fraction
@@ -166,17 +170,17 @@ def _divide(left: Any, right: Any) -> Any:
     return Fraction(left) / Fraction(right)
 
 
-def _power(left: Any, right: Any) -> Any:
+def _power(left: Any, right: object) -> Any:
     if type(right) is not int or not 0 <= right <= 8:
         raise SpecError("an exponent must be an integer from 0 to 8")
     return left**right
 
 
-def _count(values: Any, wanted: Any, first: int | None = None) -> int:
+def _count(values: object, wanted: object, first: int | None = None) -> int:
     return sum(1 for value in _listed(values)[:first] if value == wanted)
 
 
-def _count_rotations(places: Any, most: Any) -> int:
+def _count_rotations(places: object, most: int) -> int:
     """Reformer's rotations for a power of two of hash buckets, at most `places`: above `most` for two factors of it."""
     if type(places) is not int or places < 1:
         raise ValueError("no whole number above 0")
@@ -185,7 +189,7 @@ def _count_rotations(places: Any, most: Any) -> int:
     return count if count <= most else 2 ** (power // 2) + 2 ** (power - power // 2)
 
 
-def _at(value: Any, index: Any) -> Any:
+def _at(value: object, index: object) -> Any:
     """A value given once, or per layer in a list."""
     if not isinstance(value, (list, tuple)):
         return value
@@ -194,7 +198,7 @@ def _at(value: Any, index: Any) -> Any:
     return value[index]
 
 
-def _override(table: Any, index: Any, key: Any, otherwise: Any) -> Any:
+def _override(table: object, index: object, key: object, otherwise: object) -> Any:
     """What an object keyed by layer says of one layer's key, as HF's per_layer_config does, else `otherwise`."""
     if not isinstance(table, dict):
         raise SpecError(f"{format_value(table)} is not an object")
@@ -204,20 +208,20 @@ def _override(table: Any, index: Any, key: Any, otherwise: Any) -> Any:
     return otherwise
 
 
-def _wrap(indices: Any, length: Any) -> list[Any]:
+def _wrap(indices: object, length: int) -> list[int]:
     """Indices into a list of `length`, negative ones counted from its end; one index alone is a list of one."""
-    listed = indices if isinstance(indices, (list, tuple)) else [indices]
+    listed: list[Any] = list(indices) if isinstance(indices, (list, tuple)) else [indices]
     return [index if index >= 0 else index + length for index in listed]
 
 
-def _chunks(count: Any, length: Any, before: Any, after: Any) -> list[int]:
+def _chunks(count: int, length: int, before: int, after: int) -> list[int]:
     """Sizes of the chunks that a sequence is cut into, each with up to so many places before and after it."""
     _check_chunks(count, length)
     starts = range(0, count, length)
     return [min(start + length + after, count) - max(start - before, 0) for start in starts]
 
 
-def _queued(count: Any, length: Any, queue: Any, period: Any, kept: Any) -> list[int]:
+def _queued(count: int, length: int, queue: int, period: int, kept: int) -> list[int]:
     """Places carried along with each chunk: a queue of the newest, and a store of `kept` that it overflows into."""
     _check_chunks(count, length)
     carried, stored, waiting = [], 0, 0
@@ -229,17 +233,17 @@ def _queued(count: Any, length: Any, queue: Any, period: Any, kept: Any) -> list
     return carried
 
 
-def _check_chunks(count: Any, length: Any) -> None:
+def _check_chunks(count: int, length: int) -> None:
     if not (0 <= count <= 10**9 and length > 0 and count <= 10**6 * length):
         raise ValueError
 
 
-def _letters(word: Any) -> list[Any]:
+def _letters(word: str) -> list[int | str]:
     """The letters of a word; digits beside each other are one whole number: 4, '/' and 8 of '4/8'."""
     return [int(part) if part.isdigit() else part for part in re.findall("[0-9]+|.", word)]
 
 
-def _run(sizes: Any, index: Any) -> int:
+def _run(sizes: object, index: int) -> int:
     """Which of several runs, of these sizes, holds an item."""
     runs = _listed(sizes)
     for place in range(len(runs)):
@@ -248,25 +252,25 @@ def _run(sizes: Any, index: Any) -> int:
     raise SpecError(f"index {format_value(index)} outside runs of {format_value(runs)}")
 
 
-def _field(kernels: Any, strides: Any, first: Any) -> int:
+def _field(kernels: object, strides: object, first: int | None) -> int:
     """How many inputs one output of a chain of convolutions sees."""
     steps = _listed(strides)
     return 1 + sum(int((kernel - 1) * math.prod(steps[:i])) for i, kernel in enumerate(_listed(kernels)[:first]))
 
 
-def _pick(indices: Any, values: Any) -> list[Any]:
+def _pick(indices: object, values: object) -> list[Any]:
     places, entries = _listed(indices), _listed(values)
     if not all(isinstance(place, int) and 0 <= place < len(entries) for place in places):
         raise ValueError
     return [entries[place] for place in places]
 
 
-def _is_in(part: Any, whole: Any) -> bool:
+def _is_in(part: object, whole: object) -> bool:
     """An entry of a list, or a piece of a string, as in 'c2p|p2c'."""
     return part in whole if isinstance(part, str) and isinstance(whole, str) else part in _listed(whole)
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         raise SpecError(f"{format_value(value)} is not a list")
     return list(value)
@@ -395,7 +399,7 @@ def _eval(node: ast.expr, scope: Scope, text: str) -> Any:
     return value
 
 
-def _spend(scope: Scope, *values: Any) -> None:
+def _spend(scope: Scope, *values: object) -> None:
     """Charge the scope's budget, where it has one, for lists that were read or made."""
     entries = sum(len(value) for value in values if isinstance(value, (list, tuple, str)))
     budget: Budget | None = getattr(scope, "budget", None)
@@ -403,7 +407,7 @@ def _spend(scope: Scope, *values: Any) -> None:
         budget.spend("list entries", entries)
 
 
-def _count_entries(value: Any, most: int) -> int:
+def _count_entries(value: object, most: int) -> int:
     """Entries of a list with those of the lists inside, as far as `most`: a list may hold another many times."""
     if not isinstance(value, (list, tuple)):
         return 1

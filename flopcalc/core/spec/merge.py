@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 from flopcalc.core.spec.expressions import find_names, parse
 from flopcalc.core.spec.row_units import UNITS
@@ -154,7 +154,7 @@ def _write_out_sums(tables: Table, path: str) -> Table:
     return tables
 
 
-def _check_sum(name: str, text: Any, tables: Table, path: str) -> None:
+def _check_sum(name: str, text: object, tables: Table, path: str) -> None:
     if not isinstance(text, str):
         raise SpecError(f"{path}: [sums] {name} must be an expression, or one after its unit")
     if name in tables.get("dims", {}) or any(name in names for names in UNITS.values()):
@@ -216,5 +216,5 @@ def check_keys(table: Table, known: Iterable[str], where: str) -> None:
             raise SpecError(f"{where}: unknown key {key!r}.{format_nearest(key, known)}")
 
 
-def is_names(value: Any) -> bool:
+def is_names(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)

@@ -18,7 +18,7 @@ MAX_BLOCKS = 16
 MAX_LAYERS = 1000
 
 
-def _read_whole(value: Any, key: str, most: int = 10**6) -> int:
+def _read_whole(value: object, key: str, most: int = 10**6) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
         raise ConfigError(f"{key} must be a whole number, not {format_value(value)}")
     return value
@@ -32,7 +32,7 @@ def _read_list(lookup: Lookup, key: str, most: int = 10**6) -> list[int]:
     return [_read_whole(value, key, most) for value in values]
 
 
-def _spread(value: Any, many: int, key: str, most: int = 10**6) -> list[int]:
+def _spread(value: object, many: int, key: str, most: int = 10**6) -> list[int]:
     """One number for all blocks, or a list with one for each."""
     values = list(value) if isinstance(value, (list, tuple)) else [value] * many
     if len(values) != many:

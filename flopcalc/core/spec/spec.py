@@ -197,7 +197,7 @@ def _text(tables: dict[str, Any], key: str, path: str) -> str:
     return value
 
 
-def _candidates(value: Any, name: str, path: str) -> list[str]:
+def _candidates(value: object, name: str, path: str) -> list[str]:
     listed = value if isinstance(value, list) else [value]
     if not listed or not all(isinstance(entry, (str, int)) for entry in listed):
         raise SpecError(f"{path}: dim {name!r} must be an expression or a list of them")
@@ -220,7 +220,7 @@ def _check_types(table: dict[str, Any], where: str) -> None:
         raise SpecError(f"{where}: joins must be a list of streams")
 
 
-def _check_expression(text: Any, where: str) -> None:
+def _check_expression(text: object, where: str) -> None:
     if not isinstance(text, str):
         raise SpecError(f"{where} must be an expression, not {format_value(text)}")
     try:
@@ -279,7 +279,7 @@ def _check_spec(spec: Spec, path: str) -> None:
                 raise SpecError(f"{where}: its lists and blocks are nested too deeply") from None
 
 
-def _check_head(table: Any, spec: Spec, where: str) -> None:
+def _check_head(table: object, spec: Spec, where: str) -> None:
     """What a spec says of another head than its own."""
     if not isinstance(table, dict):
         raise SpecError(f"{where} must be a table")
@@ -296,7 +296,7 @@ def _check_head(table: Any, spec: Spec, where: str) -> None:
         _check_ops(stack.get("ops", []), spec, where, set(), ())
 
 
-def _check_ops(items: Any, spec: Spec, where: str, checked: set[str], above: tuple[str, ...]) -> None:
+def _check_ops(items: object, spec: Spec, where: str, checked: set[str], above: tuple[str, ...]) -> None:
     """Every op of a list and of the blocks that it names, each block once; `above` are the blocks it stands in."""
     if not isinstance(items, list):
         raise SpecError(f"{where}: ops must be a list")
