@@ -24,6 +24,8 @@ class Latents(NamedTuple):
     side: int  # places along one side of what becomes one token
     deep: int  # and along its time
     expanded: int  # 1: every place has a time of its own
+    square: int = 0  # 1: width and height are the same
+    most: int = 0  # tokens along a side for which it has positions; 0: any number
 
     @property
     def patch(self) -> int:
@@ -43,6 +45,12 @@ class Latents(NamedTuple):
         side = place * self.side
         if width % side or height % side:
             raise WorkloadError(f"{width}x{height}: width and height must be multiples of {side}")
+        if self.square and width != height:
+            raise WorkloadError(f"{width}x{height}: this model takes square images alone")
+        if self.most and max(width, height) > self.most * side:
+            raise WorkloadError(
+                f"{width}x{height}: this model has positions for at most {self.most * side} pixels a side"
+            )
         times = self.count_times(frames, per_frame)
         return -(-times // self.deep) * self.deep, height // place, width // place
 
@@ -97,5 +105,5 @@ def bind_latents(dims: BoundDims) -> Latents:
     return Latents(
         table.get("input", ""), table.get("axes", ""), table.get("text", ""), size("pixels", "8"), size("frames", "1"),
         size("pack", "1"), size("length", "0"), size("side", "1"), size("deep", "1"),
-        size("expanded", "0"),
+        size("expanded", "0"), size("square", "0"), size("most", "0"),
     )  # fmt: skip

@@ -26,7 +26,9 @@ _VISION_KEYS = {
     "kind", "patch", "merge", "side", "most", "tokens", "videos", "pixels", "sizes", "grid", "flattened", "canvas",
     "text", "tower", "frames",
 }  # fmt: skip
-_LATENT_KEYS = {"input", "axes", "text", "pixels", "frames", "pack", "side", "deep", "length", "expanded"}
+_LATENT_KEYS = {
+    "input", "axes", "text", "pixels", "frames", "pack", "side", "deep", "length", "expanded", "square", "most",
+}  # fmt: skip
 _POSITION_KEYS = {"kind", "limit"}
 _OP_COMMON = {
     "op", "name", "when", "rows", "needed", "less", "times", "part", "from", "joined", "to", "detached", "again",

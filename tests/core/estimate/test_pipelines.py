@@ -144,6 +144,8 @@ def test_old_names_of_classes_are_known() -> None:
         ("flux.1-dev", {"images": [(1000, 1024)], "sampling_steps": 1}, "must be multiples of 16"),
         ("sd3-medium", {"images": [(1000, 1000)], "sampling_steps": 1}, "must be multiples of 16"),
         ("wan2.1-1.3b", {"videos": [(840, 480, 9)], "sampling_steps": 1}, "must be multiples of 16"),
+        ("dit-xl-2-256", {"images": [(256, 512)]}, "256x512: this model takes square images alone"),
+        ("sd3-medium", {"images": [(1024, 3088)]}, "has positions for at most 3072 pixels a side"),
         ("flux.1-dev", {"images": [(64, 64)], "guidance": "on"}, "--guidance belongs to phase sample"),
         ("flux.1-dev", {"images": [(64, 64)], "guidance": "yes", "sampling_steps": 1}, "guidance must be on or off"),
         ("flux.1-dev", {"videos": [(64, 64, 9)], "sampling_steps": 1}, "takes no videos"),
