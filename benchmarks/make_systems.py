@@ -61,13 +61,11 @@ SUSTAINED = {
         for name in ("b200-sxm", "b300-sxm", "gb200", "gb300")
     },
 }
-# Seconds of a call of experts beside its products, from published runs: steps on Grace hosts are replayed as graphs.
-EXPERT_START_S = {"gb200": 2e-4, "gb300": 2e-4}
 # Formats whose experts are one kernel each way in recipes of Megatron-Bridge from release 26.06 on
-# (NVTE_CUTEDSL_FUSED_GROUPED_MLP), and the seconds of a call beside its products: none on Grace hosts, where the same
-# recipes replay whole iterations as CUDA graphs; on x86 hosts not all of them do.
-JOINED_EXPERTS = {"b200-sxm": {"mxfp8": 6e-4}, "b300-sxm": {"mxfp8": 6e-4}, "gb200": {"mxfp8": 0.0},
-                  "gb300": {"mxfp8": 0.0}}  # fmt: skip
+# (NVTE_CUTEDSL_FUSED_GROUPED_MLP). On Grace hosts the same recipes replay whole iterations as CUDA graphs; on x86 hosts
+# not all of them do.
+JOINED_EXPERTS = {"b200-sxm": ["mxfp8"], "b300-sxm": ["mxfp8"], "gb200": ["mxfp8"], "gb300": ["mxfp8"]}
+REPLAYED_EXPERTS = {"gb200": ["mxfp8"], "gb300": ["mxfp8"]}
 DIMS = (64, 128, 256)  # head dims that engines and training have equally good kernels for
 WIDTHS = {"fp8": 1.0, "mxfp8": 1.03, "nvfp4": 0.56}  # bytes of a number with its scales
 STREAMED = 0.8  # share of the memory's bandwidth that bringing inputs to a format reaches
@@ -106,8 +104,8 @@ def make_system(folder: Path, device: str, units: int) -> dict[str, Any]:
         },
         "products": products,
         "sustained": SUSTAINED.get(device, {}),
-        **({"expert_start_s": EXPERT_START_S[device]} if device in EXPERT_START_S else {}),
         **({"joined_experts": JOINED_EXPERTS[device]} if device in JOINED_EXPERTS else {}),
+        **({"replayed_experts": REPLAYED_EXPERTS[device]} if device in REPLAYED_EXPERTS else {}),
         "attention_flops_per_s": find_attention_rates(folder),
         "decode_bytes_per_s": find_decode_rate(folder),
         "collectives": list_collectives(folder),

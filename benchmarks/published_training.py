@@ -61,6 +61,7 @@ EXPERT_MODELS = re.compile(r"DeepSeek|deepseek|GPT|Kimi|Nemotron|a22B|a3B|A22B|A
 GIB = 1 << 30
 # Releases whose rows constants were chosen on, and of SimuMax the runs of 8 micro-batches; all other rows test them.
 FITTED = re.compile(r"2(5\.\d\d|6\.0[24](\.01)?)$")
+DROPS = "(tokendrop)"  # in a model's name: experts drop tokens beyond their capacity, which plan has no setting for
 NEWEST = "26.08"  # the release of Megatron-Bridge that the constants describe
 DISTINCT = ("model", "hardware", "gpus", "precision", "global_batch", "micro_batch", "seq", "tp", "pp", "virtual", "cp",
             "ep", "zero")  # fmt: skip
@@ -176,12 +177,12 @@ def make_page(rows: list[Row]) -> str:
     ]
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        simumax = "SimuMax" in row.source
         kind = "experts" if row.has_experts else "dense"
-        groups.setdefault(f"**{kind}{', SimuMax B200' if simumax else ''}**", []).append(row)
-        word = "fitted" if row.is_fitted else "test"
-        groups.setdefault(f"**{kind}{', SimuMax B200' if simumax else ''}**, {word}", []).append(row)
-        if not simumax:
+        own = ", SimuMax B200" if "SimuMax" in row.source else ", tokens dropped" if DROPS in row.model else ""
+        groups.setdefault(f"**{kind}{own}**", []).append(row)
+        if DROPS not in row.model:
+            groups.setdefault(f"**{kind}{own}**, {'fitted' if row.is_fitted else 'test'}", []).append(row)
+        if not own:
             groups.setdefault(f"{kind}, {row.hardware} {row.precision}", []).append(row)
     lines += [describe(name, groups[name]) for name in sorted(groups, key=lambda name: (name.strip("*"), name))]
     memory = [abs(row.memory_error) for row in rows if row.memory_error is not None]

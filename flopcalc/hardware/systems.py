@@ -18,7 +18,8 @@ _FORM = {
     "provenance": {"source": str, "licence": str},
     "products": Each({"shape": (*(POSITIVE,) * 8, FROM_1), "median_error": FROM_0}),
     "sustained": Each(POSITIVE),  # share of the products' rate that a whole step keeps up, by number format; attention
-    "expert_start_s?": FROM_0,
+    "joined_experts?": [str],  # formats whose experts are one kernel each way
+    "replayed_experts?": [str],  # formats in which a CUDA graph replays experts too, so that nothing waits for the host
     "attention_flops_per_s": Each(POSITIVE, names="[1-9][0-9]*"),
     "decode_bytes_per_s": POSITIVE,
     "collectives": Each(Each([(POSITIVE, POSITIVE)]), names="[1-9][0-9]*"),

@@ -492,7 +492,8 @@ class Runner:
         copied = 0.0
         if layout.zero == 3:
             own = self.weights["layers"].trained
-            numbers = (own.dense / layout.tp + own.other / layout.ep) / self.model.layers
+            experts = own.other / layout.ep if layout.expert_dp > 1 else 0.0  # else no other device has them
+            numbers = (own.dense / layout.tp + experts) / self.model.layers
             copied = SHARD_COPIED * numbers / (STREAMED * self.machine.bandwidth)
         return open_ahead + open_behind + CONTENTION * hidden + copied
 

@@ -165,12 +165,13 @@ class Clock:
 
     def _add_device(self, work: Work, times: int) -> None:
         joined = find_joined(work, self.machine) if self.execution == "fused" else Joined(0.0)
+        first, routed = len(self.pieces), list[int]()
         for product in work.products:
             timed = self.machine.time_product(product)
             timed = timed._replace(seconds=timed.seconds / self._find_kept(product))
             if self.execution == "fused":
-                start_s = joined.start_s if product.side == "expert" else 0.0
-                timed = timed._replace(seconds=product.slower * timed.seconds + start_s)
+                timed = timed._replace(seconds=product.slower * timed.seconds)
+                routed += [len(self.pieces)] if product.side == "expert" and product.calls * timed.seconds else []
             self._put(
                 product, "products", timed, product.calls * times, is_again=product.is_again,
                 flops=product.flops * times,
@@ -204,6 +205,17 @@ class Clock:
                     moved, "memory", timed, moved.calls * times, is_again=moved.is_again,
                     is_joined=moved.kind.startswith(_FUSED), is_streamed=moved.kind in STREAMED,
                 )  # fmt: skip
+        if routed:
+            self._add_waits(joined, first, routed)
+
+    def _add_waits(self, joined: Joined, first: int, routed: list[int]) -> None:
+        """Lengthens products of experts, the pieces `routed`, by what the device waits for its host there."""
+        calls = sum(self.pieces[at].launches for at in routed)
+        wait_s = joined.find_wait(sum(each.seconds for each in self.pieces[first:] if each.kind != "optimizer") / calls)
+        for at in routed:
+            piece = self.pieces[at]
+            longer = 1 + wait_s * piece.launches / piece.seconds
+            self.pieces[at] = piece._replace(seconds=piece.seconds * longer, error=piece.error * longer)
 
     def _find_kept(self, product: Product) -> float:
         """Share of its rate that a product keeps up in a training step, where bursts of it were measured."""

@@ -1,18 +1,21 @@
-"""Experts that one kernel runs as a whole: which of them a machine joins, and what their kernels wait for."""
+"""Experts: which of them a machine runs in one kernel as a whole, and how long the device waits for the host there."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from flopcalc.prediction.machine import EXPERT_START_S, Machine
+from flopcalc.prediction.machine import EXPERT_HOST_S, Machine
 from flopcalc.prediction.work import Product, Work
+
+# How well host and device run beside each other: 1 hides nothing, and the larger, the more of the shorter one.
+_BESIDE = 1.4
 
 
 class Joined(NamedTuple):
     """Experts whose two products, activation function and casts are one kernel each way (Transformer Engine's grouped
     MLP of CuTe DSL, which Megatron-Bridge trains with in mxfp8 from release 26.06 on)."""
 
-    start_s: float  # seconds of a product of experts, joined or not, beside itself
+    host_s: float  # seconds that the host takes for a product of experts, joined or not
     modules: frozenset[str] = frozenset()
     width: int = 0  # of the rows that experts take and give back
 
@@ -21,16 +24,19 @@ class Joined(NamedTuple):
         is_second = product.n == self.width
         return product.module in self.modules and is_second == (product.direction == "forward")
 
+    def find_wait(self, device_s: float) -> float:
+        """Seconds that the device waits at each product of experts, if it computes for `device_s` per product."""
+        return float((device_s**_BESIDE + self.host_s**_BESIDE) ** (1 / _BESIDE)) - device_s
+
 
 def find_joined(work: Work, machine: Machine) -> Joined:
-    """What of a step's experts one kernel does on a machine, and what their kernels wait for.
+    """What of a step's experts one kernel does on a machine, and what the host takes for them.
 
-    Models with scans are not replayed as CUDA graphs where they route (Megatron-Bridge's recipes of hybrid models).
+    A step that is replayed as a CUDA graph needs no host. Models with scans are not replayed where they route
+    (Megatron-Bridge's recipes of hybrid models).
     """
     experts = [each for each in work.products if each.side == "expert"]
-    start_s = machine.expert_start_s if work.is_recorded else EXPERT_START_S
-    if not experts or machine.joined_start_s is None:
-        return Joined(start_s)
-    if work.is_recorded:
-        start_s = machine.joined_start_s
-    return Joined(start_s, frozenset(each.module for each in experts), experts[0].k)
+    if not experts or not machine.joins_experts:
+        return Joined(EXPERT_HOST_S)
+    host_s = 0.0 if machine.replays_experts and work.is_recorded else EXPERT_HOST_S
+    return Joined(host_s, frozenset(each.module for each in experts), experts[0].k)

@@ -269,7 +269,9 @@ _SHARE = 0.72
 _STEPS = {4: (4, 2, 1), 2: (2, 4, 1), 1: (1,)}  # step of unaligned widths -> measured steps that tell, nearest first
 _NARROW_RATE = 0.6  # of its rate that a format keeps in products of an adapter's rank: one step of rank 64
 _NARROW = 64  # rank of an adapter: up to here its products in another format are bound by their bytes
-EXPERT_START_S = 0.6e-3  # where a device's own is not known; from published runs on Hopper and B200
+# What the host takes for a product of experts: routing, permutations, small kernels, sizes read back. From published
+# runs: those that benchmarks/published_training.py marks as fitted.
+EXPERT_HOST_S = 1.1e-3
 _UNCAST = ("lm_head", "head", "router")  # parts whose products stay in bf16
 _FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of the fused one's single pass: 21 / 7
 
@@ -315,10 +317,9 @@ class Machine:
         rows = shape.bandwidth * self.memory * 2 / self.width
         self.shape = shape._replace(rate=shape.rate * self.compute, bandwidth=rows)
         self.sustained = self.sustained_attention = 1.0  # share of bursts' rate that training keeps up
-        # What a call of experts costs beside its products: routing, permutations, small kernels and their launches.
-        self.expert_start_s = float((self.system or {}).get("expert_start_s", EXPERT_START_S))
-        # The same where products, activation function and casts of experts are one kernel; None where they are not.
-        self.joined_start_s: float | None = (self.system or {}).get("joined_experts", {}).get(self.dtype)
+        # Whether products, activation function and casts of experts are one kernel; whether a CUDA graph replays them.
+        self.joins_experts = self.dtype in (self.system or {}).get("joined_experts", ())
+        self.replays_experts = self.dtype in (self.system or {}).get("replayed_experts", ())
         self.decode_speed = self.memory * 2 / self.width
         self._attention_speeds: dict[int, float] = {}  # head dim -> how much faster than what was measured
         self._residuals: dict[str, list[tuple[float, float, float, float]]] = {}

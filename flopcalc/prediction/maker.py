@@ -225,7 +225,7 @@ class _Maker:
         made = tuple(
             Product(
                 module, block.group, op.part, direction, m, n, k, calls, copies, is_again, is_conv, sided.side,
-                sided.kv, sided.kv_heads, self._find_format(product, direction),
+                sided.kv, sided.kv_heads, self._find_format(product, direction, op.part),
                 EXPERTS_SLOWER if sided.side == "expert" else 1.0,
             )
             for direction, is_again in ways
@@ -233,7 +233,11 @@ class _Maker:
         self.products += made
         return made
 
-    def _find_format(self, product: CountedProduct, direction: str) -> str:
+    def _find_format(self, product: CountedProduct, direction: str, part: str) -> str:
+        # Training frameworks multiply a router's 16-bit numbers on tensor cores, into float32 (Megatron-Core's
+        # router_gating_linear); HF's code brings them to float32 first.
+        if self.is_fused and part == "router":
+            return ""
         found = product.format if direction == "forward" else product.gradient_format
         return "" if found == self.own else found
 

@@ -130,6 +130,17 @@ def test_zero_3_gathers_in_every_micro_batch() -> None:
     assert twice["data_parallel"] == pytest.approx(2 * once["data_parallel"])
 
 
+@pytest.mark.parametrize(("ep", "has_copies"), [(8, False), (4, True)])
+def test_experts_that_one_device_alone_has_are_not_copied(ep: int, has_copies: bool) -> None:
+    runner = make_runner("mixtral-8x7b")
+    layout = Layout(dp=8, ep=ep, zero=3)
+    own = runner.weights["layers"].trained
+    copied = module.SHARD_COPIED * (own.dense + has_copies * own.other / ep) / runner.model.layers
+    seconds = copied / (module.STREAMED * runner.machine.bandwidth)
+    spread = runner._spread(layout._replace(zero=0))
+    assert runner._expose_shards(layout, spread.layer, 0.0, 0.0) == pytest.approx(seconds)
+
+
 @pytest.mark.parametrize(("zero", "share"), [(0, 1), (1, 64), (3, 64)])
 def test_ranks_share_the_optimizers_step(zero: int, share: int) -> None:
     whole = time_parts(Layout())["optimizer"]

@@ -7,8 +7,8 @@ import pytest
 from flopcalc import bind
 from flopcalc.core.workload.workload import Workload
 from flopcalc.prediction.clock import Clock
-from flopcalc.prediction.joined import find_joined
-from flopcalc.prediction.machine import EXPERT_START_S, Machine
+from flopcalc.prediction.joined import Joined, find_joined
+from flopcalc.prediction.machine import EXPERT_HOST_S, Machine
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.work import Moved, Product, Work
 
@@ -29,22 +29,43 @@ def make_step(is_recorded: bool = True) -> Work:
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "is_recorded", "start_s", "is_joined"),
+    ("device", "dtype", "is_recorded", "host_s", "is_joined"),
     [
         ("gb300", "mxfp8", True, 0.0, True),
-        ("gb200", "mxfp8", False, EXPERT_START_S, True),
-        ("gb200", "bf16", True, 2e-4, False),
-        ("gb200", "bf16", False, EXPERT_START_S, False),
-        ("gb300", "nvfp4", True, 2e-4, False),
-        ("b200-sxm", "mxfp8", True, 6e-4, True),
-        ("b300-sxm", "mxfp8", False, EXPERT_START_S, True),
-        ("h100-sxm", "fp8", True, EXPERT_START_S, False),
+        ("gb200", "mxfp8", False, EXPERT_HOST_S, True),
+        ("gb200", "bf16", True, EXPERT_HOST_S, False),
+        ("gb200", "bf16", False, EXPERT_HOST_S, False),
+        ("gb300", "nvfp4", True, EXPERT_HOST_S, False),
+        ("b200-sxm", "mxfp8", True, EXPERT_HOST_S, True),
+        ("b300-sxm", "mxfp8", False, EXPERT_HOST_S, True),
+        ("h100-sxm", "fp8", True, EXPERT_HOST_S, False),
     ],
 )
-def test_what_is_one_kernel(device: str, dtype: str, is_recorded: bool, start_s: float, is_joined: bool) -> None:
+def test_what_is_one_kernel(device: str, dtype: str, is_recorded: bool, host_s: float, is_joined: bool) -> None:
     found = find_joined(make_step(is_recorded), Machine(device, dtype))
-    assert found.start_s == start_s
+    assert found.host_s == host_s
     assert found.modules == (frozenset((UP, DOWN)) if is_joined else frozenset())
+
+
+@pytest.mark.parametrize(
+    ("host_s", "device_s", "wait_s"),
+    [(1.1e-3, 0.0, 1.1e-3), (1.1e-3, 1e-3, 7.23486e-4), (1.1e-3, 5e-3, 4.21779e-4), (0.0, 1e-3, 0.0)],
+)
+def test_the_more_the_device_computes_the_less_it_waits(host_s: float, device_s: float, wait_s: float) -> None:
+    assert Joined(host_s).find_wait(device_s) == pytest.approx(wait_s, rel=1e-5, abs=1e-12)
+
+
+def test_products_of_experts_wait_and_nothing_else_does() -> None:
+    load = Workload(rows=1, seq=1024, phase="train")
+    replayed, waiting = (Clock(Machine("gb300", "mxfp8"), "fused") for _ in range(2))
+    replayed.add(make_step(), 2, load)
+    waiting.add(make_step(is_recorded=False), 2, load)
+    without = sum(piece.seconds for piece in replayed.pieces)
+    calls = 2 * 6
+    wait_s = Joined(EXPERT_HOST_S).find_wait(without / calls)
+    assert sum(piece.seconds for piece in waiting.pieces) == pytest.approx(without + calls * wait_s)
+    for before, after in zip(replayed.pieces, waiting.pieces, strict=True):
+        assert after.seconds - before.seconds == pytest.approx(2 * wait_s if before.kind == "products" else 0.0)
 
 
 def test_one_kernel_makes_what_lies_between_the_products() -> None:
@@ -63,6 +84,10 @@ def test_rows_of_latent_experts_are_moved() -> None:
     estimator = bind("nemotron-3-super-120b-a12b")
     load = estimator(1, 1024).terms[0][1]
     work = make_work(estimator, load, execution="fused")
+    # Frameworks multiply a router's numbers as they are; HF's code brings them to float32.
+    assert {each.format for each in work.products if each.part == "router"} == {""}
+    eager = make_work(estimator, load, execution="eager")
+    assert {each.format for each in eager.products if each.part == "router"} == {"fp32"}
     experts = [each for each in work.products if each.side == "expert" and each.direction == "forward"]
     last = experts[-1]
     moved = [each for each in work.moved if each.module == last.module and each.direction == "forward"]
