@@ -178,6 +178,7 @@ def describe_choices() -> dict[str, Any]:
                 "aliases": preset["aliases"], "type": preset["model_type"], "input": inputs.get(preset["spec"], "text"),
             }
             for preset in catalogue["presets"]
+            if inputs.get(preset["spec"]) != "images"  # the form asks for tokens
         ],
         "devices": [
             {"id": device.id, "name": device.name, "memory_gb": device.memory_gb,

@@ -6,7 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from presets import MODELS
+from presets import IMAGES, MODELS
 from tiers import mark_heavy
 
 from flopcalc import bind
@@ -78,3 +78,42 @@ def test_alias_is_its_target(name: str) -> None:
     target = load_toml(FILES[name])["alias"]
     assert target in PRESETS
     assert bind(name)(1, 128).to_dict() == bind(target)(1, 128).to_dict()
+
+
+# --- models of images -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", mark_heavy([name for name in IMAGES if "alias" not in load_toml(IMAGES[name])], ()))
+def test_models_of_images(name: str) -> None:
+    import torch
+    from transformers import AutoConfig
+
+    from flopcalc.measure.hf.models import build_model
+
+    source = load_preset(IMAGES[name])
+    raw, through = bind(source), bind(AutoConfig.for_model(**source.config))
+    assert raw.stages == through.stages
+    modules = [each(images=[(640, 480)]).to_dict()["modules"] for each in (raw, through)]
+    assert modules[0] == modules[1]
+    if source.config.get("use_timm_backbone"):
+        pytest.importorskip("timm")
+    with torch.device("meta"):
+        model = build_model(source.config, device="meta", architecture=source.config["architectures"][0])
+    assert raw.parameters()["total"] == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "forward"),
+    [
+        ("vit-base", 86_567_656, 35_127_656_448),
+        ("dinov2-large", 304_368_640, 162_023_964_672),
+        ("clip-vit-large-patch14", 427_616_513, 162_025_537_536),
+        ("siglip-so400m", 877_960_498, 670_346_449_920),
+        ("sam-vit-huge", 641_090_864, 5_632_959_172_608),
+        ("convnext-tiny-224", 28_589_128, 8_911_062_528),
+        ("detr-resnet-50", 41_524_768, 162_334_464_000),
+        ("depth-anything-small", 24_785_089, 167_465_068_800),
+    ],
+)
+def test_one_image(name: str, parameters: int, forward: int) -> None:
+    model = bind(name)
+    assert model.parameters()["total"] == parameters
+    assert model(images=[(640, 480)], phase="forward").total == forward
