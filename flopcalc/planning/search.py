@@ -354,16 +354,17 @@ def _list_notes(best: Planned, runner: Runner, rate: Rate | None, steps: Sequenc
             "measured a cluster (docs/planning.md)"
         )
     hidden = "gradients reduced while backward runs, " if runner.overlaps.gradients else "no communication hidden, "
-    bytes_ = "what the weights' dtype takes"
-    if runner.optimizer == "adamw-master":
-        bytes_ = "fp32 gradients and Adam (18 bytes per trained parameter before ZeRO)"
+    formats, bytes_ = runner.estimator("none").formats, "what the weights' dtype takes"
+    if runner.optimizer == "adamw-master":  # float32 parameters, as PEFT's adapters, need no second copy
+        each = 16 if (formats.adapter or formats.model) == "fp32" else 18
+        bytes_ = f"fp32 gradients and Adam ({each} bytes per trained parameter before ZeRO)"
     notes = [
         own,
         f"{_ASSUMED[runner.execution]}, {hidden}{_describe_experts(runner)}",
-        f"memory per GPU: {runner.estimator('none').formats.name_weights()} weights, {bytes_}",
+        f"memory per GPU: {formats.name_weights()} weights, {bytes_}",
         *runner.list_notes(best.layout),
         *describe_coverage(runner, best.layout, steps),
-        *describe_formats(runner.estimator("none").formats, runner.optimizer),
+        *describe_formats(formats, runner.optimizer),
     ]
     if many > net.per_node and many % net.per_node:
         notes.append(f"{many} GPUs do not fill whole nodes of {net.per_node}: a group may span two nodes")

@@ -284,6 +284,10 @@ def test_scans_are_said(model: str, is_said: bool) -> None:
         ({"execution": "eager"}, "assumed: HF's eager code with its host time"),
         ({"execution": "graphs"}, "assumed: HF's code under torch.compile, replayed as CUDA graphs"),
         ({"optimizer": "adamw-master"}, "fp32 gradients and Adam (18 bytes per trained parameter before ZeRO)"),
+        (
+            {"lora": "r=8,targets=all-linear", "weights": "nf4"},
+            "nf4 and bf16 weights, fp32 gradients and Adam (16 bytes per trained parameter before ZeRO)",
+        ),
         ({"optimizer": "adamw"}, "memory per GPU: bf16 weights, what the weights' dtype takes"),
     ],
 )
