@@ -74,6 +74,7 @@ _MODELS = (
         metavar="M",
         help="A preset or a config.json; repeatable.",
     ),
+    click.option("--model-type", "--as", metavar="TYPE", help="Read every --model as this model type."),
 )
 
 

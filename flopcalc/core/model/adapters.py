@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 from flopcalc.errors import ConfigError, format_value
 from flopcalc.units import check_size
 
+# PEFT's task type -> the head of the model that the adapter was trained on; it trains beside the adapters.
+_HEADS = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token", "FEATURE_EXTRACTION": "none"}
+_TRAINED = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score")}
+
 
 class Adapter(NamedTuple):
     """What an adapter's config says."""
@@ -14,6 +18,7 @@ class Adapter(NamedTuple):
     base: str  # a preset's name, a folder or a hub id
     lora: dict[str, Any] | None  # as a recipe takes it; None where it cannot be applied
     note: str
+    head: str = ""  # the head that its task type means; empty: the base's own
 
 
 def read_adapter(config: dict[str, Any], where: str) -> Adapter:
@@ -21,21 +26,26 @@ def read_adapter(config: dict[str, Any], where: str) -> Adapter:
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ConfigError(f"{where}: an adapter without its base: base_model_name_or_path is {format_value(base)}")
+    task = str(config.get("task_type"))
+    head = _HEADS.get(task, "")
+    labels = f"; task_type {task}: --head {head}:N says how many labels" if task in _TRAINED else ""
     kind = str(config.get("peft_type", "LORA"))
     if kind != "LORA":
-        return Adapter(base, None, f"adapter of {base}: peft_type {kind} is not counted, the base alone is")
+        return Adapter(
+            base, None, f"adapter of {base}: peft_type {kind} is not counted, the base alone is{labels}", head
+        )
     rank = check_size(config.get("r"), f"{where}: r")
     targets, save = config.get("target_modules"), config.get("modules_to_save")
     is_list = isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets)
-    saved = [str(name) for name in save] if isinstance(save, list) else []
+    saved = [str(name) for name in save if name not in _TRAINED.get(task, ())] if isinstance(save, list) else []
     if targets == "all-linear" or is_list:
         names = ["all-linear"] if targets == "all-linear" else list(targets or ())
         lora = {"r": rank, "targets": names, **({"save": saved} if saved else {})}
-        return Adapter(base, lora, f"adapter of {base}: LoRA r={rank} on {', '.join(names)}{_list_others(config)}")
+        words = f"adapter of {base}: LoRA r={rank} on {', '.join(names)}{_list_others(config)}{labels}"
+        return Adapter(base, lora, words, head)
     what = "PEFT's own for this model" if targets is None else f"the pattern {format_value(targets)}"
-    return Adapter(
-        base, None, f"adapter of {base}: LoRA r={rank}, its targets are {what}: not applied, --lora names them"
-    )
+    words = f"adapter of {base}: LoRA r={rank}, its targets are {what}: not applied, --lora names them{labels}"
+    return Adapter(base, None, words, head)
 
 
 def _list_others(config: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ from flopcalc.values import Value, frozen
 PIPELINE_FILE = "model_index.json"  # of diffusers
 
 ADAPTER = "adapter_config.json"
+_LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # the first one stands for a model that is cut
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "feature_extractor_config.json")
 
 
@@ -246,7 +248,7 @@ def _load_folder(folder: str, download: bool = False, is_base: bool = False) -> 
     if denoiser is not None:
         return _load_with_processors(name, denoiser)
     held = sorted(os.listdir(folder))
-    files = [file for file in held if file.endswith(".gguf")]
+    files = [file for file in held if file.endswith(".gguf") and not _LATER_SHARD.search(file)]
     if ADAPTER in held:
         return _load_adapter(name, os.path.join(folder, ADAPTER), download, is_base)
     if len(files) == 1:
@@ -305,7 +307,7 @@ def _load_adapter(name: str, path: str, download: bool, is_base: bool) -> Source
     except ConfigError as error:
         raise ConfigError(f"{path}: its base: {error}") from None
     note = "; ".join(filter(None, (adapter.note, base.note)))
-    return base.replace(name=name or base.name, note=note, lora=adapter.lora)
+    return base.replace(name=name or base.name, note=note, lora=adapter.lora, head=adapter.head)
 
 
 def _load_with_processors(name: str, path: str) -> Source:

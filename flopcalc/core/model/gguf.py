@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from collections import Counter
 from typing import Any, BinaryIO, NamedTuple
@@ -14,6 +15,8 @@ from flopcalc.files import open_regular
 
 MAGIC = b"GGUF"
 _MOST_BYTES = 256 << 20  # of a header: vocabularies of a million words take 30 MB
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")  # as llama.cpp names the files of a model that is cut
+_MOST_SHARDS = 1000
 _MOST_ENTRIES = 100_000  # of metadata, or tensors: the largest models have some thousands
 _MOST_VALUES = 4_000_000  # of all arrays together: words and merges of a vocabulary, with room
 _KEPT = 4096  # entries of an array that may be read; longer ones are vocabularies
@@ -133,7 +136,7 @@ def read_header(path: str) -> Header:
 # --- its config -------------------------------------------------------------------------------------------------------
 def load_gguf(path: str) -> GgufModel:
     """The config that a GGUF file's header describes."""
-    header = read_header(path)
+    header, missing = _read_shards(path)
     tables = load_toml(os.path.join(find_data_dir(), "gguf.toml"))
     name = header.values.get("general.architecture")
     known = tables["architectures"]
@@ -151,10 +154,31 @@ def load_gguf(path: str) -> GgufModel:
             config[key] = _flatten(value, key, path)
     if "experts" in entry and config.get("num_local_experts"):
         config["model_type"] = entry["experts"]
-    config |= _read_tensors(header, tables, config)
+    config |= _read_tensors(header, tables, config, not missing)
     weights, notes = _find_format(header, tables)
+    if missing:
+        notes.append(
+            f"without {', '.join(missing[:3])}: a head of its own and biases are taken from the family's defaults"
+        )
     told = f"read from a GGUF header: architecture {name} is counted as {config['model_type']}"
     return GgufModel(config, weights, (told, *notes))
+
+
+def _read_shards(path: str) -> tuple[Header, list[str]]:
+    """A model's header, and its shards that are not there. The first has all metadata, each has its own tensors."""
+    found = _SHARD.search(path)
+    if found is None:
+        return read_header(path), []
+    stem, count = path[: found.start()], int(found[1])
+    shards = [f"{stem}-{number:05}-of-{count:05}.gguf" for number in range(1, min(count, _MOST_SHARDS) + 1)]
+    there = [shard for shard in shards if os.path.isfile(shard)]
+    headers = [read_header(shard) for shard in there]
+    if not headers or there[0] != shards[0]:
+        raise ConfigError(f"{path}: the first of {count} shards has the model's sizes, and is not beside it")
+    missing = [os.path.basename(shard) for shard in shards if shard not in there]
+    return Header(
+        headers[0].values, {name: each for header in headers for name, each in header.tensors.items()}
+    ), missing
 
 
 def _flatten(value: Any, key: str, path: str) -> Any:
@@ -166,7 +190,7 @@ def _flatten(value: Any, key: str, path: str) -> Any:
     raise ConfigError(f"{path}: {key} differs from layer to layer in this file, which its config cannot say")
 
 
-def _read_tensors(header: Header, tables: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+def _read_tensors(header: Header, tables: dict[str, Any], config: dict[str, Any], is_whole: bool) -> dict[str, Any]:
     """What only the tensors tell: the vocabulary, a head of its own, biases."""
     found: dict[str, Any] = {}
     words = header.tensors.get("token_embd.weight")
@@ -176,7 +200,7 @@ def _read_tensors(header: Header, tables: dict[str, Any], config: dict[str, Any]
         tokens = header.values.get("tokenizer.ggml.tokens")
         if isinstance(tokens, list):
             found["vocab_size"] = len(tokens)
-    if header.tensors:
+    if header.tensors and is_whole:
         found["tie_word_embeddings"] = "output.weight" not in header.tensors
         found |= {key: name in header.tensors for name, key in tables["tensors"].items()}
     return found

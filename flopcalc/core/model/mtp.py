@@ -64,7 +64,10 @@ def expand_mtp(source: Source, stages: tuple[Stage, ...], depth: int) -> tuple[S
             f"{source.where}: multi-token prediction is not described for {source.config['model_type']!r}"
         )
     main, (head_stage, head) = layers[-1], heads[0]
-    chain = tuple(item for kind in table.get("layer", ["last"]) for item in _find_chain(main, kind, source))
+    chains = [_find_chain(main, kind, source) for kind in table.get("layer", ["last"])]
+    chain = tuple(item for each in chains for item in each)
+    if "split" in table:
+        chain = _join_halves(chains[0], chains[1], *table["split"])
     width, count = head.n_in, main.first + len(main.layers)
     bias = bool(find_key(source.config, names["bias"])[1]) if "bias" in names else False
     tied = head.tied or f"{join(head_stage.path, head.name)}.weight"
@@ -108,17 +111,31 @@ def _list_heads(stage: Stage) -> list[Linear]:
 
 
 def _find_chain(stage: Stage, kind: str, source: Source) -> Chain:
-    """The last layer of a kind: with attention, with experts, or dense; any for 'last'."""
+    """The last layer of a kind: with attention, a window, experts, or dense; any for 'last'."""
     for chain in reversed(stage.layers):
         if _is_kind(list(iterate(chain)), kind):
             return chain
     raise ConfigError(f"{source.where}: no layer of {stage.path} has {kind}, as those of multi-token prediction do")
 
 
+def _join_halves(first: Chain, second: Chain, split: str, name: str) -> Chain:
+    """One layer up to the norm before its MLP, and another from it on, under another name."""
+
+    def find(chain: Chain) -> int:
+        return next(place for place, item in enumerate(chain) if isinstance(item, Op) and item.name == split)
+
+    place = find(second)
+    norm = second[place]
+    assert isinstance(norm, Op)
+    return (*first[: find(first)], norm.replace(name=name), *second[place + 1 :])
+
+
 def _is_kind(ops: list[Op], kind: str) -> bool:
     has_experts = any(op.copies > 1 for op in ops)
     if kind == "attention":
         return any(isinstance(op, Attend) for op in ops)
+    if kind == "window":
+        return any(isinstance(op, Attend) and getattr(op.rows, "window", 0) for op in ops)
     if kind == "experts":
         return has_experts
     return kind == "last" or not has_experts

@@ -143,7 +143,7 @@ class _Classes:
         """What counts a class: a spec, an alias whose known class is counted, or a head on a body that is."""
         if name in self.aliased:
             alias, known = self.aliased[name]
-            return alias if self.find_known(known) is not None else None
+            return alias if self.find_known(self.same.get(known, known)) is not None else None
         return self.find_known(self.same.get(name, name))
 
     def find_known(self, name: str) -> str | None:

@@ -19,14 +19,14 @@ import torch
 
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.core.model.config import Source, load_config
+from flopcalc.core.model.config import Source
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.errors import DeviceError
 from flopcalc.hardware.devices import find_device, peak_flops_per_s
 from flopcalc.measure.calibrate.provenance import describe_machine, find_version
 from flopcalc.measure.counters.flop_counter import count_flops
 from flopcalc.measure.hf.models import make_batch
-from flopcalc.measure.sweep.matrix import TRAINERS, find_model
+from flopcalc.measure.sweep.matrix import TRAINERS, load_model
 from flopcalc.measure.sweep.trainers import Trainer, TrainerError, make_trainer
 
 Json = dict[str, Any]
@@ -65,7 +65,7 @@ def _prepare(args: Json) -> _Run:
     dtype = args["dtype"]
     if dtype == "auto":
         dtype = "bf16" if device == "cuda" else "fp32"
-    source = load_config(find_model(args["model"]))
+    source = load_model(args["model"], args.get("model_type", ""))
     _check_kind(source)
     hardware, expected = _count_analytic(source, args, device, dtype)  # what is refused is refused before it is built
     model, notes = _build_model(source, device, _DTYPES[dtype], args["attention"], args["seed"])

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.core.model.config import load_config
+from flopcalc.core.model.config import Source, load_config
 from flopcalc.data import find_data_file, load_toml
 from flopcalc.errors import DeviceError, FlopcalcError, find_nearest, format_nearest, format_value
 from flopcalc.files import MAX_JSON_BYTES, read_json, read_path
@@ -59,11 +59,14 @@ class Configuration(NamedTuple):
     noise_multiplier: float = 1.0
     seed: int = 0
     timeout_s: float = TIMEOUT_S
+    model_type: str = ""  # the family that a preset or config.json is read as; empty: its own
 
     def to_row(self) -> Json:
         """What a row says of its configuration, also where nothing was measured."""
         row = self._asdict()
         del row["timeout_s"]
+        if not self.model_type:  # rows of older journals do not have it
+            del row["model_type"]
         return row
 
     def to_args(self) -> Json:
@@ -85,7 +88,7 @@ class Configuration(NamedTuple):
     def to_job(self, runs_dir: str | None = None, call: str = CHILD) -> Job:
         """The runner's job of this configuration: one process, one row."""
         # The config itself is a part of the question: an edited config.json is measured again.
-        text = json.dumps(load_config(find_model(self.model)).config, sort_keys=True, default=str)
+        text = json.dumps(load_model(self.model, self.model_type).config, sort_keys=True, default=str)
         row = {"config": hashlib.sha256(text.encode()).hexdigest()[:16]}
         return Job(
             self.id, call, self.to_args(), {ROW: row}, timeout_s=self.timeout_s, start_timeout_s=self.timeout_s,
@@ -96,6 +99,11 @@ class Configuration(NamedTuple):
 def find_model(model: str) -> str:
     """A size's preset; every other name (preset, path) as it is. What comes out is for `load_config` and `bind`."""
     return MODEL_SIZES.get(model, model)
+
+
+def load_model(model: str, model_type: str = "") -> Source:
+    """The config of a sweep's model, read as a family that is asked for; the sweep's own sizes are what they are."""
+    return load_config(find_model(model), model_type=None if model in MODEL_SIZES else model_type or None)
 
 
 def _is_path(model: str) -> bool:
@@ -118,6 +126,8 @@ def make_matrix(
     checked = {name: SETTINGS[name](name, value) for name, value in settings.items()}
     lists = {"trainers": trainers, "batch_sizes": batch_sizes, "seq_lens": seq_lens, "models": models}
     given = {name: _check_list(name, values) for name, values in lists.items()}
+    for model in given["models"]:
+        _check_config(model, checked.get("model_type", ""))
     count = math.prod(map(len, given.values()))
     if count > MAX_CONFIGURATIONS:
         raise SweepError(f"a matrix of {count:,} configurations; {MAX_CONFIGURATIONS:,} is the most")
@@ -197,11 +207,19 @@ def _check_trainer(name: str, value: Any) -> str:
 def _check_model(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise SweepError(f"{name}: a model is a size, a preset or a path, not {format_value(value)}")
-    if value not in MODEL_SIZES:
-        try:
-            load_config(value)
-        except FlopcalcError as error:
-            raise SweepError(f"{error}; sizes of the sweep: {', '.join(MODEL_SIZES)}") from None
+    return value
+
+
+def _check_config(model: str, model_type: str) -> None:
+    try:
+        load_model(model, model_type)
+    except FlopcalcError as error:
+        raise SweepError(f"{error}; sizes of the sweep: {', '.join(MODEL_SIZES)}") from None
+
+
+def _check_type(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise SweepError(f"{name} must be the name of a family, not {format_value(value)}")
     return value
 
 
@@ -254,6 +272,7 @@ SETTINGS: dict[str, Callable[[str, Any], Any]] = {
     "noise_multiplier": _make_number(True),
     "seed": _check_count,
     "timeout_s": _make_number(False),
+    "model_type": _check_type,
 }
 
 

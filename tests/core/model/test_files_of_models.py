@@ -38,6 +38,36 @@ def test_a_gguf_file_is_counted_from_its_header(tmp_path: Path) -> None:
     assert estimate_flops(str(path), seq_len=8).parameters["total"] == found.parameters["total"] - 6400
 
 
+def test_a_gguf_file_of_several_shards(tmp_path: Path) -> None:
+    """The first has the sizes, the last a head of its own; without the last, the family's default holds."""
+    first, last = (tmp_path / f"model-0000{number}-of-00002.gguf" for number in (1, 2))
+    write_gguf(first, HEADER, {"token_embd.weight": ((64, 100), 8), "blk.0.attn_q.weight": ((64, 64), 8)})
+    write_gguf(last, {"split.count": 2}, {"output.weight": ((64, 100), 8)})
+    wanted = estimate_flops(LLAMA, seq_len=8).parameters
+    for path in (first, last, tmp_path):
+        assert estimate_flops(str(path), seq_len=8).parameters == wanted
+    last.unlink()
+    assert any("without model-00002-of-00002.gguf" in note for note in estimate_flops(str(first), seq_len=8).notes)
+    first.rename(last)
+    with pytest.raises(ConfigError, match="the first of 2 shards has the model's sizes, and is not beside it"):
+        bind(str(last))
+
+
+def test_latent_attention_in_a_gguf_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    sizes = {
+        "embedding_length": 64, "feed_forward_length": 96, "block_count": 2, "attention.head_count": 4,
+        "attention.head_count_kv": 1, "attention.kv_lora_rank": 16, "attention.key_length": 24,
+        "attention.key_length_mla": 20, "attention.value_length_mla": 10, "rope.dimension_count": 8,
+        "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "leading_dense_block_count": 1,
+    }  # fmt: skip
+    values = {"general.architecture": "deepseek2", **{f"deepseek2.{key}": value for key, value in sizes.items()}}
+    write_gguf(path, values, {"token_embd.weight": ((64, 100), 1), "output.weight": ((64, 100), 1)})
+    config = load_config(str(path)).config
+    assert (config["model_type"], config["qk_nope_head_dim"], config["v_head_dim"]) == ("deepseek_v3", 12, 10)
+    assert estimate_flops(str(path), seq_len=8).parameters["total"] > 2 * 6400
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -159,6 +189,23 @@ def test_the_processor_s_own_file_comes_first(tmp_path: Path) -> None:
     assert cut() == (1, 20, 20)
     whole.write_text(json.dumps({"image_processor": {"min_pixels": 784, "max_pixels": 784 * 25}}))
     assert cut() == (1, 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("task", "head"),
+    [("SEQ_CLS", "sequence:2"), ("TOKEN_CLS", "token:2"), ("FEATURE_EXTRACTION", "none"), (None, "lm")],
+)
+def test_an_adapter_s_task_says_the_head(tmp_path: Path, task: str | None, head: str) -> None:
+    for name in ("base", "adapter"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(LLAMA))
+    settings = {"base_model_name_or_path": str(tmp_path / "base"), "r": 4, "target_modules": ["q_proj"]}
+    saved = ["classifier", "score"] if head[:3] in ("seq", "tok") else None  # as PEFT writes it
+    settings |= {"task_type": task, "modules_to_save": saved}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    found = estimate_flops(str(tmp_path / "adapter"), seq_len=8)
+    assert found.total == estimate_flops(LLAMA, seq_len=8, lora="r=4,targets=q_proj", head=head).total
+    assert found.terms[0].estimator.head == head
 
 
 def test_an_adapter_of_an_adapter_is_refused(tmp_path: Path) -> None:

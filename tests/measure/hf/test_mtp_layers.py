@@ -14,7 +14,10 @@ from flopcalc.measure.hf.examples import find_example
 from flopcalc.measure.hf.models import build_model
 
 # deepseek-ai/DeepSeek-V3: README_WEIGHTS.md; vllm-project/vllm: vllm/model_executor/models/deepseek_mtp.py and beside
-LAYERS = {"deepseek_v3": "DeepseekV3DecoderLayer", "glm4_moe": "Glm4MoeDecoderLayer", "qwen2": "Qwen2DecoderLayer"}
+LAYERS = {
+    "deepseek_v3": "DeepseekV3DecoderLayer", "glm4_moe": "Glm4MoeDecoderLayer", "qwen2": "Qwen2DecoderLayer",
+    "mimo_v2_flash": "MiMoV2FlashDecoderLayer",
+}  # fmt: skip
 
 
 class WithPrediction(torch.nn.Module):
@@ -32,7 +35,9 @@ class WithPrediction(torch.nn.Module):
         out = inner(input_ids=ids, use_cache=False)
         joined = torch.cat([self.enorm(inner.embed_tokens(ids)), self.hnorm(out.last_hidden_state)], -1)
         positions = torch.arange(ids.shape[1])[None]
-        rotary = inner.rotary_emb(joined, positions)
+        # MiMo-V2's layer has a window, whose rotary embeddings are its own.
+        kind = ["sliding_attention"] if "MiMo" in type(inner).__name__ else []
+        rotary = inner.rotary_emb(joined, positions, *kind)
         hidden = self.layer(
             self.eh_proj(joined), attention_mask=None, position_ids=positions, position_embeddings=rotary
         )
@@ -47,7 +52,10 @@ def test_one_layer(name: str) -> None:
     config = dict(find_example(name).configs[0])
     model = build_model(config, "eager")
     modeling = __import__(type(model).__module__, fromlist=[LAYERS[name]])
-    layer = getattr(modeling, LAYERS[name])(model.config, model.config.num_hidden_layers - 1)
+    last = model.config.num_hidden_layers - 1
+    if name == "mimo_v2_flash":
+        model.config.layer_types[last], model.config.mlp_layer_types[last] = "sliding_attention", "dense"
+    layer = getattr(modeling, LAYERS[name])(model.config, last)
     whole = WithPrediction(model, layer)
     ids = torch.randint(3, 60, (2, 9))
     counted = count_flops(whole, lambda: whole(ids).backward())

@@ -10,6 +10,7 @@ from tiers import thin
 
 from flopcalc.core.model.bound import bind_model
 from flopcalc.core.model.config import load_config
+from flopcalc.data import list_data_files, load_toml
 
 Json = dict[str, Any]
 SIZES: Json = {
@@ -26,6 +27,8 @@ CASES: list[tuple[str, str, Json]] = [  # the class, its model type, further key
     ("LlamaForScore", "llama", {"score_dim": 2, "bias": True}),
     ("LlamaForScore", "llama", {}),
     ("HF_ColBERT", "bert", {"dim": 6}),
+    ("ColQwen3", "qwen3_vl", {"embed_dim": 6}),
+    ("OpsColQwen3Model", "ops_colqwen3", {"dims": 7}),
 ]
 
 
@@ -35,9 +38,10 @@ def build(named: str, config: Json) -> tuple[Any, Any]:
     from torch import nn
     from transformers import AutoConfig, AutoModel
 
-    kind = config["model_type"]
+    kind = "qwen3_vl" if config["model_type"] == "ops_colqwen3" else config["model_type"]
     extra = {"max_position_embeddings": 64} if kind == "bert" else {}
-    body = AutoModel.from_config(AutoConfig.for_model(kind, **SIZES, **extra), attn_implementation="eager")
+    sizes = {key: config[key] for key in ("text_config", "vision_config")} if kind == "qwen3_vl" else SIZES
+    body = AutoModel.from_config(AutoConfig.for_model(kind, **sizes, **extra), attn_implementation="eager")
     model, d = nn.Module(), SIZES["hidden_size"]
 
     if named == "LlamaForRewardModelWithGating":
@@ -58,6 +62,9 @@ def build(named: str, config: Json) -> tuple[Any, Any]:
             return rewards * torch.softmax(gate, -1) * model.gating.logit_scale
 
         return model, gated
+    if kind == "qwen3_vl":
+        body.custom_text_proj = nn.Linear(d, config.get("embed_dim") or config["dims"])
+        return body, lambda ids: body.custom_text_proj(body(ids)[0])
     place, name, out, has_bias = {
         "EurusRewardModel": ("model", "regression_head", 1, False),
         "GPTRewardModel": ("transformer", "v_head", 1, False),
@@ -78,6 +85,9 @@ def test_head_equals_the_published_code(named: str, kind: str, more: Json) -> No
     from flopcalc.measure.hf.models import count_parameters
 
     config = {"model_type": kind, "architectures": [named], "max_position_embeddings": 64, **SIZES, **more}
+    if "Col" in named and kind != "bert":
+        tables = load_toml(list_data_files("aliases")["colqwen3"])["configs"][0]
+        config = {"model_type": kind, **more, **tables, "architectures": [named]}
     model, forward = build(named, config)
     recipe: Json = {}
     if "trained" in more:  # the second stage of ArmoRM's training

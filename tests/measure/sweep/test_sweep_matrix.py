@@ -51,6 +51,19 @@ def test_several_models_are_in_the_id(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_model_type_reads_a_config_as_a_family(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**LLAMA, "model_type": "mine"}))
+    plain, foreign = ({**SMALL, "models": [model], "trainers": ["DPSGDTrainer"]} for model in ("tiny", str(path)))
+    [mine] = make_matrix(**foreign, model_type="llama")
+    assert mine.to_row()["model_type"] == mine.to_job().args["model_type"] == "llama"
+    assert "model_type" not in make_matrix(**plain)[0].to_row()  # older journals stay valid
+    with pytest.raises(SweepError, match="--model-type 'lama': no spec or alias of that name"):
+        make_matrix(**foreign, model_type="lama")
+    with pytest.raises(SweepError, match="model_type must be the name of a family, not 5"):
+        make_matrix(**foreign, model_type=5)
+
+
 def test_two_models_of_one_name(tmp_path: Path) -> None:
     for name in ("x/a", "y/a"):
         (tmp_path / name).mkdir(parents=True)
