@@ -32,6 +32,7 @@ NOT_RUN = {
     "Owlv2Model": "hands out no last hidden state",
     "VJEPA2Model": "trains what its predictor hands out; it has traces of its own",
     "RTDetrModel": "trains what its encoder's heads hand out too; it has traces of its own",
+    "RTDetrV2Model": "trains what its encoder's heads hand out too; it has traces of its own",
     "MusicgenModel": "cannot be built", "MusicgenMelodyModel": "cannot be built",
     "PerceiverModel": "takes what no tokenizer makes", "PI0Model": "takes actions",
     "SeamlessM4TModel": "the whole speech model", "SeamlessM4Tv2Model": "the whole speech model",

@@ -14,7 +14,8 @@ FILES = list_data_files("presets")
 def read_config(path: str) -> dict[str, Any]:
     """The config of a preset; that of its target, if it is an alias."""
     table = load_toml(path)
-    return load_toml(FILES[table["alias"]] if "alias" in table else path).get("config", {})
+    config: dict[str, Any] = load_toml(FILES[table["alias"]] if "alias" in table else path).get("config", {})
+    return config
 
 
 def _takes_images(config: dict[str, Any]) -> bool:
