@@ -99,6 +99,8 @@ def test_keys_tell_a_config_without_type_and_class(config: Json, kind: str) -> N
         ({"dim": 32, "n_layers": 2, "n_heads": 4, "multiple_of": 8, "vocab_size": -1}, "vocab_size -1 in params.json"),
         ({**TINY, "rope_theta": 1e4}, "no .architectures.: --model-type llama would count it as the family that its"),
         ({**TINY, "model_type": "hymba", "mamba_d_state": 16}, r"'hymba' has no spec\.(?! The nearest)"),
+        ({**TINY, "model_type": "bert", "feed_forward_type": "geglu"}, "a gated MLP and ALiBi .jina-embeddings-v2"),
+        ({**TINY, "model_type": "minicpm", "head_multi": True}, "heads on several layers .head_multi of a layerwise"),
         ({**TINY, "model_type": "qwen3", "dflash_config": {}}, "a DFlash draft, which attends to the target model"),
     ],
 )
