@@ -83,6 +83,8 @@ def search_layouts(
         estimator, sample, device, net, global_batch, dtype=kind, execution=execution, optimizer=optimizer,
         attention_kernel=attention_kernel, overlaps=overlaps, expert_imbalance=expert_imbalance,
     )  # fmt: skip
+    if expert_imbalance != 1 and runner.model.experts == 1:
+        raise WorkloadError(f"{estimator.source.name} has no experts: leave out the expert imbalance")
     needed = _find_ideal(found, {name: flops.total for name, flops in estimator.count_formats(sample, "model").items()})
     capacity = find_usable(found, gpus)
     searched = _search(runner, gpus, global_batch, fixed, capacity, progress)
@@ -335,10 +337,18 @@ def _name_evidence(runner: Runner) -> str:
     return "kernels measured" if runner.machine.has_kernels else "not measured: scaled by published peaks"
 
 
-def _describe_experts(runner: Runner) -> str:
-    if runner.expert_imbalance == 1:
-        return "experts loaded evenly"
-    return f"the busiest rank's experts with {runner.expert_imbalance:g} times the mean's rows"
+def _list_assumed(runner: Runner) -> list[str]:
+    """What a step's time assumes beside measured and published times."""
+    assumed = [_ASSUMED[runner.execution]]
+    has_experts = runner.model.experts > 1
+    if has_experts and runner.waits_at_experts:
+        assumed[0] += " but at experts"
+    assumed.append("gradients reduced while backward runs" if runner.overlaps.gradients else "no communication hidden")
+    if has_experts and runner.expert_imbalance == 1:
+        assumed.append("experts loaded evenly")
+    elif has_experts:
+        assumed.append(f"the busiest rank's experts with {runner.expert_imbalance:g} times the mean's rows")
+    return assumed
 
 
 def _list_notes(best: Planned, runner: Runner, rate: Rate | None, steps: Sequence[tuple[Layout, float]]) -> list[str]:
@@ -353,14 +363,13 @@ def _list_notes(best: Planned, runner: Runner, rate: Rate | None, steps: Sequenc
             f"; collectives from table {net.id}; multi-GPU overhead and interval come from published runs; we have not "
             "measured a cluster (docs/planning.md)"
         )
-    hidden = "gradients reduced while backward runs, " if runner.overlaps.gradients else "no communication hidden, "
     formats, bytes_ = runner.estimator("none").formats, "what the weights' dtype takes"
     if runner.optimizer == "adamw-master":  # float32 parameters, as PEFT's adapters, need no second copy
         each = 16 if (formats.adapter or formats.model) == "fp32" else 18
         bytes_ = f"fp32 gradients and Adam ({each} bytes per trained parameter before ZeRO)"
     notes = [
         own,
-        f"{_ASSUMED[runner.execution]}, {hidden}{_describe_experts(runner)}",
+        ", ".join(_list_assumed(runner)),
         f"memory per GPU: {formats.name_weights()} weights, {bytes_}",
         *runner.list_notes(best.layout),
         *describe_coverage(runner, best.layout, steps),

@@ -29,6 +29,7 @@ from flopcalc.planning.layout import Layout
 from flopcalc.planning.network import Interconnect, time_collective, time_message, time_routing
 from flopcalc.prediction.choices import change, find_kernel, settle
 from flopcalc.prediction.clock import CHECKED, Clock, Piece, Totals, add_up, combine
+from flopcalc.prediction.joined import find_joined
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.memory import (
@@ -167,7 +168,8 @@ class Runner:
         self.is_asked = attention_kernel != "auto"
         self.notes: list[str] = []
         self.estimator = cache(lambda recompute: self._settle(estimator, recompute))
-        self.most_error = PUBLISHED_ERROR if self.machine.device.id in CHECKED else 1.0
+        is_scaled = self.dtype in CAST_FORMATS and not self.machine.has_kernels  # no published run was in such a format
+        self.most_error = PUBLISHED_ERROR if self.machine.device.id in CHECKED and not is_scaled else 1.0
         self.work = cache(self._make_work)
         self.tensors = cache(self._make_tensors)
         parts = self.tensors(1, "none").parts
@@ -198,6 +200,11 @@ class Runner:
     def list_notes(self, layout: Layout) -> list[str]:
         """What the work of a layout rests on."""
         return list(self.work(layout.micro_batch, layout.recompute).notes)
+
+    @property
+    def waits_at_experts(self) -> bool:
+        """Whether products of experts wait for the host."""
+        return self.execution == "fused" and find_joined(self.work(1, "none"), self.machine).host_s > 0
 
     def list_recompute(self) -> tuple[str, ...]:
         """Kinds of recomputation worth a try."""

@@ -397,8 +397,11 @@ def test_an_unbalanced_rank_is_waited_for() -> None:
     even, uneven = (plan("qwen3-30b-a3b", **given, expert_imbalance=rows) for rows in (1.0, 1.5))
     assert uneven.best[0].step.seconds > even.best[0].step.seconds
     assert any("1.5 times the mean's rows" in note for note in uneven.notes)
+    assert any("no waiting for the CPU but at experts, gradients reduced" in note for note in even.notes)
     with pytest.raises(WorkloadError, match="from 1 to 1000"):
         plan("qwen3-30b-a3b", **given, expert_imbalance=0.5)
+    with pytest.raises(WorkloadError, match=r"^llama-3\.1-8b has no experts: leave out the expert imbalance$"):
+        plan("llama-3.1-8b", **given | {"ep": None}, expert_imbalance=2.0)
 
 
 @pytest.mark.heavy

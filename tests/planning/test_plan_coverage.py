@@ -64,3 +64,13 @@ def test_zero_3_is_first_only_with_a_word(
 def test_no_published_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "load_coverage", dict)
     assert "no published run of this kind (dense, zero 0 to 2) was predicted" in list_notes(zero=1)
+
+
+@pytest.mark.parametrize(("dtype", "below"), [("mxfp8", 0.21), ("mxfp4", 0.38)])
+def test_a_format_without_kernels_is_known_less_well(dtype: str, below: float) -> None:
+    """Published runs narrow the interval of formats that they trained in, and of no other."""
+    found = plan(
+        "llama-3.1-8b", tokens="1B", device="b300-sxm", gpus=16, dtype=dtype, tp=1, pp=1, zero=1, micro_batch=8,
+        recompute="none", top=1,
+    )  # fmt: skip
+    assert found.best[0].step.below == pytest.approx(below, abs=0.01)
