@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
@@ -35,6 +36,11 @@ _OTHER_RULES = {  # of FILE, beside kinds
     "words", "words?", "act", "act?", "layers", "even", "inner", "float32", "falsy", "rope", "rope_outside",
     "rope_tables",
 }  # fmt: skip
+# The least whole number that a key takes, alone or in a list.
+_LEAST = {
+    1: re.compile("(.*_)?(strides?|patch_sizes?)(_.*)?"),
+    0: re.compile("(.*_)?(head_dim|heads|shared_experts|depths?|padding|image_size|kernel_sizes?|num_blocks)(_q|_kv)?"),
+}
 _DROPOUT = ("dropout", "dropout_prob", "dropout_rate", "pdrop")  # torch's dropout takes a probability alone
 
 
@@ -137,6 +143,8 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
         for key in names.split() if kind not in _OTHER_RULES else ():
             if key in config:
                 _check_value(key, config[key], kind, where)
+    if "num_labels" in config:  # of every class, which makes names of so many
+        _check_value("num_labels", config["num_labels"], "int", where)
     for key, known in (rules.get("words", {}) | rules.get("words?", {})).items():
         if key in config and config[key] not in (known if key in rules.get("words", {}) else (*known, None)):
             raise ConfigError(f"{where}: {key} must be one of {', '.join(known)}, not {format_value(config[key])}")
@@ -191,7 +199,8 @@ def _check_length(length: int, text: str, keys: _Keys, key: str) -> None:
     except (MissingNameError, SpecError):  # a key is left out, or refused by itself
         return
     if length != wanted:
-        raise ConfigError(f"{key} must have {wanted} entries, not {length} ({keys.format_values(text)})")
+        read = keys.format_values(text)
+        raise ConfigError(f"{key} must have {wanted} entries, not {length}{f' ({read})' if read else ''}")
 
 
 def fill_nulls(config: Mapping[str, Any], model_type: str | None = None) -> dict[str, Any]:
@@ -237,8 +246,10 @@ def _check_value(key: str, value: object, kind: str, where: str) -> None:
         return
     if not any(is_right(value) for _, is_right in kinds):
         raise ConfigError(f"{where}: {key} must be {words}, not {format_value(value)}")
-    if _is_whole(value) and value < 0 and key.endswith(("head_dim", "heads", "shared_experts")):
-        raise ConfigError(f"{where}: {key} must be at least 0, not {value}")
+    entries = value if isinstance(value, (list, tuple)) else (value,)
+    for least, names in _LEAST.items():
+        if any(_is_whole(entry) and entry < least for entry in entries) and names.fullmatch(key):
+            raise ConfigError(f"{where}: {key} must be at least {least}, not {format_value(value)}")
     if _is_number(value) and key.endswith(_DROPOUT) and not 0 <= value <= 1:
         raise ConfigError(f"{where}: {key} must be from 0 to 1, not {format_value(value)}")
 

@@ -216,6 +216,16 @@ JAMBA: Json = {**LLAMA, "model_type": "jamba", "attn_layer_period": 2, "attn_lay
             {**MOE, "model_type": "deepseek_v2", "mlp_bias": True, "n_shared_experts": 0},
             "n_shared_experts must be at least 1 if mlp_bias is true",
         ),
+        ({**SEGFORMER, "num_labels": None}, "missing key 'num_labels': it is null"),
+        ({**SEGFORMER, "strides": [3, 0]}, "strides must be at least 1, not [3, 0]"),
+        ({**SEGFORMER, "depths": [1, -1]}, "depths must be at least 0, not [1, -1]"),
+        ({"model_type": "resnet", "depths": [1, 0]}, "depths must be at least 1: a stage without layers"),
+        ({"model_type": "vit", "image_size": [32]}, "image_size must have 2 entries, not 1"),
+        ({"model_type": "pvt", "depths": [1, 2], "num_encoder_blocks": 3}, "depths must have 3 entries, not 2"),
+        (
+            {"model_type": "siglip", "text_config": {}, "vision_config": {"hidden_size": 24}},
+            "vision_config.hidden_size must be text_config.projection_size",
+        ),
         (
             {"model_type": "llava", "text_config": LLAMA, "vision_feature_select_strategy": "all"},
             "vision_feature_select_strategy must be one of default, full, not 'all'",
@@ -274,6 +284,16 @@ def test_head_dim_of_cohere2() -> None:
     config = {**LLAMA, "model_type": "cohere2", "head_dim": 32}
     assert bind(config).parameters() != bind({**config, "head_dim": 16}).parameters()
     assert bind({**config, "head_dim": 16}).parameters() == bind({**LLAMA, "model_type": "cohere2"}).parameters()
+
+
+def test_heads_of_moonshine() -> None:
+    """transformers 5.22's encoder writes its heads into the config, which the decoder then reads."""
+    config = {"model_type": "moonshine", "hidden_size": 36, "intermediate_size": 50, "vocab_size": 89}
+    heads = {"encoder_num_attention_heads": 3, "decoder_num_attention_heads": 7}
+    assert (
+        bind({**config, **heads}).parameters()
+        == bind({**config, **heads, "decoder_num_attention_heads": 3}).parameters()
+    )
 
 
 TIED = "tie_word_embeddings"
