@@ -25,6 +25,13 @@ def test_a_part_of_other_models_ends_at_its_spec() -> None:
     assert (found.exit_code, "is a part of other models" in found.output) == (0, True)
 
 
+def test_an_alias_is_done_with_its_witness() -> None:
+    found = CliRunner().invoke(add, ["llada", "--json"])
+    [step] = json.loads(found.output)["types"]["llada"]
+    assert (found.exit_code, step["name"], step["state"]) == (0, "alias", "done")
+    assert step["text"].startswith("a key map onto llama, proved by module: pytest --all")
+
+
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore")  # torch and HF advise on their own code
 def test_a_shipped_type_is_done() -> None:

@@ -11,6 +11,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from flopcalc.core.spec.aliases import Alias, find_alias
 from flopcalc.core.spec.spec import Spec, load_spec
 from flopcalc.data import find_data_dir, find_data_file, list_data_files, load_toml
 from flopcalc.errors import FlopcalcError
@@ -53,12 +54,25 @@ def ship(name: str, *, check: bool = False) -> Iterator[Step]:
 
 def _find_spec(name: str) -> tuple[Spec | None, Step]:
     path = find_data_file("specs", name)
+    alias = find_alias(name)
+    if path is None and alias is not None:
+        return None, _find_witness(alias)
     if path is None:
-        return None, Step("spec", "left", f"write model_specs/specs/{name}.toml: docs/specs.md has the format")
+        words = f"write model_specs/specs/{name}.toml, or aliases/{name}.toml for a known family under other keys"
+        return None, Step("spec", "left", f"{words}: docs/specs.md has both formats")
     spec = load_spec(path)
     if spec.is_tower:
         return spec, Step("spec", "done", f"{spec.file} is a part of other models: verify a model that uses it")
     return spec, Step("spec", "done", f"{spec.file}, {spec.architecture}; read from {spec.source}")
+
+
+def _find_witness(alias: Alias) -> Step:
+    """An alias is shipped with its witness: tiny configs, or those of the family that it is like."""
+    tables = load_toml(alias.path)
+    if not alias.witness or not (tables.get("configs") or tables.get("example")):
+        return Step("alias", "left", f"aliases/{alias.name}.toml needs witness, and configs or example: docs/specs.md")
+    test = f"pytest --all tests/measure/hf/test_aliases.py -k {alias.name}"
+    return Step("alias", "done", f"a key map onto {alias.like}, proved by {alias.witness}: {test} compares them")
 
 
 def _find_example(name: str, spec: Spec) -> Step:
