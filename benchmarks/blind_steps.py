@@ -17,6 +17,10 @@ The protocol, fixed before anything was measured:
   same file; `pieces` counts single products at odd sizes, for a later fit.
 - Round 2 has other models (blind_models_2.py), steps and counted steps alone, and the predictor as it was changed after
   round 1. Its predictions were committed before it was measured, too.
+- Round 3 has other models again (blind_models_3.py), predicted and committed before they were measured. What the probe
+  says of the host is followed as `calibrate --host` follows it. Counted steps with experts also keep the rows that the
+  router gave to each expert: what was executed is compared with the predicted count and, in a column of its own, with
+  the same count for these rows. `draw` says by how much the count differs from one random router to the next.
 - `measure` stops by itself after --budget-s seconds, keeps what is there after each case, and goes on where it stopped.
 """
 
@@ -37,12 +41,15 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 import blind_models
 import blind_models_2
+import blind_models_3
 import decode_steps
 from blind_models import Adapter, Model, Step
 
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
+from flopcalc.prediction.host_speed import FOLLOWS
 
 Json = dict[str, Any]
+ROUNDS = {1: blind_models, 2: blind_models_2, 3: blind_models_3}
 MODELS, EXECUTED, DECODED = blind_models.MODELS, blind_models.EXECUTED, blind_models.DECODED
 RESULTS = Path(__file__).parent / "results"
 VERSION = "5.17"  # of transformers on the device
@@ -61,11 +68,13 @@ _WIDTHS = (
 
 
 def choose_round(number: int) -> None:
-    """The models of a round: 1 for blind_models.py, 2 for blind_models_2.py, whose results are apart."""
+    """The models of a round: 1 for blind_models.py, 2 for blind_models_2.py and so on, whose results are apart."""
     global MODELS, EXECUTED, DECODED, MARKS
-    if number == 2:
-        MODELS, EXECUTED, DECODED = blind_models_2.MODELS, blind_models_2.EXECUTED, ()
-        MARKS = ("<!-- tables of blind_steps.py, round 2 -->", "<!-- end of blind tables of round 2 -->")
+    source = ROUNDS[number]
+    MODELS, EXECUTED, DECODED = source.MODELS, source.EXECUTED, blind_models.DECODED if number == 1 else ()
+    told = "" if number == 1 else f", round {number}"
+    ended = "" if number == 1 else f" of round {number}"
+    MARKS = (f"<!-- tables of blind_steps.py{told} -->", f"<!-- end of blind tables{ended} -->")
 
 
 def name_result(kind: str, number: int) -> str:
@@ -119,7 +128,7 @@ def predict_step(model: Model, step: Step, case: Json, factor: float, probe_s: f
     return predict(
         get_config(case["model"]), device="h200", batch_size=step.batch, seq_len=step.seq, image_grid_thw=images,
         recompute=step.recompute, advise=False, memory=factor == 1.0, host_factor=factor, transformers=VERSION,
-        pause_s=factor * probe_s if step.is_small else 0.0, **options,
+        pause_s=factor ** (1 / FOLLOWS) * probe_s if step.is_small else 0.0, **options,
     )  # fmt: skip
 
 
@@ -131,6 +140,68 @@ def count_executed(name: str) -> int:
     estimator = bind(get_counted_config(name), convention="hardware", device="h200", attention_kernel="auto")
     images = [grid for _ in range(batch) for grid in grids] or None
     return int(estimator(batch, seq, image_grid_thw=images).total)
+
+
+def list_experts(name: str) -> list[tuple[int, int, int, int]]:
+    """Experts, rows in all, outputs and inputs of each grouped product of a counted step, layer by layer."""
+    from flopcalc import bind
+    from flopcalc.core.model.ops import iterate
+
+    _, _, _, batch, seq, _ = EXECUTED[name]
+    layers = [chain for stage in bind(get_counted_config(name)).stages for chain in stage.layers if stage.repeated]
+    ops = [op for chain in layers for op in iterate(chain) if op.kind == "linear" and op.copies > 1]
+    return [(op.copies, batch * seq * op.active, op.n_out, op.n_in) for op in ops]
+
+
+def count_routed(name: str) -> int:
+    """FLOPs of a counted step's experts, of all that count_executed counts: what is expected of a router."""
+    from flopcalc.hardware.tiles import count_experts_excess
+
+    products = list_experts(name)
+    return sum(3 * 2 * m * n * k + sum(count_experts_excess(copies, m, n, k).values()) for copies, m, n, k in products)
+
+
+def count_dealt(name: str, rows: list[list[int]]) -> int:
+    """The same where it is known how many rows each expert of each layer gets."""
+    from flopcalc.hardware import tiles
+
+    products = list_experts(name)
+    each = len(products) // len(rows)  # products of a layer
+    return sum(sum(tiles.count_dealt(rows[i // each], n, k).values()) for i, (_, _, n, k) in enumerate(products))
+
+
+def find_draw(name: str) -> float:
+    """By how much of itself a step's count differs from one random router to the next: one standard deviation."""
+    products = list_experts(name)
+    if not products:
+        return 0.0
+    draw, found = random.Random(3), []
+    copies, m, *_ = products[0]
+    mean, layers = m / copies, len(products) // 2
+    spread = (mean + (0.4 * mean) ** 2) ** 0.5  # as flopcalc/hardware/tiles.py expects it
+    for _ in range(60):
+        rows = [[max(0.0, draw.gauss(mean, spread)) for _ in range(copies)] for _ in range(layers)]
+        found.append(count_dealt(name, [[round(each * m / sum(layer)) for each in layer] for layer in rows]))
+    return statistics.pstdev(found) / count_executed(name)
+
+
+def find_routes(runner: Runner, case: Json) -> list[list[int]]:
+    """How many rows each expert of each layer gets, in one forward pass of the same batch."""
+    torch = runner.bench.torch
+    found: list[list[int]] = []
+    hooks = []
+    for path, module in runner.model.named_modules():
+        if path.endswith(".experts") and hasattr(module, "num_experts"):
+
+            def note(own: Any, given: Any) -> None:
+                found.append(torch.bincount(given[1].flatten(), minlength=int(own.num_experts)).tolist())
+
+            hooks.append(module.register_forward_pre_hook(note))
+    with torch.no_grad():
+        runner.model(**runner._make_inputs(case), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def predict_graph(preset: str, layers: int) -> float:
@@ -169,6 +240,8 @@ def write_predictions(out: Path) -> None:
     kept = {
         "commit": find_commit(), "date": _tell_date(), "transformers": VERSION, "probe_s": probe_s, "steps": steps,
         "executed_flops": {name: count_executed(name) for name in EXECUTED},
+        "experts_flops": {name: count_routed(name) for name in EXECUTED},
+        "draw": {name: round(find_draw(name), 5) for name in EXECUTED}, "follows": FOLLOWS,
         "graph_s": {preset: predict_graph(preset, layers) for preset, layers in DECODED},
     }  # fmt: skip
     out.write_text(json.dumps(kept, indent=1) + "\n")
@@ -365,13 +438,17 @@ def measure_executed(out: Path, limits: Limits) -> None:
     for name, (_, _, _, batch, seq, grids) in EXECUTED.items():
         if name in kept.done or not limits.allow(8):
             continue
+        if limits.is_tiny:
+            batch, seq = 1, min(seq, 900 if grids else 64)
 
         def run(name: str = name, batch: int = batch, seq: int = seq, grids: Any = grids) -> Json:
-            step = runner.make_step(make_case(name, "train", batch, seq, grids))
+            case = make_case(name, "train", batch, seq, grids)
+            step = runner.make_step(case)
             runner.optimizer.step = lambda: None  # products alone
             step()
             runner.bench.synchronize()
-            return {"executed_flops": runner.bench.count_executed(step)}
+            executed = runner.bench.count_executed(step)
+            return {"executed_flops": executed, "rows_per_expert": find_routes(runner, case)}
 
         kept.add(name, run, limits.begun)
         runner.drop()
@@ -422,9 +499,9 @@ def read_between(table: dict[str, list[float]], factor: float) -> tuple[float, f
     return low, mid, high
 
 
-def compare(case: Json, said: Json, probe_s: float) -> Json:
+def compare(case: Json, said: Json, probe_s: float, follows: float = 1.0) -> Json:
     """One step: measured, predicted with the probe's factor and without."""
-    factor = case["probe_s"] / probe_s
+    factor = (case["probe_s"] / probe_s) ** follows
     seconds = case["ratio"] * case["probe_s"] if case["is_small"] else case["seconds"]
     low, mid, high = read_between(said["predicted_s"], factor)
     plain_low, plain, plain_high = said["predicted_s"]["1.0"]
@@ -438,7 +515,8 @@ def compare(case: Json, said: Json, probe_s: float) -> Json:
 
 def list_rows(measured: Path, predicted: Path) -> list[Json]:
     kept, said = json.loads(measured.read_text()), json.loads(predicted.read_text())
-    return [compare(case, said["steps"][case["name"]], said["probe_s"]) for case in kept["cases"]]
+    follows = said.get("follows", 1.0)
+    return [compare(case, said["steps"][case["name"]], said["probe_s"], follows) for case in kept["cases"]]
 
 
 def summarize(rows: list[Json], error: str = "error", inside: str = "is_inside") -> str:
@@ -472,16 +550,25 @@ def report(measured: Path, predicted: Path) -> str:
 
 
 def report_executed(measured: Path, predicted: Path) -> str:
-    """Counted steps: executed, predicted before, and how far that is off."""
+    """Counted steps: executed, predicted before, how far that is off; also for the router's rows, where these are kept."""
     from flopcalc.grids import format_grid
 
-    said = json.loads(predicted.read_text())["executed_flops"]
+    said = json.loads(predicted.read_text())
+    cases = json.loads(measured.read_text())["cases"]
+    has_rows = any(case.get("rows_per_expert") for case in cases)
     lines = []
-    for case in json.loads(measured.read_text())["cases"]:
-        counted, executed = said[case["name"]], case["executed_flops"]
-        lines.append([case["name"], f"{executed / 1e12:.3f} T", f"{counted / 1e12:.3f} T",
-                      f"{100 * (counted / executed - 1):+.2f} %"])  # fmt: skip
-    return format_grid(["step", "executed", "predicted", "error"], lines, "github")
+    for case in cases:
+        counted, executed = said["executed_flops"][case["name"]], case["executed_flops"]
+        line = [case["name"], f"{executed / 1e12:.3f} T", f"{counted / 1e12:.3f} T",
+                f"{100 * (counted / executed - 1):+.2f} %"]  # fmt: skip
+        if has_rows:
+            draw, rows = said["draw"][case["name"]], case["rows_per_expert"]
+            if rows:
+                counted += count_dealt(case["name"], rows) - said["experts_flops"][case["name"]]
+            line += [f"± {100 * draw:.2f} %" if draw else "", f"{100 * (counted / executed - 1):+.2f} %"]
+        lines.append(line)
+    head = ["step", "executed", "predicted", "error", *(("draw", "error with the router's rows") if has_rows else ())]
+    return format_grid(head, lines, "github")
 
 
 def make_page(number: int = 1) -> str:
@@ -501,7 +588,7 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help="measure: which, with commas between")
     parser.add_argument("--budget-s", type=float, default=470, help="measure: seconds after which it stops")
     parser.add_argument("--page", type=Path, help="report: write the tables between their marks in this page")
-    parser.add_argument("--round", type=int, choices=(1, 2), default=1, help="which models")
+    parser.add_argument("--round", type=int, choices=tuple(ROUNDS), default=1, help="which models")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="measure: stand-ins of hardly any work, to try the script")
     given = parser.parse_args()

@@ -12,6 +12,8 @@ They show that other kernels follow the same rule; nothing is fitted on them.
 
 `fit` finds the constants of the model that guesses the tile of a size that nobody ran, on four fifths of the choices,
 shows how far the guesses for the others are off, and with --out fits on all and writes the file that flopcalc ships.
+cuBLAS takes other kernels where a batch has a multiple of 64 rows, so forward and dgrad are fitted twice (`even`); and
+where an output has few tiles it splits the depth into parts, which is a choice of its own.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flopcalc.hardware.tiles import EVEN_ROWS, SPLIT_PARTS
+
 Json = dict[str, Any]
 PARTS = ("products", "experts", "attention", "choices", "biased", "conv1d", "odd")
 DIRECTIONS = ("forward", "dgrad", "wgrad")
+FITS = (*DIRECTIONS, "forward-even", "dgrad-even")
 VOCABULARIES = (32000, 32064, 49152, 50257, 50304, 65536, 92544, 100278, 128256, 131072, 151936, 152064, 256000, 262144)
 RESULTS = Path(__file__).parent / "results"
 _KERNEL = re.compile(r"nvjet_sm90_tst_(\d+)x(\d+)_64x\d+_(\d+)x(\d+)_")
@@ -210,7 +215,7 @@ class Choice(NamedTuple):
     rows: int
     columns: int
     depth: int
-    shape: tuple[int, int, int, int]  # rows and columns of a tile, tiles of a cluster along both
+    shape: tuple[int, int, int, int, int]  # rows and columns of a tile, tiles of a cluster along both, 1: depth split
 
 
 def turn(direction: str, m: int, n: int, k: int) -> tuple[int, int, int]:
@@ -218,16 +223,19 @@ def turn(direction: str, m: int, n: int, k: int) -> tuple[int, int, int]:
     return {"forward": (n, m, k), "dgrad": (k, m, n), "wgrad": (k, n, m)}[direction]
 
 
-def read_choices(measured: Json, direction: str) -> list[Choice]:
-    """Products large enough to matter whose kernel is known; those that split the depth are left out."""
+def read_choices(measured: Json, name: str) -> list[Choice]:
+    """Products of one of FITS, large enough to matter, whose kernel is known."""
     found = []
+    direction, _, even = name.partition("-")
     at = DIRECTIONS.index(direction)
     for m, n, k, names in measured["choices"]:
-        main = [name for name in names[at] if not name.startswith("Memset")]
+        if direction != "wgrad" and (m % EVEN_ROWS == 0) != bool(even):
+            continue
+        main = [kernel for kernel in names[at] if not kernel.startswith("Memset")]
         match = _KERNEL.match(main[0])
-        if match and len(main) == 1 and "splitK" not in main[0] and m >= 200 and m * n * k >= 1e9:
+        if match and m >= 128 and m * n * k >= 1e9:
             a, b, along, across = map(int, match.groups())
-            found.append(Choice(*turn(direction, m, n, k), (a, b, along, across)))
+            found.append(Choice(*turn(direction, m, n, k), (a, b, along, across, int("splitK" in main[0]))))
     often = Counter(choice.shape for choice in found)
     return [choice for choice in found if often[choice.shape] >= 3]
 
@@ -237,7 +245,8 @@ def fit(choices: list[Choice], held: int, steps: int) -> tuple[Json, dict[str, f
     import torch
 
     torch.manual_seed(0)
-    shapes = sorted({choice.shape for choice in choices})
+    shapes = sorted({choice.shape for choice in choices}, key=lambda shape: (shape[4], shape))
+    whole = sum(not shape[4] for shape in shapes)  # shapes behind these split the depth
     index = {shape: i for i, shape in enumerate(shapes)}
     a, b, along, across = (torch.tensor([float(shape[i]) for shape in shapes]) for i in range(4))
     rows, columns, depth = (torch.tensor([float(choice[i]) for choice in choices])[:, None] for i in range(3))
@@ -248,11 +257,11 @@ def fit(choices: list[Choice], held: int, steps: int) -> tuple[Json, dict[str, f
     tiles = torch.ceil(rows / a) * torch.ceil(columns / b) / _UNITS
     taken = torch.tensor([index[choice.shape] for choice in choices])
     executed = padded_rows * padded_columns / (rows * columns)
-    kinds = sorted({shape[2:] for shape in shapes})
-    kind = torch.tensor([kinds.index(shape[2:]) for shape in shapes])
+    kinds = sorted({shape[2:4] for shape in shapes})
+    kind = torch.tensor([kinds.index(shape[2:4]) for shape in shapes])
     own = [torch.zeros(len(shapes), requires_grad=True) for _ in range(3)]
     of_kind = torch.zeros(2, len(kinds), requires_grad=True)  # kinds of clusters
-    common = torch.tensor([0.0, 0.0, 1.5, 1.5, -1.5, -3.5, 3.0, -2.0], requires_grad=True)
+    common = torch.tensor([0.0, 0.0, 1.5, 1.5, -1.5, -3.5, 3.0, -2.0, 2.0, 0.0], requires_grad=True)
     optimizer = torch.optim.Adam([*own, of_kind, common], lr=0.04)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
@@ -264,16 +273,26 @@ def fit(choices: list[Choice], held: int, steps: int) -> tuple[Json, dict[str, f
         smooth, loose = (torch.sigmoid(common[at] + each)[kind] for at, each in zip((4, 7), of_kind, strict=True))
         return pace, end, own[2] / 10, smooth, loose
 
-    def spend(part: Any) -> Any:
-        pace, end, slope, smooth, loose = make_constants()
+    def spend_parts(part: Any, constants: tuple[Any, ...], which: slice, parts: int) -> Any:
+        pace, end, slope, smooth, loose = (each[which] for each in constants)
+        deep = torch.ceil(depth[part] / parts)
         turns = sum(
-            share * (torch.ceil(waves[part]) * (1 - smooth) + smooth * waves[part])
-            for share, waves in ((1 - loose, clusters), (loose, tiles))
+            share * (torch.ceil(waves) * (1 - smooth) + smooth * waves)
+            for share, waves in ((1 - loose, clusters[part][:, which] * parts), (loose, tiles[part][:, which] * parts))
         )
-        return torch.log(turns * (pace * depth[part] + end) + torch.exp(common[6])) + slope * torch.log(depth[part])
+        start = torch.exp(common[6]) + (torch.exp(common[8]) + parts * torch.exp(common[9]) if parts > 1 else 0)
+        return torch.log(turns * (pace * deep + end) + start) + slope * torch.log(deep)
+
+    def spend(part: Any) -> Any:
+        constants = make_constants()
+        once = spend_parts(part, constants, slice(0, whole), 1)
+        if whole == len(shapes):
+            return once
+        split = [spend_parts(part, constants, slice(whole, None), parts) for parts in SPLIT_PARTS]
+        return torch.cat([once, torch.stack(split).amin(0)], 1)
 
     for _ in range(steps):
-        part = torch.randperm(held)[:1200]
+        part = torch.randperm(held)[:800]
         chance = torch.log_softmax(-spend(part) / (0.3 * torch.exp(common[5]) + 0.002), 1)
         loss = -chance[range(len(part)), taken[part]].mean()
         kept_small = zip((1, 0.1, 0.1, 0.3), (*own, of_kind), strict=True)
@@ -284,8 +303,10 @@ def fit(choices: list[Choice], held: int, steps: int) -> tuple[Json, dict[str, f
         schedule.step()
     with torch.no_grad():
         constants = make_constants()
-        lines = [[*shape, *(float(f"{float(each[i]):.4g}") for each in constants)] for i, shape in enumerate(shapes)]
-        kept = {"start": round(float(torch.exp(common[6])), 2), "tiles": lines}
+        lines = [[*shape[:4], *(float(f"{float(each[i]):.4g}") for each in constants)]
+                 for i, shape in enumerate(shapes)]  # fmt: skip
+        start, more, for_part = (round(float(torch.exp(common[at])), 2) for at in (6, 8, 9))
+        kept = {"start": start, "split": [more, for_part], "tiles": lines[:whole], "splits": lines[whole:]}
         part = torch.arange(held, len(choices)) if held < len(choices) else torch.arange(held)
         guessed = spend(part).argmin(1)
         errors = executed[part, guessed] / executed[part, taken[part]] - 1
@@ -293,29 +314,30 @@ def fit(choices: list[Choice], held: int, steps: int) -> tuple[Json, dict[str, f
     return kept, {"right": float(right), "mean": float(errors.mean()), "mean size": float(errors.abs().mean())}
 
 
-def fit_all(measured: Json, steps: int) -> Json:
+def fit_all(measured: Json, steps: int, device: str) -> Json:
     """The shipped file; prints how good guesses are for choices that were held out."""
     import torch
 
     torch.set_num_threads(1)
+    torch.set_default_device(device)
     kept: Json = {"provenance": measured["provenance"]}
-    for direction in DIRECTIONS:
-        choices = read_choices(measured, direction)
+    for name in FITS:
+        choices = read_choices(measured, name)
         random.Random(0).shuffle(choices)
         _, errors = fit(choices, len(choices) * 4 // 5, steps)
-        print(direction, len(choices), {name: f"{100 * value:.2f} %" for name, value in errors.items()}, flush=True)
-        kept[direction], _ = fit(choices, len(choices), steps)
+        print(name, len(choices), {what: f"{100 * value:.2f} %" for what, value in errors.items()}, flush=True)
+        kept[name], _ = fit(choices, len(choices), steps)
     return kept
 
 
 def write(out: Path, kept: Json) -> None:
     """One line for each tile."""
     lines = [f' "provenance": {json.dumps(kept["provenance"])}']
-    for direction in DIRECTIONS:
-        part = kept[direction]
-        tiles = ",\n".join(f"   {json.dumps(line)}" for line in part["tiles"])
-        lines.append(f' "{direction}": {{\n  "start": {part["start"]},\n'
-                     f'  "tiles": [\n{tiles}\n  ]\n }}')  # fmt: skip
+    for name in FITS:
+        part = kept[name]
+        tiles, splits = (",\n".join(f"   {json.dumps(line)}" for line in part[list_]) for list_ in ("tiles", "splits"))
+        lines.append(f' "{name}": {{\n  "start": {part["start"]},\n  "split": {json.dumps(part["split"])},\n'
+                     f'  "tiles": [\n{tiles}\n  ],\n  "splits": [\n{splits}\n  ]\n }}')  # fmt: skip
     out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
@@ -329,6 +351,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=12000, help="measure: products whose kernels are named")
     parser.add_argument("--seconds", type=float, default=40, help="measure: for each part")
     parser.add_argument("--steps", type=int, default=1200, help="fit: of the optimizer")
+    parser.add_argument("--device", default="cpu", help="fit: where; the constants of a GPU differ a little")
     parser.add_argument("--parts", default=",".join(PARTS), help="measure: which, with commas between")
     parser.add_argument("--tiny", action="store_true", help="measure: hardly any work on a CPU, to try the script")
     given = parser.parse_args()
@@ -338,7 +361,7 @@ def main() -> int:
         measure(given.out, given.parts.split(","), given.count, given.seconds, given.tiny)
         return 0
     with gzip.open(given.measured, "rt") as file:
-        kept = fit_all(json.load(file), given.steps)
+        kept = fit_all(json.load(file), given.steps, given.device)
     if given.out is not None:
         write(given.out, kept)
     return 0

@@ -1,8 +1,9 @@
 """What Hopper's kernels execute where sizes fill no tiles: a model for products, experts and attention.
 
 Products: a kernel computes whole clusters of tiles, and depth in steps of 64; that is exact (125 products counted by
-the GPU, benchmarks/results/tile_choices.json.gz). Which tile and which cluster cuBLAS takes is guessed: the one that
-would end first, by constants fitted on 12,000 layers (model_specs/tiles, made by benchmarks/tile_choices.py). What a
+the GPU, benchmarks/results/tile_choices.json.gz). Which tile and which cluster cuBLAS takes, and whether it splits the
+depth, is guessed: what would end first, by constants fitted on 12,000 layers (model_specs/tiles, made by
+benchmarks/tile_choices.py). Batches of a multiple of 64 rows get other kernels and have constants of their own. What a
 weight's gradient pads depends on its widths and hardly on the rows: GRADIENTS has those that were measured.
 
 Experts: a grouped product has two kinds of tiles, by the rows that an expert has on average; exact for 150 products.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -23,6 +25,9 @@ from flopcalc.forms import ANY, FROM_0, FROM_1, POSITIVE, find_fault
 
 MODELLED = ("h100", "h200", "h800", "gh200")  # ids of devices with these kernels begin so
 DIRECTIONS = ("forward", "dgrad", "wgrad")
+_EVEN = tuple(f"{direction}-even" for direction in ("forward", "dgrad"))
+EVEN_ROWS = 64  # a batch of a multiple of these rows
+SPLIT_PARTS = (2, 3, 4, 5, 6, 8, 11, 16)  # that a product's depth may be split into
 _DEPTH = 64  # k comes in steps
 _UNITS = 132  # processors
 _ALIGNED = 8  # widths that are no multiple run older kernels, with tiles and steps of their own
@@ -44,8 +49,9 @@ _SPREAD = 0.4  # of rows an expert, over their mean: HF's random routers (benchm
 _BLOCK = 128  # of attention, in both sides
 UNMEASURED_DIMS, NEAR_DIM = (72, 88, 104, 112, 120), 80  # of heads: padded as the measured one between 64 and 128 is
 _STEP = 64  # what queries come in on the way back
-_LINE = {"start": FROM_0, "tiles": [((FROM_1,) * 4 + (POSITIVE, POSITIVE, ANY, FROM_0, FROM_0))]}
-_FORM = {"provenance": {"device": str, "date": str}, **dict.fromkeys(DIRECTIONS, _LINE)}
+_TILES = [((FROM_1,) * 4 + (POSITIVE, POSITIVE, ANY, FROM_0, FROM_0))]
+_LINE = {"start": FROM_0, "split": (FROM_0, FROM_0), "tiles": _TILES, "splits": _TILES}
+_FORM = {"provenance": {"device": str, "date": str}, **dict.fromkeys((*DIRECTIONS, *_EVEN), _LINE)}
 
 
 class Tile(NamedTuple):
@@ -64,27 +70,52 @@ class Tile(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """The tiles of one direction, and what a product costs before its first wave."""
+    """The tiles of one direction, those that split the depth, and what a product costs before its first wave."""
 
     tiles: tuple[Tile, ...]
+    splits: tuple[Tile, ...]
     start: float
+    split_start: float  # more, where the depth is split
+    split_part: float  # and for each part
+
+    def spend(self, tile: Tile, rows: int, columns: int, steps: int, parts: int = 1) -> float:
+        """What a product costs with a tile, its depth in parts."""
+        clusters = parts * -(-rows // tile.cluster_rows) * -(-columns // tile.cluster_columns) / tile.at_once
+        single = parts * -(-rows // tile.rows) * -(-columns // tile.columns) / _UNITS
+        whole = math.ceil(clusters) * (1 - tile.loose) + math.ceil(single) * tile.loose
+        part = clusters * (1 - tile.loose) + single * tile.loose
+        turns = whole * (1 - tile.smooth) + part * tile.smooth
+        deep = -(-steps // parts)
+        start = self.start + (self.split_start + parts * self.split_part if parts > 1 else 0.0)
+        return (turns * (tile.pace * deep + tile.end) + start) * math.exp(tile.slope * math.log(deep))
+
+    def choose(self, rows: int, columns: int, steps: int) -> Tile:
+        """The tile that would end first."""
+        costs = [(self.spend(tile, rows, columns, steps), tile) for tile in self.tiles]
+        costs += [
+            (min(self.spend(tile, rows, columns, steps, parts) for parts in SPLIT_PARTS), tile) for tile in self.splits
+        ]
+        return min(costs)[1]
 
 
 @cache
 def load_choices(kind: str = "hopper") -> dict[str, Choices]:
-    """Direction -> the tiles that cuBLAS takes on GPUs of a kind."""
+    """Direction, with -even for even batches -> the tiles that cuBLAS takes on GPUs of a kind."""
     path = os.path.join(find_data_dir(), "tiles", f"{kind}.json")
     data = read_json(path, MAX_JSON_BYTES, SpecError)
     if fault := find_fault(data, _FORM):
         raise SpecError(f"{path}: {fault.lstrip('.: ')}; benchmarks/tile_choices.py makes such files")
     found = {}
-    for direction in DIRECTIONS:
-        part = data[direction]
-        tiles = tuple(
-            Tile(a, b, a * along, b * across, _UNITS // (along * across), *rest)
-            for a, b, along, across, *rest in part["tiles"]
+    for name in (*DIRECTIONS, *_EVEN):
+        part = data[name]
+        tiles, splits = (
+            tuple(
+                Tile(a, b, a * along, b * across, _UNITS // (along * across), *rest)
+                for a, b, along, across, *rest in part[which]
+            )
+            for which in ("tiles", "splits")
         )
-        found[direction] = Choices(tiles, part["start"])
+        found[name] = Choices(tiles, splits, part["start"], *part["split"])
     return found
 
 
@@ -96,19 +127,9 @@ def pad(size: int, step: int) -> int:
 @lru_cache(maxsize=4096)
 def _count_product(direction: str, rows: int, columns: int, depth: int) -> int:
     """Executed FLOPs of (rows, depth) by (depth, columns)."""
-    tiles, start = load_choices()[direction]
+    name = f"{direction}-even" if direction != "wgrad" and columns % EVEN_ROWS == 0 else direction
     steps = -(-depth // _DEPTH)
-    bend = math.log(steps)
-
-    def spend(tile: Tile) -> float:
-        clusters = -(-rows // tile.cluster_rows) * -(-columns // tile.cluster_columns) / tile.at_once
-        single = -(-rows // tile.rows) * -(-columns // tile.columns) / _UNITS
-        whole = math.ceil(clusters) * (1 - tile.loose) + math.ceil(single) * tile.loose
-        part = clusters * (1 - tile.loose) + single * tile.loose
-        turns = whole * (1 - tile.smooth) + part * tile.smooth
-        return (turns * (tile.pace * steps + tile.end) + start) * math.exp(tile.slope * bend)
-
-    best = min(tiles, key=spend)
+    best = load_choices()[name].choose(rows, columns, steps)
     return 2 * pad(rows, best.cluster_rows) * pad(columns, best.cluster_columns) * steps * _DEPTH
 
 
@@ -140,19 +161,31 @@ def count_steps(mean: float, size: int) -> float:
     return -math.expm1(-mean) + more
 
 
+def _count_experts(side: int, rows: float, deep: float, n: int, k: int) -> dict[str, int]:
+    """Executed FLOPs of a grouped product whose rows fill so many in tiles of a side, and so many as depth."""
+    return {
+        "forward": round(2 * rows * pad(n, side) * pad(k, _DEPTH)),
+        "dgrad": round(2 * rows * pad(k, side) * pad(n, _DEPTH)),
+        "wgrad": round(2 * deep * pad(n, _GROUPED) * pad(k, _GROUPED)),
+    }
+
+
+def count_dealt(rows: Sequence[int], n: int, k: int) -> dict[str, int]:
+    """Executed FLOPs of a grouped product where it is known how many rows a router gave to each expert."""
+    side = _GROUPED if sum(rows) // len(rows) > _FEW else _FEW_TILE
+    filled, deep = (sum(pad(each, step) for each in rows) for step in (side, _DEPTH))
+    return _count_experts(side, filled, deep, n, k)
+
+
 def count_experts_excess(copies: int, m: int, n: int, k: int) -> dict[str, int]:
-    """The same of experts in one grouped product, m rows in all, dealt out by a router.
+    """The same of experts in one grouped product, m rows in all, dealt out by a router: what is expected.
 
     Rows of an expert are padded to a tile; for the weight's gradient, where they are the depth, to steps.
     """
     mean, need = m / copies, 2 * m * n * k
     side = _GROUPED if m // copies > _FEW else _FEW_TILE
-    rows = copies * count_steps(mean, side) * side
-    deep = copies * count_steps(mean, _DEPTH) * _DEPTH
-    forward = round(2 * rows * pad(n, side) * pad(k, _DEPTH))
-    dgrad = round(2 * rows * pad(k, side) * pad(n, _DEPTH))
-    wgrad = round(2 * deep * pad(n, _GROUPED) * pad(k, _GROUPED))
-    return {name: max(0, flops - need) for name, flops in (("forward", forward), ("dgrad", dgrad), ("wgrad", wgrad))}
+    filled, deep = (copies * count_steps(mean, step) * step for step in (side, _DEPTH))
+    return {name: max(0, flops - need) for name, flops in _count_experts(side, filled, deep, n, k).items()}
 
 
 def pad_head(kernel: str, dim: int) -> int:

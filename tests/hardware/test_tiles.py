@@ -17,6 +17,7 @@ from flopcalc.hardware.kernels import find_kernel_table, find_tile_table
 from flopcalc.hardware.tables import find_table, load_table
 from flopcalc.hardware.tiles import (
     count_attention_pairs,
+    count_dealt,
     count_experts_excess,
     count_product_excess,
     count_steps,
@@ -75,13 +76,10 @@ def test_experts_execute_whole_tiles(choices: dict[str, Any]) -> None:
     """150 grouped products: tiles of 128 up to 128 rows an expert, of 256 beyond and for a weight's gradient."""
     assert len(choices["experts"]) == 150
     for (rows, n, k, direction), executed in choices["experts"]:
-        side = 256 if sum(rows) // len(rows) > 128 else 128
-        if direction == "wgrad":
-            padded = sum(pad(each, 64) for each in rows) * pad(n, 256) * pad(k, 256)
-        else:
-            columns, depth = (n, k) if direction == "forward" else (k, n)
-            padded = sum(pad(each, side) for each in rows) * pad(columns, side) * pad(depth, 64)
-        assert executed == 2 * padded
+        assert executed == count_dealt(rows, n, k)[direction]
+    assert count_dealt([100, 0, 300], 512, 300) == {
+        "forward": 2 * 768 * 512 * 320, "dgrad": 2 * 768 * 512 * 512, "wgrad": 2 * 448 * 512 * 512,
+    }  # fmt: skip
 
 
 def test_attention_executes_what_the_rules_say(choices: dict[str, Any]) -> None:
@@ -98,7 +96,8 @@ def test_attention_executes_what_the_rules_say(choices: dict[str, Any]) -> None:
 
 
 def test_guessed_tiles_are_right_on_average(choices: dict[str, Any]) -> None:
-    errors: dict[str, list[float]] = {}
+    """Even and odd numbers of rows and split depths apart: each within half a percent on average, splits 3 %."""
+    errors: dict[tuple[str, bool, bool], list[float]] = {}
     for m, n, k, names in choices["choices"][::20]:
         if m < 200 or m * n * k < 1e9 or n % 8 or k % 8:
             continue
@@ -110,11 +109,13 @@ def test_guessed_tiles_are_right_on_average(choices: dict[str, Any]) -> None:
             a, b, along, across = map(int, match.groups())
             rows, columns, depth = {"forward": (n, m, k), "dgrad": (k, m, n), "wgrad": (k, n, m)}[direction]
             executed = 2 * pad(rows, a * along) * pad(columns, b * across) * pad(depth, 64)
-            errors.setdefault(direction, []).append((2 * m * n * k + guessed[direction]) / executed - 1)
-    for found in errors.values():
-        assert len(found) > 300
-        assert abs(statistics.fmean(found)) < 0.004
-        assert statistics.fmean(map(abs, found)) < 0.012
+            kind = (direction, m % 64 == 0, "splitK" in name)
+            errors.setdefault(kind, []).append((2 * m * n * k + guessed[direction]) / executed - 1)
+    for (direction, is_even, is_split), found in errors.items():
+        if len(found) > 8:
+            assert abs(statistics.fmean(found)) < (0.03 if is_split else 0.006), (direction, is_even, is_split)
+            assert statistics.fmean(map(abs, found)) < (0.05 if is_split else 0.012), (direction, is_even, is_split)
+    assert sum(len(found) for found in errors.values()) > 900
 
 
 def test_widths_that_are_no_multiple_of_8_take_older_kernels() -> None:
@@ -147,8 +148,8 @@ def test_products_that_were_counted_alone_are_nearly_right() -> None:
         errors.setdefault(direction, []).append(counted / executed - 1)
     assert {direction: len(found) for direction, found in errors.items()} == dict.fromkeys(errors, 434)
     for found in errors.values():
-        assert abs(statistics.fmean(found)) < 0.002
-        assert statistics.fmean(map(abs, found)) < 0.009
+        assert abs(statistics.fmean(found)) < 0.004
+        assert statistics.fmean(map(abs, found)) < 0.0065
 
 
 def test_products_over_odd_rows_are_right_on_average() -> None:

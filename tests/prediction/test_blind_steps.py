@@ -70,6 +70,19 @@ def test_every_step_was_predicted_and_measured_or_failed(script: Any) -> None:
     assert {kind: kinds.count(kind) for kind in kinds} == {"dense": 5, "experts": 5, "lora": 5, "vision": 5}
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_counts_for_the_rows_of_a_router_are_what_was_executed(number: int) -> None:
+    module = load()
+    module.choose_round(number)
+    cases = json.loads((RESULTS / "expert_routes.json").read_text())["cases"]
+    own = [case for case in cases if case["round"] == number]
+    assert len(own) == 4 - (number == 2)
+    for case in own:
+        name, rows = case["name"], case["rows_per_expert"]
+        counted = module.count_executed(name) - module.count_routed(name) + module.count_dealt(name, rows)
+        assert counted == pytest.approx(case["executed_flops"], rel=0.002)
+
+
 @pytest.mark.parametrize(("factor", "expected"), [(0.5, 1.0), (1.0, 1.0), (1.1, 1.5), (1.2, 2.0), (9.0, 2.0)])
 def test_predictions_are_read_between_factors(script: Any, factor: float, expected: float) -> None:
     table = {"1.0": [0.5, 1.0, 2.0], "1.2": [1.5, 2.0, 4.0]}

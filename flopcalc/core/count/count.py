@@ -401,7 +401,7 @@ def _in_blocks(rows: Sum, block: int) -> Sum:
     if isinstance(rows, InDecoder):
         return InDecoder(_in_blocks(rows.inner, block))
     if isinstance(rows, Pairs):
-        return Pairs(rows.mask, rows.window, block)
+        return Pairs(rows.mask, rows.window, block, rows.shows)
     return rows
 
 

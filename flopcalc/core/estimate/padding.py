@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flopcalc.core.count.formulas import KernelShape, fused_call_flops
 from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row
 from flopcalc.core.model.ops import Attend, Conv, Linear
-from flopcalc.core.workload.sums import Once
+from flopcalc.core.workload.sums import Once, Pairs
 from flopcalc.core.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def list_padding(
     # The second pass back is padded as the first; what is computed per sample has no measured padding.
     twice = clipping in ("ghost", "fast")
     if kernels is not None and load.phase != "decode" and load.layout == "unpadded":
-        found += _list_ragged(kernels, blocks, load, twice)
+        found += _list_ragged(kernels, blocks, load, counting, twice)
     if tiles is not None:
         found += _list_tiles(tiles, blocks, load, counting, twice)
     return found
@@ -65,7 +65,9 @@ def _list_tiles(
                 yield _make_row(block, op, base, forward, back, twice, 1)
 
 
-def _list_ragged(table: KernelTable, blocks: Iterable[Block], load: Workload, twice: bool) -> Iterator[CountedRow]:
+def _list_ragged(
+    table: KernelTable, blocks: Iterable[Block], load: Workload, counting: str, twice: bool
+) -> Iterator[CountedRow]:
     """Attention over lengths that fill no whole block: what was measured of exactly that call, less the formula."""
     shapes = dict(table.shapes)
     for block in blocks:
@@ -77,6 +79,8 @@ def _list_ragged(table: KernelTable, blocks: Iterable[Block], load: Workload, tw
             behind = row.find("fused_backward")
             has_backward = behind is not None and behind.passes.backward > 0
             for (mask, length), calls in op.rows.attention_calls(load, op.times).items():
+                if mask == "causal" and counting != "flash" and isinstance(op.rows, Pairs) and op.rows.has_mask(load):
+                    mask = "full"  # all pairs are computed under a mask that is handed over
                 measured = table.find_call(op.qk, op.v, mask, length)
                 if measured is None:
                     continue

@@ -339,10 +339,11 @@ class LayerBuilder:
             mask = item.get("mask", "causal")
             if mask == "causal" and evaluate_truth(_BOTH_WAYS, self.dims):
                 mask = "full"
+            shows = mask == "causal" and evaluate_truth(_SHOWS, self.dims)
             window = self.dims.evaluate(item["window"]) if "window" in item else None
             if window is None:
-                return Pairs(mask), 1
-            return Pairs(mask, find_size(self.dims, item["window"], f"{self.path} window", 1)), 1
+                return Pairs(mask, shows=shows), 1
+            return Pairs(mask, find_size(self.dims, item["window"], f"{self.path} window", 1), shows=shows), 1
         if span == "frames":
             return Frames(), 1
         if span == "windows":
@@ -395,6 +396,7 @@ _ROWS: dict[str, Sum] = {
 _SIDED = (Tokens, Logits, Cached, Pairs, Calls)  # sums that a decoder has of its own
 # transformers 5.22: masking_utils.py, create_causal_mask: the key makes a decoder's attention bidirectional.
 _BOTH_WAYS = "has(is_causal) and not is_causal"
+_SHOWS = "has(image_block) and image_block > 0"  # tokens of an image see one another both ways
 _BRACES = r"\{(\w+)\}"  # a dim's value inside the name of a module or of a tied parameter
 
 

@@ -64,6 +64,12 @@ class Pairs(Sum):
     mask: str  # 'causal' or 'full'
     window: int = 0
     block: int = BLOCK  # of a fused kernel
+    shows: bool = False  # tokens of an image see one another both ways, beside the causal mask
+
+    def has_mask(self, load: Workload) -> bool:
+        """Whether SDPA is handed a mask: for documents, windows, and images that see themselves both ways."""
+        is_cut = bool(self.window) and self.window < load.seq
+        return load.documents is not None or is_cut or (self.shows and bool(load.all_grids))
 
     def _count(self, load: Workload, counting: str) -> int:
         window, documents = self.window, load.documents
@@ -88,9 +94,8 @@ class Pairs(Sum):
             if load.layout == "packed" and documents is not None:
                 return sum([block_pairs(length, window, self.block) for length in documents])
             return load.rows * block_pairs(load.seq, window, self.block)
-        # SDPA's other kernels take windows and documents as an explicit mask, which skips nothing.
-        has_mask = documents is not None or (window and window < load.seq)
-        return load.rows * (load.seq * load.seq if has_mask else block_pairs(load.seq, 0, self.block))
+        # SDPA's other kernels skip nothing under an explicit mask.
+        return load.rows * (load.seq * load.seq if self.has_mask(load) else block_pairs(load.seq, 0, self.block))
 
     def describe(self, convention: str = "model") -> str:
         window = f", window {self.window}" if self.window else ""

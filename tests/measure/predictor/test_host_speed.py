@@ -14,7 +14,7 @@ from flopcalc.errors import CalibrationError, DeviceError, SpecError
 from flopcalc.measure.calibrate.run import run_command
 from flopcalc.measure.calibrate.tables import Bench
 from flopcalc.measure.predictor import host_speed as measuring
-from flopcalc.prediction.host_speed import adapt_host, load_host
+from flopcalc.prediction.host_speed import FOLLOWS, adapt_host, load_host
 from flopcalc.prediction.machine import load_measured, load_predictor
 
 OPTIONS: dict[str, Any] = {"device": "h200", "batch_size": 1, "seq_len": 64, "advise": False, "memory": False}
@@ -42,7 +42,8 @@ def test_constants_follow_the_probe() -> None:
     shipped = load_measured("h200-sxm")
     assert shipped is not None
     probes = shipped["probe_s"]
-    found = adapt_host(shipped, make_host(2 * probes["train"], 3 * probes["forward"]))
+    slower = 2 ** (1 / FOLLOWS), 3 ** (1 / FOLLOWS)
+    found = adapt_host(shipped, make_host(slower[0] * probes["train"], slower[1] * probes["forward"]))
     for phase, pace in (("train", 2), ("forward", 3), ("decode", 3), ("again", 2)):
         assert found["host"][phase] == pytest.approx([pace * value for value in shipped["host"][phase]])
     for name, (seconds, factor) in shipped["host"]["types"]["llama"].items():
@@ -60,7 +61,8 @@ def test_predictions_are_of_this_host(folder: Path) -> None:
     before = predict("llama-3.2-1b", **OPTIONS)
     probes = load_measured("h200-sxm")["probe_s"]  # type: ignore[index]
     path = folder / "h200-sxm.host.json"
-    path.write_text(json.dumps(make_host(2 * probes["train"], 2 * probes["forward"])))
+    slower = 2 ** (1 / FOLLOWS)
+    path.write_text(json.dumps(make_host(slower * probes["train"], slower * probes["forward"])))
     load_predictor.cache_clear()
     found = predict("llama-3.2-1b", **OPTIONS)
     assert found.host_s == pytest.approx(2 * before.host_s)
