@@ -550,7 +550,7 @@ def report(measured: Path, predicted: Path) -> str:
 
 
 def report_executed(measured: Path, predicted: Path) -> str:
-    """Counted steps: executed, predicted before, how far that is off; also for the router's rows, where these are kept."""
+    """Counted steps: executed, predicted before, how far that is off; also for the router's rows, if these are kept."""
     from flopcalc.grids import format_grid
 
     said = json.loads(predicted.read_text())

@@ -4,16 +4,17 @@
 
 - `choices`: products as linear layers run them (forward, gradient of the input, gradient of the weight). The name of
   the kernel that ran holds its tile and its cluster of tiles.
+- `rounded`: the same with rows that are a multiple of 32 and not of 128, for which cuBLAS takes other kernels.
 - `biased`, `conv1d` and `odd`: the same of layers with a bias, of GPT-2's layers, and of widths no multiple of 8.
 - `products`, `experts` and `attention`: single calls, with what the GPU's own counter of bf16 tensor cores saw.
 
 The committed file was made in two runs: `biased`, `conv1d`, `odd` and more `products` are of the second, under `later`.
-They show that other kernels follow the same rule; nothing is fitted on them.
+They show that other kernels follow the same rule; nothing is fitted on them. `rounded` is of a third run.
 
 `fit` finds the constants of the model that guesses the tile of a size that nobody ran, on four fifths of the choices,
 shows how far the guesses for the others are off, and with --out fits on all and writes the file that flopcalc ships.
-cuBLAS takes other kernels where a batch has a multiple of 64 rows, so forward and dgrad are fitted twice (`even`); and
-where an output has few tiles it splits the depth into parts, which is a choice of its own.
+cuBLAS takes other kernels where a batch has a multiple of 32, 64 or 128 rows, so forward and dgrad have a fit for each;
+and where an output has few tiles it splits the depth into parts, which is a choice of its own.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flopcalc.hardware.tiles import EVEN_ROWS, SPLIT_PARTS
+from flopcalc.hardware.tiles import ROUND_ROWS, SPLIT_PARTS, find_round
 
 Json = dict[str, Any]
-PARTS = ("products", "experts", "attention", "choices", "biased", "conv1d", "odd")
+PARTS = ("products", "experts", "attention", "choices", "biased", "conv1d", "odd", "rounded")
 DIRECTIONS = ("forward", "dgrad", "wgrad")
-FITS = (*DIRECTIONS, "forward-even", "dgrad-even")
+FITS = (*DIRECTIONS, *(f"{direction}-{rows}" for direction in ("forward", "dgrad") for rows in ROUND_ROWS))
 VOCABULARIES = (32000, 32064, 49152, 50257, 50304, 65536, 92544, 100278, 128256, 131072, 151936, 152064, 256000, 262144)
 RESULTS = Path(__file__).parent / "results"
 _KERNEL = re.compile(r"nvjet_sm90_tst_(\d+)x(\d+)_64x\d+_(\d+)x(\d+)_")
@@ -55,11 +56,16 @@ def draw_rows(draw: random.Random) -> int:
     return rows if draw.random() < 0.8 else max(128, round(rows / 128) * 128)
 
 
-def draw_products(count: int, seed: int = 7, is_odd: bool = False) -> Iterator[tuple[int, int, int]]:
-    """Rows, outputs and inputs; where odd, one of the widths is no multiple of 8."""
+def draw_products(
+    count: int, seed: int = 7, is_odd: bool = False, is_rounded: bool = False
+) -> Iterator[tuple[int, int, int]]:
+    """Rows, outputs and inputs; odd: a width is no multiple of 8; rounded: rows are a multiple of 32, not of 128."""
     draw = random.Random(seed)
     while count:
         m, n, k = draw_rows(draw), draw_width(draw), draw_width(draw)
+        if is_rounded:
+            step = draw.choice((32, 64))
+            m = (2 * (m // (2 * step)) + 1) * step
         if is_odd:
             less = draw.choice((4, 4, 2, 1))
             n, k = (n - less, k) if draw.random() < 0.5 else (n, k - less)
@@ -198,6 +204,7 @@ def measure(out: Path, parts: list[str], count: int, seconds: float, is_tiny: bo
         "choices": ("plain", list(draw_products(count))), "biased": ("biased", list(draw_products(count // 2, 17))),
         "conv1d": ("conv1d", list(draw_products(count // 4, 23))),
         "odd": ("plain", list(draw_products(count // 6, 19, is_odd=True))),
+        "rounded": ("plain", list(draw_products(count // 2, 29, is_rounded=True))),
     }  # fmt: skip
     for name, (way, sizes) in asked.items():
         if name not in parts:
@@ -226,10 +233,10 @@ def turn(direction: str, m: int, n: int, k: int) -> tuple[int, int, int]:
 def read_choices(measured: Json, name: str) -> list[Choice]:
     """Products of one of FITS, large enough to matter, whose kernel is known."""
     found = []
-    direction, _, even = name.partition("-")
+    direction, _, step = name.partition("-")
     at = DIRECTIONS.index(direction)
-    for m, n, k, names in measured["choices"]:
-        if direction != "wgrad" and (m % EVEN_ROWS == 0) != bool(even):
+    for m, n, k, names in [*measured["choices"], *measured["rounded"]["rounded"]]:
+        if direction != "wgrad" and find_round(m) != int(step or 0):
             continue
         main = [kernel for kernel in names[at] if not kernel.startswith("Memset")]
         match = _KERNEL.match(main[0])

@@ -2,9 +2,9 @@
 
 Products: a kernel computes whole clusters of tiles, and depth in steps of 64; that is exact (125 products counted by
 the GPU, benchmarks/results/tile_choices.json.gz). Which tile and which cluster cuBLAS takes, and whether it splits the
-depth, is guessed: what would end first, by constants fitted on 12,000 layers (model_specs/tiles, made by
-benchmarks/tile_choices.py). Batches of a multiple of 64 rows get other kernels and have constants of their own. What a
-weight's gradient pads depends on its widths and hardly on the rows: GRADIENTS has those that were measured.
+depth, is guessed: what would end first, by constants fitted on 17,000 layers (model_specs/tiles, made by
+benchmarks/tile_choices.py). Batches of a multiple of 32, 64 or 128 rows get other kernels and have constants of their
+own. What a weight's gradient pads depends on its widths and hardly on the rows: GRADIENTS has those that were measured.
 
 Experts: a grouped product has two kinds of tiles, by the rows that an expert has on average; exact for 150 products.
 Attention: blocks of 128 and steps of 64; exact for 51 of 52 calls.
@@ -25,8 +25,8 @@ from flopcalc.forms import ANY, FROM_0, FROM_1, POSITIVE, find_fault
 
 MODELLED = ("h100", "h200", "h800", "gh200")  # ids of devices with these kernels begin so
 DIRECTIONS = ("forward", "dgrad", "wgrad")
-_EVEN = tuple(f"{direction}-even" for direction in ("forward", "dgrad"))
-EVEN_ROWS = 64  # a batch of a multiple of these rows
+ROUND_ROWS = (32, 64, 128)  # batches of a multiple of these rows, and of no larger one of them, get other kernels
+_ROUND = tuple(f"{direction}-{rows}" for direction in ("forward", "dgrad") for rows in ROUND_ROWS)
 SPLIT_PARTS = (2, 3, 4, 5, 6, 8, 11, 16)  # that a product's depth may be split into
 _DEPTH = 64  # k comes in steps
 _UNITS = 132  # processors
@@ -51,7 +51,7 @@ UNMEASURED_DIMS, NEAR_DIM = (72, 88, 104, 112, 120), 80  # of heads: padded as t
 _STEP = 64  # what queries come in on the way back
 _TILES = [((FROM_1,) * 4 + (POSITIVE, POSITIVE, ANY, FROM_0, FROM_0))]
 _LINE = {"start": FROM_0, "split": (FROM_0, FROM_0), "tiles": _TILES, "splits": _TILES}
-_FORM = {"provenance": {"device": str, "date": str}, **dict.fromkeys((*DIRECTIONS, *_EVEN), _LINE)}
+_FORM = {"provenance": {"device": str, "date": str}, **dict.fromkeys((*DIRECTIONS, *_ROUND), _LINE)}
 
 
 class Tile(NamedTuple):
@@ -100,13 +100,13 @@ class Choices(NamedTuple):
 
 @cache
 def load_choices(kind: str = "hopper") -> dict[str, Choices]:
-    """Direction, with -even for even batches -> the tiles that cuBLAS takes on GPUs of a kind."""
+    """Direction, with -64 for batches of a multiple of 64 rows -> the tiles that cuBLAS takes on GPUs of a kind."""
     path = os.path.join(find_data_dir(), "tiles", f"{kind}.json")
     data = read_json(path, MAX_JSON_BYTES, SpecError)
     if fault := find_fault(data, _FORM):
         raise SpecError(f"{path}: {fault.lstrip('.: ')}; benchmarks/tile_choices.py makes such files")
     found = {}
-    for name in (*DIRECTIONS, *_EVEN):
+    for name in (*DIRECTIONS, *_ROUND):
         part = data[name]
         tiles, splits = (
             tuple(
@@ -124,10 +124,16 @@ def pad(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
+def find_round(rows: int) -> int:
+    """The largest of ROUND_ROWS that divides a batch's rows; 0 where none does."""
+    return max((step for step in ROUND_ROWS if rows % step == 0), default=0)
+
+
 @lru_cache(maxsize=4096)
 def _count_product(direction: str, rows: int, columns: int, depth: int) -> int:
     """Executed FLOPs of (rows, depth) by (depth, columns)."""
-    name = f"{direction}-even" if direction != "wgrad" and columns % EVEN_ROWS == 0 else direction
+    step = find_round(columns) if direction != "wgrad" else 0
+    name = f"{direction}-{step}" if step else direction
     steps = -(-depth // _DEPTH)
     best = load_choices()[name].choose(rows, columns, steps)
     return 2 * pad(rows, best.cluster_rows) * pad(columns, best.cluster_columns) * steps * _DEPTH
