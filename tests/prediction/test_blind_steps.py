@@ -41,12 +41,15 @@ def test_the_page_shows_the_blind_predictions(script: Any, second: Any) -> None:
     page = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
     assert script.make_page() in page
     assert second.make_page(2) in page
-    third = load()
-    third.choose_round(3)
-    assert third.make_page(3) in page
+    for number in (3, 4):
+        later = load()
+        later.choose_round(number)
+        assert later.make_page(number) in page
 
 
-@pytest.mark.parametrize(("number", "title"), [(2, "### Second round"), (3, "### Third round")])
+@pytest.mark.parametrize(
+    ("number", "title"), [(2, "### Second round"), (3, "### Third round"), (4, "### Fourth round")]
+)
 def test_later_rounds_are_told_as_they_were(script: Any, number: int, title: str) -> None:
     later = load()
     later.choose_round(number)
@@ -54,13 +57,13 @@ def test_later_rounds_are_told_as_they_were(script: Any, number: int, title: str
         assert not set(later.MODELS) & set(script.ROUNDS[before].MODELS)
         assert not set(later.EXECUTED) & set(script.ROUNDS[before].EXECUTED)
     names = {kind: RESULTS / later.name_result(kind, number) for kind in ("steps", "executed", "predictions")}
-    rows = later.list_rows(names["steps"], names["predictions"])
+    rows = later.list_rows(names["steps"], names["predictions"]) if later.MODELS else []
     page = " ".join((ROOT / "docs" / "prediction.md").read_text(encoding="utf-8").split(title)[1].split())
-    for bound, words in (("device", "GPU"), ("host", "Host")):
+    for bound, words in (("device", "GPU"), ("host", "Host")) if rows else ():
         own = [row for row in rows if row["bound"] == bound]
         median, worst, inside = later.summarize(own).split(" / ")
         assert f"{words}-bound steps: {median} median error, {worst} worst, {inside} inside" in page
-    assert len(rows) == 36
+    assert len(rows) == (36 if later.MODELS else 0)
     said = json.loads(names["predictions"].read_text())["executed_flops"]
     counted = json.loads(names["executed"].read_text())["cases"]
     errors = [abs(said[case["name"]] / case["executed_flops"] - 1) for case in counted]
