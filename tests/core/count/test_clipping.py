@@ -262,7 +262,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (MIXTRAL, {"clipping": "fast", "train_only": "*experts*"}, "is a stack of experts, whose rows are not samples"),
     (MIXTRAL, {"clipping": "fast", "lora": "r=2,targets=q_proj"}, "no count of an Opacus step has proven it"),
     ("deepseek-v3", {"clipping": "hooks"}, "not proven by a count"),
-    ({**LLAMA, "model_type": "stablelm", "qk_layernorm": True}, {"clipping": "hooks"}, "stack of modules: not proven"),
+    (
+        {**LLAMA, "model_type": "stablelm", "qk_layernorm": True, "partial_rotary_factor": 0.5},
+        {"clipping": "hooks"},
+        "stack of modules: not proven",
+    ),
     ("gemma-2-2b", {"clipping": "hooks"}, "no count of an Opacus step has proven it for model_type 'gemma2'"),
     (QWEN_VL, {"clipping": "hooks"}, "has a tower, whose rows are not samples"),
     ({"model_type": "t5", "vocab_size": 50, "d_model": 12, "d_kv": 4, "d_ff": 20, "num_layers": 1, "num_heads": 3},
