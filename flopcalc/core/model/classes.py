@@ -82,7 +82,7 @@ def suggest_type(config: Mapping[str, Any]) -> str | None:
         spec = find_spec(name)
         if spec is None or any(find_key(dict(config), key)[1] is None for key in keys):
             continue
-        if name in ("llama", "gpt2", "bert") and any(key.startswith(_MORE) for key in config):
+        if name in ("llama", "gpt2", "bert") and any(str(key).startswith(_MORE) for key in config):
             continue
         names = [(key, *spec.renamed.get(key, ())) for key in spec.required]
         if all(any(config.get(key) is not None for key in each) for each in names):

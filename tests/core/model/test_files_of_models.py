@@ -115,6 +115,9 @@ def test_a_config_without_model_type_is_taken_from_its_class() -> None:
     assert body.terms[0].estimator.head == "sequence:2"
     with pytest.raises(ConfigError, match="is of no known family: --model-type TYPE"):
         estimate_flops({**config, "architectures": ["WhatForCausalLM"]}, seq_len=8)
+    for unnamed in ({}, {1: 2}):
+        with pytest.raises(ConfigError, match='no "model_type" and no "architectures"'):
+            bind(unnamed)
 
 
 def test_an_adapter_names_its_base(tmp_path: Path) -> None:
