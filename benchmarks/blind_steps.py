@@ -46,6 +46,7 @@ import blind_models_3
 import blind_models_4
 import decode_steps
 from blind_models import Adapter, Model, Step
+from expert_steps import find_routes
 
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
 from flopcalc.prediction.host_speed import FOLLOWS
@@ -185,25 +186,6 @@ def find_draw(name: str) -> float:
         rows = [[max(0.0, draw.gauss(mean, spread)) for _ in range(copies)] for _ in range(layers)]
         found.append(count_dealt(name, [[round(each * m / sum(layer)) for each in layer] for layer in rows]))
     return statistics.pstdev(found) / count_executed(name)
-
-
-def find_routes(runner: Runner, case: Json) -> list[list[int]]:
-    """How many rows each expert of each layer gets, in one forward pass of the same batch."""
-    torch = runner.bench.torch
-    found: list[list[int]] = []
-    hooks = []
-    for path, module in runner.model.named_modules():
-        if path.endswith(".experts") and hasattr(module, "num_experts"):
-
-            def note(own: Any, given: Any) -> None:
-                found.append(torch.bincount(given[1].flatten(), minlength=int(own.num_experts)).tolist())
-
-            hooks.append(module.register_forward_pre_hook(note))
-    with torch.no_grad():
-        runner.model(**runner._make_inputs(case), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return found
 
 
 def predict_graph(preset: str, layers: int) -> float:

@@ -152,7 +152,7 @@ def find_routes(runner: Any, case: Json) -> list[list[int]]:
     found: list[list[int]] = []
     hooks = []
     for path, module in runner.model.named_modules():
-        if path.endswith(".mlp.experts"):
+        if path.endswith(".experts") and hasattr(module, "num_experts"):
 
             def note(own: Any, given: Any) -> None:
                 found.append(torch.bincount(given[1].flatten(), minlength=int(own.num_experts)).tolist())
