@@ -79,5 +79,11 @@ class Result(NamedTuple):
         return self.status == "ok"
 
 
-def make_failure(job: Job, row: str, reason: str, detail: str, seconds: float) -> Result:
-    return Result(job.id, row, job.key(row), "failed", reason, detail, None, round(seconds, 3))
+def make_result(job: Job, row: str, answer: Json, seconds: float) -> Result:
+    reason, detail, data = (answer.get(name) for name in ("reason", "detail", "data"))
+    return Result(job.id, row, job.key(row), answer["status"], reason, detail, data, round(seconds, 3))
+
+
+def make_failure(reason: str, detail: str) -> Json:
+    """The answer for a row, or for a task, that no worker answered."""
+    return {"status": "failed", "reason": reason, "detail": detail, "ends": True}

@@ -8,10 +8,10 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import IO
+from io import BytesIO
 
 from flopcalc.errors import format_value
-from flopcalc.files import MAX_LOG_BYTES, open_regular
+from flopcalc.files import MAX_LOG_BYTES, read_bytes
 from flopcalc.forms import FROM_0, Rule, find_fault
 from flopcalc.measure.jobs.job import Json, Result, RunnerError
 
@@ -33,24 +33,20 @@ class Journal:
             if fresh:
                 with suppress(FileNotFoundError):
                     os.unlink(self.path)
-            if os.path.exists(self.path) and not os.path.isdir(self.path):
-                with open_regular(self.path, RunnerError) as file:
-                    if os.fstat(file.fileno()).st_size > MAX_LOG_BYTES:
-                        raise RunnerError(f"{self.path}: larger than {MAX_LOG_BYTES} bytes, the most that is read")
-            self._file: IO[bytes] = open(self.path, "ab+")  # noqa: SIM115 - closed in __exit__
+            is_new = not os.path.exists(self.path) or os.path.isdir(self.path)
+            end = self._read(b"" if is_new else read_bytes(self.path, MAX_LOG_BYTES, RunnerError), identity)
+            self._file = open(self.path, "ab")  # noqa: SIM115 - see close
+            self._file.truncate(end)
         except OSError as error:
             raise _make_error(self.path, error) from None
-        try:
-            self._read(identity)
-        except BaseException:
-            self.close()
-            raise
+        if not self.results:  # then any identity is fine
+            self._write({"run": identity})
 
-    def _read(self, identity: Json) -> None:
-        self._file.seek(0)
+    def _read(self, data: bytes, identity: Json) -> int:
+        """Take the results; returns where the next one is to be written."""
         stored: Json = {}
         end = 0
-        for number, line in enumerate(self._file):
+        for number, line in enumerate(BytesIO(data)):
             if not line.endswith(b"\n"):
                 break  # the process was killed while writing: that row runs again
             try:
@@ -66,16 +62,13 @@ class Journal:
                     f"{self.path}: line {number + 1} is damaged ({error}): run with --fresh to start again"
                 ) from None
             end += len(line)
-        self._file.truncate(end if self.results else 0)
-        if not self.results:  # then any identity is fine
-            self._write({"run": identity})
-            return
-        for name in sorted(stored.keys() | identity.keys()):
+        for name in sorted(stored.keys() | identity.keys()) if self.results else ():
             if stored.get(name) != identity.get(name):
                 raise RunnerError(
                     f"{self.path} was begun with {name} = {format_value(stored.get(name))}, now it is "
                     f"{format_value(identity.get(name))}: run with --fresh to start again, or choose another folder"
                 )
+        return end if self.results else 0
 
     def append(self, result: Result) -> None:
         self._write(result._asdict())
@@ -90,8 +83,9 @@ class Journal:
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(end)
+            self.close()
             raise RunnerError(
-                f"{self.path}: {_describe(error)}; the rows before it are kept, run again to go on"
+                f"{self.path}: {describe_error(error)}; the rows before it are kept, run again to go on"
             ) from None
 
     def close(self) -> None:
@@ -129,8 +123,8 @@ def make_folder(path: str) -> None:
 
 
 def _make_error(path: str, error: OSError) -> RunnerError:
-    return RunnerError(f"{path}: {_describe(error)}; choose a folder that can be written to")
+    return RunnerError(f"{path}: {describe_error(error)}; choose a folder that can be written to")
 
 
-def _describe(error: OSError) -> str:
+def describe_error(error: OSError) -> str:
     return "disk full" if error.errno == errno.ENOSPC else error.strerror or str(error)

@@ -12,104 +12,66 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from flopcalc.data import describe_install
 from flopcalc.errors import format_nearest, format_value
 from flopcalc.measure.jobs.gpus import LauncherError, make_environments
-from flopcalc.measure.jobs.job import Job, Json, Result, Task, make_failure
+from flopcalc.measure.jobs.job import Job, Json, Result, Task, make_failure, make_result
 from flopcalc.measure.jobs.journal import make_folder
 from flopcalc.measure.jobs.process import TaskRun, wait_for
 
-LAUNCHERS = ("local", "ray", "slurm")
 POLL_S = 0.25
 _MAX_LOSSES = 3  # a task whose machine fails this often is likely the cause
 _LOG_BYTES = 1 << 20  # of a log that comes back from another machine
-# Option -> the launchers that take it, and the smallest number allowed.
-_OPTIONS: dict[str, tuple[tuple[str, ...], int | None]] = {
-    "slots": (LAUNCHERS, 1), "cpus": (("ray", "slurm"), 1), "gpus": (("ray", "slurm"), 0),
-    "ray_address": (("ray",), None), "slurm_folder": (("slurm",), None), "slurm_partition": (("slurm",), None),
-    "slurm_minutes": (("slurm",), 1), "slurm_cluster": (("slurm",), None),
-}  # fmt: skip
-
-
-def make_launcher(name: str = "local", *, device: str = "auto", **options: Any) -> Launcher:
-    """The launcher of that name; `cpus` and `gpus` are for each task, on Ray and Slurm."""
-    if name not in LAUNCHERS:
-        known = ", ".join(LAUNCHERS)
-        raise LauncherError(
-            f"launcher {format_value(name)} is not one of {known}.{format_nearest(str(name), LAUNCHERS)}"
-        )
-    given = {option: value for option, value in options.items() if value is not None}
-    for option, value in given.items():
-        owners, least = _OPTIONS[option]
-        if name not in owners:
-            raise LauncherError(
-                f"{option} = {format_value(value)} is an option of launcher {' and '.join(owners)}, not of {name}"
-            )
-        if least is not None and value < least:
-            raise LauncherError(f"{option} = {value} must be at least {least}")
-    if given.get("slurm_cluster", "slurm") not in ("slurm", "local"):
-        raise LauncherError(f"slurm_cluster = {format_value(given['slurm_cluster'])} is not one of slurm, local")
-    if name == "local":
-        return Local(given.get("slots"), device)
-    if device == "cpu" and given.setdefault("gpus", 0):
-        raise LauncherError(f"gpus = {given['gpus']} contradicts device 'cpu'")
-    return Ray(**given) if name == "ray" else Slurm(**given)
 
 
 class Local:
     """One process per slot on this machine; by default one, with the environment as it is.
 
-    The runner calls `open`, then `start` while there is room and `wait` for results, and always `close`.
+    The runner calls `open`, then `start` while fewer than `slots` are running and `wait` for results, always `close`.
     """
 
     def __init__(self, slots: int | None = 1, device: str = "cpu") -> None:
         self._asked = slots, device
         self._free: list[dict[str, str]] = []  # environments
-        self._running: dict[TaskRun, dict[str, str]] = {}
         self._is_due = False  # a run has more to do than to wait
+        self.running: dict[TaskRun, dict[str, str]] = {}
         self.slots = 1
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._running)
 
     def open(self, _folder: str) -> None:
         self._free = make_environments(*self._asked)
         self.slots = len(self._free)
 
-    def has_room(self) -> bool:
-        return bool(self._free)
-
     def start(self, task: Task) -> None:
         variables = self._free.pop(0)
-        self._running[TaskRun(task, variables)] = variables
+        self.running[TaskRun(task, variables)] = variables
         self._is_due = True
 
     def wait(self, timeout_s: float) -> Iterator[Result]:
         """The new results; ends after the timeout if there are none."""
-        wait_for(self._running, 0 if self._is_due else timeout_s)
+        wait_for(self.running, 0 if self._is_due else timeout_s)
         self._is_due = False
-        for run in list(self._running):
+        for run in list(self.running):
             for result in run.advance():
                 self._is_due = True
                 yield result
             if run.is_done:
-                self._free.append(self._running.pop(run))
+                self._free.append(self.running.pop(run))
 
     def stop(self) -> None:
         """Begin nothing more; rows that run are finished."""
-        for run in self._running:
+        for run in self.running:
             run.is_stopped = True
 
     def close(self) -> None:
         """End everything at once."""
-        for run in self._running:
+        for run in self.running:
             run.kill()  # all of them, before waiting for each
-        while self._running:
-            self._running.popitem()[0].close()
+        while self.running:
+            self.running.popitem()[0].close()
 
 
 # --- other machines ---------------------------------------------------------------------------------------------------
@@ -122,7 +84,7 @@ def run_task(task: Json) -> Json:
         local.open(folder)
         try:
             local.start(Task(Job(**task["job"]), tuple(task["rows"]), log))
-            while local.is_busy:
+            while local.running:
                 results += local.wait(POLL_S)
         finally:
             local.close()
@@ -137,7 +99,7 @@ class Remote:
 
     def __init__(self, slots: int | None) -> None:
         self._limit = slots or sys.maxsize
-        self._running: dict[Any, tuple[Task, float]] = {}  # handle -> task, when it was sent
+        self.running: dict[Any, tuple[Task, float]] = {}  # handle -> task, when it was sent
         self._losses: Counter[str] = Counter()
         self._is_stopping = False
 
@@ -148,11 +110,8 @@ class Remote:
         """Hand the task over; returns a handle."""
         raise NotImplementedError
 
-    def _has_ended(self, handle: Any) -> bool:
-        raise NotImplementedError
-
-    def _fetch(self, handle: Any) -> Json:
-        """What run_task returned, or the reason and detail of a failure."""
+    def _fetch(self, handle: Any) -> Json | None:
+        """What run_task returned, or a failure; None while it runs."""
         raise NotImplementedError
 
     def _cancel(self, handle: Any) -> None:
@@ -162,29 +121,21 @@ class Remote:
     def slots(self) -> int:
         return self._limit  # as many as the cluster runs at once
 
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._running)
-
-    def has_room(self) -> bool:
-        return len(self._running) < self.slots
-
     def start(self, task: Task) -> None:
         job = task.job._asdict()
         plain = {name: dict(job[name]) for name in ("rows", "env", "where")}
         handle = self._send(task, {"job": {**job, **plain}, "rows": list(task.rows)})
-        self._running[handle] = task, time.monotonic()
+        self.running[handle] = task, time.monotonic()
 
     def wait(self, timeout_s: float) -> Iterator[Result]:
-        ended = [handle for handle in self._running if self._has_ended(handle)]
-        if not ended:
+        answers = {handle: self._fetch(handle) for handle in self.running}
+        if not any(answers.values()):
             time.sleep(timeout_s)
-        for handle in ended:
-            yield from self._collect(handle)
+        for handle, answer in answers.items():
+            if answer is not None:
+                yield from self._collect(*self.running.pop(handle), answer)
 
-    def _collect(self, handle: Any) -> list[Result]:
-        answer = self._fetch(handle)
-        task, sent_s = self._running.pop(handle)
+    def _collect(self, task: Task, sent_s: float, answer: Json) -> list[Result]:
         try:
             with open(task.log, "a", encoding="utf-8") as log:
                 log.write(answer["log"] if "log" in answer else f"{answer['reason']}: {answer['detail']}\n")
@@ -192,25 +143,24 @@ class Remote:
             raise LauncherError(f"{task.log}: {error.strerror}; what was done is kept, run again to go on") from None
         if "results" in answer:
             return [Result(**result) for result in answer["results"]]
-        reason, detail = answer["reason"], answer["detail"]
-        if reason == "worker lost":  # its machine failed: nothing is known about the rows
+        if answer["reason"] == "worker lost":  # its machine failed: nothing is known about the rows
             self._losses[task.job.id] += 1
             if self._is_stopping:
                 return []
             if self._losses[task.job.id] < _MAX_LOSSES:
                 self.start(task)
                 return []
-            detail = f"lost {_MAX_LOSSES} times, last: {detail}"
-        return [make_failure(task.job, row, reason, detail, time.monotonic() - sent_s) for row in task.rows]
+            answer = {**answer, "detail": f"lost {_MAX_LOSSES} times, last: {answer['detail']}"}
+        return [make_result(task.job, row, answer, time.monotonic() - sent_s) for row in task.rows]
 
     def stop(self) -> None:
         self._is_stopping = True
 
     def close(self) -> None:
-        for handle in self._running:
+        for handle in self.running:
             with suppress(Exception):
                 self._cancel(handle)
-        self._running.clear()
+        self.running.clear()
 
 
 class Ray(Remote):
@@ -250,7 +200,7 @@ class Ray(Remote):
         needs = {"CPU": self._cpus, "GPU": self._gpus}
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         rooms = [min(int(node.get(kind, 0) // need) for kind, need in needs.items() if need) for node in nodes]
-        if not sum(rooms) and not self._running:
+        if not sum(rooms) and not self.running:
             raise LauncherError(
                 f"no node of the Ray cluster has {self._cpus} CPUs and {self._gpus} GPUs: ask for less per task "
                 "(cpus, gpus), or add a node and run again to go on"
@@ -260,10 +210,9 @@ class Ray(Remote):
     def _send(self, task: Task, data: Json) -> Any:
         return self._run.options(name=task.job.id).remote(data)
 
-    def _has_ended(self, handle: Any) -> bool:
-        return bool(self._ray.wait([handle], timeout=0)[0])
-
-    def _fetch(self, handle: Any) -> Json:
+    def _fetch(self, handle: Any) -> Json | None:
+        if not self._ray.wait([handle], timeout=0)[0]:
+            return None
         errors = self._ray.exceptions
         try:
             answer: Json = self._ray.get(handle)
@@ -271,7 +220,7 @@ class Ray(Remote):
         except errors.RayError as error:
             is_oom = isinstance(error, errors.OutOfMemoryError)
             raised = isinstance(error, errors.RayTaskError)  # by run_task: flopcalc is missing there, its disk is full
-            return {"reason": "oom" if is_oom else "exception" if raised else "worker lost", "detail": _shorten(error)}
+            return make_failure("oom" if is_oom else "exception" if raised else "worker lost", _shorten(error))
 
     def _cancel(self, handle: Any) -> None:
         self._ray.cancel(handle, force=True)
@@ -321,23 +270,22 @@ class Slurm(Remote):
         except Exception as error:  # with the words of sbatch
             raise LauncherError(f"Slurm refused {task.job.id}: {_shorten(error)}") from None
 
-    def _has_ended(self, handle: Any) -> bool:
-        return bool(handle.done())
-
-    def _fetch(self, handle: Any) -> Json:
+    def _fetch(self, handle: Any) -> Json | None:
+        if not handle.done():
+            return None
         error = handle.exception()  # waits some seconds for a file that is late on a shared disk
         state = handle.state.upper()
         if error is None:
             answer: Json = handle.result()
         elif handle.paths.result_pickle.exists():  # run_task itself raised, or a signal of Slurm ended it
-            answer = {"reason": "exception", "detail": _shorten(error)}
+            answer = make_failure("exception", _shorten(error))
         elif state.startswith("OUT_OF_ME"):
-            answer = {"reason": "oom", "detail": f"Slurm job {handle.job_id}: {state}"}
+            answer = make_failure("oom", f"Slurm job {handle.job_id}: {state}")
         elif state.startswith("TIMEOUT"):
-            answer = {"reason": "timeout", "detail": f"Slurm job {handle.job_id} reached its time limit"}
+            answer = make_failure("timeout", f"Slurm job {handle.job_id} reached its time limit")
         else:
             self._cancel(handle)  # Slurm may queue it again by itself: it would run twice
-            answer = {"reason": "worker lost", "detail": f"Slurm job {handle.job_id} ended without a result: {state}"}
+            answer = make_failure("worker lost", f"Slurm job {handle.job_id} ended without a result: {state}")
         handle.paths.submitted_pickle.unlink(missing_ok=True)
         return answer
 
@@ -347,18 +295,46 @@ class Slurm(Remote):
 
     def stop(self) -> None:
         super().stop()
-        for job in [job for job in self._running if job.state.upper() == "PENDING"]:
-            del self._running[job]
+        for job in [job for job in self.running if job.state.upper() == "PENDING"]:
+            del self.running[job]
             self._cancel(job)
 
     def close(self) -> None:
-        jobs = list(self._running)
+        jobs = list(self.running)
         super().close()
         while self._cluster == "local" and not all(job.done() for job in jobs):
             time.sleep(0.05)  # these are child processes: none is left behind
 
 
 Launcher = Local | Remote
+_CLASSES: dict[str, type[Local | Ray | Slurm]] = {"local": Local, "ray": Ray, "slurm": Slurm}
+LAUNCHERS = tuple(_CLASSES)
+_LEAST = {"slots": 1, "cpus": 1, "gpus": 0, "slurm_minutes": 1}
+
+
+def make_launcher(name: str = "local", *, device: str = "auto", **options: Any) -> Launcher:
+    """The launcher of that name; `cpus` and `gpus` are for each task, on Ray and Slurm."""
+    if name not in LAUNCHERS:
+        known = ", ".join(LAUNCHERS)
+        raise LauncherError(
+            f"launcher {format_value(name)} is not one of {known}.{format_nearest(str(name), LAUNCHERS)}"
+        )
+    given = {option: value for option, value in options.items() if value is not None}
+    for option, value in given.items():
+        owners = [each for each, kind in _CLASSES.items() if option in signature(kind).parameters]
+        if name not in owners:
+            raise LauncherError(
+                f"{option} = {format_value(value)} is an option of launcher {' and '.join(owners)}, not of {name}"
+            )
+        if option in _LEAST and value < _LEAST[option]:
+            raise LauncherError(f"{option} = {value} must be at least {_LEAST[option]}")
+    if given.get("slurm_cluster", "slurm") not in ("slurm", "local"):
+        raise LauncherError(f"slurm_cluster = {format_value(given['slurm_cluster'])} is not one of slurm, local")
+    if name == "local":
+        return Local(given.get("slots"), device)
+    if device == "cpu" and given.setdefault("gpus", 0):
+        raise LauncherError(f"gpus = {given['gpus']} contradicts device 'cpu'")
+    return _CLASSES[name](**given)
 
 
 def _import(module: str, extra: str) -> Any:

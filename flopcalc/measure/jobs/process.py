@@ -14,7 +14,7 @@ import time
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
 
-from flopcalc.measure.jobs.job import Json, Result, RunnerError, Task, make_failure
+from flopcalc.measure.jobs.job import Json, Result, RunnerError, Task, make_failure, make_result
 from flopcalc.measure.jobs.worker import DETAIL_CHARACTERS, clean_line
 
 _RESTART = ("killed", "exit", "timeout")  # a start that ended like this may work the second time
@@ -64,7 +64,7 @@ class TaskRun:
                     while pending and not answer.get("ends") and not self.worker.has_ended():
                         self.worker.send(pending[0])
                         answer = yield from self.worker.wait(job.timeout_s)
-                        yield [self._make_result(pending.pop(0), answer, time.monotonic() - began_s)]
+                        yield [make_result(job, pending.pop(0), answer, time.monotonic() - began_s)]
                         began_s = time.monotonic()
                         if self.is_stopped:
                             pending.clear()
@@ -72,18 +72,12 @@ class TaskRun:
                     # The call itself fails, so every row that is left would fail in the same way.
                     detail = f"worker did not start{', tried twice' if starts == 2 else ''}: {answer['detail']}"
                     failed = {**answer, "detail": detail}
-                    yield [self._make_result(row, failed, time.monotonic() - began_s) for row in pending]
+                    yield [make_result(job, row, failed, time.monotonic() - began_s) for row in pending]
                     pending.clear()
                 elif self.is_stopped:
                     pending.clear()
                 if answer.get("reason") != "timeout":
                     yield from self.worker.finish()
-
-    def _make_result(self, row: str, answer: Json, seconds: float) -> Result:
-        job = self.task.job
-        if answer["status"] == "ok":
-            return Result(job.id, row, job.key(row), "ok", None, None, answer["data"], round(seconds, 3))
-        return make_failure(job, row, answer["reason"], answer["detail"], seconds)
 
 
 def wait_for(runs: Iterable[TaskRun], timeout_s: float) -> None:
@@ -163,11 +157,11 @@ class _Worker:
             if (line := self._receive()) is not None:
                 with suppress(ValueError):
                     return dict(json.loads(line))
-                return _fail("exception", f"the answer of the worker cannot be read: {line[:100]!r}")
+                return make_failure("exception", f"the answer of the worker cannot be read: {line[:100]!r}")
             if has_ended:
-                return _fail(*self._describe_end())
+                return make_failure(*self._describe_end())
             if time.monotonic() >= self.deadline_s:
-                return _fail("timeout", f"no answer within {limit_s:g} s")
+                return make_failure("timeout", f"no answer within {limit_s:g} s")
             yield []
 
     def finish(self) -> Generator[list[Result], None, None]:
@@ -203,10 +197,6 @@ class _Worker:
             detail = f"process ended by {name}{hint}"
         tail = read_tail(self._log, self._log_start)
         return reason, f"{detail}{': ' + tail if tail else ''}"
-
-
-def _fail(reason: str, detail: str) -> Json:
-    return {"status": "failed", "reason": reason, "detail": detail, "ends": True}
 
 
 def read_tail(log: str, start: int) -> str:

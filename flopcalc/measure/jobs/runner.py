@@ -92,13 +92,13 @@ def _run_tasks(
     tasks: deque[Task], launcher: Launcher, signals: _Signals, progress: Progress, keep: Callable[[Result], None]
 ) -> None:
     is_stopping = False
-    while tasks or launcher.is_busy:
+    while tasks or launcher.running:
         if signals.is_stop_asked and not is_stopping:
             is_stopping = True
             tasks.clear()
             launcher.stop()
             progress.say("stopping after what runs now; Ctrl-C again stops at once. What is done is kept.")
-        while tasks and launcher.has_room():
+        while tasks and len(launcher.running) < launcher.slots:
             progress.start(tasks[0].job.id)
             launcher.start(tasks.popleft())
         progress.tick()

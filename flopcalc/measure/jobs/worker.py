@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -70,8 +72,6 @@ def _answer(measure: Callable[[Any], Any], parameters: Any) -> Json:
 
 
 def _describe_error(error: BaseException) -> Json:
-    import traceback
-
     text = clean_line(str(error))
     detail = text if isinstance(error, RowError) else f"{type(error).__name__}: {text}"
     kinds = {kind.__name__ for kind in type(error).__mro__}
@@ -88,8 +88,6 @@ def _describe_error(error: BaseException) -> Json:
 
 def _describe_place(error: BaseException) -> str:
     """The last lines of code that raised, innermost first; the full traceback is in the log."""
-    import traceback
-
     frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__]
     lines = [
         f"{os.path.basename(each.filename)}:{each.lineno} {each.line or each.name}"
@@ -99,8 +97,6 @@ def _describe_place(error: BaseException) -> str:
 
 
 def _free_memory() -> None:
-    import gc
-
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from flopcalc.errors import format_value
 from flopcalc.files import MAX_LOG_BYTES, read_bytes, read_text, write_whole
 from flopcalc.forms import FROM_0, find_fault
 from flopcalc.measure.calibrate.provenance import find_version
+from flopcalc.measure.jobs.journal import describe_error
 from flopcalc.measure.jobs.runner import Progress, Result, run_jobs
 from flopcalc.measure.sweep.matrix import BASELINE, CHILD, Configuration, SweepError
 
@@ -212,7 +212,6 @@ def save_results(path: str, rows: Sequence[Json]) -> None:
             return
         write_whole(path, text)
     except OSError as error:
-        what = "disk full" if error.errno == errno.ENOSPC else error.strerror
         raise SweepError(
-            f"{path}: {what}; the results so far are in the journal next to it: run again to continue"
+            f"{path}: {describe_error(error)}; the results so far are in the journal next to it: run again to continue"
         ) from None

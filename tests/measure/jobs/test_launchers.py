@@ -532,10 +532,10 @@ def test_slurm_jobs_are_cancelled_when_their_run_is_gone(tmp_path: Path, slurm: 
         (left / f"{number}_submitted.pkl").touch()
 
     class Interrupting(launchers.Slurm):
-        def _has_ended(self, handle: Any) -> bool:
-            if not self._is_stopping and handle is next(iter(self._running)):
+        def _fetch(self, handle: Any) -> Json | None:
+            if not self._is_stopping and handle is next(iter(self.running)):
                 signal.raise_signal(signal.SIGINT)
-            return self._is_stopping and super()._has_ended(handle)
+            return super()._fetch(handle) if self._is_stopping else None
 
     jobs = [make_job(name, "tell", tmp_path) for name in ("good", "queued")]
     outcome = run_jobs(jobs, str(tmp_path / "run"), launcher=Interrupting(gpus=0))

@@ -16,7 +16,7 @@ import runner_jobs
 from impatient import Impatient
 
 from flopcalc.measure.jobs import journal
-from flopcalc.measure.jobs.job import Job, Result, RunnerError, Task
+from flopcalc.measure.jobs.job import Job, Result, RunnerError, Task, make_failure
 from flopcalc.measure.jobs.launchers import LauncherError, Local, Remote
 from flopcalc.measure.jobs.runner import Progress, run_jobs
 
@@ -334,14 +334,11 @@ class Engine(Remote):
         self.started.append(task.job.id)
         return task._replace(log=str(len(self.started)))
 
-    def _has_ended(self, _handle: Task) -> bool:
-        return True
-
-    def _fetch(self, handle: Task) -> Json:
+    def _fetch(self, handle: Task) -> Json | None:
         job = handle.job
         if self.losses.get(job.id, 0) > 0:
             self.losses[job.id] -= 1
-            return {"reason": "worker lost", "detail": "node 3 died"}
+            return make_failure("worker lost", "node 3 died")
         result = Result(job.id, "1", job.key("1"), "ok", None, None, 7, 0.5)
         return {"results": [result._asdict()], "log": "done\n"}
 
@@ -377,10 +374,11 @@ def test_a_task_lost_while_the_run_stops_is_left_for_the_next_time(
     monkeypatch.setattr(Task, "__hash__", lambda task: hash(task.log))
 
     class Interrupted(Engine):
-        def _has_ended(self, _handle: Task) -> bool:
+        def _fetch(self, handle: Task) -> Json | None:
             if not self._is_stopping:
                 signal.raise_signal(signal.SIGINT)
-            return self._is_stopping
+                return None
+            return super()._fetch(handle)
 
     jobs = [make_job(ONE, name) for name in "ab"]
     out = run_jobs(jobs, str(tmp_path), launcher=Interrupted({"a": 1}))
