@@ -161,6 +161,17 @@ def read_float32(folder: Path) -> tuple[dict[str, list[str]], dict[str, list[str
     return base, every
 
 
+def read_activations(config_class: Any, default: Any, words: list[str]) -> dict[str, str]:
+    """Keys that must name an activation, and those that may be null: 'act', 'act?'."""
+    acts = {name: config_class.__dataclass_fields__[name].default is None for name in words if name in ACTIVATION_KEYS}
+    if hasattr(default, "dense_act_fn"):  # T5's classes make it of feed_forward_proj, and keep a given one
+        acts["dense_act_fn"] = False
+    if config_class.model_type in OWN_ACTIVATION:
+        acts = {name: acts[name] for name in acts if name == "dense_act_fn"}
+    kinds = {"act": [name for name in acts if not acts[name]], "act?": [name for name in acts if acts[name]]}
+    return {kind: " ".join(names) for kind, names in kinds.items() if names}
+
+
 def read_class(config_class: Any) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
@@ -176,16 +187,11 @@ def read_class(config_class: Any) -> dict[str, Any]:
     for kind in ("words", "words?"):
         if names := rules.pop(kind, "").split():
             rules[kind] = {name: read_words(config_class.__dataclass_fields__[name].type) for name in names}
-    acts = [name for name in f"{rules.get('text', '')} {rules.get('text?', '')}".split() if name in ACTIVATION_KEYS]
-    if acts and config_class.model_type not in OWN_ACTIVATION:
-        names = {name: config_class.__dataclass_fields__[name].default is None for name in acts}
-        for kind, may_be_null in (("act", False), ("act?", True)):
-            if found := [name for name in acts if names[name] is may_be_null]:
-                rules[kind] = " ".join(found)
     try:
         default = config_class()
     except Exception:  # some need an inner config: no more can be asked of them
         default = None
+    rules |= read_activations(config_class, default, f"{rules.get('text', '')} {rules.get('text?', '')}".split())
     # A config of any class says its own type; the one that stands where it says none follows the star.
     inner = {
         key: f"*{getattr(getattr(default, key, None), 'model_type', '')}"

@@ -104,9 +104,9 @@ def _check_images(model: BoundModel, load: Workload) -> Workload:
         for grid in load.videos if vision.frames else ():
             vision.check_grid(grid, "video grid")
     else:
-        merge = vision.merge
+        merge, least = vision.merge, vision.least
         for grid in load.grids + load.videos:
-            if grid[1] % merge or grid[2] % merge or not grid[0]:
+            if grid[1] % merge or grid[2] % merge or not grid[0] or grid[1] < least or grid[2] < least:
                 vision.check_grid(grid, "grid")
     visual, tokens = model.count_visual_tokens(load), load.tokens
     if visual > tokens and model.has_text:

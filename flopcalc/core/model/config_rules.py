@@ -148,6 +148,7 @@ def check_config(config: Mapping[str, Any], where: str, model_type: str | None =
     for key, known in (rules.get("words", {}) | rules.get("words?", {})).items():
         if key in config and config[key] not in (known if key in rules.get("words", {}) else (*known, None)):
             raise ConfigError(f"{where}: {key} must be one of {', '.join(known)}, not {format_value(config[key])}")
+    config = _choose_rope(config)
     acts = rules.get("act", "").split()
     for key in (*acts, *rules.get("act?", "").split()):
         if (word := config.get(key, "")) != "" and (word is not None or key in acts):
@@ -210,7 +211,10 @@ def fill_nulls(config: Mapping[str, Any], model_type: str | None = None) -> dict
     means: dict[str, Any] = dict.fromkeys(rules.get("falsy", "").split(), False)
     for rule in _find_rules(name) if isinstance(name, str) else ():
         means |= rule.get("null_means", {})
+    config = _choose_rope(config)
     filled: dict[str, Any] = {key: value for key, value in means.items() if key in config and config[key] is None}
+    if "rope_scaling" in config:
+        filled["rope_parameters"] = config["rope_scaling"]
     for key, inner in rules.get("inner", {}).items():
         if isinstance(value := config.get(key), Mapping):
             filled[key] = fill_nulls(value, _name_inner(value, inner))
@@ -269,6 +273,8 @@ def _is_list(value: object, is_entry: Callable[[object], bool]) -> bool:
 def _check_rope(config: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> None:
     """Tables of rotary embeddings: a known type, numbers where it needs some, no null where the class has a value."""
     tables = _list_rope_tables(config)
+    if "rope" in rules and config.get("rope_scaling") and not tables:
+        raise ConfigError(f"{where}: rope_scaling must be an object, not {format_value(config['rope_scaling'])}")
     for table in tables:
         rope_type = table.get("rope_type", table.get("type", "default"))
         _check_word(rope_type, "rope", f"{where}: rope_type")
@@ -333,8 +339,16 @@ def _check_even(config: Mapping[str, Any], text: str, where: str) -> None:
         raise ConfigError(f"{where}: head_dim must be even: rotary embeddings turn pairs of numbers ({behind})")
 
 
+def _choose_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with one table of rotary embeddings: transformers takes rope_scaling, if there is one, instead of
+    rope_parameters (modeling_rope_utils.py, convert_rope_params_to_dict).
+    """
+    dropped = "rope_parameters" if config.get("rope_scaling") else "rope_scaling"
+    return {key: value for key, value in config.items() if key != dropped} if dropped in config else config
+
+
 def _find_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = config.get("rope_scaling", config.get("rope_parameters"))
     return rope if isinstance(rope, Mapping) else {}
 
 

@@ -30,6 +30,7 @@ class Vision(Value):
     takes_videos: bool
     dims: BoundDims | None = None  # where `tokens` and the parameters of the pixel rule have values
     most: int = 0  # tiles: that one image may have; 0: any number
+    least: int = 1  # grid: patches that a side must have
     frames: int = 0  # fixed: temporal patches of the one clip that a model of videos takes; 0: it takes images
     outer: BoundDims | None = None  # where `tokens` has values instead, if a tower's own spec says how images are cut
 
@@ -57,6 +58,8 @@ class Vision(Value):
             return grid if t else (1, 0, 0)  # pixel_values alone say how many tiles, not how they lie
         if t < 1 or h < 1 or w < 1:
             raise WorkloadError("pixel_values without image_grid_thw: this model needs the grid of each image")
+        if min(h, w) < self.least:
+            raise WorkloadError(f"{what} {t},{h},{w}: height and width must be at least {self.least} patches")
         if h % self.merge or w % self.merge:
             raise WorkloadError(f"{what} {t},{h},{w}: height and width must be multiples of {self.merge} (merge size)")
         return grid
@@ -290,6 +293,7 @@ def bind_vision(dims: BoundDims) -> Vision | None:
         takes_videos=table.get("videos") == "true",
         dims=dims if table.keys() & {"pixels", "sizes"} or (table["kind"] != "fixed" and "tokens" in table) else None,
         most=size("most", 0),
+        least=size("least", 1),
         frames=size("frames", 0),
         outer=outer,
     )

@@ -45,8 +45,9 @@ class _Sides:
     def __init__(self, offset: int, scale: int) -> None:
         self.offset, self.scale = offset, scale
 
-    def halve(self, *, up: bool) -> None:
-        self.offset += self.scale if up else 0
+    def halve(self, added: int) -> None:
+        """A side of n pixels becomes (n + added) // 2."""
+        self.offset += self.scale * added
         self.scale *= 2
 
 
@@ -73,7 +74,8 @@ def list_efficientnet(lookup: Lookup) -> list[list[int]]:
             step = 1 if number else stride
             old = (sides.offset, sides.scale)
             if step == 2:
-                sides.halve(up=len(found) in padded)
+                # Padded by half a kernel on each side, or by one less on the first.
+                sides.halve((2 if kernel % 2 == 0 else 1) - (len(found) not in padded))
             elif step != 1:
                 raise ConfigError(f"strides must be 1 or 2, not {step}")
             found.append([taken, taken * ratio, widen(after), kernel, step, sides.offset, sides.scale, *old])
@@ -101,7 +103,7 @@ def list_mobilenet_v2(lookup: Lookup) -> list[list[int]]:
         old = (sides.offset, sides.scale)
         step = 1 if sides.scale == limit else stride  # then a dilated convolution takes its place
         if step == 2:
-            sides.halve(up=True)
+            sides.halve(1)
         widened = _round_channels(round(before * ratio), divisor, least)
         found.append([before, widened, after, 3, step, sides.offset, sides.scale, *old])
     last = 1280 if lookup("finegrained_output") and wide < 1 else widen(1280)

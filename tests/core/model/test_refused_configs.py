@@ -17,7 +17,7 @@ from tiers import LIGHT_TYPES, mark_heavy
 
 from flopcalc import bind
 from flopcalc.data import find_data_dir, list_data_files
-from flopcalc.errors import ConfigError, FlopcalcError
+from flopcalc.errors import ConfigError, FlopcalcError, WorkloadError
 
 Json = dict[str, Any]
 LLAMA: Json = {
@@ -212,15 +212,22 @@ JAMBA: Json = {**LLAMA, "model_type": "jamba", "attn_layer_period": 2, "attn_lay
             {**LLAMA, "model_type": "gemma3n_text", "activation_sparsity_pattern": [0.5]},
             "activation_sparsity_pattern must be a list with an entry for each layer",
         ),
-        (
-            {**MOE, "model_type": "deepseek_v2", "mlp_bias": True, "n_shared_experts": 0},
-            "n_shared_experts must be at least 1 if mlp_bias is true",
-        ),
         ({**SEGFORMER, "num_labels": None}, "missing key 'num_labels': it is null"),
         ({**SEGFORMER, "strides": [3, 0]}, "strides must be at least 1, not [3, 0]"),
         ({**SEGFORMER, "depths": [1, -1]}, "depths must be at least 0, not [1, -1]"),
         ({"model_type": "resnet", "depths": [1, 0]}, "depths must be at least 1: a stage without layers"),
         ({"model_type": "vit", "image_size": [32]}, "image_size must have 2 entries, not 1"),
+        ({"model_type": "yolos", "image_size": [512, 0]}, "image_size must be at least patch_size"),
+        ({"model_type": "vivit", "tubelet_size": [2, 16, 16, 16]}, "tubelet_size must have 3 entries, not 4"),
+        ({**T5, "dense_act_fn": "sillu"}, "dense_act_fn holds 'sillu', which HF does not know. Did you mean silu"),
+        ({**T5, "dense_act_fn": None}, "dense_act_fn holds None, which HF does not know"),
+        ({**SEGFORMER, "num_encoder_blocks": 1}, "hidden_sizes must end with the last stage's"),
+        ({**LLAMA, "rope_scaling": "linear"}, "rope_scaling must be an object, not 'linear'"),
+        # rope_scaling takes the place of rope_parameters as a whole
+        (
+            {**LLAMA, "rope_scaling": {"type": "linear"}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "of type linear need a number as factor, not None",
+        ),
         ({"model_type": "pvt", "depths": [1, 2], "num_encoder_blocks": 3}, "depths must have 3 entries, not 2"),
         (
             {"model_type": "siglip", "text_config": {}, "vision_config": {"hidden_size": 24}},
@@ -267,6 +274,12 @@ def test_refused(config: Json, words: str) -> None:
         T5,
         {**XLSTM, "chunk_size": 7, "max_inference_chunksize": 10},
         {**SEGFORMER, "hidden_sizes": [7, 9], "depths": [1, 2, 3]},
+        {**SEGFORMER, "sr_ratios": [0, -1]},
+        {**SEGFORMER, "num_encoder_blocks": 1, "hidden_sizes": [6, 6]},
+        {**SEGFORMER, "num_encoder_blocks": 1, "architectures": ["SegformerModel"]},
+        {"model_type": "efficientnet", "kernel_sizes": [3, 4, 5, 2, 5, 5, 6]},
+        {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "linear"}},
+        {**LLAMA, "rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
         # A share of a head is rounded up to pairs.
         {**LLAMA, "model_type": "glm", "head_dim": 13},
         {**LLAMA, "head_dim": 32},
@@ -277,6 +290,24 @@ def test_refused(config: Json, words: str) -> None:
 )
 def test_taken(config: Json) -> None:
     assert bind(config).parameters()["total"] > 0
+
+
+def test_least_side_of_swin() -> None:
+    """HF's table of biases is one window's at every stage; the last of two stages has half of the patches."""
+    config = {"model_type": "swin", "depths": [1, 1], "num_heads": [1, 2], "window_size": 5}
+    assert bind(config)(1, image_grid_thw=[[1, 9, 9]]).total > 0
+    with pytest.raises(WorkloadError, match="height and width must be at least 9 patches"):
+        bind(config)(1, image_grid_thw=[[1, 8, 12]])
+    small = {"image_size": 32, "patch_size": 4}
+    assert bind({**config, "model_type": "swinv2", **small})(1, image_grid_thw=[[1, 8, 8]]).total > 0
+
+
+def test_bias_without_shared_experts() -> None:
+    """Shared experts without a width keep the bias of their last product: one layer has experts here."""
+    config = {**MOE, "model_type": "deepseek_v2", "n_shared_experts": 0}
+    dense, expert = 128 + 128 + 64, 64
+    added = bind({**config, "mlp_bias": True}).parameters()["total"] - bind(config).parameters()["total"]
+    assert added == dense + expert
 
 
 def test_head_dim_of_cohere2() -> None:
