@@ -2,7 +2,8 @@
 
 Protocol. Sources in alphabetical order; every second one (the first, third, …) may be used to choose the constants of
 flopcalc/planning/plan.py (OVERHEAD, CONTENTION and the widths of the interval), the others are only predicted. The
-split is by source and not by run, since the runs of one source share a framework and a machine.
+split is by source and not by run, since the runs of one source share a framework and a machine. Devices that only
+these runs have stand in benchmarks/data/machines.
 
     python benchmarks/published_runs.py --out benchmarks/results/published_runs.json --page docs/planning.md
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tomllib
 from pathlib import Path
 from statistics import median
@@ -21,9 +23,10 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.planning.layout import Layout, find_problem
 from flopcalc.planning.network import find_interconnect
-from flopcalc.planning.step import PARTS, Overlaps, Runner
+from flopcalc.planning.step import PARTS, PUBLISHED_ERROR, Overlaps, Runner
 
 HERE = Path(__file__).parent
+MACHINES = HERE / "data" / "machines"  # a user's own data: devices of these runs that the shipped table does not have
 GIB = 1 << 30
 BEGIN, END = "<!-- tables of published_runs.json -->", "<!-- end of tables -->"
 
@@ -49,6 +52,8 @@ def predict_run(run: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
         dtype=run.get("dtype", "bf16"), execution=run.get("execution", "fused"),
         attention_kernel=run.get("attention_kernel", "auto"), overlaps=Overlaps(**{**usual, **run.get("overlaps", {})}),
     )  # fmt: skip
+    if (MACHINES / "systems" / f"{run['device']}.json").is_file():
+        runner.most_error = PUBLISHED_ERROR  # as narrow an interval as the checked device with the same die has
     layout = choose_layout(run, runner)
     step = runner.time(layout)
     memory = runner.count_memory(layout)
@@ -178,6 +183,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="put the tables into this page")
     parser.add_argument("--parts", action="store_true", help="print where the time goes too")
     options = parser.parse_args()
+    os.environ["FLOPCALC_DATA"] = str(MACHINES)
     sources, runs = load_runs()
     tuned = set(sorted(sources)[::2])
     usual = {name: source.get("overlaps", {}) for name, source in sources.items()}

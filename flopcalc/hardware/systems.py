@@ -24,8 +24,8 @@ _FORM = {
     "decode_bytes_per_s": POSITIVE,
     "collectives": Each(Each([(POSITIVE, POSITIVE)]), names="[1-9][0-9]*"),
 }
-# A device with the die of another: its kernels are the other's, with its own memory's bandwidth.
-_BANDWIDTH = 6  # its place in a product's shape
+# A device with the die of another: its kernels are the other's, with its own peak and memory's bandwidth.
+_RATE, _BANDWIDTH = 0, 6  # their places in a product's shape
 _SAME_DIE = {"device_id": str, "same_die_as": str, "source": str}
 
 
@@ -48,20 +48,26 @@ def load_system(device_id: str) -> dict[str, Any] | None:
 
 
 def _borrow(data: dict[str, Any], path: str) -> dict[str, Any]:
-    """The kernels of the device with the same die; where memory decides, scaled by both bandwidths."""
+    """The kernels of the device with the same die, scaled by both peaks; where memory decides, by both bandwidths."""
     base = load_system(data["same_die_as"])
-    own, other = (find_device(name).bandwidth_gb_per_s for name in (data["device_id"], data["same_die_as"]))
-    if base is None or own is None or other is None:
+    own, other = (find_device(data[name]) for name in ("device_id", "same_die_as"))
+    if base is None or own.bandwidth_gb_per_s is None or other.bandwidth_gb_per_s is None:
         raise SpecError(f"{path}: {data['same_die_as']!r} has no kernels of its own, or a bandwidth is not known")
+    if "bf16" not in own.peak_tflops:
+        raise SpecError(f"{path}: {data['device_id']!r} has no bf16 peak to scale the kernels by")
+    wider = own.bandwidth_gb_per_s / other.bandwidth_gb_per_s
+    faster = own.peak_tflops["bf16"] / other.peak_tflops["bf16"]  # one clock for all formats
     products = {}
     for kind, entry in base["products"].items():
         shape = list(entry["shape"])
-        shape[_BANDWIDTH] *= own / other
+        shape[_RATE] *= faster
+        shape[_BANDWIDTH] *= wider
         products[kind] = {**entry, "shape": shape}
     return {
         **base,
         **data,
         "products": products,
-        "decode_bytes_per_s": base["decode_bytes_per_s"] * own / other,
+        "attention_flops_per_s": {dim: faster * rate for dim, rate in base["attention_flops_per_s"].items()},
+        "decode_bytes_per_s": base["decode_bytes_per_s"] * wider,
         "collectives": {},
     }

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from flopcalc.data import find_data_dir
 from flopcalc.errors import SpecError
-from flopcalc.hardware.devices import find_device
+from flopcalc.hardware.devices import find_device, load_devices
 from flopcalc.hardware.systems import load_system
 from flopcalc.prediction.clock import tell_kernels
 from flopcalc.prediction.machine import Machine
@@ -58,6 +59,24 @@ def test_a_device_with_the_same_die_has_its_kernels(device: str, base: str) -> N
     assert machine.shape == other.shape._replace(bandwidth=other.shape.bandwidth * faster)
     assert machine.decode_speed == pytest.approx(other.decode_speed * faster)
     assert f"kernels measured on {find_device(base).name}, which has the same die" in tell_kernels(machine)
+
+
+def test_a_users_device_has_the_kernels_of_its_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machines of published_runs.py: kernels scaled by both peaks, and by both bandwidths."""
+    monkeypatch.setenv("FLOPCALC_DATA", str(ROOT / "benchmarks" / "data" / "machines"))
+    load_devices.cache_clear()
+    load_system.cache_clear()
+    machine, other = Machine("h100-grand-teton"), Machine("h100-sxm")
+    slower, narrower = 912.2 / 989.4, 2400 / 3350
+    assert machine.shape.rate == pytest.approx(other.shape.rate * slower)
+    assert machine.shape.bandwidth == pytest.approx(other.shape.bandwidth * narrower)
+    assert machine.compute == pytest.approx(other.compute * slower)
+    assert machine._attention_speeds == pytest.approx(
+        {dim: speed * slower for dim, speed in other._attention_speeds.items()}
+    )
+    monkeypatch.undo()
+    load_devices.cache_clear()
+    load_system.cache_clear()
 
 
 def test_a_die_without_kernels_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from places import ROOT
+
+from flopcalc.hardware.devices import load_devices
+from flopcalc.hardware.systems import load_system
+from flopcalc.planning.network import load_interconnects
 
 SCRIPT = ROOT / "benchmarks" / "published_runs.py"
 
@@ -22,7 +27,20 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.fixture
+def machines(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The devices that only these runs have."""
+    caches = (load_devices, load_system, load_interconnects)
+    monkeypatch.setenv("FLOPCALC_DATA", str(script.MACHINES))
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
 @pytest.mark.heavy
+@pytest.mark.usefixtures("machines")
 def test_errors_stay(script: ModuleType) -> None:
     sources, runs = script.load_runs()
     tuned = set(sorted(sources)[::2])
