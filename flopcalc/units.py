@@ -88,7 +88,8 @@ UNITS = {
     **dict.fromkeys(
         ("--seq", "--text", "--context", "--decoder-seq", "--lengths", "--gpus", "--num-devices"), _BINARY
     ),
-    **dict.fromkeys(("--tokens", "--tokens-per-second", "--peak", "--tflops", "--price"), _DECIMAL),
+    **dict.fromkeys(("--tokens", "--tokens-per-second", "--peak", "--tflops"), _DECIMAL),
+    "--price": _DECIMAL._replace(example="2.5"),
     **dict.fromkeys(("--step-time", "--audio", "--video"), _TIME),
     "--mfu": _SHARE,
 }  # fmt: skip

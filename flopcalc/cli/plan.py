@@ -28,7 +28,7 @@ from flopcalc.cli.options.workload import (
 )
 from flopcalc.cli.pages import format_options, write_page
 from flopcalc.core.model.config import load_config
-from flopcalc.errors import RecipeError, WorkloadError
+from flopcalc.errors import RecipeError, WorkloadError, format_value
 from flopcalc.grids import format_grid, wrap
 from flopcalc.units import format_bytes, format_parameters, format_seconds, format_tokens, parse_size, parse_sizes
 from flopcalc.words import OPTIMIZERS
@@ -172,7 +172,7 @@ def _plan(model: str, options: dict[str, Any], said: Sequence[str] = ()) -> Plan
         tokens=options["tokens"],
         device=options["device"],
         gpus=parse_size(options["gpus"], "--gpus"),
-        global_batch=batch if batch in (None, planning.AUTO) else parse_size(batch, "--global-batch"),
+        global_batch=batch if batch in (None, planning.AUTO) else read_batch(batch),
         interconnect=options["interconnect"],
         price=read_rate(options["price"], "--price"),
         overlap=options["overlap"],
@@ -215,6 +215,12 @@ def _show_list(
         write_page(page, output)
         return
     lists.show_table(rows, columns, results, notes, title=title)
+
+
+def read_batch(text: str) -> int:
+    if text.isalpha():
+        raise WorkloadError(f"--global-batch is a whole number or auto, not {format_value(text)}")
+    return parse_size(text, "--global-batch")
 
 
 def read_imbalance(text: str) -> float:

@@ -74,15 +74,16 @@ def _leaves(op: Op, hidden: int) -> bool:
 def cut_work(work: Work, layout: Layout, imbalance: float = 1.0) -> Work:
     """The busiest device's share of a micro-batch, for all layers: by tensor, context and expert parallelism.
 
-    `imbalance` is the rows of the busiest device's experts over the mean; one device has all experts, so all rows.
+    `imbalance` is the rows of the busiest device's experts over the mean; no device has more than all rows.
     """
     if layout.tp == layout.cp == layout.ep == 1:
         return work
-    most = imbalance if layout.ep > 1 else 1.0
+    most = min(imbalance, layout.ep)
+    routed = {product.module for product in work.products if product.side == "expert"}
     return work._replace(
         products=tuple(cut_product(product, layout, most) for product in work.products),
         attention=tuple(part for call in work.attention for part in _cut_attention(call, layout)),
-        moved=tuple(_cut_moved(moved, layout) for moved in work.moved),
+        moved=tuple(_cut_moved(moved, layout, most if moved.module in routed else 1.0) for moved in work.moved),
     )
 
 
@@ -116,10 +117,10 @@ def _cut_attention(call: Attention, layout: Layout) -> Iterator[Attention]:
     yield other._replace(calls=call.calls * (cp - 1))
 
 
-def _cut_moved(moved: Moved, layout: Layout) -> Moved:
+def _cut_moved(moved: Moved, layout: Layout, imbalance: float) -> Moved:
     if moved.direction == "optimizer":
         return moved
-    share = layout.cp * (1 if moved.width == "wide" and not layout.is_sequence_parallel else layout.tp)
+    share = layout.cp * (1 if moved.width == "wide" and not layout.is_sequence_parallel else layout.tp) / imbalance
     return moved._replace(reads=moved.reads / share, writes=moved.writes / share)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MOST_EVENTS = 200_000
 _COMPUTE = ("products", "attention", "memory_bound", "recompute", "launches", "host")
-_EXCHANGED = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_sends")
+_EXCHANGED = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_sends", "offload")
 _FORWARD = 1 / 3  # of a micro-batch's time without what is recomputed
 
 

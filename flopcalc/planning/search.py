@@ -347,7 +347,8 @@ def _list_assumed(runner: Runner) -> list[str]:
     if has_experts and runner.expert_imbalance == 1:
         assumed.append("experts loaded evenly")
     elif has_experts:
-        assumed.append(f"the busiest rank's experts with {runner.expert_imbalance:g} times the mean's rows")
+        busy = f"the busiest rank's experts with {runner.expert_imbalance:g} times the mean's rows"
+        assumed.append(f"{busy}, at most all (in time; memory as if loaded evenly)")
     return assumed
 
 

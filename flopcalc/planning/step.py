@@ -455,7 +455,7 @@ class Runner:
                 ring = time_collective(net, "all_to_all", size, layout.cp, layout.tp)
         if layout.ep > 1 and model.experts > 1:
             size = self.machine.width * self._count_routed(layout.micro_batch) / layout.cp / layout.tp
-            size *= self.expert_imbalance
+            size *= min(self.expert_imbalance, layout.ep)
             experts = 2 * time_routing(net, size, layout.ep, model.active)
             if self.overlaps.experts:
                 experts -= (1 - CONTENTION) * min(experts, layer.forward)

@@ -50,6 +50,8 @@ def save_trace(prediction: Prediction, path: str) -> None:
 
 def write_trace(trace: dict[str, Any], path: str) -> None:
     """Write a trace whole or not at all."""
+    if not path:
+        raise FlopcalcError("the trace needs a file name, not ''")
     try:
         write_whole(path, json.dumps(trace, ensure_ascii=False) + "\n")
     except OSError as error:

@@ -148,11 +148,13 @@ def test_encoder_and_decoder() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--price", "cheap"], "--price: 'cheap' is not a number"),
+        (["--price", "cheap"], "--price: 'cheap' is not a number; write 2.5"),
         (["--price", "0"], "--price must be a positive number"),
         (["--tp", "two"], "--tp: 'two' is not a whole number"),
         (["--tp", "3"], "tp 3 does not divide 16 devices"),
         (["--gpus", "-1"], "--gpus must be at least 1"),
+        (["--global-batch", "Auto"], "--global-batch is a whole number or auto, not 'Auto'"),
+        (["--timeline", ""], "the trace needs a file name, not ''"),
         (["--tokens", "0"], "tokens must be a number from 1"),
         (["--device", "h2000"], "lists them; your own devices.toml adds one, with its peaks, bandwidth and memory"),
         (["--interconnect", "string"], "interconnect 'string' unknown"),

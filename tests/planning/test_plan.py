@@ -404,6 +404,17 @@ def test_an_unbalanced_rank_is_waited_for() -> None:
         plan("llama-3.1-8b", **given | {"ep": None}, expert_imbalance=2.0)
 
 
+def test_no_rank_has_more_than_all_rows() -> None:
+    given: dict[str, Any] = {"tokens": "1B", "device": "h100-sxm", "gpus": 8, "ep": 2, "tp": 1, "pp": 1, "zero": 3}
+    even, all_, more = (
+        plan("qwen3-30b-a3b", **given, micro_batch=2, global_batch=64, top=1, expert_imbalance=rows).best[0].step
+        for rows in (1.0, 2.0, 1000.0)
+    )
+    assert more == all_
+    moved = step_module.PARTS.index("memory_bound")  # rows that experts sort and activate are the busiest rank's too
+    assert all_.parts[moved] > even.parts[moved]
+
+
 @pytest.mark.heavy
 def test_a_searched_batch_is_named() -> None:
     found = plan("llama-3.2-1b", tokens="1B", device="h100-sxm", gpus=8, tp=1, pp=1, zero=1, global_batch="auto", top=1)

@@ -51,6 +51,13 @@ def test_a_plans_trace(tmp_path: Path) -> None:
         save_trace(found, str(tmp_path / "no" / "plan.json"))
 
 
+def test_copies_to_the_host_are_in_the_trace() -> None:
+    found = plan("llama-3.1-70b", tokens="1B", device="gb300", gpus=8, tp=1, pp=2, virtual=2, micro_batch=1, zero=2,
+                 recompute="offload", global_batch=64, top=1)  # fmt: skip
+    ends = [event["ts"] + event["dur"] for event in make_trace(found)["traceEvents"] if event["ph"] == "X"]
+    assert max(ends) / 1e6 == pytest.approx(found.best[0].step.seconds, rel=0.01)
+
+
 def test_what_would_help_most_is_named() -> None:
     found = plan("llama-3.1-8b", tokens="1B", device="h200", gpus=16, pp=8, global_batch=16, top=1)
     assert found.helps.startswith("a larger --global-batch")
