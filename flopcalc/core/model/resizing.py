@@ -261,7 +261,10 @@ def _crop(width: int, height: int, values: dict[str, Any]) -> Grid:
 
 
 def _edges(width: int, height: int, values: dict[str, Any]) -> Grid:
-    """Detectors: the shorter side as given, the longer one within a limit, both down to a multiple; or one size."""
+    """Detectors: the shorter side as given, the longer one within a limit, both down to a multiple; or one size.
+
+    Mask2Former: both sides up to a multiple of `size_divisor`.
+    """
     if values["do_resize"] and values["size.height"] and values["size.width"]:
         height, width = values["size.height"], values["size.width"]
     elif values["do_resize"]:
@@ -279,7 +282,8 @@ def _edges(width: int, height: int, values: dict[str, Any]) -> Grid:
         elif short != edge:
             height, width = edge, int(exact * width / height)
         height, width = height - height % multiple, width - width % multiple
-    return _grid(height, width, values)
+    step = values.get("size_divisor", 1)
+    return _grid(math.ceil(height / step) * step, math.ceil(width / step) * step, values)
 
 
 def _multiples(width: int, height: int, values: dict[str, Any]) -> Grid:

@@ -79,7 +79,7 @@ def make_step(
 
 def _pick(out: Any, name: str) -> Any:
     for part in name.split("."):
-        out = out[int(part)] if part.isdigit() else getattr(out, part)
+        out = out[int(part)] if part.isdigit() else out[part] if isinstance(out, dict) else getattr(out, part)
     return out
 
 

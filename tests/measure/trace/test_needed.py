@@ -30,6 +30,9 @@ LEFT_OPEN = {
     "sam2": ("backbone.blocks", "windows at an image's edge see what pads them"),
     "sam2_vision_model": ("backbone.blocks", "windows at an image's edge see what pads them"),
     "swin": ("swin.encoder", "windows at an image's edge see what pads them"),
+    "upernet": ("backbone.swin.encoder", "windows at an image's edge see what pads them"),
+    "mask2former": ("encoder.swin.encoder", "windows at an image's edge see what pads them"),
+    "mask2former-body": ("encoder.swin.encoder", "windows at an image's edge see what pads them"),
 }
 SEEN: list[tuple[Any, int, int]] = []  # module, FLOPs of its open pairs, and of all pairs
 
