@@ -95,7 +95,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise _NotToml(f"not valid TOML: {error}") from None
 
 
-def apply_launch(launch: Any, command: str, given: Iterable[str], model: Any) -> Any:
+def apply_launch(launch: object, command: str, given: Iterable[str], model: object) -> Any:
     """What launch files say; their readers lie above everything that can be launched, so they are found by name."""
     from importlib import import_module
 

@@ -65,7 +65,7 @@ def find_fault(value: Any, form: Any) -> str:
     return ""
 
 
-def _find_fault_inside(value: Any, form: dict[str, Any] | Each) -> str:
+def _find_fault_inside(value: object, form: dict[str, object] | Each) -> str:
     """The same of a mapping."""
     if not isinstance(value, dict):
         return f": {format_value(value)} is no mapping"

@@ -13,7 +13,7 @@ MOST_SHOWN = 100  # rows of a table in a notebook
 Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
-def make_frame(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Any:
+def make_frame(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
     """A pandas DataFrame; an error with the install command where pandas is missing."""
     try:
         import pandas  # lazily: nothing else needs it
@@ -24,7 +24,7 @@ def make_frame(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Any:
     return pandas.DataFrame({name: [row[at] for row in cells] for at, name in enumerate(columns)})
 
 
-def show_rows(columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
+def show_rows(columns: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> str:
     """The first rows as an HTML table; how many follow is said below it."""
     from flopcalc.grids import format_html  # only notebooks need it
 
@@ -91,9 +91,9 @@ class FrozenRows(tuple[Row, ...]):
         return make_frame(_find_fields(self), self)
 
 
-def _find_fields(rows: Iterable[Any]) -> tuple[str, ...]:
+def _find_fields(rows: Iterable[object]) -> tuple[str, ...]:
     """Names of the columns; none where there is no row."""
-    first: Iterator[Any] = iter(rows)
+    first: Iterator[object] = iter(rows)
     return getattr(next(first, ()), "_fields", ())
 
 

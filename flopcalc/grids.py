@@ -203,7 +203,7 @@ def format_html(headers: Sequence[str], rows: Cells, caption: str = "") -> str:
 
     sides = ["right" if is_number else "left" for is_number in _find_numeric(headers, rows)]
 
-    def format_row(cells: Sequence[Any], names: int, scope: str) -> str:
+    def format_row(cells: Sequence[object], names: int, scope: str) -> str:
         """The first `names` cells are headers."""
         tags = [("th", f' scope="{scope}"') if at < names else ("td", "") for at in range(len(cells))]
         shown = (

@@ -64,7 +64,7 @@ class Value:
     def __post_init__(self) -> None:
         """Checks and converts the fields, where a class does."""
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """The same with some fields changed."""
         return type(self)(**dict(zip(self._names, self._get_values(), strict=True)) | changes)
 

@@ -144,7 +144,7 @@ def _find_variants(name: str) -> list[Device]:
 def _find_common(name: str, variants: Sequence[Device]) -> Device:
     """A device with what all variants share; what differs is not known."""
 
-    def share(values: Sequence[Any]) -> Any:
+    def share(values: Sequence[object]) -> Any:
         return values[0] if all(value == values[0] for value in values) else None
 
     peaks = {

@@ -217,7 +217,7 @@ def _parse_table(path: str, _mtime_ns: int, _size: int, _inode: int) -> Table:
     return Table(name, path, provenance, tuple(columns), tuple(map(tuple, rows)), tuple(failures))
 
 
-def _check_values(path: str, shape: Shape, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+def _check_values(path: str, shape: Shape, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Column by column: the types of a whole column are one set, and its rows are looked at only if that is wrong."""
     kinds: list[tuple[tuple[str, ...], set[type], str]] = [
         (tuple(name for name in shape.keys if name not in _SIZES), {str}, "a word"),
@@ -253,10 +253,10 @@ def _is_moved(value: int) -> bool:
 
 def is_stored(
     path: str,
-    provenance: Mapping[str, Any],
+    provenance: Mapping[str, object],
     keys: Iterable[str],
-    records: Iterable[Mapping[str, Any]],
-    failures: Iterable[Mapping[str, Any]],
+    records: Iterable[Mapping[str, object]],
+    failures: Iterable[Mapping[str, object]],
 ) -> bool:
     """Whether a file holds just these rows and failures, measured under the same `keys` of the provenance."""
     try:
@@ -266,7 +266,7 @@ def is_stored(
     if any(table.provenance.get(key) != provenance.get(key) for key in keys):
         return False
     rows, failed = _arrange(table.columns, records, failures)
-    given: list[Any] = json.loads(json.dumps([rows, failed]))
+    given: list[object] = json.loads(json.dumps([rows, failed]))
     return given == [list(map(list, table.rows)), list(table.failures)]
 
 
@@ -274,9 +274,9 @@ def is_stored(
 def save_table(
     folder: str,
     name: str,
-    provenance: Mapping[str, Any],
-    records: Iterable[Mapping[str, Any]],
-    failures: Iterable[Mapping[str, Any]] = (),
+    provenance: Mapping[str, object],
+    records: Iterable[Mapping[str, object]],
+    failures: Iterable[Mapping[str, object]] = (),
 ) -> str:
     """Write a table whole or not at all: a full disk or a kill leaves the old file."""
     columns = SHAPES[name].columns
@@ -297,7 +297,7 @@ def save_table(
 
 
 def _arrange(
-    columns: Sequence[str], records: Iterable[Mapping[str, Any]], failures: Iterable[Mapping[str, Any]]
+    columns: Sequence[str], records: Iterable[Mapping[str, object]], failures: Iterable[Mapping[str, object]]
 ) -> tuple[list[list[Any]], list[Mapping[str, Any]]]:
     """Rows and failures in the order in which they stand in a file."""
     rows = sorted(([record.get(column) for column in columns] for record in records), key=_sort_key)
@@ -306,12 +306,12 @@ def _arrange(
 
 def _format(
     name: str,
-    provenance: Mapping[str, Any],
+    provenance: Mapping[str, object],
     columns: Sequence[str],
-    rows: Sequence[Sequence[Any]],
-    failures: Sequence[Mapping[str, Any]],
+    rows: Sequence[Sequence[object]],
+    failures: Sequence[Mapping[str, object]],
 ) -> str:
-    def block(lines: Iterable[Any]) -> str:
+    def block(lines: Iterable[object]) -> str:
         shown = ",\n".join("  " + json.dumps(line, ensure_ascii=False) for line in lines)
         return f"[\n{shown}\n ]" if shown else "[]"
 
@@ -324,7 +324,7 @@ def _format(
     )
 
 
-def _sort_key(row: Sequence[Any]) -> list[tuple[int, float, str]]:
+def _sort_key(row: Sequence[object]) -> list[tuple[int, float, str]]:
     """Numbers before words, nothing last: rows of mixed values have one order."""
     return [
         (2, 0.0, "") if value is None

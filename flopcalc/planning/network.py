@@ -47,7 +47,7 @@ class Interconnect(NamedTuple):
 def load_interconnects() -> dict[str, Interconnect]:
     """Every known interconnect by its id; the user's own interconnects.toml is added."""
     found: dict[str, Interconnect] = {}
-    entries: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, object]] = {}
     filling: tuple[tuple[float, float], ...] = ()
     for folder in (find_data_dir(), find_user_dir()):
         path = os.path.join(folder, "interconnects.toml")

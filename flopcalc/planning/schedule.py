@@ -125,7 +125,7 @@ def make_trace(plan: Plan) -> dict[str, Any]:
     best = plan.best[0]
     batches = plan.global_batch // (best.layout.dp * best.layout.micro_batch)
     found = list(list_events(best, batches))
-    events: list[dict[str, Any]] = [
+    events: list[dict[str, object]] = [
         {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"{plan.model}, {best.layout}"}}
     ]
     for rank in range(best.layout.pp):

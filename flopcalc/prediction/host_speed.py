@@ -37,7 +37,7 @@ def load_host(device_id: str) -> dict[str, Any] | None:
     fault = f"schema {schema!r}, this version reads {SCHEMA}" if schema != SCHEMA else find_fault(data, _FORM)
     if fault:
         raise SpecError(f"{path}: {fault.lstrip('.: ')}; `flopcalc calibrate --host` makes it again")
-    found: dict[str, Any] = data
+    found: dict[str, object] = data
     return found
 
 

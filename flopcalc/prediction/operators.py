@@ -330,7 +330,7 @@ class _Reader:
         if data is None:
             return []
         layers = next(iter(data["parts"][f"{phase} sdpa"][EXPERTS.text].values()))
-        found: list[Any] = data["blocks"][layers["*"]["mlp.experts"]]
+        found: list[object] = data["blocks"][layers["*"]["mlp.experts"]]
         return found
 
     # --- a model that was not recorded --------------------------------------------------------------------------------

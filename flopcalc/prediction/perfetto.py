@@ -19,7 +19,7 @@ def make_trace(prediction: Prediction) -> dict[str, Any]:
     if not prediction.events:
         raise FlopcalcError("this prediction has no timeline: predict with timeline=True")
     process = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"predicted step of {prediction.model}"}}
-    events: list[dict[str, Any]] = [process]
+    events: list[dict[str, object]] = [process]
     numbers = {track: number for number, track in enumerate(TRACKS, 1)}
     for track, name in TRACKS.items():
         about = {"ph": "M", "pid": 1, "tid": numbers[track]}
@@ -48,7 +48,7 @@ def save_trace(prediction: Prediction, path: str) -> None:
     write_trace(make_trace(prediction), path)
 
 
-def write_trace(trace: dict[str, Any], path: str) -> None:
+def write_trace(trace: dict[str, object], path: str) -> None:
     """Write a trace whole or not at all."""
     if not path:
         raise FlopcalcError("the trace needs a file name, not ''")

@@ -71,14 +71,14 @@ DISTANCES = {"hidden_act": 4}  # of variants that differ: an activation may be s
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "swish": "silu"}  # one operator all the same
 
 
-def find_language(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def find_language(config: Mapping[str, object]) -> tuple[str, Mapping[str, Any]]:
     """The language model's type and its config, which lies inside another where there is a tower."""
     inner = config.get("text_config")
     own = inner if isinstance(inner, Mapping) else config
     return str(own.get("model_type", config.get("model_type"))), own
 
 
-def read_switches(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_switches(config: Mapping[str, object]) -> dict[str, Any]:
     """Those switches that a language model's config sets."""
     tables = [config]
     for key in ("rope_parameters", "rope_scaling"):  # for all layers, or for each of their kinds
@@ -92,7 +92,7 @@ def read_switches(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: values[0] for key, values in found.items() if values}
 
 
-def sign_switches(config: Mapping[str, Any], usual: Mapping[str, Mapping[str, Any]]) -> str:
+def sign_switches(config: Mapping[str, object], usual: Mapping[str, Mapping[str, object]]) -> str:
     """The switches that a config sets otherwise than is usual: model type of the language -> switch -> value."""
     name, own = find_language(config)
     given, known = read_switches(own), usual.get(name, {})

@@ -255,7 +255,7 @@ def predict(
     )  # fmt: skip
 
 
-def _check_keywords(sizes: Mapping[str, Any]) -> None:
+def _check_keywords(sizes: Mapping[str, object]) -> None:
     """Only what an estimator takes, and of a real batch what the batch does not say itself."""
     known = list(inspect.signature(Estimator.__call__).parameters)[1:]
     if sizes.get("batch") is not None:

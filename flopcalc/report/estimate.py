@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.utilization import Utilization
@@ -49,7 +48,7 @@ def format_csv(
     )
 
 
-def format_lines(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def format_lines(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """CSV."""
     import csv
     import io

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def bind_config(
-    model: Any,
+    model: object,
     *,
-    recipe: Recipe | Mapping[str, Any] | None = None,
+    recipe: Recipe | Mapping[str, object] | None = None,
     convention: str = "model",
     attention_kernel: str = "auto",
     device: str | None = None,
@@ -105,7 +105,7 @@ def bind_config(
     return estimator
 
 
-def _add_adapter(recipe: Recipe | Mapping[str, Any] | None, lora: dict[str, Any]) -> Recipe | Mapping[str, Any]:
+def _add_adapter(recipe: Recipe | Mapping[str, object] | None, lora: dict[str, object]) -> Recipe | Mapping[str, Any]:
     """A recipe with the adapter that a file has, unless it says itself what trains."""
     if recipe is None:
         return make_recipe(lora=lora)
@@ -123,5 +123,5 @@ def _read_recipe(given: Mapping[str, Any]) -> Recipe:
     return make_recipe(**given)
 
 
-def _uses_inner(config: Mapping[str, Any], specs: Mapping[str, Spec]) -> bool:
+def _uses_inner(config: Mapping[str, object], specs: Mapping[str, Spec]) -> bool:
     return any(isinstance(value, Mapping) and value.get("model_type") in specs for value in config.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flopcalc.core.count.count import Mode, count
 from flopcalc.core.count.flops import NO_FLOPS, Flops
@@ -114,7 +114,7 @@ class CountedEstimator(Estimator):
 
     def estimate_batch(
         self,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, object],
         *,
         phase: str = "train",
         logits: int | str | None = None,

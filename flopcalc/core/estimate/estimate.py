@@ -383,7 +383,7 @@ class Estimate(Value):
         for row in rows:
             if by == "module":
                 path, _, count, forward, backward, *more, parameters = row
-                head: list[Any] = [_shorten(path, 32 - 12 * sum(has)), count]
+                head: list[object] = [_shorten(path, 32 - 12 * sum(has)), count]
                 tail = [format_parameters(parameters) if parameters else "-"]
             else:
                 (name, forward, backward, *more), tail = row, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import CountedRow, Weights
@@ -68,17 +68,17 @@ class Estimator(Protocol):
         seq_len: int | None = None,
         *,
         images: Iterable[Picture] | None = None,
-        image_grid_thw: Any = None,
-        video_grid_thw: Any = None,
+        image_grid_thw: object = None,
+        video_grid_thw: object = None,
         lengths: Iterable[int] | None = None,
-        batch: Mapping[str, Any] | None = None,
+        batch: Mapping[str, object] | None = None,
         phase: str = "train",
         context: int | None = None,
         logits: int | str | None = None,
         decoder_seq_len: int | None = None,
         clips: Iterable[int] | None = None,
         audio: Iterable[float] | None = None,
-        videos: Iterable[Any] | None = None,
+        videos: Iterable[object] | None = None,
         text: int | None = None,
         sampling_steps: int | None = None,
         guidance: bool | str | None = None,
@@ -127,7 +127,7 @@ class Estimator(Protocol):
 
     def estimate_batch(
         self,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, object],
         *,
         phase: str = "train",
         logits: int | str | None = None,
@@ -209,7 +209,7 @@ class Estimator(Protocol):
 class Samples(Protocol):
     """The estimator of a diffusion model."""
 
-    def ask(self, asked: Any) -> Estimate: ...
+    def ask(self, asked: object) -> Estimate: ...
 
 
 def check_no_sampling(name: str, phase: str, **asked: object) -> None:

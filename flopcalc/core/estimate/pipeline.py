@@ -230,7 +230,7 @@ class PipelineEstimator(Estimator):
         return self.denoiser.estimate(load, notes)
 
     def estimate_batch(
-        self, batch: Mapping[str, Any], *, phase: str = "train", logits: int | str | None = None,
+        self, batch: Mapping[str, object], *, phase: str = "train", logits: int | str | None = None,
         read_device: bool = True,
     ) -> Estimate:  # fmt: skip
         """FLOPs of one step of the denoiser on what its forward is given."""
@@ -278,10 +278,10 @@ class PipelineEstimator(Estimator):
 
 
 def read_asked(
-    estimator: Estimator, batch_size: int = 1, seq_len: int | None = None, *, images: Iterable[Any] | None = None,
-    videos: Iterable[Any] | None = None, text: int | None = None, sampling_steps: int | None = None,
+    estimator: Estimator, batch_size: int = 1, seq_len: int | None = None, *, images: Iterable[object] | None = None,
+    videos: Iterable[object] | None = None, text: int | None = None, sampling_steps: int | None = None,
     guidance: bool | str | None = None, parts: Iterable[str] | str | None = None, phase: str = "train",
-    **others: Any,
+    **others: object,
 ) -> Asked:  # fmt: skip
     """What estimate_flops' keywords say of a diffusion model; `sampling_steps` alone means phase sample."""
     for name, value in others.items():
@@ -353,7 +353,7 @@ def read_parts(value: Iterable[str] | str | None) -> tuple[str, ...] | None:
     return found
 
 
-def _read_sizes(given: Iterable[Any] | None, batch: int, many: int, what: str) -> tuple[int, ...] | None:
+def _read_sizes(given: Iterable[object] | None, batch: int, many: int, what: str) -> tuple[int, ...] | None:
     """The one size of all samples: one entry, or the same for each."""
     if given is None:
         return None

@@ -186,7 +186,7 @@ class QuotedScope:
     def _facts(self) -> dict[str, Any]:
         load, parameters = self._load, self._estimator.parameters()
         decoder = load.decoder
-        facts: dict[str, Any] = {
+        facts: dict[str, object] = {
             "model_type": self._estimator.source.config["model_type"],
             "passes": 3 if load.phase == "train" else 1,
             "tokens": load.tokens,

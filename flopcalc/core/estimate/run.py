@@ -54,7 +54,7 @@ def count_run(
     step_time_s: float | None = None,
     tokens_per_second: float | None = None,
     device: str | None = None,
-    dtype: Any = None,
+    dtype: object = None,
     peak: float | Mapping[str, float] | None = None,
     gpus: int = 1,
 ) -> Run:

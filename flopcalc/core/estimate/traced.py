@@ -128,7 +128,7 @@ class TracedEstimator(Estimator):
 
     def estimate_batch(
         self,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, object],
         *,
         phase: str = "train",
         logits: int | str | None = None,
@@ -155,7 +155,7 @@ class TracedEstimator(Estimator):
             raise WorkloadError(f"the batch needs what the model was traced with: {', '.join(self.traced.axes)}")
         return self.estimate(make_workload(sizes["b"], sizes.get("n", 1), phase=phase, logits=logits))
 
-    def _find_sibling(self, batch: Mapping[str, Any]) -> TracedEstimator | None:
+    def _find_sibling(self, batch: Mapping[str, object]) -> TracedEstimator | None:
         """The same module traced at the sizes of this batch; None where they are those of the example."""
         shapes: dict[str, tuple[int, ...]] = {}
         changed = ""
@@ -318,7 +318,7 @@ def find_cache_dir() -> str:
     return os.path.join(base, "flopcalc")
 
 
-def make_key(identity: Mapping[str, Any]) -> str:
+def make_key(identity: Mapping[str, object]) -> str:
     """A file's name for whatever decides a trace: config, recipe, library versions, kind of workload."""
     import hashlib  # imported lazily: few commands trace
 
@@ -370,7 +370,7 @@ _TRACE_FORM = {
 }
 
 
-def _are_sizes(sizes: dict[str, Any]) -> bool:
+def _are_sizes(sizes: dict[str, object]) -> bool:
     """Whether images' tokens are a size or not known, and their merge is a size."""
     given = {name: 0 if size is None else size for name, size in sizes.items()}
     return all(type(size) is int and 0 <= size < 10**9 for size in given.values()) and bool(sizes.get("merge", 1))

@@ -97,7 +97,7 @@ def translate_estimate(
     tokens_per_second: float | None = None,
     gpus: int = 1,
     device: str | None = None,
-    dtype: Any = "bf16",
+    dtype: object = "bf16",
     peak: float | Mapping[str, float] | None = None,
     mtp: int | None = None,
 ) -> Translation:
@@ -158,7 +158,7 @@ def _count_all(estimate: Estimate, mtp: int | None, quoted: str | None) -> tuple
 
 
 def _find_rate(
-    device: str | None, dtype: Any, peak: float | Mapping[str, float] | None, is_needed: bool
+    device: str | None, dtype: object, peak: float | Mapping[str, float] | None, is_needed: bool
 ) -> tuple[str | None, float | None]:  # fmt: skip
     if device is None and peak is None:
         if is_needed:

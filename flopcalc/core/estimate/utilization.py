@@ -83,7 +83,7 @@ def mfu(
     *,
     tokens_per_second: float | None = None,
     device: str | None = None,
-    dtype: Any = None,
+    dtype: object = None,
     peak: float | Mapping[str, float] | None = None,
     num_devices: int = 1,
     gpus: int | None = None,
@@ -115,7 +115,7 @@ def hfu(
     *,
     tokens_per_second: float | None = None,
     device: str | None = None,
-    dtype: Any = None,
+    dtype: object = None,
     peak: float | Mapping[str, float] | None = None,
     num_devices: int = 1,
     gpus: int | None = None,
@@ -141,7 +141,7 @@ def find_ideal_time(
     flops: Mapping[str, float],
     *,
     device: str | None,
-    dtype: Any = None,
+    dtype: object = None,
     peak: float | Mapping[str, float] | None = None,
 ) -> Ideal:
     """The least time of FLOPs by format on one device: the sum of each format's FLOPs ÷ its peak.

@@ -48,7 +48,7 @@ def read_adapter(config: dict[str, Any], where: str) -> Adapter:
     return Adapter(base, None, words, head)
 
 
-def _list_others(config: dict[str, Any]) -> str:
+def _list_others(config: dict[str, object]) -> str:
     """Settings that change what is computed, and are left out."""
     switches = ("use_dora", "rank_pattern", "layers_to_transform", "layers_pattern", "megatron_config")
     found = [name for name in switches if config.get(name)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.config_rules import check_config, fill_nulls
@@ -198,7 +198,7 @@ def _read_limit(dims: BoundDims) -> int:
     if text is None:
         return 0
     try:
-        value: Any = dims.evaluate(text)
+        value: object = dims.evaluate(text)
     except MissingNameError:
         return 0
     if isinstance(value, int) and value < 1 and dims.spec.positions["kind"] == "rotary":

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 from flopcalc.core.spec.aliases import find_alias, list_aliases
 from flopcalc.core.spec.spec import find_key, find_spec
@@ -65,13 +64,13 @@ def find_type(named: str) -> str | None:
     return same[0] if same and stem else None
 
 
-def find_untyped(config: Mapping[str, Any]) -> str | None:
+def find_untyped(config: Mapping[str, object]) -> str | None:
     """The model type of a config that names neither type nor class, by keys that only its family has."""
     known = [(name, alias.untyped) for name, alias in list_aliases().items() if alias.untyped]
     return next((name for name, keys in known if all(config.get(key) is not None for key in keys)), None)
 
 
-def suggest_type(config: Mapping[str, Any]) -> str | None:
+def suggest_type(config: Mapping[str, object]) -> str | None:
     """The nearest known family of a config whose type is foreign: by the class it names, else by the keys it has."""
     named = config.get("architectures")
     if isinstance(named, (list, tuple)) and named:
@@ -90,7 +89,7 @@ def suggest_type(config: Mapping[str, Any]) -> str | None:
     return next((name for name, key in _COMPOSITES if _is_known(config.get(key), config.get("vision_config"))), None)
 
 
-def _is_known(*inner: Any) -> bool:
+def _is_known(*inner: object) -> bool:
     """Whether all are configs of known types."""
     types = [each.get("model_type") if isinstance(each, Mapping) else None for each in inner]
     return all(isinstance(kind, str) and (find_spec(kind) or find_alias(kind)) for kind in types)

@@ -60,7 +60,7 @@ class Pipeline(Value):
     def image_encoders(self) -> tuple[str, ...]:
         return tuple(map(str, self.tables.get("image_encoders", ())))
 
-    def list_uncounted(self, config: Mapping[str, Any]) -> list[str]:
+    def list_uncounted(self, config: Mapping[str, object]) -> list[str]:
         """Parts of a pipeline that nothing describes, in words."""
         known = {self.denoiser, self.second, "vae", SCHEDULER, *(name for name, _ in self.encoders)}
         known |= set(self.image_encoders)
@@ -132,7 +132,9 @@ class Pipeline(Value):
 class Values:
     """The names in a pipeline's expressions: keys of its config, dotted into its parts, `text` and `frames`."""
 
-    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], text: int = 0, frames: int = 1) -> None:
+    def __init__(
+        self, config: Mapping[str, object], defaults: Mapping[str, object], text: int = 0, frames: int = 1
+    ) -> None:
         self._config, self._defaults = config, defaults
         self._sizes = {"text": text, "frames": frames}
 
@@ -164,18 +166,18 @@ class Values:
 _OLD = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
 
 
-def name_class(config: Mapping[str, Any]) -> str:
+def name_class(config: Mapping[str, object]) -> str:
     """The class that diffusers builds for a config."""
     name = str(config["_class_name"])
     return _OLD.get(str(config.get("norm_type")), name) if name == "Transformer2DModel" else name
 
 
-def is_pipeline(config: Mapping[str, Any]) -> bool:
+def is_pipeline(config: Mapping[str, object]) -> bool:
     """Whether a config is a pipeline's, not a model's: parts of it are named by their folders."""
     return str(config.get("_class_name", "")).endswith("Pipeline")
 
 
-def read_pipeline(config: Mapping[str, Any], where: str) -> Pipeline:
+def read_pipeline(config: Mapping[str, object], where: str) -> Pipeline:
     """The pipeline that a config names; one whose class is not described is an error."""
     name = str(config["_class_name"])
     path = find_data_file("pipelines", name)

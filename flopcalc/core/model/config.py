@@ -42,7 +42,7 @@ class Source(Value):
 
 
 def load_config(
-    model: Any, *, download: bool = False, model_type: str | None = None, own: Collection[str] = ()
+    model: object, *, download: bool = False, model_type: str | None = None, own: Collection[str] = ()
 ) -> Source:
     """Find and read a model's config; nothing is downloaded unless asked, no remote code is ever run.
 
@@ -66,7 +66,7 @@ def _map_known(source: Source, own: Collection[str]) -> Source:
     return source.replace(config=config, note="; ".join(filter(None, (source.note, *notes))))
 
 
-def _find_source(model: Any, download: bool) -> Source:
+def _find_source(model: object, download: bool) -> Source:
     if isinstance(model, Source):
         return model
     if isinstance(model, (str, os.PathLike)):
@@ -92,7 +92,7 @@ def _find_source(model: Any, download: bool) -> Source:
     )
 
 
-def _read_pipeline(pipeline: Any, parts: Mapping[str, Any]) -> Source:
+def _read_pipeline(pipeline: Any, parts: Mapping[str, object]) -> Source:
     """A live pipeline of diffusers: its own settings, and the configs of its models; the denoiser is the live model."""
     classes = [each.__name__ for each in type(pipeline).__mro__]
     name = next((each for each in classes if find_data_file("pipelines", each)), classes[0])
@@ -102,7 +102,7 @@ def _read_pipeline(pipeline: Any, parts: Mapping[str, Any]) -> Source:
     return Source(classes[0], config, f"config of {classes[0]}", reference="live model", module=module)
 
 
-def _read_parts(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _read_parts(parts: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """The configs of a live pipeline's models, each with its class and the format that its parameters are in."""
     found = {}
     for name, part in parts.items():
@@ -118,18 +118,18 @@ def _read_parts(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _find_class(module: Any) -> str | None:
+def _find_class(module: object) -> str | None:
     """The class of a live module, or the one it extends, that a spec of diffusers' classes describes."""
     names = (each.__name__ for each in type(unwrap(module)).__mro__)
     return next((name for name in names if find_data_file("specs", name)), None)
 
 
-def is_denoiser(module: Any) -> bool:
+def is_denoiser(module: object) -> bool:
     """Whether a live module is a diffusers model that a spec describes."""
     return _find_class(module) is not None
 
 
-def _plain(config: Any) -> dict[str, Any]:
+def _plain(config: object) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if not hasattr(config, "to_dict"):

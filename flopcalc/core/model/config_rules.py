@@ -58,14 +58,14 @@ def _find_value(name: str, start: int = 0) -> Any:
 
 @cache
 def _find_words() -> dict[str, Any]:
-    words: dict[str, Any] = _find_value("words")
+    words: dict[str, object] = _find_value("words")
     return words
 
 
 @cache
 def _find_class(name: str) -> dict[str, Any] | None:
     """What the config class of a model_type refuses; None where transformers has none."""
-    found: dict[str, Any] | None = _find_value(name, _read_file(FILE).index('"classes": {'))
+    found: dict[str, object] | None = _find_value(name, _read_file(FILE).index('"classes": {'))
     return found
 
 
@@ -74,7 +74,7 @@ def is_type_of_transformers(model_type: str) -> bool:
     return _find_class(model_type) is not None
 
 
-def list_float32(config: Mapping[str, Any], dtype: str) -> tuple[str, ...]:
+def list_float32(config: Mapping[str, object], dtype: str) -> tuple[str, ...]:
     """Patterns of the parameters that from_pretrained keeps in float32 where a model is loaded in a 16-bit format.
 
     transformers keeps `_keep_in_fp32_modules_strict` in both formats and `_keep_in_fp32_modules` in fp16. A model has
@@ -90,7 +90,7 @@ def list_float32(config: Mapping[str, Any], dtype: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def list_unconverted(config: Mapping[str, Any]) -> tuple[str, ...]:
+def list_unconverted(config: Mapping[str, object]) -> tuple[str, ...]:
     """Modules that transformers' quantizers leave out: those of `_keep_in_fp32_modules`, in any format."""
     half = list_float32(config, "bf16")
     return tuple(name for name in list_float32(config, "fp16") if name not in half)
@@ -107,7 +107,7 @@ def _find_rules(name: str) -> list[dict[str, Any]]:
 class _Keys:
     """A config's keys, and the names of a rule: each the first of its expressions whose keys the config has."""
 
-    def __init__(self, config: Mapping[str, Any], names: Mapping[str, list[str]]) -> None:
+    def __init__(self, config: Mapping[str, object], names: Mapping[str, list[str]]) -> None:
         self.config = dict(config)
         self.names = names
         self.own: Mapping[str, Any] = {}  # values of the rule itself: an entry of a list, and its place
@@ -133,7 +133,7 @@ class _Keys:
         return ", ".join(f"{name} is {format_value(value)}" for name, is_given, value in given if is_given)
 
 
-def check_config(config: Mapping[str, Any], where: str, model_type: str | None = None) -> None:
+def check_config(config: Mapping[str, object], where: str, model_type: str | None = None) -> None:
     """A ConfigError where HF's config class refuses a value; inner configs too. Unknown types pass."""
     name = config.get("model_type") if model_type is None else model_type
     rules = _find_class(name) if isinstance(name, str) else None
@@ -204,15 +204,15 @@ def _check_length(length: int, text: str, keys: _Keys, key: str) -> None:
         raise ConfigError(f"{key} must have {wanted} entries, not {length}{f' ({read})' if read else ''}")
 
 
-def fill_nulls(config: Mapping[str, Any], model_type: str | None = None) -> dict[str, Any]:
+def fill_nulls(config: Mapping[str, object], model_type: str | None = None) -> dict[str, Any]:
     """The same config with values in place of the nulls that transformers takes for them; inner configs too."""
     name = config.get("model_type") if model_type is None else model_type
     rules = (_find_class(name) if isinstance(name, str) else None) or {}
-    means: dict[str, Any] = dict.fromkeys(rules.get("falsy", "").split(), False)
+    means: dict[str, object] = dict.fromkeys(rules.get("falsy", "").split(), False)
     for rule in _find_rules(name) if isinstance(name, str) else ():
         means |= rule.get("null_means", {})
     config = _choose_rope(config)
-    filled: dict[str, Any] = {key: value for key, value in means.items() if key in config and config[key] is None}
+    filled: dict[str, object] = {key: value for key, value in means.items() if key in config and config[key] is None}
     if "rope_scaling" in config:
         filled["rope_parameters"] = config["rope_scaling"]
     for key, inner in rules.get("inner", {}).items():
@@ -221,7 +221,7 @@ def fill_nulls(config: Mapping[str, Any], model_type: str | None = None) -> dict
     return {**config, **filled}
 
 
-def _name_inner(config: Mapping[str, Any], inner: str) -> Any:
+def _name_inner(config: Mapping[str, object], inner: str) -> Any:
     """The type of an inner config: its own where the class takes any, after the star the one without."""
     return config.get("model_type") or inner[1:] if inner.startswith("*") else inner
 
@@ -234,7 +234,7 @@ def _holds(text: str, keys: _Keys) -> bool:
         return False
 
 
-def _names_class(config: Mapping[str, Any], endings: Iterable[str]) -> bool:
+def _names_class(config: Mapping[str, object], endings: Iterable[str]) -> bool:
     """Whether the class that the config names ends so."""
     classes = config.get("architectures")
     return isinstance(classes, list) and any(str(each).endswith(tuple(endings)) for each in classes[:1])
@@ -313,7 +313,7 @@ def _check_word(word: object, vocabulary: str, key: str) -> None:
         raise ConfigError(f"{key} holds {format_value(word)}, which HF does not know.{near}")
 
 
-def _check_layers(config: Mapping[str, Any], key: str, count: object, count_key: str, where: str) -> None:
+def _check_layers(config: Mapping[str, object], key: str, count: object, count_key: str, where: str) -> None:
     """A list of words, one for each layer."""
     words = config.get(key)
     if not isinstance(words, (list, tuple)):
@@ -324,7 +324,7 @@ def _check_layers(config: Mapping[str, Any], key: str, count: object, count_key:
         raise ConfigError(f"{where}: {key} has {len(words)} entries, but {count_key} is {format_value(count)}")
 
 
-def _check_even(config: Mapping[str, Any], text: str, where: str) -> None:
+def _check_even(config: Mapping[str, object], text: str, where: str) -> None:
     """Rotary embeddings turn pairs of numbers: a head that they turn as a whole is even."""
     whole, _, heads = text.partition(" / ")
     size, count = config.get(whole), config.get(heads, 1)
@@ -339,7 +339,7 @@ def _check_even(config: Mapping[str, Any], text: str, where: str) -> None:
         raise ConfigError(f"{where}: head_dim must be even: rotary embeddings turn pairs of numbers ({behind})")
 
 
-def _choose_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _choose_rope(config: Mapping[str, object]) -> Mapping[str, object]:
     """The config with one table of rotary embeddings: transformers takes rope_scaling, if there is one, instead of
     rope_parameters (modeling_rope_utils.py, convert_rope_params_to_dict).
     """
@@ -347,12 +347,12 @@ def _choose_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in config.items() if key != dropped} if dropped in config else config
 
 
-def _find_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _find_rope(config: Mapping[str, object]) -> Mapping[str, Any]:
     rope = config.get("rope_scaling", config.get("rope_parameters"))
     return rope if isinstance(rope, Mapping) else {}
 
 
-def _list_rope_tables(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _list_rope_tables(config: Mapping[str, object]) -> list[Mapping[str, Any]]:
     """The table of rotary embeddings, or one for each kind of layer."""
     rope = _find_rope(config)
     if not rope:
@@ -360,7 +360,7 @@ def _list_rope_tables(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [table for table in rope.values() if isinstance(table, Mapping)] or [rope]
 
 
-def _list_factors(config: Mapping[str, Any]) -> Iterator[Any]:
+def _list_factors(config: Mapping[str, object]) -> Iterator[Any]:
     """The share of a head that is turned, as the config has it: one, or one for each kind of layer."""
     for table in _list_rope_tables(config) or [{}]:
         names = ("partial_rotary_factor", "rotary_pct", "rope_pct")

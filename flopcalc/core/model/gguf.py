@@ -147,7 +147,7 @@ def load_gguf(path: str) -> GgufModel:
             "model's config.json can be counted instead, with --model-type TYPE if its type is foreign"
         )
     entry = known[name]
-    config: dict[str, Any] = {"model_type": entry["model_type"]}
+    config: dict[str, object] = {"model_type": entry["model_type"]}
     for key, source in {**tables["keys"], **entry.get("keys", {})}.items():
         value = header.values.get(f"{name}.{source}")
         if value is not None and not (source.startswith("expert") and not value):
@@ -181,7 +181,7 @@ def _read_shards(path: str) -> tuple[Header, list[str]]:
     ), missing
 
 
-def _flatten(value: Any, key: str, path: str) -> Any:
+def _flatten(value: object, key: str, path: str) -> Any:
     """A list with a number per layer is one number, if all are alike."""
     if not isinstance(value, list):
         return value
@@ -190,7 +190,7 @@ def _flatten(value: Any, key: str, path: str) -> Any:
     raise ConfigError(f"{path}: {key} differs from layer to layer in this file, which its config cannot say")
 
 
-def _read_tensors(header: Header, tables: dict[str, Any], config: dict[str, Any], is_whole: bool) -> dict[str, Any]:
+def _read_tensors(header: Header, tables: dict[str, Any], config: dict[str, object], is_whole: bool) -> dict[str, Any]:
     """What only the tensors tell: the vocabulary, a head of its own, biases."""
     found: dict[str, Any] = {}
     words = header.tensors.get("token_embd.weight")

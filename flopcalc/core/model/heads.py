@@ -159,7 +159,7 @@ def _read_size(source: Source, keys: list[str]) -> int:
     return check_size(int(given) if isinstance(given, str) and given.isdigit() else given, f"{source.where}: {keys[0]}")
 
 
-def read_labels(config: dict[str, Any], where: str) -> int:
+def read_labels(config: dict[str, object], where: str) -> int:
     """How many labels a config has: num_labels, else those that it names, else transformers' default."""
     inner = config.get("text_config")
     for table in (config, inner if isinstance(inner, dict) else {}):
@@ -251,7 +251,7 @@ def _is_outside(op: Op, prefix: str) -> bool:
     return op.name.startswith("/") and not op.name.startswith(f"/{prefix}.")
 
 
-def _place(stack: dict[str, Any], base: str) -> dict[str, Any]:
+def _place(stack: dict[str, object], base: str) -> dict[str, Any]:
     """A stack of a head; a path that begins with a dot lies in the body."""
     path = str(stack["path"])
     return {**stack, "path": f"{base}{path}" if base else path.removeprefix(".")} if path.startswith(".") else stack

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flopcalc.core.spec.spec import BoundDims
 from flopcalc.core.workload.workload import Grid, Workload
@@ -61,7 +61,7 @@ class Latents(NamedTuple):
             raise WorkloadError(f"{frames} frames: one frame, and then a multiple of {step}")
         return (frames - 1) // step + 1
 
-    def read_batch(self, batch: Mapping[str, Any], phase: str) -> Workload:
+    def read_batch(self, batch: Mapping[str, object], phase: str) -> Workload:
         """The workload of what the denoiser's forward is given."""
         if not isinstance(batch, Mapping):
             raise WorkloadError(f"batch must be a mapping as given to the model, not {format_value(batch)}")
@@ -85,7 +85,7 @@ class Latents(NamedTuple):
         return Workload(sizes["b"], seq, phase=phase, grids=(grid,) * sizes["b"])
 
 
-def _read_shape(batch: Mapping[str, Any], key: str) -> tuple[int, ...]:
+def _read_shape(batch: Mapping[str, object], key: str) -> tuple[int, ...]:
     shape = getattr(batch.get(key), "shape", None)
     if shape is None:
         raise WorkloadError(f"batch needs {key}, a tensor")

@@ -67,7 +67,7 @@ class LayerBuilder:
         self._width: int | None = None  # what the attention before hands on, until a product reads it
         self._width_from: tuple[str, ...] = ()  # the expressions behind it
 
-    def build(self, items: list[Any]) -> Chain:
+    def build(self, items: list[object]) -> Chain:
         """The chain of the current layer; layers in which every changing name has the same value share one."""
         if self._changing is None:
             self._changing = self._find_changing(items)
@@ -78,7 +78,7 @@ class LayerBuilder:
             chain = self._chains[key] = self._alike.setdefault(chain, chain)
         return chain
 
-    def _find_changing(self, items: list[Any]) -> list[str]:
+    def _find_changing(self, items: list[object]) -> list[str]:
         """Names that the ops read and that change from layer to layer."""
         flat = self._flatten(items)
         texts = {value for each in flat for key, value in each.items() if isinstance(value, str) and key not in WORDS}
@@ -157,7 +157,7 @@ class LayerBuilder:
                     built.append(op)
         return tuple(built)
 
-    def _branch(self, entry: Any, part: str) -> Chain:
+    def _branch(self, entry: object, part: str) -> Chain:
         """One of several siblings: what it reads is not the attention before them alone, nor what follows it."""
         self._width = None
         chain = self._chain(entry if isinstance(entry, list) else [entry], part)
@@ -296,7 +296,7 @@ class LayerBuilder:
                     f"{format_origin(self.dims, 'rotary')}"
                 )
 
-    def _check_width(self, item: dict[str, Any], width: int) -> None:
+    def _check_width(self, item: dict[str, object], width: int) -> None:
         """A product after attention reads its heads, all of them and nothing else: HF's code would fail too."""
         given, self._width = self._width, None
         is_wrong = given is not None and given != width and item["op"] == "linear" and "from" not in item

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 from flopcalc.core.workload.sums import Only, Sum
 from flopcalc.values import Value, frozen
@@ -392,7 +392,7 @@ def rename_stage(stage: Stage, old: str, new: str) -> Stage:
     """The stage with its paths under another module; an empty name is the top."""
 
     def move_op(op: Op) -> Op:
-        changes: dict[str, Any] = {}
+        changes: dict[str, object] = {}
         if op.name.startswith("/"):
             changes["name"] = f"/{rename_path(op.name[1:], old, new)}"
         if isinstance(op, Weighted) and op.tied:

@@ -46,7 +46,7 @@ def smart_resize(
     return new_height, new_width
 
 
-def _whole(values: dict[str, Any], key: str) -> int:
+def _whole(values: dict[str, object], key: str) -> int:
     value = values[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"preprocessor_config.json: {key} must be a positive whole number, not {format_value(value)}")
@@ -254,7 +254,7 @@ def _patch_sides(values: dict[str, Any]) -> tuple[int, int]:
     return high, wide
 
 
-def _crop(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _crop(width: int, height: int, values: dict[str, object]) -> Grid:
     """Patches that fit into the resized image."""
     (height, width), (high, wide) = _resize_and_crop(width, height, values), _patch_sides(values)
     return (1, height // high, width // wide)
@@ -297,7 +297,7 @@ def _multiples(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(height, width, values)
 
 
-def _divisible(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _divisible(width: int, height: int, values: dict[str, object]) -> Grid:
     """GLPN: both sides down to a multiple."""
     if values["do_resize"]:
         divisor = _whole(values, "size_divisor")
@@ -307,7 +307,7 @@ def _divisible(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(height, width, values)
 
 
-def _cover(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _cover(width: int, height: int, values: dict[str, object]) -> Grid:
     """Swin: patches that cover the resized image, the last ones padded."""
     (height, width), (high, wide) = _resize_and_crop(width, height, values), _patch_sides(values)
     return (1, math.ceil(height / high), math.ceil(width / wide))

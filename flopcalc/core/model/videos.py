@@ -6,7 +6,7 @@ import math
 import os
 import re
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flopcalc.core.model.resizing import RULES, smart_resize
 from flopcalc.core.model.vision import Vision
@@ -59,7 +59,7 @@ class Processor(NamedTuple):
     note: str
     defaults: dict[str, int]  # name, or several joined by " or " -> value
 
-    def read_values(self, preprocessor: dict[str, Any] | None) -> dict[str, int]:
+    def read_values(self, preprocessor: dict[str, object] | None) -> dict[str, int]:
         """The parameters: those of video_preprocessor_config.json, else the class's, by the last of their names."""
         values = {}
         for keys, default in self.defaults.items():
@@ -94,7 +94,7 @@ def cut_video(
     video: Video,
     vision: Vision,
     model_type: str,
-    preprocessor: dict[str, Any] | None = None,
+    preprocessor: dict[str, object] | None = None,
     max_pixels: int | None = None,
 ) -> tuple[list[Grid], list[str]]:
     """The grids of a video, and notes on its frames, their size, and limits that were assumed."""
@@ -172,7 +172,7 @@ def _resize(
     """Height and width of a frame after the processor's resize."""
     merge = values.get("merge_size", vision.merge)
     if processor.rule != "smart":
-        sizes: dict[str, Any] = {"patch": vision.patch, "merge": merge, **values}
+        sizes: dict[str, object] = {"patch": vision.patch, "merge": merge, **values}
         if processor.rule == "nearest":
             sizes["max_image_tokens"] = values["max_video_frame_tokens"]
         made = RULES["nearest_aspect" if processor.rule == "nearest" else processor.rule](width, height, sizes)

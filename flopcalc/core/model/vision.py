@@ -149,7 +149,7 @@ class Vision(Value):
         return grid[0] * (self.side**2 if self.kind == "tiles" else grid[1] * grid[2])
 
     def grid_of_pixels(
-        self, width: int, height: int, preprocessor: dict[str, Any] | None, images: int = 1
+        self, width: int, height: int, preprocessor: dict[str, object] | None, images: int = 1
     ) -> tuple[Grid, list[str]]:
         """The grid of an image of so many pixels after the processor's resize, and notes on assumed limits.
 
@@ -182,7 +182,7 @@ class Vision(Value):
         return (1, new_height // patch, new_width // patch), notes
 
     def grids_of_pixels(
-        self, width: int, height: int, preprocessor: dict[str, Any] | None, images: int = 1
+        self, width: int, height: int, preprocessor: dict[str, object] | None, images: int = 1
     ) -> tuple[list[Grid], list[str]]:
         """All images that the processor makes of one; most make one."""
         if self.dims is not None and "pixels" in self.dims.spec.vision and self.kind != "fixed":
@@ -223,7 +223,7 @@ class _GridNames:
 class _RowNames:
     """A spec's names; before them a, b, row, the entries of one image's row in a batch's sizes, and its tensors."""
 
-    def __init__(self, dims: BoundDims, row: Any, batch: Mapping[str, Any]) -> None:
+    def __init__(self, dims: BoundDims, row: object, batch: Mapping[str, object]) -> None:
         self.dims = dims
         self.batch = batch
         entries = row.tolist() if hasattr(row, "tolist") else row
@@ -238,12 +238,12 @@ class _RowNames:
 
 
 def _apply_rule(
-    dims: BoundDims, width: int, height: int, preprocessor: dict[str, Any] | None, images: int
+    dims: BoundDims, width: int, height: int, preprocessor: dict[str, object] | None, images: int
 ) -> tuple[list[Grid], list[str]]:
     """The named rule of [vision.pixels]; its parameters are preprocessor_config.json's, else the spec's own."""
     table = dict(dims.spec.vision["pixels"])
     name = str(table.pop("rule", ""))
-    values: dict[str, Any] = {"images": images}
+    values: dict[str, object] = {"images": images}
     for keys, text in table.items():
         names = keys.split(" or ")  # what releases call it; the first that is given counts
         found_values = [value for _, value in (find_key(preprocessor or {}, key) for key in names) if value is not None]
@@ -299,7 +299,7 @@ def bind_vision(dims: BoundDims) -> Vision | None:
     )
 
 
-def _read_limits(preprocessor: dict[str, Any] | None) -> tuple[int, int, list[str]]:
+def _read_limits(preprocessor: dict[str, object] | None) -> tuple[int, int, list[str]]:
     least, most = _SMART_DEFAULTS
     table = preprocessor or {}
     edges = table.get("size") if isinstance(table.get("size"), dict) else {}
@@ -319,7 +319,7 @@ def _read_limits(preprocessor: dict[str, Any] | None) -> tuple[int, int, list[st
     return least, most, []
 
 
-def _limit(table: dict[str, Any], key: str, default: int) -> int:
+def _limit(table: dict[str, object], key: str, default: int) -> int:
     value = table.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"preprocessor_config.json: {key} must be a positive whole number, not {format_value(value)}")

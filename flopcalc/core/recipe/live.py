@@ -98,7 +98,7 @@ def read_formats(model: Any, *, are_said: bool = False) -> Live:
     return Live(plain, {name: stored for name, stored in found.items() if stored != own}, adapter)
 
 
-def _find_stored(module: Any, parameter: Any, name: str, are_said: bool) -> Stored:
+def _find_stored(module: object, parameter: Any, name: str, are_said: bool) -> Stored:
     kind, holder = type(parameter).__name__, type(module).__name__
     if kind == "Params4bit":
         return _read_4bit(module, parameter, name)
@@ -130,7 +130,7 @@ _ACTIVATIONS = (
 _COMPUTED = {"int8": "int8", "fp8": "fp8"}  # with activations cast too; other formats say it themselves
 
 
-def _name_torchao(parameter: Any, kind: str) -> str:
+def _name_torchao(parameter: object, kind: str) -> str:
     """The stored format of one of torchao's tensors; empty for other tensors."""
     if kind == "MXTensor":
         elements = str(getattr(parameter, "elem_dtype", ""))
@@ -157,7 +157,7 @@ def _read_torchao(parameter: Any, known: str) -> Stored:
     )  # fmt: skip
 
 
-def _read_4bit(module: Any, parameter: Any, name: str) -> Stored:
+def _read_4bit(module: object, parameter: object, name: str) -> Stored:
     """bitsandbytes' nf4 and fp4, with or without double quantization."""
     word = str(getattr(parameter, "quant_type", "fp4"))
     is_double = bool(getattr(parameter, "compress_statistics", False))

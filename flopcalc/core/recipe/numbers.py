@@ -268,7 +268,7 @@ class Live(NamedTuple):
 
 
 def make_formats(
-    config: Mapping[str, Any], where: str, recipe: Recipe, asked: FormatOptions, live: Live | None = None,
+    config: Mapping[str, object], where: str, recipe: Recipe, asked: FormatOptions, live: Live | None = None,
     casts: bool = False,
 ) -> Formats:  # fmt: skip
     """The formats that options, then a live model or a quantization_config, then the config say; bf16 without any.

@@ -113,9 +113,9 @@ class Quantization(Value):
         return next((rule.stored for rule in self.rules if rule.fits(place)), None)
 
 
-def find_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
+def find_config(config: Mapping[str, object], where: str) -> Mapping[str, Any] | None:
     """The quantization_config of a model, at the top or in one of its parts; two that differ are an error."""
-    found: list[tuple[str, Mapping[str, Any]]] = []
+    found: list[tuple[str, Mapping[str, object]]] = []
     parts = [("", config), *((f"{key}.", value) for key, value in config.items() if isinstance(value, Mapping))]
     for prefix, part in parts:
         for key in ("quantization_config", "compression_config"):
@@ -138,7 +138,7 @@ def find_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any] | No
 class Keys:
     """The keys of a quantization_config, taken one by one; what is left at the end is unknown."""
 
-    def __init__(self, config: Mapping[str, Any], where: str, name: str = "quantization_config") -> None:
+    def __init__(self, config: Mapping[str, object], where: str, name: str = "quantization_config") -> None:
         self.config, self.where, self.name = config, where, name
         self.seen: set[str] = set()
 
@@ -156,7 +156,7 @@ class Keys:
             self.fail(key, f"is {format_value(value)}, which is not read here")
         return value
 
-    def choose(self, key: str, known: Iterable[Any], default: Any) -> Any:
+    def choose(self, key: str, known: Iterable[object], default: object) -> Any:
         """One of several values."""
         self.seen.add(key)
         value = self.config.get(key)
@@ -167,7 +167,7 @@ class Keys:
             self.fail(key, f"is {format_value(value)}; known: {', '.join(map(str, choices))}")
         return value
 
-    def enter(self, key: str, value: Any, name: str) -> Keys:
+    def enter(self, key: str, value: object, name: str) -> Keys:
         """The keys of an object inside this one."""
         if not isinstance(value, Mapping):
             self.fail(key, f"holds {format_value(value)}, which is no object")
@@ -222,7 +222,7 @@ def _list(kind: type | tuple[type, ...]) -> tuple[type, ...]:
     return kind if isinstance(kind, tuple) else (kind,)
 
 
-def has_quantization(config: Mapping[str, Any]) -> bool:
+def has_quantization(config: Mapping[str, object]) -> bool:
     """Whether a config, or one of its parts, says how weights are quantized."""
     parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
     is_mlx = isinstance(config.get("quantization"), Mapping)
@@ -236,7 +236,7 @@ def make_stored(word: str, key: str = "", /, **changes: Any) -> Stored:
     return replace(load_formats()[1][word], key=key, **changes)
 
 
-def make_grouped(keys: Keys, name: str, size: int, key: str = "group_size", **changes: Any) -> Stored:
+def make_grouped(keys: Keys, name: str, size: int, key: str = "group_size", **changes: object) -> Stored:
     """A format with groups of so many inputs; -1: all of a row."""
     if size != -1 and size < 1:
         keys.fail(key, f"is {size}; it is a number of inputs, or -1 for all")

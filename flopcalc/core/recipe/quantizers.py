@@ -39,7 +39,7 @@ _CONV1D = ("decision_transformer", "gpt2", "imagegpt", "openai-gpt")
 _LINEAR_ALONE = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "hqq", "mxfp8", "nvfp4", "torchao")
 
 
-def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
+def read_quantization(config: Mapping[str, object], where: str) -> Quantization | None:
     """What a model's quantization_config says; None without one, and where it dequantizes all weights on loading."""
     found = find_config(config, where)
     if found is None:
@@ -74,7 +74,7 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     return None if is_dequantized else result
 
 
-def _leave_out(found: Quantization, config: Mapping[str, Any]) -> Quantization:
+def _leave_out(found: Quantization, config: Mapping[str, object]) -> Quantization:
     """Modules that the quantizers of transformers pass over without being told."""
     rules: list[Rule] = []
     notes = found.notes
@@ -94,7 +94,7 @@ def _split_experts(found: Quantization) -> Quantization:
     return replace(found, rules=rules, notes=tuple(note for note in found.notes if "experts" not in note))
 
 
-def _guess_method(found: Mapping[str, Any]) -> str:
+def _guess_method(found: Mapping[str, object]) -> str:
     """Older files do not name the method."""
     if any(found.get(key) for key in ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")):
         return "bitsandbytes"

@@ -103,7 +103,7 @@ def make_recipe(
     *,
     freeze: str | Iterable[str] = (),
     train_only: str | Iterable[str] = (),
-    lora: Lora | Mapping[str, Any] | str | None = None,
+    lora: Lora | Mapping[str, object] | str | None = None,
     recompute: str = "none",
     clipping: str = "none",
 ) -> Recipe:
@@ -112,7 +112,7 @@ def make_recipe(
 
 
 def join_recipe(
-    recipe: Recipe | Mapping[str, Any] | None, lora: Lora | Mapping[str, Any] | str | None, recompute: str | None
+    recipe: Recipe | Mapping[str, object] | None, lora: Lora | Mapping[str, object] | str | None, recompute: str | None
 ) -> Recipe | Mapping[str, Any] | None:
     """A recipe with lora and recompute given beside it, the short way to say them."""
     given = {key: value for key, value in (("lora", lora), ("recompute", recompute)) if value is not None}
@@ -175,7 +175,7 @@ def _check_regex(target: str) -> None:
 
 def parse_lora(text: str) -> dict[str, Any]:
     """'r=16,targets=q_proj+v_proj,save=lm_head' -> a mapping; a regular expression goes to the end of the text."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     text, is_regex, pattern = text.partition(f"targets={REGEX}")
     if is_regex:
         found["targets"] = (REGEX + pattern,)

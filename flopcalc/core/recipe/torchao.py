@@ -47,7 +47,7 @@ _FIELDS = (
 
 def read_torchao(keys: Keys) -> Quantization:
     """Rules of one type for all modules, or of one per module name."""
-    found: Any = keys.take("quant_type", (str, Mapping))
+    found: object = keys.take("quant_type", (str, Mapping))
     arguments = keys.take("quant_type_kwargs", Mapping, {})
     keys.skip("untie_embedding_weights")
     embeds = keys.take("include_input_output_embeddings", bool, False)
@@ -80,7 +80,7 @@ def read_torchao(keys: Keys) -> Quantization:
     return Quantization("torchao", (*rules, *last))
 
 
-def _read_type(keys: Keys, entry: Any) -> Stored:
+def _read_type(keys: Keys, entry: object) -> Stored:
     entry = keys.enter("quant_type", entry, "quant_type").config
     name, own = str(entry.get("_type")), keys.enter("quant_type", entry.get("_data") or {}, "quant_type")
     plain = name.removesuffix("Config").replace("_", "").lower()

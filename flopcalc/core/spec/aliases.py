@@ -94,7 +94,7 @@ def list_aliases() -> dict[str, Alias]:
     return {name: load_alias(path) for name, path in list_data_files(ALIASES).items()}
 
 
-def find_family(model_type: str, config: Mapping[str, Any]) -> Spec | None:
+def find_family(model_type: str, config: Mapping[str, object]) -> Spec | None:
     """The spec that counts a mapped config: the alias's own, where its modules have other names."""
     name = config.get(MARK)
     alias = find_alias(name) if isinstance(name, str) else None
@@ -122,7 +122,7 @@ def name_family(config: Config, model_type: str, where: str) -> Config:
     return named
 
 
-def strip_marks(config: Mapping[str, Any]) -> Config:
+def strip_marks(config: Mapping[str, object]) -> Config:
     """A mapped config as one of the known family itself, with that family's module names."""
     return {
         key: strip_marks(value) if isinstance(value, Mapping) else value for key, value in config.items() if key != MARK

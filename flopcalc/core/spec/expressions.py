@@ -59,7 +59,7 @@ class Object(dict[Any, Any]):
 class Names:
     """A scope of plain names with values."""
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    def __init__(self, values: dict[str, object]) -> None:
         self._values = values
 
     def lookup(self, name: str) -> Any:
@@ -327,7 +327,7 @@ _ALLOWED = (
 )  # fmt: skip
 
 
-def _as_object(value: Any) -> Any:
+def _as_object(value: object) -> Any:
     return Object(value) if type(value) is dict else value
 
 

@@ -144,7 +144,7 @@ def _write_out_sums(tables: Table, path: str) -> Table:
             changed["ops"] = write_out_all(table["ops"])
         return {**table, **changed} if changed else table
 
-    def write_out_all(items: Any) -> Any:
+    def write_out_all(items: object) -> Any:
         if isinstance(items, list):
             return [write_out_all(item) for item in items]
         return write_out(items) if isinstance(items, dict) else items

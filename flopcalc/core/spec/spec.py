@@ -192,7 +192,7 @@ def _check_tables(tables: dict[str, Any], path: str) -> None:
         raise SpecError(f"{path}: [refused] must map classes to reasons")
 
 
-def _text(tables: dict[str, Any], key: str, path: str) -> str:
+def _text(tables: dict[str, object], key: str, path: str) -> str:
     value = tables.get(key)
     if not isinstance(value, str) or not value:
         raise SpecError(f'{path}: needs {key} = "…"')
@@ -341,7 +341,7 @@ def _check_op(op: dict[str, Any], spec: Spec, where: str) -> None:
             _check_expression(value, f"{where}, {key}")
 
 
-def keeps_keys(op: dict[str, Any]) -> bool:
+def keeps_keys(op: dict[str, object]) -> bool:
     """Whether an attend op of a spec may decode, so that its keys and values stay in a cache."""
     if "rows" in op:
         return str(op["rows"]).partition(":")[0] in ("sequence", "document", "decoder")
@@ -387,8 +387,8 @@ class BoundDims:
     )
 
     def __init__(
-        self, spec: Spec, config: dict[str, Any], where: str, settings: dict[str, Any] | None = None,
-        defaults: dict[str, Any] | None = None, extra: dict[str, Spec] | None = None, budget: Budget | None = None,
+        self, spec: Spec, config: dict[str, object], where: str, settings: dict[str, object] | None = None,
+        defaults: dict[str, object] | None = None, extra: dict[str, Spec] | None = None, budget: Budget | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.budget = budget or Budget()  # one for a model and the specs inside it
@@ -493,7 +493,7 @@ class BoundDims:
         for stack in self.spec.stacks:
             if stack.get("use") != "model_type" or stack["config"] != key or not isinstance(config, dict):
                 continue
-            defaults: dict[str, Any] = stack.get("defaults", {})
+            defaults: dict[str, object] = stack.get("defaults", {})
             spec = find_body(str(config.get("model_type", defaults.get("model_type"))), self.extra)
             if spec is not None:
                 found = BoundDims(spec, config, f"{self.where}: {key}", {}, defaults, self.extra, self.budget)
@@ -502,9 +502,9 @@ class BoundDims:
         return found
 
 
-def find_key(config: dict[str, Any], dotted: str) -> tuple[bool, Any]:
+def find_key(config: dict[str, object], dotted: str) -> tuple[bool, Any]:
     """Whether a config gives a (dotted) key, if only as null, and its value."""
-    value: Any = config
+    value: object = config
     for key in dotted.split("."):
         if not isinstance(value, dict) or key not in value:
             return False, None
@@ -512,13 +512,13 @@ def find_key(config: dict[str, Any], dotted: str) -> tuple[bool, Any]:
     return True, value
 
 
-def bind(spec: Spec, config: dict[str, Any], where: str, extra: dict[str, Spec] | None = None) -> BoundDims:
+def bind(spec: Spec, config: dict[str, object], where: str, extra: dict[str, Spec] | None = None) -> BoundDims:
     """A spec's dims under a config, after checking that the config has what the spec cannot do without."""
     check_required(spec, config, where)
     return BoundDims(spec, config, where, extra=extra)
 
 
-def check_required(spec: Spec, config: dict[str, Any], where: str) -> None:
+def check_required(spec: Spec, config: dict[str, object], where: str) -> None:
     for key in spec.required:
         if all(config.get(name) is None for name in (key, *spec.renamed.get(key, ()))):
             others = [name for name, value in config.items() if value is not None and name not in spec.required]

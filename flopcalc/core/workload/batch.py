@@ -36,7 +36,7 @@ def read_batch(
     logits = check_logits(logits)
     notes: list[str] = []
 
-    def is_readable(tensor: Any) -> bool:
+    def is_readable(tensor: object) -> bool:
         device = getattr(getattr(tensor, "device", None), "type", "cpu")
         return device not in ("meta",) and (read_device or device == "cpu")
 
@@ -93,7 +93,7 @@ def read_batch(
     return Workload(rows, seq, documents, layout, phase, 0, "all", images, grids[1], clips, decoder), notes
 
 
-def _read_clips(batch: Mapping[str, Any], key: str, axis: int) -> tuple[int, ...]:
+def _read_clips(batch: Mapping[str, object], key: str, axis: int) -> tuple[int, ...]:
     """Frames of every clip, padding included: the batch holds a rectangle."""
     value = batch.get(key)
     if value is None:
@@ -236,7 +236,7 @@ def _split_documents(positions: list[int]) -> list[int]:
     return [end - start for start, end in zip(starts, [*starts[1:], len(positions)], strict=True)]
 
 
-def _count_images(pixels: Any) -> int:
+def _count_images(pixels: object) -> int:
     shape = _shape(pixels)
     if len(shape) == 4:
         return int(shape[0])
@@ -245,7 +245,7 @@ def _count_images(pixels: Any) -> int:
     raise WorkloadError(f"pixel_values of shape {tuple(shape)} need image_grid_thw too")
 
 
-def _shape(value: Any) -> Sequence[int]:
+def _shape(value: object) -> Sequence[int]:
     if hasattr(value, "shape"):
         return tuple(int(size) for size in value.shape)
     sizes = []
@@ -257,7 +257,7 @@ def _shape(value: Any) -> Sequence[int]:
     return tuple(sizes)
 
 
-def _list(value: Any, what: str) -> list[Any]:
+def _list(value: object, what: str) -> list[Any]:
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise WorkloadError(f"{what} must be a list or an array, not {format_value(value)}")

@@ -404,7 +404,7 @@ def _add_calls(found: Iterable[dict[int, int]]) -> dict[tuple[str, int], int]:
 class _Lengths(dict[int, int]):
     """length of a document -> value of an expression: training loops meet the same lengths again and again."""
 
-    def __init__(self, text: str, constants: tuple[tuple[str, Any], ...], is_training: bool, shared: Values) -> None:
+    def __init__(self, text: str, constants: tuple[tuple[str, object], ...], is_training: bool, shared: Values) -> None:
         super().__init__()
         self._terms = (text, constants, is_training, shared)
 
@@ -420,7 +420,7 @@ _find_lengths = lru_cache(maxsize=256)(_Lengths)
 
 
 @lru_cache(maxsize=65536)
-def _evaluate_unit(text: str, constants: tuple[tuple[str, Any], ...], values: Values) -> int:
+def _evaluate_unit(text: str, constants: tuple[tuple[str, object], ...], values: Values) -> int:
     value = evaluate(text, Names({**dict(constants), **dict(values)}))
     if isinstance(value, bool) or getattr(value, "denominator", None) != 1 or value < 0:
         raise SpecError(f"rows {text!r} must be a whole number, not {format_value(value)}, where {dict(values)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from flopcalc.errors import WorkloadError, format_value
 from flopcalc.units import check_items, check_size
@@ -137,8 +137,8 @@ def make_workload(
     seq_len: int | None = None,
     *,
     lengths: Iterable[int] | None = None,
-    image_grid_thw: Any = None,
-    video_grid_thw: Any = None,
+    image_grid_thw: object = None,
+    video_grid_thw: object = None,
     phase: str = "train",
     context: int | None = None,
     logits: int | str | None = None,
@@ -206,7 +206,7 @@ def check_load(value: object) -> Workload:
     return value
 
 
-def read_grids(value: Any, what: str, minimum: int = 1) -> tuple[Grid, ...]:
+def read_grids(value: object, what: str, minimum: int = 1) -> tuple[Grid, ...]:
     """Rows of (t, h, w) from a tensor, an array or nested sequences."""
     if type(value) is tuple and set(map(type, value)) == {tuple} and set(map(len, value)) == {3}:
         sizes = list(chain.from_iterable(value))  # the usual case, in a training loop with many images

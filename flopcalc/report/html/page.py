@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from flopcalc._version import __version__
 
@@ -124,7 +123,7 @@ def element_alone(tag: str, **attributes: object) -> Html:
     return Html(element(tag, **attributes).removesuffix(f"</{tag}>"))
 
 
-def _set(colours: Mapping[str, Any]) -> str:
+def _set(colours: Mapping[str, object]) -> str:
     return "".join(f"--{name}:{colour};" for name, colour in colours.items())
 
 
