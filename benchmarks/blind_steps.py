@@ -49,7 +49,7 @@ from blind_models import Adapter, Model, Step
 from expert_steps import find_routes
 
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
-from flopcalc.prediction.host_speed import FOLLOWS
+from flopcalc.prediction.constants import FOLLOWS
 
 Json = dict[str, Any]
 ROUNDS = {1: blind_models, 2: blind_models_2, 3: blind_models_3, 4: blind_models_4}
@@ -203,7 +203,7 @@ def predict_graph(preset: str, layers: int) -> float:
 def write_predictions(out: Path) -> None:
     """Every step at every factor of the host, graphs of decoded tokens, and the FLOPs of the counted steps."""
     from flopcalc.measure.calibrate.provenance import find_commit
-    from flopcalc.prediction.machine import load_predictor
+    from flopcalc.prediction.constants import load_predictor
 
     constants = load_predictor("h200-sxm")
     assert constants is not None

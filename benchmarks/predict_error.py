@@ -257,7 +257,8 @@ def report(tested: Path, out: Path | None, predictor: Path | None = None) -> str
 def calibrated_here(predictor: Path | None = None) -> Iterator[Json]:
     """Inside, the predictor that ships, or another, is this machine's own, as on the machine that was measured."""
     from flopcalc.data import find_data_dir
-    from flopcalc.prediction.machine import MEASURED_ON, load_predictor
+    from flopcalc.prediction.constants import load_predictor
+    from flopcalc.prediction.machine import MEASURED_ON
 
     before = os.environ.get("FLOPCALC_DATA")
     with TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.errors import SpecError
@@ -24,40 +24,75 @@ _FORM = {
     "decode_bytes_per_s": POSITIVE,
     "collectives": Each(Each([(POSITIVE, POSITIVE)]), names="[1-9][0-9]*"),
 }
+
+
+class Source(TypedDict):
+    """Who measured it, under which licence."""
+
+    source: str
+    licence: str
+
+
+class ProductFit(TypedDict):
+    """The fields of a ProductShape, and how far measured products lie from it."""
+
+    shape: list[float]
+    median_error: float
+
+
+class System(TypedDict):
+    """The measured kernels of a device; `_FORM` says what each value holds."""
+
+    device_id: str
+    provenance: Source
+    products: dict[str, ProductFit]  # by number format
+    sustained: dict[str, float]
+    joined_experts: NotRequired[list[str]]
+    replayed_experts: NotRequired[list[str]]
+    attention_flops_per_s: dict[str, float]  # by head dim
+    decode_bytes_per_s: float
+    collectives: dict[str, dict[str, list[list[float]]]]  # GPUs -> collective -> bytes, seconds
+    same_die_as: NotRequired[str]
+    source: NotRequired[str]
+
+
 # A device with the die of another: its kernels are the other's, with its own peak and memory's bandwidth.
 _RATE, _BANDWIDTH = 0, 6  # their places in a product's shape
 _SAME_DIE = {"device_id": str, "same_die_as": str, "source": str}
 
 
 @cache
-def load_system(device_id: str) -> dict[str, Any] | None:
+def load_system(device_id: str) -> System | None:
     """The measured kernels of a device, the user's own first; None where there are none."""
     for folder in (find_user_dir(), find_data_dir()):
         path = os.path.join(folder, "systems", f"{device_id}.json")
         if not os.path.isfile(path):
             continue
         data = read_json(path, MAX_JSON_BYTES, SpecError)
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        if (data.get("schema") if isinstance(data, dict) else None) != SCHEMA:
             raise SpecError(f"{path}: this version reads schema {SCHEMA}; benchmarks/make_systems.py makes such files")
         if fault := find_fault(data, _SAME_DIE if "same_die_as" in data else _FORM):
             raise SpecError(f"{path}: {fault.lstrip('.: ')}; benchmarks/make_systems.py makes such files")
         if data["device_id"] != device_id:
             raise SpecError(f"{path}: is of {data['device_id']!r}, not of {device_id!r}")
-        return _borrow(data, path) if "same_die_as" in data else data
+        if "same_die_as" in data:
+            return _borrow(data["device_id"], data["same_die_as"], data["source"], path)
+        found: System = data
+        return found
     return None
 
 
-def _borrow(data: dict[str, Any], path: str) -> dict[str, Any]:
+def _borrow(device_id: str, other_id: str, source: str, path: str) -> System:
     """The kernels of the device with the same die, scaled by both peaks; where memory decides, by both bandwidths."""
-    base = load_system(data["same_die_as"])
-    own, other = (find_device(data[name]) for name in ("device_id", "same_die_as"))
+    base = load_system(other_id)
+    own, other = (find_device(name) for name in (device_id, other_id))
     if base is None or own.bandwidth_gb_per_s is None or other.bandwidth_gb_per_s is None:
-        raise SpecError(f"{path}: {data['same_die_as']!r} has no kernels of its own, or a bandwidth is not known")
+        raise SpecError(f"{path}: {other_id!r} has no kernels of its own, or a bandwidth is not known")
     if "bf16" not in own.peak_tflops:
-        raise SpecError(f"{path}: {data['device_id']!r} has no bf16 peak to scale the kernels by")
+        raise SpecError(f"{path}: {device_id!r} has no bf16 peak to scale the kernels by")
     wider = own.bandwidth_gb_per_s / other.bandwidth_gb_per_s
     faster = own.peak_tflops["bf16"] / other.peak_tflops["bf16"]  # one clock for all formats
-    products = {}
+    products: dict[str, ProductFit] = {}
     for kind, entry in base["products"].items():
         shape = list(entry["shape"])
         shape[_RATE] *= faster
@@ -65,7 +100,9 @@ def _borrow(data: dict[str, Any], path: str) -> dict[str, Any]:
         products[kind] = {**entry, "shape": shape}
     return {
         **base,
-        **data,
+        "device_id": device_id,
+        "same_die_as": other_id,
+        "source": source,
         "products": products,
         "attention_flops_per_s": {dim: faster * rate for dim, rate in base["attention_flops_per_s"].items()},
         "decode_bytes_per_s": base["decode_bytes_per_s"] * wider,

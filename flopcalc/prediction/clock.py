@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.hardware.devices import find_device
+from flopcalc.prediction.constants import HostPhase, Mode
 from flopcalc.prediction.joined import Joined, find_joined
 from flopcalc.prediction.machine import MEASURED_ON, STREAMED, Machine, Timed, slow_down
 from flopcalc.prediction.maker import count_calls
@@ -296,7 +297,7 @@ class Clock:
     @property
     def gap_s(self) -> float:
         """Seconds between two kernels."""
-        return _GRAPH_GAP_S if self.execution == "graphs" else float(self.constants["gaps"][name_mode(self.phase)])
+        return _GRAPH_GAP_S if self.execution == "graphs" else self.constants["gaps"][name_mode(self.phase)]
 
     @property
     def launches(self) -> float:
@@ -305,7 +306,7 @@ class Clock:
     @property
     def launch_s(self) -> float:
         """Seconds of the host for each launch of compiled code; a graph's kernels are launched together."""
-        return float(self.constants["compiled"]["launch_s"]) if self.execution == "compiled" else 0.0
+        return self.constants["compiled"]["launch_s"] if self.execution == "compiled" else 0.0
 
     def host_s(self) -> float:
         """Seconds in which the host dispatches a step, if it never waited."""
@@ -350,7 +351,7 @@ class Clock:
         return once, [at for place, at in sorted(found.items()) if place.way == 2], self.times
 
     def _wake_s(self, host_factor: float) -> float:
-        return float(_WAKE * self.constants["host"][name_phase(self.phase)][1] * host_factor)
+        return _WAKE * self.constants["host"][name_phase(self.phase)][1] * host_factor
 
     def list_events(self, host_factor: float = 1.0, pause_s: float = 0.0) -> list[Event]:
         """What host and device do in one step, and where the host waits; of many micro-batches, the first few."""
@@ -412,9 +413,10 @@ class Clock:
             known = KERNELS_TRAIN if self.phase == "train" else KERNELS
             wide = known if self.machine.has_kernels else UNMEASURED
             return wide if self.is_recorded else 1.5 * UNMEASURED
-        wide = float(floor[bound])
+        wide = floor[bound]
         if not self.machine.is_own:
-            others = {**_OTHER, "host": self.constants.get("own_host", {}).get("spread", _OTHER["host"])}
+            own = self.constants.get("own_host")
+            others = {**_OTHER, "host": own["spread"]} if own else _OTHER
             mixed = host_share * others["host"] + (1 - host_share) * others["device"]
             wide += max(others[bound], mixed)
         times = 1.0 if self.is_recorded else 2.0
@@ -422,7 +424,7 @@ class Clock:
             total = sum(piece.seconds for piece in self.pieces)
             wide += math.sqrt(sum(piece.error**2 for piece in self.pieces)) / total if total else 0.0
             wide += _EXPERTS if self.has_experts else 0.0
-            wide += float(floor["compiled"]) if self.execution != "eager" else 0.0
+            wide += floor["compiled"] if self.execution != "eager" else 0.0
         elif not self.is_typed and self.execution == "eager":
             times = max(times, _UNTYPED)
         return min(wide * times, 1.5 * UNMEASURED)
@@ -430,7 +432,7 @@ class Clock:
     def late(self, bound: str, host_factor: float) -> float:
         """How much later than its likeliest time a step may come, beyond the error: a busy host only delays."""
         is_near = bound == "host" or self.host_s() * host_factor > _NEAR * self.device_s()
-        return float(self.constants["error"]["late"]) if is_near else 0.0
+        return self.constants["error"]["late"] if is_near else 0.0
 
     def breakdown(self, mid: float) -> dict[str, float]:
         found = dict.fromkeys(("products", "attention", "memory", "optimizer"), 0.0)
@@ -449,20 +451,20 @@ class Clock:
 
     def evidence(self) -> dict[str, Any]:
         machine = self.machine
-        provenance = machine.constants.get("provenance", {})
+        provenance = machine.constants["provenance"]
         return {
             "device": machine.device.id,
             "is_measured": machine.is_measured,
             "kernels": machine.system["provenance"]["source"] if machine.system and machine.has_kernels else None,
             "is_own_machine": machine.is_measured and machine.is_own,
-            "measured_on": provenance.get("device_id"),
+            "measured_on": provenance["device_id"],
             "torch": provenance.get("torch"),
             "date": provenance.get("date"),
             "commit": provenance.get("commit"),
             "predictor": {
                 "origin": "own" if machine.is_own else "shipped",
                 "path": _find_path(machine),
-                "device": provenance.get("device_id"),
+                "device": provenance["device_id"],
                 "date": provenance.get("date"),
             },
             "host_factor": machine.constants.get("own_host"),
@@ -522,7 +524,7 @@ def _find_path(machine: Machine) -> str:
 def _tell_unmeasured(machine: Machine) -> str:
     if machine.has_kernels:
         return tell_kernels(machine)
-    measured = machine.constants.get("provenance", {}).get("device_id", "another device")
+    measured = machine.constants["provenance"]["device_id"]
     if measured == machine.device.id:
         return (
             f"{machine.device.name} in {machine.dtype} was not measured: times are scaled from bf16 by published peaks"
@@ -537,7 +539,7 @@ def tell_kernels(machine: Machine) -> str:
     """What is known of a device whose kernels others measured."""
     is_checked = machine.device.id in CHECKED
     steps = "training steps checked against published runs" if is_checked else "steps not checked"
-    same = (machine.system or {}).get("same_die_as")
+    same = machine.system.get("same_die_as") if machine.system else None
     where = f" on {find_device(same).name}, which has the same die" if same else ""
     return (
         f"{machine.device.name} in {machine.dtype}: kernels measured{where} (products, attention and collectives of "
@@ -562,12 +564,12 @@ def find_order(module: str, group: str, way: str, stacks: tuple[Stack, ...], *, 
     return Place(0, stage, inner) if way == "forward" else Place(1, -stage, -inner)
 
 
-def name_phase(phase: str) -> str:
+def name_phase(phase: str) -> HostPhase:
     """The phases that the host's time is told apart by: with gradients, without, and with a growing cache."""
-    return phase if phase in ("train", "decode") else "forward"
+    return "train" if phase == "train" else "decode" if phase == "decode" else "forward"
 
 
-def name_mode(phase: str) -> str:
+def name_mode(phase: str) -> Mode:
     """With gradients or without: kernels follow each other more closely in a forward pass, and one thread works."""
     return "train" if phase == "train" else "forward"
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
 from bisect import bisect_left
-from collections.abc import Sequence
-from functools import cache, lru_cache
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
-from flopcalc.data import find_data_dir, find_user_dir
-from flopcalc.errors import DeviceError, SpecError, format_value
-from flopcalc.files import MAX_JSON_BYTES, read_json
-from flopcalc.forms import ANY, FROM_0, FROM_1, POSITIVE, Each, Rule, find_fault
+from flopcalc.errors import DeviceError, SpecError
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
-from flopcalc.hardware.systems import load_system
+from flopcalc.hardware.systems import System, load_system
 from flopcalc.hardware.tiles import count_steps
-from flopcalc.prediction.host_speed import adapt_host, load_host
+from flopcalc.prediction.constants import Constants, load_predictor
 from flopcalc.prediction.work import Attention, Moved, Product
 from flopcalc.words import CAST_BYTES, CAST_FORMATS
 
-SCHEMA = 4
 # What time_matrix chooses from: rows and columns of a tile, into how many parts k is split, and the least k of a part.
 TILES = ((128, 256), (256, 128), (128, 192), (192, 128), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64),
          (256, 64))  # fmt: skip
@@ -179,85 +173,6 @@ def read_curve(curve: Sequence[Sequence[float]], size: float) -> float:
     return math.exp(math.log(first) * (1 - share) + math.log(second) * share)
 
 
-@cache
-def load_predictor(device_id: str) -> dict[str, Any] | None:
-    """The constants that were fitted on a device, the user's own first; None where it was never measured.
-
-    The times of another machine's host become those of this one, if it was measured.
-    """
-    found = load_measured(device_id)
-    host = load_host(device_id) if found is not None and not found["is_own"] else None
-    return adapt_host(found, host) if found is not None and host is not None else found
-
-
-def load_measured(device_id: str) -> dict[str, Any] | None:
-    """The same as they were fitted."""
-    for folder in (find_user_dir(), find_data_dir()):
-        path = os.path.join(folder, "predictors", f"{device_id}.json")
-        if not os.path.isfile(path):
-            continue
-        try:
-            data = read_json(path, MAX_JSON_BYTES, SpecError)
-        except SpecError as error:
-            raise SpecError(f"{error}; `flopcalc calibrate --predictor` makes it again") from None
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise SpecError(
-                f"{path}: schema {data.get('schema') if isinstance(data, dict) else None!r}, this version reads "
-                f"{SCHEMA}; `flopcalc calibrate --predictor` makes it again"
-            )
-        if fault := find_fault(data, _FORM):
-            raise SpecError(f"{path}: {fault.lstrip('.: ')}; `flopcalc calibrate --predictor` makes it again")
-        measured = data["provenance"]["device_id"]
-        if measured != device_id:
-            raise SpecError(
-                f"{path}: was measured on {format_value(measured)}, not on {device_id!r}: remove it, or run `flopcalc "
-                f"calibrate --predictor` on {device_id!r}"
-            )
-        return {**data, "is_own": folder == find_user_dir()}
-    return None
-
-
-_CURVE = Rule(
-    [(POSITIVE, POSITIVE)],
-    lambda points: bool(points) and all(low[0] < high[0] for low, high in pairwise(points)),
-    "is no curve of rising sizes",
-)
-_CALL = Rule((FROM_0,) * 4, any, "is 0 throughout")
-_LINE = (FROM_0, FROM_0)
-# The form of a predictor's file. A dict: a mapping of these names (with ? where one may be absent) and maybe others; a
-# tuple: a list of so many values; a list: one of any length; a number: one from there on. What a fit may leave at 0, or
-# make negative, may be so here: all that `calibrate --predictor` writes is read.
-_FORM = {
-    "provenance": {"device_id": str},
-    "products": {
-        "shape": (*(POSITIVE,) * 8, FROM_1),
-        "residuals": [(str, FROM_1, FROM_1, FROM_1, POSITIVE)],
-        "unaligned": Each(Each(POSITIVE), names="[1-9][0-9]*"),
-        "grouped": dict.fromkeys(("forward", "dgrad", "wgrad"), (POSITIVE,) * 6),
-        "patches?": Each(_LINE),
-        "narrow?": Each(_LINE),
-    },
-    "attention": Rule(
-        Each(Each(_CALL, names=".*/[1-9][0-9]*")),
-        lambda tables: bool(tables) and all(tables.values()),
-        "lacks entries",
-    ),
-    "moved": Each(_CURVE, ("pointwise_strided",)),
-    "linear": Each(_LINE),
-    "optimizer": Each((FROM_0,) * 3, ("adamw",)),
-    "gaps": dict.fromkeys(("train", "forward"), FROM_0),
-    "power": _LINE,
-    "compiled": dict.fromkeys(("moved", "launch_s"), FROM_0),
-    "error": dict.fromkeys(("device", "host", "late", "compiled"), FROM_0),
-    "host": {
-        **dict.fromkeys(("train", "forward", "decode", "again"), _LINE),
-        "units": Each(FROM_0),
-        "types": Each(Each((FROM_0, ANY))),
-    },
-    "probe_s": dict.fromkeys(("train", "forward"), POSITIVE),
-}
-
-
 MEASURED_ON = "h200-sxm"  # where the shapes of curves come from for devices that were not measured
 _ERRORS = {"product": 0.05, "attention": 0.06, "moved": 0.08}
 _KERNELS_ERROR = 0.1  # relative error of a time that rests on kernels which others measured on the device
@@ -279,7 +194,7 @@ _FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of th
 class Machine:
     """One device and dtype. Every time is of ONE call; multiply by its calls."""
 
-    def __init__(self, device: str, dtype: str = "bf16", constants: dict[str, Any] | None = None) -> None:
+    def __init__(self, device: str, dtype: str = "bf16", constants: Constants | None = None) -> None:
         self.device: Device = find_device(device)
         self.dtype = parse_dtype(dtype)
         self._given, self._others = constants, dict[str, Machine]()
@@ -318,8 +233,8 @@ class Machine:
         self.shape = shape._replace(rate=shape.rate * self.compute, bandwidth=rows)
         self.sustained = self.sustained_attention = 1.0  # share of bursts' rate that training keeps up
         # Whether products, activation function and casts of experts are one kernel; whether a CUDA graph replays them.
-        self.joins_experts = self.dtype in (self.system or {}).get("joined_experts", ())
-        self.replays_experts = self.dtype in (self.system or {}).get("replayed_experts", ())
+        self.joins_experts = self.system is not None and self.dtype in self.system.get("joined_experts", ())
+        self.replays_experts = self.system is not None and self.dtype in self.system.get("replayed_experts", ())
         self.decode_speed = self.memory * 2 / self.width
         self._attention_speeds: dict[int, float] = {}  # head dim -> how much faster than what was measured
         self._residuals: dict[str, list[tuple[float, float, float, float]]] = {}
@@ -330,12 +245,12 @@ class Machine:
             entry = (math.log2(m), math.log2(n), math.log2(k), math.log(ratio))
             self._residuals.setdefault(direction, []).append(entry)
 
-    def _take_kernels(self, system: dict[str, Any]) -> None:
+    def _take_kernels(self, system: System) -> None:
         """Constants of kernels that engines measured on this device, over the same engines' on the origin's where the
         origin's own curves are scaled."""
         base = load_system(self.constants["provenance"]["device_id"])
-        self.sustained = float(system["sustained"].get(self.dtype, 1.0))
-        self.sustained_attention = float(system["sustained"].get("attention", self.sustained))
+        self.sustained = system["sustained"].get(self.dtype, 1.0)
+        self.sustained_attention = system["sustained"].get("attention", self.sustained)
         self.shape = ProductShape(*system["products"][self.dtype]["shape"])
         if base is None:
             return
@@ -403,7 +318,7 @@ class Machine:
         table = self.constants["products"]["unaligned"]
         for known in _STEPS[step]:
             if direction in table.get(str(known), ()):
-                return float(table[str(known)][direction])
+                return table[str(known)][direction]
         return 1.0
 
     def _correct(self, direction: str, m: float, n: float, k: float) -> tuple[float, float]:
@@ -464,7 +379,7 @@ class Machine:
             return self.compute
         return self._attention_speeds[min(self._attention_speeds, key=lambda known: abs(math.log(known / dim)))]
 
-    def _find_dropping(self, tables: Sequence[dict[str, Any]], call: Attention) -> float:
+    def _find_dropping(self, tables: Iterable[Mapping[str, list[float]]], call: Attention) -> float:
         """How many times longer a causal call takes that drops weights, at the nearest head dim with both."""
         mean = (call.qk + call.v) / 2
         for table in tables:
@@ -483,7 +398,7 @@ class Machine:
                 return float(dropping / plain)
         return 1.0
 
-    def _find_attention(self, table: dict[str, Any], call: Attention) -> tuple[list[float], float] | None:
+    def _find_attention(self, table: Mapping[str, list[float]], call: Attention) -> tuple[list[float], float] | None:
         """Constants of a call's direction, mask and head dim; those of the nearest head dim, scaled, else."""
         mean = (call.qk + call.v) / 2
         for mask in (name_mask(call.mask, call.keys), call.mask, "full"):

@@ -15,7 +15,7 @@ from headers import HEADER, write_gguf
 
 from flopcalc.cli import main
 from flopcalc.data import find_data_dir, load_toml
-from flopcalc.prediction.machine import load_predictor
+from flopcalc.prediction.constants import load_predictor
 
 SECONDS = 10.0  # of CPU, for one command; nearly all take milliseconds
 SEED = "standing"

@@ -13,7 +13,8 @@ import pytest
 from flopcalc import bind
 from flopcalc.data import find_data_dir
 from flopcalc.errors import SpecError
-from flopcalc.prediction.machine import Machine, load_predictor
+from flopcalc.prediction.constants import load_predictor
+from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.work import Moved, Product
 

@@ -18,11 +18,11 @@ from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError
 from flopcalc.measure.predictor.fit.host import count_checkpoints, list_host_features
 from flopcalc.prediction.clock import UNMEASURED, Clock, find_unit, name_factor
+from flopcalc.prediction.constants import load_predictor
 from flopcalc.prediction.machine import (
     Machine,
     ProductShape,
     attention_features,
-    load_predictor,
     name_mask,
     read_curve,
     slow_down,

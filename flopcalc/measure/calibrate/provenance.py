@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from flopcalc._version import __version__
+from flopcalc.prediction.constants import Provenance
 
 Json = dict[str, Any]
 _SM_CLOCK = 1  # NVML_CLOCK_SM
@@ -33,16 +34,16 @@ def count_gpus() -> int:
     return count.value if is_told else 0
 
 
-def start_probe(args: Json) -> Callable[[Any], Json]:
+def start_probe(args: Json) -> Callable[[object], Provenance]:
     """Job function: the provenance of this machine, read in a process that may import torch."""
     return lambda _: describe_machine(args["device"])
 
 
-def describe_machine(device: str) -> Json:
+def describe_machine(device: str) -> Provenance:
     """Device, driver and versions; what cannot be read is null, never guessed."""
     import torch
 
-    found: Json = {
+    found: Provenance = {
         "device": platform.processor() or platform.machine(),
         "device_id": "cpu",
         "memory_bytes": None,

@@ -23,6 +23,7 @@ from flopcalc.measure.calibrate.tables import (
     plan_table,
 )
 from flopcalc.measure.jobs.runner import Job, Outcome, Progress, Result, RunnerError, run_jobs
+from flopcalc.prediction.constants import Provenance
 
 Json = dict[str, Any]
 TIME_TOLERANCE = 0.15
@@ -107,7 +108,7 @@ def _check(suite: str, tables: Sequence[str] | None) -> list[str]:
     return [table for table in TABLES if not tables or table in tables]
 
 
-def probe_machine(suite: str, work: str) -> Json:
+def probe_machine(suite: str, work: str) -> Provenance:
     """This machine's provenance, read in a process of its own: the parent never imports torch."""
     job = Job(
         "probe", "flopcalc.measure.calibrate.provenance:start_probe", {"device": get_device(suite)}, {"machine": None}
@@ -123,7 +124,7 @@ def probe_machine(suite: str, work: str) -> Json:
     result = outcome.results[0]
     if not result.is_ok:
         raise DeviceError(f"this machine's device cannot be used: {result.detail}")
-    machine: Json = result.data
+    machine: Provenance = result.data
     return machine
 
 

@@ -20,8 +20,7 @@ from flopcalc.files import write_whole
 from flopcalc.measure.calibrate.provenance import describe_machine, has_gpu
 from flopcalc.measure.calibrate.tables import Bench, round_digits
 from flopcalc.measure.predictor.host_probe import make_probe
-from flopcalc.prediction.host_speed import FOLDER, SCHEMA, name_file
-from flopcalc.prediction.machine import load_measured
+from flopcalc.prediction.constants import FOLDER, HOST_SCHEMA, load_measured, name_host_file
 
 Json = dict[str, Any]
 MODES = {"train": True, "forward": False}
@@ -69,10 +68,11 @@ def calibrate_host(out: str | None = None, *, command: str = "flopcalc calibrate
     found = measure_host(Bench(device))
     provenance = {**about, "command": command, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
     folder = out or os.path.join(find_user_dir(), FOLDER)
-    path = os.path.join(folder, name_file(about["device_id"]))
+    path = os.path.join(folder, name_host_file(about["device_id"]))
+    text = json.dumps({"schema": HOST_SCHEMA, "provenance": provenance, "probe_s": found}, indent=1)
     try:
         os.makedirs(folder, exist_ok=True)
-        write_whole(path, json.dumps({"schema": SCHEMA, "provenance": provenance, "probe_s": found}, indent=1) + "\n")
+        write_whole(path, f"{text}\n")
     except OSError as error:
         raise CalibrationError(f"{path}: cannot be written: {error.strerror}; give another folder with --out") from None
     return path

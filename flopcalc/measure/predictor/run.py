@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from datetime import UTC, datetime
-from typing import Any
 
 from flopcalc.data import find_user_dir
 from flopcalc.errors import CalibrationError, DeviceError
@@ -15,8 +14,8 @@ from flopcalc.measure.calibrate.run import IDENTITY, probe_machine
 from flopcalc.measure.jobs.runner import Progress, run_jobs
 from flopcalc.measure.predictor import runs
 from flopcalc.measure.predictor.fit.predictor import fit_predictor, save_predictor
+from flopcalc.prediction.constants import Provenance
 
-Json = dict[str, Any]
 FOLDER = "predictors"
 _SUITE = "quick"  # the only one: fewer measurements would not determine all constants
 
@@ -52,14 +51,14 @@ def calibrate_predictor(
         raise CalibrationError(f"too little was measured to fit a predictor: {failed}")
     paths = {table: find_table(machine["device_id"], table) for table in ("attention", "gemm")}
     tables = {table: load_table(path).records() if path else [] for table, path in paths.items()}
-    provenance = {**machine, "command": command, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
+    provenance: Provenance = {**machine, "command": command, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
     constants = fit_predictor(records, runs.get_config, provenance, tables["attention"], tables["gemm"])
     path = os.path.join(folder, f"{machine['device_id']}.json")
     save_predictor(path, constants)
     return path
 
 
-def _check_device(machine: Json) -> None:
+def _check_device(machine: Provenance) -> None:
     """Refuse a device whose peak or bandwidth is unknown, before anything is measured."""
     try:
         device = find_device(machine["device_id"])

@@ -20,7 +20,7 @@ from flopcalc.measure.jobs.runner import Outcome, Result
 from flopcalc.measure.predictor import run as predictor
 from flopcalc.measure.predictor import runs
 from flopcalc.measure.predictor.single_calls import list_rows
-from flopcalc.prediction.machine import SCHEMA, load_predictor
+from flopcalc.prediction.constants import SCHEMA, load_predictor
 from flopcalc.prediction.step import predict
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from flopcalc.measure.predictor.fit.cases import Json
 from flopcalc.measure.predictor.fit.choices import (
     ATTENTION_START_SHARE,
     MAX_SHORTEST_CALL,
@@ -24,7 +23,7 @@ from flopcalc.prediction.machine import attention_features, name_mask
 _Features = tuple[float, float, float, float]  # call, queries, pairs, longest row
 
 
-def fit_attention(points: Sequence[AttentionPoint], units: int) -> Json:
+def fit_attention(points: Sequence[AttentionPoint], units: int) -> dict[str, dict[str, list[float]]]:
     """Kernel -> direction/mask/head dim -> its four constants, on a device with `units` processors.
 
     If the calls are few, or all long, or all of one length, they determine the seconds of a pair only. The other
@@ -36,7 +35,7 @@ def fit_attention(points: Sequence[AttentionPoint], units: int) -> Json:
         name = f"{point.direction}/{name_mask(point.mask, point.keys)}/{point.qk}"
         groups.setdefault((point.kernel, name), []).append(point)
         shortest[point.direction] = min(point.seconds, shortest.get(point.direction, math.inf))
-    fitted: dict[str, Json] = {}
+    fitted: dict[str, dict[str, list[float]]] = {}
     for (kernel, name), group in sorted(groups.items()):
         call_s = shortest[group[0].direction]
         rows = [(_list_features(point, units), point.seconds) for point in group]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.prediction.clock import Clock
+from flopcalc.prediction.constants import CompiledConstants, Constants, HostConstants
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.routed import RECORDED
@@ -63,12 +64,21 @@ def _find_kernel(case: Json) -> str:
     return "eager" if case["attention"] == "eager" else ""
 
 
-def make_machine(constants: Json) -> Machine:
+def make_machine(constants: Constants) -> Machine:
     return Machine(constants["provenance"]["device_id"], "bf16", constants)
 
 
-def change_constants(machine: Machine, **changed: Any) -> Machine:
-    """The same machine with other constants, but those of products, whose times it keeps."""
+class Changes(TypedDict, total=False):
+    """Constants that may be changed; not those of products, whose times a machine keeps."""
+
+    gaps: dict[str, float]
+    power: list[float]
+    compiled: CompiledConstants
+    host: HostConstants
+
+
+def change_constants(machine: Machine, **changed: Unpack[Changes]) -> Machine:
+    """The same machine with other constants."""
     if "products" in changed:
         raise ValueError("times of products are kept: make another machine")
     other = copy.copy(machine)

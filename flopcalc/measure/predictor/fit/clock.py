@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from scipy.optimize import brentq
 
-from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, change_constants, make_machine, run_clock
+from flopcalc.measure.predictor.fit.cases import ModelledCase, change_constants, make_machine, run_clock
 from flopcalc.measure.predictor.fit.choices import (
     MAX_HOST_SHARE,
     MAX_SPREAD,
@@ -27,6 +27,7 @@ from flopcalc.measure.predictor.fit.points import ProfiledOperator, list_operato
 from flopcalc.measure.predictor.fit.products import ALIGNED
 from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits, solve_nonnegative
 from flopcalc.prediction.clock import name_mode
+from flopcalc.prediction.constants import CompiledConstants, Constants
 from flopcalc.prediction.kinds import classify
 from flopcalc.prediction.machine import STREAMED, Machine, ProductShape, find_step, slow_down, time_shape
 
@@ -45,7 +46,7 @@ class Slowdown(NamedTuple):
 STEADY = Slowdown(1.0, 0.0)
 
 
-def fit_slowdown(cases: Sequence[ModelledCase], constants: Json) -> tuple[list[float], dict[str, Slowdown]]:
+def fit_slowdown(cases: Sequence[ModelledCase], constants: Constants) -> tuple[list[float], dict[str, Slowdown]]:
     """The share of the peak that each step keeps up, and what it does to the clock in both passes of profiled steps.
 
     A profiled step comes after a pause. Its forward pass begins at the full clock, its backward pass at a lower one if
@@ -128,7 +129,7 @@ class BoundStep(NamedTuple):
         return self.kernels_s + (slow_down(power, self.rate) - 1) * self.clocked_s + self.launches * gap_s
 
 
-def fit_gaps_and_power(cases: Sequence[ModelledCase], constants: Json) -> tuple[dict[str, float], list[float]]:
+def fit_gaps_and_power(cases: Sequence[ModelledCase], constants: Constants) -> tuple[dict[str, float], list[float]]:
     """Seconds between kernels, with gradients and without, and how the power limit lowers the clock."""
     machine = make_machine(constants)
     steps = [step for each in cases if (step := _read_bound_step(each, machine))]
@@ -164,7 +165,7 @@ def _read_bound_step(each: ModelledCase, machine: Machine) -> BoundStep | None:
 
 
 # --- Compiled steps ---------------------------------------------------------------------------------------------------
-def fit_compiled(cases: Sequence[ModelledCase], constants: Json) -> Json:
+def fit_compiled(cases: Sequence[ModelledCase], constants: Constants) -> CompiledConstants:
     """The share of memory-bound time that is left once a compiler has fused operators; host seconds of a launch."""
     machine = make_machine(constants)
     shares, launches_s = [], []

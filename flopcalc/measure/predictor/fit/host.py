@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, change_constants, make_machine, run_clock
 from flopcalc.measure.predictor.fit.choices import (
@@ -16,6 +16,7 @@ from flopcalc.measure.predictor.fit.choices import (
 )
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_call_and_factor, solve_nonnegative
 from flopcalc.prediction.clock import find_unit, name_factor, name_mode, name_phase
+from flopcalc.prediction.constants import Constants
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import count_calls
 from flopcalc.prediction.work import Work
@@ -43,15 +44,14 @@ def scale_to_usual_pace(case: Json, probes_s: Mapping[str, float]) -> float:
 
 
 # --- Calls and operators ----------------------------------------------------------------------------------------------
-def fit_host(steps: Sequence[HostStep], units: Mapping[str, float]) -> Json:
+def fit_host(steps: Sequence[HostStep], units: Mapping[str, float]) -> dict[str, list[float]]:
     """Phase -> seconds of a call of the model and of one unit, from steps in which the host never waits."""
     rows: dict[str, list[Row]] = {phase: [] for phase in HOST_PHASES}
     for each, seconds in steps:
         if each.case["recompute"] == "none" and not _is_waiting(each):
             features = list_host_features(each.work.dispatched, count_calls(each.load), units)
             rows[name_phase(each.load.phase)].append((features, seconds))
-    fitted: Json = {"units": dict(units), "types": {}, "again": [0.0, 0.0]}
-    return fitted | {phase: round_digits(solve_nonnegative(entries)) for phase, entries in rows.items() if entries}
+    return {phase: round_digits(solve_nonnegative(entries)) for phase, entries in rows.items() if entries}
 
 
 def list_host_features(dispatched: Mapping[str, float], calls: int, units: Mapping[str, float]) -> tuple[float, float]:
@@ -71,7 +71,7 @@ def _is_waiting(each: ModelledCase) -> bool:
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
-def fit_checkpoints(steps: Sequence[HostStep], larger: Iterable[ModelledCase], constants: Json) -> list[float]:
+def fit_checkpoints(steps: Sequence[HostStep], larger: Iterable[ModelledCase], constants: Constants) -> list[float]:
     """Host seconds of a checkpoint, and of an operator that it runs again, beyond those of the operator itself.
 
     From small steps with gradient checkpointing, and from larger ones that the host still bounds.
@@ -108,7 +108,7 @@ def count_checkpoints(work: Work) -> tuple[float, float]:
 
 # --- Model types ------------------------------------------------------------------------------------------------------
 def fit_types(
-    steps: Sequence[HostStep], constants: Json, pulls: tuple[float, float] = PULLS
+    steps: Sequence[HostStep], constants: Constants, pulls: tuple[float, float] = PULLS
 ) -> dict[str, dict[str, list[float]]]:
     """Model type -> phase -> seconds of a call, and the factor of its operators' usual host time.
 
@@ -131,7 +131,7 @@ def fit_types(
         for (model_type, name), entries in rows.items():
             if has_images:  # what images take beside a tower's layers is recorded: a tower has a factor only
                 entries = [((0.0, operators), value) for (_, operators), value in entries]
-            usual_s = 0.0 if has_images else constants["host"][name][0]
+            usual_s = 0.0 if has_images else constants["host"][name_phase(name)][0]
             fitted.setdefault(model_type, {})[name] = round_digits(solve_call_and_factor(entries, usual_s, pulls))
     return fitted
 
@@ -143,7 +143,7 @@ def is_device_slow(each: ModelledCase, machine: Machine) -> bool:
 
 
 def _split_seconds(
-    each: ModelledCase, seconds: float, machine: Machine, known: Mapping[str, Any], name: str
+    each: ModelledCase, seconds: float, machine: Machine, known: Mapping[str, list[float]], name: str
 ) -> tuple[tuple[float, float], float]:
     """How a step's seconds grow with seconds of a call and with the factor, and the part of them that both explain."""
     host, pause_s = machine.constants["host"], machine.constants["probe_s"][name_mode(each.case["phase"])]

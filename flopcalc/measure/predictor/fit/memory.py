@@ -7,7 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
+from flopcalc.measure.predictor.fit.cases import ModelledCase
 from flopcalc.measure.predictor.fit.choices import BINS_PER_OCTAVE, MIN_CURVE_POINTS
 from flopcalc.measure.predictor.fit.points import MovedPoint, is_plain, list_operators
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_nonnegative
@@ -19,13 +19,13 @@ _LINES = ("gather", "scatter", "embedding_backward", "loss", "norm", "norm_backw
 _NO_CURVE = (*_CATS, *_LINES, "copy_strided_wide", "cast_strided", "other")
 
 
-def fit_curves(points: Sequence[MovedPoint]) -> Json:
+def fit_curves(points: Sequence[MovedPoint]) -> dict[str, list[list[float]]]:
     """Kind -> [bytes, seconds] of rising sizes."""
     groups: dict[str, list[MovedPoint]] = {}
     for point in points:
         if point.kind not in _NO_CURVE:
             groups.setdefault(point.kind, []).append(point)
-    found: Json = {
+    found: dict[str, list[list[float]]] = {
         kind: [[round(size), float(f"{seconds:.4g}")] for size, seconds in fit_curve(group)]
         for kind, group in sorted(groups.items())
         if len(group) >= MIN_CURVE_POINTS
@@ -35,7 +35,7 @@ def fit_curves(points: Sequence[MovedPoint]) -> Json:
     return found
 
 
-def extend_down(curve: Sequence[Sequence[float]], wider: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+def extend_down(curve: list[list[float]], wider: list[list[float]]) -> list[list[float]]:
     """A curve with the points of a wider kind below its own: no step masks few rows."""
     (size, seconds), *_ = curve
     return [*(point for point in wider if point[0] < size and point[1] < seconds), *curve]
@@ -81,7 +81,7 @@ def _find_weighted_median(values: list[tuple[float, float]]) -> float:
     return values[-1][0]
 
 
-def fit_lines(cases: Sequence[ModelledCase]) -> tuple[Json, Json]:
+def fit_lines(cases: Sequence[ModelledCase]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds of a call and of a byte per kind whose sizes a profile does not show, from the sums of whole steps.
 
     And the optimizer's: seconds of a step, of a tensor and of a byte.

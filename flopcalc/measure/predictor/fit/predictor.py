@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from flopcalc.errors import CalibrationError
 from flopcalc.files import write_whole
@@ -24,21 +23,22 @@ from flopcalc.measure.predictor.fit.host import (
 from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.products import fit_grouped, fit_patches, fit_products
-from flopcalc.prediction.machine import SCHEMA, ProductShape
+from flopcalc.prediction.constants import SCHEMA, Constants, HostConstants, KernelConstants, Provenance
+from flopcalc.prediction.machine import ProductShape
 from flopcalc.prediction.routed import RECORDED
 
 
 def fit_predictor(
     records: Iterable[Json],
     configs: Callable[[str], Json],
-    provenance: Json,
+    provenance: Provenance,
     attention: Iterable[Json] = (),
     products: Iterable[Json] = (),
-) -> Json:
+) -> Constants:
     """All constants of a device, from the records of `runs` and, where there are any, its tables attention and gemm."""
     records, gemm_table = list(records), list(products)
     calls = [*attention, *(call for record in records for call in record.get("calls", ()))]
-    units: Json = next((record["units"] for record in records if "units" in record), {})
+    units: dict[str, float] = next((record["units"] for record in records if "units" in record), {})
     small = [record for record in records if record.get("is_host")]
     device, version = provenance["device_id"], provenance.get("transformers") or RECORDED
     modelled = model_cases((record for record in records if record.get("is_host") is False), configs, device, version)
@@ -46,28 +46,36 @@ def fit_predictor(
         raise CalibrationError(
             "no profiled step shows a matrix product on a GPU: the profiler saw no kernels (is another one running?)"
         )
-    constants: Json = {
+    kernels = _fit_kernels(modelled, calls, gemm_table)
+    constants: Constants = {
         "schema": SCHEMA,
         "provenance": provenance,
-        **_fit_kernels(modelled, calls, gemm_table),
+        "products": kernels["products"],
+        "attention": kernels["attention"],
+        "moved": kernels["moved"],
+        "linear": kernels["linear"],
+        "optimizer": kernels["optimizer"],
         "gaps": dict(START_GAPS_S),
         "power": list(START_POWER),
         "compiled": {"moved": 1.0, "launch_s": 0.0},
         "error": dict(INTERVAL),
-        "host": {**{phase: [0.0, 0.0] for phase in HOST_PHASES}, "units": {}, "types": {}, "again": [0.0, 0.0]},
+        "host": _join_host({}, {phase: [0.0, 0.0] for phase in HOST_PHASES}),
+        "probe_s": {},
     }
     # Profiled kernels ran at a lowered clock. The first fit shows how far; the second is of kernels at the full clock.
     rates, slowdowns = fit_slowdown(modelled, constants)
     full_clock = [scale_to_full_clock(each, rate, slowdowns) for each, rate in zip(modelled, rates, strict=True)]
-    constants |= _fit_kernels(full_clock, calls, gemm_table)
+    constants = {**constants, **_fit_kernels(full_clock, calls, gemm_table)}
     constants["probe_s"] = find_usual_probes(small)
     steps = [
         HostStep(each, scale_to_usual_pace(each.case, constants["probe_s"]))
         for each in model_cases(small, configs, device, version)
     ]
     # Older calibrations measured the call of an empty module too, which takes less than a module's own Python.
-    constants["host"] = fit_host(steps, {**HOST_UNITS, **units, "module": HOST_UNITS["module"]})
-    check_complete(constants)
+    units = {**HOST_UNITS, **units, "module": HOST_UNITS["module"]}
+    phases = fit_host(steps, units)
+    check_complete(constants, phases)
+    constants["host"] = _join_host(units, phases)
     constants["host"]["types"] = fit_types(steps, constants)
     constants["host"]["again"] = fit_checkpoints(steps, modelled, constants)
     constants["gaps"], constants["power"] = fit_gaps_and_power(modelled, constants)
@@ -75,14 +83,20 @@ def fit_predictor(
     return constants
 
 
-def _fit_kernels(cases: Sequence[ModelledCase], calls: Sequence[Json], gemm_table: Sequence[Json]) -> Json:
+def _fit_kernels(cases: Sequence[ModelledCase], calls: Sequence[Json], gemm_table: Sequence[Json]) -> KernelConstants:
     """Constants of single kernels, from profiled steps and from single calls."""
     points = join_points(read_points(cases), read_single_calls(calls))
     products = fit_products(points.products, read_gemm_table(gemm_table))
     shape = ProductShape(*products["shape"])
     lines, optimizers = fit_lines(cases)
     return {
-        "products": {**products, "grouped": fit_grouped(points.grouped, shape), "patches": fit_patches(cases)},
+        "products": {
+            "shape": products["shape"],
+            "unaligned": products["unaligned"],
+            "residuals": products["residuals"],
+            "grouped": fit_grouped(points.grouped, shape),
+            "patches": fit_patches(cases),
+        },
         "attention": fit_attention(points.attention, round(shape.units)),
         "moved": fit_curves(points.moved),
         "linear": lines,
@@ -90,9 +104,20 @@ def _fit_kernels(cases: Sequence[ModelledCase], calls: Sequence[Json], gemm_tabl
     }
 
 
-def check_complete(constants: Json) -> None:
+def _join_host(units: dict[str, float], phases: Mapping[str, list[float]]) -> HostConstants:
+    return {
+        "units": units,
+        "types": {},
+        "again": [0.0, 0.0],
+        "train": phases["train"],
+        "forward": phases["forward"],
+        "decode": phases["decode"],
+    }
+
+
+def check_complete(constants: KernelConstants, phases: Collection[str]) -> None:
     """Refuse constants that no prediction can be made from, because too many cases failed."""
-    missing = [f"small steps of phase {phase}" for phase in HOST_PHASES if phase not in constants["host"]]
+    missing = [f"small steps of phase {phase}" for phase in HOST_PHASES if phase not in phases]
     missing += [] if constants["attention"] else ["attention in one kernel"]
     missing += [] if "adamw" in constants["optimizer"] else ["a training step with its fused optimizer"]
     missing += [] if "pointwise_strided" in constants["moved"] else ["enough elementwise operators"]
@@ -103,7 +128,7 @@ def check_complete(constants: Json) -> None:
         )
 
 
-def save_predictor(path: str, constants: Json) -> None:
+def save_predictor(path: str, constants: Constants) -> None:
     """Write a predictor's file whole or not at all, one line per entry of its outer two levels."""
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -115,7 +140,7 @@ def save_predictor(path: str, constants: Json) -> None:
         ) from None
 
 
-def _format(value: Any, depth: int = 0) -> str:
+def _format(value: object, depth: int = 0) -> str:
     if depth < 2 and isinstance(value, dict):
         lines = [f"{' ' * (depth + 1)}{json.dumps(key)}: {_format(item, depth + 1)}" for key, item in value.items()]
         return "{\n" + ",\n".join(lines) + "\n" + " " * depth + "}" + ("\n" if not depth else "")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flopcalc.errors import CalibrationError
-from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
+from flopcalc.measure.predictor.fit.cases import ModelledCase
 from flopcalc.measure.predictor.fit.choices import (
     GROUPED_BANDWIDTH_SHARE,
     GROUPED_PULL,
@@ -29,6 +29,7 @@ from flopcalc.measure.predictor.fit.choices import (
 )
 from flopcalc.measure.predictor.fit.points import GroupedPoint, ProductPoint, is_plain, list_operators
 from flopcalc.measure.predictor.fit.solvers import Row, fit_positive, round_digits, solve_nonnegative
+from flopcalc.prediction.constants import PlainProducts
 from flopcalc.prediction.machine import (
     MIN_PART_K,
     SPLITS,
@@ -44,7 +45,7 @@ ALIGNED = 8  # widths that are a multiple of 8 start each row on 16 bytes
 DIRECTIONS = ("forward", "dgrad", "wgrad")
 
 
-def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] = ()) -> Json:
+def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] = ()) -> PlainProducts:
     """Constants of `time_shape`, the ratio that each shape leaves over, and the slowdown of unaligned widths.
 
     `others` are products that were measured alone; they count for unaligned widths only.
@@ -67,7 +68,7 @@ def fit_products(points: Sequence[ProductPoint], others: Sequence[ProductPoint] 
             step: {direction: _round_median(ratios) for direction, ratios in sorted(directions.items())}
             for step, directions in sorted(slowdowns.items())
         },
-        "residuals": [[*key, _round_median(ratios)] for key, ratios in sorted(residuals.items())],
+        "residuals": [(*key, _round_median(ratios)) for key, ratios in sorted(residuals.items())],
     }
 
 
