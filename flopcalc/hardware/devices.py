@@ -192,6 +192,13 @@ def _plain(name: str) -> str:
     return re.sub(r"[\s_-]+", "", name).lower()
 
 
+def find_sdpa(device: Device | None, kind: str) -> str:
+    """The fused kernel that torch's SDPA picks for a format on a device; flash where nothing says better."""
+    if device is None:
+        return "flash"
+    return "efficient" if kind in ("fp32", "tf32") else device.sdpa or "flash"
+
+
 def parse_dtype(dtype: object) -> str:
     """'bf16', 'bfloat16' or torch.bfloat16 -> 'bf16'."""
     return parse_compute(dtype, "dtype", DeviceError)

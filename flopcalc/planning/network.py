@@ -32,7 +32,7 @@ class Interconnect(NamedTuple):
     inside: tuple[tuple[float, float], ...]  # (bytes, bytes per s) of an all-reduce in one node
     gather_share: float
     floor_s: float
-    across: float  # bytes per s of one device's port
+    across: float  # bytes per s of one device's port; 0: not known
     hop_s: float
     filling: tuple[tuple[float, float], ...]  # (bytes per port, share of the port) of a collective between nodes
     source: str
@@ -82,9 +82,11 @@ def _read(
     rates = [float(rate) * 1e9 * merged.get("inside_scale", 1) for rate in merged["inside_gb_per_s"]]
     sizes = [float(size) * _MIB for size in merged["inside_mib"]]
     _check_curve(sizes, rates, "inside_mib and inside_gb_per_s")
-    for name in ("per_node", "gather_share", "across_gb_per_s"):
+    for name in ("per_node", "gather_share"):
         if not merged[name] > 0:
             raise ValueError(f"{name} must be positive, not {merged[name]}")
+    if not merged["across_gb_per_s"] >= 0:
+        raise ValueError(f"across_gb_per_s must be positive, or 0 if not known, not {merged['across_gb_per_s']}")
     return Interconnect(
         id=merged["id"],
         name=merged["name"],
@@ -138,6 +140,16 @@ def find_interconnect(name: str | None, device: str) -> Interconnect:
             f"{', '.join(known)} it has (--interconnect), or describe yours in interconnects.toml of your data folder"
         )
     return known[check_word(name, tuple(known), "interconnect", DeviceError, suggests=True)]
+
+
+def check_reach(net: Interconnect, devices: int) -> None:
+    """An error where a run takes several nodes and the rate between them is not known."""
+    if devices > net.per_node and not net.across:
+        raise DeviceError(
+            f"interconnect {net.id} joins {net.per_node} devices, and no source was read for the rate beyond: plan up "
+            f"to {net.per_node}, name another (--interconnect), or describe yours with across_gb_per_s in "
+            "interconnects.toml of your data folder"
+        )
 
 
 @lru_cache(maxsize=1 << 16)

@@ -15,12 +15,12 @@ from flopcalc.planning.coverage import describe_coverage
 from flopcalc.planning.cut import is_lifting
 from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts
 from flopcalc.planning.money import Rate, count_energy, find_price
-from flopcalc.planning.network import Interconnect, find_interconnect
+from flopcalc.planning.network import Interconnect, check_reach, find_interconnect
 from flopcalc.planning.results import Loser, Plan, Planned, Point, find_usable
 from flopcalc.planning.step import PARTS, Overlaps, Runner, Step
 from flopcalc.prediction.choices import describe_formats
 from flopcalc.prediction.clock import tell_kernels
-from flopcalc.prediction.memory import Memory
+from flopcalc.prediction.memory import Memory, resize_batch
 from flopcalc.units import format_bytes, format_seconds
 from flopcalc.words import CAST_FORMATS, Execution
 
@@ -76,6 +76,7 @@ def search_layouts(
     if kind in CAST_FORMATS and execution != "fused":
         raise WorkloadError(f"{kind} is planned with execution fused, not {execution}: HF's code does not train in it")
     net = ALONE if gpus == 1 and interconnect is None else find_interconnect(interconnect, device)
+    check_reach(net, gpus)
     rate = find_price(found, price)
     if not estimator.parameters()["trainable"]:
         raise WorkloadError("nothing trains under this recipe: there is no training run to plan")
@@ -96,7 +97,7 @@ def search_layouts(
         return Planned(
             layout, step, memory,
             mfu=needed * speed / gpus,
-            hfu=_find_ideal(found, _count_executed(runner, layout.recompute)) * speed / gpus,
+            hfu=_find_ideal(found, _count_executed(runner, layout)) * speed / gpus,
             tokens_per_s=speed * sample.tokens,
             days=hours / 24,
             gpu_hours=hours * gpus,
@@ -136,12 +137,13 @@ def _find_ideal(device: Device, flops: Mapping[str, float]) -> float:
     return find_ideal_time(flops, device=device.id).seconds or 0.0
 
 
-def _count_executed(runner: Runner, recompute: str) -> dict[str, float]:
-    """FLOPs of one sample that are executed under a kind of recomputation, by number format."""
+def _count_executed(runner: Runner, layout: Layout) -> dict[str, float]:
+    """FLOPs executed for one sample of a layout's micro-batches, by number format; tiles are padded as on one GPU."""
+    load, recompute = resize_batch(runner.sample, layout.micro_batch), layout.recompute
 
     def count(recompute: str, share: float = 1.0) -> dict[str, float]:
-        found = runner.estimator(recompute).count_formats(runner.sample, "hardware")
-        return {name: share * flops.total for name, flops in found.items()}
+        found = runner.estimator(recompute).count_formats(load, "hardware")
+        return {name: share * flops.total / layout.micro_batch for name, flops in found.items()}
 
     if recompute == "half":
         none, full = count("none", 0.5), count("full", 0.5)
@@ -152,11 +154,11 @@ def _count_executed(runner: Runner, recompute: str) -> dict[str, float]:
         return {**found, own: found.get(own, 0.0) + lifted}
     if recompute == "selective":
         found = count("none")
-        rows = runner.estimator("none").rows(runner.sample, "hardware")
+        rows = runner.estimator("none").rows(load, "hardware")
         cores = [each for each in rows if each.block.layers and each.row.op.kind == "attend"]
         again = sum(each.flops.forward * each.block.copies for each in cores if each.block.group == "language")
         own = runner.estimator("none").formats.attention
-        return {**found, own: found.get(own, 0.0) + again}
+        return {**found, own: found.get(own, 0.0) + again / layout.micro_batch}
     return count(recompute)
 
 

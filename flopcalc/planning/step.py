@@ -167,7 +167,8 @@ class Runner:
         self.kernel = find_kernel(self.machine.device, plain, attention_kernel)
         self.is_asked = attention_kernel != "auto"
         self.notes: list[str] = []
-        self.estimator = cache(lambda recompute: self._settle(estimator, recompute))
+        placed = estimator.change(device=self.machine.device, attention_kernel=self.kernel)
+        self.estimator = cache(lambda recompute: self._settle(placed, recompute))
         is_scaled = self.dtype in CAST_FORMATS and not self.machine.has_kernels  # no published run was in such a format
         self.most_error = PUBLISHED_ERROR if self.machine.device.id in CHECKED and not is_scaled else 1.0
         self.work = cache(self._make_work)

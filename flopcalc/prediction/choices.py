@@ -6,7 +6,7 @@ from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.model.ops import Attend, iterate
 from flopcalc.core.recipe.numbers import Formats
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, format_value
-from flopcalc.hardware.devices import Device, parse_dtype
+from flopcalc.hardware.devices import Device, find_sdpa, parse_dtype
 from flopcalc.prediction.maker import FOUR_BITS
 from flopcalc.prediction.tensors import has_sdpa
 from flopcalc.words import CAST_FORMATS, EXECUTIONS, KERNELS, OPTIMIZERS, Execution, Optimizer, Recompute, check_word
@@ -74,12 +74,11 @@ def find_kernel(device: Device, dtype: str | None, kernel: str) -> str:
             + (f"it has {', '.join(known)}: give --dtype" if known else "add one in your own devices.toml")
         )
     check_word(kernel, KERNELS, "attention kernel", RecipeError, suggests=True)
-    is_wide = dtype in ("fp32", "tf32")
-    if is_wide and kernel in ("flash", "cudnn"):
+    if dtype in ("fp32", "tf32") and kernel in ("flash", "cudnn"):
         raise RecipeError(f"kernel {kernel} takes bf16 and fp16, not {dtype}; SDPA then picks efficient")
     if kernel != "auto":
         return kernel
-    return "efficient" if is_wide else device.sdpa or "flash"
+    return find_sdpa(device, dtype)
 
 
 def choose_execution(execution: str | None, compiled: bool) -> Execution:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from places import ROOT
 from round_machine import GPT, use_round_machine
+from tiers import thin
 
-from flopcalc import bind
+from flopcalc import bind, hfu, mfu, predict
 from flopcalc.core.model.config import load_config
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import FlopcalcError, SpecError, WorkloadError
@@ -78,6 +79,32 @@ def test_hfu_counts_what_is_computed_again() -> None:
     executed = [entry.hfu * entry.step.seconds for entry in (plain, cores, again)]
     assert executed == sorted(executed)
     assert executed[1] > executed[0]
+
+
+@pytest.mark.parametrize(
+    ("seq", "batch", "dtype", "recompute"),
+    thin([
+        (1000, 3, "bf16", "full"), (1000, 3, "bf16", "none"), (1024, 4, "fp16", "none"), (333, 1, None, "full"),
+        (512, 2, "fp8", "none"),
+    ], 1),
+)  # fmt: skip
+def test_hfu_is_that_of_an_estimate(seq: int, batch: int, dtype: str | None, recompute: str) -> None:
+    """What the H200's kernels and tiles execute, for the plan of one GPU, with a bound device and without."""
+    found = make_plan(
+        gpus=1, seq_len=seq, global_batch=2 * batch, micro_batch=batch, recompute=recompute, dtype=dtype
+    ).best[0]  # fmt: skip
+    recipe = {"recompute": "full-reentrant" if recompute == "full" else recompute}
+    for device in ("h200", None):
+        estimate = bind(GPT, device=device, dtype=dtype, recipe=recipe)(batch, seq) * 2
+        assert found.hfu == pytest.approx(float(hfu(estimate, found.step.seconds, device="h200")), rel=1e-12)
+        assert found.mfu == pytest.approx(float(mfu(estimate, found.step.seconds, device="h200")), rel=1e-12)
+    if dtype != "fp8":  # predict takes no such format
+        predicted = predict(
+            GPT, device="h200", dtype=dtype, batch_size=batch, seq_len=seq, recompute=recipe["recompute"],
+            execution="fused", memory=False, advise=False,
+        )  # fmt: skip
+        executed = predicted.hfu * predicted.step_time_s.mid
+        assert 2 * executed == pytest.approx(found.hfu * found.step.seconds, rel=1e-12)
 
 
 def test_defaults_are_said() -> None:
@@ -196,8 +223,13 @@ def test_prices_are_of_known_devices_and_dated() -> None:
         assert rate is not None
         assert rate.usd_per_gpu_hour > 0
         assert rate.source.startswith("20")
-    assert find_price(find_device("t4"), None) is None
+    assert find_price(find_device("jetson-agx-orin-64gb"), None) is None
     assert find_price(find_device("t4"), 0.5) == (0.5, "given")
+    given = {"device": "rtx-5080", "gpus": 1, "tokens": "1M", "seq_len": 256, "global_batch": 1}
+    found = make_plan(**given)
+    assert found.best[0].usd is None
+    assert "no price is known for this device: --price USD_PER_GPU_HOUR gives one" in found.notes
+    assert make_plan(**given, price=1).best[0].usd is not None
 
 
 def test_own_price(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

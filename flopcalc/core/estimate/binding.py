@@ -43,15 +43,8 @@ def bind_config(
     """The estimator of a model that a spec describes; see flopcalc.bind for the arguments."""
     compute = dtype if formats.compute is None else formats.compute
     compute = None if compute is None else parse_dtype(compute)
-    kernels, tiles = None, None
     check_word(attention_kernel, KERNELS, "attention kernel")
-    if device is not None:
-        found = find_device(device)
-        attention_kernel = (found.sdpa or "flash") if attention_kernel == "auto" else attention_kernel
-        if attention_kernel != "eager" and compute in (None, "bf16"):
-            from flopcalc.hardware.kernels import find_kernel_table, find_tile_table  # only where a device is named
-
-            kernels, tiles = find_kernel_table(found.id, attention_kernel), find_tile_table(found.id)
+    found = None if device is None else find_device(device)
     specs: dict[str, Spec] = {}
     # DDP and Opacus hide the config of what they wrap.
     if spec is not None:
@@ -89,11 +82,11 @@ def bind_config(
 
         def make(model: BoundModel, is_part: bool) -> CountedEstimator:
             trained = FROZEN if is_part else recipe
-            return CountedEstimator(model, trained, convention, attention_kernel, kernels, tiles, clipping, asked=asked)
+            return CountedEstimator(model, trained, convention, attention_kernel, found, clipping, asked=asked)
 
         return bind_pipeline(source, make)
     bound = bind_model(source, specs)
-    estimator = CountedEstimator(bound, recipe, convention, attention_kernel, kernels, tiles, clipping, asked=asked)
+    estimator = CountedEstimator(bound, recipe, convention, attention_kernel, found, clipping, asked=asked)
     if specs and bound.spec.name not in specs and not _uses_inner(source.config, specs):
         raise ConfigError(
             f"{spec} describes model_type {next(iter(specs))!r}, but {source.where} is {source.config['model_type']!r}"

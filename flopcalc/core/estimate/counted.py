@@ -25,6 +25,7 @@ from flopcalc.core.recipe.resolver import Resolver
 from flopcalc.core.workload.sums import Sum
 from flopcalc.core.workload.workload import Workload, check_load
 from flopcalc.errors import FlopcalcError, RecipeError, format_value
+from flopcalc.hardware.devices import Device, find_sdpa
 from flopcalc.units import format_flops, format_parameters
 from flopcalc.values import Value, frozen
 from flopcalc.words import CONVENTIONS, KERNELS, RECOMPUTE, Recompute, check_word
@@ -59,8 +60,7 @@ class CountedEstimator(Estimator):
         recipe: Recipe | None = None,
         convention: str = "model",
         attention_kernel: str = "auto",
-        kernel_table: KernelTable | None = None,
-        tile_table: TileTable | None = None,
+        device: Device | None = None,
         clipping: str | None = None,
         formats: Formats | None = None,
         asked: FormatOptions = FormatOptions(),  # noqa: B008
@@ -75,15 +75,20 @@ class CountedEstimator(Estimator):
         self.mtp = model.mtp
         self.head, self.renamed = str(model.head), model.renamed
         self.convention = convention
-        # Without a device that says better, torch's SDPA is taken to pick its flash kernel.
-        self.attention_kernel = "flash" if attention_kernel == "auto" else attention_kernel
-        self.kernel_table = kernel_table  # what was measured of the kernel on the device asked for
-        self.tile_table = tile_table  # and of products, by their exact sizes
+        self.device = device  # what was measured on it tells what kernels and products execute
         self.recipe = _join_recipe(model, recipe, clipping)
         if self.is_diffusion and self.recipe.recompute == "full-reentrant":
             raise RecipeError("diffusers' gradient checkpointing is not reentrant: --recompute full")
         self.formats = formats if formats is not None else _find_formats(model, self.recipe, asked)
-        self.identity = Identity(model.name, self.recipe, convention, self.attention_kernel, self.formats, self.stages)
+        self.asked_kernel = attention_kernel
+        self.attention_kernel = (
+            find_sdpa(device, self.formats.attention) if attention_kernel == "auto" else attention_kernel
+        )
+        self.kernel_table, self.tile_table = self._find_tables()
+        self.identity = Identity(
+            model.name, self.recipe, convention, self.attention_kernel, self.formats, device.id if device else None,
+            self.stages,
+        )  # fmt: skip
         self._clips = self.recipe.clipping != "none"
         self._is_functorch = self._clips and find_clipping(self.spec.name) == "functorch"
         self._resolver = Resolver(self.recipe, self.stages)
@@ -98,9 +103,9 @@ class CountedEstimator(Estimator):
 
     def change(
         self, *, recompute: Recompute | None = None, convention: str | None = None,
-        attention_kernel: str | None = None, compute: str | None = None,
+        attention_kernel: str | None = None, compute: str | None = None, device: Device | None = None,
     ) -> CountedEstimator:  # fmt: skip
-        """The same model and what trains of it, under another recomputation, convention, kernel or number format."""
+        """The same model and what trains of it, under another recomputation, convention, kernel, format or device."""
         again = self.recipe.recompute
         if recompute is not None:
             again = check_word(recompute, RECOMPUTE, "recompute", RecipeError)
@@ -108,7 +113,8 @@ class CountedEstimator(Estimator):
             self.model,
             self.recipe.replace(recompute=again),
             self.convention if convention is None else convention,
-            self.attention_kernel if attention_kernel is None else attention_kernel,
+            self.asked_kernel if attention_kernel is None else attention_kernel,
+            self.device if device is None else device,
             formats=self.formats if compute is None else self.formats.with_compute(compute),
         )
 
@@ -248,8 +254,7 @@ class CountedEstimator(Estimator):
             source = self.source.replace(mtp=True)
             model = bind_model(source, self.model.extra)
             whole = CountedEstimator(
-                model, self.recipe, self.convention, self.attention_kernel, self.kernel_table, self.tile_table,
-                formats=self.formats,
+                model, self.recipe, self.convention, self.attention_kernel, self.device, formats=self.formats,
             )  # fmt: skip
         except FlopcalcError as error:
             return [f"{layers} left out, as HF's model has it, and not described: {error}"]
@@ -274,13 +279,21 @@ class CountedEstimator(Estimator):
             if trainable or stages == self.stages:
                 continue
             plain = CountedEstimator(
-                replace(self.model, stages=stages), self.recipe, "hardware", self.attention_kernel, self.kernel_table,
-                self.tile_table, formats=self.formats,
+                replace(self.model, stages=stages), self.recipe, "hardware", self.attention_kernel, self.device,
+                formats=self.formats,
             )  # fmt: skip
             extra = self.count(load, "hardware").total - plain.count(load, "hardware").total
             if extra:
                 found[group] = extra
         return found
+
+    def _find_tables(self) -> tuple[KernelTable | None, TileTable | None]:
+        """What the kernel's calls and products execute on the device; they were measured in bf16, and fp16 is alike."""
+        if self.device is None or self.attention_kernel == "eager" or self.formats.attention not in ("bf16", "fp16"):
+            return None, None
+        from flopcalc.hardware.kernels import find_kernel_table, find_tile_table  # only where a device is named
+
+        return find_kernel_table(self.device.id, self.attention_kernel), find_tile_table(self.device.id)
 
     def _list_padding(self, coefficients: Coefficients, load: Workload, counting: str) -> list[CountedRow]:
         if self.attention_kernel == "eager":

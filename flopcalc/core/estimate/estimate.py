@@ -14,6 +14,7 @@ from flopcalc.core.spec.spec import PARTS
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.frames import Rows, Table, shorten, show_rows
+from flopcalc.hardware.devices import Device
 from flopcalc.units import check_size, format_flops, format_parameters, format_share
 from flopcalc.values import Value, frozen
 from flopcalc.words import BY, CONVENTIONS, check_flag, check_word
@@ -131,6 +132,12 @@ class Estimate(Value):
     def add_notes(self, notes: Iterable[str]) -> Estimate:
         """The same estimate with more notes."""
         return Estimate(self.terms, self.flops, (*self._notes, *notes))
+
+    def move(self, device: Device) -> Estimate:
+        """The same work on a device: its kernel where none was asked for, and what was measured on it."""
+        if all(each.identity.device == device.id or each.origin != "spec" for each, _, _ in self.terms):
+            return self
+        return sum(each.change(device=device).estimate(load) * times for each, load, times in self.terms) or self
 
     def total_under(self, convention: str) -> int:
         """The total FLOPs of the same work under another convention."""

@@ -16,6 +16,7 @@ from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import Spec
 from flopcalc.core.workload.workload import Grid, Workload, make_workload
 from flopcalc.errors import WorkloadError, format_value
+from flopcalc.hardware.devices import Device
 from flopcalc.units import check_items, check_size
 from flopcalc.words import Recompute
 
@@ -34,6 +35,7 @@ class Identity(NamedTuple):
     convention: str
     attention_kernel: str
     formats: Formats
+    device: str | None = None
     stages: tuple[Stage, ...] = ()
 
     def __hash__(self) -> int:
@@ -136,7 +138,7 @@ class Estimator(Protocol):
 
     def change(
         self, *, recompute: Recompute | None = None, convention: str | None = None,
-        attention_kernel: str | None = None, compute: str | None = None,
+        attention_kernel: str | None = None, compute: str | None = None, device: Device | None = None,
     ) -> Estimator: ...  # fmt: skip
 
     def count(self, load: Workload, convention: str) -> Flops: ...

@@ -140,7 +140,8 @@ def describe_kernels(
             if isinstance(row.op, Attend) and row.find("padding") is None and any(values):
                 calls = row.op.rows.attention_calls(load, row.op.times)
                 asked.setdefault((row.op.qk, row.op.v), set()).update(calls)
-        notes.append(f"kernel {estimator.attention_kernel}: {kernels.describe(asked)}")
+        alike = "; measured in bf16, taken for fp16 too" if estimator.formats.attention == "fp16" else ""
+        notes.append(f"kernel {estimator.attention_kernel}: {kernels.describe(asked)}{alike}")
     ops = [row.op for _, row, _ in padding if isinstance(row.op, Linear)]
     if ops and tiles is not None:
         known = [

@@ -35,7 +35,7 @@ def list_padding(
     return found
 
 
-_WIDE = ("bf16", "fp16", "fp32", "tf32", "fp64")
+_MEASURED = ("bf16", "fp16")
 
 
 def _list_tiles(
@@ -54,8 +54,8 @@ def _list_tiles(
                 continue
             base = row.products[0] if len(row.products) == 1 and row.products[0].role == "base" else None
             value = base.rows.count(load, counting) if base is not None else 0
-            is_wide = base is not None and base.format in _WIDE  # of narrower formats no tiles were measured
-            excess = tiles.expect(value * op.times, op.n_out, op.n_in, op.copies) if value and is_wide else None
+            is_measured = base is not None and base.format in _MEASURED
+            excess = tiles.expect(value * op.times, op.n_out, op.n_in, op.copies) if value and is_measured else None
             if base is None or excess is None:
                 continue
             passes = base.passes

@@ -20,6 +20,7 @@ from flopcalc.core.model.ops import Op, Stage, Weighted
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import ConfigError, WorkloadError, format_value
+from flopcalc.hardware.devices import Device
 from flopcalc.units import check_items, check_size
 from flopcalc.words import PIPELINE_PHASES, Recompute, check_word
 
@@ -238,10 +239,10 @@ class PipelineEstimator(Estimator):
 
     def change(
         self, *, recompute: Recompute | None = None, convention: str | None = None,
-        attention_kernel: str | None = None, compute: str | None = None,
+        attention_kernel: str | None = None, compute: str | None = None, device: Device | None = None,
     ) -> PipelineEstimator:  # fmt: skip
         changes: dict[str, Any] = {
-            "convention": convention, "attention_kernel": attention_kernel, "compute": compute
+            "convention": convention, "attention_kernel": attention_kernel, "compute": compute, "device": device,
         }  # fmt: skip
         parts = tuple(part._replace(estimator=part.estimator.change(**changes)) for part in self.parts)
         denoiser = self.denoiser.change(recompute=recompute, **changes)

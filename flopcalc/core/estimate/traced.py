@@ -32,6 +32,7 @@ from flopcalc.core.workload.workload import Workload, check_load, make_workload
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.files import MAX_TABLE_BYTES, read_json, write_whole
 from flopcalc.forms import FROM_0, Each, Rule, find_fault
+from flopcalc.hardware.devices import Device
 from flopcalc.words import PHASES, Recompute
 
 SCHEMA = 2
@@ -120,9 +121,9 @@ class TracedEstimator(Estimator):
 
     def change(
         self, *, recompute: Recompute | None = None, convention: str | None = None,
-        attention_kernel: str | None = None, compute: str | None = None,
+        attention_kernel: str | None = None, compute: str | None = None, device: Device | None = None,
     ) -> TracedEstimator:  # fmt: skip
-        if recompute or convention != "full" or attention_kernel != "eager" or compute:
+        if recompute or convention != "full" or attention_kernel != "eager" or compute or device:
             raise FlopcalcError(WHY_FULL)
         return self
 

@@ -120,11 +120,16 @@ def hfu(
     num_devices: int = 1,
     gpus: int | None = None,
 ) -> Utilization:
-    """Hardware FLOPs utilization: convention `hardware`, recomputation included. Arguments are those of `mfu`."""
+    """Hardware FLOPs utilization: convention `hardware`, recomputation included. Arguments are those of `mfu`.
+
+    What is executed is counted for `device`, also where the estimate was made without it.
+    """
     check_estimate(estimate)
     seconds = find_step_time(estimate, step_time_s, tokens_per_second)
     devices = _count_devices(num_devices, gpus)
-    ideal = find_ideal_time(sum_dtypes(estimate, "hardware"), device=device, dtype=dtype, peak=peak)
+    _, known = _find_device(device, peak)
+    executed = sum_dtypes(estimate if known is None else estimate.move(known), "hardware")
+    ideal = find_ideal_time(executed, device=device, dtype=dtype, peak=peak)
     return share_peak(ideal, "HFU", seconds, devices)
 
 

@@ -55,6 +55,28 @@ def test_an_mfu_above_the_hfu_is_explained(convention: str, kernel: str, is_note
     assert ("above the HFU" in both) == is_noted
 
 
+@pytest.mark.parametrize("kernel", ["auto", "flash", "eager"])
+def test_hfu_is_counted_for_the_device(kernel: str) -> None:
+    """As where the device was named first; a kernel that was asked for stays, and so do the tables in every change."""
+    plain, on = (bind("gpt2", attention_kernel=kernel, device=device) for device in (None, "h200"))
+    assert hfu(plain(3, 1000), 1, device="h200") == hfu(on(3, 1000), 1, device="h200")
+    assert plain(3, 1000).total_under("hardware") == hfu(plain(3, 1000), 1, peak=1).peaks[0].flops
+    for again in (on.change(recompute="none"), on.change(convention="full"), on.change(compute="fp16")):
+        assert again(3, 1000).total_under("hardware") == on(3, 1000).total_under("hardware")
+    whole = on.change(recompute="full-reentrant")(3, 1000)
+    assert whole.total_under("hardware") == hfu(whole, 1, device="h200").peaks[0].flops > on(3, 1000).total
+    other = hfu(on(3, 1000), 1, device="a100-sxm-80gb")
+    assert other == hfu(
+        bind("gpt2", attention_kernel=kernel, device="a100-sxm-80gb")(3, 1000), 1, device="a100-sxm-80gb"
+    )
+
+
+def test_in_float32_sdpa_takes_no_flash() -> None:
+    kernels = {dtype: bind("gpt2", device="h200", dtype=dtype).attention_kernel for dtype in ("bf16", "fp32", "tf32")}
+    assert kernels == {"bf16": "cudnn", "fp32": "efficient", "tf32": "efficient"}
+    assert bind("gpt2", device="h200").change(compute="fp32").attention_kernel == "efficient"
+
+
 def test_device_and_dtype() -> None:
     share = mfu(bind(MODEL)(1, 64), 1e-3, device="h200", dtype="fp8")
     assert (share.device, share.dtype, share.peak_flops_per_s) == ("NVIDIA H200", "fp8", 1978.9e12)
@@ -186,7 +208,7 @@ def test_mixed_formats_are_ideal_time_over_measured_time() -> None:
     assert mfu(estimate, 0.05, device="h200", gpus=2).value == pytest.approx(share.value / 2)
     executed = hfu(estimate, 0.05, device="h200")
     assert [peak.format for peak in executed.peaks] == ["fp8", "bf16"]
-    assert sum(peak.flops for peak in executed.peaks) == estimate.total_under("hardware")
+    assert sum(peak.flops for peak in executed.peaks) == quantize(device="h200").total_under("hardware")
 
 
 def test_one_format_for_all_and_peaks_by_hand() -> None:
