@@ -112,9 +112,10 @@ def _read_scheme(keys: Keys, format_: str) -> Stored | None:
         own.fail("num_bits", f"is {bits}; known: 2 to 8 with type int, 4, 6 and 8 with type float")
     name = f"{'fp' if kind == 'float' else 'int'}{bits}"
     is_packed = kind == "int" and "pack" in format_
+    has_static_inputs = inputs is not None and not inputs.get("dynamic", False)  # with one scale of 16 bits
     stored = Stored(
         name, bits if is_packed else 8, scale_bits=16, zero_bits=0 if symmetric else bits if is_packed else 8,
-        tensor_bits=128 if is_packed else 0, index_bits=index, key=key, **changes,
+        tensor_bits=128 * is_packed + 16 * has_static_inputs, index_bits=index, key=key, **changes,
     )  # fmt: skip
     if strategy == "block":
         return replace(stored, name=f"{name}-block", outputs=block[0], inputs=block[1], rounds=True)

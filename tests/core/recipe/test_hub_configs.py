@@ -54,6 +54,10 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, int, int]], str, str]] = 
          "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, "producer": {"name": "modelopt"}},
         [("nvfp4", NUMBERS, NUMBERS // 2 + NUMBERS // 16 + 2 * len(LINEARS) * 8)], "nvfp4", "fp8",
     ),
+    "compressed-tensors fp8, activations with one stored scale": (
+        compress({**ARGS, "strategy": "tensor"}, {**ARGS, "strategy": "tensor"}),
+        [("fp8", NUMBERS, NUMBERS + 2 * len(LINEARS) * 4)], "fp8", "bf16",
+    ),
     "modelopt of the cache alone": (
         {"quant_algo": None, "kv_cache_quant_algo": "FP8", "quant_method": "modelopt"}, [], "bf16", "fp8",
     ),
