@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.config_rules import check_config, fill_nulls
 from flopcalc.core.model.expand import expand
-from flopcalc.core.model.heads import Head, expand_head, find_head, has_lm_head, list_classes
+from flopcalc.core.model.heads import Head, check_head, expand_head, find_head, has_lm_head, list_classes
 from flopcalc.core.model.mtp import choose_depth, expand_mtp
 from flopcalc.core.model.ops import Stage, iterate
 from flopcalc.core.model.vision import Vision, bind_vision
@@ -85,13 +85,15 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_pa
     """
     extra = dict(specs or {})
     spec = _find_spec(source, extra, is_part)
+    if source.head and is_image_classifier(spec):
+        source, spec = _set_image_head(source, spec)
     if spec.name not in extra:
         check_config(source.config, source.where)
         source = source.replace(config=fill_nulls(source.config))
     dims = bind_spec(spec, source.config, source.where, extra)
     stages, renamed = expand(dims), None
     # A denoiser, the parts of a pipeline and models of images alone have no head that another could replace.
-    has_head = not (is_part or spec.is_tower or spec.latents) and has_lm_head(stages)
+    has_head = not (is_part or spec.is_tower or spec.latents) and (has_lm_head(stages) or bool(spec.heads))
     if not has_head and (source.head or source.mtp):
         raise ConfigError(f"{source.where}: {spec.name!r} is no language model: it takes neither head nor mtp")
     head = find_head(source, spec) if has_head else Head()
@@ -135,6 +137,25 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_pa
         mtp=depth,
         extra=extra,
     )
+
+
+def is_image_classifier(spec: Spec) -> bool:
+    """Whether a spec describes a classifier of images, whose body has a spec of its own."""
+    return bool(spec.body) and "labels" in spec.dims and spec.vision.get("text") == "none"
+
+
+def _set_image_head(source: Source, spec: Spec) -> tuple[Source, Spec]:
+    """A classifier of images with the head that was asked for: no head, or another number of labels."""
+    kind, _, number = check_head(source.head).partition(":")
+    body = find_spec(spec.body)
+    if kind == "none" and body is not None:
+        return source.replace(head=""), body
+    if kind != "sequence":
+        raise ConfigError(f"{source.where}: {spec.name!r} classifies images: its head is none or sequence[:N]")
+    if not number:
+        return source.replace(head=""), spec
+    config = {key: value for key, value in source.config.items() if key not in ("id2label", "label2id")}
+    return source.replace(head="", config={**config, "num_labels": int(number)}), spec
 
 
 def find_architecture(source: Source, spec: Spec | None = None) -> str:

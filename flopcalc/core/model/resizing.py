@@ -332,6 +332,14 @@ def _naflex(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (1, rows, columns)
 
 
+def _naflex_within(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """Phi-4-reasoning-vision: as many patches as the image holds, within limits, by SigLIP 2's rule."""
+    side = values["patch"]
+    own = max((width // side) * (height // side), 1)
+    most = min(max(own, values["min_num_patches"]), values["max_num_patches"])
+    return _naflex(width, height, {**values, "max_num_patches": most})
+
+
 RULES |= {
     "crop": _crop,
     "edges": _edges,
@@ -339,6 +347,7 @@ RULES |= {
     "divisible": _divisible,
     "covered": _cover,
     "naflex": _naflex,
+    "naflex_within": _naflex_within,
     "most_patches": _most_patches,
     "within": _within,
     "smart": _smart,

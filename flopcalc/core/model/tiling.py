@@ -55,6 +55,23 @@ def _best_resolution(width: int, height: int, resolutions: list[list[int]]) -> t
 RULES["anyres"] = _anyres
 
 
+def _whole_and_resolutions(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """DeepSeek-VL2: the whole as one tile, and tiles of the best resolution, one if there are over two images.
+
+    t is 1 and the tiles, h, w their rows and columns. The first resolution's width is a tile's side.
+    """
+    resolutions = values["candidate_resolutions"]
+    tile = resolutions[0][0]
+    if values["images"] > 2:
+        return (2, 1, 1)
+    # Resolutions are (width, height); the rule is the same as transformers' select_best_resolution.
+    wide, high = _best_resolution(height, width, resolutions)
+    return (1 + wide // tile * (high // tile), high // tile, wide // tile)
+
+
+RULES["whole_and_resolutions"] = _whole_and_resolutions
+
+
 def _square(_width: int, _height: int, values: dict[str, Any]) -> Grid:
     """One tile, whatever the size."""
     return (1, values["side"], values["side"])

@@ -180,6 +180,30 @@ def test_what_a_head_cannot_do() -> None:
         bind({"model_type": "blip", "text_config": {"vocab_size": 9}, "vision_config": {}}, head="none")
 
 
+@pytest.mark.parametrize(
+    ("head", "parameters"),
+    [(None, 86_567_656), ("sequence", 86_567_656), ("sequence:10", 85_806_346), ("none", 86_389_248)],
+)
+def test_heads_of_image_classifiers(head: str | None, parameters: int) -> None:
+    """ViT-base with 1,000 labels, with 10, and ViTModel with its pooler."""
+    assert bind("vit-base", head=head).parameters()["total"] == parameters
+    with pytest.raises(ConfigError, match=r"'vit' classifies images: its head is none or sequence\[:N\]"):
+        bind("vit-base", head="token:3")
+
+
+def test_a_reranker_of_images_scores_one_vector() -> None:
+    text = {"hidden_size": 24, "intermediate_size": 42, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = {
+        "model_type": "llama_nemotron_vl", "llm_config": {**text, "vocab_size": 96, "num_labels": 3},
+        "vision_config": {**text, "image_size": 24, "patch_size": 4},
+    }  # fmt: skip
+    totals = [
+        bind({**config, "architectures": [name]}).parameters()["total"]
+        for name in ("LlamaNemotronVLModel", "LlamaNemotronVLForSequenceClassification")
+    ]
+    assert totals[1] - totals[0] == 3 * 24
+
+
 def test_names_of_classes() -> None:
     assert find_ending("LlamaForCausalLM") == ""
     assert find_ending("InternVLChatModel") == "lm"

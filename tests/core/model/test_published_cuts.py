@@ -12,6 +12,8 @@ from flopcalc.errors import WorkloadError
 KIMI = {"patch": 14, "merge": 2, "in_token_limit": 4096, "pad_input": False}
 EAGLE = {"side": 32, "size.height": 448, "min_patches": 1, "max_patches": 12, "thumbnail": True}
 PHI = {"tile": 336, "num_crops": 16}
+VL2 = {"candidate_resolutions": [[384, 384], [384, 768], [768, 384]], "images": 2}  # widths and heights
+PHI4 = {"patch": 16, "min_num_patches": 256, "max_num_patches": 3600}
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,12 @@ PHI = {"tile": 336, "num_crops": 16}
         ("hd_crops", PHI, (1000, 800), (17, 4, 4)),
         ("hd_crops", PHI, (1600, 400), (17, 2, 8)),
         ("hd_crops", PHI, (400, 1600), (17, 8, 2)),
+        ("whole_and_resolutions", VL2, (1000, 600), (3, 1, 2)),  # 640 by 384 pixels of it in two columns
+        ("whole_and_resolutions", VL2, (600, 1000), (3, 2, 1)),
+        ("whole_and_resolutions", VL2, (300, 300), (2, 1, 1)),
+        ("whole_and_resolutions", {**VL2, "images": 3}, (1000, 600), (2, 1, 1)),  # three images are not cut
+        ("naflex_within", PHI4, (1024, 768), (1, 48, 64)),  # as many patches as it has
+        ("naflex_within", PHI4, (100, 100), (1, 16, 16)),  # 36 patches grow to 256
     ],
 )
 def test_grids(rule: str, values: dict[str, Any], size: tuple[int, int], grid: tuple[int, int, int]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from decimal import Decimal
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -26,7 +29,11 @@ UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 
 def find_config(name: str, i: int, kind: str = "configs") -> Json:
     entry = TABLES[name][kind][i]
-    return {"model_type": name, **(entry["config"] if kind == "published" else entry)}
+    config = deepcopy({"model_type": name, **(entry["config"] if kind == "published" else entry)})
+    for path in entry.get("null_keys", ()):
+        *outer, last = path.split(".")
+        reduce(getitem, outer, config)[last] = None
+    return config
 
 
 def test_every_alias_has_a_witness() -> None:

@@ -190,7 +190,7 @@ class RemoteModel(PreTrainedModel, GenerationMixin):
 
     config_class = PretrainedConfig
     supports_gradient_checkpointing = True
-    language = "language_model"  # where the language model hangs
+    language_at = "language_model"  # where the language model hangs
     text = "text_config"  # and its config
 
     def __init__(self, config: Any) -> None:
@@ -205,7 +205,7 @@ class RemoteModel(PreTrainedModel, GenerationMixin):
 
     def hang(self, text: Any) -> None:
         """The language model's place."""
-        put(self, self.language, text)
+        put(self, self.language_at, text)
 
     def build(self, config: Any) -> None:
         """The modules beside the language model."""
@@ -214,10 +214,10 @@ class RemoteModel(PreTrainedModel, GenerationMixin):
         """Numbers do not matter here."""
 
     def get_input_embeddings(self) -> Any:
-        return self.get_submodule(self.language).get_input_embeddings()
+        return self.get_submodule(self.language_at).get_input_embeddings()
 
     def get_output_embeddings(self) -> Any:
-        return self.get_submodule(self.language).get_output_embeddings()
+        return self.get_submodule(self.language_at).get_output_embeddings()
 
 
 def list_frames(grids: torch.Tensor) -> list[int]:
@@ -278,16 +278,16 @@ class Chat(Sees, RemoteModel):
     ) -> Any:  # fmt: skip
         own = {key: inputs.pop(key) for key in (*_TEXT, "labels", "logits_to_keep") if key in inputs}
         own |= self.embed(input_ids, inputs, inputs_embeds)
-        return self.get_submodule(self.language)(attention_mask=attention_mask, **own)
+        return self.get_submodule(self.language_at)(attention_mask=attention_mask, **own)
 
 
 class SplitChat(Sees, RemoteModel):
     """The same with the language model's head at the top, beside its body."""
 
-    language = "model.language_model"
+    language_at = "model.language_model"
 
     def hang(self, text: Any) -> None:
-        put(self, self.language, text.model)
+        put(self, self.language_at, text.model)
         self.lm_head = text.lm_head
 
     def get_output_embeddings(self) -> Any:
@@ -298,7 +298,7 @@ class SplitChat(Sees, RemoteModel):
         logits_to_keep: int = 0, **inputs: Any,
     ) -> Any:  # fmt: skip
         own = {key: inputs.pop(key) for key in _TEXT if key in inputs}
-        body = self.get_submodule(self.language)
+        body = self.get_submodule(self.language_at)
         out = body(attention_mask=attention_mask, **own, **self.embed(input_ids, inputs, inputs_embeds))
         logits = self.lm_head(out.last_hidden_state[:, -logits_to_keep:])
         loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())

@@ -273,7 +273,7 @@ class TimmSiglip(nn.Module):
 class MiniCPMV(Chat):
     """vllm-project/vllm: vllm/model_executor/models/minicpmv.py, MiniCPMV2_0 to MiniCPMV4_5; slices are not padded."""
 
-    language = "llm"
+    language_at = "llm"
 
     def build(self, config: Any) -> None:
         tower, d = config.vision_config, config.text_config.hidden_size

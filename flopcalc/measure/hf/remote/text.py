@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PretrainedConfig
+from transformers import AutoModel, DynamicCache, PretrainedConfig
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
@@ -142,13 +142,18 @@ class TextModel(PreTrainedModel, GenerationMixin):
         out: torch.Tensor = self.model.norm(x)
         return out
 
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        logits: torch.Tensor = self.lm_head(x)
+        return logits
+
     def forward(
         self, input_ids: Any = None, inputs_embeds: Any = None, past_key_values: Any = None,
         use_cache: bool | None = None, labels: Any = None, logits_to_keep: int = 0, **_: Any,
     ) -> Any:  # fmt: skip
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self.make_cache() if use_cache and past_key_values is None else past_key_values
-        logits = self.lm_head(self.run(embeds, cache)[:, -logits_to_keep:])
+        logits = self.score(self.run(embeds, cache)[:, -logits_to_keep:])
         loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
@@ -369,3 +374,129 @@ class Step3p5ForCausalLM(TextModel):
 
     def make_cache(self) -> Any:
         return DynamicCache(config=self.config)  # sliding layers keep a window
+
+
+# --- OpenELM ----------------------------------------------------------------------------------------------------------
+class OpenELMAttention(Attention):
+    """apple/OpenELM: modeling_openelm.py, OpenELMMultiHeadCausalAttention."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        heads, kv_heads = config.num_query_heads[layer], config.num_kv_heads[layer]
+        norms = config.normalize_qk_projections
+        super().__init__(config.model_dim, heads, kv_heads, config.head_dim, layer, "qkv_proj", norms)
+        self.out_proj = self._modules.pop("o_proj")
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in self.project(x))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        out: torch.Tensor = self.out_proj(attend(q, k, v))
+        return out
+
+
+class OpenELMLayer(GradientCheckpointingLayer):
+    """The same file's OpenELMDecoderLayer."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__()
+        d, step = config.model_dim, config.ffn_dim_divisor
+        want = config.ffn_multipliers[layer] * d
+        ff = max(step, int(want + step / 2) // step * step)
+        ff += step if ff < 0.9 * want else 0
+        self.glu = config.ffn_with_glu
+        self.attn, self.attn_norm, self.ffn_norm = OpenELMAttention(config, layer), Norm(d), Norm(d)
+        self.ffn = nn.Module()
+        self.ffn.proj_1, self.ffn.proj_2 = nn.Linear(d, ff * (1 + self.glu), bias=False), nn.Linear(ff, d, bias=False)
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        x = x + self.attn(self.attn_norm(x), cache)
+        up = self.ffn.proj_1(self.ffn_norm(x))
+        gate, *opened = up.chunk(2, -1) if self.glu else (up,)
+        inner = nn.functional.silu(gate) * opened[0] if opened else nn.functional.silu(gate)
+        out: torch.Tensor = x + self.ffn.proj_2(inner)
+        return out
+
+
+class OpenELMForCausalLM(TextModel):
+    """apple/OpenELM: modeling_openelm.py: without a head of its own, the table of embeddings is multiplied."""
+
+    def __init__(self, config: Any) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.transformer, d = nn.Module(), config.model_dim
+        self.transformer.token_embeddings = nn.Embedding(config.vocab_size, d)
+        layers = (OpenELMLayer(config, i) for i in range(config.num_transformer_layers))
+        self.transformer.layers, self.transformer.norm = nn.ModuleList(layers), Norm(d)
+        self.lm_head = None if config.share_input_output_layers else nn.Linear(d, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> Any:
+        return self.transformer.token_embeddings
+
+    def run(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        for layer in self.transformer.layers:
+            x = layer(x, cache)
+        out: torch.Tensor = self.transformer.norm(x)
+        return out
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        if self.lm_head is not None:
+            return super().score(x)
+        return nn.functional.linear(x, self.transformer.token_embeddings.weight)
+
+
+# --- NV-Embed ---------------------------------------------------------------------------------------------------------
+class LatentAttention(nn.Module):
+    """nvidia/NV-Embed-v2: modeling_nvembed.py, Attention: queries from the text, keys and values from the latents."""
+
+    def __init__(self, d: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads, wide = heads, heads * head_dim
+        self.to_q, self.to_kv = nn.Linear(d, wide, bias=False), nn.Linear(d, 2 * wide, bias=False)
+        self.to_out = nn.Linear(wide, d, bias=False)
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        made = (self.to_q(x), *self.to_kv(context).chunk(2, -1))
+        out: torch.Tensor = self.to_out(
+            attend(*(each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in made))
+        )
+        return out
+
+
+class NVEmbedModel(PreTrainedModel):
+    """nvidia/NV-Embed-v2: modeling_nvembed.py: Mistral's body, latents that its output attends to, a gated MLP."""
+
+    config_class = PretrainedConfig
+    config_base: Any = PretrainedConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        own = config.latent_attention_config
+        d = own.hidden_dim
+        self.embedding_model = AutoModel.from_config(config.text_config)
+        latent = self.latent_attention_model = nn.Module()
+        latent.latents = nn.Parameter(torch.ones(own.num_latents_value, own.latent_dim))
+        first, second = nn.Module(), nn.Module()
+        first.norm, first.norm_context = nn.LayerNorm(d), nn.LayerNorm(d)
+        first.fn = LatentAttention(d, own.num_cross_heads, own.cross_dim_head)
+        second.norm, second.fn = nn.LayerNorm(d), nn.Module()
+        second.fn.net = nn.Sequential(nn.Linear(d, 8 * d), nn.GLU(), nn.Linear(4 * d, d))
+        latent.cross_attend_blocks = nn.ModuleList([first, second])
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Numbers do not matter here."""
+
+    def get_input_embeddings(self) -> Any:
+        return self.embedding_model.get_input_embeddings()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, **_: Any) -> Any:
+        x = self.embedding_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        latent = self.latent_attention_model
+        first, second = latent.cross_attend_blocks
+        latents = first.norm_context(latent.latents.expand(len(x), -1, -1))
+        x = first.fn(first.norm(x), latents) + x
+        x = second.fn.net(second.norm(x)) + x
+        return ModelOutput(sentence_embeddings=x.mean(1))

@@ -7,14 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    AutoModel,
     CLIPVisionModel,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     Phi3Config,
     Phi3ForCausalLM,
+    Siglip2VisionModel,
     SiglipVisionModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.step3p7.configuration_step3p7 import Step3p7VisionConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7VisionModel
 
@@ -38,7 +42,7 @@ from flopcalc.measure.hf.remote.text import Step3TextForCausalLM, TextModel
 class StepVLForConditionalGeneration(SplitChat):
     """vllm-project/vllm: vllm/model_executor/models/step_vl.py: Step-3.7's tower, as transformers has it."""
 
-    language = "model"
+    language_at = "model"
 
     def build(self, config: Any) -> None:
         tower = Step3p7VisionConfig(**{key: value for key, value in config.vision_config.to_dict().items()
@@ -256,7 +260,7 @@ class MolmoForCausalLM(Sees, TextModel):
 class Ovis(Chat):
     """AIDC-AI/Ovis: ovis/model/visual_tokenizer/siglip_visual_tokenizer.py, and vLLM's ovis.py for what comes after."""
 
-    language = "llm"
+    language_at = "llm"
 
     def build(self, config: Any) -> None:
         tower, words = config.vision_config, config.visual_vocab_size - 5  # without the marks
@@ -314,6 +318,28 @@ class Phi3VForCausalLM(Flat, Phi3ForCausalLM):
         return torch.cat([x, mark], 1).flatten(0, 1)
 
 
+# --- Phi-4-reasoning-vision -------------------------------------------------------------------------------------------
+class Phi4ForCausalLMV(Flat, Phi3ForCausalLM):
+    """microsoft/Phi-4-reasoning-vision-15B: modeling_phi4_visionr.py: features from before the last layer."""
+
+    config_base = Phi3Config
+    tensors = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        wide, d = config.mm_hidden_size, config.hidden_size
+        self.model.vision_tower = nn.Module()
+        self.model.vision_tower.vision_tower = Siglip2VisionModel(config.vision_config)
+        self.model.mm_projector = nn.Sequential(nn.Linear(wide, d), nn.GELU(), nn.Linear(d, d))
+
+    def see(
+        self, pixel_values: torch.Tensor, spatial_shapes: torch.Tensor, pixel_attention_mask: torch.Tensor
+    ) -> torch.Tensor:  # fmt: skip
+        tower = self.model.vision_tower.vision_tower
+        out = tower(pixel_values, pixel_attention_mask, spatial_shapes, output_hidden_states=True)
+        return self.model.mm_projector(out.hidden_states[-2][pixel_attention_mask.bool()])
+
+
 # --- Eagle 2.5 --------------------------------------------------------------------------------------------------------
 class Eagle2_5_VLForConditionalGeneration(Chat):
     """vllm-project/vllm: vllm/model_executor/models/eagle2_5_vl.py: four features side by side, then two products."""
@@ -338,6 +364,34 @@ class Eagle2_5_VLForConditionalGeneration(Chat):
         side = round(x.shape[1] ** 0.5) // self.fold
         x = x.unflatten(1, (side, self.fold, side, self.fold)).transpose(2, 3).flatten(3).flatten(0, 2)
         return self.mlp1(x)
+
+
+# --- Nemotron's embedding model and reranker --------------------------------------------------------------------------
+class LlamaNemotronVLModel(Eagle2_5_VLForConditionalGeneration):
+    """vllm-project/vllm: vllm/model_executor/models/nemotron_vl.py, LlamaNemotronVLForEmbedding."""
+
+    def make_text(self, config: Any) -> Any:
+        return AutoModel.from_config(config)
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+class LlamaNemotronVLForSequenceClassification(LlamaNemotronVLModel):
+    """The same file's class of this name: the pooled vector of the model above is scored."""
+
+    def __init__(self, config: Any) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.model = LlamaNemotronVLModel(config)
+        self.score = nn.Linear(config.text_config.hidden_size, config.text_config.num_labels, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    def forward(self, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        out = self.model(input_ids, **inputs)
+        return SequenceClassifierOutput(logits=self.score(out.last_hidden_state.mean(1)))
 
 
 # --- SAIL-VL2 ---------------------------------------------------------------------------------------------------------
@@ -402,3 +456,64 @@ class BeeForConditionalGeneration(LlavaOnevisionForConditionalGeneration):
         super().__init__(config)
         project = BeeProjector(config.vision_config.hidden_size, config.text_config.hidden_size)
         self.model.multi_modal_projector = project
+
+
+# --- DeepSeek-VL2 -----------------------------------------------------------------------------------------------------
+class TimmTiles(nn.Module):
+    """deepseek-ai/DeepSeek-VL2: deepseek_vl2/models/siglip_vit.py: every patch of a tile; its pooling does not run."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        d, patch, ff = config.width, config.patch_size, int(config.width * config.mlp_ratio)
+        self.patch_embed = nn.Module()
+        self.patch_embed.proj = nn.Conv2d(3, d, patch, patch)
+        self.pos_embed = nn.Parameter(torch.ones(1, (config.image_size // patch) ** 2, d))
+        self.blocks = nn.ModuleList(Block(Names(), d, ff, config.heads) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(d)
+        pool = self.attn_pool = nn.Module()
+        pool.latent = nn.Parameter(torch.ones(1, 1, d))
+        pool.q, pool.kv, pool.proj = nn.Linear(d, d), nn.Linear(d, 2 * d), nn.Linear(d, d)
+        pool.norm, pool.mlp = nn.LayerNorm(d), nn.Module()
+        pool.mlp.fc1, pool.mlp.fc2 = nn.Linear(d, ff), nn.Linear(ff, d)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        x = self.patch_embed.proj(pixels).flatten(2).transpose(1, 2) + self.pos_embed
+        for block in self.blocks:
+            x = block.forward(x)  # timm has a checkpointing of its own, which HF's does not reach
+        out: torch.Tensor = self.norm(x)
+        return out
+
+
+class DeepseekVLV2ForCausalLM(Chat):
+    """deepseek-ai/DeepSeek-VL2: deepseek_vl2/models/modeling_deepseek_vl_v2.py, tiles in two dimensions."""
+
+    language_at = "language"
+
+    def build(self, config: Any) -> None:
+        project, self.projector = config.projector_config, nn.Module()
+        fold, d = project.downsample_ratio, project.n_embed
+        inner = d * project.mlp_ratio
+        self.vision = TimmTiles(config.vision_config)
+        self.projector.layers = nn.Sequential(
+            nn.Linear(project.input_dim * fold**2, inner), nn.GELU(), nn.Linear(inner, d)
+        )
+        self.image_newline, self.view_seperator = nn.Parameter(torch.ones(d)), nn.Parameter(torch.ones(d))
+
+    def see(self, pixel_values: torch.Tensor, images_spatial_crop: torch.Tensor, **_: Any) -> torch.Tensor:
+        x, fold = self.vision(pixel_values), self.config.projector_config.downsample_ratio
+        side = round(x.shape[1] ** 0.5)
+        odd = -side % fold
+        x = nn.functional.pad(x.unflatten(1, (side, side)), (0, 0, 0, odd, 0, odd)).permute(0, 3, 1, 2)
+        x = self.projector.layers(nn.functional.unfold(x, fold, stride=fold).transpose(1, 2))
+        few = (side + odd) // fold
+        made, at = [], 0
+        for columns, rows in images_spatial_crop.tolist():
+            whole, tiles = x[at].unflatten(0, (few, few)), x[at + 1 : at + 1 + rows * columns]
+            tiles = tiles.unflatten(0, (rows, columns)).unflatten(2, (few, few)).transpose(1, 2).flatten(2, 3)
+            made += [self.end_rows(whole), self.view_seperator.unsqueeze(0), self.end_rows(tiles.flatten(0, 1))]
+            at += 1 + rows * columns
+        return torch.cat(made)
+
+    def end_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of features, each with a mark behind it, as one row."""
+        return torch.cat([x, self.image_newline.expand(len(x), 1, -1)], 1).flatten(0, 1)
