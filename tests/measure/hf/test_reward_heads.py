@@ -26,6 +26,7 @@ CASES: list[tuple[str, str, Json]] = [  # the class, its model type, further key
     ("GPTRewardModel", "llama", {}),
     ("LlamaForScore", "llama", {"score_dim": 2, "bias": True}),
     ("LlamaForScore", "llama", {}),
+    ("LlamaForSequenceClassificationWithNormal_Weights", "llama", {"num_labels": 10}),
     ("HF_ColBERT", "bert", {"dim": 6}),
     ("ColQwen3", "qwen3_vl", {"embed_dim": 6}),
     ("OpsColQwen3Model", "ops_colqwen3", {"dims": 7}),
@@ -62,6 +63,18 @@ def build(named: str, config: Json) -> tuple[Any, Any]:
             return rewards * torch.softmax(gate, -1) * model.gating.logit_scale
 
         return model, gated
+    if named == "LlamaForSequenceClassificationWithNormal_Weights":
+        labels = config["num_labels"]
+        model.model, model.score, model.weights = body, nn.Linear(d, labels, bias=False), nn.Module()
+        model.weights.fc = nn.Sequential(
+            nn.Linear(d, d), nn.SELU(), nn.Linear(d, d), nn.SELU(), nn.Linear(d, labels // 2)
+        )
+
+        def weighed(ids: Any) -> Any:
+            hidden = body(ids)[0]
+            return model.score(hidden)[..., : labels // 2] * model.weights.fc(hidden)
+
+        return model, weighed
     if kind == "qwen3_vl":
         body.custom_text_proj = nn.Linear(d, config.get("embed_dim") or config["dims"])
         return body, lambda ids: body.custom_text_proj(body(ids)[0])
