@@ -20,6 +20,7 @@ CLASSES = {
     "LLaVAOneVision1_5_ForConditionalGeneration": "grids",
     "Ovis2_5": "grids",
     "MiniCPMV": "grids",
+    "Sarashina2VisionForCausalLM": "grids",
     "MiniCPMO": "audio",
     "UltravoxModel": "audio",
     "DeciLMForCausalLM": "text",

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.models.siglip.modeling_siglip import SiglipMultiheadAttentionPoolingHead
 
 from flopcalc.measure.hf.remote.base import (
@@ -292,3 +294,20 @@ class MiniCPMV(Chat):
         else:
             x = self.vpm(pixel_values, [lengths] * len(self.vpm.encoder.layers))
         return torch.cat([self.resampler(each) for each in x.split(lengths)])
+
+
+# --- Sarashina2-Vision ------------------------------------------------------------------------------------------------
+class Sarashina2VisionForCausalLM(Chat):
+    """sgl-project/sglang: python/sglang/srt/models/sarashina2_vision.py."""
+
+    language_at = "llm"
+    image_token = "image_token_index"
+
+    def build(self, config: Any) -> None:
+        keys = {key: value for key, value in config.vision_config.to_dict().items() if key != "model_type"}
+        keys["attn_implementation"] = config._attn_implementation
+        self.visual = Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(**keys))
+        self.norm = nn.LayerNorm(config.text_config.hidden_size)
+
+    def see(self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.norm(self.visual(pixel_values, grid_thw=image_grid_thw).pooler_output)
