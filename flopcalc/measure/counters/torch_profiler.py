@@ -28,7 +28,6 @@ Values = Sequence[Any]
 _EXCLUDED = "flopcalc: rotary embedding"
 _STOPPED = "flopcalc: recomputation stopped"
 _OPTIMIZER = "Optimizer.step#"  # torch's own mark; an optimizer's products (Muon's) are no work of the model
-_ELEMENTWISE = ("aten::mul", "aten::add")  # counted by the profiler, not matrix products
 
 # --- What it skips, from shapes; `values` holds the arguments that are no tensors ---------------------------------
 
