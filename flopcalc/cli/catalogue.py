@@ -102,7 +102,7 @@ def _show_preset(preset: Entry, families: list[Entry]) -> None:
     _show_facts(preset["name"], {**facts, "source": preset["source"]})
 
 
-def _describe_config(config: Mapping[str, Any]) -> dict[str, str]:
+def _describe_config(config: Mapping[str, object]) -> dict[str, str]:
     """The config's plain values as one fact, and each part of it (vision_config) as one of its own."""
     parts = {key: value for key, value in config.items() if isinstance(value, dict)}
     return {
@@ -111,7 +111,7 @@ def _describe_config(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _join(values: Mapping[str, Any]) -> str:
+def _join(values: Mapping[str, object]) -> str:
     """'hidden_size 3584, …'; a long list is shortened."""
     return ", ".join(f"{key} {_shorten(json.dumps(value, ensure_ascii=False))}" for key, value in values.items())
 
@@ -186,7 +186,7 @@ def _show_registry(registry: Registry) -> None:
     share = f"{100 * registry.supported / registry.total:.1f} %"
     click.echo("")
     click.echo(format_text(f"{registry.name}, {registry.date}: what it registers, and what is counted"))
-    rows: list[list[Any]] = [[registry.unit, registry.supported, registry.total, share]]
+    rows: list[list[object]] = [[registry.unit, registry.supported, registry.total, share]]
     if registry.untold:
         rows.append([f"{registry.unit} of an unknown type", "-", len(registry.untold), "-"])
     rows += [[group, "-", len(names), "-"] for group, names in registry.apart.items()]

@@ -43,11 +43,11 @@ def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) 
     return [name for name in list_data_files("presets") if name.startswith(incomplete.lower())]
 
 
-def model_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+def model_argument(function: Callable[..., object]) -> Callable[..., Any]:
     """MODEL or --model M; the command gets it as `model`."""
 
     @wraps(function)
-    def run(*arguments: Any, first: str | None, model: str | None, **options: Any) -> Any:
+    def run(*arguments: object, first: str | None, model: str | None, **options: object) -> Any:
         if first is not None and model is not None:
             raise ConfigError(f"two models are given, {first!r} and --model {model!r}: give one")
         name = model if first is None else first

@@ -60,7 +60,7 @@ class Column(NamedTuple):
 @trace_option
 @time_options
 @format_options(*FORMATS)
-def compare(models: tuple[str, ...], style: str, output: str | None, **options: Any) -> None:
+def compare(models: tuple[str, ...], style: str, output: str | None, **options: object) -> None:
     """Several models or workloads side by side.
 
     Options apply to all columns. MODEL@key=value;key=value changes them for one. Examples:
@@ -86,7 +86,7 @@ def compare(models: tuple[str, ...], style: str, output: str | None, **options: 
         click.echo(_format(columns, is_markdown=style == "markdown"))
 
 
-def _count(text: str, options: dict[str, Any]) -> Column:
+def _count(text: str, options: dict[str, object]) -> Column:
     name, own = _read_column(text, options)
     asked = make_estimate(name, own)
     model_share, hardware_share, notes = make_shares(asked.estimate, own)
@@ -161,7 +161,7 @@ def _format_formats(estimate: Estimate, text: str) -> str:
     return "-" if estimate.terms[0].estimator.formats.is_default else text
 
 
-def _read_column(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _read_column(text: str, options: dict[str, object]) -> tuple[str, dict[str, Any]]:
     """'name@seq=2048;batch=2' -> the name, and the options with those changed."""
     name, at, settings = text.partition("@")
     own = dict(options)

@@ -70,7 +70,7 @@ def estimate(
     style: str,
     output: str | None,
     plot_file: str | None,
-    **options: Any,
+    **options: object,
 ) -> None:
     """FLOPs of one step of a model, by component.
 
@@ -118,7 +118,7 @@ def estimate(
     )
 
 
-def _count(model: str, options: dict[str, Any], said: Sequence[str] = ()) -> Counted:
+def _count(model: str, options: dict[str, object], said: Sequence[str] = ()) -> Counted:
     asked = make_estimate(model, options)
     model_share, hardware_share, notes = make_shares(asked.estimate, options)
     notes = [*said, *asked.notes, *notes]
@@ -126,7 +126,7 @@ def _count(model: str, options: dict[str, Any], said: Sequence[str] = ()) -> Cou
 
 
 def _show_list(
-    model: str, options: dict[str, Any], style: str, output: str | None, by: str | None, depth: int | None,
+    model: str, options: dict[str, object], style: str, output: str | None, by: str | None, depth: int | None,
     plot_file: str | None, said: Sequence[str],
 ) -> None:  # fmt: skip
     from flopcalc.cli import lists  # only where used: a single estimate starts without it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import click
 
@@ -21,7 +20,7 @@ from flopcalc.report.explanation import explain_rows
 )
 @workload_options
 @click.option("--json", "as_json", is_flag=True)
-def explain(model: str, pattern: str, as_json: bool, **options: Any) -> None:
+def explain(model: str, pattern: str, as_json: bool, **options: object) -> None:
     """The formula of an operation with its numbers filled in.
 
     Example: flopcalc explain llama-3.1-8b --seq 2048 --op '*self_attn*'

@@ -30,7 +30,7 @@ class Row(NamedTuple):
         return " ".join(f"--{name} {value}" for name, value in self.varied.items())
 
 
-def expand(options: Mapping[str, Any]) -> list[Row]:
+def expand(options: Mapping[str, object]) -> list[Row]:
     """Every combination of the values that the options list."""
     lists: dict[str, list[int | str]] = {}
     for name in LISTED:
@@ -49,7 +49,7 @@ def expand(options: Mapping[str, Any]) -> list[Row]:
     return [Row(varied, {**options, **{name: str(value) for name, value in varied.items()}}) for varied in found]
 
 
-def show_json(rows: Sequence[Row], results: Sequence[Mapping[str, Any]]) -> None:
+def show_json(rows: Sequence[Row], results: Sequence[Mapping[str, object]]) -> None:
     """The single results as one object, each with the values that make it differ from the others."""
     shown = [{"varied": row.varied, **result} for row, result in zip(rows, results, strict=True)]
     click.echo(json.dumps({"schema": 1, "rows": shown}, indent=2, ensure_ascii=False))
@@ -115,7 +115,7 @@ def _name_notes(rows: Sequence[Row], notes: Sequence[Sequence[str]]) -> list[str
     return [f"{_name_rows(rows, [note in found for found in notes])}{note}" for note in every]
 
 
-def show_csv(rows: Sequence[Row], columns: Mapping[str, Callable[[Result], Any]], results: Sequence[Result]) -> None:
+def show_csv(rows: Sequence[Row], columns: Mapping[str, Callable[[Result], object]], results: Sequence[Result]) -> None:
     """Exact values, a line each."""
     from flopcalc.report.estimate import format_lines
 

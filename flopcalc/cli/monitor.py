@@ -121,7 +121,7 @@ def _format(summary: dict[str, Any], shares: list[float | None]) -> list[str]:
     return lines
 
 
-def _format_steps(summary: dict[str, Any]) -> str:
+def _format_steps(summary: dict[str, object]) -> str:
     if summary["last_step"] is None:
         return f"none, {summary['records']} records"
     return f"{summary['first_step']:,} to {summary['last_step']:,}, {summary['records']:,} records"

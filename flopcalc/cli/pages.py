@@ -18,9 +18,9 @@ FORMATS = ("table", "json", "csv", "markdown", "html")  # of commands that count
 def format_options(*formats: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """--format, --json and -o; the command gets them as `style` and `output`."""
 
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+    def add(function: Callable[..., object]) -> Callable[..., Any]:
         @wraps(function)
-        def run(*arguments: Any, style: str | None, as_json: bool, output: str | None, **options: Any) -> Any:
+        def run(*arguments: object, style: str | None, as_json: bool, output: str | None, **options: object) -> Any:
             if as_json and style not in (None, "json"):
                 raise WorkloadError(f"--json contradicts --format {style}")
             chosen = "json" if as_json else style or "table"

@@ -108,7 +108,7 @@ def _degree_options(function: Any) -> Any:
 @click.option("--plot", "plot_file", metavar="FILE", help="Plot time over memory of all layouts (needs matplotlib).")
 @click.option("--timeline", metavar="FILE", help="Write the best layout's schedule as a trace for Perfetto.")
 def plan(
-    model: str, style: str, output: str | None, plot_file: str | None, timeline: str | None, **options: Any
+    model: str, style: str, output: str | None, plot_file: str | None, timeline: str | None, **options: object
 ) -> None:
     """The best layouts of a training run on many GPUs.
 
@@ -189,7 +189,7 @@ def _plan(model: str, options: dict[str, Any], said: Sequence[str] = ()) -> Plan
 
 
 def _show_list(
-    model: str, options: dict[str, Any], style: str, output: str | None, said: Sequence[str]
+    model: str, options: dict[str, object], style: str, output: str | None, said: Sequence[str]
 ) -> None:  # fmt: skip
     from flopcalc.cli import lists
 

@@ -57,7 +57,7 @@ _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 )
 def predict(
     model: str, memory: bool, top: str | None, style: str, output: str | None,
-    plot_file: str | None, timeline: str | None, **options: Any,
+    plot_file: str | None, timeline: str | None, **options: object,
 ) -> None:  # fmt: skip
     """Time and memory of one step of HF's model on a GPU, and what limits it.
 
@@ -193,7 +193,7 @@ def _show(predicted: Predicted, count: int) -> None:
 
 
 def _show_list(
-    model: str, options: dict[str, Any], memory: bool, style: str, output: str | None, plot_file: str | None,
+    model: str, options: dict[str, object], memory: bool, style: str, output: str | None, plot_file: str | None,
     said: Sequence[str],
 ) -> None:  # fmt: skip
     from flopcalc.cli import lists

@@ -112,7 +112,7 @@ def run(
     seq_lens: str | None,
     model_size: str | None,
     model: tuple[str, ...],
-    **options: Any,
+    **options: object,
 ) -> None:
     """Run all combinations of trainers, batch sizes, lengths and models.
 
@@ -122,7 +122,7 @@ def run(
     from flopcalc.measure.sweep.matrix import load_matrix
     from flopcalc.units import parse_sizes
 
-    lists: dict[str, Any] = {"models": _read_models(model_size, model)}
+    lists: dict[str, object] = {"models": _read_models(model_size, model)}
     lists["trainers"] = _split(trainers)
     lists["batch_sizes"] = parse_sizes(batch_sizes, "--batch-sizes") if batch_sizes is not None else None
     lists["seq_lens"] = parse_sizes(seq_lens, "--seq-lens") if seq_lens is not None else None
@@ -243,7 +243,7 @@ def _read_models(sizes: str | None, models: tuple[str, ...]) -> tuple[str, ...] 
     return (*named, *models) or None
 
 
-def _take_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+def _take_settings(options: Mapping[str, object]) -> dict[str, Any]:
     from flopcalc.measure.sweep.matrix import SETTINGS
 
     return {name: value for name in SETTINGS if (value := options[name]) is not None}
@@ -284,7 +284,7 @@ def _run(configurations: Sequence[Configuration], options: Mapping[str, Any], ca
     return 1 if swept.failed else 0
 
 
-def _to_json(summary: Mapping[str, Any]) -> str:
+def _to_json(summary: Mapping[str, object]) -> str:
     return json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
 
 

@@ -59,7 +59,7 @@ _SMALL = 2 * 10**9  # parameters that any machine has memory for
 )
 @click.option("--json", "as_json", is_flag=True)
 def verify(
-    first: str | None, types: tuple[str, ...], config: str | None, every: bool, as_json: bool, **options: Any
+    first: str | None, types: tuple[str, ...], config: str | None, every: bool, as_json: bool, **options: object
 ) -> None:
     """Build HF's model, count it with the operator counter, and compare with the analytic count, row by row.
 
@@ -80,7 +80,7 @@ def verify(
     except ImportError as error:
         raise FlopcalcError(f"verify needs {error.name}: {describe_install('measure')}") from None
     prepare()
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     verdicts: list[tuple[str, Verdict | None]] = []
     for name, keys, workload, recipe, example, device in _list_jobs(types, config, every, options):
         label = f"{name} {_format(workload)}{' ' + _format(recipe) if recipe else ''}"
@@ -171,7 +171,9 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
                 yield label, keys, case, case_recipe, example, options["device"] or "cpu"
 
 
-def _check_fits(model_type: str, configs: list[dict[str, Any]], workload: dict[str, Any], example: Example) -> None:
+def _check_fits(
+    model_type: str, configs: list[dict[str, object]], workload: dict[str, object], example: Example
+) -> None:
     """Sizes that no config of a model type can take are the asker's mistake, not a difference."""
     from flopcalc.measure.hf.compare import make_load
     from flopcalc.measure.hf.examples import make_estimator
@@ -202,7 +204,11 @@ def _starts_apart(estimator: Estimator) -> bool:
 
 
 def _run(
-    keys: dict[str, Any], workload: dict[str, Any], recipe: dict[str, Any], example: Example | None, device: str | None
+    keys: dict[str, object],
+    workload: dict[str, object],
+    recipe: dict[str, object],
+    example: Example | None,
+    device: str | None,
 ) -> Verdict:
     """One case; where no device was asked for, on meta, or in memory if HF reads values and the model is small."""
     from flopcalc.measure.hf.verify import verify as run
@@ -232,7 +238,7 @@ def _read_workload(options: dict[str, Any]) -> dict[str, Any] | None:
     return workload
 
 
-def _format(table: dict[str, Any]) -> str:
+def _format(table: dict[str, object]) -> str:
     return " ".join(f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in table.items())
 
 

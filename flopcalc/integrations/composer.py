@@ -10,12 +10,12 @@ from flopcalc.integrations.counting import StepCounter, bind_options
 # mosaicml 0.32: composer/callbacks/speed_monitor.py calls model.flops_per_batch(batch) on every rank and adds them up.
 
 
-def make_flops_per_batch(composer_model: Any, **options: Any) -> Callable[[Mapping[str, Any]], float]:
+def make_flops_per_batch(composer_model: object, **options: object) -> Callable[[Mapping[str, Any]], float]:
     """f(batch) -> FLOPs of a training step on this rank's batch, of the HF model inside a ComposerModel."""
     inner = getattr(composer_model, "model", composer_model)
     counter: StepCounter | None = None
 
-    def flops_per_batch(batch: Mapping[str, Any]) -> float:
+    def flops_per_batch(batch: Mapping[str, object]) -> float:
         nonlocal counter
         if counter is None:  # at the first batch: what trains is settled by then
             counter = StepCounter(lambda: bind_options(lambda: inner, options), "Composer")

@@ -59,7 +59,7 @@ class StepCounter:
         """FLOPs of a batch of full rows."""
         return self._count(lambda _: Workload(batch, seq, phase=phase))
 
-    def count_batch(self, batch: Mapping[str, Any], *, read_device: bool = False) -> float:
+    def count_batch(self, batch: Mapping[str, object], *, read_device: bool = False) -> float:
         """FLOPs of a real batch, as the model gets it; values on a GPU are read only if asked: that waits for it."""
         if self.estimator is None:
             return math.nan
@@ -109,7 +109,7 @@ def make_grid(patches: int, merge: int) -> Grid:
     return 1, height * merge, area // height * merge
 
 
-def replace_attributes(owner: Any, **changes: Any) -> Callable[[], None]:
+def replace_attributes(owner: object, **changes: object) -> Callable[[], None]:
     """Set attributes of a class or module; the function that comes back puts the old ones back."""
     before = {name: vars(owner).get(name) for name in changes}
     for name, value in changes.items():

@@ -92,7 +92,7 @@ def _map_lora(peft: Any) -> Lora | None:
 class _Bound:
     """The counter of the config that was counted last."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, object]) -> None:
         self.options = options
         self.model: Any = None
         self.counter: StepCounter | None = None
@@ -111,12 +111,12 @@ class _Bound:
         return bind_options(lambda: map_config(cfg.model), options)
 
 
-def num_floating_point_operations(cfg: Any, batch_size: int = 1, **options: Any) -> float:
+def num_floating_point_operations(cfg: object, batch_size: int = 1, **options: object) -> float:
     """Megatron-Bridge's function with exact counts; `install` keeps the bound model between calls."""
     return _Bound(options).count(cfg, batch_size)
 
 
-def install(**options: Any) -> Callable[[], None]:
+def install(**options: object) -> Callable[[], None]:
     """Replace the formula of this process; options are those of flopcalc.bind, and `model=`."""
     from megatron.bridge.training.utils import flop_utils
 

@@ -12,7 +12,9 @@ from flopcalc.integrations.counting import StepCounter, bind_options, replace_at
 _KEY = "_flopcalc_counter"
 
 
-def floating_point_ops(trainer: Any, inputs: Mapping[str, Any], *, read_device: bool = False, **options: Any) -> float:
+def floating_point_ops(
+    trainer: Any, inputs: Mapping[str, object], *, read_device: bool = False, **options: Any
+) -> float:
     """FLOPs of a training step on one micro-batch of a trainer."""
     counter = vars(trainer).get(_KEY)
     if counter is None:
@@ -21,7 +23,7 @@ def floating_point_ops(trainer: Any, inputs: Mapping[str, Any], *, read_device: 
     return float(counter.count_batch(inputs, read_device=read_device))
 
 
-def install(*, read_device: bool = False, **options: Any) -> Callable[[], None]:
+def install(*, read_device: bool = False, **options: object) -> Callable[[], None]:
     """Replace Trainer.floating_point_ops; options are those of flopcalc.bind, and `model=`.
 
     Masks that lie on a GPU are not read, since that would wait for it: padding then counts as tokens. `read_device`
@@ -29,7 +31,7 @@ def install(*, read_device: bool = False, **options: Any) -> Callable[[], None]:
     """
     from transformers import Trainer
 
-    def ours(self: Any, inputs: Mapping[str, Any]) -> float:
+    def ours(self: object, inputs: Mapping[str, object]) -> float:
         return floating_point_ops(self, inputs, read_device=read_device, **options)
 
     return replace_attributes(Trainer, floating_point_ops=ours)

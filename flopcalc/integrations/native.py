@@ -48,7 +48,7 @@ class Decoder(NamedTuple):
 
 def make_config(decoder: Decoder, name: str) -> dict[str, Any]:
     """The HF config of a decoder; an error that names what no HF config describes."""
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         "hidden_size": decoder.hidden, "num_hidden_layers": decoder.layers, "num_attention_heads": decoder.heads,
         "num_key_value_heads": decoder.kv_heads, "head_dim": decoder.head_dim, "vocab_size": decoder.vocab,
         "intermediate_size": decoder.size, "tie_word_embeddings": decoder.is_tied, "max_position_embeddings": 1 << 24,

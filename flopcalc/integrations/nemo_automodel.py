@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from flopcalc.integrations.counting import StepCounter, bind_options, replace_attributes
 
@@ -13,13 +12,13 @@ _NAME = "get_flops_formula_for_hf_config"
 _DEFAULT_LENGTH = 2048  # theirs, of a config without max_position_embeddings
 
 
-def get_flops_formula_for_hf_config(config: Any, **options: Any) -> Callable[..., float] | None:
+def get_flops_formula_for_hf_config(config: object, **options: object) -> Callable[..., float] | None:
     """f(config, gbs=1, seq_len=None) -> FLOPs of a training step; None, as theirs, if the model is not known."""
     bound, counter = config, _make_counter(config, options)
     if counter.estimator is None:
         return None
 
-    def count(config: Any, gbs: int = 1, seq_len: int | None = None) -> float:
+    def count(config: object, gbs: int = 1, seq_len: int | None = None) -> float:
         nonlocal bound, counter
         if config is not bound:
             bound, counter = config, _make_counter(config, options)
@@ -29,17 +28,17 @@ def get_flops_formula_for_hf_config(config: Any, **options: Any) -> Callable[...
     return count
 
 
-def _make_counter(config: Any, options: dict[str, Any]) -> StepCounter:
+def _make_counter(config: object, options: dict[str, object]) -> StepCounter:
     return StepCounter(lambda: bind_options(lambda: config, options), "NeMo Automodel")
 
 
-def install(**options: Any) -> Callable[[], None]:
+def install(**options: object) -> Callable[[], None]:
     """Replace the formulas of this process; options are those of flopcalc.bind, and `model=`."""
     from nemo_automodel.components.utils import flops_utils
 
     theirs = getattr(flops_utils, _NAME)
 
-    def ours(config: Any) -> Callable[..., float] | None:
+    def ours(config: object) -> Callable[..., float] | None:
         return get_flops_formula_for_hf_config(config, **options)
 
     # Recipes that were imported before hold the function under their own name.

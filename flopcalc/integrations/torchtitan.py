@@ -71,7 +71,7 @@ def _get_width(feed_forward: Any) -> int:
     return 0 if feed_forward is None else int(feed_forward.w1.out_features)
 
 
-def get_nparams_and_flops(config: Any, model: Any, seq_len: int, **options: Any) -> tuple[int, float]:
+def get_nparams_and_flops(config: object, model: Any, seq_len: int, **options: object) -> tuple[int, float]:
     """Parameters of the model, and FLOPs per token of a training step on sequences of one document each."""
     step = bind_options(lambda: map_config(config), options)(1, seq_len)
     per_token = Fraction(step.total, seq_len)
@@ -79,14 +79,14 @@ def get_nparams_and_flops(config: Any, model: Any, seq_len: int, **options: Any)
     return sum(parameter.numel() for parameter in model.parameters()), flops
 
 
-def install(**options: Any) -> Callable[[], None]:
+def install(**options: object) -> Callable[[], None]:
     """Replace the FLOPs of every model that is imported by now; options are those of flopcalc.bind, and `model=`.
 
     Call it after the imports of your models. A model that cannot be mapped is an error when the trainer starts.
     """
     from torchtitan.protocols.model import BaseModel
 
-    def ours(self: Any, model: Any, seq_len: int) -> tuple[int, float]:
+    def ours(self: object, model: object, seq_len: int) -> tuple[int, float]:
         return get_nparams_and_flops(self, model, seq_len, **options)
 
     undos = [replace_attributes(each, **{_NAME: ours}) for each in _list_configs(BaseModel.Config)]

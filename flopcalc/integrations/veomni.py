@@ -21,7 +21,7 @@ _PLAIN: dict[str, Any] = {
 class VeomniFlopsCounter:
     """VeOmni's counter with exact counts of any model that flopcalc knows."""
 
-    def __init__(self, config: Any, **options: Any) -> None:
+    def __init__(self, config: object, **options: object) -> None:
         self.config = config
         self.options = options
         self.counter: StepCounter | None = None
@@ -31,7 +31,7 @@ class VeomniFlopsCounter:
         self,
         batch_seqlens: Sequence[int],
         delta_time: float,
-        lora_config: Any = None,
+        lora_config: object = None,
         images_seqlens: Sequence[int] | None = None,
         freeze_vit: bool | None = None,
     ) -> tuple[float, float]:
@@ -45,7 +45,7 @@ class VeomniFlopsCounter:
         return self.counter.count_documents(batch_seqlens, images_seqlens) / delta_time / 1e12, get_device_flops()
 
 
-def _bind(config: Any, options: dict[str, Any], lora_config: Any, is_frozen: bool) -> Estimator:
+def _bind(config: object, options: dict[str, object], lora_config: object, is_frozen: bool) -> Estimator:
     """The estimator of what trains: LoRA's adapters alone, or all but a frozen vision tower."""
     given = dict(options)
     if lora_config is not None:

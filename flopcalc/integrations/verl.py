@@ -13,7 +13,7 @@ from flopcalc.integrations.counting import StepCounter, bind_options, replace_at
 class FlopsCounter:
     """verl's FlopsCounter with exact counts of any model that flopcalc knows."""
 
-    def __init__(self, config: Any, **options: Any) -> None:
+    def __init__(self, config: object, **options: object) -> None:
         self.config = config
         self.counter = StepCounter(lambda: bind_options(lambda: config, options), "verl")
 
@@ -22,7 +22,7 @@ class FlopsCounter:
         batch_seqlens: Sequence[int],
         delta_time: float,
         images_seqlens: Sequence[int] | None = None,
-        **_: Any,  # what other versions of verl hand over
+        **_: object,  # what other versions of verl hand over
     ) -> tuple[float, float]:
         """TFLOP/s of a training step, and what verl says the device can do; `images_seqlens` are patch counts."""
         from verl.utils.flops_counter import get_device_flops

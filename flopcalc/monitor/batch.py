@@ -125,10 +125,10 @@ class Intake:
         self._kinds: dict[Hashable, Hashable] = {}  # workload classes of batches of text, by shape and names
         self._eager: Estimator | None = None
 
-    def take(self, batch: Mapping[str, Any], fetcher: Fetcher | None, holder: Any) -> Snapshot:
+    def take(self, batch: Mapping[str, object], fetcher: Fetcher | None, holder: object) -> Snapshot:
         """A snapshot. On the training thread: values on the device are fetched for the holder, and not waited for."""
-        key: list[tuple[str, Any]] = []
-        values: dict[str, Any] = {}
+        key: list[tuple[str, object]] = []
+        values: dict[str, object] = {}
         for name, value in batch.items():
             by_value = self._counts_by.get(name)
             if by_value is None or value is None:
@@ -149,7 +149,7 @@ class Intake:
         head = _take_head(batch, fetcher, holder) if batch.get(_FUSED) else None
         return _new(Snapshot, (tuple(key), values, head))
 
-    def classify(self, batch: Mapping[str, Any]) -> Hashable:
+    def classify(self, batch: Mapping[str, object]) -> Hashable:
         """The workload class, which a measured factor holds for: the length's power of two, and what is beside text."""
         sizes = (getattr(batch.get("input_ids"), "shape", None), *batch)
         kind = self._kinds.get(sizes)
@@ -161,7 +161,7 @@ class Intake:
                 self._kinds[sizes] = kind
         return kind
 
-    def _classify(self, batch: Mapping[str, Any]) -> Hashable:
+    def _classify(self, batch: Mapping[str, object]) -> Hashable:
         ids = batch.get("input_ids")
         if ids is None:
             ids = batch.get("inputs_embeds")
@@ -268,7 +268,7 @@ class Intake:
                 self._counted.popitem(last=False)
         return found
 
-    def _join_chunks(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _join_chunks(self, values: Mapping[str, object]) -> dict[str, Any]:
         """Under context parallelism a rank holds one chunk of every sequence; attention runs over all of it."""
         found = {}
         for name, value in values.items():
@@ -297,7 +297,7 @@ def count_scored(batch: Mapping[Any, Any]) -> int | None:
     return int((_cut_labels(head) != _IGNORED).sum()) if head is not None and head.is_compact else None
 
 
-def _take_head(batch: Mapping[str, Any], fetcher: Fetcher | None, holder: Any) -> Head | None:
+def _take_head(batch: Mapping[str, object], fetcher: Fetcher | None, holder: object) -> Head | None:
     """Labels decide where the head forms logits."""
     name = next((each for each in _SCORED if batch.get(each) is not None), None)
     if name is None:
@@ -386,7 +386,7 @@ class HostBatches:
         self._runs_ahead = False
         self._say = say
 
-    def add(self, batch: Any) -> None:
+    def add(self, batch: object) -> None:
         if self.latest is not None and not self._runs_ahead:
             self._runs_ahead = True
             self._say(
@@ -395,7 +395,7 @@ class HostBatches:
             )
         self.latest = batch if isinstance(batch, Mapping) and not self._runs_ahead else None
 
-    def take_alike(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def take_alike(self, batch: Mapping[str, object]) -> Mapping[str, Any]:
         """The watched batch where the model was given that, and not a part of it; else what the model was given."""
         watched, self.latest = self.latest, None
         if watched is None:
@@ -410,7 +410,7 @@ class HostBatches:
 class Watched:
     """A loader whose batches are seen while they are on the host."""
 
-    def __init__(self, loader: Iterable[Any], see: Callable[[Any], None]) -> None:
+    def __init__(self, loader: Iterable[object], see: Callable[[object], None]) -> None:
         self._loader = loader
         self._see_batch = see
 

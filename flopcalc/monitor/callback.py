@@ -25,7 +25,7 @@ def guarded(event: Callable[..., None]) -> Callable[..., None]:
     """The event of a callback; an error inside it becomes one warning, and training goes on."""
 
     @functools.wraps(event)
-    def run(self: MonitorCallback, *args: Any, **kwargs: Any) -> None:
+    def run(self: MonitorCallback, *args: object, **kwargs: object) -> None:
         try:
             event(self, *args, **kwargs)
         except Exception as error:
@@ -41,12 +41,12 @@ class MonitorCallback:
 
     def __init__(
         self,
-        config: Mapping[str, Any] | str | os.PathLike[str] | Settings | None = None,
+        config: Mapping[str, object] | str | os.PathLike[str] | Settings | None = None,
         *,
         output_dir: str | os.PathLike[str] | None = None,
         log_file: str | os.PathLike[str] | None = None,
         monitor: TrainingMonitor | None = None,
-        model: Any = None,
+        model: object = None,
     ) -> None:
         super().__init__()
         if monitor is not None and (config is not None or output_dir is not None or log_file is not None):

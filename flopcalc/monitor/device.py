@@ -53,7 +53,7 @@ class Device:
         event.record(self._stream)
         return event
 
-    def take(self, _name: str, tensor: Any, holder: Holder) -> Any:
+    def take(self, _name: str, tensor: object, holder: Holder) -> Any:
         """As `fetch`; the holder gives the buffer back."""
         found = self.fetch(tensor)
         holder.copies.append(found)
@@ -80,7 +80,7 @@ class Device:
             self.give_back([held])
             return None
 
-    def _lend(self, shape: Any, dtype: Any) -> Any:
+    def _lend(self, shape: Any, dtype: object) -> Any:
         """A free buffer of a shape."""
         size = (shape.numel() - 1).bit_length()  # lengths differ from batch to batch: buffers go by powers of two
         free = self._buffers.get((size, dtype))

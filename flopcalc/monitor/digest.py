@@ -179,7 +179,7 @@ class Digester:
         for once, problem in problems.items():
             self._say(problem, once)
 
-    def _try(self, entry: Any) -> None:
+    def _try(self, entry: object) -> None:
         """One entry that cannot be digested is said once, and takes no other with it."""
         for digest in (self._add, self._report):
             try:
@@ -187,7 +187,7 @@ class Digester:
             except Exception as error:
                 self._say(f"a step could not be digested: {type(error).__name__}: {error}", "fail digest")
 
-    def _add(self, entry: Any) -> None:
+    def _add(self, entry: object) -> None:
         if isinstance(entry, SeenStep):
             self.meter.add(self._make_step(entry))
         elif isinstance(entry, LostTime):
@@ -195,7 +195,7 @@ class Digester:
         elif isinstance(entry, DatasetMetrics):
             self.meter.add_datasets(entry.values)
 
-    def _report(self, entry: Any) -> None:
+    def _report(self, entry: object) -> None:
         if not isinstance(entry, Entry):
             return
         if entry.values is not None:

@@ -22,7 +22,7 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
 
     @guarded
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, _control: Any, model: Any = None, **_: Any
+        self, args: TrainingArguments, state: TrainerState, _control: object, model: object = None, **_: object
     ) -> None:
         called = _find_called(model, args)
         others = [] if self._watched is not None else _find_others(_find_trainer(), called)
@@ -43,13 +43,13 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
             )
         self._set_phase(args, state, is_first=True)
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         # The first forward pass begins the step; the threads of DataParallel would begin one each.
         if self._has_threads and self._is_live and self.monitor is not None:
             self.monitor.begin_step()
 
     @guarded
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, _control: Any, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, _control: object, **_: object) -> None:
         self._end_step(state.global_step)
         self._set_phase(args, state)
 
@@ -58,9 +58,9 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
         self,
         _args: TrainingArguments,
         state: TrainerState,
-        _control: Any,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
+        _control: object,
+        logs: dict[str, object] | None = None,
+        **_: object,
     ) -> None:
         if self.monitor is None or not self._is_live:
             return
@@ -81,19 +81,19 @@ class FlopcalcCallback(MonitorCallback, TrainerCallback):
             state.log_history[-1].update(rates)
 
     @guarded
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
+    def on_evaluate(self, *_: object, **__: object) -> None:
         self._lose("eval")
 
     @guarded
-    def on_predict(self, *_: Any, **__: Any) -> None:
+    def on_predict(self, *_: object, **__: object) -> None:
         self._lose("eval")
 
     @guarded
-    def on_save(self, *_: Any, **__: Any) -> None:
+    def on_save(self, *_: object, **__: object) -> None:
         self._lose("checkpoint")
 
     @guarded
-    def on_train_end(self, _args: TrainingArguments, state: TrainerState, _control: Any, **_: Any) -> None:
+    def on_train_end(self, _args: TrainingArguments, state: TrainerState, _control: object, **_: object) -> None:
         try:
             if not self._is_reported:  # steps after the last multiple of logging_steps
                 self._report(state.global_step, epoch=state.epoch)
@@ -122,7 +122,7 @@ def _find_trainer() -> Any:
     return None
 
 
-def _find_others(trainer: Any, model: Any) -> list[Any]:
+def _find_others(trainer: object, model: Any) -> list[Any]:
     """A reference, a teacher, reward models: what else a Trainer holds that has weights."""
     from torch.nn import Module
 
@@ -131,7 +131,7 @@ def _find_others(trainer: Any, model: Any) -> list[Any]:
     held = [value for value in vars(trainer).values() if isinstance(value, (Module, list, tuple))]
     found = [each for value in held for each in (value if isinstance(value, (list, tuple)) else (value,))]
     inside = {id(each) for each in model.modules()}
-    others: dict[int, Any] = {}
+    others: dict[int, object] = {}
     for each in found:
         if not isinstance(each, Module) or id(each) in inside or next(each.parameters(), None) is None:
             continue
@@ -165,7 +165,7 @@ def _find_shares(args: TrainingArguments) -> dict[str, int]:
     }
 
 
-def _find_called(model: Any, args: TrainingArguments) -> Any:
+def _find_called(model: object, args: TrainingArguments) -> Any:
     """The module whose inputs can be seen: the Trainer compiles a wrapper, and shows callbacks what is inside it."""
     if not args.torch_compile and os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() == "no":
         return model

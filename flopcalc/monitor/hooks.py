@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Idle:
     """What a copy or a pickle carries in a hook's place: it does nothing."""
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         return None
 
 
@@ -35,7 +35,7 @@ class _Hook:
         self._model = model
         self._is_inner = is_inner  # a wrapper around it has hooks too: calls through that one are seen there
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Idle:
+    def __deepcopy__(self, _memo: dict[int, object]) -> Idle:
         return Idle()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ class _Hook:
 class BeforeForward(_Hook):
     """A forward pass begins, and with the first that trains the step. Inside a compiled graph nothing can be seen."""
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if is_compiling():
             return
         monitor = self._monitor()
@@ -135,7 +135,7 @@ class InsideForward(_Hook):
         super().__init__(monitor, model)
         self.handle: Any = None
 
-    def __call__(self, module: Any, _args: Any) -> None:
+    def __call__(self, module: object, _args: object) -> None:
         if is_compiling():
             return
         monitor = self._monitor()
@@ -183,7 +183,7 @@ def _find_layer(model: Any) -> Any:
     return None
 
 
-def name_arguments(model: Any) -> tuple[str, ...]:
+def name_arguments(model: object) -> tuple[str, ...]:
     """The names of the positional arguments of a model's forward."""
     try:
         found = inspect.signature(strip(model).forward).parameters.values()

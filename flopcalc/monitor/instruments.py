@@ -37,7 +37,7 @@ class Counters:
 
     name = "cupti"
 
-    def __init__(self, model: Any, dtype: str | None = None) -> None:
+    def __init__(self, model: object, dtype: str | None = None) -> None:
         self._model = model
         self._wanted = dtype
         self._candidates: list[str] | None = None  # dtypes whose tensor cores may be at work, likeliest first
@@ -129,7 +129,7 @@ class Profiler:
 
     name = "profiler"
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: object) -> None:
         self._model = model
         self._live: Any = None
 
@@ -171,7 +171,7 @@ class Copy:
 
     name = "operator counter"
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: object) -> None:
         self._model = model
         self._state: Hashable = None
         self._kept: dict[Hashable, Executed] = {}
@@ -183,7 +183,7 @@ class Copy:
         with suppress(Exception):  # why a model cannot be copied is said when it is to be counted
             self._copy(self._find_module())
 
-    def count(self, batches: Sequence[Mapping[str, Any]]) -> int:
+    def count(self, batches: Sequence[Mapping[str, object]]) -> int:
         """FLOPs of a step on these micro-batches, as eager code runs them."""
         return self.split(batches).total
 
@@ -250,7 +250,7 @@ def _describe_state(module: Any) -> Hashable:
     return tuple(modes), tuple(parameter.requires_grad for parameter in module.parameters())
 
 
-def sign(batch: Mapping[Any, Any]) -> Hashable:
+def sign(batch: Mapping[Any, object]) -> Hashable:
     """What decides a batch's FLOPs when every pair counts: shapes, the sizes of images, scored labels, options."""
     parts: list[Hashable] = [count_scored(batch)]
     for name, value in batch.items():
@@ -268,11 +268,11 @@ def sign(batch: Mapping[Any, Any]) -> Hashable:
     return tuple(parts)
 
 
-def _name_entry(value: Any) -> Any:
+def _name_entry(value: object) -> Any:
     return value if hasattr(value, "shape") or isinstance(value, (Mapping, *_OPTIONS)) else repr(value)
 
 
-def _move_batch(batch: Mapping[str, Any], made: Any) -> dict[str, Any]:
+def _move_batch(batch: Mapping[str, object], made: Any) -> dict[str, Any]:
     """Floats beside a copy, integers on the host; what is known by its shape alone gets values where any will do."""
     import torch
 
@@ -296,14 +296,14 @@ def _move_batch(batch: Mapping[str, Any], made: Any) -> dict[str, Any]:
     return found
 
 
-def find_torch_device(model: Any) -> Any:
+def find_torch_device(model: object) -> Any:
     """Where a module's parameters are; None without any."""
     parameters = getattr(model, "parameters", None)
     first = next(iter(parameters()), None) if parameters is not None else None
     return getattr(first, "device", None)
 
 
-def list_tensor_dtypes(model: Any, wanted: str | None = None) -> list[str]:
+def list_tensor_dtypes(model: object, wanted: str | None = None) -> list[str]:
     """Dtypes whose tensor cores may be at work, likeliest first; behind fp32 weights may be an autocast."""
     import torch
 

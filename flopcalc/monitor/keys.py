@@ -79,7 +79,7 @@ STYLES: dict[str, dict[str, str]] = {
 }
 
 
-def rename(record: Mapping[str, Any], style: str) -> dict[str, Any]:
+def rename(record: Mapping[str, object], style: str) -> dict[str, Any]:
     """The record under another project's names, in the same order; for services, never for the JSONL log."""
     if style not in STYLES:
         raise ConfigError(f"no key style {style!r}.{format_nearest(style, STYLES)} Known: {', '.join(STYLES)}")

@@ -59,7 +59,7 @@ class FlopcalcMonitor(MonitorCallback, Callback):
         self._time_saves(trainer)
 
     @guarded
-    def on_train_batch_start(self, _trainer: Trainer, _module: LightningModule, batch: Any, _index: int) -> None:
+    def on_train_batch_start(self, _trainer: Trainer, _module: LightningModule, batch: object, _index: int) -> None:
         if not self._is_live or self.monitor is None:
             return
         if self._is_hidden:
@@ -74,7 +74,7 @@ class FlopcalcMonitor(MonitorCallback, Callback):
 
     @guarded
     def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, _batch: Any, _index: int
+        self, trainer: Trainer, module: LightningModule, outputs: object, _batch: object, _index: int
     ) -> None:
         if isinstance(outputs, Mapping) and outputs.get("loss") is not None:
             self._losses = (*self._losses, outputs["loss"])
@@ -120,7 +120,7 @@ class FlopcalcMonitor(MonitorCallback, Callback):
     def on_exception(self, trainer: Trainer, _module: LightningModule, _error: BaseException) -> None:
         self._finish(trainer)
 
-    def _send(self, trainer: Trainer, loss: Any = None) -> None:
+    def _send(self, trainer: Trainer, loss: object = None) -> None:
         step = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", self._step)  # as Lightning's own metrics
         self._pending = (*self._pending[-_MOST_PENDING:], (self._step, step))
         self._report(self._step, epoch=trainer.current_epoch, loss=loss, learning_rate=self._rate)
@@ -158,7 +158,7 @@ class FlopcalcMonitor(MonitorCallback, Callback):
         self._close()
 
 
-def _find_models(module: Any) -> list[Any]:
+def _find_models(module: object) -> list[Any]:
     """What a LightningModule calls: Hugging Face models, and other parts with weights; those that train come first."""
     found = _list_parts(module)
     trained = [each for each in found if any(weight.requires_grad for weight in each.parameters())]
@@ -168,7 +168,7 @@ def _find_models(module: Any) -> list[Any]:
 
 def _list_parts(module: Any) -> list[Any]:
     """Outermost Hugging Face models and modules without one inside; containers are not called, their parts are."""
-    found: list[Any] = []
+    found: list[object] = []
     for each in module.children():
         if next(each.parameters(), None) is None:
             continue

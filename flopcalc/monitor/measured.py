@@ -47,7 +47,7 @@ class MeasuredModule:
         """How many sizes were counted."""
         return len(self._flops)
 
-    def _measure(self, key: Hashable, phase: str, batch: Mapping[str, Any]) -> None:
+    def _measure(self, key: Hashable, phase: str, batch: Mapping[str, object]) -> None:
         self._flops[key] = None
         name = type(strip(self.live)).__name__
         if len(self._flops) > _MOST_SIZES:
@@ -64,7 +64,7 @@ class MeasuredModule:
             self._is_tried = True
             self._try_trace(batch, key)
 
-    def _try_trace(self, batch: Mapping[str, Any], key: Hashable) -> None:
+    def _try_trace(self, batch: Mapping[str, object], key: Hashable) -> None:
         """A trace that gives what was counted at this size takes over."""
         import torch
 
@@ -91,10 +91,10 @@ class MeasuredIntake(Intake):
         self.module = module
         self.estimator = None  # type: ignore[assignment]
 
-    def take(self, batch: Mapping[str, Any], fetcher: Fetcher | None, holder: Any) -> Snapshot:
+    def take(self, batch: Mapping[str, object], fetcher: Fetcher | None, holder: object) -> Snapshot:
         return self.module.take(batch, fetcher, holder)
 
-    def classify(self, batch: Mapping[str, Any]) -> Hashable:  # noqa: ARG002
+    def classify(self, batch: Mapping[str, object]) -> Hashable:  # noqa: ARG002
         return ()
 
     def count(self, snapshot: Snapshot, phase: str = "train") -> Work:
@@ -113,17 +113,17 @@ class MeasuredIntake(Intake):
         needed, executed = {name: flops.needed}, {name: flops.total}
         return Work(Workload(rows, seq, phase=phase), needed, executed, rows * seq, rows * seq, rows, 0)
 
-    def count_eager(self, work: Work, head: Any = None) -> int:  # noqa: ARG002
+    def count_eager(self, work: Work, head: object = None) -> int:  # noqa: ARG002
         return int(work.hardware_flops or 0)
 
-    def count_lengths(self, prompts: Any, completions: Any, generates: bool) -> Any:  # noqa: ARG002
+    def count_lengths(self, prompts: object, completions: object, generates: bool) -> Any:  # noqa: ARG002
         raise FlopcalcError("a module without a spec is not counted by lengths")
 
-    def count_generated(self, prompt: Work, new: int, lengths: Any) -> Work:  # noqa: ARG002
+    def count_generated(self, prompt: Work, new: int, lengths: object) -> Work:  # noqa: ARG002
         raise FlopcalcError("what a module without a spec generates is not counted")
 
 
-def _find_sizes(key: Any) -> tuple[int, int]:
+def _find_sizes(key: object) -> tuple[int, int]:
     """Batch and length of the first tensor of a call."""
     for part in key[1] if isinstance(key, tuple) else ():
         shape = part[1] if isinstance(part, tuple) and len(part) == 2 else None

@@ -360,7 +360,7 @@ class Meter:
         self.combined = found
 
     def report(
-        self, values: Mapping[str, Any], elapsed_s: float, gauge: Mapping[str, float] | None = None
+        self, values: Mapping[str, object], elapsed_s: float, gauge: Mapping[str, float] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """A record, and details that are not due: all values that are compared are of the same steps.
 
@@ -450,7 +450,7 @@ class Meter:
             rate = self.peaks.combine(detail.device_model).flops_per_s
             device_mfu = _divide(sum(detail.device_model.values()), detail.device_s * rate)
             device_s = detail.device_step_s
-        record: dict[str, Any] = {
+        record: dict[str, object] = {
             "perf/hfu": _divide(found.hardware_flops, found.train_s * found.hardware_peak),
             "perf/device_mfu": device_mfu,
             "perf/device_step_time": device_s,

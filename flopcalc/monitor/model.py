@@ -72,7 +72,7 @@ class WatchedModel:
         layers = (each for each in live.modules() if isinstance(getattr(each, "disable_adapters", None), bool))
         self._adapted = next(layers, None)
 
-    def name_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def name_inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:
         """The arguments of a call, by name."""
         return {**dict(zip(self._names, args, strict=False)), **kwargs}
 
@@ -122,7 +122,7 @@ class WatchedModel:
                 f"traced {type(unwrap(self.live)).__name__}",
             )
 
-    def _take_measured(self, batch: Mapping[str, Any], fetcher: Fetcher | None, holder: Any) -> Snapshot:
+    def _take_measured(self, batch: Mapping[str, object], fetcher: Fetcher | None, holder: object) -> Snapshot:
         """A new size is counted now, and that time is no step's."""
         assert isinstance(self.intake, MeasuredIntake)
         before = self.clock()
@@ -146,7 +146,7 @@ class WatchedModel:
         """What products that nothing else is known of are computed in."""
         return guess_format(self.live, self.seen)
 
-    def _make_intake(self, model: Any, context: int, is_plain: bool = False) -> Intake:
+    def _make_intake(self, model: object, context: int, is_plain: bool = False) -> Intake:
         cast = self.seen.autocast if self.seen is not None else None
         device = find_known_device(self._settings) if self.seen is not None else None
         estimator = bind_live(model, device, self._settings.dtype, cast, is_plain)
@@ -194,7 +194,7 @@ class WatchedModel:
         if self.source is None:
             self.source = make_source(settings, self.live, self._say)
 
-    def see_inside(self, module: Any) -> None:
+    def see_inside(self, module: object) -> None:
         """Asked in a training pass of a layer of the model."""
         if self.seen is None:
             self.seen = look_inside(module)
@@ -217,7 +217,7 @@ class WatchedModel:
             self.seen = Seen(None)
             self._find_peaks()
 
-    def _take_stage(self, batch: Mapping[str, Any], fetcher: Fetcher | None, holder: Any) -> Snapshot | None:
+    def _take_stage(self, batch: Mapping[str, object], fetcher: Fetcher | None, holder: object) -> Snapshot | None:
         """A pipeline's later stages are given activations: the first one counts for all."""
         ids = batch.get("input_ids")
         if self.intake is None or ids is None or len(getattr(ids, "shape", ())) != 2:
@@ -244,12 +244,12 @@ def _is_off(state: Hashable) -> bool:
     return isinstance(state, tuple) and bool(state[0])
 
 
-def _take_sizes(batch: Mapping[str, Any], _fetcher: Fetcher | None, _holder: Any) -> Snapshot:
+def _take_sizes(batch: Mapping[str, object], _fetcher: Fetcher | None, _holder: object) -> Snapshot:
     """Of a model without a formula."""
     return Snapshot(tuple((name, each.shape) for name, each in batch.items() if hasattr(each, "shape")), {})
 
 
-def _classify_alike(_batch: Mapping[str, Any]) -> Hashable:
+def _classify_alike(_batch: Mapping[str, object]) -> Hashable:
     """Of a model without a formula."""
     return ()
 

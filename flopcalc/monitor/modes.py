@@ -54,7 +54,7 @@ class Source:
     name = "estimate"
     measures = False  # whether wants() is to be asked
 
-    def __init__(self, settings: Settings, model: Any, say: Say) -> None:
+    def __init__(self, settings: Settings, model: object, say: Say) -> None:
         self.settings = settings
         self._model = model
         self._say = say
@@ -69,7 +69,7 @@ class Source:
     def start(self) -> None:
         """A step that was wanted begins."""
 
-    def stop(self, step: int, kind: Hashable, counts: Counts | None, batches: Sequence[Mapping[str, Any]]) -> None:
+    def stop(self, step: int, kind: Hashable, counts: Counts | None, batches: Sequence[Mapping[str, object]]) -> None:
         """It is over: the whole optimizer step, with its analytic counts and its micro-batches."""
 
     def cancel(self) -> None:
@@ -99,7 +99,7 @@ class _Measuring(Source):
 
     measures = True
 
-    def __init__(self, settings: Settings, model: Any, say: Say) -> None:
+    def __init__(self, settings: Settings, model: object, say: Say) -> None:
         super().__init__(settings, model, say)
         self._measured_at: dict[Hashable, int] = {}  # workload class -> step
         self._latest: Factor | None = None
@@ -173,7 +173,7 @@ class ProfilerSource(_Measuring):
 
     name = "profiler"
 
-    def __init__(self, settings: Settings, model: Any, say: Say) -> None:
+    def __init__(self, settings: Settings, model: object, say: Say) -> None:
         super().__init__(settings, model, say)
         self._profiler = Profiler(model)
         self._is_open = False
@@ -196,7 +196,7 @@ class ProfilerSource(_Measuring):
         step: int,
         kind: Hashable,
         counts: Counts | None,
-        batches: Sequence[Mapping[str, Any]],  # noqa: ARG002
+        batches: Sequence[Mapping[str, object]],  # noqa: ARG002
     ) -> None:
         self._measured_at[None] = step
         self.settled.clear()
@@ -224,7 +224,7 @@ class ProfilerSource(_Measuring):
 class _WithCounters(_Measuring):
     """Sources that read the GPU's counters while they can."""
 
-    def __init__(self, settings: Settings, model: Any, say: Say) -> None:
+    def __init__(self, settings: Settings, model: object, say: Say) -> None:
         super().__init__(settings, model, say)
         self._counters: Counters | None = Counters(model, settings.dtype)
         self._are_proven = False  # the counters saw this model's products once
@@ -292,7 +292,7 @@ class SmartSource(_WithCounters):
 
     name = "smart"
 
-    def __init__(self, settings: Settings, model: Any, say: Say) -> None:
+    def __init__(self, settings: Settings, model: object, say: Say) -> None:
         super().__init__(settings, model, say)
         self._copy = Copy(model)
         self._is_counting = False
@@ -329,7 +329,7 @@ class SmartSource(_WithCounters):
         if not self._is_counting:
             self._copy.prepare()  # before the step
 
-    def stop(self, step: int, kind: Hashable, counts: Counts | None, batches: Sequence[Mapping[str, Any]]) -> None:
+    def stop(self, step: int, kind: Hashable, counts: Counts | None, batches: Sequence[Mapping[str, object]]) -> None:
         is_counting, self._is_counting = self._is_counting, False
         self._measured_at[kind] = step
         self.settled.clear()
@@ -371,7 +371,7 @@ class HybridSource(_WithCounters):
 
     name = "hybrid"
 
-    def __init__(self, settings: Settings, model: Any, say: Say) -> None:
+    def __init__(self, settings: Settings, model: object, say: Say) -> None:
         super().__init__(settings, model, say)
         self._profiler: Profiler | None = Profiler(model) if settings.fallback_to_profiler else None
         self._open: str = ""
@@ -402,7 +402,7 @@ class HybridSource(_WithCounters):
         step: int,
         kind: Hashable,
         counts: Counts | None,
-        batches: Sequence[Mapping[str, Any]],  # noqa: ARG002
+        batches: Sequence[Mapping[str, object]],  # noqa: ARG002
     ) -> None:
         is_open, self._open = self._open, ""
         if is_open == "counters":
@@ -490,6 +490,6 @@ _SOURCES: dict[str, Callable[[Settings, Any, Say], Source]] = {
 }
 
 
-def make_source(settings: Settings, model: Any, say: Say) -> Source:
+def make_source(settings: Settings, model: object, say: Say) -> Source:
     """The source of the settings' mode; `model` is the live one, wrapped as it may be."""
     return _SOURCES[settings.mode](settings, model, say)

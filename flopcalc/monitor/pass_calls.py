@@ -40,9 +40,9 @@ class PassCalls:
         self,
         name: str,
         *,
-        model: Any = None,
-        prompts: Any = (),
-        completions: Any = (),
+        model: object = None,
+        prompts: object = (),
+        completions: object = (),
         seconds: float | None = None,
     ) -> None:
         """Work of this step that ran outside of watched modules, as a rollout in a serving engine.
@@ -69,7 +69,7 @@ class PassCalls:
         """Steps hold work that runs elsewhere: until `add_pass` gives it, perf/mfu_step is not known."""
         self._owes = check_word(name, PASSES[1:], "pass", WorkloadError)
 
-    def _find_intake(self, model: Any) -> Intake | None:
+    def _find_intake(self, model: object) -> Intake | None:
         """How passes that ran elsewhere are counted."""
         if model is None:
             return self._trained.intake
@@ -80,7 +80,9 @@ class PassCalls:
             self._given[id(model)] = (model, Intake(bind_live(model, None, self.settings.dtype)))
         return self._given[id(model)][1]
 
-    def _begin_pass(self, model: WatchedModel, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_pass(
+        self, model: WatchedModel, module: Any, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         """A pass that does not train begins."""
         if not self._is_started:
             self._start_up()
@@ -88,7 +90,9 @@ class PassCalls:
         self._passes.begin(model, module, inputs, module.training, self._device)
 
     @guarded
-    def _end_pass(self, model: WatchedModel, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _end_pass(
+        self, model: WatchedModel, module: object, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         inputs = model.name_inputs(args, kwargs) if args else kwargs
         self._passes.end(model, module, inputs, self._device)
 

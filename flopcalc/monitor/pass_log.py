@@ -27,7 +27,12 @@ class PassLog:
         self._generation: SeenPass | None = None  # the last one, which may go on
 
     def begin(
-        self, model: WatchedModel, module: Any, inputs: Mapping[str, Any], is_training: bool, device: Device | None
+        self,
+        model: WatchedModel,
+        module: object,
+        inputs: Mapping[str, object],
+        is_training: bool,
+        device: Device | None,
     ) -> None:
         self.is_used = True
         context = _find_context(inputs)
@@ -78,7 +83,7 @@ class PassLog:
             tokens = copy_value(tokens)
         seen.fed.append(tokens)
 
-    def _take_open(self, module: Any) -> SeenPass | None:
+    def _take_open(self, module: object) -> SeenPass | None:
         """The call of a module that ends; those that began after it and never ended raised."""
         while self._open:
             seen = self._open.pop()

@@ -65,7 +65,7 @@ def _find_lengths(seen: SeenPass, rows: int) -> list[int]:
     return lengths
 
 
-def read_lengths(values: Any, what: str) -> list[int]:
+def read_lengths(values: object, what: str) -> list[int]:
     """Lengths of sequences, given as numbers or as the sequences themselves."""
     found = []
     for value in check_items(values, what, form="a list of lengths, or of sequences"):

@@ -112,7 +112,7 @@ def allows_tf32() -> bool:
             return str(getattr(torch.backends.cuda.matmul, "fp32_precision", "")) == "tf32"
 
 
-def guess_format(model: Any, seen: Seen | None) -> str:
+def guess_format(model: object, seen: Seen | None) -> str:
     """The number format of most products, from a live model's weights and what was seen inside it."""
     if seen is not None and seen.autocast is not None:
         return seen.autocast
@@ -124,7 +124,7 @@ def guess_format(model: Any, seen: Seen | None) -> str:
     return "tf32" if found == "fp32" and seen is not None and seen.has_tf32 else found
 
 
-def find_layout(settings: Settings, model: Any, say: Say) -> tuple[int, int, int]:
+def find_layout(settings: Settings, model: object, say: Say) -> tuple[int, int, int]:
     """Tensor, context and pipeline parallel sizes: given, or read from the meshes that the parameters lie on."""
     found = {"tp": 1, "cp": 1}
     if model is not None:

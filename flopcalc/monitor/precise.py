@@ -72,13 +72,13 @@ class _Measured(NamedTuple):
 
 
 def calculate_mfu_with_profiler(
-    model: Any,
+    model: object,
     batch_size: int,
     seq_length: int,
     step_time: float,
     *,
     device: str | None = None,
-    dtype: Any = None,
+    dtype: object = None,
     peak: float | Mapping[str, float] | None = None,
 ) -> MeasuredMfu:
     """MFU of a training step that took `step_time` seconds; torch.profiler counts a step of the same size, run here."""
@@ -88,14 +88,14 @@ def calculate_mfu_with_profiler(
 
 
 def calculate_precise_mfu(
-    model: Any,
+    model: object,
     batch_size: int,
     seq_length: int,
     step_time: float,
     measurement_mode: str = "smart",
     *,
     device: str | None = None,
-    dtype: Any = None,
+    dtype: object = None,
     peak: float | Mapping[str, float] | None = None,
 ) -> MeasuredMfu:
     """MFU of a step that took `step_time` seconds, under convention model: the analytic count times a measured factor.
@@ -147,7 +147,7 @@ def _warn(made: MeasuredMfu) -> MeasuredMfu:
     return made
 
 
-def _find_dtype(model: Any) -> str:
+def _find_dtype(model: object) -> str:
     if not hasattr(model, "parameters"):
         return "bf16"
     import torch
@@ -265,7 +265,7 @@ def _scale(measured: int, counts: Counts | None, convention: str, source: str, n
     return _Measured(round(counts.model * value), source, "model", note)
 
 
-def _measure_hybrid(model: Any, batch: int, seq: int, counts: Counts | None, dtype: str) -> _Measured:
+def _measure_hybrid(model: object, batch: int, seq: int, counts: Counts | None, dtype: str) -> _Measured:
     problems = []
     try:
         return _scale(_run_counters(model, batch, seq, dtype), counts, "hardware", "hybrid: cupti")
@@ -300,7 +300,7 @@ def _measure_smart(model: Any, batch: int, seq: int, counts: Counts | None, dtyp
 
 
 def _measure_once(
-    model: Any, batch: int, seq: int, counts: Counts | None, dtype: str
+    model: object, batch: int, seq: int, counts: Counts | None, dtype: str
 ) -> tuple[int, Counts | None, str, str]:
     if counts is None or counts.hardware is not None:
         try:
@@ -314,13 +314,13 @@ def _measure_once(
 # --- One real step ----------------------------------------------------------------------------------------------------
 
 
-def _run_profiler(model: Any, batch: int, seq: int) -> int:
+def _run_profiler(model: object, batch: int, seq: int) -> int:
     if is_profiled():
         raise NotMeasured("another torch.profiler is on: two cannot run at once")
     return _run_under(Profiler(model), model, batch, seq, warm_up=False)
 
 
-def _run_counters(model: Any, batch: int, seq: int, dtype: str) -> int:
+def _run_counters(model: object, batch: int, seq: int, dtype: str) -> int:
     counters = Counters(model, dtype)
     if not counters.is_on_gpu():
         raise NotMeasured("the model is not on a CUDA device")
@@ -333,7 +333,7 @@ def _run_counters(model: Any, batch: int, seq: int, dtype: str) -> int:
     return flops
 
 
-def _run_under(instrument: Counters | Profiler, model: Any, batch: int, seq: int, warm_up: bool) -> int:
+def _run_under(instrument: Counters | Profiler, model: object, batch: int, seq: int, warm_up: bool) -> int:
     """One training step of random tokens; the random numbers that follow are those that would have followed anyway."""
     import torch
 
@@ -362,7 +362,7 @@ def _count_step(instrument: Counters | Profiler, step: Callable[[], None]) -> in
     return instrument.stop()
 
 
-def _make_batch(model: Any, batch: int, seq: int, device: Any) -> dict[str, Any]:
+def _make_batch(model: object, batch: int, seq: int, device: Any) -> dict[str, Any]:
     from flopcalc.measure.hf.models import make_batch
 
     config = getattr(unwrap(model), "config", None)

@@ -200,7 +200,7 @@ def open_side(say: Say, timeout_s: float = 30.0) -> Side | None:
 class Side(ABC):
     """One rank's end of the channel. Intervals are numbered alike on all ranks, and grow. Only `close` waits."""
 
-    def __init__(self, rank: int, world: int, store: Store, say: Say, timeout_s: float, group: Any) -> None:
+    def __init__(self, rank: int, world: int, store: Store, say: Say, timeout_s: float, group: object) -> None:
         self.rank = rank
         self.world = world
         self._store: Store | None = store  # dropped when it is not needed: it may hold the group's port
@@ -249,7 +249,7 @@ class Side(ABC):
 class Listener(Side):
     """Rank 0's end: hears all others."""
 
-    def __init__(self, rank: int, world: int, store: Store, say: Say, timeout_s: float, group: Any) -> None:
+    def __init__(self, rank: int, world: int, store: Store, say: Say, timeout_s: float, group: object) -> None:
         super().__init__(rank, world, store, say, timeout_s, group)
         self._lock = threading.Lock()  # of what follows; never held during a wait
         self._open: dict[int, dict[int, Sums]] = {}
@@ -415,7 +415,7 @@ class _Peer:
 class Sender(Side):
     """The other ranks' end: sends to rank 0, tries again where that fails, and keeps the newest sums meanwhile."""
 
-    def __init__(self, rank: int, world: int, store: Store, say: Say, timeout_s: float, group: Any) -> None:
+    def __init__(self, rank: int, world: int, store: Store, say: Say, timeout_s: float, group: object) -> None:
         super().__init__(rank, world, store, say, timeout_s, group)
         self._queue: deque[tuple[int, Sums]] = deque(maxlen=_INTERVALS)
         self._news = threading.Event()
@@ -501,7 +501,7 @@ class Sender(Side):
         raise trouble
 
 
-def _send(link: socket.socket, message: list[Any]) -> None:
+def _send(link: socket.socket, message: list[object]) -> None:
     link.sendall(json.dumps(message).encode() + b"\n")
     if link.recv(1) != _TAKEN:
         raise ConnectionError("rank 0 closed the channel")
@@ -527,7 +527,7 @@ def _own_client(store: Store) -> Store:
 def _find_address(client: Store) -> dict[str, Any]:
     if not client.check([_KEY]):  # a get of a missing key would wait for it
         raise ConnectionError("rank 0 has no monitor, or it has not begun")
-    address: dict[str, Any] = json.loads(client.get(_KEY))
+    address: dict[str, object] = json.loads(client.get(_KEY))
     return address
 
 

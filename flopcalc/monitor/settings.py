@@ -84,7 +84,7 @@ class Settings:
         return given if given is not None else _PHASE_DEFAULTS.get(phase, self.flops_profile_freq)
 
 
-def check_path(value: Any, what: str) -> str:
+def check_path(value: object, what: str) -> str:
     """The path of a file or folder."""
     path = read_path(value, what, ConfigError) if isinstance(value, str | os.PathLike) else ""
     if not path:
@@ -94,7 +94,8 @@ def check_path(value: Any, what: str) -> str:
 
 
 def load_settings(
-    config: Mapping[str, Any] | str | os.PathLike[str] | Settings | None = None, flops_profile_freq: int = DEFAULT_FREQ
+    config: Mapping[str, object] | str | os.PathLike[str] | Settings | None = None,
+    flops_profile_freq: int = DEFAULT_FREQ,
 ) -> tuple[Settings, list[str]]:
     """Settings, and what a user should hear: frequencies that disagree. Raises ConfigError for what cannot be right."""
     argument = _check("flops_profile_freq", flops_profile_freq, "flops_profile_freq")
@@ -153,7 +154,7 @@ _FIELDS: dict[str, str] = {
 _SECTIONS = {key.rsplit(".", count)[0] for key in _FIELDS for count in range(1, key.count(".") + 1)}
 
 
-def _flatten(content: Mapping[Any, Any], where: str, section: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(content: Mapping[object, object], where: str, section: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and their values; a key that is not known ends it. An empty section is a section left out."""
     for name, value in content.items():
         key = f"{section}{name}"
@@ -181,7 +182,7 @@ def _suggest(key: str) -> str:
 
 
 def _whole(minimum: int) -> Callable[[Any], Any]:
-    def check(value: Any) -> int:
+    def check(value: object) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise ConfigError(f"must be a whole number of at least {minimum}")
         return value
@@ -190,7 +191,7 @@ def _whole(minimum: int) -> Callable[[Any], Any]:
 
 
 def _above(bound: float) -> Callable[[Any], Any]:
-    def check(value: Any) -> float:
+    def check(value: object) -> float:
         number = math.nan
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             with suppress(ValueError, OverflowError):
@@ -202,7 +203,7 @@ def _above(bound: float) -> Callable[[Any], Any]:
     return check
 
 
-def _peaks(value: Any) -> float | dict[str, float]:
+def _peaks(value: object) -> float | dict[str, float]:
     if not isinstance(value, Mapping):
         return float(_above(0)(value))
     if not value:
@@ -214,7 +215,7 @@ def _peaks(value: Any) -> float | dict[str, float]:
 
 
 def _one_of(known: Sequence[str]) -> Callable[[Any], Any]:
-    def check(value: Any) -> str:
+    def check(value: object) -> str:
         if not isinstance(value, str) or value not in known:
             raise ConfigError(f"must be one of {', '.join(known)}")
         return value
@@ -222,13 +223,13 @@ def _one_of(known: Sequence[str]) -> Callable[[Any], Any]:
     return check
 
 
-def _switch(value: Any) -> bool:
+def _switch(value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError("must be true or false")
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, os.PathLike):
         value = read_path(value, "it", ConfigError)
     if not isinstance(value, str) or not value.strip():
@@ -236,7 +237,7 @@ def _text(value: Any) -> str:
     return value
 
 
-def _sinks(value: Any) -> tuple[str, ...]:
+def _sinks(value: object) -> tuple[str, ...]:
     words = f"must be a list of {', '.join(SINKS)}, each once"
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ConfigError(words)
@@ -246,7 +247,7 @@ def _sinks(value: Any) -> tuple[str, ...]:
     return names
 
 
-def _phases(value: Any) -> dict[str, int]:
+def _phases(value: object) -> dict[str, int]:
     if not isinstance(value, Mapping) or not set(value) <= set(PHASES):
         raise ConfigError(f"must be a mapping of {', '.join(PHASES)}")
     return {name: _whole(1)(count) for name, count in value.items()}
@@ -289,7 +290,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 _OPTIONAL = {entry.name for entry in fields(Settings) if entry.default is None}
 
 
-def _check(name: str, value: Any, where: str) -> Any:
+def _check(name: str, value: object, where: str) -> Any:
     if value is None:
         if name in _OPTIONAL:
             return None
@@ -300,7 +301,7 @@ def _check(name: str, value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {error}; read {format_value(value)}") from None
 
 
-def _read(config: Any) -> tuple[str, Mapping[Any, Any]]:
+def _read(config: object) -> tuple[str, Mapping[Any, Any]]:
     """The content, and the words that name where it came from."""
     if config is None:
         return "config", {}
@@ -351,7 +352,7 @@ def _parse_yaml(text: str) -> Any:
 def _parse_json(text: str) -> Any:
     import json
 
-    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def build(pairs: list[tuple[str, object]]) -> dict[str, Any]:
         content = dict(pairs)
         if len(content) < len(pairs):
             counts = Counter(name for name, _ in pairs)

@@ -120,7 +120,7 @@ class DatasetMetrics:
 class StepContext:
     """`with monitor.step(batch) as step:` — one optimizer step; `step.log(loss=…)` adds values to its record."""
 
-    def __init__(self, monitor: TrainingMonitor, batch: Any, dataset: Any) -> None:
+    def __init__(self, monitor: TrainingMonitor, batch: object, dataset: object) -> None:
         self._monitor = monitor
         self._batch = batch
         self._dataset = dataset
@@ -128,13 +128,13 @@ class StepContext:
     def log(
         self,
         *,
-        loss: Any = None,
-        grad_norm: Any = None,
-        learning_rate: Any = None,
-        epoch: Any = None,
+        loss: object = None,
+        grad_norm: object = None,
+        learning_rate: object = None,
+        epoch: object = None,
         step: int | None = None,
         skip_wandb: bool = False,
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         """Values for this step's record; tensors may be on the device. An unknown name is said and left out."""
         if unknown:
@@ -146,5 +146,5 @@ class StepContext:
         self._monitor._enter(batch, self._dataset)
         return self
 
-    def __exit__(self, kind: Any, _error: Any, _trace: Any) -> None:
+    def __exit__(self, kind: object, _error: object, _trace: object) -> None:
         self._monitor._leave(kind is not None)

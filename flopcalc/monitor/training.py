@@ -53,11 +53,11 @@ class TrainingMonitor(PassCalls):
     def __init__(
         self,
         output_dir: str | os.PathLike[str],
-        config: Mapping[str, Any] | str | os.PathLike[str] | Settings | None = None,
+        config: Mapping[str, object] | str | os.PathLike[str] | Settings | None = None,
         log_file: str | os.PathLike[str] | None = None,
         flops_profile_freq: int = DEFAULT_FREQ,
         *,
-        model: Any = None,
+        model: object = None,
     ) -> None:
         self.settings, problems = load_settings(config, flops_profile_freq)
         self.output_dir = check_path(output_dir, "output_dir")
@@ -68,7 +68,7 @@ class TrainingMonitor(PassCalls):
             self._is_off, self._pid = True, -1  # as a copy
             warn(f"the monitor could not be made, and is off: {type(error).__name__}: {error}")
 
-    def _set_up(self, log_path: str | None, problems: Sequence[str], model: Any) -> None:
+    def _set_up(self, log_path: str | None, problems: Sequence[str], model: object) -> None:
         self._pid = os.getpid()
         self._is_off = False
         self._wake = threading.Event()
@@ -106,7 +106,7 @@ class TrainingMonitor(PassCalls):
     # --- What a loop calls ------------------------------------------------------------------------------------------
 
     @guarded
-    def attach(self, model: Any) -> None:
+    def attach(self, model: object) -> None:
         """See every forward pass of this module, whatever is wrapped around the model or inside it.
 
         A list names several: the first trains, others may train too, or be a reference, a teacher, a reward model.
@@ -137,7 +137,7 @@ class TrainingMonitor(PassCalls):
         made.clock, made.lose = lambda: _clock(), weakref.WeakMethod(self._lose_since)
         return made
 
-    def _watch(self, model: WatchedModel, live: Any) -> None:
+    def _watch(self, model: WatchedModel, live: object) -> None:
         from flopcalc.monitor.hooks import register_hooks  # which imports torch
 
         model.look_at(live)
@@ -145,7 +145,7 @@ class TrainingMonitor(PassCalls):
         self._hooks += register_hooks(self, model, looks_inside)
 
     @guarded
-    def begin_step(self, batch: Any = None, *, dataset: str | Sequence[str] | None = None) -> None:
+    def begin_step(self, batch: object = None, *, dataset: str | Sequence[str] | None = None) -> None:
         """A step begins; without this call its first training forward pass begins it.
 
         `batch` is what the model is given, or a list of micro-batches: best while it is on the host.
@@ -173,16 +173,18 @@ class TrainingMonitor(PassCalls):
         self,
         step: int | None = None,
         *,
-        epoch: Any = None,
-        loss: Any = None,
-        grad_norm: Any = None,
-        learning_rate: Any = None,
+        epoch: object = None,
+        loss: object = None,
+        grad_norm: object = None,
+        learning_rate: object = None,
         skip_wandb: bool = False,
     ) -> None:
         """Send a record: rates over the steps since the last one, and these values; tensors may be on the device."""
         self._report(step, (epoch, loss, grad_norm, learning_rate), skip_wandb)
 
-    def step(self, batch: Any = None, *, dataset: str | Sequence[str] | None = None, **unknown: Any) -> StepContext:
+    def step(
+        self, batch: object = None, *, dataset: str | Sequence[str] | None = None, **unknown: object
+    ) -> StepContext:
         """One optimizer step as a block. An unknown name is said and left out."""
         if unknown:
             self._say_unknown("step", unknown, ("batch", "dataset"))
@@ -192,11 +194,11 @@ class TrainingMonitor(PassCalls):
     def log_step(
         self,
         step: int,
-        epoch: Any,
-        loss: Any,
-        grad_norm: Any,
-        learning_rate: Any,
-        attention_mask: Any = None,
+        epoch: object,
+        loss: object,
+        grad_norm: object,
+        learning_rate: object,
+        attention_mask: object = None,
         skip_wandb: bool = False,
     ) -> None:
         """An optimizer step is over, and this is its record. Inside or after `with monitor.step()` only the record."""
@@ -244,7 +246,7 @@ class TrainingMonitor(PassCalls):
         if self._trained.source is not None:
             self._trained.source.settled.clear()
 
-    def watch(self, loader: Iterable[Any]) -> Iterable[Any]:
+    def watch(self, loader: Iterable[object]) -> Iterable[Any]:
         """The same batches; each is read while it is still on the host, before the loop moves it."""
         return Watched(loader, self._see_batch)
 
@@ -281,7 +283,7 @@ class TrainingMonitor(PassCalls):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> TrainingMonitor:
+    def __deepcopy__(self, _memo: dict[int, object]) -> TrainingMonitor:
         return _make_idle()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -309,7 +311,7 @@ class TrainingMonitor(PassCalls):
                 device.poll(asks_stream=False)
         return seen
 
-    def _see_mask(self, seen: SeenStep, mask: Any) -> None:
+    def _see_mask(self, seen: SeenStep, mask: object) -> None:
         """Without a batch or a model, the mask alone says how long the sequences are."""
         if not seen.batches:
             shape = getattr(mask, "shape", None)
@@ -380,7 +382,7 @@ class TrainingMonitor(PassCalls):
         if self._messages.pending:
             self._messages.warn_pending()
 
-    def _report(self, step: int | None, given: Sequence[Any], skip_wandb: bool) -> None:
+    def _report(self, step: int | None, given: Sequence[object], skip_wandb: bool) -> None:
         """The record of steps that are over."""
         self._is_ended = self._owes_report = False
         entry = Entry()
@@ -440,7 +442,7 @@ class TrainingMonitor(PassCalls):
         self._end(seen, seen.number if seen.number >= 0 else None)
 
     @guarded
-    def _fill(self, step: int | None, given: Sequence[Any], skip_wandb: bool) -> None:
+    def _fill(self, step: int | None, given: Sequence[object], skip_wandb: bool) -> None:
         """Values of the step that is under way; what is given later adds to it."""
         seen = self._open or self._begin()
         if step is not None:
@@ -463,11 +465,11 @@ class TrainingMonitor(PassCalls):
             self._digester.add(make_plain_record(self._number, self._boundary))
 
     @guarded
-    def _see_batch(self, batch: Any) -> None:
+    def _see_batch(self, batch: object) -> None:
         self._watched.add(batch)
 
     @guarded
-    def _see_inside(self, module: Any) -> None:
+    def _see_inside(self, module: object) -> None:
         self._trained.see_inside(module)
         for other in self._models[1:]:
             other.seen = self._trained.seen
@@ -544,7 +546,7 @@ class TrainingMonitor(PassCalls):
     def _is_copy(self) -> bool:
         return self._pid != os.getpid()
 
-    def _say_unknown(self, call: str, unknown: Mapping[str, Any], known: Sequence[str]) -> None:
+    def _say_unknown(self, call: str, unknown: Mapping[str, object], known: Sequence[str]) -> None:
         """Arguments of the loop that do not exist: no reason to end a training."""
         for name in unknown:
             self.say(f"{call} has no argument {name!r}, left out.{format_nearest(name, known)}", f"{call} {name}"[:80])

@@ -26,7 +26,7 @@ class _Watched(NamedTuple):
     place: int  # in memory
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> bool:
     return hasattr(value, "is_cuda") and hasattr(value, "detach")
 
 
@@ -58,7 +58,7 @@ class Held:
         return repr(self.copy)
 
 
-def read_held(name: str, value: Any) -> Any:
+def read_held(name: str, value: object) -> Any:
     """What is on the host of a value of a batch, once its entry is ready."""
     if type(value) is not Held:
         return value
@@ -137,7 +137,7 @@ class Values:
         holder.has_held = True
         return held
 
-    def _take_now(self, name: str, tensor: Any, holder: Entry) -> Any:
+    def _take_now(self, name: str, tensor: object, holder: Entry) -> Any:
         assert self.device is not None
         if name not in self._trusted and self._watched.get(name, ()) is not None:
             self._watch(name, tensor)

@@ -36,7 +36,7 @@ def answer(question: str, progress: Progress | None = None) -> str:
     return json.dumps(_make_plain(found), ensure_ascii=False, allow_nan=False)
 
 
-def _answer(asked: Mapping[str, Any], progress: Progress | None) -> Answer:
+def _answer(asked: Mapping[str, object], progress: Progress | None) -> Answer:
     what = asked.get("what")
     setup = make_setup(asked.get("setup", {}))
     if what == "plan":
@@ -56,7 +56,7 @@ def _answer(asked: Mapping[str, Any], progress: Progress | None) -> Answer:
     return known[what](setup)
 
 
-def _make_plain(value: Any) -> Any:
+def _make_plain(value: object) -> Any:
     """A value as JavaScript reads it: large ints as text, what is no number as null."""
     if isinstance(value, dict):
         return {str(key): _make_plain(each) for key, each in value.items()}

@@ -32,7 +32,7 @@ def read_launch_file(name: str, text: str, setup: Setup) -> dict[str, Any]:
             applied = apply_launch(path, "estimate", (), None if has_model else setup.model or None)
         except FlopcalcError as error:
             raise type(error)(str(error).replace(folder + os.sep, "")) from None
-    found: dict[str, Any] = {} if has_model else {"model": setup.model, "files": dict(setup.files)}
+    found: dict[str, object] = {} if has_model else {"model": setup.model, "files": dict(setup.files)}
     for option, value in applied.options.items():
         field = _OTHERS.get(option, option)
         if field not in _FIELDS:
@@ -43,7 +43,7 @@ def read_launch_file(name: str, text: str, setup: Setup) -> dict[str, Any]:
     return {"what": "launch", "setup": found, "notes": applied.notes}
 
 
-def _write(value: Any) -> Any:
+def _write(value: object) -> Any:
     """An option's value as a field holds it."""
     if isinstance(value, bool):
         return value

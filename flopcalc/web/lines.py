@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from typing import Any
 
 from flopcalc.core.workload.workload import Workload
 from flopcalc.units import parse_number, parse_size, parse_sizes
@@ -135,7 +134,7 @@ def _write_load(setup: Setup, load: Workload) -> list[str]:
     pieces += [f"phase={setup.phase!r}"] if setup.phase != "train" else []
     pieces += [f"context={parse_size(setup.context, '--context', 0)}"] if setup.context else []
     if setup.logits:
-        logits: Any = setup.logits if setup.logits in ("all", "last") else parse_size(setup.logits, "--logits")
+        logits: object = setup.logits if setup.logits in ("all", "last") else parse_size(setup.logits, "--logits")
         pieces.append(f"logits={logits!r}")
     pieces += [f"grad_accum={parse_size(setup.grad_accum, '--grad-accum')}"] if setup.grad_accum else []
     return pieces
@@ -156,7 +155,7 @@ def _write_sampling(setup: Setup) -> list[str]:
 
 
 def _write_recipe(setup: Setup) -> list[str]:
-    recipe: dict[str, Any] = {
+    recipe: dict[str, object] = {
         name: list(getattr(setup, name)) for name in ("freeze", "train_only") if getattr(setup, name)
     }
     if setup.clipping != "none":

@@ -58,7 +58,7 @@ def make_estimate(model: Any, options: Mapping[str, Any]) -> Asked:
     return Asked(estimate, notes)
 
 
-def read_formats(options: Mapping[str, Any]) -> dict[str, Any]:
+def read_formats(options: Mapping[str, object]) -> dict[str, Any]:
     """What the options say about number formats; --dtype is --compute in short."""
     compute = options.get("compute")
     if compute is None and "dtype" in options and is_given("dtype"):
@@ -69,7 +69,7 @@ def read_formats(options: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def spell_out(options: Mapping[str, Any]) -> list[str]:
+def spell_out(options: Mapping[str, object]) -> list[str]:
     """What every value with a suffix stands for, as one note."""
     found: dict[str, str] = {}
     for key, value in options.items():
@@ -88,7 +88,7 @@ def is_given(name: str) -> bool:
     return source is click.core.ParameterSource.COMMANDLINE
 
 
-def read_recompute(options: Mapping[str, Any]) -> str:
+def read_recompute(options: Mapping[str, object]) -> str:
     """--recompute, or full where --gradient-checkpointing asks for it."""
     recompute = str(options["recompute"])
     if not options.get("gradient_checkpointing") or recompute != "none":
@@ -186,7 +186,7 @@ def _read_inputs(options: Mapping[str, Any], notes: list[str]) -> Inputs:
     )
 
 
-def _read_phase(options: Mapping[str, Any]) -> str:
+def _read_phase(options: Mapping[str, object]) -> str:
     """--phase; sampling steps are asked for in phase sample alone."""
     if options.get("sampling_steps") is None:
         return str(options["phase"])

@@ -24,7 +24,7 @@ class Launched(NamedTuple):
     report: dict[str, Any] | None  # for JSON; None without --launch
 
 
-def read_launch_options(command: str, model: Any, options: dict[str, Any]) -> Launched:
+def read_launch_options(command: str, model: object, options: dict[str, object]) -> Launched:
     """The options of a command, with those of its launch files where none is given."""
     options = dict(options)
     files = options.pop("launch")

@@ -47,7 +47,7 @@ run_options = add_options(
 
 
 def make_shares(
-    estimate: Estimate, options: Mapping[str, Any]
+    estimate: Estimate, options: Mapping[str, object]
 ) -> tuple[Utilization | None, Utilization | None, list[str]]:
     """MFU and HFU where a time is given, and notes; without one, the least time that the peak allows."""
     where, measured = _read_place(options), _read_time(options)

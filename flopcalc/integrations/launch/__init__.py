@@ -101,7 +101,7 @@ class Applied(NamedTuple):
 
 
 def apply_launch(
-    launch: Any, command: str, given: Iterable[str] = (), model: Any = None, *, in_python: bool = False
+    launch: object, command: str, given: Iterable[str] = (), model: object = None, *, in_python: bool = False
 ) -> Applied:
     """What launch files say for estimate, predict or plan; `given` are options that the user gave, which win."""
     found = read_launch(launch)
@@ -155,7 +155,7 @@ def _find_preset(model: Taken) -> Taken:
         return Taken(name, f"{model.key}: {model.value}, by its name")
 
 
-def _shorten(value: Any) -> str:
+def _shorten(value: object) -> str:
     if isinstance(value, Mapping):
         return ",".join(f"{key}={_shorten(each)}" for key, each in value.items())
     return "+".join(value) if isinstance(value, tuple) else str(value)
@@ -166,7 +166,7 @@ def _load(path: str) -> dict[str, Any]:
     ending = os.path.splitext(path)[1].lower()
     if ending == ".toml":
         try:
-            found: Any = load_toml(path)
+            found: object = load_toml(path)
         except SpecError as problem:
             raise ConfigError(str(problem)) from None
     elif ending == ".json":
@@ -182,7 +182,7 @@ def _load(path: str) -> dict[str, Any]:
     return found
 
 
-def _count_entries(value: Any, path: str, known: dict[int, float], depth: int = 0) -> float:
+def _count_entries(value: object, path: str, known: dict[int, float], depth: int = 0) -> float:
     """Entries of a table with those of the tables inside; YAML may name a table many times, or inside itself."""
     if not isinstance(value, (dict, list, tuple)):
         return 1
@@ -210,9 +210,9 @@ def _load_yaml(path: str) -> Any:
         raise ConfigError(f"{path}: not valid YAML: {reason[:200]}{where}") from None
 
 
-def _flatten(values: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
+def _flatten(values: Mapping[Any, object], before: str = "") -> dict[str, Any]:
     """Nested settings under dotted names; a mapping's own name stays where it is empty."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in values.items():
         key = f"{before}{name}"
         if isinstance(value, Mapping) and value and key.count(".") < 8:
@@ -234,7 +234,7 @@ def _detect(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     )
 
 
-def _is_ignored(key: str, value: Any, patterns: Iterable[str]) -> bool:
+def _is_ignored(key: str, value: object, patterns: Iterable[str]) -> bool:
     """Whether a key is known to change no FLOPs; a pattern with a value speaks of that value alone."""
     if value is None or value == {} or value == []:
         return True

@@ -39,7 +39,7 @@ class Settings:
     def add_file(self, name: str, framework: str) -> None:
         self._file, self._framework = name, framework
 
-    def take(self, word: str, value: Any, key: str) -> bool:
+    def take(self, word: str, value: object, key: str) -> bool:
         """Note a setting; whether its value is understood."""
         if value is None or (value == "auto" and word not in ("bf16", "dtype")):
             return True  # the framework's own choice
@@ -53,7 +53,7 @@ class Settings:
             self._said.setdefault(word, Taken(read, key))
         return read is not None
 
-    def take_default(self, word: str, value: Any) -> None:
+    def take_default(self, word: str, value: object) -> None:
         """What the framework takes where its file says nothing."""
         if word not in self._said:
             self._said[word] = Taken(_read(word, value, ""), f"{self._framework}'s default")
@@ -163,7 +163,7 @@ class Settings:
         return found
 
 
-def _read(word: str, value: Any, key: str) -> Any:
+def _read(word: str, value: object, key: str) -> Any:
     """A setting's checked value; None where it is not understood."""
     if word in _SIZES:
         return check_size(int(value) if isinstance(value, str) and _DIGITS.fullmatch(value) else value, key)
@@ -192,7 +192,7 @@ def _read(word: str, value: Any, key: str) -> Any:
     raise AssertionError(word)
 
 
-def _read_names(word: str, value: Any) -> tuple[str, ...] | None:
+def _read_names(word: str, value: object) -> tuple[str, ...] | None:
     """Module names as a list, or as text with commas; 'all' is every linear layer, other text may be a regex."""
     if word == "lora.targets" and isinstance(value, str) and any(sign in value for sign in _REGEX_SIGNS):
         return (REGEX + value,)
@@ -204,7 +204,7 @@ def _read_names(word: str, value: Any) -> tuple[str, ...] | None:
     return None if any(sign in name for name in names for sign in _REGEX_SIGNS) else tuple(names)
 
 
-def _read_converters(value: Any) -> tuple[str, ...] | None:
+def _read_converters(value: object) -> tuple[str, ...] | None:
     """torchtitan's model converters: float8 ones change the format of products."""
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         return None
@@ -212,7 +212,7 @@ def _read_converters(value: Any) -> tuple[str, ...] | None:
     return tuple(known[name] for name in value) if all(name in known for name in value) else None
 
 
-def _read_format(value: Any, key: str) -> Any:
+def _read_format(value: object, key: str) -> Any:
     if value in ("no", "auto"):
         return False
     return parse_compute(str(value).removeprefix("torch."), key)

@@ -75,7 +75,7 @@ class Sample:
 
 
 # --- CUPTI's parameter structs (CUDA 13.0; newer libraries take the same sizes) ---------------------------------------
-def _struct(name: str, *fields: tuple[str, Any]) -> type[Structure]:
+def _struct(name: str, *fields: tuple[str, object]) -> type[Structure]:
     return type(name, (Structure,), {"_fields_": [("structSize", c_size_t), ("pPriv", c_void_p), *fields]})
 
 
@@ -175,7 +175,7 @@ class _Library:
         if not hasattr(self._lib, "cuptiRangeProfilerEnable"):
             raise CountersUnavailable(f"{path} has no Range Profiler: CUDA 12.6 or newer is needed")
 
-    def call(self, function: str, struct: type[Structure], **fields: Any) -> Any:
+    def call(self, function: str, struct: type[Structure], **fields: object) -> Any:
         params = struct(**fields)
         params.structSize = _size_of(struct)
         code = getattr(self._lib, function)(ctypes.byref(params))

@@ -70,7 +70,7 @@ def _convolution_backward(args: tuple[Any, ...], _kwargs: Mapping[str, Any], _ou
     return int(forward * (bool(wanted[0]) + bool(wanted[1])))
 
 
-def _solve_triangular(args: tuple[Any, ...], _kwargs: Mapping[str, Any], out: Any) -> int:
+def _solve_triangular(args: tuple[Any, ...], _kwargs: Mapping[str, object], out: Any) -> int:
     """Substitution: row i of n costs a product with the i rows before it, for each of k right-hand sides.
 
     Sum of 2·i·k over i < n. Divisions by the diagonal are neither a multiply nor an add.
@@ -79,15 +79,15 @@ def _solve_triangular(args: tuple[Any, ...], _kwargs: Mapping[str, Any], out: An
     return (n - 1) * int(prod(out.shape))  # out has n·k elements, whichever side A stands on
 
 
-def _mv(args: tuple[Any, ...], _kwargs: Mapping[str, Any], _out: Any) -> int:
+def _mv(args: tuple[Any, ...], _kwargs: Mapping[str, object], _out: object) -> int:
     return 2 * int(prod(args[-2].shape))  # mv(A, x) and addmv(y, A, x)
 
 
-def _dot(args: tuple[Any, ...], _kwargs: Mapping[str, Any], _out: Any) -> int:
+def _dot(args: tuple[Any, ...], _kwargs: Mapping[str, object], _out: object) -> int:
     return 2 * int(prod(args[0].shape))
 
 
-def _fallback_grouped_mm(args: tuple[Any, ...], _kwargs: Mapping[str, Any], out: Any) -> int:
+def _fallback_grouped_mm(args: tuple[object, ...], _kwargs: Mapping[str, object], out: object) -> int:
     return _grouped_mm(args[:2], {"offs": args[2]}, out)
 
 
@@ -312,10 +312,10 @@ def watch_modules(
     handles = []
     for path, module in model.named_modules():
 
-        def before(module: torch.nn.Module, _args: Any, path: str = path) -> None:
+        def before(module: torch.nn.Module, _args: object, path: str = path) -> None:
             enter(path, module)
 
-        def after(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
+        def after(_module: torch.nn.Module, _args: object, _output: object) -> None:
             leave()
 
         handles.append(module.register_forward_pre_hook(before))
@@ -328,7 +328,7 @@ def watch_modules(
             handle.remove()
 
 
-def count_flops(model: torch.nn.Module, step: Callable[[], Any]) -> Counted:
+def count_flops(model: torch.nn.Module, step: Callable[[], object]) -> Counted:
     """Run step() — a forward pass of `model`, or forward and backward — and count its matrix products."""
     counting = _Counting()
     start = time.perf_counter()

@@ -70,7 +70,7 @@ class Gauge:
         """Activity between entry and exit; a window too short, or a failed reading, has a reason instead of figures."""
         nvml = self._nvml
         activity = Activity()
-        samples: list[Any] = []
+        samples: list[object] = []
         try:
             problem = self._sample(samples)
             start = time.perf_counter()
@@ -91,7 +91,7 @@ class Gauge:
         now_s = time.perf_counter()
         if self._last is not None and now_s - self._last_s < MIN_WINDOW_S:
             return None
-        samples: list[Any] = [] if self._last is None else [self._last]
+        samples: list[object] = [] if self._last is None else [self._last]
         problem = self._sample(samples)
         activity = None
         if problem is not None:
@@ -105,7 +105,7 @@ class Gauge:
             self._nvml.nvmlGpmSampleFree(sample)
         return activity
 
-    def _sample(self, samples: list[Any]) -> str | None:
+    def _sample(self, samples: list[object]) -> str | None:
         nvml = self._nvml
         try:
             samples.append(nvml.nvmlGpmSampleAlloc())
@@ -114,7 +114,7 @@ class Gauge:
             return f"GPM sample failed: {error}"
         return None
 
-    def _read(self, samples: list[Any], activity: Activity) -> str | None:
+    def _read(self, samples: list[object], activity: Activity) -> str | None:
         nvml = self._nvml
         request = nvml.c_nvmlGpmMetricsGet_t()
         request.version = nvml.NVML_GPM_METRICS_GET_VERSION

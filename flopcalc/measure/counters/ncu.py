@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from flopcalc.measure.counters.cupti import TENSOR_COUNTERS
 from flopcalc.measure.counters.witness import Witnessed, unavailable
@@ -236,7 +235,7 @@ def _read_number(text: str | None) -> float | None:
         return None
 
 
-def count(_model: Any, _batch: Mapping[str, Any], _phase: str) -> Witnessed:
+def count(_model: object, _batch: Mapping[str, object], _phase: str) -> Witnessed:
     """Nsight Compute replays every kernel: it is for chosen kernels, not for a step."""
     try:
         find_ncu()

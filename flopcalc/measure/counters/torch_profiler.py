@@ -157,14 +157,14 @@ def _marked(model: torch.nn.Module) -> Iterator[None]:
     open_ranges: list[Any] = []
     seen: list[BaseException | None] = [None]
 
-    def enter(_module: torch.nn.Module, _args: Any) -> None:
+    def enter(_module: torch.nn.Module, _args: object) -> None:
         open_ranges.append(record_function(_EXCLUDED))
         open_ranges[-1].__enter__()
 
     def leave(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
         open_ranges.pop().__exit__(None, None, None)
 
-    def note_stop(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
+    def note_stop(_module: torch.nn.Module, _args: object, _output: object) -> None:
         error = sys.exc_info()[1]
         # It passes through every module around; the innermost comes first.
         if type(error).__name__ == "_StopRecomputationError" and error is not seen[0]:

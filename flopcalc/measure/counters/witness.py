@@ -108,7 +108,7 @@ def synchronize(model: Any) -> None:
 # --- Witnesses that need no file of their own ---------------------------------------------------------
 
 
-def count(model: Any, batch: Mapping[str, Any], phase: str) -> Witnessed:
+def count(model: Any, batch: Mapping[str, object], phase: str) -> Witnessed:
     """The closed-hole operator counter: exact, per module."""
     from flopcalc.measure.counters.flop_counter import count_flops
 
@@ -122,7 +122,7 @@ def count(model: Any, batch: Mapping[str, Any], phase: str) -> Witnessed:
     )  # fmt: skip
 
 
-def count_hardware(model: Any, batch: Mapping[str, Any], phase: str) -> Witnessed:
+def count_hardware(model: Any, batch: Mapping[str, object], phase: str) -> Witnessed:
     """The GPU's own tensor counters around one step, in one pass; the step before it warms up."""
     import torch
 
@@ -156,7 +156,7 @@ def count_hardware(model: Any, batch: Mapping[str, Any], phase: str) -> Witnesse
     )  # fmt: skip
 
 
-def gauge(model: Any, batch: Mapping[str, Any], phase: str) -> Witnessed:
+def gauge(model: Any, batch: Mapping[str, object], phase: str) -> Witnessed:
     """How busy the GPU says its tensor cores are while the step repeats: a note, never a count."""
     import torch
 
@@ -197,7 +197,7 @@ def gauge(model: Any, batch: Mapping[str, Any], phase: str) -> Witnessed:
 # --- All of them ---------------------------------------------------------------------------------------------
 
 
-def ask(witness: str, model: Any, batch: Mapping[str, Any], phase: str) -> Witnessed:
+def ask(witness: str, model: object, batch: Mapping[str, object], phase: str) -> Witnessed:
     """One witness's answer; whatever goes wrong inside it becomes the reason of an unavailable row."""
     module, function = WITNESSES[witness]
     return _guard(witness, lambda: getattr(import_module(module), function)(model, batch, phase))
@@ -248,7 +248,7 @@ class Crosscheck:
 
 
 def crosscheck(
-    model: Any,
+    model: object,
     load: Workload,
     *,
     recipe: Recipe | None = None,
@@ -457,7 +457,7 @@ def _read_depths(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
 
 def _plain_workload(load: Workload) -> dict[str, Any]:
     """Grids per sample, as make_batch wants them; every sample of a cross-check has the same."""
-    plain: dict[str, Any] = {"batch": load.rows, "seq": load.seq, "phase": load.phase}
+    plain: dict[str, object] = {"batch": load.rows, "seq": load.seq, "phase": load.phase}
     for key, grids in (("images", load.grids), ("videos", load.videos)):
         each = len(grids) // load.rows
         if list(grids) != list(grids[:each]) * load.rows:
@@ -481,7 +481,7 @@ def _plain_recipe(recipe: Recipe, expected: _Expected, model: Any) -> dict[str, 
             found += sorted(path for path in paths if any(name.startswith(f"{path}.") for name in names))
         return found
 
-    plain: dict[str, Any] = {"recompute": recipe.recompute}
+    plain: dict[str, object] = {"recompute": recipe.recompute}
     if recipe.freeze:
         plain["freeze"] = spell_out(recipe.freeze)
     if recipe.train_only:

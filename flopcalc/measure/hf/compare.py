@@ -63,7 +63,10 @@ def make_executed(model: BoundModel, recipe: Mapping[str, Any]) -> CountedEstima
 
 
 def compare(
-    config: Mapping[str, Any], workload: Mapping[str, Any], recipe: Mapping[str, Any], traced: Mapping[str, Any]
+    config: Mapping[str, object],
+    workload: Mapping[str, object],
+    recipe: Mapping[str, object],
+    traced: Mapping[str, object],
 ) -> Verdict:
     """The analytic rows against traced ones: {rows: path -> (forward, backward, recompute), total, trainable}."""
     return compare_bound(make_executed(bind_model(load_config(dict(config))), recipe), workload, traced)

@@ -14,7 +14,7 @@ _NOT_GIVEN = ("model_type", "expand_timesteps")  # what no class takes
 _TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "text_embed_dim", "caption_channels", "cross_attention_dim")
 
 
-def build_denoiser(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+def build_denoiser(config: Mapping[str, object], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """The diffusers class that a config names, made on the device."""
     import diffusers
 

@@ -198,14 +198,14 @@ def make_inputs(
     return out
 
 
-def _list_words(example: Example, config: Any, scope: _Scope) -> torch.Tensor:
+def _list_words(example: Example, config: object, scope: _Scope) -> torch.Tensor:
     """Ids of a vocabulary that stand for nothing but words."""
     vocabulary = int(evaluate(example.vocab, scope)) if example.vocab else int(find_text_config(config).vocab_size)
     special = _find_special(config)
     return torch.tensor([i for i in range(3, min(vocabulary, 4096)) if i not in special])
 
 
-def _find_special(config: Any) -> set[int]:
+def _find_special(config: object) -> set[int]:
     found: set[int] = set()
     for part in (config, find_text_config(config)):
         for key, value in vars(part).items():

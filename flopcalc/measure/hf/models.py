@@ -76,7 +76,7 @@ MAKES_LIKE = {f"aten::{n}_like" for n in ("empty", "zeros", "ones", "full")} | {
 }
 
 
-def _to_meta(value: Any) -> Any:
+def _to_meta(value: object) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) and not value.is_meta else value
 
 
@@ -124,7 +124,7 @@ def floats_on_meta() -> Iterator[None]:
 
 
 def build_model(
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     attention: str = "eager",
     experts: str | None = None,
     device: str = "cpu",
@@ -239,7 +239,7 @@ def apply_recipe(model: Any, recipe: Mapping[str, Any]) -> Any:
     return model
 
 
-def _find_task(model: Any) -> str | None:
+def _find_task(model: object) -> str | None:
     """PEFT's task type: it trains a classifier beside the adapters, and adapts no head."""
     endings = {
         "ForSequenceClassification": "SEQ_CLS",

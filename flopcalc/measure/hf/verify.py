@@ -177,8 +177,8 @@ def trace(
 
 def verify(
     config: Json,
-    workload: Mapping[str, Any],
-    recipe: Mapping[str, Any] | None = None,
+    workload: Mapping[str, object],
+    recipe: Mapping[str, object] | None = None,
     *,
     example: Example | None = None,
     device: str = "cpu",

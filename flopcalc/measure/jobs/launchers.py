@@ -110,11 +110,11 @@ class Remote:
         """Hand the task over; returns a handle."""
         raise NotImplementedError
 
-    def _fetch(self, handle: Any) -> Json | None:
+    def _fetch(self, handle: object) -> Json | None:
         """What run_task returned, or a failure; None while it runs."""
         raise NotImplementedError
 
-    def _cancel(self, handle: Any) -> None:
+    def _cancel(self, handle: object) -> None:
         raise NotImplementedError
 
     @property
@@ -210,7 +210,7 @@ class Ray(Remote):
     def _send(self, task: Task, data: Json) -> Any:
         return self._run.options(name=task.job.id).remote(data)
 
-    def _fetch(self, handle: Any) -> Json | None:
+    def _fetch(self, handle: object) -> Json | None:
         if not self._ray.wait([handle], timeout=0)[0]:
             return None
         errors = self._ray.exceptions
@@ -222,7 +222,7 @@ class Ray(Remote):
             raised = isinstance(error, errors.RayTaskError)  # by run_task: flopcalc is missing there, its disk is full
             return make_failure("oom" if is_oom else "exception" if raised else "worker lost", _shorten(error))
 
-    def _cancel(self, handle: Any) -> None:
+    def _cancel(self, handle: object) -> None:
         self._ray.cancel(handle, force=True)
 
     def close(self) -> None:

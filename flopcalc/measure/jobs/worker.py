@@ -59,7 +59,7 @@ def _listen(channel: socket.socket, requests: SimpleQueue[str | None]) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _answer(measure: Callable[[Any], Any], parameters: Any) -> Json:
+def _answer(measure: Callable[[object], object], parameters: object) -> Json:
     try:
         answer = {"status": "ok", "data": measure(parameters)}
         json.dumps(answer)  # a result that is not JSON is a failure of this row

@@ -18,14 +18,14 @@ def make_calls(bench: Bench) -> dict[str, list[Callable[[], Any]]]:
     torch = bench.torch
     functional = torch.nn.functional
 
-    def draw(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+    def draw(*shape: int, dtype: object = torch.bfloat16) -> Any:
         return torch.randn(*shape, device=bench.device).to(dtype)
 
     x, y, matrix, row = draw(8, 64), draw(8, 64), draw(64, 64), draw(64)
     wide, heads, base = draw(8, 64, dtype=torch.float32), draw(1, 4, 64, 64), draw(16, 64)
     mask = torch.ones(1, 1, 64, 64, dtype=torch.bool, device=bench.device).tril()
     places = torch.randint(0, 4, (16,), device=bench.device)
-    found: dict[str, list[Callable[[], Any]]] = {
+    found: dict[str, list[Callable[[], object]]] = {
         "pointwise": [lambda: x + y, lambda: x * y, lambda: -x, lambda: functional.silu(x), lambda: wide.pow(2),
                       lambda: torch.rsqrt(wide)],
         "view": [lambda: x.view(8, 4, 16), lambda: x.transpose(0, 1), lambda: x[..., :32], lambda: x.unsqueeze(0)],
@@ -62,7 +62,7 @@ def measure_units(bench: Bench) -> dict[str, float]:
         }
 
 
-def _compare(bench: Bench, call: Callable[[], Any], one: Callable[[], Any]) -> float:
+def _compare(bench: Bench, call: Callable[[], object], one: Callable[[], object]) -> float:
     """The median ratio of the two, timed in turns, because the host's speed changes all the time."""
     ratios = []
     for _ in range(_ROUNDS):
@@ -71,7 +71,7 @@ def _compare(bench: Bench, call: Callable[[], Any], one: Callable[[], Any]) -> f
     return statistics.median(ratios)
 
 
-def _time(bench: Bench, call: Callable[[], Any]) -> float:
+def _time(bench: Bench, call: Callable[[], object]) -> float:
     call()
     bench.synchronize()
     start = time.perf_counter()

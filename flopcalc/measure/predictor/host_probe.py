@@ -68,7 +68,7 @@ def _make_layer(torch: Any) -> Any:
             self.down = nn.Linear(2 * _WIDTH, _WIDTH, bias=False)
             self.activation = nn.SiLU()
 
-        def forward(self, x: Any, cos: Any, sin: Any) -> Any:
+        def forward(self, x: Any, cos: object, sin: object) -> Any:
             normed = self.first(x)
             shape = (*normed.shape[:-1], _HEADS, -1)
             query, key, value = (

@@ -8,7 +8,7 @@ from typing import Any
 from flopcalc.measure.calibrate.tables import Bench, Json, round_digits
 
 
-def profile_step(bench: Bench, step: Callable[[], Any]) -> Json:
+def profile_step(bench: Bench, step: Callable[[], object]) -> Json:
     """Device time of one step, summed by operator, shapes and dtypes; its busy time and its span."""
     torch = bench.torch
     from torch.profiler import ProfilerActivity, profile

@@ -323,7 +323,7 @@ class Runner:
             self.probes[is_train] = make_probe(self.bench, is_train)
         return self.probes[is_train]
 
-    def _time(self, step: Callable[[], Any], steps: int) -> Json:
+    def _time(self, step: Callable[[], object], steps: int) -> Json:
         """Seconds of steps without pause: each by CUDA events, all of them together by the host's clock."""
         bench, torch = self.bench, self.bench.torch
         if not bench.is_gpu:

@@ -244,7 +244,7 @@ def _make_layer(bench: Bench, rows: Sequence[int], n: int, k: int) -> Made:
             yield {"direction": direction, "m": m, "n": n, "k": k}, partial(_rest, bench, call)
 
 
-def _rest(bench: Bench, call: Callable[[], Any]) -> None:
+def _rest(bench: Bench, call: Callable[[], object]) -> None:
     start = time.perf_counter()
     call()
     bench.synchronize()

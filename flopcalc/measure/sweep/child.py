@@ -132,7 +132,7 @@ def _build_model(source: Source, device: str, dtype: torch.dtype, attention: str
     return model.to(device), [f"dropout is off: {', '.join(dropped)} of the config set to 0"] if dropped else []
 
 
-def _switch_off_dropout(config: Any) -> Iterator[str]:
+def _switch_off_dropout(config: object) -> Iterator[str]:
     """Set every rate of dropout in a HF config and in those inside it to 0; the names of those that were not."""
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):

@@ -116,7 +116,7 @@ def make_matrix(
     batch_sizes: Sequence[int] = (),
     seq_lens: Sequence[int] = (),
     models: Sequence[str] = (),
-    **settings: Any,
+    **settings: object,
 ) -> tuple[Configuration, ...]:
     """Every trainer at every batch size and length of every model; settings are fields of Configuration."""
     for name in settings:
@@ -170,7 +170,7 @@ def _read_file(path: str) -> Json:
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
-def _check_list(name: str, values: Any) -> tuple[Any, ...]:
+def _check_list(name: str, values: object) -> tuple[Any, ...]:
     option = _LISTS[name][1]
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise SweepError(f"{name} must be a list, not {format_value(values)}")
@@ -183,19 +183,19 @@ def _check_list(name: str, values: Any) -> tuple[Any, ...]:
     return checked
 
 
-def _check_size(name: str, value: Any) -> int:
+def _check_size(name: str, value: object) -> int:
     return check_size(value, name)
 
 
-def _check_length(name: str, value: Any) -> int:
+def _check_length(name: str, value: object) -> int:
     return check_size(value, name, 2)  # a sample of one token has no next one to learn
 
 
-def _check_count(name: str, value: Any) -> int:
+def _check_count(name: str, value: object) -> int:
     return check_size(value, name, 0)
 
 
-def _check_trainer(name: str, value: Any) -> str:
+def _check_trainer(name: str, value: object) -> str:
     if not isinstance(value, str) or value not in TRAINERS:
         spelled = {trainer.lower(): trainer for trainer in TRAINERS}
         near = [spelled[word] for word in find_nearest(str(value), spelled)]
@@ -204,7 +204,7 @@ def _check_trainer(name: str, value: Any) -> str:
     return value
 
 
-def _check_model(name: str, value: Any) -> str:
+def _check_model(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise SweepError(f"{name}: a model is a size, a preset or a path, not {format_value(value)}")
     return value
@@ -217,14 +217,14 @@ def _check_config(model: str, model_type: str) -> None:
         raise SweepError(f"{error}; sizes of the sweep: {', '.join(MODEL_SIZES)}") from None
 
 
-def _check_type(name: str, value: Any) -> str:
+def _check_type(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise SweepError(f"{name} must be the name of a family, not {format_value(value)}")
     return value
 
 
 def _make_choice(known: Sequence[str]) -> Callable[[str, Any], str]:
-    def check(name: str, value: Any) -> str:
+    def check(name: str, value: object) -> str:
         if value not in known:
             near = format_nearest(str(value), known)
             raise SweepError(f"{name} {format_value(value)} unknown.{near} Known: {', '.join(known)}")
@@ -246,7 +246,7 @@ def _make_number(is_zero_allowed: bool) -> Callable[[str, Any], float]:
     return check
 
 
-def _check_dtype(name: str, value: Any) -> str:
+def _check_dtype(name: str, value: object) -> str:
     from flopcalc.hardware.devices import parse_dtype
 
     try:

@@ -196,9 +196,9 @@ def _find_wrong(row: Json) -> str | None:
     return None
 
 
-def get_value(row: Mapping[str, Any], *keys: str) -> Any:
+def get_value(row: Mapping[str, object], *keys: str) -> Any:
     """A value inside a row's objects; None where it, or what holds it, is missing."""
-    value: Any = row
+    value: object = row
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value

@@ -37,7 +37,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> Json:
     }
 
 
-def _find_cell(row: Mapping[str, Any]) -> tuple[Any, ...]:
+def _find_cell(row: Mapping[str, object]) -> tuple[Any, ...]:
     # A cluster may have GPUs of several kinds, and launchers and slots give a process more or fewer cores.
     threads = get_value(row, "environment", "threads") if row.get("device") == "cpu" else None
     return (get_value(row, "environment", "device"), threads, *(row.get(key) for key in _SAME))
@@ -48,7 +48,7 @@ _MEMORY = ("peak_memory_bytes",)
 _FLOPS = ("flops", "total")
 
 
-def _compare(row: Mapping[str, Any], standard: Mapping[str, Any] | None) -> Json:
+def _compare(row: Mapping[str, object], standard: Mapping[str, object] | None) -> Json:
     pairs = {"slowdown": _STEP, "memory_over_standard": _MEMORY, "flops_over_standard": _FLOPS}
     values = {}
     for name, keys in pairs.items():
@@ -57,12 +57,12 @@ def _compare(row: Mapping[str, Any], standard: Mapping[str, Any] | None) -> Json
     return values
 
 
-def _count(rows: Sequence[Mapping[str, Any]]) -> Json:
+def _count(rows: Sequence[Mapping[str, object]]) -> Json:
     ok = sum(row["status"] == "ok" for row in rows)
     return {"total": len(rows), "ok": ok, "failed": len(rows) - ok, "success_rate": ok / len(rows) if rows else None}
 
 
-def _describe_memory(rows: Sequence[Mapping[str, Any]]) -> Json:
+def _describe_memory(rows: Sequence[Mapping[str, object]]) -> Json:
     known = [value for row in rows if (value := get_value(row, *_MEMORY)) is not None]
     return {"mean_bytes": round(sum(known) / len(known)) if known else None, "peak_bytes": max(known, default=None)}
 
@@ -142,7 +142,7 @@ def _format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], style: 
     return format_grid(headers, rows, style, keys=sum(header in _NAMES for header in headers))
 
 
-def _explain_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _explain_columns(rows: Sequence[Mapping[str, object]]) -> list[str]:
     lines = [
         f"time ×, memory ×, FLOPs ×: over {BASELINE} at the same sizes, by geometric mean; "
         "spread: (p90 - p10) / median;",
@@ -157,7 +157,7 @@ def _wrap(lines: Sequence[str], is_markdown: bool) -> str:
     return "\n".join(line if is_markdown else format_text(line) for line in lines)
 
 
-def describe_setting(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def describe_setting(rows: Sequence[Mapping[str, object]]) -> list[str]:
     """One line for each model and machine that was measured."""
     lines = []
     for row in rows:
@@ -213,7 +213,7 @@ def _list_configurations(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], 
 
 
 def _make_grid(
-    first: str, rows: Sequence[tuple[str, Mapping[str, Any]]], columns: Sequence[Column]
+    first: str, rows: Sequence[tuple[str, Mapping[str, object]]], columns: Sequence[Column]
 ) -> tuple[list[str], list[list[str]]]:
     """Headers and cells; a column of which nothing is known is left out."""
     cells = [[(read(row), show) for _, read, show in columns] for _, row in rows]
@@ -224,7 +224,7 @@ def _make_grid(
     ]
 
 
-def _find_spread(row: Mapping[str, Any]) -> float | None:
+def _find_spread(row: Mapping[str, object]) -> float | None:
     """(p90 - p10) / median of the step times."""
     low, middle, high = (get_value(row, "step_time_s", name) for name in ("p10", "median", "p90"))
     return (high - low) / middle if low is not None and high is not None and middle else None
@@ -254,13 +254,13 @@ def make_page(summary: Mapping[str, Any]) -> str:
 
 
 # --- plot -------------------------------------------------------------------------------------------------------------
-def plot(summary: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def plot(summary: Mapping[str, object], path: str | os.PathLike[str]) -> None:
     """Step time, memory and FLOPs of every trainer, side by side at each size, into an image."""
     with open_figure(path, 10, 10, SweepError) as figure:
         draw(figure, summary)
 
 
-def _name_size(row: Mapping[str, Any]) -> tuple[Any, ...]:
+def _name_size(row: Mapping[str, object]) -> tuple[Any, ...]:
     return row["model"], row.get("batch_size"), row.get("seq_len")
 
 

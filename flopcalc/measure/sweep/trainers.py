@@ -80,7 +80,7 @@ class StandardTrainer:
     def check(self) -> None:
         """TrainerError unless every trained parameter has a gradient per sample; plain training needs none."""
 
-    def _prepare(self, model: Any, max_grad_norm: float, noise_multiplier: float, seed: int) -> None:
+    def _prepare(self, model: object, max_grad_norm: float, noise_multiplier: float, seed: int) -> None:
         """Hand model, optimizer and criterion to Opacus."""
 
     def _forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -192,7 +192,7 @@ class DPSGDTrainer(StandardTrainer):
                 "another token"
             )
 
-    def _prepare(self, model: Any, max_grad_norm: float, noise_multiplier: float, seed: int) -> None:
+    def _prepare(self, model: object, max_grad_norm: float, noise_multiplier: float, seed: int) -> None:
         self._make_private(model, "hooks", max_grad_norm, noise_multiplier, seed)
 
     def _make_private(
@@ -234,7 +234,7 @@ class DPSGDTrainer(StandardTrainer):
                 raise
             raise self._blame(error) from error
 
-    def _backward(self, loss: Any) -> None:
+    def _backward(self, loss: object) -> None:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=_HOOK_WARNING)
@@ -272,17 +272,17 @@ class DPGhostClippingTrainer(DPSGDTrainer):
                 "freeze it, or take DPSGDTrainer or DPFastGradientClippingTrainer"
             )
 
-    def _check_checkpointing(self, model: Any) -> None:
+    def _check_checkpointing(self, model: object) -> None:
         raise TrainerError(
             f"{self.name} goes back through the graph twice, which gradient checkpointing does not allow: switch "
             f"it off in {type(model).__name__} (gradient_checkpointing_disable()), or take DPSGDTrainer with "
             "use_reentrant=True"
         )
 
-    def _prepare(self, model: Any, max_grad_norm: float, noise_multiplier: float, seed: int) -> None:
+    def _prepare(self, model: object, max_grad_norm: float, noise_multiplier: float, seed: int) -> None:
         self._criterion = self._make_private(model, "ghost", max_grad_norm, noise_multiplier, seed)[2]
 
-    def _backward(self, loss: Any) -> None:
+    def _backward(self, loss: object) -> None:
         for parameter in self._parameters.values():
             parameter._norm_sample = None  # the last step's must not pass for this one's
         try:
@@ -300,7 +300,7 @@ class DPFastGradientClippingTrainer(DPGhostClippingTrainer):
 
     _allows_tied = True
 
-    def _prepare(self, model: Any, max_grad_norm: float, noise_multiplier: float, seed: int) -> None:
+    def _prepare(self, model: object, max_grad_norm: float, noise_multiplier: float, seed: int) -> None:
         from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
         try:
@@ -319,7 +319,7 @@ _CLASSES: dict[str, type[StandardTrainer]] = {
 
 def make_trainer(
     name: str,
-    model: Any,
+    model: object,
     *,
     learning_rate: float = 1e-3,
     max_grad_norm: float = 1.0,
@@ -352,7 +352,7 @@ def _has_other_tables(model: Any) -> bool:
     )
 
 
-def _read_reentrant(module: Any) -> bool | None:
+def _read_reentrant(module: object) -> bool | None:
     """Whether a module's checkpointing is reentrant; None where it has none."""
     if not getattr(module, "gradient_checkpointing", False):
         return None

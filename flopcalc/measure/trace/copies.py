@@ -35,7 +35,7 @@ def copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
     """
     if any(type(tensor).__name__ == "DTensor" for tensor in module.parameters()):
         raise WorkloadError("its parameters are sharded (DTensor): a rank holds no whole model to copy")
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for each in module.modules():
         keep_hooks(each, memo)
         for leaf in tree_leaves(list(vars(each).values())):
@@ -47,7 +47,7 @@ def copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
     return made
 
 
-def keep_hooks(module: torch.nn.Module, memo: dict[int, Any]) -> None:
+def keep_hooks(module: torch.nn.Module, memo: dict[int, object]) -> None:
     """Say for deepcopy which hooks a copy gets: HF's own; others may belong to anything, a monitor or a trainer."""
     for name in _HOOKS:
         hooks = module.__dict__.get(name)
@@ -65,7 +65,7 @@ def set_eager(made: torch.nn.Module) -> None:
             config._experts_implementation = "batched_mm"  # HF's own choice wants values and bf16 on meta
 
 
-def _is_hf(hook: Any) -> bool:
+def _is_hf(hook: object) -> bool:
     """A hook that HF set to change what runs: inputs of a checkpoint that require gradients, outputs that are kept."""
     return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
@@ -84,7 +84,7 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what leaves the copy: other ranks do not run this step, and the live model's gradients are not ours."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if "c10d" in func.namespace:
             raise WorkloadError(f"its forward pass talks to other ranks ({func})")
@@ -93,7 +93,7 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _is_live(value: Any) -> bool:
+def _is_live(value: object) -> bool:
     """A parameter with values: of a copy's parameters integers alone have some."""
     return (
         isinstance(value, torch.nn.Parameter)
@@ -102,13 +102,13 @@ def _is_live(value: Any) -> bool:
     )
 
 
-def count_copy(made: torch.nn.Module, batch: Mapping[str, Any], phase: str = "train") -> Counted:
+def count_copy(made: torch.nn.Module, batch: Mapping[str, object], phase: str = "train") -> Counted:
     """A call of what copy_to_meta made, with its own arguments: floats on meta, integers on the host."""
     return run_counted(made, batch, phase, floats_on_meta())
 
 
 def run_counted(
-    made: torch.nn.Module, batch: Mapping[str, Any], phase: str, without_memory: AbstractContextManager[Any]
+    made: torch.nn.Module, batch: Mapping[str, object], phase: str, without_memory: AbstractContextManager[object]
 ) -> Counted:
     """A call of a copy, counted, with backward if it trains."""
     random = torch.random.get_rng_state()  # the live step's numbers go on as if nothing had been
@@ -134,7 +134,7 @@ def run_counted(
         torch.random.set_rng_state(random)
 
 
-def _add_outputs(out: Any) -> torch.Tensor:
+def _add_outputs(out: object) -> torch.Tensor:
     """The loss of an output, else the sum of all of it that has a gradient."""
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
@@ -146,7 +146,7 @@ def _add_outputs(out: Any) -> torch.Tensor:
     return torch.stack([each.to(sums[0].device).reshape(()) for each in sums]).sum()
 
 
-def _keep_arguments(module: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+def _keep_arguments(module: object, batch: Mapping[str, object]) -> dict[str, Any]:
     """What the forward takes: a collator's batch may hold more than that."""
     takes = inspect.signature(unwrap(module).forward).parameters
     if any(each.kind is each.VAR_KEYWORD for each in takes.values()):

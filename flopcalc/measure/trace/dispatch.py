@@ -61,7 +61,7 @@ def _measure(tensor: torch.Tensor) -> tuple[str, int]:
     return _letter(tensor.dtype), count
 
 
-def _list_sizes(value: Any) -> Sizes:
+def _list_sizes(value: object) -> Sizes:
     leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return tuple(_measure(leaf) for leaf in leaves if leaf.dim() and leaf.numel() > 1)
 
@@ -113,7 +113,7 @@ class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module, direction = self.where()
         self.events.append(Event(module, direction, name, kind, reads, writes))
 
-    def note_made(self, module: str, out: Any) -> None:
+    def note_made(self, module: str, out: object) -> None:
         """Which operator made a piece of memory: the same one in every run of the model."""
         number = self._numbers[module] = self._numbers.get(module, 0) + 1
         for leaf in tree_leaves(out):
@@ -174,7 +174,7 @@ def _multiply_groups(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> to
     return a.new_zeros(ends.numel(), a.shape[0], b.shape[1])
 
 
-def _refine(kind: str, args: tuple[Any, ...], out: Any) -> str:
+def _refine(kind: str, args: tuple[object, ...], out: object) -> str:
     """Elementwise kinds by the kernel they get: tensors that lie alike in memory, or an index per element."""
     if kind not in ("pointwise", "copy", "cast", "cat") or not isinstance(out, torch.Tensor):
         return kind
@@ -235,7 +235,7 @@ _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 
 
 def _describe(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, object], out: Any
 ) -> list[tuple[str, str, Sizes, Sizes]]:
     """What an operator does beside a product's or an attention's, reads of the host included."""
     name = func._schema.name.rpartition("::")[2]
@@ -252,7 +252,7 @@ def _describe(
 _ORDERED = ("norm", "norm_backward", "softmax", "softmax_backward")
 
 
-def _list_copies(args: tuple[Any, ...]) -> list[tuple[str, str, Sizes, Sizes]]:
+def _list_copies(args: tuple[object, ...]) -> list[tuple[str, str, Sizes, Sizes]]:
     found: list[tuple[str, str, Sizes, Sizes]] = []
     for leaf in tree_leaves(args):
         if isinstance(leaf, torch.Tensor) and leaf.numel() > 1 and not leaf.is_contiguous():
@@ -380,7 +380,9 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
     before, dropped = functional.scaled_dot_product_attention, functional.dropout
     normalized = functional.rms_norm
 
-    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def attend(
+        query: Any, key: object, value: object, attn_mask: object = None, *args: object, **kwargs: object
+    ) -> Any:
         if query.dim() != 4:
             return before(query, key, value, attn_mask, *args, **kwargs)
         return _Attend.apply(tracing, attn_mask is not None, query, key, value)  # type: ignore[no-untyped-call]
@@ -394,7 +396,9 @@ def _fused(tracing: _Tracing) -> Iterator[None]:
         tracing.add("tolist", "read")  # no operator where the tensor is on the host, as it is here
         return list_values(tensor)
 
-    def normalize(given: Any, normalized_shape: Any, weight: Any = None, *_eps: Any, **_named: Any) -> Any:
+    def normalize(
+        given: object, normalized_shape: object, weight: object = None, *_eps: object, **_named: object
+    ) -> Any:
         return _Normalize.apply(tracing, normalized_shape, weight, given)  # type: ignore[no-untyped-call]
 
     list_values: Any = torch.Tensor.tolist

@@ -34,7 +34,7 @@ class FakeCopy:
         first = next(module.parameters(), None)
         self.device = torch.device("cpu") if first is None or first.is_meta else first.device
         self._mode = _OwnDevice(allow_non_fake_inputs=True)
-        memo: dict[int, Any] = {}
+        memo: dict[int, object] = {}
         for each in module.modules():
             keep_hooks(each, memo)
             for leaf in tree_leaves(list(vars(each).values())):
@@ -55,7 +55,7 @@ class FakeCopy:
         with self._mode:
             return torch.empty(tuple(shape), dtype=torch.float32, device=self.device, requires_grad=requires_grad)
 
-    def count(self, batch: Mapping[str, Any], phase: str = "train") -> Counted:
+    def count(self, batch: Mapping[str, object], phase: str = "train") -> Counted:
         """One call with its own arguments: floats from make_float, integers on the host."""
         with without_kernels():
             return run_counted(self.module, batch, phase, _FloatsFake(self._mode, self.device))
@@ -112,7 +112,7 @@ class _FloatsFake(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out[0], make_balanced(out[1].shape, int(args[0].shape[args[2] if len(args) > 2 else -1]))
         return out
 
-    def _move(self, value: Any) -> Any:
+    def _move(self, value: object) -> Any:
         """What is real on the host, as a FakeTensor beside the floats; a number stays where it is."""
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or not value.dim():
             return value

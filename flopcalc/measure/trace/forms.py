@@ -99,8 +99,8 @@ class Form:
 
 def list_forms(
     phase: str,
-    grids: Sequence[tuple[Any, ...]],
-    tokens: Callable[[Any], int],
+    grids: Sequence[tuple[object, ...]],
+    tokens: Callable[[object], int],
     chunks: Sizes,
     longest: int = 0,
     has_length: bool = True,
@@ -147,7 +147,7 @@ def _list_cached(sizes: Sizes) -> list[Form]:
     return forms
 
 
-def _list_visual(grids: Sequence[tuple[Any, ...]], tokens: Callable[[Any], int]) -> Form:
+def _list_visual(grids: Sequence[tuple[object, ...]], tokens: Callable[[object], int]) -> Form:
     monomials = ["b", "b * n", "b * n * n", "1", "images", "n", "n * n"]
     if len({grid for each in grids for grid in each}) > 1:  # images of several sizes
         monomials += ["patches", "pairs", "patches * patches"]

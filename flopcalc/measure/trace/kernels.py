@@ -34,8 +34,8 @@ def without_kernels() -> Iterator[None]:
             kind.run = run
 
 
-def _skip_fakes(run: Callable[..., Any]) -> Callable[..., Any]:
-    def skip(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+def _skip_fakes(run: Callable[..., object]) -> Callable[..., Any]:
+    def skip(kernel: object, *args: object, **kwargs: object) -> Any:
         if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
             return run(kernel, *args, **kwargs)
         if _has_products(kernel, set()):
@@ -45,7 +45,7 @@ def _skip_fakes(run: Callable[..., Any]) -> Callable[..., Any]:
     return skip
 
 
-def _has_products(kernel: Any, seen: set[int]) -> bool:
+def _has_products(kernel: object, seen: set[int]) -> bool:
     """Whether a kernel, or a kernel that it calls, multiplies matrices."""
     if id(kernel) in seen:
         return False
@@ -65,5 +65,5 @@ def _find_jit(kernel: Any) -> Any:
     return kernel
 
 
-def _find_function(kernel: Any) -> Any:
+def _find_function(kernel: object) -> Any:
     return _find_jit(kernel).fn

@@ -54,7 +54,7 @@ def on_meta(module: torch.nn.Module) -> Iterator[None]:
             each.__dict__.update(before)
 
 
-def _to_meta(value: Any) -> Any:
+def _to_meta(value: object) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to("meta") if value.is_floating_point() else value.to("cpu")
     return value
@@ -64,7 +64,7 @@ class Resizer:
     """An example batch at other sizes: dim 0 is the batch, the length of the first 2-D tensor the sequence."""
 
     def __init__(
-        self, example: Mapping[str, Any], dims: Mapping[str, Sequence[str | None]] | None, config: Any
+        self, example: Mapping[str, object], dims: Mapping[str, Sequence[str | None]] | None, config: object
     ) -> None:
         tensors = {name: value for name, value in example.items() if isinstance(value, torch.Tensor)}
         if not tensors:
@@ -156,7 +156,7 @@ class Resizer:
 
     def make(self, point: Point) -> dict[str, Any]:
         """The batch at one point."""
-        out: dict[str, Any] = {}
+        out: dict[str, object] = {}
         sizes: dict[str | None, int] = {"b": point["b"], "n": point["n"]}
         for name, value in self.example.items():
             if not isinstance(value, torch.Tensor):
@@ -207,7 +207,7 @@ def _check_dims(dims: Mapping[str, Sequence[str | None]] | None, tensors: Mappin
         raise WorkloadError("dims names no axis 'b': every module is solved for its batch")
 
 
-def find_word(config: Any, fallback: int) -> int:
+def find_word(config: object, fallback: int) -> int:
     special = {value for key, value in vars(config).items() if key.endswith(("token_id", "token_index"))}
     return next((i for i in range(3, 64) if i not in special), fallback)
 
@@ -243,11 +243,11 @@ def make_step(module: Any, batch: dict[str, Any], phase: str) -> Callable[[], An
     return forward
 
 
-def unwrap(module: Any) -> Any:
+def unwrap(module: object) -> Any:
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
-def _find_loss(out: Any) -> torch.Tensor:
+def _find_loss(out: object) -> torch.Tensor:
     """The loss of the output, else the sum of its first tensor that has a gradient."""
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if isinstance(loss, torch.Tensor):

@@ -93,7 +93,7 @@ def _trace(
     )
 
 
-def _find_longest(trace: Callable[[Point], Any]) -> int:
+def _find_longest(trace: Callable[[Point], object]) -> int:
     """The longest of some lengths that the module takes, 0 for any; one with few positions refuses others."""
     for length in (FAR, *LESS_FAR):
         try:
@@ -131,7 +131,7 @@ def _count_point(module: Any, phase: str, resizer: Resizer | None, point: Point)
         ) from None
 
 
-def _find_sizes(config: Any) -> Sizes:
+def _find_sizes(config: object) -> Sizes:
     """Sizes that a config calls a chunk or a window, smallest first, and the chunk that delta nets fix."""
     found: dict[str, set[int]] = {"chunk": {DEFAULT_CHUNK}, "block_size": set(), "window": set()}
     limits: dict[str, int] = {}
@@ -156,7 +156,7 @@ def _say(text: str) -> None:
 
 def _describe_module(module: torch.nn.Module) -> dict[str, Any]:
     """What decides a HF module's FLOPs: its config, its tree, its shapes, what trains, what is checkpointed."""
-    config: Any = getattr(module, "config", None)
+    config: object = getattr(module, "config", None)
     return {
         "class": type(module).__qualname__,
         "tree": repr(module),
@@ -167,9 +167,9 @@ def _describe_module(module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def _describe_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_batch(batch: Mapping[str, object]) -> dict[str, Any]:
     """Shapes, and the values of integers: placeholders and masks decide what runs."""
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor):
             out[name] = repr(value)
@@ -235,7 +235,7 @@ def trace_module(
     return TracedEstimator(traced, source, make_recipe(), asked, retrace)
 
 
-def _resize_to(value: Any, shape: tuple[int, ...]) -> Any:
+def _resize_to(value: object, shape: tuple[int, ...]) -> Any:
     """A tensor of the example at other sizes; -1 leaves one as it is."""
     for axis, size in enumerate(shape):
         if isinstance(value, torch.Tensor) and size >= 0:
@@ -253,7 +253,7 @@ def _keep(
     module: Any, name: str, model_type: str, found: list[Polynomials], resizer: Resizer | None, key: str | None
 ) -> Traced:
     total, trainable = count_parameters(module)
-    visual: dict[str, Any] = {}
+    visual: dict[str, object] = {}
     if resizer is not None and resizer.pixels is not None:
         visual = {"tokens": resizer.tokens, "merge": resizer.merge}
     parameters = {"total": total, "trainable": trainable}
@@ -281,7 +281,7 @@ def trace_config(source: Source, recipe: Recipe, phase: str, has_images: bool, k
             f"{source.where}: transformers cannot build this model: {type(error).__name__}: {str(error)[:160]}"
         ) from None
     module.train(phase == "train")
-    batch: dict[str, Any] = {"input_ids": torch.full((2, 9), 3)}
+    batch: dict[str, object] = {"input_ids": torch.full((2, 9), 3)}
     if has_images:
         batch |= _make_pixels(module)
     resizer = Resizer(batch, None, module.config)

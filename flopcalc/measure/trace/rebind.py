@@ -13,7 +13,7 @@ import torch
 __all__ = ["rebind"]
 
 
-def rebind(made: torch.nn.Module, memo: Mapping[int, Any]) -> None:
+def rebind(made: torch.nn.Module, memo: Mapping[int, object]) -> None:
     """Let what is set on the copy's modules hold the copy; `memo` is deepcopy's: who became whom.
 
     A trainer wraps a forward like so: the new one is a function that holds the live model's own as a bound method.
@@ -25,7 +25,7 @@ def rebind(made: torch.nn.Module, memo: Mapping[int, Any]) -> None:
                 each.__dict__[name] = _rebind(value, memo, seen)
 
 
-def _rebind(value: Any, memo: Mapping[int, Any], seen: dict[int, FunctionType]) -> Any:
+def _rebind(value: object, memo: Mapping[int, object], seen: dict[int, FunctionType]) -> Any:
     if isinstance(value, torch.nn.Module):
         return memo.get(id(value), value)
     if isinstance(value, MethodType):

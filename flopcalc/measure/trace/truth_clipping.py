@@ -218,7 +218,7 @@ def count_step(config: Json, workload: Json, recipe: Json, clipping: str, model:
 # --- Records ------------------------------------------------------------------------------------------------
 
 
-def record_case(config: Json, model: Any, workload: Json, recipe: Json) -> Iterator[Json]:
+def record_case(config: Json, model: object, workload: Json, recipe: Json) -> Iterator[Json]:
     """One case per mode: the plain step, the step with Opacus, and what each module does more in it.
 
     Work inside functorch, and of hooks where little trains, has no autograd node of its module's: no rows there.

@@ -91,13 +91,13 @@ class Bench:
         if not self.is_gpu:
             torch.set_num_threads(1)
 
-    def random(self, *shape: int, dtype: Any = None, needs_grad: bool = False) -> Any:
+    def random(self, *shape: int, dtype: object = None, needs_grad: bool = False) -> Any:
         """Normal numbers: zeros would draw less power and run 13 to 20 % faster than real data."""
         torch = self.torch
         made = torch.randn(*shape, device=self.device, dtype=dtype or torch.bfloat16)
         return made.requires_grad_(needs_grad)
 
-    def make_call(self, forward: Callable[[], Any], direction: str, wanted: Any) -> Callable[[], Any]:
+    def make_call(self, forward: Callable[[], object], direction: str, wanted: object) -> Callable[[], Any]:
         """A function that runs the forward alone, or alone the backward that gives the gradient of `wanted`."""
         torch = self.torch
         if direction == "forward":
@@ -120,7 +120,7 @@ class Bench:
         if self.is_gpu and self.torch.cuda.memory_reserved() > 60e9:
             self.torch.cuda.empty_cache()
 
-    def time(self, call: Callable[[], Any], work_s: float = 0.02, idle_s: float = 0.0) -> Timing:
+    def time(self, call: Callable[[], object], work_s: float = 0.02, idle_s: float = 0.0) -> Timing:
         """Time of one call in a short burst."""
         call()
         self.synchronize()
@@ -140,7 +140,7 @@ class Bench:
         seconds, spread = summarize([begin.elapsed_time(end) / 1000 for begin, end in events])
         return Timing(seconds, spread, repeats, clock)
 
-    def _queue(self, call: Callable[[], Any], repeats: int, queued_s: float) -> list[tuple[Any, Any]]:
+    def _queue(self, call: Callable[[], object], repeats: int, queued_s: float) -> list[tuple[Any, Any]]:
         """All repeats between events, queued behind a wait: what is timed is the device, not the host."""
         torch = self.torch
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
@@ -152,7 +152,7 @@ class Bench:
             end.record()
         return events
 
-    def _time_on_host(self, call: Callable[[], Any], repeats: int) -> Timing:
+    def _time_on_host(self, call: Callable[[], object], repeats: int) -> Timing:
         taken = []
         for _ in range(min(repeats, 5)):
             start = time.perf_counter()
@@ -161,7 +161,7 @@ class Bench:
         seconds, spread = summarize(taken)
         return Timing(seconds, spread, len(taken))
 
-    def sustain(self, call: Callable[[], Any], work_s: float = 0.8) -> Timing:
+    def sustain(self, call: Callable[[], object], work_s: float = 0.8) -> Timing:
         """Time of one call when the device has been busy without pause; the clock has settled by the second half."""
         if not self.is_gpu:
             return self.time(call)
@@ -189,7 +189,7 @@ class Bench:
         clock = round(statistics.median(known)) if known else None
         return Timing(seconds, spread, len(taken) * chunk, clock, power)
 
-    def count_executed(self, call: Callable[[], Any]) -> int | None:
+    def count_executed(self, call: Callable[[], object]) -> int | None:
         """Tensor-core FLOPs that the device's own counter saw in one call; None where it cannot be read."""
         if not self.is_gpu or self._counter_failed:
             return None

@@ -111,7 +111,7 @@ def choose_kernel(bench: Bench, kernel: str) -> AbstractContextManager[Any]:
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    context: AbstractContextManager[Any] = sdpa_kernel(getattr(SDPBackend, _BACKENDS[kernel]))
+    context: AbstractContextManager[object] = sdpa_kernel(getattr(SDPBackend, _BACKENDS[kernel]))
     return context
 
 

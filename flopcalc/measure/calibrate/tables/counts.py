@@ -23,7 +23,7 @@ _QWEN_TOKENS = {
 _MROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
 
 
-def _text(layers: int, hidden: int, inner: int, heads: int, kv: int, vocab: int, **rest: Any) -> Json:
+def _text(layers: int, hidden: int, inner: int, heads: int, kv: int, vocab: int, **rest: object) -> Json:
     return {
         "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads,
         "num_key_value_heads": kv, "vocab_size": vocab, "max_position_embeddings": 32768, **rest,
@@ -418,7 +418,7 @@ def find_routes(bench: Bench, suite: str, family: str, seq: int, batch: int) -> 
         if path.endswith(".mlp.experts"):
             layer, copies = int(path.split(".")[-3]), int(module.num_experts)
 
-            def note(_module: Any, args: Any, layer: int = layer, copies: int = copies) -> None:
+            def note(_module: object, args: Any, layer: int = layer, copies: int = copies) -> None:
                 found[layer] = torch.bincount(args[1].flatten(), minlength=copies).tolist()
 
             module.register_forward_pre_hook(note)

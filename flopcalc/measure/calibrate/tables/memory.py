@@ -175,7 +175,7 @@ def _make_optimizer(bench: Bench, op: str, elements: int) -> Callable[[], Any]:
         parameter.grad = torch.randn_like(parameter)
     is_fused = "fused" in op
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=is_fused, foreach=not is_fused)
-    step: Callable[[], Any] = optimizer.step
+    step: Callable[[], object] = optimizer.step
     return step
 
 

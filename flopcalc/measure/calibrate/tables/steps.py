@@ -15,7 +15,9 @@ _TOKENS = {
 }  # fmt: skip
 
 
-def _text(model_type: str, layers: int, hidden: int, inner: int, heads: int, kv: int, vocab: int, **rest: Any) -> Json:
+def _text(
+    model_type: str, layers: int, hidden: int, inner: int, heads: int, kv: int, vocab: int, **rest: object
+) -> Json:
     return {
         "model_type": model_type, "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner,
         "num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocab,
@@ -85,7 +87,7 @@ def start(args: Json) -> Callable[[Json], Json]:
     return lambda row: measure(bench, model, optimizer, name, config, row, steps)
 
 
-def measure(bench: Bench, model: Any, optimizer: Any, name: str, config: Json, row: Json, steps: int) -> Json:
+def measure(bench: Bench, model: object, optimizer: Any, name: str, config: Json, row: Json, steps: int) -> Json:
     """Forward, backward and optimizer, several times without pause; the first two steps are not taken."""
     torch = bench.torch
     bench.free()
@@ -133,7 +135,7 @@ def measure(bench: Bench, model: Any, optimizer: Any, name: str, config: Json, r
 
 
 def _time_steps(
-    bench: Bench, step: Callable[[], Any], steps: int
+    bench: Bench, step: Callable[[], object], steps: int
 ) -> tuple[list[float], float | None, int | None, float | None]:
     """Seconds of each step, energy of one, and the clock and power near the end."""
     import time

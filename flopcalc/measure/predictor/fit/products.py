@@ -110,7 +110,7 @@ def _fit_shape(points: Sequence[ProductPoint]) -> ProductShape:
     return shape
 
 
-def _find_start(table: ProductTable, seconds: Any) -> ProductShape:
+def _find_start(table: ProductTable, seconds: object) -> ProductShape:
     """The usual constants with rate and bandwidth of the fastest products."""
     return ProductShape()._replace(
         rate=START_RATE_SHARE * float((table.flops / seconds).max()),

@@ -142,7 +142,7 @@ def set_window(config: Json, window: int) -> Json:
     return out
 
 
-def find_share(config: Mapping[str, Any]) -> Fraction:
+def find_share(config: Mapping[str, object]) -> Fraction:
     """How much of a head is rotated."""
     name, own = find_language(config)
     share = {**find_usual(name), **read_switches(own)}.get("partial_rotary_factor", 1)

@@ -45,13 +45,13 @@ def gather(each: Run) -> dict[Spot, tuple[Any, dict[str, list[Event]]]]:
 
 def gather_kept(each: Run) -> dict[Spot, tuple[Any, dict[Any, Kept]]]:
     """As gather: what is kept, by what made it."""
-    lists: dict[tuple[str, int | None], dict[Any, Kept]] = defaultdict(dict)
+    lists: dict[tuple[str, int | None], dict[object, Kept]] = defaultdict(dict)
     for kept in each.trace.kept:
         stage, layer, _ = place(each.estimator, kept.savers[0])
         own = [place(each.estimator, saver) for saver in kept.savers]
         names = tuple(fold(name) for s, n, name in own if (s, n) == (stage, layer))
         maker = place(each.estimator, kept.made_by[0])
-        key: tuple[Any, ...] = (maker[0], fold(maker[2]), kept.made_by[1], maker[1] == layer)
+        key: tuple[object, ...] = (maker[0], fold(maker[2]), kept.made_by[1], maker[1] == layer)
         while key in lists[stage, layer]:
             key = (*key, 0)
         lists[stage, layer][key] = kept._replace(savers=names)
@@ -76,10 +76,10 @@ def _find_spots(each: Run) -> dict[tuple[str, int | None], Spot]:
     return spots
 
 
-def _put_in_place(each: Run, lists: Mapping[tuple[str, int | None], Any]) -> dict[Spot, tuple[Any, Any]]:
+def _put_in_place(each: Run, lists: Mapping[tuple[str, int | None], object]) -> dict[Spot, tuple[Any, Any]]:
     stages = {stage.path: stage for stage in each.estimator.stages}
     spots = _find_spots(each)
-    found: dict[Spot, tuple[Any, Any]] = {}
+    found: dict[Spot, tuple[object, object]] = {}
     for (stage, layer), entry in lists.items():
         if (stage, layer) in spots:
             chain = stages[stage].layers[layer - stages[stage].first] if layer is not None else None

@@ -98,7 +98,7 @@ class Recording:
         known = tables.get(key, {})
         return [spot for spot in spots if str(self.signatures.get(spot[1])) not in known.get(spot[0], {})]
 
-    def _put(self, tables: dict[str, Any], key: str, spot: Spot, entry: Any) -> None:
+    def _put(self, tables: dict[str, Any], key: str, spot: Spot, entry: object) -> None:
         stage, signature, where = spot
         number = self.signatures.setdefault(signature, len(self.signatures))
         table = tables.setdefault(key, {}).setdefault(stage, {}).setdefault(str(number), {})

@@ -122,7 +122,7 @@ def let_through(model: Any, estimator: Estimator) -> list[Any]:
     """Freeze every weight; what an embedding makes requires a gradient instead."""
     model.requires_grad_(False)
 
-    def require(_module: Any, _args: Any, output: Any) -> Any:
+    def require(_module: object, _args: object, output: Any) -> Any:
         return output.requires_grad_(True)
 
     modules = dict(model.named_modules())
