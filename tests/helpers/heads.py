@@ -34,7 +34,7 @@ NOT_RUN = {
     "RTDetrModel": "trains what its encoder's heads hand out too; it has traces of its own",
     "RTDetrV2Model": "trains what its encoder's heads hand out too; it has traces of its own",
     "DFineModel": "trains what its encoder's heads hand out too; it has traces of its own",
-    "Mask2FormerModel": "hands out no last hidden state",
+    "Mask2FormerModel": "hands out no last hidden state", "MaskFormerModel": "hands out no last hidden state",
     "MusicgenModel": "cannot be built", "MusicgenMelodyModel": "cannot be built",
     "PerceiverModel": "takes what no tokenizer makes", "PI0Model": "takes actions",
     "SeamlessM4TModel": "the whole speech model", "SeamlessM4Tv2Model": "the whole speech model",

@@ -154,7 +154,7 @@ NOT_PRODUCTS: dict[str, str] = {
         "view_copy new_empty_strided detach_ unsqueeze_ _reshape_alias unfold_backward slice_scatter select_scatter "
         "expand_copy clone isin split_with_sizes_copy unsafe_split transpose_ im2col col2im tril_ triu_ as_strided_ "
         "reflection_pad2d reflection_pad2d_backward replication_pad3d replication_pad3d_backward index_copy_ "
-        "index_copy unique_dim",
+        "index_copy unique_dim pixel_shuffle pixel_unshuffle",
         _MAKES: "arange empty empty_like empty_strided full full_like linspace new_empty new_full new_ones new_zeros "
         "ones ones_like scalar_tensor zeros zeros_like eye",
         _LOOKS_UP: "embedding embedding_dense_backward index_add index_add_ index_put index_put_ _index_put_impl_ "
@@ -176,7 +176,7 @@ NOT_PRODUCTS: dict[str, str] = {
         "fast Fourier transform: butterflies, no matrix product": "_fft_r2c _fft_c2c _fft_c2r",
         "elementwise; torch forgot the tag": "floor_divide softplus_backward polar log_sigmoid_forward "
         "glu glu_backward log_sigmoid_backward hardtanh_backward hardswish hardswish_ hardswish_backward hardsigmoid "
-        "hardsigmoid_backward elu_backward",
+        "hardsigmoid_backward elu_backward leaky_relu_backward",
         "interpolation: a table of positions is read between its entries": "grid_sampler_2d grid_sampler_2d_backward "
         "upsample_linear1d upsample_linear1d_backward "
         "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward "
