@@ -88,6 +88,11 @@ def is_refused(make: Callable[[], Any], words: str = "") -> bool:
     return False
 
 
+def is_positive(validator: Callable[[Any], Any] | None) -> bool:
+    """Whether a field's own check takes whole numbers from 1."""
+    return validator is not None and is_refused(lambda: validator(0)) and not is_refused(lambda: validator(1))
+
+
 def pick_two(words: list[str]) -> list[str]:
     """Words for two layers, different ones where there are: some classes want every kind of layer."""
     different = list(dict.fromkeys(words))
@@ -163,7 +168,8 @@ def read_float32(folder: Path) -> tuple[dict[str, list[str]], dict[str, list[str
 
 def read_activations(config_class: Any, default: Any, words: list[str]) -> dict[str, str]:
     """Keys that must name an activation, and those that may be null: 'act', 'act?'."""
-    acts = {name: config_class.__dataclass_fields__[name].default is None for name in words if name in ACTIVATION_KEYS}
+    fields = {name: config_class.__dataclass_fields__[config_class.attribute_map.get(name, name)] for name in words}
+    acts = {name: field.default is None for name, field in fields.items() if name in ACTIVATION_KEYS}
     if hasattr(default, "dense_act_fn"):  # T5's classes make it of feed_forward_proj, and keep a given one
         acts["dense_act_fn"] = False
     if config_class.model_type in OWN_ACTIVATION:
@@ -181,6 +187,12 @@ def read_class(config_class: Any) -> dict[str, Any]:
         kind = name_kind(read_kinds(field.type)) if field.name not in config_class.sub_configs else ""
         if kind and field.name not in base and "token_id" not in field.name:
             rules.setdefault(kind, []).append(field.name)
+            # Another name for it is checked as it is, but where the class has a field or a property of that name.
+            for name, own in config_class.attribute_map.items():
+                if own == field.name and name not in config_class.__dataclass_fields__ and not hasattr(config_class, name):
+                    rules[kind].append(name)
+            if is_positive(field.metadata.get("validator")):
+                rules.setdefault("positive", []).append(field.name)
         if kind == "bool?" and isinstance(field.default, bool):
             rules.setdefault("falsy", []).append(field.name)  # null is no value of its own: the code asks if it is true
     rules = {kind: " ".join(sorted(names)) for kind, names in sorted(rules.items())}

@@ -33,7 +33,7 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "any list": ("a list", lambda value: isinstance(value, (list, tuple))),
 }
 _OTHER_RULES = {  # of FILE, beside kinds
-    "words", "words?", "act", "act?", "layers", "even", "inner", "float32", "falsy", "rope", "rope_outside",
+    "words", "words?", "act", "act?", "layers", "even", "inner", "float32", "falsy", "positive", "rope", "rope_outside",
     "rope_tables",
 }  # fmt: skip
 # The least whole number that a key takes, alone or in a list.
@@ -143,6 +143,9 @@ def check_config(config: Mapping[str, object], where: str, model_type: str | Non
         for key in names.split() if kind not in _OTHER_RULES else ():
             if key in config:
                 _check_value(key, config[key], kind, where)
+    for key in rules.get("positive", "").split():
+        if _is_whole(value := config.get(key)) and value < 1:
+            raise ConfigError(f"{where}: {key} must be at least 1, not {format_value(value)}")
     if "num_labels" in config:  # of every class, which makes names of so many
         _check_value("num_labels", config["num_labels"], "int", where)
     for key, known in (rules.get("words", {}) | rules.get("words?", {})).items():
