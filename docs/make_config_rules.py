@@ -15,7 +15,7 @@ import typing
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,12 @@ def is_refused(make: Callable[[], Any], words: str = "") -> bool:
     return False
 
 
-def is_positive(validator: Callable[[Any], Any] | None) -> bool:
-    """Whether a field's own check takes whole numbers from 1."""
-    return validator is not None and is_refused(lambda: validator(0)) and not is_refused(lambda: validator(1))
+def is_positive(config_class: Any, key: str) -> bool:
+    """Whether a field's own checks take whole numbers from 1."""
+    checks = config_class.__validators__.get(key, [])
+    return any(is_refused(partial(check, 0)) for check in checks) and not any(
+        is_refused(partial(check, 1)) for check in checks
+    )
 
 
 def pick_two(words: list[str]) -> list[str]:
@@ -168,14 +171,21 @@ def read_float32(folder: Path) -> tuple[dict[str, list[str]], dict[str, list[str
 
 def read_activations(config_class: Any, default: Any, words: list[str]) -> dict[str, str]:
     """Keys that must name an activation, and those that may be null: 'act', 'act?'."""
-    fields = {name: config_class.__dataclass_fields__[config_class.attribute_map.get(name, name)] for name in words}
-    acts = {name: field.default is None for name, field in fields.items() if name in ACTIVATION_KEYS}
+    fields = config_class.__dataclass_fields__
+    acts = {name: fields[name].default is None for name in words if name in ACTIVATION_KEYS and name in fields}
     if hasattr(default, "dense_act_fn"):  # T5's classes make it of feed_forward_proj, and keep a given one
         acts["dense_act_fn"] = False
     if config_class.model_type in OWN_ACTIVATION:
         acts = {name: acts[name] for name in acts if name == "dense_act_fn"}
     kinds = {"act": [name for name in acts if not acts[name]], "act?": [name for name in acts if acts[name]]}
     return {kind: " ".join(names) for kind, names in kinds.items() if names}
+
+
+def list_other_names(config_class: Any, key: str) -> list[str]:
+    """What attribute_map calls a field too, but where the class has a field or a property of that name."""
+    pairs = config_class.attribute_map.items()
+    found = [name for name, own in pairs if own == key] + [own for name, own in pairs if name == key]
+    return [name for name in found if name not in config_class.__dataclass_fields__ and not hasattr(config_class, name)]
 
 
 def read_class(config_class: Any) -> dict[str, Any]:
@@ -187,11 +197,8 @@ def read_class(config_class: Any) -> dict[str, Any]:
         kind = name_kind(read_kinds(field.type)) if field.name not in config_class.sub_configs else ""
         if kind and field.name not in base and "token_id" not in field.name:
             rules.setdefault(kind, []).append(field.name)
-            # Another name for it is checked as it is, but where the class has a field or a property of that name.
-            for name, own in config_class.attribute_map.items():
-                if own == field.name and name not in config_class.__dataclass_fields__ and not hasattr(config_class, name):
-                    rules[kind].append(name)
-            if is_positive(field.metadata.get("validator")):
+            rules[kind] += list_other_names(config_class, field.name)
+            if kind.startswith("int") and is_positive(config_class, field.name):
                 rules.setdefault("positive", []).append(field.name)
         if kind == "bool?" and isinstance(field.default, bool):
             rules.setdefault("falsy", []).append(field.name)  # null is no value of its own: the code asks if it is true

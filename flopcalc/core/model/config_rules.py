@@ -138,6 +138,9 @@ def check_config(config: Mapping[str, object], where: str, model_type: str | Non
     name = config.get("model_type") if model_type is None else model_type
     rules = _find_class(name) if isinstance(name, str) else None
     if not isinstance(name, str) or rules is None:
+        for key, inner in config.items():  # whose own types may be known
+            if isinstance(inner, Mapping):
+                check_config(inner, f"{where}: {key}")
         return
     for kind, names in rules.items():
         for key in names.split() if kind not in _OTHER_RULES else ():

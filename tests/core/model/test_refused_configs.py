@@ -217,6 +217,11 @@ JAMBA: Json = {**LLAMA, "model_type": "jamba", "attn_layer_period": 2, "attn_lay
         ({**SEGFORMER, "depths": [1, -1]}, "depths must be at least 0, not [1, -1]"),
         ({"model_type": "resnet", "depths": [1, 0]}, "depths must be at least 1: a stage without layers"),
         ({"model_type": "vit", "image_size": [32]}, "image_size must have 2 entries, not 1"),
+        # another name of a field, a field that must be positive, an inner config of a type that transformers lacks
+        ({"model_type": "kimi_linear", "num_shared_experts": -1}, "num_shared_experts must be at least 0, not -1"),
+        ({"model_type": "neomme", "num_hidden_layers": 0}, "num_hidden_layers must be at least 1, not 0"),
+        ({"model_type": "kimi_vl", "text_config": {**MOE, "n_group": 3}}, "text_config: n_group must divide"),
+        ({"model_type": "gpt2", "num_hidden_layers": 2.5}, "num_hidden_layers must be a whole number, not 2.5"),
         ({"model_type": "yolos", "image_size": [512, 0]}, "image_size must be at least patch_size"),
         ({"model_type": "vivit", "tubelet_size": [2, 16, 16, 16]}, "tubelet_size must have 3 entries, not 4"),
         ({**T5, "dense_act_fn": "sillu"}, "dense_act_fn holds 'sillu', which HF does not know. Did you mean silu"),
