@@ -111,8 +111,8 @@ def test_one_device_in_full(capsys: Capture) -> None:
         "hgx-h200",
     ):
         assert piece in text
-    assert run_json(capsys, "devices", "t4")["devices"][0]["price"] is None
-    assert "not known" in run(capsys, "devices", "t4")
+    assert run_json(capsys, "devices", "mi355x")["devices"][0]["price"] is None
+    assert "not known" in run(capsys, "devices", "mi355x")
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_a_head_is_tied_as_the_text_model_says(text: str, is_tied: bool) -> None
 
 def test_a_tower_without_layers_to_read_is_refused() -> None:
     with pytest.raises(FlopcalcError, match="has no hidden states for 'llava' to read"):
-        bind(make_llava("swin", "llama"))
+        bind(make_llava("swin", "llama", num_attention_heads=[3, 6, 12, 24]))
 
 
 @pytest.mark.parametrize("model_type", ["convnext", "resnet", "regnet"])

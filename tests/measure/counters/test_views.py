@@ -86,7 +86,7 @@ def test_overlapping_crops(size: tuple[int, int], most: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"encoder": {"model_type": "swinv2"}}, "only encoders"),
+        ({"encoder": {"model_type": "beit"}}, "only encoders"),
         ({"decoder": {"model_type": "roberta"}}, "only decoders"),
         ({"decoder": {"add_cross_attention": False}}, "no cross-attention"),
         ({"decoder": {"cross_attention_hidden_size": 24}}, "cross_attention_hidden_size"),

@@ -378,7 +378,7 @@ class LlamaNemotronVLModel(Eagle2_5_VLForConditionalGeneration):
 
 
 class LlamaNemotronVLForSequenceClassification(LlamaNemotronVLModel):
-    """The same file's class of this name: the pooled vector of the model above is scored."""
+    """vllm-project/vllm: vllm/model_executor/models/nemotron_vl.py, its class of this name: a score."""
 
     def __init__(self, config: Any) -> None:
         PreTrainedModel.__init__(self, config)
