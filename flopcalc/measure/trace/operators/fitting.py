@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
+from math import gcd, lcm
 from typing import Any
 
 from flopcalc.measure.trace.dispatch import Event
 
 _NUMBERS = (1, 2, 3, 4, 6, 8)
+_Product = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]  # its value in every run, and the sizes in it
 
 
 @cache
@@ -40,6 +42,7 @@ class Fitter:
         self.sizes: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name in names:
             self.sizes[tuple(each[name] for each in sizes)].append(name)
+        self._products = self._index_products(len(features))
         self.approximate = 0
         self._found: dict[tuple[tuple[int, ...], str], str] = {}
 
@@ -49,23 +52,25 @@ class Fitter:
             self._found[key] = self._fit(numbers, module)
         return self._found[key] or None
 
-    def _fit(self, numbers: tuple[int, ...], module: str) -> str:
-        best: tuple[Any, ...] | None = None
-        ones = (1,) * len(numbers)
-        vectors: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = [(ones, ())]
+    def _index_products(self, runs: int) -> dict[tuple[int, ...], list[_Product]]:
+        """No size, one, or two of them multiplied, by how they change from run to run."""
         listed = list(self.sizes)
-        vectors += [(vector, (vector,)) for vector in listed]
+        products: list[_Product] = [((1,) * runs, ()), *((vector, (vector,)) for vector in listed)]
         for i, first in enumerate(listed):
             for second in listed[i:]:
-                vectors.append((tuple(a * b for a, b in zip(first, second, strict=True)), (first, second)))
+                products.append((tuple(a * b for a, b in zip(first, second, strict=True)), (first, second)))
+        found: dict[tuple[int, ...], list[_Product]] = defaultdict(list)
+        for vector, used in products:
+            found[_reduce(vector)].append((vector, used))
+        return dict(found)
+
+    def _fit(self, numbers: tuple[int, ...], module: str) -> str:
+        best: tuple[Any, ...] | None = None
         for rank, (feature, name) in enumerate(self.features.items()):
-            for vector, used in vectors:
-                bottom = feature[0] * vector[0]
-                if any(
-                    number * bottom != numbers[0] * f * v for number, f, v in zip(numbers, feature, vector, strict=True)
-                ):
-                    continue
-                coefficient = Fraction(numbers[0], bottom)
+            whole = lcm(*feature)
+            change = _reduce([number * (whole // each) for number, each in zip(numbers, feature, strict=True)])
+            for vector, used in self._products.get(change, ()):
+                coefficient = Fraction(numbers[0], feature[0] * vector[0])
                 cost = self.coefficients.get(coefficient)
                 if cost is None:
                     continue
@@ -90,6 +95,12 @@ class Fitter:
             names.append(f".{attribute}" if own and own in (module, f"/{module}") else name)
             distance += far
         return names, distance
+
+
+def _reduce(numbers: Sequence[int]) -> tuple[int, ...]:
+    """The same proportions in the smallest whole numbers."""
+    common = gcd(*numbers) or 1
+    return tuple(number // common for number in numbers)
 
 
 def _distance(name: str, module: str) -> int:
