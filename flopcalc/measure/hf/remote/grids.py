@@ -202,7 +202,7 @@ class LLaVAOneVision1_5_ForConditionalGeneration(SplitChat):
 class Ovis2_5(Chat):
     """vllm-project/vllm: vllm/model_executor/models/ovis2_5.py, siglip2navit.py."""
 
-    language, text = "llm", "llm_config"
+    language_at, text = "llm", "llm_config"
     image_token = "image_token_id"
 
     def build(self, config: Any) -> None:
