@@ -22,17 +22,18 @@ class Attention(nn.Module):
 
     def __init__(
         self, d: int, heads: int, kv_heads: int, head_dim: int, layer: int, fused: str = "", norms: bool = False,
-        window: int | None = None,
+        window: int | None = None, out: str = "o_proj",
     ) -> None:  # fmt: skip
         super().__init__()
         self.window = window  # keys that are left of a cache when one token is decoded
-        self.heads, self.kv_heads, self.head_dim, self.layer, self.fused = heads, kv_heads, head_dim, layer, fused
+        self.heads, self.kv_heads, self.head_dim, self.layer = heads, kv_heads, head_dim, layer
+        self.fused, self.out = fused, out
         q, kv = heads * head_dim, kv_heads * head_dim
         if fused:
             self.add_module(fused, nn.Linear(d, q + 2 * kv, bias=False))
         else:
             self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d, width, bias=False) for width in (q, kv, kv))
-        self.o_proj = nn.Linear(q, d, bias=False)
+        self.add_module(out, nn.Linear(q, d, bias=False))
         if norms:
             self.q_norm, self.k_norm = Norm(head_dim), Norm(head_dim)
 
@@ -51,7 +52,7 @@ class Attention(nn.Module):
             k, v = cache.update(k, v, self.layer)
         if self.window is not None and q.shape[2] == 1:
             k, v = k[:, :, -self.window :], v[:, :, -self.window :]
-        out: torch.Tensor = self.o_proj(attend(q, k, v))
+        out: torch.Tensor = self.get_submodule(self.out)(attend(q, k, v))
         return out
 
 
@@ -382,18 +383,10 @@ class OpenELMAttention(Attention):
 
     def __init__(self, config: Any, layer: int) -> None:
         heads, kv_heads = config.num_query_heads[layer], config.num_kv_heads[layer]
-        norms = config.normalize_qk_projections
-        super().__init__(config.model_dim, heads, kv_heads, config.head_dim, layer, "qkv_proj", norms)
-        self.out_proj = self._modules.pop("o_proj")
-
-    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
-        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in self.project(x))
-        if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer)
-        out: torch.Tensor = self.out_proj(attend(q, k, v))
-        return out
+        super().__init__(
+            config.model_dim, heads, kv_heads, config.head_dim, layer, "qkv_proj", config.normalize_qk_projections,
+            out="out_proj",
+        )  # fmt: skip
 
 
 class OpenELMLayer(GradientCheckpointingLayer):
