@@ -25,6 +25,7 @@ SKIPPED = {
     "instructblipvideo": "generate hands over to the language model; forward keeps no cache",
     "granite4_vision": "forward returns no cache",
     "shieldgemma2-classifier": "a classifier keeps no cache",
+    "nvembed": "an embedding model keeps no cache",
     "flaubert": "HF returns no cache",
     "xlm": "HF returns no cache",
     "blt": "HF cannot make the cache from its config",
