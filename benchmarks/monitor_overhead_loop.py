@@ -151,6 +151,7 @@ class Watching:
         config = make_config(loop, mode, **monitoring)
         self.monitor = TrainingMonitor(folder, config, model=loop.model, **given)
         self.number = 0
+        self._hidden_ns = 0
 
     def log(self, loss: Any) -> None:
         self.number += 1
@@ -161,10 +162,13 @@ class Watching:
 
     def hide(self) -> None:
         self.monitor._drop_hooks()
+        self._hidden_ns = time.perf_counter_ns()
 
     def put_back(self) -> None:
+        """The time in between does not count towards the next mark on the device: of a real loop it is not missing."""
         from flopcalc.monitor.hooks import register_hooks
 
+        self.monitor._marked_ns += time.perf_counter_ns() - self._hidden_ns
         self.monitor._hooks += register_hooks(self.monitor, self.monitor._trained, looks_inside=False)
 
     def show(self) -> None:

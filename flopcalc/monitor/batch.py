@@ -161,6 +161,10 @@ class Intake:
                 self._kinds[sizes] = kind
         return kind
 
+    def is_told_by(self, sizes: Hashable) -> bool:
+        """Whether these sizes alone, the shape of the text and the names of a batch, tell its workload class."""
+        return sizes in self._kinds
+
     def _classify(self, batch: Mapping[str, object]) -> Hashable:
         ids = batch.get("input_ids")
         if ids is None:

@@ -31,13 +31,18 @@ class Device:
     """Events and pinned buffers, used again and again, and the entries that wait for them.
 
     It is asked on the training thread alone: another thread's question would break a CUDA graph that is being captured.
+    Another thread may only copy, on a stream of its own: a capture does not mind that.
     """
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.plain_tensor: type = torch.Tensor
         self.is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+        self.find_current: Callable[[], int] = torch.cuda.current_device
         self._stream: Any = None  # that training runs on
+        self._side: Any = None  # the worker's own
+        self._is_worker_set = False
+        self.wanted: deque[tuple[int, Any]] = deque()  # buffers that the worker has none of, by size and dtype
         self._events: list[Any] = []
         self._buffers: dict[Hashable, list[Any]] = {}
         self.waiting: deque[Entry] = deque()  # for the device to pass their end, or that of a later one; oldest first
@@ -48,7 +53,7 @@ class Device:
         if self.is_capturing():
             return None
         if event is None:
-            event = self._events.pop() if self._events else self._torch.cuda.Event(enable_timing=True)
+            event = self.make_event()
         self._stream = self._torch.cuda.current_stream()
         event.record(self._stream)
         return event
@@ -64,14 +69,53 @@ class Device:
         held = self._lend(tensor.shape, tensor.dtype)
         return held.copy_(tensor.detach() if tensor.requires_grad else tensor, non_blocking=True)
 
-    def fetch_many(self, tensors: Sequence[Any]) -> list[Any]:
-        """As `fetch`, in one call of torch; None where a tensor cannot be read any more. None needs a gradient."""
-        found = [self._lend(tensor.shape, tensor.dtype) for tensor in tensors]
+    def prepare_side(self) -> None:
+        """On the training thread: what a capture might not forgive another one."""
+        if self._side is None:
+            self._side = self._torch.cuda.Stream()
+        while self.wanted:
+            self._make_buffers(*self.wanted.popleft())
+
+    def make_event(self) -> Any:
+        return self._events.pop() if self._events else self._torch.cuda.Event(enable_timing=True)
+
+    def keep_event(self, event: Any) -> None:
+        """It has passed."""
+        self._events.append(event)
+
+    def copy(self, tensors: Sequence[Any], done: Any) -> list[Any]:
+        """Copy tensors that need no gradient, then record `done`; None where one cannot be read any more.
+
+        On the current stream; not while a graph is captured.
+        """
+        found = self._copy([self._lend(tensor.shape, tensor.dtype) for tensor in tensors], tensors)
+        done.record(self._torch.cuda.current_stream())
+        return found
+
+    def copy_aside(self, tensors: Sequence[Any], after: Any, done: Any) -> list[Any] | None:
+        """As `copy`, on the worker's thread and stream, once the training's stream has passed `after`.
+
+        None: there are not enough buffers, and the training thread must make some.
+        """
+        buffers = self._lend_free(tensors)
+        if buffers is None:
+            return None
+        side = self._side
+        if not self._is_worker_set:  # for good: to go back to another device would take memory there
+            self._torch.cuda.set_device(side.device)
+            self._torch.cuda.set_stream(side)
+            self._is_worker_set = True
+        side.wait_event(after)
+        found = self._copy(buffers, tensors)
+        done.record(side)
+        return found
+
+    def _copy(self, buffers: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
         try:
-            self._torch._foreach_copy_(found, tensors, non_blocking=True)
-            return found
+            self._torch._foreach_copy_(list(buffers), list(tensors), non_blocking=True)
+            return list(buffers)
         except RuntimeError:  # one of them
-            return [self._try_copy(held, tensor) for held, tensor in zip(found, tensors, strict=True)]
+            return [self._try_copy(held, tensor) for held, tensor in zip(buffers, tensors, strict=True)]
 
     def _try_copy(self, held: Any, tensor: Any) -> Any:
         try:
@@ -90,6 +134,21 @@ class Device:
         if held.shape != shape:
             held.resize_(shape)
         return held
+
+    def _lend_free(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """A buffer for each, without new memory."""
+        found: list[Any] = []
+        for tensor in tensors:
+            shape = tensor.shape
+            key = ((shape.numel() - 1).bit_length(), tensor.dtype)
+            free = self._buffers.get(key)
+            if not free:
+                self.give_back(found)
+                self.wanted.append(key)
+                return None
+            held = free.pop()
+            found.append(held if held.shape == shape else held.resize_(shape))
+        return found
 
     def _make_buffers(self, size: int, dtype: Any) -> list[Any]:
         """Parts of one block. All parts that were ever on their way at the same time are kept."""
@@ -116,21 +175,24 @@ class Device:
     def poll(self, asks_stream: bool = True) -> int:
         """Find the entries that the device is done with; returns how many are still under way.
 
-        Not while a graph is captured. An end mark vouches for its entry and all before it; an idle stream for all but
-        those with a value that is held.
+        Not while a graph is captured. An end mark vouches for what was copied at once in its entry and all before it,
+        an idle stream for all of that.
         """
         waiting, marked = self.waiting, self.marked
         passed: Entry | None = None
         while marked and marked[0].end.query():
             passed = marked.popleft()
-        while passed is not None and not passed.is_ready:
-            self._finish(waiting.popleft())
+        if passed is not None:
+            for entry in waiting:
+                entry.is_past = True
+                if entry is passed:
+                    break
         if asks_stream and waiting and self.is_idle():
-            done = next((count for count, entry in enumerate(waiting) if entry.has_held), len(waiting))
-            for _ in range(done):
-                self._finish(waiting.popleft())
-            while marked and marked[0].is_ready:
-                marked.popleft()
+            marked.clear()
+            for entry in waiting:
+                entry.is_past = True
+        while waiting and waiting[0].is_past and not waiting[0].held:
+            self._finish(waiting.popleft())
         return len(waiting)
 
     def _finish(self, entry: Entry) -> None:

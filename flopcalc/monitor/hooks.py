@@ -72,10 +72,18 @@ class BeforeForward(_Hook):
             if seen.kind is None and not seen.is_given:
                 source = monitor._trained.source
                 if source is not None and source.measures and model is monitor._trained:
-                    kind = seen.kind = model.classify(model.name_inputs(args, kwargs) if args else kwargs)
+                    batch = model.name_inputs(args, kwargs) if args else kwargs
+                    sizes = (getattr(batch.get("input_ids"), "shape", None), *batch)
                     step = monitor._number + 1
-                    if step not in source.settled.get(kind, ()) and source.wants(step, kind, monitor._frequency):
-                        monitor._start_measuring(seen, source)
+                    calm = source.calm.get(sizes)
+                    if calm is not None and step in calm.steps:
+                        seen.kind, seen.factor = calm.kind, calm.factor
+                    else:
+                        kind = seen.kind = model.classify(batch)
+                        if step not in source.settled.get(kind, ()) and source.wants(step, kind, monitor._frequency):
+                            monitor._start_measuring(seen, source)
+                        elif kind in source.settled and model.is_told_by(sizes):
+                            source.keep_calm(sizes, kind)
         except Exception as error:
             monitor._fail("before_forward", error)
 
@@ -117,10 +125,10 @@ class AfterForward(_Hook):
                 if seen.is_measured and model is monitor._trained:
                     seen.live_batches.append(batch)
             if values is not None and device is not None:
-                if len(values.held) >= MOST_HELD or (seen.start is not None and values.held):
-                    values.collect()  # before a mark, and now: at the end of a step a CUDA call costs far more
-                if device.marked:
-                    device.poll(asks_stream=False)
+                if len(values.held) >= MOST_HELD:
+                    values.hand_over()
+                if values.copied or device.marked:
+                    values.look()
         except Exception as error:
             seen.is_whole = False
             monitor._fail("after_forward", error)

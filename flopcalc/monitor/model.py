@@ -72,6 +72,10 @@ class WatchedModel:
         layers = (each for each in live.modules() if isinstance(getattr(each, "disable_adapters", None), bool))
         self._adapted = next(layers, None)
 
+    def is_told_by(self, sizes: Hashable) -> bool:
+        """Whether these sizes of a batch alone tell its workload class."""
+        return self.intake is not None and self.intake.is_told_by(sizes)
+
     def name_inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:
         """The arguments of a call, by name."""
         return {**dict(zip(self._names, args, strict=False)), **kwargs}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # Measured ÷ analytic outside of these is a flaw of the measurement; tiny shapes do execute 1.4 times what they need.
 LOWEST, HIGHEST = 0.5, 2.5
+_MOST_SIZES = 4096  # of batches that are known
 MOVED = 0.02  # a factor that moved by more is said
 _MOST_KINDS = 16  # workload classes that are measured
 
@@ -45,6 +46,14 @@ class Factor(NamedTuple):
 _ESTIMATE = Factor(1.0, "estimate")
 
 
+class Calm(NamedTuple):
+    """Steps that are not to be measured."""
+
+    steps: range
+    kind: Hashable
+    factor: Factor
+
+
 # --- Sources ----------------------------------------------------------------------------------------------------------
 
 
@@ -59,8 +68,20 @@ class Source:
         self._model = model
         self._say = say
         self.settled: dict[Hashable, range] = {}  # workload class -> steps of which wants() would say no
+        self.calm: dict[Hashable, Calm] = {}  # sizes of a batch -> the same, and what else is known of such a step
         self._factors: dict[Hashable, Factor] = {}
         self._absolute: dict[Hashable, int] = {}
+
+    def unsettle(self) -> None:
+        """When steps are due, or what was measured, has changed."""
+        self.settled.clear()
+        self.calm.clear()
+
+    def keep_calm(self, sizes: Hashable, kind: Hashable) -> None:
+        """Batches of these sizes are of this workload class, whose steps are settled."""
+        if len(self.calm) >= _MOST_SIZES:
+            self.calm.clear()
+        self.calm[sizes] = Calm(self.settled[kind], kind, self.factor(kind))
 
     def wants(self, step: int, kind: Hashable, frequency: int) -> bool:  # noqa: ARG002 - what the others need
         """Whether this step is to be measured; on the hot path."""
@@ -111,6 +132,7 @@ class _Measuring(Source):
 
     def _explain(self, why: str) -> None:
         """Why a factor is still the estimate's."""
+        self.unsettle()
         self._why = why
         self._estimated = Factor(1.0, f"{self.name}: estimate ({why})")
 
@@ -199,7 +221,7 @@ class ProfilerSource(_Measuring):
         batches: Sequence[Mapping[str, object]],  # noqa: ARG002
     ) -> None:
         self._measured_at[None] = step
-        self.settled.clear()
+        self.unsettle()
         if not self._is_open:
             return
         self._is_open = False
@@ -314,7 +336,7 @@ class SmartSource(_WithCounters):
         is_first, self._is_first = self._is_first, False
         if is_first and not self.settings.initial_profiling:
             self._measured_at[kind] = step  # as if: the next is due at a multiple
-            self.settled.clear()
+            self.unsettle()
             return False
         if len(self._measured_at) >= _MOST_KINDS:
             self._say(
@@ -332,7 +354,7 @@ class SmartSource(_WithCounters):
     def stop(self, step: int, kind: Hashable, counts: Counts | None, batches: Sequence[Mapping[str, object]]) -> None:
         is_counting, self._is_counting = self._is_counting, False
         self._measured_at[kind] = step
-        self.settled.clear()
+        self.unsettle()
         expected = counts.hardware if counts is not None else None
         if is_counting and counts is not None and expected is None:
             self._drop_counters("this model's hardware FLOPs have no analytic count to compare with")
@@ -411,10 +433,10 @@ class HybridSource(_WithCounters):
                 self._drop_counters("this model's hardware FLOPs have no analytic count to compare with")
             elif self._stop_counters(step, kind, expected):
                 self._measured_at[None] = step
-                self.settled.clear()
+                self.unsettle()
             return  # where not, what is next is tried at the next step
         self._measured_at[None] = step
-        self.settled.clear()
+        self.unsettle()
         if is_open == "profiler" and self._profiler is not None:
             try:
                 flops = self._profiler.stop()

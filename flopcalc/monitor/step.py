@@ -20,7 +20,7 @@ VALUES = ("training/epoch", "training/loss", "training/grad_norm", "training/lr"
 
 
 class Entry:
-    """A record that is due. It is ready once the device has passed a mark after its `copies`: they have arrived."""
+    """A record that is due. It is ready once the device is past it, and what was held of it has been copied."""
 
     # One is made in every step: what most of them do not set stays with the class.
     number: int = -1  # -1: not known yet
@@ -31,7 +31,8 @@ class Entry:
     end: Any = None
     device_s: float = math.nan  # between the two
     is_ready: bool = False
-    has_held: bool = False  # a value of it is held, and not copied yet
+    is_past: bool = False  # the device has passed a mark after what was copied at once, or nothing was
+    held: int = 0  # values of it that have not arrived yet, and that no mark vouches for
     is_lost: bool = False  # the device never got to `end`
 
     passes: Sequence[SeenPass] = ()  # with marks of their own

@@ -30,7 +30,7 @@ from flopcalc.monitor.step import DatasetMetrics, Entry, LostTime, SeenStep, Ste
 from flopcalc.monitor.values import Values
 
 _POLL_S = 0.25  # the worker looks this often
-_MARK_NS, _MARK_STEPS = 4_000_000_000, 64  # how often a step is marked on the device, and the device is asked
+_MARK_NS, _MARK_STEPS = 8_000_000_000, 64  # how often a step is marked on the device, and the device is asked
 _CLOSE_S = 5.0  # close waits no longer for the device, nor for a sink
 _COUNT_S = 5.0  # nor for what is to be counted
 _JOIN_S = 1.0  # and for a thread that was told to end
@@ -190,7 +190,6 @@ class TrainingMonitor(PassCalls):
             self._say_unknown("step", unknown, ("batch", "dataset"))
         return StepContext(self, batch, dataset)
 
-    @guarded
     def log_step(
         self,
         step: int,
@@ -202,21 +201,26 @@ class TrainingMonitor(PassCalls):
         skip_wandb: bool = False,
     ) -> None:
         """An optimizer step is over, and this is its record. Inside or after `with monitor.step()` only the record."""
-        given = (epoch, loss, grad_norm, learning_rate)
-        if self._is_inside:
-            if attention_mask is not None:
-                self._see_mask(self._open or self._begin(), attention_mask)
-            self._fill(step, given, skip_wandb)
-        elif self._is_ended:
-            self._report(step, given, skip_wandb)
-        else:
-            seen = self._open or self._begin()
-            if attention_mask is not None:
-                self._see_mask(seen, attention_mask)
-            seen.values = self._values.read(given, seen)
-            if skip_wandb:
-                seen.skip_wandb = True
-            self._end(seen, step)
+        if self._is_off:  # as in `guarded`, whose call costs here
+            return
+        try:
+            given = (epoch, loss, grad_norm, learning_rate)
+            if self._is_inside:
+                if attention_mask is not None:
+                    self._see_mask(self._open or self._begin(), attention_mask)
+                self._fill(step, given, skip_wandb)
+            elif self._is_ended:
+                self._report(step, given, skip_wandb)
+            else:
+                seen = self._open or self._begin()
+                if attention_mask is not None:
+                    self._see_mask(seen, attention_mask)
+                seen.values = self._values.read(given, seen)
+                if skip_wandb:
+                    seen.skip_wandb = True
+                self._end(seen, step)
+        except Exception as error:
+            self._fail("log_step", error)
 
     @guarded
     def mark_lost(self, cause: str) -> None:
@@ -244,7 +248,7 @@ class TrainingMonitor(PassCalls):
         """warmup, main or finetune: how often modes measure from now on."""
         self._frequency = self.settings.frequency(name)
         if self._trained.source is not None:
-            self._trained.source.settled.clear()
+            self._trained.source.unsettle()
 
     def watch(self, loader: Iterable[object]) -> Iterable[Any]:
         """The same batches; each is read while it is still on the host, before the loop moves it."""
@@ -307,8 +311,8 @@ class TrainingMonitor(PassCalls):
         ):
             self._marked_ns, self._marked_step = now, self._number
             seen.start = device.mark()
-            if seen.start is not None and device.marked:  # no forward pass came to ask after it
-                device.poll(asks_stream=False)
+            if seen.start is not None and (device.marked or self._values.copied):  # no forward pass came to ask
+                self._values.look()
         return seen
 
     def _see_mask(self, seen: SeenStep, mask: object) -> None:
@@ -356,7 +360,7 @@ class TrainingMonitor(PassCalls):
         if seen.is_measured:
             self._stop_measuring(seen)
         source = trained.source
-        if source is not None and source.measures:
+        if seen.factor is None and source is not None and source.measures:
             seen.factor = source.factor(seen.kind or ())
         if not self._digester.has_begun:
             self._digester.begin(seen.number)
@@ -364,15 +368,16 @@ class TrainingMonitor(PassCalls):
         self._hand_over(seen)
 
     def _mark_end(self, seen: SeenStep) -> None:
-        """A mark vouches for every copy before it, so nothing may be held by then."""
+        """What is held is copied behind the mark."""
         if self._device is not None and not self._device.is_capturing():
-            self._values.collect()
             seen.end = self._device.mark()
+            self._values.hand_over(seen.end)
 
     def _hand_over(self, entry: Entry) -> None:
         entry.ended_ns = self._boundary
         device = self._device
-        if device is not None and (entry.copies or entry.has_held or entry.end is not None or entry.passes):
+        if device is not None and (entry.copies or entry.held or entry.end is not None or entry.passes):
+            entry.is_past = not (entry.copies or entry.end is not None or entry.passes)
             device.waiting.append(entry)
             if entry.end is not None:
                 device.marked.append(entry)
@@ -414,6 +419,7 @@ class TrainingMonitor(PassCalls):
 
                 self._values.collect()
                 torch.cuda.synchronize()
+                self._values.finish_copied()
             counts = count_measured(seen, self._messages.say)
             source.stop(seen.number, seen.kind or (), counts, seen.live_batches)
             self._trained.keep_absolute(seen.sizes)
@@ -565,6 +571,7 @@ def _work(reference: weakref.ref[TrainingMonitor], wake: threading.Event) -> Non
         if monitor is None or monitor._is_off:
             return
         try:
+            monitor._values.copy_handed()
             monitor._digester.digest()
         except Exception as error:
             monitor._fail("worker", error)

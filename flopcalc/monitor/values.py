@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +14,10 @@ from flopcalc.monitor.device import Device
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.step import VALUES, Entry
 
-MOST_HELD = 16  # values that wait for their copy
-_WATCHED = 8  # tensors of one name that are copied at once, and watched, before others are held
-_MOST_BYTES = 1 << 20  # larger tensors are never held
+MOST_HELD = 64  # values that wait to be handed to the worker
+_MOST_HANDED = 4  # batches of them that wait for the worker
+_WATCHED = 32  # tensors of one name that are copied at once, and watched, before others are held
+_MOST_BYTES = 1 << 18  # larger tensors are never held
 _COPY_S = 0.002  # so long at most an idle device is given to copy what is held
 
 
@@ -49,13 +52,29 @@ class Held:
         self.version = version  # autograd's count of the writes into it
         self.place = place
         self.entry = entry
-        self.copy: Any = None  # None: not copied, or overwritten before
+        self.copy: Any = None  # None: it has not arrived, or was overwritten before
+
+    def is_unchanged(self) -> bool:
+        try:
+            return bool(self.tensor._version == self.version)
+        except RuntimeError:  # a compiled model's CUDA graph took its memory back
+            return False
 
     def __float__(self) -> float:
         return math.nan if self.copy is None else float(self.copy)
 
     def __repr__(self) -> str:
         return repr(self.copy)
+
+
+class Batch(NamedTuple):
+    """Values that are copied together: their copies have arrived once the device has passed `done`."""
+
+    held: Sequence[Held]
+    after: Any  # the mark on the training's stream that the copies wait for
+    done: Any
+    copies: Sequence[Any] = ()  # None where a tensor could not be read any more
+    is_checked: bool = False  # no value was overwritten: the copies stand in the training's own stream
 
 
 def read_held(name: str, value: object) -> Any:
@@ -71,18 +90,22 @@ class Values:
     """Reads tensors and the values that a loop gives for its records, on the training thread.
 
     A CUDA call costs the host several times more when the driver's code is not in the caches, so small tensors on the
-    device are held, and copied many at a time after a forward pass. That is right only if the loop does not write into
-    them before. The first tensors of each name are copied at once, and watched: a loop that writes into them, or uses
-    their memory again as replays of a CUDA graph do, has tensors of that name copied at once for ever.
+    device are held, and handed to the worker, which copies them on a stream of its own. That is right only if the loop
+    does not write into them before, so each is looked at once more when its copy has arrived. The first tensors of each
+    name are copied at once, and watched: a loop that writes into them, or uses their memory again as replays of a CUDA
+    graph do, has tensors of that name copied at once for ever.
     """
 
     def __init__(self, say: Say) -> None:
         self.device: Device | None = None
         self.held: list[Held] = []
+        self.handed: deque[Batch] = deque()  # for the worker to copy
+        self.copied: deque[Batch] = deque()  # on their way
+        self._copying = threading.Lock()
         self.has_pass = False  # a forward pass was seen since the last record, and no graph was captured in it
         self._say = say
         self._plain: Any = None  # type of a tensor that is neither distributed nor another kind
-        self._places: dict[int, Held] = {}  # of what is held
+        self._places: dict[int, Held] = {}  # of what has not arrived
         self._trusted: set[str] = set()  # names of tensors that the loop leaves alone
         self._watched: dict[str, list[_Watched] | None] = {}  # None: never to be held
 
@@ -129,12 +152,12 @@ class Values:
                 return math.nan
             if other.entry is not holder or other.name == name:  # the loop uses its memory again
                 other.version = -1
-                self.collect()
+                self._refuse(other)
             return self._take_now(name, tensor, holder)
         held = Held(name, tensor.detach() if tensor.requires_grad else tensor, version, place, holder)
         self._places[place] = held
         self.held.append(held)
-        holder.has_held = True
+        holder.held += 1
         return held
 
     def _take_now(self, name: str, tensor: object, holder: Entry) -> Any:
@@ -155,7 +178,8 @@ class Values:
             self._watched[name] = None
             return
         is_alone = all(each.tensor._version == each.version and each.place != new.place for each in watched)
-        if not is_alone or tensor.nbytes > _MOST_BYTES:
+        assert self.device is not None
+        if not is_alone or tensor.nbytes > _MOST_BYTES or tensor.get_device() != self.device.find_current():
             self._watched[name] = None
             return
         watched.append(new)
@@ -163,33 +187,80 @@ class Values:
             self._trusted.add(name)
             del self._watched[name]
 
-    def collect(self) -> None:
-        """Copy what is held; not while a graph is captured."""
-        held, self.held = self.held, []
-        self._places.clear()
-        if self.device is None:
+    def hand_over(self, after: Any = None) -> None:
+        """Let the worker copy what is held, behind this mark or one that is made now; not while a graph is captured."""
+        device = self.device
+        if device is None:
             return
-        good = []
-        for each in held:
-            each.entry.has_held = False
-            try:
-                if each.tensor._version == each.version:
-                    good.append(each)
-                    continue
-            except RuntimeError:  # a compiled model's CUDA graph took its memory back
-                pass
-            self._refuse(each)
-        for each, copy in zip(good, self.device.fetch_many([each.tensor for each in good]), strict=True):
-            each.tensor = None
-            if copy is None:  # as above
-                self._refuse(each)
-            else:
-                each.copy = copy
-                each.entry.copies.append(copy)
+        device.prepare_side()
+        if len(self.handed) >= _MOST_HANDED:  # it does not come to it
+            self.collect()
+        elif self.held:
+            held, self.held = self.held, []
+            self.handed.append(Batch(held, after if after is not None else device.mark(), device.make_event()))
+
+    def copy_handed(self) -> None:
+        """On the worker's thread."""
+        while self.handed and self.device is not None:
+            with self._copying:
+                if not self.handed:  # the training thread was quicker
+                    return
+                batch = self.handed[0]
+                copies: Sequence[Any] | None = [None] * len(batch.held)
+                try:
+                    copies = self.device.copy_aside([each.tensor for each in batch.held], batch.after, batch.done)
+                finally:
+                    if copies is not None:
+                        self.copied.append(self.handed.popleft()._replace(copies=copies))
+                if copies is None:
+                    return
+
+    def collect(self) -> None:
+        """Copy what is held, and what the worker did not come to, on this thread; not while a graph is captured."""
+        device = self.device
+        if device is None:
+            return
+        with self._copying:  # for microseconds at most
+            batches = list(self.handed)
+            self.handed.clear()
+            if self.held:
+                held, self.held = self.held, []
+                batches.append(Batch(held, None, device.make_event()))
+            for batch in batches:
+                for each in batch.held:
+                    if not each.is_unchanged():
+                        each.version = -1
+                copies = device.copy([each.tensor for each in batch.held], batch.done)
+                self.copied.append(batch._replace(copies=copies, is_checked=True))
+
+    def finish_copied(self) -> None:
+        """Take in the copies that have arrived; not while a graph is captured."""
+        device, copied, places = self.device, self.copied, self._places
+        while device is not None and copied and copied[0].done.query():
+            batch = copied.popleft()
+            device.keep_event(batch.done)
+            for each, copy in zip(batch.held, batch.copies, strict=True):
+                entry = each.entry
+                entry.held -= 1
+                if places.get(each.place) is each:
+                    del places[each.place]
+                is_good = each.version >= 0 if batch.is_checked else each.is_unchanged()
+                each.tensor = None
+                if copy is not None:
+                    entry.copies.append(copy)
+                if copy is None or not is_good:
+                    self._refuse(each)
+                else:
+                    each.copy = copy
+
+    def look(self) -> None:
+        """Ask the device for what was copied and marked; not while a graph is captured."""
+        self.finish_copied()
+        if self.device is not None:
+            self.device.poll(asks_stream=False)
 
     def _refuse(self, held: Held) -> None:
         """It was written into: tensors of its name are copied at once from now on."""
-        held.tensor = None
         self._trusted.discard(held.name)
         self._watched[held.name] = None
         what = "a value given for a record" if held.name in VALUES else f"{held.name} of a batch"
@@ -209,15 +280,16 @@ class Values:
             return 0
         if device.is_capturing():
             return len(device.waiting)
+        self.finish_copied()
         left = device.poll()
-        if self.held:
+        if self.held or self.handed:
             was_idle = device.is_idle()
             with device.on_stream():
                 self.collect()
             deadline = time.monotonic() + _COPY_S
-            while was_idle and time.monotonic() < deadline:
-                if device.is_idle():
-                    return device.poll()
+            while was_idle and self.copied and time.monotonic() < deadline:
+                self.finish_copied()
+            left = device.poll()
         return left
 
     def finish(self, timeout_s: float) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ from loop import Clock
 from tiny import CONFIG, read_log
 
 from flopcalc import bind, estimate_flops
-from flopcalc.monitor import TrainingMonitor, training
+from flopcalc.monitor import TrainingMonitor, training, values
 from flopcalc.monitor.device import Device
 
 PRESET = "llama-3.1-8b"
+LAST = values._WATCHED  # the last step whose mask and loss are copied at once
 
 
 class Gpu:
@@ -34,14 +37,33 @@ class Gpu:
         self.copies = self.marks = self.questions = 0
         self.Tensor = OnDevice
         self.blocks: list[tuple[int, int]] = []  # of pinned memory
+        self.side = Side()
+        self._worker = ThreadPoolExecutor(1)
+        self._current = threading.local()  # stream of a thread
         self.cuda = types.SimpleNamespace(
             is_current_stream_capturing=lambda: self.is_capturing,
-            current_stream=lambda: self,
+            current_device=lambda: -1,
+            current_stream=self.find_stream,
             Event=lambda enable_timing: Event(self, enable_timing),
+            Stream=lambda: self.side,
+            set_device=lambda _: None,
+            set_stream=lambda stream: setattr(self._current, "stream", stream),
             synchronize=self.run,
             stream=lambda _: nullcontext(),
         )
         self.inference_mode = torch.inference_mode
+
+    def find_stream(self) -> Gpu | Side:
+        found: Gpu | Side = getattr(self._current, "stream", self)
+        return found
+
+    def work(self, monitor: TrainingMonitor) -> None:
+        """What the monitor's worker does every now and then, on a thread of its own."""
+        self._worker.submit(monitor._values.copy_handed).result()
+        monitor._digester.digest()
+
+    def close(self) -> None:
+        self._worker.shutdown()
 
     def empty(self, size: tuple[int, int], dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
         assert pin_memory
@@ -63,9 +85,25 @@ class Gpu:
         return is_idle
 
     def run(self, count: int | None = None) -> None:
-        """The device does what is queued, or so much of it."""
+        """The device does what is queued, or so much of it, and what does not wait for the rest on the other stream."""
         for _ in range(len(self.queue) if count is None else count):
             self.queue.pop(0)()
+        side = self.side.queue
+        while side and (not isinstance(side[0], Event) or side[0].at_ms is not None):
+            each = side.pop(0)
+            each() if not isinstance(each, Event) else None
+
+
+class Side:
+    """The stream of the worker: copies there read what the loop may have written meanwhile."""
+
+    device = -1
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], None] | Event] = []
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.append(event)
 
 
 class Event:
@@ -74,23 +112,29 @@ class Event:
     def __init__(self, gpu: Gpu, enable_timing: bool) -> None:
         assert enable_timing
         self._gpu = gpu
+        self._is_recorded = False
         self.at_ms: float | None = None
 
-    def record(self, stream: Gpu) -> None:
-        assert stream is self._gpu
-        assert not stream.is_capturing
-        stream.marks += 1
-        self.at_ms = None
+    def record(self, stream: Gpu | Side) -> None:
+        assert stream is self._gpu.find_stream()
+        if isinstance(stream, Gpu):
+            assert not stream.is_capturing
+            stream.marks += 1
+        self.at_ms, self._is_recorded = None, True
 
         def pass_by() -> None:
-            self.at_ms = stream.now_ms
+            self.at_ms = self._gpu.now_ms
 
         stream.queue.append(pass_by)
 
     def query(self) -> bool:
         assert not self._gpu.is_capturing
+        assert self._gpu.find_stream() is self._gpu
         self._gpu.questions += 1
-        return self.at_ms is not None
+        has_passed = self.at_ms is not None or not self._is_recorded
+        if self._gpu.is_quick:
+            self._gpu.run()
+        return has_passed
 
     def elapsed_time(self, end: Event) -> float:
         assert self.at_ms is not None
@@ -111,16 +155,19 @@ class Pinned(torch.Tensor):
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Pinned:  # type: ignore[override]
         assert non_blocking
-        assert not self.gpu.is_capturing
+        stream = self.gpu.find_stream()
+        assert stream is self.gpu.side or not self.gpu.is_capturing
         if self.gpu.is_taken_back and not source.ndim:
             raise RuntimeError("accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run")
         self.gpu.copies += 1
-        value = source.as_subclass(torch.Tensor).clone()  # later writes of the loop are queued behind it
+        value = source.as_subclass(torch.Tensor)
+        if stream is self.gpu:
+            value = value.clone()  # later writes of the loop are queued behind it
 
         def arrive() -> None:
             torch.Tensor.copy_(self.as_subclass(torch.Tensor), value)
 
-        self.gpu.queue.append(arrive)
+        stream.queue.append(arrive)
         return self
 
 
@@ -143,10 +190,12 @@ class Echo(torch.nn.Module):
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     gpu = Gpu()
     monkeypatch.setattr(training, "find_device", lambda: Device(gpu))
-    return gpu
+    monkeypatch.setattr(TrainingMonitor, "_start_worker", lambda _: None)  # it works when a test says so
+    yield gpu
+    gpu.close()
 
 
 def put(value: Any) -> torch.Tensor:
@@ -202,28 +251,142 @@ def test_an_idle_device_is_done_with_steps_that_were_not_marked(tmp_path: Path, 
     monitor.close()
 
 
-def test_copies_are_made_many_at_a_time_and_marks_every_four_seconds(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+def test_the_worker_copies_what_is_held_and_marks_come_every_eight_seconds(
+    tmp_path: Path, clock: Clock, gpu: Gpu
+) -> None:
     monitor, module = watch(tmp_path, detail_every=20)
-    for number in range(1, 41):
+    by_worker = []
+    for number in range(1, 81):
         before = (gpu.copies, gpu.questions)
         module(**make_batch(7, seq=8 + number % 8))  # padded to another length each time
         gpu.now_ms += 30
         clock.tick(0.25)
         monitor.log_step(number, 0, put(1.0), None, 0.1)
-        # From step 9 on masks and losses are held until there are 16 of them; steps 17 and 33 are marked.
-        assert gpu.copies - before[0] == (2 if number < 9 else {17: 18, 26: 17, 33: 15}.get(number, 0))
-        assert gpu.questions - before[1] <= 1
+        assert gpu.copies - before[0] == (2 if number <= LAST else 0)  # from then on masks and losses are held
+        assert gpu.questions - before[1] <= 2
         if number % 4 == 0:
             gpu.run()
-            monitor._digester.digest()  # as the worker does
+            before = (gpu.copies, gpu.questions)
+            gpu.work(monitor)
+            assert gpu.questions == before[1]
+            by_worker.append(gpu.copies - before[0])
+    assert by_worker == [0] * 8 + [2] + [0] * 7 + [64, 0, 0, 0]  # after steps 33 and 65, which are marked
     assert gpu.marks == 2 * 3
     assert gpu.blocks == [(64, 16), (64, 1), (64, 8)]  # masks, losses, shorter masks
     monitor.metrics()
     gpu.run()
     monitor.close()
     records = read_steps(tmp_path)
-    assert [record["perf/model_flops"] for record in records if "perf/model_flops" in record] == [count(7)] * 2
-    assert [record["training/loss"] for record in records] == [1.0] * 40
+    assert [record["perf/model_flops"] for record in records if "perf/model_flops" in record] == [count(7)] * 4
+    assert [record["training/loss"] for record in records] == [1.0] * 80
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_between_marks_many_values_are_handed_over(tmp_path: Path, clock: Clock, gpu: Gpu, comes: bool) -> None:
+    """A worker that does not come to it leaves the copies to the training thread."""
+    monitor, module = watch(tmp_path)
+    copied = []
+    for number in range(1, 161):
+        before = gpu.copies
+        module(**make_batch(number % 16 + 1))
+        clock.tick(0.01)
+        monitor.log_step(number, 0, put(float(number)), put(0.5), 0.1)
+        if gpu.copies > before and number > LAST:
+            copied.append(number)
+        if comes:
+            gpu.run()
+            gpu.work(monitor)
+        assert len(monitor._values.handed) <= 4
+    monitor.metrics()
+    gpu.run()
+    monitor.close()
+    assert copied == ([] if comes else [129])
+    found = [(record["training/loss"], record["perf/model_flops"]) for record in read_steps(tmp_path)]
+    assert found == [(number, count(number % 16 + 1)) for number in range(1, 161)]
+
+
+def test_new_memory_is_asked_for_on_the_training_thread(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+    monitor, module = watch(tmp_path)
+    for number in range(1, LAST + 4):
+        module(**make_batch(7, seq=16 if number <= LAST else 40))
+        clock.tick(0.1 if number <= LAST else 9)  # then each is marked
+        before = len(gpu.blocks)
+        monitor.log_step(number, 0, 0.5, None, 0.1)
+        assert len(gpu.blocks) - before == (number == LAST + 3)
+        gpu.run()
+        before = len(gpu.blocks)
+        gpu.work(monitor)
+        assert len(gpu.blocks) == before
+    assert gpu.copies == LAST + 3
+    monitor.metrics()
+    gpu.run()
+    monitor.close()
+    assert [record["perf/model_flops"] for record in read_steps(tmp_path)] == [count(7)] * (LAST + 3)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_what_is_written_before_the_worker_has_copied_it_is_left_out(
+    tmp_path: Path, clock: Clock, gpu: Gpu, is_written: bool
+) -> None:
+    monitor, module = watch(tmp_path)
+    losses = []
+    for number in range(1, LAST + 3):
+        module(**make_batch(1))
+        clock.tick(0.1 if number <= LAST else 6)
+        losses.append(put(float(number)))
+        monitor.log_step(number, 0, losses[-1], None, 0.1)  # the last is marked, and handed over
+    gpu.work(monitor)
+    if is_written:
+        losses[-1].zero_()
+    gpu.run()
+    said = pytest.warns(RuntimeWarning, match="was overwritten .* value.clone") if is_written else nullcontext()
+    with said:
+        monitor.metrics()
+        losses[-2].zero_()  # it has arrived
+        monitor.close()
+    found = [record["training/loss"] for record in read_steps(tmp_path)]
+    assert found == [*range(1, LAST + 2), None if is_written else LAST + 2]
+
+
+def test_the_worker_copies_while_a_graph_is_captured_and_is_not_asked(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+    monitor, module = watch(tmp_path)
+    for number in range(1, LAST + 3):
+        module(**make_batch(1))
+        clock.tick(0.1 if number <= LAST else 6)
+        monitor.log_step(number, 0, put(float(number)), None, 0.1)
+    gpu.is_capturing = True
+    before = gpu.copies
+    gpu.work(monitor)
+    assert gpu.copies == before + 4
+    monitor.metrics()
+    gpu.is_capturing = False
+    gpu.run()
+    assert monitor.metrics()["training/loss"] == LAST + 2
+    monitor.close()
+
+
+def test_a_worker_that_cannot_copy_leaves_values_out(
+    tmp_path: Path, clock: Clock, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_event: Event) -> None:
+        raise RuntimeError("CUDA error: unknown error")
+
+    monitor, module = watch(tmp_path)
+    monkeypatch.setattr(gpu.side, "wait_event", fail)
+    for number in range(1, LAST + 14):
+        clock.tick(0.1 if number <= LAST else 6)
+        with pytest.warns(RuntimeWarning, match="was overwritten") if number == LAST + 3 else nullcontext():
+            module(**make_batch(1))
+            monitor.log_step(number, 0, put(float(number)), None, 0.1)
+        gpu.run()
+        if number == LAST + 2:
+            with pytest.raises(RuntimeError, match="unknown error"):  # which becomes a message of the monitor
+                gpu.work(monitor)
+    gpu.is_quick = True
+    with pytest.warns(RuntimeWarning, match="attention_mask was overwritten before it was copied"):
+        monitor.close()
+    found = [record["training/loss"] for record in read_steps(tmp_path)]
+    assert found == [None if number == LAST + 1 else number for number in range(1, LAST + 14)]
 
 
 @pytest.mark.heavy
@@ -233,7 +396,8 @@ def test_quick_steps_are_marked_by_their_number(tmp_path: Path, clock: Clock, gp
         module(**make_batch(16))
         clock.tick(0.001)
         monitor.log_step(number, 0, 0.5, None, 0.1)
-    assert gpu.marks == 2 * 192 / 64
+        gpu.work(monitor)
+    assert gpu.marks == 2 * 192 / 64 + 1  # and where 64 masks are held
     gpu.run()
     monitor.close()
 
@@ -247,7 +411,7 @@ def test_device_time_is_of_the_steps_that_were_marked(tmp_path: Path, clock: Clo
         clock.tick(0.5)
         monitor.log_step(number, 0, 0.5, None, 0.1)
         gpu.run()
-        clock.tick(3 if number == 2 else 0)
+        clock.tick(7 if number == 2 else 0)
     monitor.close()
     found = [(each["perf/device_step_time"], each["perf/device_mfu"]) for each in read_steps(tmp_path)]
     peak = CONFIG["monitoring"]["peak_flops_per_s"]
@@ -366,7 +530,7 @@ def test_pinned_memory_is_allocated_in_blocks(
 def test_losses_that_the_loop_leaves_alone_are_copied_later(tmp_path: Path, clock: Clock, gpu: Gpu, way: str) -> None:
     monitor, module = watch(tmp_path)
     copied = []
-    for number in range(1, 13):
+    for number in range(1, LAST + 5):
         with monitor.step() if way == "block" else nullcontext() as step:
             module(**make_batch(1))
             clock.tick(0.1)
@@ -381,13 +545,13 @@ def test_losses_that_the_loop_leaves_alone_are_copied_later(tmp_path: Path, cloc
                 monitor.log_step(number, 0, loss, norm, 0.1)
         copied.append(gpu.copies - before)
         gpu.run()
-    assert copied == [2] * 8 + [0] * 4
-    assert monitor.metrics()["global_step"] == 8  # the others are copied only now
+    assert copied == [2] * LAST + [0] * 4
+    assert monitor.metrics()["global_step"] == LAST  # the others are copied only now
     gpu.run()
-    assert monitor.metrics()["training/loss"] == 3.0
+    assert monitor.metrics()["training/loss"] == (LAST + 4) / 4
     monitor.close()
     found = [(record["training/loss"], record["training/grad_norm"]) for record in read_steps(tmp_path)]
-    assert found == [(number / 4, number / 8) for number in range(1, 13)]
+    assert found == [(number / 4, number / 8) for number in range(1, LAST + 5)]
 
 
 def test_an_idle_device_copies_what_is_held_for_whoever_asks(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
@@ -457,22 +621,25 @@ def test_a_loss_that_changes_while_it_is_held_is_left_out(
 ) -> None:
     monitor, module = watch(tmp_path)
     loss = put(0.0)
-    for number in range(1, 15):
-        loss = put(float(number)) if is_taken_back or number <= 10 else loss.fill_(number)
+    for number in range(1, LAST + 7):
+        loss = put(float(number)) if is_taken_back or number <= LAST + 2 else loss.fill_(number)
         module(**make_batch(1))
         clock.tick(0.1)
-        is_late = number == 11
+        is_late = number == LAST + 3
         with pytest.warns(RuntimeWarning, match="was overwritten .* value.clone") if is_late else nullcontext():
             gpu.is_taken_back = is_taken_back and is_late
-            monitor.metrics() if gpu.is_taken_back else None
+            if gpu.is_taken_back:
+                monitor.metrics()
+                gpu.run()
+                monitor.metrics()
             gpu.is_taken_back = False
             monitor.log_step(number, 0, loss, None, 0.1)
     monitor.metrics()  # what is held is copied
     gpu.run()
     monitor.close()
     found = [record["training/loss"] for record in read_steps(tmp_path)]
-    lost = (9, 10) if is_taken_back else (10,)
-    assert found == [None if number in lost else number for number in range(1, 15)]
+    lost = (LAST + 1, LAST + 2) if is_taken_back else (LAST + 2,)
+    assert found == [None if number in lost else number for number in range(1, LAST + 7)]
 
 
 def cycle_masks(buffers: int) -> Callable[[int], dict[str, torch.Tensor]]:
@@ -509,22 +676,25 @@ def test_a_mask_that_changes_while_it_is_held_leaves_its_step_out(
 ) -> None:
     monitor, module = watch(tmp_path)
     batch = make_batch(16)
-    for number in range(1, 15):
+    for number in range(1, LAST + 7):
         length = number % 16 + 1
-        if number <= 10:
+        if number <= LAST + 2:
             batch = make_batch(length)
         else:
             mask = batch["attention_mask"] if is_counted else batch["attention_mask"].data
             mask.copy_(torch.arange(16) < length)
-        with pytest.warns(RuntimeWarning, match="attention_mask of a batch was") if number == 11 else nullcontext():
+        with (
+            pytest.warns(RuntimeWarning, match="attention_mask of a batch was") if number == LAST + 3 else nullcontext()
+        ):
             module(**batch)
         clock.tick(0.1)
         monitor.log_step(number, 0, 0.5, None, 0.1)
+    monitor.metrics()  # what is held is copied
     gpu.run()
     with pytest.warns(RuntimeWarning, match="attention_mask was overwritten before it was copied"):
         monitor.close()
     found = [record["perf/model_flops"] for record in read_steps(tmp_path)]
-    assert found == [None if number == 10 else count(number % 16 + 1) for number in range(1, 15)]
+    assert found == [None if number == LAST + 2 else count(number % 16 + 1) for number in range(1, LAST + 7)]
 
 
 def test_large_masks_are_never_held(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
@@ -540,18 +710,18 @@ def test_large_masks_are_never_held(tmp_path: Path, clock: Clock, gpu: Gpu) -> N
 
 def test_without_forward_passes_losses_are_copied_at_once(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
     monitor, module = watch(tmp_path)
-    for number in range(1, 21):
-        if number <= 10:  # then a graph is replayed, which calls no hook
+    for number in range(1, LAST + 13):
+        if number <= LAST + 2:  # then a graph is replayed, which calls no hook
             module(**make_batch(1))
         clock.tick(0.1)
         before = gpu.copies
-        with pytest.warns(RuntimeWarning, match="without its batch") if number == 20 else nullcontext():
+        with pytest.warns(RuntimeWarning, match="without its batch") if number == LAST + 12 else nullcontext():
             monitor.log_step(number, 0, put(float(number)), None, 0.1)
-            if number == 20:
+            if number == LAST + 12:
                 gpu.run()
                 monitor.close()
-        assert gpu.copies - before == {9: 0, 10: 0, 11: 5}.get(number, 1)
-    assert [record["training/loss"] for record in read_steps(tmp_path)] == list(range(1, 21))
+        assert gpu.copies - before == {LAST + 1: 0, LAST + 2: 0, LAST + 3: 5}.get(number, 1)
+    assert [record["training/loss"] for record in read_steps(tmp_path)] == list(range(1, LAST + 13))
 
 
 def test_without_a_live_model_marks_are_asked_too(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
@@ -567,19 +737,23 @@ def test_without_a_live_model_marks_are_asked_too(tmp_path: Path, clock: Clock, 
     monitor.close()
 
 
-def test_a_mark_comes_after_what_is_held(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+def test_what_is_held_is_copied_behind_a_mark(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
     monitor, module = watch(tmp_path)
-    for number in range(1, 11):
+    for number in range(1, LAST + 3):
         module(**make_batch(1))
-        clock.tick(0.1 if number < 10 else 0)
+        clock.tick(0.1 if number < LAST + 2 else 0)
         monitor.log_step(number, 0, put(float(number)), None, 0.1)
     gpu.run()
-    clock.tick(5)
+    clock.tick(9)
     monitor.begin_step()
-    monitor.end_step(11)  # marked, without a forward pass
-    gpu.run(6)  # its marks, and the masks and losses of steps 9 and 10
-    assert not gpu.queue
-    assert monitor.metrics()["training/loss"] == 10
+    monitor.end_step(LAST + 3)  # marked, without a forward pass
+    gpu.work(monitor)
+    assert len(gpu.side.queue) == 1 + 4 + 1  # the mark, the masks and losses of two steps, and their end
+    gpu.run(1)  # the mark at its begin
+    assert len(gpu.side.queue) == 6
+    gpu.run()
+    assert not gpu.side.queue
+    assert monitor.metrics()["training/loss"] == LAST + 2
     monitor.close()
 
 
