@@ -146,6 +146,10 @@ class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = _multiply_groups(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
         elif func._schema.name == "aten::histc" and not args[0].dtype.is_floating_point:  # a GPU counts integers too
             out = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+        elif func._schema.name in _PRODUCTS and args[0].dtype is torch.bfloat16 and args[0].is_cpu:
+            # A CPU without bf16 is a hundred times slower in it; the result lies in memory as it would.
+            out = func(*(each.float() if isinstance(each, torch.Tensor) else each for each in args), **kwargs)
+            out = out.to(torch.bfloat16)
         else:
             out = func(*args, **kwargs)
         if self.is_quiet or func.namespace == "profiler":
@@ -160,6 +164,9 @@ class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, kind, reads, writes in _describe(func, args, kwargs, out):
             self.events.append(Event(module, direction, name, _refine(kind, args, out), reads, writes))
         return out
+
+
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 
 def _is_accumulating() -> bool:
