@@ -554,11 +554,14 @@ def test_losses_that_the_loop_leaves_alone_are_copied_later(tmp_path: Path, cloc
     assert found == [(number / 4, number / 8) for number in range(1, LAST + 5)]
 
 
-def test_an_idle_device_copies_what_is_held_for_whoever_asks(tmp_path: Path, clock: Clock, gpu: Gpu) -> None:
+def test_an_idle_device_copies_what_is_held_for_whoever_asks(
+    tmp_path: Path, clock: Clock, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when a Trainer logs: it has read the loss, so the device is idle, and the rates are of this very step."""
+    monkeypatch.setattr(values, "_COPY_S", 60.0)  # no matter how slow the host is
     monitor, module = watch(tmp_path)
     gpu.is_quick = True
-    for number in range(1, 21):
+    for number in range(1, LAST + 5):
         module(**make_batch(1))
         clock.tick(0.1)
         monitor.log_step(number, 0, put(number / 4), put(number / 8), 0.1)
