@@ -32,7 +32,7 @@ class Lora(Value):
         put = object.__setattr__
         put(self, "targets", _patterns(self.targets, "lora targets"))
         if not self.targets:
-            raise RecipeError("lora needs targets, as in r=16,targets=q_proj+v_proj")
+            raise RecipeError("lora needs targets, as in r=16,targets=q_proj+v_proj or r=16,targets=all-linear")
         for target in self.targets:
             if target.startswith(REGEX):
                 _check_regex(target)

@@ -216,9 +216,10 @@ class Resolver:
                 if not pattern.is_used:
                     known = sorted({path.rsplit(".", 1)[-1] for path in paths()})
                     shown = ", ".join(known[:24])
+                    every = "; all-linear is every linear layer" if what == "lora target" else ""
                     raise RecipeError(
                         f"{what} {format_value(pattern.text)} matches no module of this model; "
-                        f"module names end in: {shown}"
+                        f"module names end in: {shown}{every}"
                     )
         if self._save:
             inner = {
