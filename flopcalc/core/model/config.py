@@ -207,9 +207,21 @@ def _load_named(model: str | os.PathLike[str], download: bool, is_base: bool = F
     if text.count("/") == 1 and not text.startswith((".", "/")):
         return _load_hub(text, download)
     if is_name:
-        near = format_nearest(text, list_data_files("presets"))
+        near = _describe_near(text)
         raise ConfigError(f"no preset, file or folder {text[:100]!r}.{near} `flopcalc models` lists the presets")
     raise ConfigError(f"{text[:200]!r}: no such file or folder, and no preset of that name")
+
+
+def _describe_near(name: str) -> str:
+    """Of a name that is no preset the nearest ones, or the type that its first words are."""
+    presets = list_data_files("presets")
+    words = re.split("[-_. ]", name[:100].lower())
+    types = {each.replace("-", "_"): each for each in list_data_files("specs")}
+    found = next((types[key] for many in range(len(words), 0, -1) if (key := "_".join(words[:many])) in types), None)
+    if found is None:
+        return format_nearest(name, presets)
+    near = format_nearest(name, [preset for preset in presets if preset.startswith(words[0])])
+    return near or f" Models of type {found} are counted from their config.json: give that file, or its folder."
 
 
 def load_preset(path: str) -> Source:

@@ -285,6 +285,10 @@ def test_file_that_fails_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("a/b/c", "no such file or folder"),
         ("org/name", "--download"),
         ("x" * 5000, "no preset, file or folder"),
+        ("whisper-large-v3", "Models of type whisper are counted from their config.json: give that file"),
+        ("XLM-RoBERTa-base", "Models of type xlm-roberta are counted from their config.json"),
+        ("t5-small", "Models of type t5 are counted"),
+        ("qwen3-9b", "Did you mean qwen3"),
         ("\udc80", "no preset, file or folder"),
     ],
 )
