@@ -190,6 +190,7 @@ class TrainingMonitor(PassCalls):
             self._say_unknown("step", unknown, ("batch", "dataset"))
         return StepContext(self, batch, dataset)
 
+    @guarded
     def log_step(
         self,
         step: int,
@@ -201,26 +202,21 @@ class TrainingMonitor(PassCalls):
         skip_wandb: bool = False,
     ) -> None:
         """An optimizer step is over, and this is its record. Inside or after `with monitor.step()` only the record."""
-        if self._is_off:  # as in `guarded`, whose call costs here
-            return
-        try:
-            given = (epoch, loss, grad_norm, learning_rate)
-            if self._is_inside:
-                if attention_mask is not None:
-                    self._see_mask(self._open or self._begin(), attention_mask)
-                self._fill(step, given, skip_wandb)
-            elif self._is_ended:
-                self._report(step, given, skip_wandb)
-            else:
-                seen = self._open or self._begin()
-                if attention_mask is not None:
-                    self._see_mask(seen, attention_mask)
-                seen.values = self._values.read(given, seen)
-                if skip_wandb:
-                    seen.skip_wandb = True
-                self._end(seen, step)
-        except Exception as error:
-            self._fail("log_step", error)
+        given = (epoch, loss, grad_norm, learning_rate)
+        if self._is_inside:
+            if attention_mask is not None:
+                self._see_mask(self._open or self._begin(), attention_mask)
+            self._fill(step, given, skip_wandb)
+        elif self._is_ended:
+            self._report(step, given, skip_wandb)
+        else:
+            seen = self._open or self._begin()
+            if attention_mask is not None:
+                self._see_mask(seen, attention_mask)
+            seen.values = self._values.read(given, seen)
+            if skip_wandb:
+                seen.skip_wandb = True
+            self._end(seen, step)
 
     @guarded
     def mark_lost(self, cause: str) -> None:
