@@ -165,7 +165,7 @@ class Watching:
         self._hidden_ns = time.perf_counter_ns()
 
     def put_back(self) -> None:
-        """The time in between does not count towards the next mark on the device: of a real loop it is not missing."""
+        """Steps without the monitor do not bring its next mark on the device closer."""
         from flopcalc.monitor.hooks import register_hooks
 
         self.monitor._marked_ns += time.perf_counter_ns() - self._hidden_ns

@@ -66,7 +66,7 @@ class Device:
 
     def fetch(self, tensor: Any) -> Any:
         """A host tensor that will hold these values once the device has come so far; not while a graph is captured."""
-        held = self._lend(tensor.shape, tensor.dtype)
+        held = self._lend(tensor)
         return held.copy_(tensor.detach() if tensor.requires_grad else tensor, non_blocking=True)
 
     def prepare_side(self) -> None:
@@ -88,7 +88,7 @@ class Device:
 
         On the current stream; not while a graph is captured.
         """
-        found = self._copy([self._lend(tensor.shape, tensor.dtype) for tensor in tensors], tensors)
+        found = self._copy([self._lend(tensor) for tensor in tensors], tensors)
         done.record(self._torch.cuda.current_stream())
         return found
 
@@ -110,10 +110,10 @@ class Device:
         done.record(side)
         return found
 
-    def _copy(self, buffers: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    def _copy(self, buffers: list[Any], tensors: Sequence[Any]) -> list[Any]:
         try:
-            self._torch._foreach_copy_(list(buffers), list(tensors), non_blocking=True)
-            return list(buffers)
+            self._torch._foreach_copy_(buffers, tensors, non_blocking=True)
+            return buffers
         except RuntimeError:  # one of them
             return [self._try_copy(held, tensor) for held, tensor in zip(buffers, tensors, strict=True)]
 
@@ -124,45 +124,40 @@ class Device:
             self.give_back([held])
             return None
 
-    def _lend(self, shape: Any, dtype: object) -> Any:
-        """A free buffer of a shape."""
-        size = (shape.numel() - 1).bit_length()  # lengths differ from batch to batch: buffers go by powers of two
-        free = self._buffers.get((size, dtype))
-        if not free:
-            free = self._make_buffers(size, dtype)
-        held = free.pop()
-        if held.shape != shape:
-            held.resize_(shape)
-        return held
+    def _lend(self, tensor: Any) -> Any:
+        """A buffer of a tensor's shape, of new memory if none is free."""
+        key = _size(tensor), tensor.dtype
+        if not self._buffers.get(key):
+            self._make_buffers(*key)
+        return self._take_free(key, tensor)
 
     def _lend_free(self, tensors: Sequence[Any]) -> list[Any] | None:
         """A buffer for each, without new memory."""
         found: list[Any] = []
         for tensor in tensors:
-            shape = tensor.shape
-            key = ((shape.numel() - 1).bit_length(), tensor.dtype)
-            free = self._buffers.get(key)
-            if not free:
+            key = _size(tensor), tensor.dtype
+            if not self._buffers.get(key):
                 self.give_back(found)
                 self.wanted.append(key)
                 return None
-            held = free.pop()
-            found.append(held if held.shape == shape else held.resize_(shape))
+            found.append(self._take_free(key, tensor))
         return found
 
-    def _make_buffers(self, size: int, dtype: Any) -> list[Any]:
+    def _take_free(self, key: Hashable, tensor: Any) -> Any:
+        held = self._buffers[key].pop()
+        return held if held.shape == tensor.shape else held.resize_(tensor.shape)
+
+    def _make_buffers(self, size: int, dtype: Any) -> None:
         """Parts of one block. All parts that were ever on their way at the same time are kept."""
         count = max(1, min(_BLOCK_BUFFERS, _BLOCK_BYTES // (dtype.itemsize << size)))
         with self._torch.inference_mode(False):  # they are written into again, maybe outside of that
             parts = self._torch.empty((count, 1 << size), dtype=dtype, pin_memory=True).unbind()
-        free = self._buffers.setdefault((size, dtype), [])  # the worker may give some back meanwhile
-        free += parts
-        return free
+        self._buffers.setdefault((size, dtype), []).extend(parts)  # the worker may give some back meanwhile
 
     def give_back(self, buffers: list[Any]) -> None:
         """Their values have been read."""
         for held in buffers:
-            self._buffers[(held.numel() - 1).bit_length(), held.dtype].append(held)
+            self._buffers[_size(held), held.dtype].append(held)
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Makes the stream that training runs on the current one."""
@@ -219,3 +214,8 @@ class Device:
                     each.start = each.end = None
                     each.seconds = math.nan
             entry.is_lost = entry.is_ready = True
+
+
+def _size(tensor: Any) -> int:
+    """Lengths differ from batch to batch: buffers go by powers of two."""
+    return int((tensor.numel() - 1).bit_length())

@@ -74,7 +74,7 @@ class Batch(NamedTuple):
     after: Any  # the mark on the training's stream that the copies wait for
     done: Any
     copies: Sequence[Any] = ()  # None where a tensor could not be read any more
-    is_checked: bool = False  # no value was overwritten: the copies stand in the training's own stream
+    is_checked: bool = False  # what was overwritten is known: later writes stand behind the copies, in one stream
 
 
 def read_held(name: str, value: object) -> Any:
