@@ -174,20 +174,15 @@ class Device:
         an idle stream for all of that.
         """
         waiting, marked = self.waiting, self.marked
-        passed: Entry | None = None
         while marked and marked[0].end.query():
-            passed = marked.popleft()
-        if passed is not None:
-            for entry in waiting:
-                entry.is_past = True
-                if entry is passed:
-                    break
+            passed, entry = marked.popleft(), None
+            while entry is not passed:
+                entry = waiting.popleft()
+                self._finish(entry)
         if asks_stream and waiting and self.is_idle():
             marked.clear()
-            for entry in waiting:
-                entry.is_past = True
-        while waiting and waiting[0].is_past and not waiting[0].held:
-            self._finish(waiting.popleft())
+            while waiting:
+                self._finish(waiting.popleft())
         return len(waiting)
 
     def _finish(self, entry: Entry) -> None:
@@ -201,7 +196,7 @@ class Device:
                 each.seconds = each.start.elapsed_time(each.end) / 1e3
             self._events += [event for event in (each.start, each.end) if event is not None]
             each.start = each.end = None
-        entry.is_ready = True
+        entry.is_past = True
 
     def give_up(self) -> None:
         """Entries that never ended count without device time, and without what is on its way."""
@@ -213,7 +208,7 @@ class Device:
                 if each.start is not None:
                     each.start = each.end = None
                     each.seconds = math.nan
-            entry.is_lost = entry.is_ready = True
+            entry.is_lost = True
 
 
 def _size(tensor: Any) -> int:

@@ -272,7 +272,7 @@ class Digester:
             model: Formats | None = None
             hardware: Formats | None = None
             try:
-                if not (entry.is_lost and entry.copies):
+                if not (entry.is_lost and (entry.copies or entry.held)):
                     model, hardware = count_pass(seen)
                     shared = seen.model.shared if seen.model is not None else 1
                     model, hardware = _divide(model, shared), None if hardware is None else _divide(hardware, shared)
@@ -316,7 +316,7 @@ class Digester:
 
     def _count(self, entry: SeenStep) -> list[Work] | None:
         """FLOPs of each micro-batch; None where they cannot be known, and a warning says why."""
-        if self.model.intake is None or (entry.is_lost and entry.copies):
+        if self.model.intake is None or (entry.is_lost and (entry.copies or entry.held)):
             return None
         if not entry.batches or not entry.is_whole:
             self._say(_NO_BATCH, "no batch")
@@ -388,7 +388,7 @@ def make_plain_record(step: int, ended_ns: int) -> Entry:
     """A record without a loop's own values."""
     entry = Entry()
     entry.number, entry.values = step, (None,) * len(VALUES)
-    entry.ended_ns, entry.is_ready = ended_ns, True
+    entry.ended_ns, entry.is_past = ended_ns, True
     return entry
 
 

@@ -20,7 +20,7 @@ VALUES = ("training/epoch", "training/loss", "training/grad_norm", "training/lr"
 
 
 class Entry:
-    """A record that is due. It is ready once the device is past it, and what was held of it has been copied."""
+    """A record that is due. It is ready once the device is past it, and what was held of it has arrived."""
 
     # One is made in every step: what most of them do not set stays with the class.
     number: int = -1  # -1: not known yet
@@ -30,15 +30,19 @@ class Entry:
     start: Any = None  # marks on the device; None where there is none
     end: Any = None
     device_s: float = math.nan  # between the two
-    is_ready: bool = False
-    is_past: bool = False  # the device has passed a mark after what was copied at once, or nothing was
-    held: int = 0  # values of it that have not arrived yet, and that no mark vouches for
-    is_lost: bool = False  # the device never got to `end`
+    is_past: bool = False  # it is over, and the device has passed its marks and what was copied at once
+    held: int = 0  # values of it that are held; of the training thread alone
+    arrived: int = 0  # how many of them have arrived, or never will; of the thread that takes them in
+    is_lost: bool = False  # the device never got to `end`, or to a value
 
     passes: Sequence[SeenPass] = ()  # with marks of their own
 
     def __init__(self) -> None:
         self.copies: list[Any] = []  # host buffers that the device writes into
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_lost or (self.is_past and self.arrived == self.held)
 
 
 class SeenPass:

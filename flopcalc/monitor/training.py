@@ -372,13 +372,12 @@ class TrainingMonitor(PassCalls):
     def _hand_over(self, entry: Entry) -> None:
         entry.ended_ns = self._boundary
         device = self._device
-        if device is not None and (entry.copies or entry.held or entry.end is not None or entry.passes):
-            entry.is_past = not (entry.copies or entry.end is not None or entry.passes)
+        if device is not None and (entry.copies or entry.end is not None or entry.passes):
             device.waiting.append(entry)
             if entry.end is not None:
                 device.marked.append(entry)
         else:
-            entry.is_ready = True
+            entry.is_past = True
         self._digester.add(entry)
         if self._messages.pending:
             self._messages.warn_pending()
@@ -568,6 +567,7 @@ def _work(reference: weakref.ref[TrainingMonitor], wake: threading.Event) -> Non
             return
         try:
             monitor._values.copy_handed()
+            monitor._values.take_in()
             monitor._digester.digest()
         except Exception as error:
             monitor._fail("worker", error)

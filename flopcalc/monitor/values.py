@@ -101,7 +101,8 @@ class Values:
         self.held: list[Held] = []
         self.handed: deque[Batch] = deque()  # for the worker to copy
         self.copied: deque[Batch] = deque()  # on their way
-        self._copying = threading.Lock()
+        self._arrived: deque[Batch] = deque()  # to be taken in
+        self._lock = threading.Lock()  # of who copies what was handed over, or takes in what has arrived
         self.has_pass = False  # a forward pass was seen since the last record, and no graph was captured in it
         self._say = say
         self._plain: Any = None  # type of a tensor that is neither distributed nor another kind
@@ -202,7 +203,7 @@ class Values:
     def copy_handed(self) -> None:
         """On the worker's thread."""
         while self.handed and self.device is not None:
-            with self._copying:
+            with self._lock:
                 if not self.handed:  # the training thread was quicker
                     return
                 batch = self.handed[0]
@@ -220,7 +221,7 @@ class Values:
         device = self.device
         if device is None:
             return
-        with self._copying:  # for microseconds at most
+        with self._lock:  # for microseconds at most
             batches = list(self.handed)
             self.handed.clear()
             if self.held:
@@ -233,31 +234,44 @@ class Values:
                 copies = device.copy([each.tensor for each in batch.held], batch.done)
                 self.copied.append(batch._replace(copies=copies, is_checked=True))
 
-    def finish_copied(self) -> None:
-        """Take in the copies that have arrived; not while a graph is captured."""
-        device, copied, places = self.device, self.copied, self._places
-        while device is not None and copied and copied[0].done.query():
-            batch = copied.popleft()
-            device.keep_event(batch.done)
-            for each, copy in zip(batch.held, batch.copies, strict=True):
-                entry = each.entry
-                entry.held -= 1
-                if places.get(each.place) is each:
-                    del places[each.place]
-                is_good = each.version >= 0 if batch.is_checked else each.is_unchanged()
-                each.tensor = None
-                if copy is not None:
-                    entry.copies.append(copy)
-                if copy is None or not is_good:
-                    self._refuse(each)
-                else:
-                    each.copy = copy
-
     def look(self) -> None:
         """Ask the device for what was copied and marked; not while a graph is captured."""
-        self.finish_copied()
         if self.device is not None:
+            self._find_arrived()
             self.device.poll(asks_stream=False)
+
+    def _find_arrived(self) -> None:
+        device, copied = self.device, self.copied
+        while device is not None and copied and copied[0].done.query():
+            device.keep_event(copied[0].done)
+            self._arrived.append(copied.popleft())
+
+    def take_in(self) -> None:
+        """Read what has arrived; on the worker's thread, or where the training thread waits anyway."""
+        with self._lock:
+            while self._arrived:
+                batch = self._arrived.popleft()
+                for each, copy in zip(batch.held, batch.copies, strict=True):
+                    is_good = each.version >= 0 if batch.is_checked else each.is_unchanged()
+                    self._let_go(each)
+                    if copy is not None:
+                        each.entry.copies.append(copy)
+                    if copy is None or not is_good:
+                        self._refuse(each)
+                    else:
+                        each.copy = copy
+                    each.entry.arrived += 1
+
+    def _let_go(self, held: Held) -> None:
+        """Its place is forgotten first: its memory may be another tensor's at once."""
+        if self._places.get(held.place) is held:
+            del self._places[held.place]
+        held.tensor = None
+
+    def finish_copied(self) -> None:
+        """Take in the copies that have arrived; not while a graph is captured."""
+        self._find_arrived()
+        self.take_in()
 
     def _refuse(self, held: Held) -> None:
         """It was written into: tensors of its name are copied at once from now on."""
@@ -279,7 +293,7 @@ class Values:
         if device is None:
             return 0
         if device.is_capturing():
-            return len(device.waiting)
+            return len(device.waiting) + len(self._list_held())
         self.finish_copied()
         left = device.poll()
         if self.held or self.handed:
@@ -290,7 +304,15 @@ class Values:
             while was_idle and self.copied and time.monotonic() < deadline:
                 self.finish_copied()
             left = device.poll()
-        return left
+        return left + len(self._list_held())
+
+    def _list_held(self) -> list[Held]:
+        """What has not been taken in."""
+        with self._lock:
+            return [
+                *self.held,
+                *(each for batch in (*self.handed, *self.copied, *self._arrived) for each in batch.held),
+            ]
 
     def finish(self, timeout_s: float) -> None:
         """The training is over: wait a while for what is under way, and give up the rest."""
@@ -302,6 +324,8 @@ class Values:
                 time.sleep(0.001)
         finally:
             self.device.give_up()
+            for each in self._list_held():
+                each.entry.is_lost = True
 
     def _read_value(self, name: str, value: Any, entry: Entry) -> Any:
         try:
