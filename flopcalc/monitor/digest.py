@@ -135,12 +135,15 @@ class Digester:
 
     def add(self, entry: Entry | LostTime | DatasetMetrics) -> None:
         """On the training thread: hand over what happened; of too many that wait the oldest goes."""
-        if len(self.entries) == _MOST_ENTRIES:
-            self._lose(self.entries[0])
-            self._say(
-                f"steps come faster than they are counted: {_MOST_ENTRIES} wait, and the oldest are dropped", "overfull"
-            )
+        if len(self.entries) == self.entries.maxlen:
+            self.drop_oldest()
         self.entries.append(entry)
+
+    def drop_oldest(self) -> None:
+        self._lose(self.entries.popleft())
+        self._say(
+            f"steps come faster than they are counted: {_MOST_ENTRIES} wait, and the oldest are dropped", "overfull"
+        )
 
     def finish(self, timeout_s: float) -> None:
         """The training is over: digest what is left, for so long at most, and say how much was dropped."""

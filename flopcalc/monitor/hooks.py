@@ -69,21 +69,15 @@ class BeforeForward(_Hook):
             seen.open_passes += 1
             if not model.is_bound:
                 model.bind()
-            if seen.kind is None and not seen.is_given:
-                source = monitor._trained.source
-                if source is not None and source.measures and model is monitor._trained:
-                    batch = model.name_inputs(args, kwargs) if args else kwargs
-                    sizes = (getattr(batch.get("input_ids"), "shape", None), *batch)
-                    step = monitor._number + 1
-                    calm = source.calm.get(sizes)
-                    if calm is not None and step in calm.steps:
-                        seen.kind, seen.factor = calm.kind, calm.factor
-                    else:
-                        kind = seen.kind = model.classify(batch)
-                        if step not in source.settled.get(kind, ()) and source.wants(step, kind, monitor._frequency):
-                            monitor._start_measuring(seen, source)
-                        elif kind in source.settled and model.is_told_by(sizes):
-                            source.keep_calm(sizes, kind)
+            source = model.source  # None but of the first model
+            if source is not None and source.measures and seen.kind is None and not seen.is_given:
+                batch = model.name_inputs(args, kwargs) if args else kwargs
+                sizes = (getattr(batch.get("input_ids"), "shape", None), *batch)
+                calm = source.calm.get(sizes)
+                if calm is not None and calm[0] <= monitor._number + 1 < calm[1]:
+                    seen.kind, seen.factor = calm[2], calm[3]
+                else:
+                    monitor._ask_source(seen, source, batch, sizes)
         except Exception as error:
             monitor._fail("before_forward", error)
 

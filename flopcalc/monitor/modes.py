@@ -46,12 +46,9 @@ class Factor(NamedTuple):
 _ESTIMATE = Factor(1.0, "estimate")
 
 
-class Calm(NamedTuple):
-    """Steps that are not to be measured."""
-
-    steps: range
-    kind: Hashable
-    factor: Factor
+# Steps that are not to be measured, from one number to below another, their workload class and factor. A plain tuple:
+# one is taken apart in every step.
+Calm = tuple[int, int, Hashable, Factor]
 
 
 # --- Sources ----------------------------------------------------------------------------------------------------------
@@ -81,7 +78,8 @@ class Source:
         """Batches of these sizes are of this workload class, whose steps are settled."""
         if len(self.calm) >= _MOST_SIZES:
             self.calm.clear()
-        self.calm[sizes] = Calm(self.settled[kind], kind, self.factor(kind))
+        steps = self.settled[kind]
+        self.calm[sizes] = (steps.start, steps.stop, kind, self.factor(kind))
 
     def wants(self, step: int, kind: Hashable, frequency: int) -> bool:  # noqa: ARG002 - what the others need
         """Whether this step is to be measured; on the hot path."""

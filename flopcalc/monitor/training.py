@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -323,9 +323,7 @@ class TrainingMonitor(PassCalls):
         if isinstance(batch, Mapping) and is_readable:
             trained, source = self._trained, self._trained.source
             if seen.kind is None and source is not None and source.measures:
-                seen.kind = trained.classify(batch)
-                if source.wants(self._number + 1, seen.kind, self._frequency):
-                    self._start_measuring(seen, source)
+                self._ask_source(seen, source, batch)
             seen.batches.append((trained, trained.take(batch, self._device, seen)))
             if seen.is_measured:
                 seen.live_batches.append(batch)
@@ -378,7 +376,10 @@ class TrainingMonitor(PassCalls):
                 device.marked.append(entry)
         else:
             entry.is_past = True
-        self._digester.add(entry)
+        entries = self._digester.entries
+        if len(entries) == entries.maxlen:
+            self._digester.drop_oldest()
+        entries.append(entry)
         if self._messages.pending:
             self._messages.warn_pending()
 
@@ -391,6 +392,15 @@ class TrainingMonitor(PassCalls):
         self._hand_over(entry)
 
     # --- Steps that are measured ------------------------------------------------------------------------------------
+
+    def _ask_source(self, seen: SeenStep, source: Source, batch: Mapping[str, Any], sizes: Hashable = None) -> None:
+        """Whether this step is to be measured; if batches of these sizes are not for a while, that is kept."""
+        step, kind = self._number + 1, self._trained.classify(batch)
+        seen.kind = kind
+        if step not in source.settled.get(kind, ()) and source.wants(step, kind, self._frequency):
+            self._start_measuring(seen, source)
+        elif kind in source.settled and self._trained.is_told_by(sizes):
+            source.keep_calm(sizes, kind)
 
     def _start_measuring(self, seen: SeenStep, source: Source) -> None:
         """Before the first forward pass of a step that is to be measured."""

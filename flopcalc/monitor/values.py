@@ -42,17 +42,16 @@ def find_whole(tensor: Any) -> Any:
 
 
 class Held:
-    """A value on the device, until it is copied."""
+    """A value on the device, until it is copied. Its maker fills it in: a call of __init__ would be paid for too."""
 
     __slots__ = ("copy", "entry", "name", "place", "tensor", "version")
 
-    def __init__(self, name: str, tensor: Any, version: int, place: int, entry: Entry) -> None:
-        self.name = name
-        self.tensor = tensor
-        self.version = version  # autograd's count of the writes into it
-        self.place = place
-        self.entry = entry
-        self.copy: Any = None  # None: it has not arrived, or was overwritten before
+    name: str
+    tensor: Any
+    version: int  # autograd's count of the writes into it
+    place: int  # in memory
+    entry: Entry
+    copy: Any  # None: it has not arrived, or was overwritten before
 
     def is_unchanged(self) -> bool:
         try:
@@ -155,7 +154,9 @@ class Values:
                 other.version = -1
                 self._refuse(other)
             return self._take_now(name, tensor, holder)
-        held = Held(name, tensor.detach() if tensor.requires_grad else tensor, version, place, holder)
+        held = Held()
+        held.name, held.version, held.place, held.entry, held.copy = name, version, place, holder, None
+        held.tensor = tensor.detach() if tensor.requires_grad else tensor
         self._places[place] = held
         self.held.append(held)
         holder.held += 1
