@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.recipe.numbers import FormatOptions
-from flopcalc.core.recipe.recipe import join_recipe
+from flopcalc.core.recipe.recipe import Lora, Recipe, join_recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.data import apply_launch
 from flopcalc.errors import ConfigError, WorkloadError, format_value
@@ -39,7 +39,8 @@ Degree: TypeAlias = int | Sequence[int] | None
 
 
 def plan(
-    model: Any = None, workload: Workload | None = None, *, recipe: Any = None, lora: Any = None,
+    model: Any = None, workload: Workload | None = None, *, recipe: Recipe | Mapping[str, object] | None = None,
+    lora: Lora | Mapping[str, object] | str | None = None,
     compute: str | None = None, weights: str | None = None, autocast: bool | str | None = None,
     spec: str | os.PathLike[str] | None = None, model_type: str | None = None, head: str | None = None,
     mtp: int | bool | None = None, launch: Any = None,
@@ -298,7 +299,7 @@ def choose_batch(gpus: int, tokens: int) -> int:
     return max(1, round(wanted / (unit * even))) * unit * even
 
 
-def _listed(value: Any) -> Sequence[int | str]:
+def _listed(value: int | str | Iterable[int | str]) -> Sequence[int | str]:
     return (
         tuple(check_items(value, "a degree"))
         if isinstance(value, Iterable) and not isinstance(value, str)

@@ -165,8 +165,8 @@ class _Reader:
         self.masks = list_masks(transformers)
         self.notes: dict[str, None] = {}
         self.stand_in: StandIn | None = None  # whose operators the modules of a model that was not recorded borrow
-        self.rows: dict[tuple[Any, ...], int] = {}
-        self.saved: dict[tuple[Any, ...], int] = {}
+        self.rows: dict[tuple[str, str, str, str, int, int, bool], int] = {}  # an operator without its count
+        self.saved: dict[tuple[str, str, int, bool], int] = {}
         self.features = list_features(estimator, load)
         self.calls = load.seq if load.phase == "decode" else 1
         self.has_images = bool(load.all_grids)

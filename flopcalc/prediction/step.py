@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.estimate.estimate import Estimate, Estimator, check_tokens
-from flopcalc.core.estimate.utilization import hfu, mfu
+from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.recipe.numbers import FormatOptions
-from flopcalc.core.recipe.recipe import join_recipe
+from flopcalc.core.recipe.recipe import Lora, Recipe, join_recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.data import apply_launch
 from flopcalc.errors import (
@@ -166,10 +167,10 @@ def predict(
     execution: Execution | None = None,
     compiled: bool = False,
     attention_kernel: str = "auto",
-    recipe: Mapping[str, Any] | Any = None,
-    lora: Any = None,
+    recipe: Recipe | Mapping[str, object] | None = None,
+    lora: Lora | Mapping[str, object] | str | None = None,
     recompute: str | None = None,
-    spec: Any = None,
+    spec: str | os.PathLike[str] | None = None,
     model_type: str | None = None,
     head: str | None = None,
     mtp: int | bool | None = None,
@@ -491,7 +492,7 @@ def _add_memory(prediction: Prediction, memory: Memory, device: Device) -> Predi
     return prediction._replace(memory=memory, fits=False, capacity=capacity, notes=(note, *prediction.notes))
 
 
-def _share(found: Any) -> float:
+def _share(found: Utilization) -> float:
     return float(found.value) if found.value is not None else math.nan
 
 

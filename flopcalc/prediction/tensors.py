@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flopcalc.core.count.products import Block, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Dropout, Op, Stage, iterate, join
 from flopcalc.core.recipe.formats import find_computed
-from flopcalc.core.workload.sums import Either, InDecoder, Pairs
+from flopcalc.core.workload.sums import Either, InDecoder, Pairs, Sum
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import RecipeError, format_nearest, format_value
 from flopcalc.prediction.operators import Operator, Operators, Saved
@@ -120,7 +120,7 @@ class Step:
         self.attention = "eager" if is_eager else "sdpa"
         self.has_cudnn = attention in ("sdpa", "auto", "cudnn") and not self.is_fused
         self.joined: set[str] = set()  # stages whose attention reads queries that a concatenation made
-        self.values: dict[Any, int] = {}
+        self.values: dict[Sum, int] = {}
         # PEFT keeps adapters in float32 beside a half-precision model.
         self.has_adapters = estimator.recipe.lora is not None or bool(estimator.recipe.adapters)
         adapter = estimator.formats.adapter

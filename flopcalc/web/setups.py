@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ SPELLED = (
     "logits",
     "sampling_steps",
 )
-_bound: dict[tuple[Any, ...], Estimator] = {}
+_bound: dict[tuple[Hashable, ...], Estimator] = {}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
@@ -96,7 +96,7 @@ class TracedEstimator(Estimator):
         self.head, self.renamed = str(name_head(source)), None
         self._totals: dict[tuple[str, bool], tuple[tuple[Fraction, ...], ...]] = {}
         self._retrace = retrace  # at other sizes of axes that were not solved for; None: the module is not at hand
-        self._siblings: dict[tuple[Any, ...], TracedEstimator] = {}
+        self._siblings: dict[tuple[Hashable, ...], TracedEstimator] = {}
         kinds = {kind for axes in traced.axes.values() for kind in axes if isinstance(kind, str)}
         self._has_length = not traced.axes or "n" in kinds or bool(traced.visual)
         empty: dict[str, Any] = {name: {} for name in Spec._names}

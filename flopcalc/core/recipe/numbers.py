@@ -253,10 +253,10 @@ def _list_names(op: Weighted, path: str) -> tuple[str, ...]:
 class FormatOptions(Value):
     """What a user says about formats."""
 
-    compute: Any = None  # of products
-    weights: Any = None  # of linear layers' weights
-    kv_cache: Any = None
-    autocast: Any = None  # True: to bf16
+    compute: object = None  # of products
+    weights: object = None  # of linear layers' weights
+    kv_cache: object = None
+    autocast: object = None  # True: to bf16
 
 
 class Live(NamedTuple):

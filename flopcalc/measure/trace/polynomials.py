@@ -185,7 +185,7 @@ def trace_module(
     *,
     phases: Sequence[str] = ("train", "forward"),
     dims: Mapping[str, Sequence[str | None]] | None = None,
-    compute: str | None = None,
+    compute: object = None,
     max_length: int | None = None,
 ) -> TracedEstimator:
     """The estimator of any torch module: `example_batch` holds its keyword arguments, at any small size.
