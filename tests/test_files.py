@@ -79,7 +79,7 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 
-CASES = [(reader, kind) for reader in READERS for kind in KINDS if (reader, kind) != ("journal", make_folder)]
+CASES = [(reader, kind) for reader in READERS for kind in KINDS]
 
 
 @pytest.mark.parametrize(("reader", "kind"), CASES)

@@ -21,6 +21,5 @@ class Impatient(Local):
         if not self._has_ended_one and self._mark.exists():
             self._has_ended_one = True
             for run in self.running:
-                assert run.worker is not None
                 run.worker.deadline_s = 0.0
         return super().wait(timeout_s)

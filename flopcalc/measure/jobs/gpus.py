@@ -43,9 +43,7 @@ def _choose(gpus: Sequence[Gpu], slots: int | None) -> Sequence[Gpu]:
         if slots > len(gpus):
             raise LauncherError(f"slots = {slots} is more than the GPUs found here ({len(gpus)}): one process each")
         return sorted(gpus, key=lambda gpu: gpu.is_busy is True)[:slots]
-    if len(gpus) == 1 and gpus[0].is_busy is None:
-        return gpus
-    if any(gpu.is_busy is None for gpu in gpus):
+    if len(gpus) > 1 and any(gpu.is_busy is None for gpu in gpus):
         raise LauncherError(
             f"cannot find out which of the {len(gpus)} GPUs are free without NVML: pip install nvidia-ml-py, or say "
             "how many to use anyway (slots)"
@@ -59,35 +57,27 @@ def _choose(gpus: Sequence[Gpu], slots: int | None) -> Sequence[Gpu]:
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs that CUDA would show to this process; nothing is allocated on any of them."""
+    """The GPUs that CUDA shows to this process; nothing is allocated on any of them."""
+    count = count_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = None if visible is None else [name.strip() for name in visible.split(",")]
     try:
         nvml = import_module("pynvml")
         nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        uuids = [
+            nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(nvml.nvmlDeviceGetCount())
+        ]
     except Exception:  # no library or no driver: CUDA knows how many there are, not who uses them
-        count = count_gpus()
-        return [Gpu(name, None) for name in (names or list(map(str, range(count))))[:count]]
-    found: dict[str, Gpu] = {}
-    for name in uuids if names is None else names:  # a number may mean different GPUs to NVML and CUDA, a UUID not
-        whole = [uuid for uuid in uuids if name.startswith("GPU-") and uuid.startswith(name)]
-        try:
-            if name.isdigit():
-                handle = nvml.nvmlDeviceGetHandleByIndex(int(name))
-            else:
-                handle = nvml.nvmlDeviceGetHandleByUUID(whole[0] if len(whole) == 1 else name)
-        except nvml.NVMLError:
-            break  # CUDA shows the GPUs before it
-        if name in found:
-            break
-        found[name] = Gpu(name, _is_busy(nvml, handle))
-    return list(found.values())
+        nvml, uuids = None, list(map(str, range(count)))
+    # By default UUIDs: a number may mean different GPUs to NVML and to CUDA.
+    names = uuids if visible is None else [name.strip() for name in visible.split(",")]
+    return [Gpu(name, None if nvml is None else _is_busy(nvml, name, uuids)) for name in names[:count]]
 
 
-def _is_busy(nvml: Any, handle: Any) -> bool:
+def _is_busy(nvml: Any, name: str, uuids: Sequence[str]) -> bool:
+    uuid = next((uuid for uuid in uuids if uuid.startswith(name)), name)  # CUDA takes the start of one
     try:
+        is_number = name.isdigit()
+        handle = nvml.nvmlDeviceGetHandleByIndex(int(name)) if is_number else nvml.nvmlDeviceGetHandleByUUID(uuid)
         return bool(nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     except nvml.NVMLError:  # not available in some containers
         return False

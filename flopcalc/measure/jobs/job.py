@@ -1,27 +1,19 @@
-"""What the runner, the launchers and the workers exchange: jobs and tasks in, results out."""
+"""What the runner, the launchers and the workers exchange: jobs in, results out."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.errors import FlopcalcError
 
 Json = dict[str, Any]
-# Journals name a job's function by the path it had when they were first written: module now -> then.
-_FIRST_PATHS = {
-    "flopcalc.measure.calibrate.provenance": "flopcalc.measure.provenance",
-    "flopcalc.measure.calibrate.tables.attention": "flopcalc.measure.tables.attention",
-    "flopcalc.measure.calibrate.tables.counts": "flopcalc.measure.tables.counts",
-    "flopcalc.measure.calibrate.tables.gemm": "flopcalc.measure.tables.gemm",
-    "flopcalc.measure.calibrate.tables.memory": "flopcalc.measure.tables.memory",
-    "flopcalc.measure.calibrate.tables.steps": "flopcalc.measure.tables.steps",
-    "flopcalc.measure.predictor.host_calls": "flopcalc.measure.calls",
-    "flopcalc.measure.predictor.runs": "flopcalc.measure.tables.runs",
-    "flopcalc.measure.predictor.single_calls": "flopcalc.measure.alone",
-}
+# Journals name a job's function by the path that it had when they were first written.
+_MOVED = re.compile(r"^flopcalc\.measure\.(calibrate\.tables|predictor)\.")
+_FIRST_PATH = "flopcalc.measure.tables."
 
 
 class RunnerError(FlopcalcError):
@@ -48,18 +40,8 @@ class Job(NamedTuple):
 
     def key(self, row: str) -> str:
         """Identifies the question of a row; a journal's result with another key is not used."""
-        module, _, function = self.call.partition(":")
-        call = f"{_FIRST_PATHS.get(module, module)}:{function}"
-        text = json.dumps([call, self.args, self.rows[row]], sort_keys=True)
+        text = json.dumps([_MOVED.sub(_FIRST_PATH, self.call), self.args, self.rows[row]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-class Task(NamedTuple):
-    """A job as a launcher gets it: the rows to run, and the log file of its process."""
-
-    job: Job
-    rows: tuple[str, ...]
-    log: str
 
 
 class Result(NamedTuple):
@@ -85,5 +67,5 @@ def make_result(job: Job, row: str, answer: Json, seconds: float) -> Result:
 
 
 def make_failure(reason: str, detail: str) -> Json:
-    """The answer for a row, or for a task, that no worker answered."""
+    """The answer for a row, or for a job, that no worker answered."""
     return {"status": "failed", "reason": reason, "detail": detail, "ends": True}

@@ -33,8 +33,8 @@ class Journal:
             if fresh:
                 with suppress(FileNotFoundError):
                     os.unlink(self.path)
-            is_new = not os.path.exists(self.path) or os.path.isdir(self.path)
-            end = self._read(b"" if is_new else read_bytes(self.path, MAX_LOG_BYTES, RunnerError), identity)
+            is_there = os.path.exists(self.path)
+            end = self._read(read_bytes(self.path, MAX_LOG_BYTES, RunnerError) if is_there else b"", identity)
             self._file = open(self.path, "ab")  # noqa: SIM115 - see close
             self._file.truncate(end)
         except OSError as error:
@@ -72,17 +72,13 @@ class Journal:
 
     def append(self, result: Result) -> None:
         self._write(result._asdict())
-        self.results.append(result)
 
     def _write(self, entry: Json) -> None:
-        end = self._file.seek(0, os.SEEK_END)
         try:
             self._file.write(json.dumps(entry).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            with suppress(OSError):
-                self._file.truncate(end)
             self.close()
             raise RunnerError(
                 f"{self.path}: {describe_error(error)}; the rows before it are kept, run again to go on"

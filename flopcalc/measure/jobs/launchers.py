@@ -1,4 +1,4 @@
-"""Where the tasks of a run are executed, and how many at once: on this machine, on Ray, on Slurm."""
+"""Where the jobs of a run are executed, and how many at once: on this machine, on Ray, on Slurm."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib import import_module
 from inspect import signature
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from flopcalc.data import describe_install
 from flopcalc.errors import format_nearest, format_value
 from flopcalc.measure.jobs.gpus import LauncherError, make_environments
-from flopcalc.measure.jobs.job import Job, Json, Result, Task, make_failure, make_result
+from flopcalc.measure.jobs.job import Job, Json, Result, make_failure, make_result
 from flopcalc.measure.jobs.journal import make_folder
-from flopcalc.measure.jobs.process import TaskRun, wait_for
+from flopcalc.measure.jobs.process import JobRun
 
 POLL_S = 0.25
-_MAX_LOSSES = 3  # a task whose machine fails this often is likely the cause
+_MAX_LOSSES = 3  # a job whose machine fails this often is likely the cause
+_SLURM_STATES = {"OUT_OF_ME": "oom", "TIMEOUT": "timeout"}  # how they begin, and the reason of the failure
 _LOG_BYTES = 1 << 20  # of a log that comes back from another machine
 
 
@@ -37,27 +39,22 @@ class Local:
     def __init__(self, slots: int | None = 1, device: str = "cpu") -> None:
         self._asked = slots, device
         self._free: list[dict[str, str]] = []  # environments
-        self._is_due = False  # a run has more to do than to wait
-        self.running: dict[TaskRun, dict[str, str]] = {}
+        self.running: dict[JobRun, dict[str, str]] = {}
         self.slots = 1
 
     def open(self, _folder: str) -> None:
         self._free = make_environments(*self._asked)
         self.slots = len(self._free)
 
-    def start(self, task: Task) -> None:
+    def start(self, job: Job, log: str) -> None:
         variables = self._free.pop(0)
-        self.running[TaskRun(task, variables)] = variables
-        self._is_due = True
+        self.running[JobRun(job, log, variables)] = variables
 
     def wait(self, timeout_s: float) -> Iterator[Result]:
         """The new results; ends after the timeout if there are none."""
-        wait_for(self.running, 0 if self._is_due else timeout_s)
-        self._is_due = False
+        connection.wait([run.worker.channel for run in self.running], timeout_s)
         for run in list(self.running):
-            for result in run.advance():
-                self._is_due = True
-                yield result
+            yield from run.advance()
             if run.is_done:
                 self._free.append(self.running.pop(run))
 
@@ -68,50 +65,44 @@ class Local:
 
     def close(self) -> None:
         """End everything at once."""
-        for run in self.running:
-            run.kill()  # all of them, before waiting for each
         while self.running:
             self.running.popitem()[0].close()
 
 
 # --- other machines ---------------------------------------------------------------------------------------------------
-def run_task(task: Json) -> Json:
-    """What Ray and Slurm execute: one task in a local process; its results and its log come back."""
+def run_job(job: Job) -> Json:
+    """What Ray and Slurm execute: one job in a local process; its results and its log come back."""
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="flopcalc-") as folder:
         log = os.path.join(folder, "log")
-        local = Local()
-        local.open(folder)
-        try:
-            local.start(Task(Job(**task["job"]), tuple(task["rows"]), log))
-            while local.running:
-                results += local.wait(POLL_S)
-        finally:
-            local.close()
+        with closing(JobRun(job, log, {})) as run:
+            while not run.is_done:
+                connection.wait([run.worker.channel], POLL_S)
+                results += run.advance()
         with open(log, "rb") as file:
             file.seek(max(0, os.path.getsize(log) - _LOG_BYTES))
             text = file.read().decode("utf-8", "replace")
-    return {"results": [result._asdict() for result in results], "log": text}
+    return {"results": results, "log": text}
 
 
 class Remote:
-    """What Ray and Slurm share: a task is sent as plain data, run by run_task there, and answered as a whole."""
+    """What Ray and Slurm share: a job is sent as plain data, run by run_job there, and answered as a whole."""
 
     def __init__(self, slots: int | None) -> None:
         self._limit = slots or sys.maxsize
-        self.running: dict[Any, tuple[Task, float]] = {}  # handle -> task, when it was sent
+        self.running: dict[Any, tuple[Job, str, float]] = {}  # handle -> job, its log, when it was sent
         self._losses: Counter[str] = Counter()
         self._is_stopping = False
 
     def open(self, folder: str) -> None:
         raise NotImplementedError
 
-    def _send(self, task: Task, data: Json) -> Any:
-        """Hand the task over; returns a handle."""
+    def _send(self, job: Job) -> Any:
+        """Hand the job over; returns a handle."""
         raise NotImplementedError
 
     def _fetch(self, handle: object) -> Json | None:
-        """What run_task returned, or a failure; None while it runs."""
+        """What run_job returned, or a failure; None while it runs."""
         raise NotImplementedError
 
     def _cancel(self, handle: object) -> None:
@@ -121,37 +112,33 @@ class Remote:
     def slots(self) -> int:
         return self._limit  # as many as the cluster runs at once
 
-    def start(self, task: Task) -> None:
-        job = task.job._asdict()
-        plain = {name: dict(job[name]) for name in ("rows", "env", "where")}
-        handle = self._send(task, {"job": {**job, **plain}, "rows": list(task.rows)})
-        self.running[handle] = task, time.monotonic()
+    def start(self, job: Job, log: str) -> None:
+        self.running[self._send(job)] = job, log, time.monotonic()
 
     def wait(self, timeout_s: float) -> Iterator[Result]:
-        answers = {handle: self._fetch(handle) for handle in self.running}
-        if not any(answers.values()):
+        answers = {handle: answer for handle in self.running if (answer := self._fetch(handle))}
+        if not answers:
             time.sleep(timeout_s)
         for handle, answer in answers.items():
-            if answer is not None:
-                yield from self._collect(*self.running.pop(handle), answer)
+            yield from self._collect(*self.running.pop(handle), answer)
 
-    def _collect(self, task: Task, sent_s: float, answer: Json) -> list[Result]:
+    def _collect(self, job: Job, log: str, sent_s: float, answer: Json) -> list[Result]:
         try:
-            with open(task.log, "a", encoding="utf-8") as log:
-                log.write(answer["log"] if "log" in answer else f"{answer['reason']}: {answer['detail']}\n")
+            with open(log, "a", encoding="utf-8") as file:
+                file.write(answer["log"] if "log" in answer else f"{answer['reason']}: {answer['detail']}\n")
         except OSError as error:
-            raise LauncherError(f"{task.log}: {error.strerror}; what was done is kept, run again to go on") from None
+            raise LauncherError(f"{log}: {error.strerror}; what was done is kept, run again to go on") from None
         if "results" in answer:
-            return [Result(**result) for result in answer["results"]]
+            return list(answer["results"])
         if answer["reason"] == "worker lost":  # its machine failed: nothing is known about the rows
-            self._losses[task.job.id] += 1
+            self._losses[job.id] += 1
             if self._is_stopping:
                 return []
-            if self._losses[task.job.id] < _MAX_LOSSES:
-                self.start(task)
+            if self._losses[job.id] < _MAX_LOSSES:
+                self.start(job, log)
                 return []
             answer = {**answer, "detail": f"lost {_MAX_LOSSES} times, last: {answer['detail']}"}
-        return [make_result(task.job, row, answer, time.monotonic() - sent_s) for row in task.rows]
+        return [make_result(job, row, answer, time.monotonic() - sent_s) for row in job.rows]
 
     def stop(self) -> None:
         self._is_stopping = True
@@ -164,7 +151,7 @@ class Remote:
 
 
 class Ray(Remote):
-    """Tasks on a Ray cluster; Ray chooses the node."""
+    """Jobs on a Ray cluster; Ray chooses the node."""
 
     def __init__(
         self, slots: int | None = None, cpus: int = 1, gpus: int | None = None, ray_address: str = "auto"
@@ -176,12 +163,9 @@ class Ray(Remote):
     def open(self, folder: str) -> None:  # noqa: ARG002
         ray = self._ray = _import("ray", "ray")
         if not ray.is_initialized():
-            options: Json = {"address": self._address, "log_to_driver": False, "logging_level": "ERROR"}
-            if self._address == "local":
-                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-                options["include_dashboard"] = False
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             try:
-                ray.init(**options)
+                ray.init(address=self._address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
             except (OSError, RuntimeError, ValueError) as error:
                 raise LauncherError(
                     f"no Ray cluster at address {format_value(self._address)}: {_shorten(error)}. Start one "
@@ -190,10 +174,10 @@ class Ray(Remote):
             self._is_mine = True
         if self._gpus is None:
             self._gpus = 1 if ray.cluster_resources().get("GPU") else 0
-        # No retries by Ray: it would repeat a task that runs out of memory without end.
+        # No retries by Ray: it would repeat a job that runs out of memory without end.
         self._run = ray.remote(
             num_cpus=self._cpus, num_gpus=self._gpus, max_retries=0, scheduling_strategy="SPREAD"
-        )(run_task)  # fmt: skip
+        )(run_job)  # fmt: skip
 
     @property
     def slots(self) -> int:
@@ -207,8 +191,8 @@ class Ray(Remote):
             )
         return min(self._limit, sum(rooms))
 
-    def _send(self, task: Task, data: Json) -> Any:
-        return self._run.options(name=task.job.id).remote(data)
+    def _send(self, job: Job) -> Any:
+        return self._run.options(name=job.id).remote(job)
 
     def _fetch(self, handle: object) -> Json | None:
         if not self._ray.wait([handle], timeout=0)[0]:
@@ -219,7 +203,7 @@ class Ray(Remote):
             return answer
         except errors.RayError as error:
             is_oom = isinstance(error, errors.OutOfMemoryError)
-            raised = isinstance(error, errors.RayTaskError)  # by run_task: flopcalc is missing there, its disk is full
+            raised = isinstance(error, errors.RayTaskError)  # by run_job: flopcalc is missing there, its disk is full
             return make_failure("oom" if is_oom else "exception" if raised else "worker lost", _shorten(error))
 
     def _cancel(self, handle: object) -> None:
@@ -233,7 +217,7 @@ class Ray(Remote):
 
 
 class Slurm(Remote):
-    """One Slurm job per task, by submitit; its folder must be on a disk that the nodes share."""
+    """One Slurm job per job, by submitit; its folder must be on a disk that the nodes share."""
 
     def __init__(
         self, slots: int | None = None, cpus: int = 1, gpus: int = 1, slurm_folder: str | None = None,
@@ -260,15 +244,15 @@ class Slurm(Remote):
         for file in submitted:
             file.unlink()
 
-    def _send(self, task: Task, data: Json) -> Any:
+    def _send(self, job: Job) -> Any:
         # Twice the start: a worker that dies while it starts is started once more.
-        need_s = 2 * task.job.start_timeout_s + len(task.rows) * task.job.timeout_s
+        need_s = 2 * job.start_timeout_s + len(job.rows) * job.timeout_s
         minutes = self._minutes or int(need_s // 60) + 5
-        self._executor.update_parameters(name=task.job.id, timeout_min=minutes, **self._parameters)
+        self._executor.update_parameters(name=job.id, timeout_min=minutes, **self._parameters)
         try:
-            return self._executor.submit(run_task, data)
+            return self._executor.submit(run_job, job)
         except Exception as error:  # with the words of sbatch
-            raise LauncherError(f"Slurm refused {task.job.id}: {_shorten(error)}") from None
+            raise LauncherError(f"Slurm refused {job.id}: {_shorten(error)}") from None
 
     def _fetch(self, handle: Any) -> Json | None:
         if not handle.done():
@@ -277,15 +261,13 @@ class Slurm(Remote):
         state = handle.state.upper()
         if error is None:
             answer: Json = handle.result()
-        elif handle.paths.result_pickle.exists():  # run_task itself raised, or a signal of Slurm ended it
+        elif handle.paths.result_pickle.exists():  # run_job itself raised, or a signal of Slurm ended it
             answer = make_failure("exception", _shorten(error))
-        elif state.startswith("OUT_OF_ME"):
-            answer = make_failure("oom", f"Slurm job {handle.job_id}: {state}")
-        elif state.startswith("TIMEOUT"):
-            answer = make_failure("timeout", f"Slurm job {handle.job_id} reached its time limit")
         else:
-            self._cancel(handle)  # Slurm may queue it again by itself: it would run twice
-            answer = make_failure("worker lost", f"Slurm job {handle.job_id} ended without a result: {state}")
+            reason = next((reason for word, reason in _SLURM_STATES.items() if state.startswith(word)), "worker lost")
+            answer = make_failure(reason, f"Slurm job {handle.job_id} ended without a result: {state}")
+            if reason == "worker lost":
+                self._cancel(handle)  # Slurm may queue it again by itself: it would run twice
         handle.paths.submitted_pickle.unlink(missing_ok=True)
         return answer
 
@@ -298,12 +280,6 @@ class Slurm(Remote):
         for job in [job for job in self.running if job.state.upper() == "PENDING"]:
             del self.running[job]
             self._cancel(job)
-
-    def close(self) -> None:
-        jobs = list(self.running)
-        super().close()
-        while self._cluster == "local" and not all(job.done() for job in jobs):
-            time.sleep(0.05)  # these are child processes: none is left behind
 
 
 Launcher = Local | Remote
@@ -328,8 +304,6 @@ def make_launcher(name: str = "local", *, device: str = "auto", **options: Any) 
             )
         if option in _LEAST and value < _LEAST[option]:
             raise LauncherError(f"{option} = {value} must be at least {_LEAST[option]}")
-    if given.get("slurm_cluster", "slurm") not in ("slurm", "local"):
-        raise LauncherError(f"slurm_cluster = {format_value(given['slurm_cluster'])} is not one of slurm, local")
     if name == "local":
         return Local(given.get("slots"), device)
     if device == "cpu" and given.setdefault("gpus", 0):

@@ -12,12 +12,12 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
-from flopcalc.measure.jobs.job import Job, Json, Result, RowError, RunnerError, Task
+from flopcalc.measure.jobs.job import Job, Json, Result, RowError, RunnerError
 from flopcalc.measure.jobs.journal import Journal, lock_folder, make_folder
 from flopcalc.measure.jobs.launchers import POLL_S, Launcher, Local
 from flopcalc.measure.jobs.progress import Progress
@@ -51,59 +51,56 @@ def run_jobs(
     launcher = launcher or Local()
     show = progress or Progress(None)
     log_files = _name_logs(jobs)
-    with lock_folder(folder), closing(Journal(folder, identity or {}, fresh)) as journal, _Signals() as signals:
+    with (
+        lock_folder(folder),
+        closing(Journal(folder, identity or {}, fresh)) as journal,
+        _catch_signals() as stops,
+        closing(launcher),
+    ):
         stored = {(result.job, result.row): result for result in journal.results}
         known: dict[tuple[str, str], Result] = {}
-        tasks: deque[Task] = deque()
+        left: deque[Job] = deque()
         for job in jobs:
             for row in job.rows:
                 result = stored.get((job.id, row))
                 if result and result.key == job.key(row) and (result.is_ok or not retry_failed):
                     known[job.id, row] = result
-            if rows := tuple(row for row in job.rows if (job.id, row) not in known):
-                tasks.append(Task(job, rows, os.path.join(logs, log_files[job.id])))
+            if rows := {row: job.rows[row] for row in job.rows if (job.id, row) not in known}:
+                left.append(job._replace(rows=rows))
+        if left:  # a finished run opens no cluster and touches no device
+            make_folder(logs)
+            launcher.open(folder)
+        show.begin(jobs, known, min(launcher.slots, len(left)) if left else 1)
         new: list[Result] = []
 
-        def keep(result: Result) -> None:
-            journal.append(result)
-            known[result.job, result.row] = result
-            new.append(result)
-            show.note(result)
-            if on_result is not None:
-                on_result(result)
+        def stop_if_asked() -> None:
+            if stops:
+                stops.clear()
+                left.clear()
+                launcher.stop()
+                show.say("stopping after what runs now; Ctrl-C again stops at once. What is done is kept.")
 
         try:
-            if tasks:  # a finished run opens no cluster and touches no device
-                make_folder(logs)
-                launcher.open(folder)
-            show.begin(jobs, known, min(launcher.slots, len(tasks)) if tasks else 1)
-            try:
-                _run_tasks(tasks, launcher, signals, show, keep)
-            finally:
-                show.end()
+            while left or launcher.running:
+                stop_if_asked()
+                while left and len(launcher.running) < launcher.slots:
+                    job = left.popleft()
+                    show.start(job.id)
+                    launcher.start(job, os.path.join(logs, log_files[job.id]))
+                show.tick()
+                for result in launcher.wait(POLL_S):
+                    journal.append(result)
+                    new.append(result)
+                    show.note(result)
+                    if on_result is not None:
+                        on_result(result)
+                    stop_if_asked()  # before the next row begins
         finally:
-            launcher.close()
+            show.end()
+    known |= {(result.job, result.row): result for result in new}
     results = tuple(known[job.id, row] for job in jobs for row in job.rows if (job.id, row) in known)
     stopped = len(results) < sum(len(job.rows) for job in jobs)
     return Outcome(results, stopped, len(new), frozenset(result.job for result in new))
-
-
-def _run_tasks(
-    tasks: deque[Task], launcher: Launcher, signals: _Signals, progress: Progress, keep: Callable[[Result], None]
-) -> None:
-    is_stopping = False
-    while tasks or launcher.running:
-        if signals.is_stop_asked and not is_stopping:
-            is_stopping = True
-            tasks.clear()
-            launcher.stop()
-            progress.say("stopping after what runs now; Ctrl-C again stops at once. What is done is kept.")
-        while tasks and len(launcher.running) < launcher.slots:
-            progress.start(tasks[0].job.id)
-            launcher.start(tasks.popleft())
-        progress.tick()
-        for result in launcher.wait(POLL_S):
-            keep(result)
 
 
 def _name_logs(jobs: Sequence[Job]) -> dict[str, str]:
@@ -117,29 +114,26 @@ def _name_logs(jobs: Sequence[Job]) -> dict[str, str]:
     return {job: log for log, job in owners.items()}
 
 
-class _Signals:
-    """Ctrl-C once: stop after what runs. Ctrl-C twice, SIGTERM, SIGHUP: stop now and end what runs."""
+@contextmanager
+def _catch_signals() -> Iterator[list[int]]:
+    """Ctrl-C once: it is in the list, to stop after what runs. Ctrl-C twice, SIGTERM, SIGHUP: end what runs now."""
+    caught: list[int] = []
 
-    def __init__(self) -> None:
-        self.is_stop_asked = False
-        self._previous: dict[int, Any] = {}
+    def note(number: int, _frame: FrameType | None) -> None:
+        caught.append(number)
+        signal.signal(number, signal.default_int_handler)
 
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._stop)
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is signal.SIG_DFL:  # else nohup's choice, or the program's own
-                    self._previous[number] = signal.signal(number, self._end)
-        return self
-
-    def _stop(self, _number: int, _frame: FrameType | None) -> None:
-        if self.is_stop_asked:
-            raise KeyboardInterrupt
-        self.is_stop_asked = True
-
-    def _end(self, number: int, _frame: FrameType | None) -> None:
+    def leave(number: int, _frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        previous[signal.SIGINT] = signal.signal(signal.SIGINT, note)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # else nohup's choice, or the program's own
+                previous[number] = signal.signal(number, leave)
+    try:
+        yield caught
+    finally:
+        for number, handler in previous.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""The process of one job: the task on stdin, then row after row over a socket, one JSON line each way."""
+"""The process of one job: the job on stdin, then row after row over a channel: ids in, JSON answers out."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import import_module
+from multiprocessing.connection import Connection
+from pkgutil import resolve_name
 from queue import SimpleQueue
-from typing import Any
 
-from flopcalc.errors import FlopcalcError, format_value
-from flopcalc.measure.jobs.job import Json, RowError, RunnerError
+from flopcalc.errors import FlopcalcError
+from flopcalc.measure.jobs.job import Json, RowError
 
 DETAIL_CHARACTERS = 500
 _PLACE_LINES = 3  # of code, in the detail of an exception
@@ -26,35 +25,37 @@ _PLACE_LINES = 3  # of code, in the detail of an exception
 
 def serve(descriptor: int) -> int:
     """Call the job's function, then measure one row per request until the request is null."""
-    channel = socket.socket(fileno=descriptor)
-    channel.set_inheritable(False)
+    os.set_inheritable(descriptor, False)
+    channel = Connection(descriptor)
+    # A forked copy must not hold it: the runner sees the end of this process by the end of the channel.
+    os.register_at_fork(after_in_child=channel.close)
     requests: SimpleQueue[str | None] = SimpleQueue()
     threading.Thread(target=_listen, args=(channel, requests), daemon=True).start()
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if the machine runs out of memory, the kernel kills this process, not the runner
 
     def send(answer: Json) -> None:
-        channel.sendall(json.dumps(answer).encode() + b"\n")
+        channel.send_bytes(json.dumps(answer).encode())
 
-    task = json.load(sys.stdin)
+    job = json.load(sys.stdin)
     try:
-        measure = load_function(task["call"])(task["args"])
+        measure = resolve_name(job["call"])(job["args"])
     except BaseException as error:
         send(_describe_error(error))
         return 1
     send({"status": "ok"})
     while (row := requests.get()) is not None:
-        answer = _answer(measure, task["rows"][row])
+        answer = _answer(measure, job["rows"][row])
         send(answer)
         if answer.get("ends"):
             break
     return 0
 
 
-def _listen(channel: socket.socket, requests: SimpleQueue[str | None]) -> None:
-    with suppress(OSError), channel.makefile("rb") as lines:
-        for line in lines:
-            requests.put(json.loads(line))
+def _listen(channel: Connection, requests: SimpleQueue[str | None]) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            requests.put(json.loads(channel.recv_bytes()))
     # Only the runner holds the other end: it has ended, so this job ends with everything that it started.
     os.killpg(0, signal.SIGKILL)
 
@@ -67,7 +68,10 @@ def _answer(measure: Callable[[object], object], parameters: object) -> Json:
     except Exception as error:
         answer = _describe_error(error)
         error.__traceback__ = None  # it holds the tensors of the failed row
-    _free_memory()
+    gc.collect()
+    if torch := sys.modules.get("torch"):
+        with suppress(Exception):
+            torch.cuda.empty_cache()
     return answer
 
 
@@ -94,23 +98,6 @@ def _describe_place(error: BaseException) -> str:
         for each in reversed(frames[-_PLACE_LINES:])
     ]
     return f" [{clean_line(' < '.join(lines))[:DETAIL_CHARACTERS]}]" if lines else ""
-
-
-def _free_memory() -> None:
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        with suppress(Exception):
-            torch.cuda.empty_cache()
-
-
-def load_function(call: str) -> Callable[[Any], Any]:
-    """'package.module:function' -> the function."""
-    module, _, name = call.partition(":")
-    function = getattr(import_module(module), name, None)
-    if not callable(function):
-        raise RunnerError(f"job function {format_value(call)} does not exist")
-    return function  # type: ignore[no-any-return]
 
 
 def clean_line(text: str) -> str:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_every_end_of_a_job_is_its_row_alone(tmp_path: Path) -> None:
 
 
 def test_a_kill_by_the_kernel_for_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter([4, 5])
+    counts = chain([4], repeat(5))
     monkeypatch.setattr(process, "_read_oom_kills", lambda: next(counts))
     (result,) = run_jobs([make_job("kill", "kill", tmp_path)], str(tmp_path / "run")).results
     assert result.reason == "oom"
@@ -82,7 +83,7 @@ def test_a_hang_is_killed_with_its_group(tmp_path: Path) -> None:
     wait_gone(pids)
 
 
-def test_a_copy_that_holds_the_socket_hides_no_end(tmp_path: Path) -> None:
+def test_a_forked_copy_hides_no_end(tmp_path: Path) -> None:
     (result,) = run_jobs([make_job("a", "orphan", tmp_path)], str(tmp_path / "run")).results
     assert result.detail == "process ended by SIGKILL (by a person?)"
     wait_gone(read_pids(tmp_path / "a.family"))
@@ -104,7 +105,7 @@ def test_a_worker_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytes
     assert result.data == 7
 
 
-def test_more_than_a_socket_holds_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_a_channel_holds_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_END_S", 0.2)
     ballast = "x" * (1 << 20)
     rows = {"run": {"do": "measure_args", "ballast": ballast}}
@@ -118,13 +119,6 @@ def test_more_than_a_socket_holds_comes_through(tmp_path: Path, monkeypatch: pyt
     assert arrived.data == 2 * ballast
 
 
-def test_an_answer_that_is_none_fails_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    receive = process._Worker._receive
-    monkeypatch.setattr(process._Worker, "_receive", lambda worker: receive(worker) and b"what\n")
-    (result,) = run_jobs([make_job("a", "tell", tmp_path)], str(tmp_path / "run")).results
-    assert result.detail == "worker did not start: the answer of the worker cannot be read: b'what\\n'"
-
-
 def test_a_current_folder_with_files_like_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
@@ -133,16 +127,15 @@ def test_a_current_folder_with_files_like_modules(tmp_path: Path, monkeypatch: p
 
 
 def test_open_files_do_not_add_up(tmp_path: Path) -> None:
-    # itemgetter("value") is a function of one row: a child that imports nothing.
-    jobs = [Job(f"j{i}", "operator:itemgetter", "value", {"run": {"value": i}}) for i in range(8)]  # type: ignore[arg-type]
+    jobs = [make_job(f"j{i}", "value", tmp_path, value=i) for i in range(8)]
     files: list[set[str]] = []
     before = set(os.listdir("/proc/self/fd"))
     outcome = run_jobs(
         jobs, str(tmp_path), launcher=Local(2), on_result=lambda _: files.append(set(os.listdir("/proc/self/fd")))
     )
-    assert [r.data for r in outcome.results] == list(range(8))
+    assert [r.data["value"] for r in outcome.results] == list(range(8))
     assert set(os.listdir("/proc/self/fd")) == before
-    assert max(len(opened - before) for opened in files) <= 2 + 2  # journal, lock, a socket for each of two workers
+    assert max(len(opened - before) for opened in files) <= 2 + 2  # journal, lock, a channel for each of two workers
 
 
 # --- ends of the runner ---------------------------------------------------------------------------------------------
