@@ -34,7 +34,6 @@ class Job(NamedTuple):
     timeout_s: float = 120.0  # for one row
     start_timeout_s: float = 300.0  # for the call itself: imports, building a model
     expected_s: float = 0.0  # for the whole job, used to show the time left; 0: not known
-    env: Mapping[str, str] = {}
     # Passed to the call with `args`, but not part of the key: files that it reads or writes.
     where: Mapping[str, Any] = {}
 

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from io import BytesIO
 
 from flopcalc.errors import format_value
@@ -28,19 +28,15 @@ class Journal:
 
     def __init__(self, folder: str, identity: Json, fresh: bool = False) -> None:
         self.path = os.path.join(folder, "journal.jsonl")
-        self.results: list[Result] = []
-        try:
-            if fresh:
-                with suppress(FileNotFoundError):
-                    os.unlink(self.path)
-            is_there = os.path.exists(self.path)
-            end = self._read(read_bytes(self.path, MAX_LOG_BYTES, RunnerError) if is_there else b"", identity)
-            self._file = open(self.path, "ab")  # noqa: SIM115 - see close
-            self._file.truncate(end)
-        except OSError as error:
-            raise _make_error(self.path, error) from None
-        if not self.results:  # then any identity is fine
-            self._write({"run": identity})
+        self.results: list[Result] = []  # those found
+        if fresh:
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)
+        is_there = os.path.exists(self.path)
+        end = self._read(read_bytes(self.path, MAX_LOG_BYTES, RunnerError) if is_there else b"", identity)
+        self._file = open(self.path, "ab")  # noqa: SIM115 - see close
+        self._file.truncate(end)
+        self._first: list[Json] = [] if self.results else [{"run": identity}]  # written with the first result
 
     def _read(self, data: bytes, identity: Json) -> int:
         """Take the results; returns where the next one is to be written."""
@@ -71,55 +67,44 @@ class Journal:
         return end if self.results else 0
 
     def append(self, result: Result) -> None:
-        self._write(result._asdict())
-
-    def _write(self, entry: Json) -> None:
-        try:
+        for entry in (*self._first, result._asdict()):
             self._file.write(json.dumps(entry).encode() + b"\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            self.close()
-            raise RunnerError(
-                f"{self.path}: {describe_error(error)}; the rows before it are kept, run again to go on"
-            ) from None
+        self._first = []
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError):  # a full disk has been said
             self._file.close()
 
 
 @contextmanager
 def lock_folder(folder: str) -> Iterator[None]:
     """One run per folder; the kernel frees the lock when its process ends, so it is never stale."""
-    path = os.path.join(folder, "lock")
-    with ExitStack() as stack:
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "lock"), "ab+", 0) as file:  # unbuffered: a full disk cannot fail the close
         try:
-            make_folder(folder)
-            file = stack.enter_context(open(path, "ab+", 0))  # unbuffered: a full disk cannot fail the close
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            file.write(str(os.getpid()).encode())
         except BlockingIOError:
             file.seek(0)
             holder = file.read(20).decode("ascii", "replace").strip() or "unknown"
             raise RunnerError(
                 f"{folder} is in use by another run (process {holder}): wait for it, or stop it"
             ) from None
-        except OSError as error:
-            raise _make_error(path, error) from None
+        file.truncate(0)
+        file.write(str(os.getpid()).encode())
         yield
 
 
-def make_folder(path: str) -> None:
+@contextmanager
+def explain_disk_errors(folder: str) -> Iterator[None]:
     try:
-        os.makedirs(path, exist_ok=True)
+        yield
     except OSError as error:
-        raise _make_error(path, error) from None
-
-
-def _make_error(path: str, error: OSError) -> RunnerError:
-    return RunnerError(f"{path}: {describe_error(error)}; choose a folder that can be written to")
+        where, what = error.filename or folder, describe_error(error)
+        raise RunnerError(
+            f"{where}: {what}; make room or choose another folder, and run again: what was done is kept"
+        ) from None
 
 
 def describe_error(error: OSError) -> str:

@@ -21,7 +21,6 @@ from flopcalc.data import describe_install
 from flopcalc.errors import format_nearest, format_value
 from flopcalc.measure.jobs.gpus import LauncherError, make_environments
 from flopcalc.measure.jobs.job import Job, Json, Result, make_failure, make_result
-from flopcalc.measure.jobs.journal import make_folder
 from flopcalc.measure.jobs.process import JobRun
 
 POLL_S = 0.25
@@ -72,24 +71,23 @@ class Local:
 # --- other machines ---------------------------------------------------------------------------------------------------
 def run_job(job: Job) -> Json:
     """What Ray and Slurm execute: one job in a local process; its results and its log come back."""
-    results: list[Result] = []
-    with tempfile.TemporaryDirectory(prefix="flopcalc-") as folder:
+    with tempfile.TemporaryDirectory(prefix="flopcalc-") as folder, closing(Local()) as local:
         log = os.path.join(folder, "log")
-        with closing(JobRun(job, log, {})) as run:
-            while not run.is_done:
-                connection.wait([run.worker.channel], POLL_S)
-                results += run.advance()
+        local.open(folder)
+        local.start(job, log)
+        results: list[Result] = []
+        while local.running:
+            results += local.wait(POLL_S)
         with open(log, "rb") as file:
             file.seek(max(0, os.path.getsize(log) - _LOG_BYTES))
-            text = file.read().decode("utf-8", "replace")
-    return {"results": results, "log": text}
+            return {"results": results, "log": file.read().decode("utf-8", "replace")}
 
 
 class Remote:
     """What Ray and Slurm share: a job is sent as plain data, run by run_job there, and answered as a whole."""
 
     def __init__(self, slots: int | None) -> None:
-        self._limit = slots or sys.maxsize
+        self.slots = slots or sys.maxsize  # then as many as the cluster runs at once
         self.running: dict[Any, tuple[Job, str, float]] = {}  # handle -> job, its log, when it was sent
         self._losses: Counter[str] = Counter()
         self._is_stopping = False
@@ -108,10 +106,6 @@ class Remote:
     def _cancel(self, handle: object) -> None:
         raise NotImplementedError
 
-    @property
-    def slots(self) -> int:
-        return self._limit  # as many as the cluster runs at once
-
     def start(self, job: Job, log: str) -> None:
         self.running[self._send(job)] = job, log, time.monotonic()
 
@@ -123,11 +117,8 @@ class Remote:
             yield from self._collect(*self.running.pop(handle), answer)
 
     def _collect(self, job: Job, log: str, sent_s: float, answer: Json) -> list[Result]:
-        try:
-            with open(log, "a", encoding="utf-8") as file:
-                file.write(answer["log"] if "log" in answer else f"{answer['reason']}: {answer['detail']}\n")
-        except OSError as error:
-            raise LauncherError(f"{log}: {error.strerror}; what was done is kept, run again to go on") from None
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(answer["log"] if "log" in answer else f"{answer['reason']}: {answer['detail']}\n")
         if "results" in answer:
             return list(answer["results"])
         if answer["reason"] == "worker lost":  # its machine failed: nothing is known about the rows
@@ -174,22 +165,19 @@ class Ray(Remote):
             self._is_mine = True
         if self._gpus is None:
             self._gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        needs = {"CPU": self._cpus, "GPU": self._gpus}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        rooms = [min(int(node.get(kind, 0) // need) for kind, need in needs.items() if need) for node in nodes]
+        if not sum(rooms):
+            raise LauncherError(
+                f"no node of the Ray cluster has {self._cpus} CPUs and {self._gpus} GPUs: ask for less per job "
+                "(cpus, gpus), or add a node"
+            )
+        self.slots = min(self.slots, sum(rooms))
         # No retries by Ray: it would repeat a job that runs out of memory without end.
         self._run = ray.remote(
             num_cpus=self._cpus, num_gpus=self._gpus, max_retries=0, scheduling_strategy="SPREAD"
         )(run_job)  # fmt: skip
-
-    @property
-    def slots(self) -> int:
-        needs = {"CPU": self._cpus, "GPU": self._gpus}
-        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        rooms = [min(int(node.get(kind, 0) // need) for kind, need in needs.items() if need) for node in nodes]
-        if not sum(rooms) and not self.running:
-            raise LauncherError(
-                f"no node of the Ray cluster has {self._cpus} CPUs and {self._gpus} GPUs: ask for less per task "
-                "(cpus, gpus), or add a node and run again to go on"
-            )
-        return min(self._limit, sum(rooms))
 
     def _send(self, job: Job) -> Any:
         return self._run.options(name=job.id).remote(job)
@@ -217,7 +205,7 @@ class Ray(Remote):
 
 
 class Slurm(Remote):
-    """One Slurm job per job, by submitit; its folder must be on a disk that the nodes share."""
+    """Each job is a Slurm job, by submitit; its folder must be on a disk that the nodes share."""
 
     def __init__(
         self, slots: int | None = None, cpus: int = 1, gpus: int = 1, slurm_folder: str | None = None,
@@ -232,7 +220,7 @@ class Slurm(Remote):
     def open(self, folder: str) -> None:
         submitit = _import("submitit", "slurm")
         path = Path(self._folder or os.path.join(folder, "slurm")).absolute()
-        make_folder(str(path))
+        path.mkdir(parents=True, exist_ok=True)
         try:
             self._executor = submitit.AutoExecutor(folder=path, cluster=self._cluster)
         except (RuntimeError, ValueError) as error:
@@ -289,7 +277,7 @@ _LEAST = {"slots": 1, "cpus": 1, "gpus": 0, "slurm_minutes": 1}
 
 
 def make_launcher(name: str = "local", *, device: str = "auto", **options: Any) -> Launcher:
-    """The launcher of that name; `cpus` and `gpus` are for each task, on Ray and Slurm."""
+    """The launcher of that name; `cpus` and `gpus` are for each job, on Ray and Slurm."""
     if name not in LAUNCHERS:
         known = ", ".join(LAUNCHERS)
         raise LauncherError(

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Pipe
 
-from flopcalc.measure.jobs.job import Job, Json, Result, RunnerError, make_failure, make_result
+from flopcalc.measure.jobs.job import Job, Json, Result, make_failure, make_result
 from flopcalc.measure.jobs.worker import DETAIL_CHARACTERS, clean_line
 
 _RESTART = ("killed", "exit", "timeout")  # a start that ended like this may work the second time
@@ -22,7 +22,7 @@ _TAIL_BYTES, _TAIL_LINES = 4096, 6  # of the log, for the detail of a failure
 
 
 class JobRun:
-    """One job under way. `advance` never waits; call it when the worker's channel has something, or now and then."""
+    """One job under way. Call `advance` when the worker's channel has something, and now and then."""
 
     def __init__(self, job: Job, log: str, env: Mapping[str, str]) -> None:
         self.is_done = False
@@ -31,7 +31,7 @@ class JobRun:
         next(self._steps)  # starts the first worker
 
     def advance(self) -> Iterator[Result]:
-        """The new results. The next row begins when its predecessor was taken from here."""
+        """The new results, without waiting. The next row begins when its predecessor was taken from here."""
         for result in self._steps:
             if result is None:
                 return
@@ -90,22 +90,15 @@ class Worker:
         # lie in the current folder.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self.channel, other_end = Pipe()
-        try:
-            with other_end, open(log, "ab") as output, tempfile.TemporaryFile() as stdin:
-                self._log_start = output.tell()
-                stdin.write(json.dumps(request).encode())  # a file: a pipe could block
-                stdin.seek(0)
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "flopcalc.measure.jobs.worker", str(other_end.fileno())],
-                    stdin=stdin, stdout=output, stderr=output, pass_fds=[other_end.fileno()], start_new_session=True,
-                    env={**os.environ, "PYTHONPATH": path, **env, **job.env},
-                )  # fmt: skip
-        except OSError as error:
-            self.channel.close()
-            raise RunnerError(
-                f"{job.id} cannot be started, its log is {log}: {error.strerror}; "
-                "what was done is kept, run again to go on"
-            ) from None
+        with other_end, open(log, "ab") as output, tempfile.TemporaryFile() as stdin:
+            self._log_start = output.tell()
+            stdin.write(json.dumps(request).encode())  # a file: a pipe could block
+            stdin.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "flopcalc.measure.jobs.worker", str(other_end.fileno())],
+                stdin=stdin, stdout=output, stderr=output, pass_fds=[other_end.fileno()], start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path, **env},
+            )  # fmt: skip
 
     def __enter__(self) -> Worker:
         return self

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from flopcalc.measure.jobs.job import Job, Json, Result, RowError, RunnerError
-from flopcalc.measure.jobs.journal import Journal, lock_folder, make_folder
+from flopcalc.measure.jobs.journal import Journal, explain_disk_errors, lock_folder
 from flopcalc.measure.jobs.launchers import POLL_S, Launcher, Local
 from flopcalc.measure.jobs.progress import Progress
 
@@ -52,6 +52,7 @@ def run_jobs(
     show = progress or Progress(None)
     log_files = _name_logs(jobs)
     with (
+        explain_disk_errors(folder),
         lock_folder(folder),
         closing(Journal(folder, identity or {}, fresh)) as journal,
         _catch_signals() as stops,
@@ -68,7 +69,7 @@ def run_jobs(
             if rows := {row: job.rows[row] for row in job.rows if (job.id, row) not in known}:
                 left.append(job._replace(rows=rows))
         if left:  # a finished run opens no cluster and touches no device
-            make_folder(logs)
+            os.makedirs(logs, exist_ok=True)
             launcher.open(folder)
         show.begin(jobs, known, min(launcher.slots, len(left)) if left else 1)
         new: list[Result] = []
@@ -129,9 +130,9 @@ def _catch_signals() -> Iterator[list[int]]:
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         previous[signal.SIGINT] = signal.signal(signal.SIGINT, note)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:  # else nohup's choice, or the program's own
-                previous[number] = signal.signal(number, leave)
+        for other in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(other) is signal.SIG_DFL:  # else nohup's choice, or the program's own
+                previous[other] = signal.signal(other, leave)
     try:
         yield caught
     finally:

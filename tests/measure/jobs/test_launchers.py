@@ -27,13 +27,13 @@ Json = dict[str, Any]
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(runner_jobs.HERE)
+    # For the processes of Ray and submitit, too.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
 
 
 def make_job(name: str, do: str, folder: Path, **row: Any) -> Job:
-    # The path of the machine that runs it is not ours.
-    env = {"PYTHONPATH": os.pathsep.join([runner_jobs.HERE, *filter(None, sys.path)])}
     args = {"name": name, "folder": str(folder)}
-    return Job(name, runner_jobs.CALL, args, {"run": {"do": do, **row}}, LIMIT_S, env=env)
+    return Job(name, runner_jobs.CALL, args, {"run": {"do": do, **row}}, LIMIT_S)
 
 
 # --- which, and with what -------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_what_ray_says_of_a_task_becomes_its_result(tmp_path: Path, monkeypatch:
             {"ray_address": "nowhere:1"},
             r"no Ray cluster at address 'nowhere:1': Could not find any .*\(ray start --head",
         ),
-        ({"cpus": 64, "gpus": 2}, "no node of the Ray cluster has 64 CPUs and 2 GPUs: ask for less per task"),
+        ({"cpus": 64, "gpus": 2}, "no node of the Ray cluster has 64 CPUs and 2 GPUs: ask for less per job"),
     ],
 )
 def test_a_ray_cluster_that_cannot_be_used(

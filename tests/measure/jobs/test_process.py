@@ -106,17 +106,15 @@ def test_a_worker_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytes
 
 
 def test_more_than_a_channel_holds_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_END_S", 0.2)
     ballast = "x" * (1 << 20)
-    rows = {"run": {"do": "measure_args", "ballast": ballast}}
+    job = Job("a", runner_jobs.CALL, {"ballast": ballast}, {"run": {"do": "measure_args", "ballast": ballast}})
+    (arrived,) = run_jobs([job], str(tmp_path / "good")).results
+    assert arrived.data == 2 * ballast
     # One whose Python never comes to read it.
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(600)")
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    deaf = Job("deaf", runner_jobs.CALL, {"ballast": ballast}, rows, start_timeout_s=0.2, env=env)
-    good = Job("good", runner_jobs.CALL, {"ballast": ballast}, rows)
-    given_up, arrived = run_jobs([deaf, good], str(tmp_path / "run")).results
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (given_up,) = run_jobs([job._replace(start_timeout_s=0.2)], str(tmp_path / "deaf")).results
     assert given_up.detail == "worker did not start, tried twice: no answer within 0.2 s"
-    assert arrived.data == 2 * ballast
 
 
 def test_a_current_folder_with_files_like_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
