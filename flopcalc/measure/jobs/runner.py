@@ -58,14 +58,9 @@ def run_jobs(
         _catch_signals() as stops,
         closing(launcher),
     ):
-        stored = {(result.job, result.row): result for result in journal.results}
-        known: dict[tuple[str, str], Result] = {}
+        known = _find_known(jobs, journal.results, retry_failed)
         left: deque[Job] = deque()
         for job in jobs:
-            for row in job.rows:
-                result = stored.get((job.id, row))
-                if result and result.key == job.key(row) and (result.is_ok or not retry_failed):
-                    known[job.id, row] = result
             if rows := {row: job.rows[row] for row in job.rows if (job.id, row) not in known}:
                 left.append(job._replace(rows=rows))
         if left:  # a finished run opens no cluster and touches no device
@@ -102,6 +97,17 @@ def run_jobs(
     results = tuple(known[job.id, row] for job in jobs for row in job.rows if (job.id, row) in known)
     stopped = len(results) < sum(len(job.rows) for job in jobs)
     return Outcome(results, stopped, len(new), frozenset(result.job for result in new))
+
+
+def _find_known(jobs: Sequence[Job], stored: Sequence[Result], retry_failed: bool) -> dict[tuple[str, str], Result]:
+    """The stored results that answer a row of the jobs; if there are several, the last."""
+    keys = {(job.id, row): job.key(row) for job in jobs for row in job.rows}
+    last = {(result.job, result.row): result for result in stored}
+    return {
+        place: last[place]
+        for place, key in keys.items()
+        if place in last and last[place].key == key and (last[place].is_ok or not retry_failed)
+    }
 
 
 def _name_logs(jobs: Sequence[Job]) -> dict[str, str]:

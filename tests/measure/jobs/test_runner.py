@@ -15,7 +15,6 @@ import pytest
 import runner_jobs
 from impatient import Impatient
 
-from flopcalc.measure.jobs import journal
 from flopcalc.measure.jobs.job import Job, Result, RunnerError, make_failure
 from flopcalc.measure.jobs.launchers import LauncherError, Local, Remote
 from flopcalc.measure.jobs.runner import Progress, run_jobs
@@ -206,15 +205,6 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         assert str(caught.value) == f"{tmp_path}/{message}; {KEPT}"
     with pytest.raises(RunnerError, match="file/logs: Not a directory; make room or choose"):
         run_jobs([make_job(ONE)], str(tmp_path / "good"), logs=str(tmp_path / "file/logs"))
-
-
-def test_two_runs_in_one_folder(tmp_path: Path) -> None:
-    with (
-        journal.lock_folder(str(tmp_path)),
-        pytest.raises(RunnerError, match=rf"in use by another run \(process {os.getpid()}\)"),
-    ):
-        run_jobs([make_job(ONE)], str(tmp_path))
-    assert run_jobs([make_job(ONE)], str(tmp_path)).ran == 1
 
 
 def test_a_log_that_cannot_be_opened_stops_the_run_in_words(tmp_path: Path) -> None:
