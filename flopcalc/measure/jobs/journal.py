@@ -100,6 +100,8 @@ def lock_folder(folder: str) -> Iterator[None]:
 def explain_disk_errors(folder: str) -> Iterator[None]:
     try:
         yield
+    except ConnectionError:  # a cluster's
+        raise
     except OSError as error:
         where, what = error.filename or folder, describe_error(error)
         raise RunnerError(
