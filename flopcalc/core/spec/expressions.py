@@ -276,6 +276,12 @@ def _listed(value: object) -> list[Any]:
     return list(value)
 
 
+def _list_values(table: object) -> list[Any]:
+    if not isinstance(table, dict):
+        raise SpecError(f"{format_value(table)} is not an object")
+    return list(table.values())
+
+
 _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "min": min,
     "max": max,
@@ -283,6 +289,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "floor": math.floor,
     "len": lambda values: len(values if isinstance(values, dict) else _listed(values)),
     "count": _count,
+    "values": lambda table: _list_values(table),
     "isqrt": math.isqrt,
     "buckets": lambda places, most: _count_rotations(places, most),
     "where": lambda values, wanted: [i for i, value in enumerate(_listed(values)) if value == wanted],
