@@ -134,11 +134,16 @@ def read_even(config_class: Any, default: Any) -> list[str]:
     if isinstance(heads, int) and hasattr(default, "hidden_size"):
         tries["hidden_size / num_attention_heads"] = {"hidden_size": 7 * heads, "num_attention_heads": heads}
     names = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
+    above = " above 4" if config_class.model_type in UNTURNED else ""
     return [
-        text
+        f"{text}{above}"
         for text, given in tries.items()
         if set(given) <= names | {"head_dim"} and is_refused(lambda given=given: config_class(**given), "even rotary")
     ]
+
+
+# Parts that a model may hold and never run: HF's class alone refuses their heads, and takes odd ones of up to 4.
+UNTURNED = ("blt_patcher", "mimi", "mimi_decoder", "mimi_encoder")
 
 
 # Parameters that modelling code makes in float32, whatever the model's format is; from_pretrained leaves them so.

@@ -331,7 +331,8 @@ def _check_layers(config: Mapping[str, object], key: str, count: object, count_k
 
 
 def _check_even(config: Mapping[str, object], text: str, where: str) -> None:
-    """Rotary embeddings turn pairs of numbers: a head that they turn as a whole is even."""
+    """Rotary embeddings turn pairs of numbers: a head that they turn as a whole is even ('… above 4': a wider one)."""
+    text, _, least = text.partition(" above ")
     whole, _, heads = text.partition(" / ")
     size, count = config.get(whole), config.get(heads, 1)
     if heads and (config.get("head_dim") is not None or heads not in config):
@@ -340,7 +341,7 @@ def _check_even(config: Mapping[str, object], text: str, where: str) -> None:
         return
     dim = size // count
     shares = [factor if _is_number(factor) else 1.0 for factor in _list_factors(config)]
-    if dim % 2 and any(int(dim * share) == dim for share in shares):
+    if dim % 2 and dim > int(least or 0) and any(int(dim * share) == dim for share in shares):
         behind = f"{whole} is {size}" + (f", {heads} is {count}" if heads else "")
         raise ConfigError(f"{where}: head_dim must be even: rotary embeddings turn pairs of numbers ({behind})")
 
