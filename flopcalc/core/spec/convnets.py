@@ -71,6 +71,8 @@ def list_efficientnet(lookup: Lookup) -> list[list[int]]:
             if len(found) > MAX_BLOCKS:
                 raise ConfigError(f"more than {MAX_BLOCKS} blocks is surely a mistake")
             taken = widen(after) if number else widen(before)
+            if taken != (found[-1][2] if found else widen(32)):
+                raise ConfigError("in_channels must be 32, then out_channels: a block reads what the last one gives")
             step = 1 if number else stride
             old = (sides.offset, sides.scale)
             if step == 2:

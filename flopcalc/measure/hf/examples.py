@@ -207,7 +207,7 @@ def _list_words(example: Example, config: object, scope: _Scope) -> torch.Tensor
 
 def _find_special(config: object) -> set[int]:
     found: set[int] = set()
-    for part in (config, find_text_config(config)):
+    for part in (config, getattr(config, "vlm_config", config), find_text_config(config)):
         for key, value in vars(part).items():
             if key.endswith(("token_id", "token_index")) and isinstance(value, int):
                 found.add(value)

@@ -170,6 +170,8 @@ class Sees:
             embeds = self.get_input_embeddings()(input_ids)
         if inputs.get("pixel_values") is not None:
             features = self.see(**inputs)
+            if features.shape[-1] != embeds.shape[-1]:
+                raise ValueError(f"features of {features.shape[-1]} numbers for words of {embeds.shape[-1]}")
             token = getattr(self.config, self.image_token)
             embeds = embeds.masked_scatter((input_ids == token).unsqueeze(-1), features.reshape(-1, embeds.shape[-1]))
         return {"inputs_embeds": embeds}
