@@ -209,7 +209,7 @@ def _find_special(config: object) -> set[int]:
     found: set[int] = set()
     for part in (config, getattr(config, "vlm_config", config), find_text_config(config)):
         for key, value in vars(part).items():
-            if key.endswith(("token_id", "token_index")) and isinstance(value, int):
+            if key.endswith(("token_id", "token_index", "patch_id")) and isinstance(value, int):
                 found.add(value)
     return found
 

@@ -216,6 +216,8 @@ class PlamoLayer(TextLayer):
 
     def build(self, config: Any, layer: int) -> None:
         d, heads = config.hidden_size, config.num_attention_heads
+        if config.head_dim % 2:  # left out here: vLLM's rotary embedding multiplies both halves by the same cosines
+            raise ValueError(f"head_dim must be even, not {config.head_dim}")
         windows = getattr(config, "interleaved_sliding_window", [None] * config.num_hidden_layers)
         self.mixer = Attention(
             d, heads, config.num_key_value_heads, config.head_dim, layer, "qkv_proj", True, windows[layer]
