@@ -291,9 +291,10 @@ class LayerBuilder:
         if "rotary" in self.dims.spec.dims:
             turned = find_size(self.dims, "rotary", f"{self.path} rotary", 0)
             if turned % 2:
+                one = ", and a pair of a single one is not described" if turned == 1 else ""
                 raise ConfigError(
                     f"{self.dims.where}: head_dim must be even: rotary embeddings turn pairs of numbers, not {turned}"
-                    f"{format_origin(self.dims, 'rotary')}"
+                    f"{one}{format_origin(self.dims, 'rotary')}"
                 )
 
     def _check_width(self, item: dict[str, object], width: int) -> None:

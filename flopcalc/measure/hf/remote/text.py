@@ -25,6 +25,8 @@ class Attention(nn.Module):
         window: int | None = None, out: str = "o_proj",
     ) -> None:  # fmt: skip
         super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"rotary embeddings turn pairs of numbers, not {head_dim}")
         self.window = window  # keys that are left of a cache when one token is decoded
         self.heads, self.kv_heads, self.head_dim, self.layer = heads, kv_heads, head_dim, layer
         self.fused, self.out = fused, out
@@ -197,6 +199,7 @@ class RnjLayer(TextLayer):
 
     def build(self, config: Any, layer: int) -> None:
         d, heads = config.hidden_size, config.num_attention_heads
+        self.is_chunked = config.layer_types[layer] == "chunked_attention"  # read for each layer, as there
         self.self_attn = Attention(d, heads, config.num_key_value_heads, config.head_dim, layer, norms=True)
         self.mlp = GatedMlp(d, config.intermediate_size)
 
