@@ -103,6 +103,30 @@ TYPES = (
     "speech-encoder-decoder", "speech_to_text", "speecht5", "swiftformer", "swin", "switch_transformers", "t5",
     "t5gemma", "table-transformer", "tapas", "timesformer", "udop", "ultrabert", "vibevoice", "vibevoice_asr",
     "vivit", "voxtral", "voxtral_realtime", "whisper", "xglm", "yolos", "yoso", "zamba2",
+    "llava_onevision", "longcat_flash", "longformer", "luke", "m2m_100", "mamba", "mamba2", "minicpmv4_7", "mixtral",
+    "mobilenet_v1", "modernbert", "modernbert-decoder", "moonshine", "moonshine_streaming", "moss_transcribe_diarize",
+    "mpt", "musicflamingo", "musicgen_melody", "nanochat", "nomic_bert", "olmo2", "olmo3", "pegasus_x", "pop2piano",
+    "pp_formulanet", "qwen2", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_moe", "qwen2_vl", "qwen3",
+    "qwen3_5", "qwen3_5-causal", "qwen3_5_moe", "qwen3_5_moe-causal", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_asr",
+    "qwen3_moe", "qwen3_next", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "qwen4_exp-causal",
+    "qwen4_exp_text", "recurrent_gemma", "reformer", "reformer-masked", "regnet-body", "rembert", "rembert-causal",
+    "resnet-body", "rnj1", "roberta", "roberta-causal", "roberta-prelayernorm", "roberta-prelayernorm-causal",
+    "roc_bert", "roc_bert-causal", "roformer", "roformer-causal", "rt_detr", "rt_detr-body", "rt_detr_v2",
+    "rt_detr_v2-body", "rwkv", "sailvl", "sam", "sam2", "sam2_vision_model", "sam_hq", "sam_hq_vision_model",
+    "sam_vision_model", "sarashina2_vision", "seamless_m4t", "seamless_m4t-speech", "seamless_m4t_v2",
+    "seamless_m4t_v2-speech", "seed_oss", "segformer", "segformer-body", "segformer-semantic", "shieldgemma2",
+    "shieldgemma2-classifier", "siglip-image", "siglip2", "siglip2-image", "siglip2_vision_model",
+    "siglip_vision_model", "smollm3", "smolvlm", "solar_open", "speech-encoder-decoder", "speech_to_text", "speecht5",
+    "squeezebert", "stablelm", "starcoder2", "step3_text", "step3_vl", "step3p5", "step3p7", "step_robotics",
+    "superpoint", "swiftformer", "swiftformer-body", "swin", "swin-body", "swin2sr", "swin2sr-body", "swinv2",
+    "swinv2-body", "switch_transformers", "t5", "t5gemma", "t5gemma2", "table-transformer", "table-transformer-body",
+    "tapas", "textnet", "textnet-body", "timesformer", "timesformer-body", "tipsv2", "tipsv2_vision_model", "trocr",
+    "udop", "ultrabert", "ultravbert", "ultravox", "umt5", "unlimited_ocr", "upernet", "vaultgemma", "vibevoice",
+    "vibevoice_asr", "video_llama_3", "video_llava", "videomae", "videomae-body", "vipllava", "vision-encoder-decoder",
+    "vit-body", "vit_mae", "vit_mae-body", "vit_msn", "vit_msn-body", "vitdet", "vitmatte", "vitpose", "vivit",
+    "vivit-body", "vjepa2", "vjepa2-body", "voxtral", "voxtral_realtime", "whisper", "whisper-causal", "xglm", "xlm",
+    "xlm-roberta", "xlm-roberta-causal", "xlm-roberta-xl", "xlm-roberta-xl-causal", "xlnet", "xlstm", "xmod",
+    "xmod-causal", "yolos", "yolos-body", "yoso", "youtu", "zamba", "zamba2", "zaya",
 )  # fmt: skip
 # The inputs depend on these: another one is another workload.
 OF_INPUTS = (
@@ -126,10 +150,13 @@ NOT_REACHED = {
     "molmo": ["vision_backbone.image_patch_size"],
     "nemotron_h_omni": ["audio_config.hidden_size"],
     "qwen2_5_omni_thinker": ["audio_config.output_dim"],
+    "qwen3_omni_moe_thinker": ["audio_config.output_dim"],
     "t5gemma": ["decoder.vocab_size"],
+    "unlimited_ocr": ["text_config.num_attention_heads"],  # HF's eager attention repeats no keys, its others do
 }  # fmt: skip
-# Words of refusals that are no fault if HF runs: a spec says what it leaves out, or a count would be no whole number.
-LEFT_OUT = ("described", "must have 2 to 4 layers", "no whole number")
+# Words of refusals that are no fault if HF runs: a spec says what it leaves out, a count would be no whole number, or
+# the workload's pictures are not those of the changed config.
+LEFT_OUT = ("described", "must have 2 to 4 layers", "no whole number", "this model takes videos of one size")
 
 
 def list_numbers(config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
