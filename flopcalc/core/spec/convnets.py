@@ -81,6 +81,8 @@ def list_efficientnet(lookup: Lookup) -> list[list[int]]:
             elif step != 1:
                 raise ConfigError(f"strides must be 1 or 2, not {step}")
             found.append([taken, taken * ratio, widen(after), kernel, step, sides.offset, sides.scale, *old])
+    if not found or found[-1][2] != widen(lists[1][-1]):
+        raise ConfigError("num_block_repeats must leave the last stage a block: the last convolution reads its width")
     found.append([widen(32), widen(1280), found[-1][2], 1, 1, sides.offset, sides.scale, 0, 2])
     return found
 
