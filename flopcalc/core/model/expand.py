@@ -9,7 +9,7 @@ from flopcalc.core.model.ops import Linear, Stage, iterate, map_ops, remove_hook
 from flopcalc.core.model.sizes import find_size, format_origin, is_partial
 from flopcalc.core.spec.aliases import find_family
 from flopcalc.core.spec.expressions import BudgetError, MissingNameError, evaluate_truth
-from flopcalc.core.spec.merge import rename_path
+from flopcalc.core.spec.merge import Table, rename_path
 from flopcalc.core.spec.spec import MAX_LAYERS, BoundDims, Spec, check_required, find_body
 from flopcalc.errors import ConfigError, SpecError, format_value
 
@@ -72,10 +72,10 @@ def _check_layers(dims: BoundDims) -> None:
             raise ConfigError(f"{dims.where}: per_layer_config gives {key!r}, which this spec does not read per layer")
 
 
-def _expand_inner(stack: dict[str, Any], dims: BoundDims, side: str) -> list[Stage]:
+def _expand_inner(stack: Table, dims: BoundDims, side: str) -> list[Stage]:
     """The stages of another spec, found by name or by the inner config's own model_type."""
     key: str = stack["config"]
-    defaults: dict[str, Any] = stack.get("defaults", {})
+    defaults: Table = stack.get("defaults", {})
     names = (key, *dims.spec.renamed.get(key, ()))
     key = next((name for name in names if dims.config.get(name) is not None), key)
     config = dims.config.get(key)
@@ -140,7 +140,7 @@ def _is_head(stage: Stage, body: str) -> bool:
     return parts == {"lm_head"} or not f"{stage.path}.".startswith(f"{body}.")
 
 
-def expand_stack(stack: dict[str, Any], dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
+def expand_stack(stack: Table, dims: BoundDims, rename: dict[str, str], side: str) -> list[Stage]:
     """The stage of a stack; several where gradient checkpointing wraps some of its layers and not others."""
     path = rename_path(stack["path"], rename)
     repeated = "repeat" in stack

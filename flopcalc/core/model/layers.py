@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from flopcalc.core.model.ops import (
 )
 from flopcalc.core.model.sizes import Size, find_size, format_origin, is_partial
 from flopcalc.core.spec.expressions import evaluate_truth, find_names
-from flopcalc.core.spec.merge import rename_path
+from flopcalc.core.spec.merge import Table, rename_path
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.core.spec.spec import HEAD_PARTS, SPANS, WORDS, BoundDims, find_block_part, keeps_keys
 from flopcalc.core.workload.sums import (
@@ -62,7 +62,7 @@ class LayerBuilder:
         self.rename = rename
         self.side = side
         self._changing: list[str] | None = None
-        self._chains: dict[tuple[Any, ...], Chain] = {}
+        self._chains: dict[tuple[Hashable, ...], Chain] = {}
         self._alike: dict[Chain, Chain] = {}
         self._width: int | None = None  # what the attention before hands on, until a product reads it
         self._width_from: tuple[str, ...] = ()  # the expressions behind it
@@ -96,18 +96,18 @@ class LayerBuilder:
         names = {name for text in texts for name in find_names(text)}
         return sorted(name for name in names if self.dims.depends_on_layer(name))
 
-    def _read(self, name: str) -> Any:
+    def _read(self, name: str) -> Hashable:
         value = self.dims.lookup(name)
         value = tuple(value) if isinstance(value, list) else value
         try:
             hash(value)
         except TypeError:  # an object where a size should be: refused when it is used
-            return type(value)
+            return type(value).__name__
         return value
 
-    def _flatten(self, items: list[Any]) -> list[dict[str, Any]]:
+    def _flatten(self, items: list[Any]) -> list[Table]:
         """Every op of the items and of the blocks that they name, each block once."""
-        flat: list[dict[str, Any]] = []
+        flat: list[Table] = []
         blocks: list[str] = []
         waiting = list(reversed(items))
         while waiting:
@@ -164,7 +164,7 @@ class LayerBuilder:
         self._width = None
         return chain
 
-    def _make(self, item: dict[str, Any], block_part: str, before: Sequence[Op | tuple[Chain, ...]]) -> Op | None:
+    def _make(self, item: Table, block_part: str, before: Sequence[Op | tuple[Chain, ...]]) -> Op | None:
         dims = self.dims
         if "when" in item and not evaluate_truth(item["when"], dims):
             return None
@@ -218,14 +218,14 @@ class LayerBuilder:
             return Dropout(**common, saves=share > 0)
         return Pointwise(**common)
 
-    def _find_cast(self, item: dict[str, Any]) -> str:
+    def _find_cast(self, item: Table) -> str:
         """How the code computes an op in float32: not, by casting its inputs, or always."""
         found = self.dims.evaluate(item["float32"])
         if found == "always":
             return "always"
         return "cast" if found is True else ""
 
-    def _make_linear(self, item: dict[str, Any], size: Size, common: dict[str, Any]) -> Linear:
+    def _make_linear(self, item: Table, size: Size, common: dict[str, Any]) -> Linear:
         dims = self.dims
         copies, active = size("copies", default="1"), size("active", default="1")
         if active > copies:
@@ -251,7 +251,7 @@ class LayerBuilder:
         )
 
     def _make_attend(
-        self, item: dict[str, Any], size: Size, common: dict[str, Any], before: Sequence[Op | tuple[Chain, ...]]
+        self, item: Table, size: Size, common: dict[str, Any], before: Sequence[Op | tuple[Chain, ...]]
     ) -> Attend:
         if "rows" not in item:
             pairs, times = self._attend(item, size)
@@ -307,10 +307,10 @@ class LayerBuilder:
                 f"{width}: the width is no multiple of the heads{format_origin(self.dims, str(item['in']))}"
             )
 
-    def _has_bias(self, item: dict[str, Any]) -> bool:
+    def _has_bias(self, item: Table) -> bool:
         return evaluate_truth(item["bias"], self.dims) if "bias" in item else False
 
-    def _tied(self, item: dict[str, Any]) -> str | None:
+    def _tied(self, item: Table) -> str | None:
         if "tied" not in item:
             return None
         condition, target = item["tied"]
@@ -321,20 +321,20 @@ class LayerBuilder:
     def _fill(self, name: str) -> str:
         return re.sub(_BRACES, lambda found: str(self.dims.lookup(found[1])), name) if "{" in name else name
 
-    def _numbered(self, item: dict[str, Any]) -> tuple[int | str, ...]:
+    def _numbered(self, item: Table) -> tuple[int | str, ...]:
         return tuple(self.dims.evaluate(item["numbered"])) if "numbered" in item else (0, 1)
 
-    def _is_input(self, item: dict[str, Any]) -> bool:
+    def _is_input(self, item: Table) -> bool:
         value = item.get("input_embedding", False)
         return value if isinstance(value, bool) else evaluate_truth(value, self.dims)
 
-    def _targets(self, item: dict[str, Any]) -> tuple[str, ...]:
+    def _targets(self, item: Table) -> tuple[str, ...]:
         names = self.dims.evaluate(item["targets"]) if "targets" in item else []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise SpecError(f"{self.dims.spec.file}: targets of {item.get('name')!r} must be a list of names")
         return tuple(names)
 
-    def _attend(self, item: dict[str, Any], size: Size) -> tuple[Sum, int]:
+    def _attend(self, item: Table, size: Size) -> tuple[Sum, int]:
         span = item.get("span", "seq")
         if span == "seq":
             mask = item.get("mask", "causal")
@@ -354,7 +354,7 @@ class LayerBuilder:
             return (Images() if span == "images" else Tiles()), length * length
         raise SpecError(f"{self.dims.spec.file}: span {span!r} unknown; known: {', '.join(SPANS)}")
 
-    def _cache_rows(self, item: dict[str, Any]) -> Sum:
+    def _cache_rows(self, item: Table) -> Sum:
         """Positions that a layer's cache holds: those said, else all of its own side's that its window lets it see."""
         if "cache_rows" in item:
             return self._expression(item["cache_rows"])
@@ -362,7 +362,7 @@ class LayerBuilder:
         window = self.dims.evaluate(item["window"]) if "window" in item else None
         return Expression(unit, "n + c" if window is None else f"min(n + c, {window})")
 
-    def _rows(self, item: dict[str, Any]) -> Sum:
+    def _rows(self, item: Table) -> Sum:
         rows = self._sum_rows(item.get("rows", self.rows))
         needed = item.get("needed", "" if "rows" in item else self.needed)
         if needed:

@@ -12,7 +12,7 @@ from flopcalc.core.spec.row_units import UNITS
 from flopcalc.data import ALIASES, DIFFUSERS, PARTS, find_data_file, get_stem, load_toml
 from flopcalc.errors import SpecError, format_nearest
 
-Table = dict[str, Any]
+Table = dict[str, Any]  # of a spec, as TOML has it
 MAX_TERMS = 1000  # names of [sums] in one sum, written out
 ROW_KEYS = ("rows", "needed", "less", "cache_rows")  # keys that hold a sum of the workload
 SPEC_KEYS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from flopcalc.core.spec.derived import find_derived
 from flopcalc.core.spec.expressions import Budget, MissingNameError, evaluate, find_names, parse
-from flopcalc.core.spec.merge import ROW_KEYS, check_keys, is_names, load_tables
+from flopcalc.core.spec.merge import ROW_KEYS, Table, check_keys, is_names, load_tables
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.data import find_data_file, get_stem
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
@@ -106,21 +106,21 @@ class Spec(Value):
     architecture: str
     source: str
     required: tuple[str, ...]
-    defaults: dict[str, Any]
+    defaults: Table
     renamed: dict[str, list[str]]  # config key -> names that other releases give it
     dims: dict[str, list[str]]
     blocks: dict[str, list[Any]]
     checks: dict[str, str]  # what must hold of a config, in words -> expression
     config_checks: dict[str, str]  # the same, of keys that the config itself gives
-    stacks: list[dict[str, Any]]
-    vision: dict[str, Any]
+    stacks: list[Table]
+    vision: Table
     audio: dict[str, str]
     positions: dict[str, str]
     variants: dict[str, str]  # HF class -> spec to take instead of this one
     rename: dict[str, str]  # path prefix -> new prefix, in stacks taken from a spec that it extends
     is_tower: bool  # part of a model, not one by itself
     latents: dict[str, str]  # of a denoiser: what its input is made of
-    heads: Mapping[str, dict[str, Any]]  # what it says of other heads than its own; see heads.toml
+    heads: Mapping[str, Table]  # what it says of other heads than its own; see heads.toml
     refused: Mapping[str, str]  # HF class of this model type -> why it is not described
     reentrant: str = ""  # what a reader should know of reentrant checkpointing here
     sums: tuple[str, ...] = ()  # names of [sums], already written out in stacks and blocks
@@ -181,7 +181,7 @@ def read_spec(path: str) -> Spec:
     return spec
 
 
-def _check_tables(tables: dict[str, Any], path: str) -> None:
+def _check_tables(tables: Table, path: str) -> None:
     """The kinds of value that TOML may hold where a spec wants others."""
     if not is_names(tables.get("required", [])):
         raise SpecError(f"{path}: required must be a list of config keys")
@@ -206,7 +206,7 @@ def _candidates(value: object, name: str, path: str) -> list[str]:
     return [str(entry).lower() if isinstance(entry, bool) else str(entry) for entry in listed]
 
 
-def _check_types(table: dict[str, Any], where: str) -> None:
+def _check_types(table: Table, where: str) -> None:
     for key, value in table.items():
         kinds = _KEY_TYPES.get(key, (str,))
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -325,7 +325,7 @@ def _check_ops(items: object, spec: Spec, where: str, checked: set[str], above: 
             raise SpecError(f"{where}: {item!r} is neither an op, a list of ops nor a block's name")
 
 
-def _check_op(op: dict[str, Any], spec: Spec, where: str) -> None:
+def _check_op(op: Table, spec: Spec, where: str) -> None:
     kind = op.get("op")
     if not isinstance(kind, str) or kind not in OP_KEYS:
         raise SpecError(f"{where}: unknown op {kind!r}.{format_nearest(str(kind), OP_KEYS)}")
@@ -353,7 +353,7 @@ def find_block_part(name: str) -> str:
     return _BLOCK_PARTS.get(name.rpartition("_")[2], "")
 
 
-def _check_rows(table: dict[str, Any], sums: tuple[str, ...], where: str) -> None:
+def _check_rows(table: Table, sums: tuple[str, ...], where: str) -> None:
     """`rows` and its like: a word, or 'UNIT: EXPRESSION', the sum of it over the workload's units."""
     for key in ROW_KEYS:
         text = table.get(key)
@@ -397,8 +397,8 @@ class BoundDims:
         self.where = where
         self.defaults = {**spec.defaults, **(defaults or {})}
         self.layer: int | None = None
-        self._fixed: dict[str, Any] = dict(settings or {})
-        self._layered: dict[str, Any] = {}
+        self._fixed: Table = dict(settings or {})
+        self._layered: Table = {}
         self._depends: dict[str, bool] = {}
         self._inner: dict[str, BoundDims | None] = {}
 
