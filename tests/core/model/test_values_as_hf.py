@@ -19,9 +19,7 @@ TOWERS = (
     "focalnet", "hgnet_v2", "hiera", "levit", "mobilenet_v2", "mobilevit", "poolformer", "pvt", "pvt_v2", "regnet",
     "resnet", "siglip", "vit",
 )  # fmt: skip
-# Too slow for what they would tell beside others that are built of the same parts.
-NOT_ASKED: tuple[str, ...] = ()
-TYPES = tuple(name for name in sorted(list_data_files("examples")) if name not in NOT_ASKED)
+TYPES = tuple(sorted(list_data_files("examples")))
 # The inputs depend on these: another one is another workload.
 OF_INPUTS = (
     "image_size", "patch_size", "patch_sizes", "patch_stride", "window_size", "num_patches", "num_mel_bins",
