@@ -41,8 +41,8 @@ KINDS: dict[str, tuple[str, ...]] = {
         "upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_nearest2d_backward "
         "upsample_linear1d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward "
         "avg_pool2d_backward max_pool2d_with_indices_backward _adaptive_avg_pool2d_backward",
-        "sort": "topk sort cumsum cumprod cummax histc bincount searchsorted bucketize unique_consecutive _unique2 "
-        "unique_dim argsort",
+        "sort": "topk sort cumsum cumprod cummax cummin histc bincount searchsorted bucketize unique_consecutive "
+        "_unique2 unique_dim argsort",
         "loss": "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward",
         "random": "bernoulli exponential normal rand randn randint uniform native_dropout rand_like randn_like",
         # The host waits for a value, or until one of its own has come over.
@@ -66,7 +66,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         "bitwise_right_shift __lshift__ __rshift__ "
         "silu_backward gelu_backward sigmoid_backward tanh_backward threshold_backward elu_backward "
         "leaky_relu_backward softplus_backward hardtanh_backward hardswish_backward mish_backward glu_backward "
-        "log_sigmoid_backward hardsigmoid_backward native_dropout_backward",
+        "log_sigmoid_backward hardsigmoid_backward native_dropout_backward _prelu_kernel _prelu_kernel_backward",
     }.items()
 }
 _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}

@@ -167,7 +167,7 @@ NOT_PRODUCTS: dict[str, str] = {
         _LOSS: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward",
         _RANDOM: "bernoulli bernoulli_ exponential_ normal_ rand randn randint uniform_ native_dropout "
         "native_dropout_backward rand_like randn_like normal",
-        _SCANS: "cumsum cumprod cummax sort topk histc bincount searchsorted bucketize",
+        _SCANS: "cumsum cumprod cummax cummin sort topk histc bincount searchsorted bucketize",
         _READS: "_local_scalar_dense _is_all_true _is_any_true is_same_size equal",
         "pooling: means or maxima of neighbours, no product": "avg_pool2d avg_pool2d_backward max_pool2d_with_indices "
         "max_pool2d_with_indices_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward",
@@ -176,7 +176,7 @@ NOT_PRODUCTS: dict[str, str] = {
         "fast Fourier transform: butterflies, no matrix product": "_fft_r2c _fft_c2c _fft_c2r",
         "elementwise; torch forgot the tag": "floor_divide softplus_backward polar log_sigmoid_forward "
         "glu glu_backward log_sigmoid_backward hardtanh_backward hardswish hardswish_ hardswish_backward hardsigmoid "
-        "hardsigmoid_backward elu_backward leaky_relu_backward",
+        "hardsigmoid_backward elu_backward leaky_relu_backward floor_divide_ _prelu_kernel _prelu_kernel_backward",
         "interpolation: a table of positions is read between its entries": "grid_sampler_2d grid_sampler_2d_backward "
         "upsample_linear1d upsample_linear1d_backward "
         "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward "
