@@ -287,13 +287,19 @@ def _edges(width: int, height: int, values: dict[str, Any]) -> Grid:
 
 
 def _multiples(width: int, height: int, values: dict[str, Any]) -> Grid:
-    """DPT: one size, or the aspect kept by the side that changes less; both sides to the nearest multiple."""
+    """DPT: one size, or the aspect kept by the side that changes less; both sides to the nearest multiple.
+
+    ZoeDepth pads the image first, and its multiple may be a fraction of a pixel.
+    """
+    pads = "do_pad" in values
+    if pads and values["do_pad"]:
+        height, width = (side + 2 * int(math.sqrt(side / 2) * 3) for side in (height, width))
     if values["do_resize"]:
         high, wide = values["size.height"] / height, values["size.width"] / width
         if values["keep_aspect_ratio"]:
             high = wide = wide if abs(1 - wide) < abs(1 - high) else high
-        multiple = _whole(values, "ensure_multiple_of")
-        height, width = (round(side / multiple) * multiple for side in (high * height, wide * width))
+        multiple = values["ensure_multiple_of"] if pads else _whole(values, "ensure_multiple_of")
+        height, width = (int(round(side / multiple) * multiple) for side in (high * height, wide * width))
     return _grid(height, width, values)
 
 

@@ -194,6 +194,16 @@ def test_rules_of_processors_that_need_torchvision() -> None:
             assert grids == [[1, high // 14, wide // 14]], (model_type, size)
 
 
+@pytest.mark.parametrize("given", [{}, {"ensure_multiple_of": 32}, {"do_pad": False, "keep_aspect_ratio": False}])
+def test_zoedepth_pads_first(given: dict[str, Any]) -> None:
+    processor = _load("zoedepth.image_processing_pil_zoedepth.ZoeDepthImageProcessorPil")(**given)
+    vision = bind(find_example("zoedepth").configs[0]).vision
+    assert vision is not None
+    for size in [(641, 479), (71, 99), (30, 30)]:
+        high, wide = processor(Image.new("RGB", size), return_tensors="np")["pixel_values"].shape[2:]
+        assert _list_grids(vision, size, given) == [[1, high // 4, wide // 4]], size
+
+
 def test_whole_and_crops() -> None:
     processor = _load("step3p7.image_processing_step3p7.Step3p7ImageProcessor")
     self = SimpleNamespace(max_image_size=3024, _is_extreme_aspect=processor._is_extreme_aspect)
