@@ -303,6 +303,24 @@ def _multiples(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(height, width, values)
 
 
+def _limited(width: int, height: int, values: dict[str, Any]) -> Grid:
+    """PP-OCR: the longer side at most, or the shorter at least, so many pixels; both to the nearest multiple of 32."""
+    if values["do_resize"]:
+        limit, kind, most = _whole(values, "limit_side_len"), values["limit_type"], values["max_side_limit"]
+        if kind not in ("max", "min", "resize_long"):
+            given = format_value(kind)
+            raise ConfigError(f"preprocessor_config.json: limit_type must be max, min or resize_long, not {given}")
+        side = min(height, width) if kind == "min" else max(height, width)
+        fits = (kind == "max" and side <= limit) or (kind == "min" and side >= limit)
+        ratio = 1.0 if fits else limit / side
+        height, width = int(height * ratio), int(width * ratio)
+        if most is not None and max(height, width) > most:
+            ratio = most / max(height, width)
+            height, width = int(height * ratio), int(width * ratio)
+        height, width = (max(round(each / 32) * 32, 32) for each in (height, width))
+    return _grid(height, width, values)
+
+
 def _divisible(width: int, height: int, values: dict[str, object]) -> Grid:
     """GLPN: both sides down to a multiple."""
     if values["do_resize"]:
@@ -350,6 +368,7 @@ RULES |= {
     "crop": _crop,
     "edges": _edges,
     "multiples": _multiples,
+    "limited": _limited,
     "divisible": _divisible,
     "covered": _cover,
     "naflex": _naflex,

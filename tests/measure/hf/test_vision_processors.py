@@ -166,13 +166,14 @@ def test_slices(model_type: str, preprocessor: dict[str, Any] | None) -> None:
 
 
 def _extract(module: str, name: str) -> Any:
-    """A function of a processor that cannot be imported without torchvision."""
+    """A function or method of a processor that cannot be imported without torchvision."""
     spec = importlib.util.find_spec(f"transformers.models.{module.partition('.')[0]}")
     assert spec is not None
     assert spec.origin is not None
     source = (Path(spec.origin).parent / f"{module.partition('.')[2]}.py").read_text()
-    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
-    scope: dict[str, Any] = {"math": math, "itertools": itertools}
+    nodes = ast.walk(ast.parse(source))
+    functions: list[ast.stmt] = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name]
+    scope = {"math": math, "itertools": itertools, "SizeDict": dict, "torch": SimpleNamespace(tensor=list)}
     exec(compile(ast.Module(functions, []), module, "exec"), scope)
     return scope[name]
 
@@ -192,6 +193,17 @@ def test_rules_of_processors_that_need_torchvision() -> None:
         for model_type, (high, wide) in found.items():
             grids = _list_grids(_find_vision(model_type, 14), size, None)
             assert grids == [[1, high // 14, wide // 14]], (model_type, size)
+
+
+@pytest.mark.parametrize("given", [{}, {"limit_type": "min"}, {"limit_type": "resize_long", "max_side_limit": 700}])
+def test_text_detectors_limit_a_side(given: dict[str, Any]) -> None:
+    resize = _extract("pp_ocrv5_server_det.image_processing_pp_ocrv5_server_det", "get_image_size")
+    vision = bind(find_example("pp_ocrv5_server_det").configs[0]).vision
+    assert vision is not None
+    limits = {"limit_side_len": 960, "limit_type": "max", "max_side_limit": 4000, **given}
+    for width, height in [*ODD_SIZES, (960, 720), (5000, 900), (48, 30)]:
+        size, _ = resize(None, SimpleNamespace(shape=(3, height, width)), *limits.values())
+        assert _list_grids(vision, (width, height), given) == [[1, size["height"], size["width"]]], (width, height)
 
 
 @pytest.mark.parametrize("given", [{}, {"ensure_multiple_of": 32}, {"do_pad": False, "keep_aspect_ratio": False}])
