@@ -20,7 +20,8 @@ MAPPINGS = {
 LOSSES = {"none": "last_hidden_state", "encoder": "last_hidden_state", "question": "start_logits"}
 # Classes that are refused with a reason, and those whose forward wants inputs that an example does not have.
 REFUSED = {
-    "BlipModel", "UdopModel", "PerceiverForSequenceClassification", "LongformerForQuestionAnswering",
+    "BlipModel", "DepthProModel", "UdopModel", "PerceiverForSequenceClassification",
+    "LongformerForQuestionAnswering",
 }  # fmt: skip
 NOT_RUN = {
     "FunnelBaseModel": "its spec has the decoder, which this class lacks",
