@@ -8,6 +8,8 @@ UNITS: dict[str, tuple[str, ...]] = {
     # tiles: of its images; last: how many positions have logits, counted from the end, 0 for all; began: the context
     # that decoding started from.
     "sequence": ("n", "c", "decoding", "training", "images", "tiles", "last", "began"),
+    # The same, for what compares a text with its images; they are padded to the largest of the call.
+    "prompt": ("n", "c", "decoding", "training", "images", "tallest", "widest"),
     # What a mask keeps apart: a packed document, or a row's real tokens and the padding behind them.
     "document": ("n", "c", "decoding", "training", "pad"),
     # Of an encoder-decoder's decoder; m: positions of its encoder's text, frames: of its audio; images, their patches,

@@ -60,7 +60,7 @@ def list_units(unit: str, load: Workload, counting: str) -> list[tuple[Values, i
     lengths: list[tuple[int, int]] = [(load.seq, load.rows)]
     if counting == "model" and load.documents is not None:
         lengths = [(length, 1) for length in load.documents]
-    rest = name_shared(load)
+    rest = name_shared(load) if unit == "sequence" else (name_shared(load)[0], *_find_largest(grids))
     return [((*names, *rest), many) for n, rows in lengths for names, many in _list_calls(load, n, rows)]
 
 
