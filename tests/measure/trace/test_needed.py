@@ -29,6 +29,8 @@ LEFT_OPEN = {
     "aimv2": ("text_model", "the causal text tower makes its mask only where it is given an attention_mask"),
     "grounding-dino": ("backbone", PADDED_OR_PHRASES),
     "grounding-dino-body": ("backbone", PADDED_OR_PHRASES),
+    "mm-grounding-dino": ("backbone", PADDED_OR_PHRASES),
+    "mm-grounding-dino-body": ("backbone", PADDED_OR_PHRASES),
     "mllama": ("vision_model", "the mask closes padding to padding alone: real patches see it, and it sees them"),
     "sam2": ("backbone.blocks", "windows at an image's edge see what pads them"),
     "sam2_vision_model": ("backbone.blocks", "windows at an image's edge see what pads them"),
