@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tiers import mark_heavy
 from transformers.image_transforms import get_size_with_aspect_ratio
@@ -173,7 +174,7 @@ def _extract(module: str, name: str) -> Any:
     source = (Path(spec.origin).parent / f"{module.partition('.')[2]}.py").read_text()
     nodes = ast.walk(ast.parse(source))
     functions: list[ast.stmt] = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name]
-    scope = {"math": math, "itertools": itertools, "SizeDict": dict, "torch": SimpleNamespace(tensor=list)}
+    scope = {"math": math, "itertools": itertools, "SizeDict": dict, "torch": torch}
     exec(compile(ast.Module(functions, []), module, "exec"), scope)
     return scope[name]
 
@@ -202,7 +203,7 @@ def test_text_detectors_limit_a_side(given: dict[str, Any]) -> None:
     assert vision is not None
     limits = {"limit_side_len": 960, "limit_type": "max", "max_side_limit": 4000, **given}
     for width, height in [*ODD_SIZES, (960, 720), (5000, 900), (48, 30)]:
-        size, _ = resize(None, SimpleNamespace(shape=(3, height, width)), *limits.values())
+        size, _ = resize(None, torch.empty((3, height, width), device="meta"), *limits.values())
         assert _list_grids(vision, (width, height), given) == [[1, size["height"], size["width"]]], (width, height)
 
 
