@@ -36,6 +36,7 @@ LEFT_OPEN = {
     "sam2_vision_model": ("backbone.blocks", "windows at an image's edge see what pads them"),
     "swin": ("swin.encoder", "windows at an image's edge see what pads them"),
     "upernet": ("backbone.swin.encoder", "windows at an image's edge see what pads them"),
+    "videoprism": ("text_model", "the causal text tower makes its mask only where it is given an attention_mask"),
     "mask2former": ("encoder.swin.encoder", "windows at an image's edge see what pads them"),
     "mask2former-body": ("encoder.swin.encoder", "windows at an image's edge see what pads them"),
 }
