@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Any
 
-from flopcalc.core.model.tiling import RULES
+from flopcalc.core.model.tiling import RULES, Values
 from flopcalc.core.workload.workload import Grid
 from flopcalc.errors import ConfigError, WorkloadError, format_value
 
@@ -46,19 +45,19 @@ def smart_resize(
     return new_height, new_width
 
 
-def _whole(values: dict[str, object], key: str) -> int:
+def _whole(values: Values, key: str) -> int:
     value = values[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"preprocessor_config.json: {key} must be a positive whole number, not {format_value(value)}")
     return value
 
 
-def _grid(height: int, width: int, values: dict[str, Any]) -> Grid:
+def _grid(height: int, width: int, values: Values) -> Grid:
     patch: int = values["patch"]
     return (1, height // patch, width // patch)
 
 
-def _smart(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _smart(width: int, height: int, values: Values) -> Grid:
     """Qwen's rule; `frames` counts an image as so many, `small` says how one smaller than a token grows first."""
     factor = values["patch"] * values["merge"]
     small = values.get("small", "no")
@@ -74,7 +73,7 @@ def _smart(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(*smart_resize(height, width, factor, least, most, values.get("frames", 1)), values)
 
 
-def _longest_edge(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _longest_edge(width: int, height: int, values: Values) -> Grid:
     """Pixtral: shrunk until the longest side fits, then both sides up to whole tokens."""
     factor = values["patch"] * values["merge"]
     most = _whole(values, "size.longest_edge")
@@ -85,7 +84,7 @@ def _longest_edge(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(high, wide, values)
 
 
-def _navit(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _navit(width: int, height: int, values: Values) -> Grid:
     """Kimi: never enlarged; within so many patches in all and a side, then padded to whole tokens."""
     patch = values["patch"]
     most = _whole(values, "size.max_height") * patch
@@ -97,7 +96,7 @@ def _navit(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(high, wide, values)
 
 
-def _token_limit(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _token_limit(width: int, height: int, values: Values) -> Grid:
     """Kimi-VL: shrunk to so many patches, then both sides down to whole tokens, or padded up to them if it says so."""
     patch, merge, most = values["patch"], values["merge"], _whole(values, "in_token_limit")
     count = (width // patch) * (height // patch)
@@ -112,7 +111,7 @@ def _token_limit(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(high, wide, values)
 
 
-def _nearest_aspect(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _nearest_aspect(width: int, height: int, values: Values) -> Grid:
     """Muse: of the grids next to the exact one, under a cap of tokens, that nearest in aspect."""
     factor, most = values["patch"] * values["merge"], _whole(values, "max_image_tokens")
     rows, columns = height / factor, width / factor
@@ -128,7 +127,7 @@ def _nearest_aspect(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(high * factor, wide * factor, values)
 
 
-def _budget(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _budget(width: int, height: int, values: Values) -> Grid:
     """GLM-5-Next: both sides up to whole tokens, within limits of tokens; too large an image shrinks till it fits."""
     factor = values["patch"] * values["merge"]
     least, most = _whole(values, "min_image_tokens"), _whole(values, "max_image_tokens")
@@ -150,7 +149,7 @@ def _budget(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(high * factor, wide * factor, values)
 
 
-def _slices(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
+def _slices(width: int, height: int, values: Values) -> list[Grid]:
     """MiniCPM-V: the whole image, and slices of about scale_resolution² if it is larger."""
     scale, most = _whole(values, "scale_resolution"), _whole(values, "max_slice_nums")
     factor = values["patch"] * (2 if values["downsample_mode"] == "4x" else 4)
@@ -182,7 +181,7 @@ def _nearest(length: float, step: int) -> int:
     return max(round(length / step) * step, step)
 
 
-def _whole_and_crops(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _whole_and_crops(width: int, height: int, values: Values) -> Grid:
     """Step-3.7: one view of the whole, and square crops of larger or longer images: t is 1 and the crops."""
     side, crop, most = values["size.height"], values["patch_size"], values["max_image_size"]
     if min(width, height) < 32 and max(width / height, height / width) > 4:
@@ -204,7 +203,7 @@ def _whole_and_crops(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (1 + rows * columns, rows, columns)
 
 
-def _cut(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _cut(width: int, height: int, values: Values) -> Grid:
     """Inkling: cut into patches as it is, the last ones padded; enlarged first if the processor says so."""
     fraction = values["rescale_image_frac"]
     if fraction is not None:
@@ -216,7 +215,7 @@ def _cut(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (1, math.ceil(height / values["patch"]), math.ceil(width / values["patch"]))
 
 
-def _within(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _within(width: int, height: int, values: Values) -> Grid:
     """Fuyu: shrunk until it fits, the last patches padded."""
     most_high, most_wide = _whole(values, "size.height"), _whole(values, "size.width")
     if width > most_wide or height > most_high:
@@ -225,7 +224,7 @@ def _within(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (1, math.ceil(height / values["patch"]), math.ceil(width / values["patch"]))
 
 
-def _most_patches(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _most_patches(width: int, height: int, values: Values) -> Grid:
     """Pix2Struct, Kosmos-2.5: scaled up or down to as many patches as are allowed, the aspect kept."""
     most, patch = _whole(values, "max_patches"), values["patch"]
     scale = math.sqrt(most * (patch / height) * (patch / width))
@@ -233,7 +232,7 @@ def _most_patches(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (1, rows, columns)
 
 
-def _resize_and_crop(width: int, height: int, values: dict[str, Any]) -> tuple[int, int]:
+def _resize_and_crop(width: int, height: int, values: Values) -> tuple[int, int]:
     """Classifiers and CLIP: height and width, resized to one size, or to a shortest side, then the middle cut out."""
     edge = values.get("size.shortest_edge", 0)  # without it, a shortest side means a square
     if values["do_resize"] and edge:
@@ -249,18 +248,18 @@ def _resize_and_crop(width: int, height: int, values: dict[str, Any]) -> tuple[i
     return height, width
 
 
-def _patch_sides(values: dict[str, Any]) -> tuple[int, int]:
+def _patch_sides(values: Values) -> tuple[int, int]:
     high, wide = (values["patch"],) * 2 if isinstance(values["patch"], int) else values["patch"]
     return high, wide
 
 
-def _crop(width: int, height: int, values: dict[str, object]) -> Grid:
+def _crop(width: int, height: int, values: Values) -> Grid:
     """Patches that fit into the resized image."""
     (height, width), (high, wide) = _resize_and_crop(width, height, values), _patch_sides(values)
     return (1, height // high, width // wide)
 
 
-def _edges(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _edges(width: int, height: int, values: Values) -> Grid:
     """Detectors: the shorter side as given, the longer one within a limit, both down to a multiple; or one size.
 
     Mask2Former: both sides up to a multiple of `size_divisor`.
@@ -286,7 +285,7 @@ def _edges(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(math.ceil(height / step) * step, math.ceil(width / step) * step, values)
 
 
-def _multiples(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _multiples(width: int, height: int, values: Values) -> Grid:
     """DPT: one size, or the aspect kept by the side that changes less; both sides to the nearest multiple.
 
     ZoeDepth pads the image first, and its multiple may be a fraction of a pixel.
@@ -303,7 +302,7 @@ def _multiples(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(height, width, values)
 
 
-def _limited(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _limited(width: int, height: int, values: Values) -> Grid:
     """PP-OCR: the longer side at most, or the shorter at least, so many pixels; both to the nearest multiple of 32."""
     if values["do_resize"]:
         limit, kind, most = _whole(values, "limit_side_len"), values["limit_type"], values["max_side_limit"]
@@ -321,7 +320,7 @@ def _limited(width: int, height: int, values: dict[str, Any]) -> Grid:
     return _grid(height, width, values)
 
 
-def _divisible(width: int, height: int, values: dict[str, object]) -> Grid:
+def _divisible(width: int, height: int, values: Values) -> Grid:
     """GLPN: both sides down to a multiple."""
     if values["do_resize"]:
         divisor = _whole(values, "size_divisor")
@@ -331,13 +330,13 @@ def _divisible(width: int, height: int, values: dict[str, object]) -> Grid:
     return _grid(height, width, values)
 
 
-def _cover(width: int, height: int, values: dict[str, object]) -> Grid:
+def _cover(width: int, height: int, values: Values) -> Grid:
     """Swin: patches that cover the resized image, the last ones padded."""
     (height, width), (high, wide) = _resize_and_crop(width, height, values), _patch_sides(values)
     return (1, math.ceil(height / high), math.ceil(width / wide))
 
 
-def _naflex(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _naflex(width: int, height: int, values: Values) -> Grid:
     """SigLIP 2: scaled up or down to as many whole patches as are allowed; the scale is found as its processor does."""
     patch, most = values["patch"], _whole(values, "max_num_patches")
 
@@ -356,7 +355,7 @@ def _naflex(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (1, rows, columns)
 
 
-def _naflex_within(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _naflex_within(width: int, height: int, values: Values) -> Grid:
     """Phi-4-reasoning-vision: as many patches as the image holds, within limits, by SigLIP 2's rule."""
     side = values["patch"]
     own = max((width // side) * (height // side), 1)

@@ -10,11 +10,12 @@ from typing import Any, TypeAlias
 from flopcalc.core.workload.workload import Grid
 from flopcalc.errors import ConfigError, WorkloadError
 
-Rule: TypeAlias = "Callable[[int, int, dict[str, Any]], Grid | list[Grid]]"
+Values: TypeAlias = "dict[str, Any]"  # of a processor's config, and what a spec adds: numbers, words, lists
+Rule: TypeAlias = "Callable[[int, int, Values], Grid | list[Grid]]"
 RULES: dict[str, Rule] = {}
 
 
-def _anyres(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _anyres(width: int, height: int, values: Values) -> Grid:
     """LLaVA-NeXT: the rectangle of tiles that wastes least, and the whole image as one tile before it.
 
     h, w are the rows and columns of features that remain when the rectangle's padding is cut off, and when
@@ -55,7 +56,7 @@ def _best_resolution(width: int, height: int, resolutions: list[list[int]]) -> t
 RULES["anyres"] = _anyres
 
 
-def _whole_and_resolutions(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _whole_and_resolutions(width: int, height: int, values: Values) -> Grid:
     """DeepSeek-VL2: the whole as one tile, and tiles of the best resolution, one if there are over two images.
 
     t is 1 and the tiles, h, w their rows and columns. The first resolution's width is a tile's side.
@@ -72,18 +73,18 @@ def _whole_and_resolutions(width: int, height: int, values: dict[str, Any]) -> G
 RULES["whole_and_resolutions"] = _whole_and_resolutions
 
 
-def _square(_width: int, _height: int, values: dict[str, Any]) -> Grid:
+def _square(_width: int, _height: int, values: Values) -> Grid:
     """One tile, whatever the size."""
     return (1, values["side"], values["side"])
 
 
-def _exact(_width: int, _height: int, values: dict[str, Any]) -> Grid:
+def _exact(_width: int, _height: int, values: Values) -> Grid:
     """One size, not always a square, whatever the image's."""
     patch = values["patch"]
     return (1, math.ceil(values["size.height"] / patch), math.ceil(values["size.width"] / patch))
 
 
-def _canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _canvas(width: int, height: int, values: Values) -> Grid:
     """InternVL, GOT-OCR2, Aya: the canvas of min to max tiles nearest in aspect, and a thumbnail if it has several."""
     side, tile = values["side"], values["size.height"]
     most = values["max_patches"] if values.get("crop_to_patches", True) else 1
@@ -91,7 +92,7 @@ def _canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
     return (tiles + 1 if tiles > 1 and values.get("thumbnail", True) else tiles, side, side)
 
 
-def _covering_canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _covering_canvas(width: int, height: int, values: Values) -> Grid:
     """Eagle 2.5: the canvas nearest in aspect, times the share of the image's area that it holds, up to 60 %."""
     side, tile, aspect = values["side"], values["size.height"], width / height
     best, most = 1, -math.inf
@@ -124,7 +125,7 @@ def _nearest_canvas(width: int, height: int, least: int, most: int, tile: int) -
     return best
 
 
-def _whole_and_canvas(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _whole_and_canvas(width: int, height: int, values: Values) -> Grid:
     """DeepSeek-OCR 2, Unlimited-OCR: the whole image as a square, and tiles of a canvas if it is larger than one.
 
     t is 1 and the tiles, h the patches per side of the whole, w the rows of tiles (1 without). The tiles' side is a
@@ -147,7 +148,7 @@ RULES |= {
 }  # fmt: skip
 
 
-def _whole_and_crops_padded(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _whole_and_crops_padded(width: int, height: int, values: Values) -> Grid:
     """Phi-4-multimodal: the whole image, and as many tiles as its pixels fill, their padding masked.
 
     h, w are the patches of the canvas of tiles that the image itself fills.
@@ -166,7 +167,7 @@ def _whole_and_crops_padded(width: int, height: int, values: dict[str, Any]) -> 
 RULES["whole_and_crops_padded"] = _whole_and_crops_padded
 
 
-def _cover(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _cover(width: int, height: int, values: Values) -> Grid:
     """Cohere2: the canvas that enlarges the image least, or shrinks it least if it fits in none; and a thumbnail."""
     side, tile, most = values["side"], values["size.height"], values["max_patches"]
     best = (1, 1)
@@ -183,7 +184,7 @@ def _cover(width: int, height: int, values: dict[str, Any]) -> Grid:
 RULES["cover"] = _cover
 
 
-def _split(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _split(width: int, height: int, values: Values) -> Grid:
     """Idefics3, SmolVLM: the longer side to a set length, both up to whole tiles, and the whole image after them."""
     side, tile = values["side"], values["max_image_size.longest_edge"]
     if not values["do_image_splitting"]:
@@ -222,7 +223,7 @@ _LONGEST = 4096
 RULES["split"] = _split
 
 
-def _quarters(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
+def _quarters(width: int, height: int, values: Values) -> list[Grid]:
     """Idefics2: the image, its sides within limits; with splitting its four quarters too, as images of their own."""
     sizes = [(height, width)]
     if values["do_image_splitting"]:
@@ -243,7 +244,7 @@ def _quarters(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
 RULES["quarters"] = _quarters
 
 
-def _tiles_or_whole(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
+def _tiles_or_whole(width: int, height: int, values: Values) -> list[Grid]:
     """LFM2-VL: an image within limits of tokens whole, a larger one as tiles of a canvas and the whole after them."""
     patch, tile = values["encoder_patch_size"], values["tile_size"]
     step = patch * values["downsample_factor"]
@@ -267,7 +268,7 @@ def _tiles_or_whole(width: int, height: int, values: dict[str, Any]) -> list[Gri
 RULES["tiles_or_whole"] = _tiles_or_whole
 
 
-def _padded_square(width: int, height: int, values: dict[str, Any]) -> list[Grid]:
+def _padded_square(width: int, height: int, values: Values) -> list[Grid]:
     """Aria: the longer side to a set length, the rest of the square masked; if split, squares of the best canvas."""
     most, least, patch = values["max_image_size"], values["min_image_size"], values["patch"]
     sizes = [(height, width)]
@@ -289,7 +290,7 @@ def _padded_square(width: int, height: int, values: dict[str, Any]) -> list[Grid
 RULES["padded_square"] = _padded_square
 
 
-def _covering(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _covering(width: int, height: int, values: Values) -> Grid:
     """Ovis2: the fewest tiles that keep more than 90 % of the image's area, and a thumbnail if they are several."""
     side, tile, most = values["side"], values["size.height"], values["max_patches"]
     if not values["use_covering_area_grid"] or not values["crop_to_patches"] or most <= 1:
@@ -323,7 +324,7 @@ def _covered(width: int, height: int, shape: tuple[int, int], tile: int) -> floa
 RULES["covering"] = _covering
 
 
-def _best_fit(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _best_fit(width: int, height: int, values: Values) -> Grid:
     """Llama 4: the canvas that enlarges least (or shrinks least), the smallest of equals; and the whole if several."""
     side, tile, most = values["side"], values["size.height"], values["max_patches"]
     shapes = [(a, count // a) for count in range(1, most + 1) for a in range(1, count + 1) if count % a == 0]
@@ -345,7 +346,7 @@ def _single(value: float) -> float:
 RULES["best_fit"] = _best_fit
 
 
-def _overlapping(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _overlapping(width: int, height: int, values: Values) -> Grid:
     """Molmo 2: the whole, and crops that overlap by margins: t is 1 and the crops, h, w the patches they cover."""
     side, margin, most = values["side"], sum(values["overlap_margins"]), values["max_crops"]
     patch, step = values["patch_size"], side - margin
@@ -365,7 +366,7 @@ def _overlapping(width: int, height: int, values: dict[str, Any]) -> Grid:
 RULES["overlapping"] = _overlapping
 
 
-def _hd_crops(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _hd_crops(width: int, height: int, values: Values) -> Grid:
     """Phi-3-vision: the whole, and as many square crops as fit: t is 1 and the crops, h, w their rows and columns."""
     most, longer, shorter = values["num_crops"], max(width, height), min(width, height)
     ratio, scale = longer / shorter, 1
@@ -380,7 +381,7 @@ def _hd_crops(width: int, height: int, values: dict[str, Any]) -> Grid:
 RULES["hd_crops"] = _hd_crops
 
 
-def _aspect_ratios(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _aspect_ratios(width: int, height: int, values: Values) -> Grid:
     """Llama 3.2: the canvas that enlarges least (or shrinks least), the smallest of equals; no small whole image."""
     side, tile, most = values["side"], values["size.height"], values["max_image_tiles"]
     shapes = [(a, b) for a in range(1, most + 1) for b in range(1, most + 1) if a * b <= most]
@@ -393,7 +394,7 @@ def _aspect_ratios(width: int, height: int, values: dict[str, Any]) -> Grid:
 RULES["aspect_ratios"] = _aspect_ratios
 
 
-def _thumb_and_tiles(width: int, height: int, values: dict[str, Any]) -> Grid:
+def _thumb_and_tiles(width: int, height: int, values: Values) -> Grid:
     """Perception LM: the canvas that holds the image and lets it grow most, else the nearest aspect; and the whole."""
     side, tile, most = values["side"], values["tile_size"], values["max_num_tiles"]
     if values["vision_input_type"] != "thumb+tile":
