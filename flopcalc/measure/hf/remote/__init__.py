@@ -41,7 +41,8 @@ CLASSES = {
     "CogVLMForCausalLM": "experts",
     "Eagle2_5_VLForConditionalGeneration": "tiles",
     "SAILVLModel": "tiles",
-    "DeepseekVLV2ForCausalLM": "tiles",
+    "DeepseekVLV2ForCausalLM": "timm",
+    "OpenVLAForActionPrediction": "timm",
     "LlamaNemotronVLModel": "tiles",
     "LlamaNemotronVLForSequenceClassification": "tiles",
 }

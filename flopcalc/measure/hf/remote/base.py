@@ -50,6 +50,12 @@ def put(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
     return module
 
 
+def put_vector(root: nn.Module, path: str, d: int) -> None:
+    """Hang a parameter of d numbers at a dotted path."""
+    owner, _, name = path.rpartition(".")
+    (put(root, owner, nn.Module()) if owner else root).register_parameter(name, nn.Parameter(torch.ones(d)))
+
+
 class Norm(nn.Module):
     """A root mean square norm."""
 
@@ -110,7 +116,7 @@ class Block(GradientCheckpointingLayer):
             put(self, path, nn.Linear(d, ff, bias=names.bias))
         put(self, names.down, nn.Linear(ff, d, bias=names.bias))
         for path in names.scales:
-            self.register_parameter(path, nn.Parameter(torch.ones(d)))
+            put_vector(self, path, d)
 
     def forward(self, x: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
         find, names = self.get_submodule, self.names
