@@ -21,6 +21,12 @@ TINY: Json = {
 }  # fmt: skip
 QWEN: Json = {**TINY, "model_type": "qwen", "intermediate_size": 96, "kv_channels": 8, "seq_length": 64}
 
+DINO, SIGLIP = "vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"
+OPENVLA: Json = {
+    "model_type": "openvla", "timm_model_ids": [DINO, SIGLIP], "image_sizes": [224, 224], "text_config": TINY,
+    "use_fused_vision_backbone": True,
+}  # fmt: skip
+
 
 def test_every_file_is_read_and_names_a_known_family() -> None:
     for path in list_data_files("aliases").values():
@@ -107,6 +113,27 @@ def test_keys_tell_a_config_without_type_and_class(config: Json, kind: str) -> N
 def test_what_is_missing_is_said(config: Json, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         bind(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"timm_model_ids": [DINO, "vit_large_patch14_clip_336.openai"]}, "_384 are described as towers"),
+        ({"timm_model_ids": [DINO, "vit_so400m_patch14_siglip_gap_224"]}, "_384 are described as towers"),
+        ({"timm_model_ids": [DINO], "image_sizes": [224]}, "must have an entry for each tower"),
+        ({"image_sizes": [224, 384]}, "both towers must have the same number of patches"),
+        ({"use_fused_vision_backbone": None}, "missing key 'use_fused_vision_backbone'"),
+    ],
+)
+def test_towers_that_are_only_named_are_known_or_refused(changes: Json, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        bind({**OPENVLA, **changes})
+
+
+def test_the_first_tower_alone_has_a_projector_of_two_layers() -> None:
+    both, one = (bind({**OPENVLA, "use_fused_vision_backbone": fused}).parameters()["total"] for fused in (True, False))
+    siglip = 427_680_704  # 427.68M in the tables of timm
+    assert both - one == siglip + (2176 + 1) * 8704 + (8704 + 1) * 32 - (1024 + 1) * 32
 
 
 def test_missing_keys_are_named_in_one_line() -> None:
