@@ -91,7 +91,7 @@ class LayerBuilder:
         texts |= {item["cache_rows"].partition(":")[2] for item in flat if "cache_rows" in item}
         tied = [item["tied"] for item in flat if "tied" in item]
         texts |= {condition for condition, _ in tied}
-        named = [target for _, target in tied] + [item.get(key, "") for item in flat for key in ("name", "under")]
+        named = [target for _, target in tied] + [item.get(key, "") for item in flat for key in _FILLED]
         texts |= {name for text in named for name in re.findall(_BRACES, text)}
         names = {name for text in texts for name in find_names(text)}
         return sorted(name for name in names if self.dims.depends_on_layer(name))
@@ -184,9 +184,9 @@ class LayerBuilder:
             "rows": self._rows(item),
             "times": size("times", default="1"),
             "state": size("state", 0, default="0") if "state" in item else 0,
-            "source": item.get("from", ""),
+            "source": self._fill(item.get("from", "")),
             "joined": tuple(item["joined"].split()) if "joined" in item else (),
-            "to": item.get("to", ""),
+            "to": self._fill(item.get("to", "")),
             "detached": bool(item.get("detached", False)) and kind not in ("embed", "dropout", "pointwise"),
             "float32": self._find_cast(item) if "float32" in item else "",
         }
@@ -398,7 +398,8 @@ _SIDED = (Tokens, Logits, Cached, Pairs, Calls)  # sums that a decoder has of it
 # transformers 5.22: masking_utils.py, create_causal_mask: the key makes a decoder's attention bidirectional.
 _BOTH_WAYS = "has(is_causal) and not is_causal"
 _SHOWS = "has(image_block) and image_block > 0"  # tokens of an image see one another both ways
-_BRACES = r"\{(\w+)\}"  # a dim's value inside the name of a module or of a tied parameter
+_BRACES = r"\{(\w+)\}"  # a dim's value inside the name of a module, of a tied parameter or of a stream
+_FILLED = ("name", "under", "from", "to")
 
 
 def _count_key_heads(before: Sequence[Op | tuple[Chain, ...]], heads: int, qk: int, v: int) -> int:

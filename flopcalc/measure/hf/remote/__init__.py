@@ -31,6 +31,7 @@ CLASSES = {
     "Step3p5ForCausalLM": "text",
     "OpenELMForCausalLM": "text",
     "NVEmbedModel": "text",
+    "IQuestLoopCoderForCausalLM": "text",
     "StepVLForConditionalGeneration": "tiles",
     "Step3VLForConditionalGeneration": "tiles",
     "MolmoForCausalLM": "tiles",
