@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -35,3 +36,22 @@ def test_a_published_module_is_built_and_counted() -> None:
     verdict = verify(config, workload, example=example)
     assert verdict.is_equal
     assert 0 < verdict.traced[0] < verdict.traced[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"lora": {"r": 2, "targets": ["v_proj"]}},
+        {"lora": {"r": 2, "targets": ["k_proj"]}},
+        {"freeze": ["model.embed_tokens", "model.layers.0"]},
+        {"freeze": ["model.embed_tokens", "model.layers.*", "lm_head"]},
+    ],
+)
+def test_a_later_pass_owes_gradients_to_the_keys_of_its_own_layer(recipe: dict[str, Any]) -> None:
+    from flopcalc.measure.hf.examples import find_example
+    from flopcalc.measure.hf.verify import verify
+
+    example = find_example("iquestloopcoder")
+    for config in example.configs:
+        assert verify(config, {"batch": 2, "seq": 7, "phase": "train"}, recipe, example=example).is_equal

@@ -552,7 +552,7 @@ class LoopLayer(TextLayer):
 
 
 class IQuestLoopCoderForCausalLM(TextModel):
-    """IQuest Research: modeling_iquestloopcoder.py; the layers run loop_num times."""
+    """IQuestLab/IQuest-Coder-V1-40B-Loop-Instruct: modeling_iquestloopcoder.py; the layers run loop_num times."""
 
     layer = LoopLayer
 
