@@ -107,7 +107,7 @@ def test_keys_tell_a_config_without_type_and_class(config: Json, kind: str) -> N
         ({**TINY, "model_type": "hymba", "mamba_d_state": 16}, r"'hymba' has no spec\.(?! The nearest)"),
         ({**TINY, "model_type": "bert", "feed_forward_type": "geglu"}, "a gated MLP and ALiBi .jina-embeddings-v2"),
         ({**TINY, "model_type": "minicpm", "head_multi": True}, "heads on several layers .head_multi of a layerwise"),
-        ({**TINY, "model_type": "qwen3", "dflash_config": {}}, "a DFlash draft, which attends to the target model"),
+        ({**TINY, "model_type": "qwen3", "dflash_config": {}}, "missing key 'block_size', beside or inside dflash"),
     ],
 )
 def test_what_is_missing_is_said(config: Json, words: str) -> None:
@@ -134,6 +134,50 @@ def test_the_first_tower_alone_has_a_projector_of_two_layers() -> None:
     both, one = (bind({**OPENVLA, "use_fused_vision_backbone": fused}).parameters()["total"] for fused in (True, False))
     siglip = 427_680_704  # 427.68M in the tables of timm
     assert both - one == siglip + (2176 + 1) * 8704 + (8704 + 1) * 32 - (1024 + 1) * 32
+DFLASH: Json = {**TINY, "model_type": "qwen3", "architectures": ["DFlashDraftModel"], "block_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"block_size": 1}, "block_size must be a whole number of 2 or more"),
+        ({"block_size": 2.5}, "block_size must be a whole number of 2 or more"),
+        ({"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, "only DFlash drafts of class DFlashDraftModel"),
+        ({"dflash_config": {"projector_type": "domino"}}, "dflash_config holds a key that is not described"),
+        ({"dflash_config": {"target_layer_ids": []}}, "fc in = features . target is 0"),
+        ({"dflash_config": {"causal": True}}, "only DFlash drafts that see a block both ways"),
+        ({"is_causal": True}, "only DFlash drafts that see a block both ways"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "only DFlash drafts without windows"),
+        ({"use_sliding_window": True}, "only DFlash drafts without windows"),
+        ({"add_swa_attention_sink_bias": True}, "only DFlash drafts without sinks"),
+        ({"draft_vocab_size": 8}, "only DFlash drafts of the target's own vocabulary"),
+    ],
+)
+def test_what_dflash_refuses(changed: Json, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        bind({**DFLASH, **changed})
+
+
+@pytest.mark.parametrize("head", ["none", "sequence", "token", "value"])
+def test_a_draft_has_no_other_head(head: str) -> None:
+    with pytest.raises(ConfigError, match="a draft runs the target's head"):
+        estimate_flops(DFLASH, seq_len=8, head=head)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dflash_config": {}},
+        {"dflash_config": {"block_size": 4, "mask_token_id": None, "causal": False}, "block_size": 9},
+        {"dflash_config": {"target_layer_ids": [1] * TINY["num_hidden_layers"]}, "architectures": None},
+        {"target_layer_ids": [1] * TINY["num_hidden_layers"]},
+        {"model_type": "dflash", "architectures": None},
+    ],
+)
+def test_dflash_configs_that_mean_the_same(changed: Json) -> None:
+    plain = estimate_flops(DFLASH, seq_len=8)
+    same = estimate_flops({**DFLASH, **changed}, seq_len=8)
+    assert (same.total, same.parameters) == (plain.total, plain.parameters)
 
 
 def test_missing_keys_are_named_in_one_line() -> None:

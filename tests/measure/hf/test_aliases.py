@@ -23,7 +23,7 @@ TABLES = {name: load_toml(path) for name, path in FILES.items()}
 CASES = [(name, i) for name, table in TABLES.items() for i in range(len(table.get("configs", ())))]
 PUBLISHED = [(name, i) for name, table in TABLES.items() for i in range(len(table.get("published", ())))]
 # Types that no model of transformers is like.
-_ALONE = ("yuan", "chatglm4v", "qwen_vl", "eagle", "eagle3", "eagle3_speculator", "medusa")
+_ALONE = ("yuan", "chatglm4v", "qwen_vl", "eagle", "eagle3", "eagle3_speculator", "medusa", "dflash")
 UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 
 
