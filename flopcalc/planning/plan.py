@@ -17,7 +17,7 @@ from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.results import Plan, Planned
 from flopcalc.planning.search import search_layouts
 from flopcalc.planning.step import OVERLAPS
-from flopcalc.prediction.choices import check_execution, check_optimizer, describe_key_heads
+from flopcalc.prediction.choices import check_execution, check_optimizer, check_timed, describe_key_heads
 from flopcalc.prediction.memory import resize_batch
 from flopcalc.units import check_items, check_size, format_parameters, format_tokens, parse_tokens
 from flopcalc.words import Execution, check_keywords, check_word
@@ -278,6 +278,7 @@ def _make_sample(
     """One sample as the estimator checks it."""
     if estimator.is_diffusion:
         raise WorkloadError(f"{estimator.source.name} is a diffusion model: plans are of language models")
+    check_timed(estimator)
     if workload is not None:
         return estimator.estimate(workload).terms[0][1]
     if seq_len is None:

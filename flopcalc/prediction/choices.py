@@ -5,7 +5,7 @@ from __future__ import annotations
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.model.ops import Attend, iterate
 from flopcalc.core.recipe.numbers import Formats
-from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, format_value
+from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_value
 from flopcalc.hardware.devices import Device, find_sdpa, parse_dtype
 from flopcalc.prediction.maker import FOUR_BITS
 from flopcalc.prediction.tensors import has_sdpa
@@ -13,6 +13,15 @@ from flopcalc.words import CAST_FORMATS, EXECUTIONS, KERNELS, OPTIMIZERS, Execut
 
 _EAGER = ("gpt_oss",)  # without SDPA in HF, beside types that were recorded with eager attention alone
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
+_NOT_TIMED = ("dflash",)  # specs whose attention runs over blocks of tokens, which no clock knows
+
+
+def check_timed(estimator: Estimator) -> None:
+    """Refuse a model that is counted, but whose time cannot be known."""
+    if estimator.spec.name in _NOT_TIMED:
+        raise WorkloadError(
+            f"{estimator.source.name} is a draft that works on blocks of tokens: its time is not predicted"
+        )
 
 
 def match_dtype(estimate: Estimate, dtype: str) -> Estimate:

@@ -28,6 +28,7 @@ from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.choices import (
     change,
     check_optimizer,
+    check_timed,
     choose_execution,
     describe_formats,
     describe_key_heads,
@@ -299,6 +300,8 @@ def predict_estimate(
     check_optimizer(optimizer)
     if any(estimator.origin == "trace" for estimator, _, _ in estimate.terms):
         raise WorkloadError("a traced model has no op list to predict from: it needs a spec")
+    for estimator, _, _ in estimate.terms:
+        check_timed(estimator)
     if dtype is not None:
         # A narrow format is refused.
         find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from drafts import DFlash
 from torch.utils.checkpoint import checkpoint
 
-from flopcalc import estimate_flops
+from flopcalc import estimate_flops, plan, predict
 from flopcalc.core.model.bound import bind_model
 from flopcalc.core.model.config import load_config
 from flopcalc.data import list_data_files, load_toml
+from flopcalc.errors import WorkloadError
 from flopcalc.measure.counters.flop_counter import count_flops
 from flopcalc.measure.hf.compare import compare_bound, make_executed
 from flopcalc.measure.hf.models import count_parameters
@@ -98,3 +100,12 @@ def test_a_call_by_hand() -> None:
     estimate = estimate_flops(config, seq_len=seq, phase="forward")
     assert estimate.total == wanted
     assert estimate.parameters["total"] == 5 * d * d + 5 * (2 * d * d + 2 * d * keys + 3 * d * ff + 2 * d + 256) + 2 * d
+
+
+@pytest.mark.parametrize("ask", [
+    lambda: predict(CONFIGS[0], device="h200", seq_len=64),
+    lambda: plan(CONFIGS[0], device="h200", gpus=8, tokens="1B", seq_len=64),
+])  # fmt: skip
+def test_its_time_is_not_predicted(ask: Callable[[], object]) -> None:
+    with pytest.raises(WorkloadError, match="is a draft that works on blocks of tokens: its time is not predicted"):
+        ask()
