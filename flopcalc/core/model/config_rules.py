@@ -41,6 +41,8 @@ _LEAST = {
     1: re.compile("(.*_)?(strides?|patch_sizes?)(_.*)?"),
     0: re.compile("(.*_)?(head_dim|heads|shared_experts|depths?|padding|image_size|kernel_sizes?|num_blocks)(_q|_kv)?"),
 }
+# Keys of inner configs that published code reads otherwise than transformers' class, or not at all: a spec checks them.
+_READ_OTHERWISE = {"kimi_k3": ("hidden_act", "num_key_value_heads")}
 _DROPOUT = ("dropout", "dropout_prob", "dropout_rate", "pdrop")  # torch's dropout takes a probability alone
 
 
@@ -138,9 +140,10 @@ def check_config(config: Mapping[str, object], where: str, model_type: str | Non
     name = config.get("model_type") if model_type is None else model_type
     rules = _find_class(name) if isinstance(name, str) else None
     if not isinstance(name, str) or rules is None:
+        own = _READ_OTHERWISE.get(name, ()) if isinstance(name, str) else ()
         for key, inner in config.items():  # whose own types may be known
             if isinstance(inner, Mapping):
-                check_config(inner, f"{where}: {key}")
+                check_config({each: inner[each] for each in inner if each not in own}, f"{where}: {key}")
         return
     for kind, names in rules.items():
         for key in names.split() if kind not in _OTHER_RULES else ():

@@ -21,6 +21,7 @@ CLASSES = {
     "Ovis2_5": "grids",
     "MiniCPMV": "grids",
     "Sarashina2VisionForCausalLM": "grids",
+    "KimiK3ForConditionalGeneration": "kimi",
     "MiniCPMO": "audio",
     "UltravoxModel": "audio",
     "DeciLMForCausalLM": "text",
