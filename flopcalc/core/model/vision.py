@@ -32,6 +32,7 @@ class Vision(Value):
     most: int = 0  # tiles: that one image may have; 0: any number
     least: int = 1  # grid: patches that a side must have
     frames: int = 0  # fixed: temporal patches of the one clip that a model of videos takes; 0: it takes images
+    images: int = 0  # that one sample may have; 0: any number
     outer: BoundDims | None = None  # where `tokens` has values instead, if a tower's own spec says how images are cut
 
     @property
@@ -295,6 +296,7 @@ def bind_vision(dims: BoundDims) -> Vision | None:
         most=size("most", 0),
         least=size("least", 1),
         frames=size("frames", 0),
+        images=size("images", 0),
         outer=outer,
     )
 

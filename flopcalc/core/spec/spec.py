@@ -24,7 +24,7 @@ _STACK_KEYS = {
 _AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
 _VISION_KEYS = {
     "kind", "patch", "merge", "side", "most", "tokens", "videos", "pixels", "sizes", "grid", "flattened", "canvas",
-    "text", "tower", "frames", "least",
+    "text", "tower", "frames", "least", "images",
 }  # fmt: skip
 _LATENT_KEYS = {
     "input", "axes", "text", "pixels", "frames", "pack", "side", "deep", "length", "expanded", "square", "most",
