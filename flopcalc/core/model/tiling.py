@@ -366,6 +366,35 @@ def _overlapping(width: int, height: int, values: Values) -> Grid:
 RULES["overlapping"] = _overlapping
 
 
+def _even_crops(width: int, height: int, values: Values) -> Grid:
+    """Moondream 3: the whole, and crops that overlap: t is 1 and the crops, h, w their rows and columns.
+
+    As many crops as the image needs and the limit lets, spread by its aspect; a narrow image is one crop.
+    """
+    patch, margin, most = values["patch_size"], values["overlap_margin"], values["max_crops"]
+    window = (values["crop_size"] // patch - 2 * margin) * patch
+    high, wide = height - 2 * margin * patch, width - 2 * margin * patch
+    if high <= window or wide <= window:
+        return (2, 1, 1)
+    least = (math.ceil(high / window), math.ceil(wide / window))
+    # The processor's own floats and roundings.
+    if math.prod(least) > most:
+        ratio = math.sqrt(most / math.prod(least))
+        rows, columns = (max(1, math.floor(count * ratio)) for count in least)
+        return (1 + rows * columns, rows, columns)
+    rows = max(math.floor(math.sqrt(most * high / wide)), least[0])
+    columns = max(math.floor(math.sqrt(most * wide / high)), least[1])
+    if rows * columns > most:
+        if columns > rows:
+            columns = most // rows
+        else:
+            rows = most // columns
+    return (1 + rows * columns, rows, columns)
+
+
+RULES["even_crops"] = _even_crops
+
+
 def _hd_crops(width: int, height: int, values: Values) -> Grid:
     """Phi-3-vision: the whole, and as many square crops as fit: t is 1 and the crops, h, w their rows and columns."""
     most, longer, shorter = values["num_crops"], max(width, height), min(width, height)

@@ -13,6 +13,7 @@ KIMI = {"patch": 14, "merge": 2, "in_token_limit": 4096, "pad_input": False}
 EAGLE = {"side": 32, "size.height": 448, "min_patches": 1, "max_patches": 12, "thumbnail": True}
 PHI = {"tile": 336, "num_crops": 16}
 VL2 = {"candidate_resolutions": [[384, 384], [384, 768], [768, 384]], "images": 2}  # widths and heights
+MOON = {"crop_size": 378, "patch_size": 14, "max_crops": 12, "overlap_margin": 4}
 PHI4 = {"patch": 16, "min_num_patches": 256, "max_num_patches": 3600}
 
 
@@ -33,6 +34,13 @@ PHI4 = {"patch": 16, "min_num_patches": 256, "max_num_patches": 3600}
         ("whole_and_resolutions", VL2, (600, 1000), (3, 2, 1)),
         ("whole_and_resolutions", VL2, (300, 300), (2, 1, 1)),
         ("whole_and_resolutions", {**VL2, "images": 3}, (1000, 600), (2, 1, 1)),  # three images are not cut
+        ("even_crops", MOON, (1000, 800), (13, 3, 4)),  # windows of 266 pixels on 888 by 688, and margins of 112
+        ("even_crops", MOON, (300, 900), (2, 1, 1)),  # 188 pixels are less than a window
+        ("even_crops", MOON, (500, 2000), (7, 6, 1)),  # 8 by 2 windows, times the root of 12 / 16
+        ("even_crops", MOON, (4000, 3000), (9, 2, 4)),
+        ("even_crops", MOON, (1442, 379), (13, 2, 6)),  # 7 columns by its aspect, of which 2 rows leave 6
+        ("even_crops", MOON, (379, 1442), (13, 6, 2)),
+        ("even_crops", MOON, (1400, 600), (11, 2, 5)),
         ("naflex_within", PHI4, (1024, 768), (1, 48, 64)),  # as many patches as it has
         ("naflex_within", PHI4, (100, 100), (1, 16, 16)),  # 36 patches grow to 256
     ],

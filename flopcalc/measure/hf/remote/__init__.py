@@ -41,6 +41,7 @@ CLASSES = {
     "Phi4ForCausalLMV": "tiles",
     "BeeForConditionalGeneration": "tiles",
     "CogVLMForCausalLM": "experts",
+    "Moondream3ForCausalLM": "crops",
     "Eagle2_5_VLForConditionalGeneration": "tiles",
     "SAILVLModel": "tiles",
     "DeepseekVLV2ForCausalLM": "timm",
