@@ -33,6 +33,7 @@ CLASSES = {
     "OpenELMForCausalLM": "text",
     "NVEmbedModel": "text",
     "IQuestLoopCoderForCausalLM": "text",
+    "LongcatFlashNgramForCausalLM": "text",
     "StepVLForConditionalGeneration": "tiles",
     "Step3VLForConditionalGeneration": "tiles",
     "MolmoForCausalLM": "tiles",

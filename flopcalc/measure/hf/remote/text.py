@@ -11,6 +11,8 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.longcat_flash.configuration_longcat_flash import LongcatFlashConfig
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashForCausalLM
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
@@ -571,3 +573,40 @@ class IQuestLoopCoderForCausalLM(TextModel):
                 x = layer(x, cache, number * len(first) + at, *first[at], gate)
         out: torch.Tensor = self.model.norm(x)
         return out
+
+
+# --- LongCat-Flash-Lite -----------------------------------------------------------------------------------------------
+class NgramTables(nn.Module):
+    """modeling_longcat_ngram.py, NgramEmbedding: rows of hashed n-grams, each projected and added to the word's."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        d, count = config.hidden_size, config.emb_split_num * (config.emb_neighbor_num - 1)
+        most = config.ngram_vocab_size_ratio * config.vocab_size
+        rows = (int(most + 2 * i + 1) for i in range(count))
+        self.embedders = nn.ModuleList(nn.Embedding(each, d // count) for each in rows)
+        self.post_projs = nn.ModuleList(nn.Linear(d // count, d, bias=False) for _ in range(count))
+
+    def forward(self, ids: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        for number, (table, project) in enumerate(zip(self.embedders, self.post_projs, strict=True)):
+            hashed = (ids + number * ids.roll(1, -1)) % table.num_embeddings  # any rows will do
+            words = words + project(table(hashed))
+        return words / (1 + len(self.embedders))
+
+
+class LongcatFlashNgramForCausalLM(LongcatFlashForCausalLM):
+    """meituan-longcat/LongCat-Flash-Lite: modeling_longcat_ngram.py: LongCat-Flash with n-grams beside the words."""
+
+    config_base = LongcatFlashConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.ngram_embeddings = NgramTables(config)
+        for layer in self.model.layers:  # transformers' has rows for identities too, vLLM and the checkpoint have none
+            own = layer.mlp.experts.gate_up_proj
+            layer.mlp.experts.gate_up_proj = nn.Parameter(own[: config.n_routed_experts].detach().clone())
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **inputs: Any) -> Any:
+        if inputs_embeds is None:
+            inputs_embeds = self.model.ngram_embeddings(input_ids, self.model.embed_tokens(input_ids))
+        return super().forward(inputs_embeds=inputs_embeds, **inputs)
