@@ -134,6 +134,8 @@ def test_the_first_tower_alone_has_a_projector_of_two_layers() -> None:
     both, one = (bind({**OPENVLA, "use_fused_vision_backbone": fused}).parameters()["total"] for fused in (True, False))
     siglip = 427_680_704  # 427.68M in the tables of timm
     assert both - one == siglip + (2176 + 1) * 8704 + (8704 + 1) * 32 - (1024 + 1) * 32
+
+
 DFLASH: Json = {**TINY, "model_type": "qwen3", "architectures": ["DFlashDraftModel"], "block_size": 4}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flopcalc import bind
 from flopcalc.core.spec.spec import find_spec
 from flopcalc.data import list_data_files
 
@@ -55,3 +56,24 @@ def test_a_later_pass_owes_gradients_to_the_keys_of_its_own_layer(recipe: dict[s
     example = find_example("iquestloopcoder")
     for config in example.configs:
         assert verify(config, {"batch": 2, "seq": 7, "phase": "train"}, recipe, example=example).is_equal
+
+
+def test_the_total_of_kimi_k3_is_the_published_one() -> None:
+    """Sizes of moonshotai/Kimi-K3 as NVIDIA-NeMo/Automodel's tests quote them; the tower's are SGLang's defaults."""
+    full = [*range(4, 93, 4), 93]
+    delta = [layer for layer in range(1, 94) if layer not in full]
+    text = {
+        "model_type": "kimi_linear", "hidden_size": 7168, "intermediate_size": 33792, "num_hidden_layers": 93,
+        "num_attention_heads": 96, "num_key_value_heads": 96, "vocab_size": 163840, "hidden_act": "situ",
+        "moe_intermediate_size": 3072, "num_experts": 896, "num_experts_per_token": 16, "num_shared_experts": 2,
+        "first_k_dense_replace": 1, "routed_expert_hidden_size": 3584, "latent_moe_use_norm": True,
+        "attn_res_block_size": 12, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True, "mla_use_output_gate": True,
+        "linear_attn_config": {
+            "head_dim": 128, "num_heads": 96, "short_conv_kernel_size": 4, "use_full_rank_gate": True,
+            "full_attn_layers": full, "kda_layers": delta,
+        },
+    }  # fmt: skip
+    counted = bind({"model_type": "kimi_k3", "text_config": text, "vision_config": {}}).parameters()["total"]
+    # The hub's files hold 128 numbers of each A_log; its 96 heads read the first (sglang/srt/models/kimi_k3.py).
+    assert counted == 2_779_931_837_184 - len(delta) * (128 - 96)
