@@ -28,7 +28,8 @@ def test_whole_and_tiles(name: str, tile: int, most: int, size: tuple[int, int])
 
     width, height = size
     columns, rows = get_optimal_tiled_canvas((height, width), (tile, tile), 2, most) if max(size) > tile else (0, 0)
-    vision = bind_example(name, vision_config={"sam_config": {"patch_size": 16}}).vision
+    sam = {**find_example(name).configs[0]["vision_config"]["sam_config"], "image_size": 1024, "patch_size": 16}
+    vision = bind_example(name, vision_config={"sam_config": sam}).vision
     grid, _ = vision.grid_of_pixels(width, height, None)
     assert grid == (1 + columns * rows, 64, max(rows, 1))
     # transformers 5.22: processing_deepseek_ocr2.py, processing_unlimited_ocr.py

@@ -189,7 +189,9 @@ def test_mllama_tiles(size: tuple[int, int], tiles: int) -> None:
     made = load("mllama", "MllamaImageProcessorPil", "image_processing_pil")(**given)(
         [[Image.new("RGB", size)]], return_tensors="np"
     )
-    vision = bind_vision("mllama", tower("mllama_vision_model", 560, 14, max_num_tiles=tiles), text_config=TEXT)
+    ratios = [[wide, high] for wide in range(1, tiles + 1) for high in range(1, tiles // wide + 1)]
+    keys = {"max_num_tiles": tiles, "supported_aspect_ratios": ratios}
+    vision = bind_vision("mllama", tower("mllama_vision_model", 560, 14, **keys), text_config=TEXT)
     (grid,), _ = vision.grids_of_pixels(*size, given)
     assert grid[0] == made["num_tiles"][0][0] == made["aspect_ratio_mask"].sum()
     assert made["pixel_values"].shape[2] == tiles  # padded tiles are handed over, and run
