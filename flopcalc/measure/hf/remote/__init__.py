@@ -32,7 +32,7 @@ CLASSES = {
     "Step3p5ForCausalLM": "text",
     "OpenELMForCausalLM": "text",
     "NVEmbedModel": "text",
-    "IQuestLoopCoderForCausalLM": "text",
+    "IQuestLoopCoderForCausalLM": "loops",
     "LongcatFlashNgramForCausalLM": "text",
     "StepVLForConditionalGeneration": "tiles",
     "Step3VLForConditionalGeneration": "tiles",
