@@ -11,6 +11,7 @@ from flopcalc.measure.calibrate.tables import Bench
 
 _ROUNDS = 9
 _CALLS = 25  # per reading of the clock
+_TENSORS = (64, 576)  # of an optimizer
 
 
 def make_calls(bench: Bench) -> dict[str, list[Callable[[], Any]]]:
@@ -60,6 +61,43 @@ def measure_units(bench: Bench) -> dict[str, float]:
             kind: round(statistics.fmean(_compare(bench, call, one) for call in found), 3)
             for kind, found in calls.items()
         }
+
+
+def measure_tensors(bench: Bench) -> dict[str, float]:
+    """What a training loop's host takes for each tensor, in additions: to clear its gradient, and to step it.
+
+    From fused AdamW over few and over many small tensors, which takes the same beside them.
+    """
+    torch = bench.torch
+    taken: dict[str, list[float]] = {"cleared": [], "tensor": []}
+    made = [_make_optimizer(bench, count) for count in _TENSORS]
+    one = make_calls(bench)["pointwise"][0]
+    for i in range(_ROUNDS + 1):
+        with torch.no_grad():
+            unit_s = _time(bench, one) / _CALLS
+        few, many = (_step_once(bench, *each) for each in made)
+        if i:  # the first step makes the states
+            for kind, less, more in zip(taken, few, many, strict=True):
+                taken[kind].append((more - less) / (_TENSORS[1] - _TENSORS[0]) / unit_s)
+    return {kind: round(statistics.median(values), 3) for kind, values in taken.items()}
+
+
+def _make_optimizer(bench: Bench, count: int) -> tuple[Any, list[Any]]:
+    torch = bench.torch
+    tensors = [torch.nn.Parameter(torch.zeros(64, device=bench.device)) for _ in range(count)]
+    return torch.optim.AdamW(tensors, lr=1e-5, fused=True), tensors
+
+
+def _step_once(bench: Bench, optimizer: Any, tensors: list[Any]) -> tuple[float, float]:
+    """Host seconds of clearing the gradients, and of a step."""
+    for each in tensors:
+        each.grad = bench.torch.zeros_like(each)
+    bench.synchronize()
+    start = time.perf_counter()
+    optimizer.step()
+    stepped = time.perf_counter()
+    optimizer.zero_grad(set_to_none=True)
+    return time.perf_counter() - stepped, stepped - start
 
 
 def _compare(bench: Bench, call: Callable[[], object], one: Callable[[], object]) -> float:
