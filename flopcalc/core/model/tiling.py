@@ -346,6 +346,34 @@ def _single(value: float) -> float:
 RULES["best_fit"] = _best_fit
 
 
+# Rows and columns that mPLUG-Owl3 may cut a picture into, in its order.
+_ANCHORS = ((2, 2), (1, 3), (1, 4), (3, 1), (4, 1), (2, 3), (3, 2))
+
+
+def _anchors(width: int, height: int, values: Values) -> Grid:
+    """mPLUG-Owl3: the anchor whose shape is nearest, then whose size is; and the whole as one tile more."""
+    tile, side = values["tile"], values["side"]
+
+    def rank(rows: int, columns: int) -> float:
+        wide, high = columns * tile, rows * tile
+        alike = int(_single(_single(height / width) * wide))  # the anchor's width in the picture's shape
+        shape, size = _overlap(wide, high, wide, alike), _overlap(wide, high, width, height)
+        return _single(_single(shape * 100) + size)
+
+    rows, columns = max(_ANCHORS, key=lambda anchor: rank(*anchor))
+    return (rows * columns + 1, side, side)
+
+
+def _overlap(wide: int, high: int, width: int, height: int) -> float:
+    """Of two boxes with one corner in common: the area of both by that of either, in single precision."""
+    both = min(wide, width) * min(high, height)
+    either = wide * high + width * height - both
+    return _single(_single(both) / _single(_single(either) + _single(1e-5)))
+
+
+RULES["anchors"] = _anchors
+
+
 def _overlapping(width: int, height: int, values: Values) -> Grid:
     """Molmo 2: the whole, and crops that overlap by margins: t is 1 and the crops, h, w the patches they cover."""
     side, margin, most = values["side"], sum(values["overlap_margins"]), values["max_crops"]

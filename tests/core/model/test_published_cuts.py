@@ -14,6 +14,7 @@ EAGLE = {"side": 32, "size.height": 448, "min_patches": 1, "max_patches": 12, "t
 PHI = {"tile": 336, "num_crops": 16}
 VL2 = {"candidate_resolutions": [[384, 384], [384, 768], [768, 384]], "images": 2}  # widths and heights
 MOON = {"crop_size": 378, "patch_size": 14, "max_crops": 12, "overlap_margin": 4}
+OWL = {"tile": 384, "side": 27}
 PHI4 = {"patch": 16, "min_num_patches": 256, "max_num_patches": 3600}
 
 
@@ -41,6 +42,10 @@ PHI4 = {"patch": 16, "min_num_patches": 256, "max_num_patches": 3600}
         ("even_crops", MOON, (1442, 379), (13, 2, 6)),  # 7 columns by its aspect, of which 2 rows leave 6
         ("even_crops", MOON, (379, 1442), (13, 6, 2)),
         ("even_crops", MOON, (1400, 600), (11, 2, 5)),
+        ("anchors", OWL, (500, 500), (5, 27, 27)),  # 2 by 2 tiles, and the whole
+        ("anchors", OWL, (700, 500), (7, 27, 27)),  # 2 by 3: 28/30 of the shape, and 20/28 of 2 by 2
+        ("anchors", OWL, (900, 1600), (7, 27, 27)),
+        ("anchors", OWL, (3000, 600), (5, 27, 27)),  # 1 by 4 is the widest
         ("naflex_within", PHI4, (1024, 768), (1, 48, 64)),  # as many patches as it has
         ("naflex_within", PHI4, (100, 100), (1, 16, 16)),  # 36 patches grow to 256
     ],

@@ -33,6 +33,7 @@ CLASSES = {
     "OpenELMForCausalLM": "text",
     "NVEmbedModel": "text",
     "IQuestLoopCoderForCausalLM": "loops",
+    "mPLUGOwl3Model": "hyper",
     "LongcatFlashNgramForCausalLM": "text",
     "StepVLForConditionalGeneration": "tiles",
     "Step3VLForConditionalGeneration": "tiles",
