@@ -100,8 +100,9 @@ def _check_images(model: BoundModel, load: Workload) -> Workload:
     if load.videos and not vision.takes_videos:
         raise WorkloadError(f"{model.name} takes no videos")
     samples = len(load.documents) if load.documents else load.rows
-    if vision.images and len(load.grids) > vision.images * samples:
-        raise WorkloadError(f"{model.name}: {len(load.grids)} images: a sample has at most {vision.images}")
+    if vision.images and len(load.all_grids) > vision.images * samples:
+        kind = "images" if not load.videos else "images and videos" if load.grids else "videos"
+        raise WorkloadError(f"{model.name}: {len(load.all_grids)} {kind}: a sample has at most {vision.images}")
     if vision.kind != "grid":
         load = load.replace(grids=tuple([vision.check_grid(grid, "image grid") for grid in load.grids]))
         for grid in load.videos if vision.frames else ():

@@ -43,6 +43,7 @@ CLASSES = {
     "Phi4ForCausalLMV": "tiles",
     "BeeForConditionalGeneration": "tiles",
     "CogVLMForCausalLM": "experts",
+    "CogVLMVideoForCausalLM": "experts",
     "Moondream3ForCausalLM": "crops",
     "Eagle2_5_VLForConditionalGeneration": "tiles",
     "SAILVLModel": "tiles",

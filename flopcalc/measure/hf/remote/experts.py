@@ -1,4 +1,4 @@
-"""Published models whose language layers hold weights of their own for the positions of images."""
+"""CogVLM: language layers that hold weights of their own for the positions of images, and its model of videos."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flopcalc.measure.hf.remote.base import Names, Norm, PostBlock, Sees, attend
-from flopcalc.measure.hf.remote.text import GatedMlp, TextModel
+from flopcalc.measure.hf.remote.text import Attention, GatedMlp, TextLayer, TextModel
 
 
 class CogAttention(nn.Module):
@@ -59,9 +59,9 @@ class CogLayer(nn.Module):
 
 
 class EvaClip(nn.Module):
-    """InternLM/lmdeploy: lmdeploy/pytorch/models/cogvlm.py, EVA2CLIPModel; a convolution in CogVLM2 alone."""
+    """InternLM/lmdeploy: lmdeploy/pytorch/models/cogvlm.py, EVA2CLIPModel; `folds`: a convolution, in CogVLM2 alone."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, folds: bool) -> None:
         super().__init__()
         tower, d, ff = config.vision_config, config.hidden_size, config.intermediate_size
         width, patch = tower.hidden_size, tower.patch_size
@@ -77,7 +77,7 @@ class EvaClip(nn.Module):
         self.transformer.layers = nn.ModuleList(
             PostBlock(names, width, tower.intermediate_size, tower.num_heads) for _ in range(tower.num_hidden_layers)
         )
-        self.conv = nn.Conv2d(width, width, 2, 2) if tower.num_positions != 1226 else None
+        self.conv = nn.Conv2d(width, width, 2, 2) if folds else None
         project = self.linear_proj = nn.Module()
         project.linear_proj, project.norm1 = nn.Linear(width, d, bias=False), nn.LayerNorm(d)
         project.gate_proj, project.dense_h_to_4h = (nn.Linear(d, ff, bias=False) for _ in range(2))
@@ -110,7 +110,7 @@ class CogVLMForCausalLM(Sees, TextModel):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.model.vision = EvaClip(config)
+        self.model.vision = EvaClip(config, config.vision_config.num_positions != 1226)
 
     def run(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
         for layer in self.model.layers:
@@ -124,6 +124,44 @@ class CogVLMForCausalLM(Sees, TextModel):
         self.seen = is_image.clone()
         self.seen[:, :-1] &= is_image[:, 1:]  # an image's last position counts as text
         self.seen[:, -1] = False
+        return super().forward(**inputs, **self.embed(input_ids, own, inputs_embeds))
+
+    def see(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.model.vision(pixel_values)
+
+
+class CogVideoLayer(TextLayer):
+    """zai-org/cogvlm2-llama3-caption: modeling_cogvlm.py, CogVLMDecoderLayer: the language's weights alone."""
+
+    def build(self, config: Any, layer: int) -> None:
+        d, heads = config.hidden_size, config.num_attention_heads
+        if d % heads:
+            raise ValueError(f"hidden_size {d} is no multiple of num_attention_heads {heads}")
+        self.self_attn = Attention(
+            d, heads, config.num_multi_query_heads, d // heads, layer,
+            fused="language_expert_query_key_value", out="language_expert_dense",
+        )  # fmt: skip
+        self.mlp = nn.Module()
+        self.mlp.language_mlp = GatedMlp(d, config.intermediate_size)
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.mlp.language_mlp(x)
+        return out
+
+
+class CogVLMVideoForCausalLM(Sees, TextModel):
+    """zai-org/cogvlm2-llama3-caption: modeling_cogvlm.py, here with the frames of every sample's video."""
+
+    layer = CogVideoLayer
+    supports_gradient_checkpointing = False
+    image_token = "image_token_id"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.vision = EvaClip(config, folds=True)
+
+    def forward(self, input_ids: torch.Tensor, images: Any = None, inputs_embeds: Any = None, **inputs: Any) -> Any:
+        own = {} if images is None else {"pixel_values": images}
         return super().forward(**inputs, **self.embed(input_ids, own, inputs_embeds))
 
     def see(self, pixel_values: torch.Tensor) -> torch.Tensor:
