@@ -221,6 +221,18 @@ def fit(profiles: Path, out: Path) -> None:
     save_predictor(str(out), constants)
 
 
+def refit(profiles: Path, out: Path) -> None:
+    """The shipped predictor with the optimizer's and the host's constants fitted by today's code."""
+    from flopcalc.measure.predictor import runs
+    from flopcalc.measure.predictor.fit.predictor import fit_again, save_predictor
+    from flopcalc.prediction.constants import load_predictor
+    from flopcalc.prediction.machine import MEASURED_ON
+
+    constants = load_predictor(MEASURED_ON)
+    assert constants is not None
+    save_predictor(str(out), fit_again(constants, _read(profiles)["cases"], runs.get_config))
+
+
 def _read(path: Path) -> Json:
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     found: Json = json.loads(data)
@@ -383,7 +395,7 @@ def _print_report(rows: list[Json], summary: list[Json], name_case: Any) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("command", choices=("measure", "keep", "fit", "report"))
+    parser.add_argument("command", choices=("measure", "keep", "fit", "refit", "report"))
     parser.add_argument("--out", type=Path, help="where to write; report: also what it found, as JSON")
     parser.add_argument("--page", type=Path, help="report: write the tables between their marks in this page")
     parser.add_argument("--budget-s", type=float, default=600)
@@ -393,7 +405,7 @@ def main() -> int:
         "--predictor", type=Path, help="keep: what that calibration wrote; report: instead of the one that ships"
     )
     parser.add_argument(
-        "--profiles", type=Path, default=RESULTS / "predict_profiles.json.gz", help="fit: what was kept"
+        "--profiles", type=Path, default=RESULTS / "predict_profiles.json.gz", help="fit, refit: what was kept"
     )
     parser.add_argument("--cases", type=Path, default=RESULTS / "predict_cases.json", help="report: what was measured")
     given = parser.parse_args()
@@ -411,6 +423,8 @@ def main() -> int:
         parser.error(f"{given.command} needs --out FILE")
     if given.command == "fit":
         fit(given.profiles, given.out)
+    elif given.command == "refit":
+        refit(given.profiles, given.out)
     elif given.command == "keep":
         if given.journal is None or given.predictor is None:
             parser.error("keep needs --journal FILE and --predictor FILE")

@@ -115,6 +115,7 @@ def combine(shares: Iterable[tuple[Totals, float]]) -> Totals:
 _NOTHING = Segment()
 _SHOWN = 3  # micro-batches that are gone through one by one
 _WAYS = ("forward", "backward", "optimizer")
+_ONCE = ("cleared", "optimizer")  # what the host does once a step, for every tensor
 
 
 class Event(NamedTuple):
@@ -250,7 +251,7 @@ class Clock:
         asked = (phase, seen) if has_images else (phase,)
         self.is_typed = self.is_typed and all(name in types for name in asked)
         for each in work.hosted:
-            many = each.many * (times if each.way != "optimizer" else 1)
+            many = each.many * (times if each.way not in _ONCE else 1)
             seconds = many * find_unit(each.way, each.kind, host["units"]) * per_unit
             _, factor = types.get(name_factor(each.way, each.group, self.phase), (0.0, 1.0))
             seconds *= factor
@@ -560,6 +561,8 @@ def find_order(module: str, group: str, way: str, stacks: tuple[Stack, ...], *, 
     """Where in a step: the forward pass, then the backward pass in the other order, then the optimizer."""
     if way == "optimizer":  # the host goes through all tensors before the first is stepped
         return Place(2, 0.0 if is_host else 1.0)
+    if way == "cleared":
+        return Place(0, -1.0)
     stage, inner = find_place(module, group, stacks)
     return Place(0, stage, inner) if way == "forward" else Place(1, -stage, -inner)
 
@@ -576,7 +579,7 @@ def name_mode(phase: str) -> Mode:
 
 def name_factor(way: str, group: str, phase: str) -> str:
     """The factor of a model type that an operator's time on the host has; an optimizer's is everybody's."""
-    if way == "optimizer":
+    if way in _ONCE:
         return way
     if group in ("vision", "projector"):
         return f"vision {name_mode(phase)}"
@@ -588,8 +591,8 @@ def find_unit(way: str, kind: str, units: Mapping[str, float]) -> float:
 
     Of a kind that was not measured by itself (cat_strided_wide), the next wider one (cat_strided, cat).
     """
-    if way == "optimizer":
-        kind = "tensor"
+    if way in _ONCE:
+        kind = "tensor" if way == "optimizer" else way
     elif way == "backward" and f"{kind}_backward" in units:
         kind += "_backward"
     while kind and kind not in units:

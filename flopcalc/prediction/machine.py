@@ -123,6 +123,11 @@ def slow_down(power: Sequence[float], rate: float) -> float:
     return float(1 + steepness * max(0.0, rate - start) ** 2)
 
 
+def weigh_zeros(share: float) -> float:
+    """How many times longer fused AdamW takes where a share of the weights has had no gradient but zeros."""
+    return 1 + (_ZEROS - 1) * share
+
+
 # Kinds of operators that the memory alone bounds: a lower clock of the processors does not slow them down.
 STREAMED = frozenset(("pointwise", "copy", "cast_down", "fill", "softmax", "softmax_backward", "reduce"))
 
@@ -189,6 +194,9 @@ _NARROW = 64  # rank of an adapter: up to here its products in another format ar
 EXPERT_HOST_S = 1.1e-3
 _UNCAST = ("lm_head", "head", "router")  # parts whose products stay in bf16
 _FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of the fused one's single pass: 21 / 7
+# How many times longer torch's fused AdamW takes for weights whose states are zero: their square roots and quotients
+# take a processor's slow path (175 and 111 us for as many bytes; steps of olmo-2-7b in predict_profiles.json.gz).
+_ZEROS = 1.57
 
 
 class Machine:
@@ -433,6 +441,8 @@ class Machine:
             start, per_tensor, per_byte = found or self.constants["optimizer"]["adamw"]
             if found is None and name == "adamw-foreach":
                 per_byte, error = per_byte * _FOREACH, 2 * error
+            if name == "adamw":
+                size *= weigh_zeros(moved.unseen)
             return Timed(start + moved.tensors * per_tensor + size * per_byte / self.memory, error, self.is_measured)
         lines = self.constants["linear"]
         linear = lines.get(name) or lines.get(name.partition("_")[0] if name.startswith("cat_") else "")

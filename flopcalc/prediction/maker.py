@@ -7,7 +7,7 @@ import math
 from flopcalc.core.count.products import Block, CountedRow, Row
 from flopcalc.core.count.products import Product as CountedProduct
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.core.model.ops import Attend, Linear, Multiply, Op, iterate
+from flopcalc.core.model.ops import Attend, Embed, Linear, Multiply, Op, iterate
 from flopcalc.core.workload.pairs import block_pairs
 from flopcalc.core.workload.sums import Either, Expression, Frames, InDecoder, Minus, Pairs, Sum, Windows
 from flopcalc.core.workload.workload import Workload
@@ -167,9 +167,22 @@ def _add_optimizer(
         reads, writes = (2 * dtype_bytes + 2) * trained, (dtype_bytes + 2) * trained
     else:
         reads, writes = _READS * trained * dtype_bytes, _WRITES * trained * dtype_bytes
-    moved.append(Moved("optimizer", "optimizer", "optimizer", optimizer, reads, writes, tensors=tensors))
+    unseen = _count_unseen(stepped, load) / trained
+    moved.append(
+        Moved("optimizer", "optimizer", "optimizer", optimizer, reads, writes, tensors=tensors, unseen=unseen)
+    )
     if not is_fused:
-        hosted.append(Dispatched("optimizer", "optimizer", "optimizer", optimizer, tensors))
+        hosted += [Dispatched("optimizer", "optimizer", way, optimizer, tensors) for way in ("cleared", "optimizer")]
+
+
+def _count_unseen(stepped: list[tuple[Block, Row]], load: Workload) -> float:
+    """Weights of input embeddings, not tied to a head, whose tokens a batch of random ones does not have."""
+    tied = {row.op.tied for _, row in stepped if row.op.tied}
+    tables = [
+        row.op for block, row in stepped
+        if isinstance(row.op, Embed) and row.op.input_embedding and f"{name_module(block, row.op)}.weight" not in tied
+    ]  # fmt: skip
+    return sum(op.count * op.dim * math.exp(-load.tokens / op.count) for op in tables)
 
 
 def count_tensors(rows: list[tuple[Block, Row]]) -> int:

@@ -77,6 +77,7 @@ class Moved(NamedTuple):
     calls: float = 1
     is_again: bool = False
     tensors: float = 0  # an optimizer: how many it goes over
+    unseen: float = 0  # an optimizer: share of its bytes that has had no gradient but zeros
     width: Width = "wide"
     is_cheap: bool = False  # makes what a product reads: a norm or an activation function
 
@@ -86,7 +87,7 @@ class Dispatched(NamedTuple):
 
     module: str
     group: str
-    way: str  # forward, backward, again (forward, while the backward pass runs), optimizer
+    way: str  # forward, backward, again (forward, while the backward pass runs), optimizer, cleared (gradients)
     kind: str
     many: float
 

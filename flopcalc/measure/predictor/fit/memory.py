@@ -12,6 +12,7 @@ from flopcalc.measure.predictor.fit.choices import BINS_PER_OCTAVE, MIN_CURVE_PO
 from flopcalc.measure.predictor.fit.points import MovedPoint, is_plain, list_operators
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_nonnegative
 from flopcalc.prediction.kinds import classify
+from flopcalc.prediction.machine import weigh_zeros
 from flopcalc.prediction.routed import MASKED
 
 _CATS = ("cat", "cat_one", "cat_cache", "cat_strided", "cat_strided_wide")  # a profile shows their sum only
@@ -101,7 +102,8 @@ def fit_lines(cases: Sequence[ModelledCase]) -> tuple[dict[str, list[float]], di
             calls[piece.kind] += piece.calls
             moved[piece.kind] += piece.calls * (piece.reads + piece.writes)
             if piece.direction == "optimizer" and seconds["optimizer"]:
-                features = (1.0, float(piece.tensors), piece.reads + piece.writes)
+                size = (piece.reads + piece.writes) * (weigh_zeros(piece.unseen) if piece.kind == "adamw" else 1.0)
+                features = (1.0, float(piece.tensors), size)
                 optimizers.setdefault(piece.kind, []).append((features, seconds["optimizer"]))
         for kind in _LINES:
             if calls[kind] and seconds[kind]:

@@ -38,7 +38,6 @@ def fit_predictor(
     """All constants of a device, from the records of `runs` and, where there are any, its tables attention and gemm."""
     records, gemm_table = list(records), list(products)
     calls = [*attention, *(call for record in records for call in record.get("calls", ()))]
-    units: dict[str, float] = next((record["units"] for record in records if "units" in record), {})
     small = [record for record in records if record.get("is_host")]
     device, version = provenance["device_id"], provenance.get("transformers") or RECORDED
     modelled = model_cases((record for record in records if record.get("is_host") is False), configs, device, version)
@@ -67,20 +66,42 @@ def fit_predictor(
     full_clock = [scale_to_full_clock(each, rate, slowdowns) for each, rate in zip(modelled, rates, strict=True)]
     constants = {**constants, **_fit_kernels(full_clock, calls, gemm_table)}
     constants["probe_s"] = find_usual_probes(small)
+    constants = _fit_host_part(constants, records, configs, modelled)
+    constants["gaps"], constants["power"] = fit_gaps_and_power(modelled, constants)
+    constants["compiled"] = fit_compiled(modelled, constants)
+    return constants
+
+
+def fit_again(constants: Constants, records: Iterable[Json], configs: Callable[[str], Json]) -> Constants:
+    """The optimizer's and the host's constants of a predictor fitted anew on its records; its other kernels stay."""
+    records = list(records)
+    device, version = constants["provenance"]["device_id"], constants["provenance"].get("transformers") or RECORDED
+    modelled = model_cases((record for record in records if record.get("is_host") is False), configs, device, version)
+    rates, slowdowns = fit_slowdown(modelled, constants)
+    full_clock = [scale_to_full_clock(each, rate, slowdowns) for each, rate in zip(modelled, rates, strict=True)]
+    changed: Constants = {**constants, "optimizer": fit_lines(full_clock)[1]}
+    return _fit_host_part(changed, records, configs, modelled)
+
+
+def _fit_host_part(
+    constants: Constants, records: Sequence[Json], configs: Callable[[str], Json], modelled: Sequence[ModelledCase]
+) -> Constants:
+    """The same constants with the host's, from the records of small steps."""
+    device, version = constants["provenance"]["device_id"], constants["provenance"].get("transformers") or RECORDED
+    small = [record for record in records if record.get("is_host")]
     steps = [
         HostStep(each, scale_to_usual_pace(each.case, constants["probe_s"]))
         for each in model_cases(small, configs, device, version)
     ]
+    measured: dict[str, float] = next((record["units"] for record in records if "units" in record), {})
     # Older calibrations measured the call of an empty module too, which takes less than a module's own Python.
-    units = {**HOST_UNITS, **units, "module": HOST_UNITS["module"]}
+    units = {**HOST_UNITS, **measured, "module": HOST_UNITS["module"]}
     phases = fit_host(steps, units)
     check_complete(constants, phases)
-    constants["host"] = _join_host(units, phases)
-    constants["host"]["types"] = fit_types(steps, constants)
-    constants["host"]["again"] = fit_checkpoints(steps, modelled, constants)
-    constants["gaps"], constants["power"] = fit_gaps_and_power(modelled, constants)
-    constants["compiled"] = fit_compiled(modelled, constants)
-    return constants
+    found: Constants = {**constants, "host": _join_host(units, phases)}
+    found["host"]["types"] = fit_types(steps, found)
+    found["host"]["again"] = fit_checkpoints(steps, modelled, found)
+    return found
 
 
 def _fit_kernels(cases: Sequence[ModelledCase], calls: Sequence[Json], gemm_table: Sequence[Json]) -> KernelConstants:
