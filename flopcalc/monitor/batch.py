@@ -112,7 +112,8 @@ class Intake:
         vision = estimator.vision.dims if estimator.vision is not None else None
         table = vision.spec.vision if vision is not None else {}
         own = [str(table[word]) for word in ("flattened", "sizes", "canvas") if table.get(word)]
-        audio = [estimator.audio.key] if estimator.audio is not None else []
+        audio = [estimator.audio.key] if estimator.audio is not None and estimator.audio.axis is not None else []
+        own += [estimator.audio.key] if estimator.audio is not None and estimator.audio.axis is None else []
         latents = getattr(estimator, "latents", None)  # of a diffusion model
         audio += [latents.key, latents.text_key] if latents is not None else []
         traced = list(getattr(getattr(estimator, "traced", None), "axes", ()))

@@ -27,6 +27,10 @@ def check_workload(model: BoundModel, load: Workload) -> Workload:
         _check_vision(model, load)
     elif not load.seq and load.decoder is None and model.needs_text:
         raise WorkloadError("seq is missing: the length that the language model sees per sample")
+    if model.spec.phases and load.phase not in model.spec.phases:
+        raise WorkloadError(
+            f"{model.name} is described in phase {' and '.join(model.spec.phases)} alone, not in phase {load.phase}"
+        )
     if load.phase in ("prefill", "decode"):
         _check_decodes(model, load.phase)
     if not model.has_logits and load.logits != ("last" if load.phase == "prefill" else "all"):

@@ -19,7 +19,7 @@ class Audio(NamedTuple):
     tokens: str  # expression in n, a clip's frames: positions of the language model that it fills
     constants: tuple[tuple[str, int], ...]
     key: str  # the batch's tensor of audio
-    axis: int  # and the axis of its frames
+    axis: int | None  # and the axis of its frames; None: it is a mask, 1 at every position that holds a frame
 
     def count_tokens(self, frames: int) -> int:
         """Positions of the language model that one clip fills."""
@@ -56,9 +56,8 @@ def bind_audio(dims: BoundDims) -> Audio | None:
     tokens = table.get("tokens", "0")
     # "n" is what a clip has, and no dim of the spec.
     constants = tuple((name, dims.lookup(name)) for name in sorted(find_names(tokens) - {"n"}))
-    return Audio(
-        number("rate", 100), size("most", 0), tokens, constants, table.get("input", "input_features"), size("axis", 2)
-    )
+    key, axis = (table["mask"], None) if "mask" in table else (table.get("input", "input_features"), size("axis", 2))
+    return Audio(number("rate", 100), size("most", 0), tokens, constants, key, axis)
 
 
 def check_seconds(value: object) -> float:

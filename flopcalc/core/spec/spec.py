@@ -14,6 +14,7 @@ from flopcalc.core.spec.row_units import UNITS
 from flopcalc.data import find_data_file, get_stem
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.values import Value, frozen
+from flopcalc.words import PHASES
 
 # Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
 _STACK_KEYS = {
@@ -21,7 +22,7 @@ _STACK_KEYS = {
     "reads", "joins", "adds", "untrained", "reversible", "input_gradient", "together",
     "use", "config", "flat", "rename", "set", "defaults", "only", "body",
 }  # fmt: skip
-_AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis"}
+_AUDIO_KEYS = {"rate", "most", "tokens", "input", "axis", "mask"}
 _VISION_KEYS = {
     "kind", "patch", "merge", "side", "most", "tokens", "videos", "pixels", "sizes", "grid", "flattened", "canvas",
     "text", "tower", "frames", "least", "images",
@@ -125,6 +126,7 @@ class Spec(Value):
     reentrant: str = ""  # what a reader should know of reentrant checkpointing here
     sums: tuple[str, ...] = ()  # names of [sums], already written out in stacks and blocks
     body: str = ""  # the spec that other models take in its place: the same without its head
+    phases: tuple[str, ...] = ()  # those that it describes; none named: all that its ops allow
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
 
@@ -175,6 +177,7 @@ def read_spec(path: str) -> Spec:
         body=str(tables.get("body", "")),
         heads=tables.get("heads", {}),
         refused=tables.get("refused", {}),
+        phases=tuple(tables.get("phases", ())),
         main_input=str(tables.get("main_input", "input_ids")),
     )
     _check_spec(spec, path)
@@ -188,6 +191,9 @@ def _check_tables(tables: Table, path: str) -> None:
     for key, names in tables.get("renamed", {}).items():
         if not is_names(names):
             raise SpecError(f"{path}: [renamed] {key} must be a list of names")
+    phases = tables.get("phases", [])
+    if not is_names(phases) or not set(phases) <= set(PHASES):
+        raise SpecError(f"{path}: phases must be a list of {', '.join(PHASES)}")
     if not is_names(list(tables.get("refused", {}).values())):
         raise SpecError(f"{path}: [refused] must map classes to reasons")
 
@@ -248,7 +254,7 @@ def _check_spec(spec: Spec, path: str) -> None:
         if table and label in _KINDS and table.get("kind") not in _KINDS[label]:
             raise SpecError(f"{where} needs kind = {' or '.join(map(repr, _KINDS[label]))}")
         pixels: Any = table.get("pixels", {}) if label == "vision" else {}
-        plain = {"kind", "videos", "pixels", "input", "sizes", "flattened", "canvas", "text", "tower"}
+        plain = {"kind", "videos", "pixels", "input", "sizes", "flattened", "canvas", "text", "tower", "mask"}
         if label == "latents":
             plain = {"input", "axes", "text"}
         texts = {key: table[key] for key in table.keys() - plain}

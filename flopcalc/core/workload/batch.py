@@ -19,14 +19,15 @@ def read_batch(
     logits: int | str | None = None,
     read_device: bool = True,
     has_decoder: bool = False,
-    audio: tuple[str, int] | None = None,
+    audio: tuple[str, int | None] | None = None,
     images: tuple[Grid, ...] = (),
     needs_text: bool = True,
 ) -> tuple[Workload, list[str]]:
     """A workload from what is given to the model, and notes on what could not be read from it.
 
     With read_device=False, values that lie on a device are not read: that would make the host wait for it.
-    `audio` is the key of a model's audio and the axis of its frames; `images` what a model reads without text.
+    `audio` is the key of a model's audio and the axis of its frames, None if it is a mask of them; `images` what a
+    model reads without text.
     """
     if not isinstance(batch, Mapping):
         raise WorkloadError(f"batch must be a mapping as given to the model, not {format_value(batch)}")
@@ -43,7 +44,7 @@ def read_batch(
     ids = batch.get("input_ids")
     if ids is None:
         ids = batch.get("inputs_embeds")
-    clips = _read_clips(batch, *audio) if audio is not None else ()
+    clips = _read_clips(batch, *audio, is_readable, notes) if audio is not None else ()
     if ids is None and clips and has_decoder:
         decoder = _read_decoder(batch, len(clips), phase, logits, is_readable, notes)
         return Workload(len(clips), 0, None, "unpadded", phase, 0, "all", clips=clips, decoder=decoder), notes
@@ -93,12 +94,21 @@ def read_batch(
     return Workload(rows, seq, documents, layout, phase, 0, "all", images, grids[1], clips, decoder), notes
 
 
-def _read_clips(batch: Mapping[str, object], key: str, axis: int) -> tuple[int, ...]:
-    """Frames of every clip, padding included: the batch holds a rectangle."""
+def _read_clips(
+    batch: Mapping[str, object], key: str, axis: int | None, is_readable: Any, notes: list[str]
+) -> tuple[int, ...]:
+    """Frames of every clip, padding included: the batch holds a rectangle, or a mask of each sample's frames."""
     value = batch.get(key)
     if value is None:
         return ()
     shape = _shape(value)
+    if axis is None:
+        if not is_readable(value):
+            notes.append(f"{key} lies on the device and was not read: no audio counted")
+            return ()
+        if len(shape) != 2:
+            raise WorkloadError(f"{key} must be (batch, length), not of shape {tuple(shape)}")
+        return tuple(length for length in _row_lengths(value, key) if length)
     if len(shape) <= axis:
         raise WorkloadError(f"{key} of shape {tuple(shape)}: frames should lie along axis {axis}")
     return (check_size(shape[axis], key),) * check_size(shape[0], key)

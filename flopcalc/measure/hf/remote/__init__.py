@@ -24,6 +24,7 @@ CLASSES = {
     "KimiK3ForConditionalGeneration": "kimi",
     "MiniCPMO": "audio",
     "UltravoxModel": "audio",
+    "Qwen3TTSForConditionalGeneration": "speech",
     "DeciLMForCausalLM": "text",
     "Rnj1ForCausalLM": "text",
     "Plamo3ForCausalLM": "text",
