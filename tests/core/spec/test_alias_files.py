@@ -263,3 +263,11 @@ def test_commands_take_a_model_type(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run("estimate", str(path), "--as", "llama")["flops"]["total"] == wanted
     assert run("estimate", str(path), "--model-type", "llama")["flops"]["total"] == wanted
     assert run("compare", f"{path}@model_type=llama")[0]["flops"]["total"] == wanted
+
+
+def test_experts_tell_yuan_apart() -> None:
+    """Both of its models say model_type yuan; with experts it is Yuan2.0-M32."""
+    experts = {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 20, "gated_linear_unit": True}
+    config = {**TINY, "model_type": "yuan", "max_position_embeddings": 64}
+    assert bind(config).source.config["model_type"] == "llama"
+    assert bind({**config, "moe_config": experts}).spec.name == "yuan_m32"

@@ -32,6 +32,7 @@ CLASSES = {
     "Step3TextForCausalLM": "text",
     "Step3p5ForCausalLM": "text",
     "OpenELMForCausalLM": "text",
+    "YuanForCausalLM": "yuan",
     "NVEmbedModel": "text",
     "IQuestLoopCoderForCausalLM": "loops",
     "mPLUGOwl3Model": "hyper",
