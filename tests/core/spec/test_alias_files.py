@@ -271,3 +271,12 @@ def test_experts_tell_yuan_apart() -> None:
     config = {**TINY, "model_type": "yuan", "max_position_embeddings": 64}
     assert bind(config).source.config["model_type"] == "llama"
     assert bind({**config, "moe_config": experts}).spec.name == "yuan_m32"
+
+
+@pytest.mark.parametrize(("convention", "rows"), [("model", (1, 1)), ("full", (4, 3))])
+def test_yuan_filters_two_states_again(convention: str, rows: tuple[int, int]) -> None:
+    """A decoded token: yuan_hf_model.py cuts the padded rows off behind each convolution."""
+    made = estimate_flops({**TINY, "model_type": "yuan"}, seq_len=1, context=5, phase="decode", convention=convention)
+    found = {row.path[-5:]: row.forward for row in made.by_module(per_layer=True) if ".0.self_attn.lf_gate" in row.path}
+    per_row = 2 * 2 * TINY["hidden_size"] * (TINY["hidden_size"] // 2)
+    assert (found["conv1"], found["conv2"]) == (rows[0] * per_row, rows[1] * per_row)
