@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> list[str]:
     """Notes on the model, its inputs and its recipe."""
-    notes = [model.source.note] if model.source.note else []
     spec, recipe = model.spec, estimator.recipe
+    notes = [note for note in (model.source.note, spec.note) if note]
     named = "" if model.source.module is not None else find_architecture(model.source)
     if named and model.head.kind == "lm" and not is_same_class(named, spec.architecture):
         notes.append(f"the config names {format_value(named)[1:-1]}; counted as {spec.architecture}")

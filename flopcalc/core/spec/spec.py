@@ -126,6 +126,7 @@ class Spec(Value):
     reentrant: str = ""  # what a reader should know of reentrant checkpointing here
     sums: tuple[str, ...] = ()  # names of [sums], already written out in stacks and blocks
     body: str = ""  # the spec that other models take in its place: the same without its head
+    note: str = ""  # printed with every result
     phases: tuple[str, ...] = ()  # those that it describes; none named: all that its ops allow
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
@@ -177,6 +178,7 @@ def read_spec(path: str) -> Spec:
         body=str(tables.get("body", "")),
         heads=tables.get("heads", {}),
         refused=tables.get("refused", {}),
+        note=str(tables.get("note", "")),
         phases=tuple(tables.get("phases", ())),
         main_input=str(tables.get("main_input", "input_ids")),
     )

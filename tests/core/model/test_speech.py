@@ -58,6 +58,7 @@ def test_the_voice_has_parameters_alone() -> None:
     base = bind(make_config()).parameters()
     other = bind({**make_config(), "tts_model_type": "voice_design"}).parameters()
     assert base["trainable"] == other["trainable"] == other["total"] < base["total"]
+    assert any("speaker encoder" in note for note in estimate_flops(make_config(), seq_len=9).notes)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
