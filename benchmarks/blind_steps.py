@@ -22,6 +22,8 @@ The protocol, fixed before anything was measured:
   router gave to each expert: what was executed is compared with the predicted count and, in a column of its own, with
   the same count for these rows. `draw` says by how much the count differs from one random router to the next.
 - Round 4 is of counted steps alone, with tiles fitted again after round 3.
+- Round 5 has other models (blind_models_5.py) and all that round 3 has; the optimizer's time, the host's and the rows
+  of random routers are modelled anew.
 - `measure` stops by itself after --budget-s seconds, keeps what is there after each case, and goes on where it stopped.
 """
 
@@ -44,6 +46,7 @@ import blind_models
 import blind_models_2
 import blind_models_3
 import blind_models_4
+import blind_models_5
 import decode_steps
 from blind_models import Adapter, Model, Step
 from expert_steps import find_routes
@@ -52,7 +55,7 @@ from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_
 from flopcalc.prediction.constants import ABROAD, FOLLOWS
 
 Json = dict[str, Any]
-ROUNDS = {1: blind_models, 2: blind_models_2, 3: blind_models_3, 4: blind_models_4}
+ROUNDS = {1: blind_models, 2: blind_models_2, 3: blind_models_3, 4: blind_models_4, 5: blind_models_5}
 MODELS, EXECUTED, DECODED = blind_models.MODELS, blind_models.EXECUTED, blind_models.DECODED
 RESULTS = Path(__file__).parent / "results"
 VERSION = "5.17"  # of transformers on the device
