@@ -52,7 +52,7 @@ from blind_models import Adapter, Model, Step
 from expert_steps import find_routes
 
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
-from flopcalc.prediction.constants import ABROAD, FOLLOWS
+from flopcalc.prediction.constants import FOLLOWS
 
 Json = dict[str, Any]
 ROUNDS = {1: blind_models, 2: blind_models_2, 3: blind_models_3, 4: blind_models_4, 5: blind_models_5}
@@ -134,7 +134,7 @@ def predict_step(model: Model, step: Step, case: Json, factor: float, probe_s: f
     return predict(
         get_config(case["model"]), device="h200", batch_size=step.batch, seq_len=step.seq, image_grid_thw=images,
         recompute=step.recompute, advise=False, memory=factor == 1.0, host_factor=factor, transformers=VERSION,
-        pause_s=(factor / ABROAD) ** (1 / FOLLOWS) * probe_s if step.is_small else 0.0, **options,
+        pause_s=factor ** (1 / FOLLOWS) * probe_s if step.is_small else 0.0, **options,
     )  # fmt: skip
 
 
@@ -229,7 +229,6 @@ def write_predictions(out: Path) -> None:
         "executed_flops": {name: count_executed(name) for name in EXECUTED},
         "experts_flops": {name: count_routed(name) for name in EXECUTED},
         "draw": {name: round(find_draw(name), 5) for name in EXECUTED}, "follows": FOLLOWS,
-        "abroad": ABROAD,
         "graph_s": {preset: predict_graph(preset, layers) for preset, layers in DECODED},
     }  # fmt: skip
     out.write_text(json.dumps(kept, indent=1) + "\n")
@@ -487,9 +486,9 @@ def read_between(table: dict[str, list[float]], factor: float) -> tuple[float, f
     return low, mid, high
 
 
-def compare(case: Json, said: Json, probe_s: float, follows: float = 1.0, abroad: float = 1.0) -> Json:
+def compare(case: Json, said: Json, probe_s: float, follows: float = 1.0) -> Json:
     """One step: measured, predicted with the probe's factor and without."""
-    factor = abroad * (case["probe_s"] / probe_s) ** follows
+    factor = (case["probe_s"] / probe_s) ** follows
     seconds = case["ratio"] * case["probe_s"] if case["is_small"] else case["seconds"]
     low, mid, high = read_between(said["predicted_s"], factor)
     plain_low, plain, plain_high = said["predicted_s"]["1.0"]
@@ -503,8 +502,8 @@ def compare(case: Json, said: Json, probe_s: float, follows: float = 1.0, abroad
 
 def list_rows(measured: Path, predicted: Path) -> list[Json]:
     kept, said = json.loads(measured.read_text()), json.loads(predicted.read_text())
-    follows = said.get("follows", 1.0), said.get("abroad", 1.0)
-    return [compare(case, said["steps"][case["name"]], said["probe_s"], *follows) for case in kept["cases"]]
+    follows = said.get("follows", 1.0)
+    return [compare(case, said["steps"][case["name"]], said["probe_s"], follows) for case in kept["cases"]]
 
 
 def summarize(rows: list[Json], error: str = "error", inside: str = "is_inside") -> str:

@@ -28,6 +28,7 @@ _BEFORE_READS, _AFTER_IMAGES = 0.6, 0.4  # before the layers; what is read back 
 LONGEST = {"causal": 8192, "window": 8192, "full": 4096, "decode": 4000}  # mask -> most keys that were timed
 _BEYOND = 2  # times the longest that was measured: a note says so
 _FAR = 0.5  # of the device's time, in sizes with no measured call near them: a note says so
+_HALF = 0.5  # of what a host's gain in time gains a step: beyond it, the host bounds the step
 _NEAR = 0.8  # a host that takes this much of the device's time may hold it up
 # Seconds between two kernels of a CUDA graph: what tokens of benchmarks/results/decode_steps.json take beyond their
 # kernels (three graphs: 0.51, 0.57 and 0.57 us).
@@ -392,13 +393,14 @@ class Clock:
 
     def interval(self, host_factor: float = 1.0, pause_s: float = 0.0) -> StepTime:
         """Seconds of a step, and the bounds that nine of ten measurements should lie in."""
-        mid, bound = self.step_s(host_factor, pause_s), self.bound(host_factor)
+        mid, bound = self.step_s(host_factor, pause_s), self.bound(host_factor, pause_s)
         error = self.error(bound, self.host_share(mid, host_factor, pause_s))
         return StepTime(mid * (1 - error), mid, mid * (1 + error) * (1 + self.late(bound, host_factor)))
 
-    def bound(self, host_factor: float = 1.0) -> str:
-        """device or host: what takes longer by itself."""
-        return "device" if self.device_s() >= self.host_s() * host_factor else "host"
+    def bound(self, host_factor: float = 1.0, pause_s: float = 0.0) -> str:
+        """device or host: which of the two, if it were faster, would shorten the step more."""
+        mid, faster = self.step_s(host_factor, pause_s), self.step_s(host_factor / (1 + _SLOWER), pause_s)
+        return "host" if mid - faster > _HALF * mid * _SLOWER / (1 + _SLOWER) else "device"
 
     def host_share(self, mid: float, host_factor: float = 1.0, pause_s: float = 0.0) -> float:
         """How far a step of `mid` seconds follows its host, 0 to 1: how much longer on one that takes 20 % longer."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from functools import cache
 from itertools import pairwise
@@ -24,8 +23,6 @@ _DRIFT = 0.1
 # other than the calibrated one (benchmarks/results: blind_steps, blind_steps_2, host_steps) the median error is 5.1 %
 # with it and 7.1 % in proportion. On the calibrated machine itself, whose speed changes with time, steps follow fully.
 FOLLOWS = 0.75
-# And they take a little longer: the median host-bound training step of three blind tests, 22 steps, was 4 % longer.
-ABROAD = 1.04
 
 
 class Provenance(TypedDict):
@@ -231,16 +228,11 @@ def load_host(device_id: str) -> MeasuredHost | None:
     return found
 
 
-def follow_probe(ratio: float) -> float:
-    """How many times longer than the calibrated host another one takes where the probe takes so many times longer."""
-    return ABROAD * math.pow(ratio, FOLLOWS)
-
-
 def adapt_host(constants: Constants, host: MeasuredHost) -> Constants:
     """Constants whose host's times are those of another host."""
     probes = host["probe_s"]
-    train = follow_probe(probes["train"]["mid_s"] / constants["probe_s"]["train"])
-    forward = follow_probe(probes["forward"]["mid_s"] / constants["probe_s"]["forward"])
+    train: float = (probes["train"]["mid_s"] / constants["probe_s"]["train"]) ** FOLLOWS
+    forward: float = (probes["forward"]["mid_s"] / constants["probe_s"]["forward"]) ** FOLLOWS
 
     def find_pace(name: str) -> float:
         return train if "train" in name or name == "again" else forward

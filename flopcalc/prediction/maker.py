@@ -167,17 +167,15 @@ def _add_optimizer(
         reads, writes = (2 * dtype_bytes + 2) * trained, (dtype_bytes + 2) * trained
     else:
         reads, writes = _READS * trained * dtype_bytes, _WRITES * trained * dtype_bytes
-    unseen = _count_unseen(stepped, load) / trained
-    moved.append(
-        Moved("optimizer", "optimizer", "optimizer", optimizer, reads, writes, tensors=tensors, unseen=unseen)
-    )
+    tied = {row.op.tied for _, row, _ in rows}
+    unseen = _count_unseen(stepped, tied, load) / trained
+    moved.append(Moved("optimizer", "optimizer", "optimizer", optimizer, reads, writes, tensors=tensors, unseen=unseen))
     if not is_fused:
         hosted += [Dispatched("optimizer", "optimizer", way, optimizer, tensors) for way in ("cleared", "optimizer")]
 
 
-def _count_unseen(stepped: list[tuple[Block, Row]], load: Workload) -> float:
+def _count_unseen(stepped: list[tuple[Block, Row]], tied: set[str | None], load: Workload) -> float:
     """Weights of input embeddings, not tied to a head, whose tokens a batch of random ones does not have."""
-    tied = {row.op.tied for _, row in stepped if row.op.tied}
     tables = [
         row.op for block, row in stepped
         if isinstance(row.op, Embed) and row.op.input_embedding and f"{name_module(block, row.op)}.weight" not in tied

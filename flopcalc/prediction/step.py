@@ -423,8 +423,9 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
     """Time alone."""
     machine = settings.machine
     clock = _make_clock(estimate, settings)
-    seconds, bound = clock.interval(settings.host_factor, settings.pause_s), clock.bound(settings.host_factor)
-    events = tuple(clock.list_events(settings.host_factor, settings.pause_s)) if settings.has_events else ()
+    pace = settings.host_factor, settings.pause_s
+    seconds, bound = clock.interval(*pace), clock.bound(*pace)
+    events = tuple(clock.list_events(*pace)) if settings.has_events else ()
     share: dict[str, Any] = {"device": machine.device.id}
     whole = seconds.mid + settings.pause_s
     return Prediction(

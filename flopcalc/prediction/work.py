@@ -77,9 +77,9 @@ class Moved(NamedTuple):
     calls: float = 1
     is_again: bool = False
     tensors: float = 0  # an optimizer: how many it goes over
-    unseen: float = 0  # an optimizer: share of its bytes that has had no gradient but zeros
     width: Width = "wide"
     is_cheap: bool = False  # makes what a product reads: a norm or an activation function
+    unseen: float = 0  # an optimizer: share of its bytes that has had no gradient but zeros
 
 
 class Dispatched(NamedTuple):

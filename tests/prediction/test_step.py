@@ -722,6 +722,14 @@ def test_another_dtype_is_marked_as_not_measured(load: dict[str, int]) -> None:
     assert found.step_time_s.low == pytest.approx(0.65 * found.step_time_s.mid)
 
 
+@pytest.mark.parametrize(("model", "longer"), [("llama-3.2-1b", 1.0), ("olmo-2-7b", 1.020), ("qwen2.5-14b", 1.013)])
+def test_zeros_of_unseen_tokens_take_longer(model: str, longer: float) -> None:
+    """Rows of an untied embedding whose tokens no batch has had; a tied one's have a gradient from the head."""
+    steps = [predict(model, device="h200", advise=False, memory=False, seq_len=seq) for seq in (64, 100_000)]
+    few, many = (found.breakdown["optimizer"] for found in steps)
+    assert few / many == pytest.approx(longer, abs=0.01)
+
+
 def test_foreach_takes_longer_and_says_what_it_rests_on() -> None:
     fused = predict("llama-3.2-1b", device="h200", advise=False, **LARGE)
     found = predict("llama-3.2-1b", device="h200", advise=False, optimizer="adamw-foreach", **LARGE)
@@ -967,9 +975,9 @@ def test_another_machine_widens_by_what_the_step_follows(share: float, bound: st
 
 
 def test_near_balance_the_interval_holds_a_faster_host() -> None:
-    given: dict[str, Any] = {"device": "h200", "seq_len": 512, "memory": False, "advise": False}
+    given: dict[str, Any] = {"device": "h200", "seq_len": 640, "memory": False, "advise": False}
     plain, faster = (predict("llama-3.1-8b", host_factor=pace, **given) for pace in (1.0, 0.8))
-    assert plain.bound == "device"
+    assert (plain.bound, faster.bound) == ("host", "device")
     assert plain.step_time_s.low < faster.step_time_s.mid < 0.9 * plain.step_time_s.mid
 
 

@@ -57,10 +57,11 @@ def measure_units(bench: Bench) -> dict[str, float]:
     with bench.torch.no_grad():
         calls = make_calls(bench)
         one = calls["pointwise"][0]
-        return {
+        units = {
             kind: round(statistics.fmean(_compare(bench, call, one) for call in found), 3)
             for kind, found in calls.items()
         }
+    return {**units, **measure_tensors(bench)}
 
 
 def measure_tensors(bench: Bench) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 from flopcalc.core.model.config import load_config
 from flopcalc.measure.calibrate.tables import Bench, Json, counts, get_device, round_digits, summarize
 from flopcalc.measure.jobs.runner import Job
-from flopcalc.measure.predictor.host_calls import measure_tensors, measure_units
+from flopcalc.measure.predictor.host_calls import measure_units
 from flopcalc.measure.predictor.host_probe import make_probe
 from flopcalc.measure.predictor.narrow import narrow
 from flopcalc.measure.predictor.profiling import profile_step
@@ -429,7 +429,7 @@ def start(args: Json) -> Callable[[Json], Json]:
         if "model" not in row:
             runner.drop()
             is_call = row.get("is_call")
-            return measure_calls(runner.bench, row) if is_call else {"units": {**measure_units(runner.bench), **measure_tensors(runner.bench)}}
+            return measure_calls(runner.bench, row) if is_call else {"units": measure_units(runner.bench)}
         case = {key: value for key, value in row.items() if key != "is_host"}
         if not row["is_host"]:
             return {**runner.measure(case, profiled=True), "is_host": False}
