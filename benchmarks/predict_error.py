@@ -223,13 +223,13 @@ def fit(profiles: Path, out: Path) -> None:
 
 def refit(profiles: Path, out: Path) -> None:
     """The shipped predictor with the optimizer's and the host's constants fitted by today's code."""
+    from flopcalc.data import find_data_dir
     from flopcalc.measure.predictor import runs
     from flopcalc.measure.predictor.fit.predictor import fit_again, save_predictor
-    from flopcalc.prediction.constants import load_predictor
+    from flopcalc.prediction.constants import Constants
     from flopcalc.prediction.machine import MEASURED_ON
 
-    constants = load_predictor(MEASURED_ON)
-    assert constants is not None
+    constants: Constants = json.loads((Path(find_data_dir()) / "predictors" / f"{MEASURED_ON}.json").read_text())
     save_predictor(str(out), fit_again(constants, _read(profiles)["cases"], runs.get_config))
 
 
