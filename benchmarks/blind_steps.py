@@ -161,10 +161,15 @@ def list_experts(name: str) -> list[tuple[int, int, int, int]]:
 
 def count_routed(name: str) -> int:
     """FLOPs of a counted step's experts, of all that count_executed counts: what is expected of a router."""
-    from flopcalc.hardware.tiles import count_experts_excess
+    from flopcalc import bind
+    from flopcalc.core.workload.workload import Workload
 
-    products = list_experts(name)
-    return sum(3 * 2 * m * n * k + sum(count_experts_excess(copies, m, n, k).values()) for copies, m, n, k in products)
+    _, _, _, batch, seq, _ = EXECUTED[name]
+    if not list_experts(name):
+        return 0
+    estimator = bind(get_counted_config(name), convention="hardware", device="h200", attention_kernel="auto")
+    rows = [each for each in estimator.rows(Workload(batch, seq), "hardware") if each.row.op.copies > 1]
+    return sum(each.flops.total * each.block.copies for each in rows)
 
 
 def count_dealt(name: str, rows: list[list[int]]) -> int:
@@ -176,6 +181,19 @@ def count_dealt(name: str, rows: list[list[int]]) -> int:
     return sum(sum(tiles.count_dealt(rows[i // each], n, k).values()) for i, (_, _, n, k) in enumerate(products))
 
 
+def find_spreads(name: str) -> list[float]:
+    """Standard deviation of the rows of an expert over their mean, layer by layer, as routing.py expects it."""
+    from flopcalc import bind
+    from flopcalc.hardware.routing import describe, list_deals
+
+    _, _, _, batch, seq, _ = EXECUTED[name]
+    estimator = bind(get_counted_config(name))
+    model = describe(estimator.source.config, estimator.stages)
+    if model is None:
+        return [0.4] * (len(list_experts(name)) // 2)
+    return [deal.spread for deal in list_deals(model, (seq,) * batch) if deal is not None]
+
+
 def find_draw(name: str) -> float:
     """By how much of itself a step's count differs from one random router to the next: one standard deviation."""
     products = list_experts(name)
@@ -183,10 +201,9 @@ def find_draw(name: str) -> float:
         return 0.0
     draw, found = random.Random(3), []
     copies, m, *_ = products[0]
-    mean, layers = m / copies, len(products) // 2
-    spread = (mean + (0.4 * mean) ** 2) ** 0.5  # as flopcalc/hardware/tiles.py expects it
+    mean = m / copies
     for _ in range(60):
-        rows = [[max(0.0, draw.gauss(mean, spread)) for _ in range(copies)] for _ in range(layers)]
+        rows = [[max(0.0, draw.gauss(mean, spread * mean)) for _ in range(copies)] for spread in find_spreads(name)]
         found.append(count_dealt(name, [[round(each * m / sum(layer)) for each in layer] for layer in rows]))
     return statistics.pstdev(found) / count_executed(name)
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from flopcalc.data import find_data_dir
@@ -45,7 +45,7 @@ GRADIENTS: dict[tuple[int, int], int] = {
 }  # fmt: skip
 _GROUPED = 256  # rows and columns of the grouped product's tiles
 _FEW, _FEW_TILE = 128, 128  # up to so many rows an expert, the tiles are smaller
-_SPREAD = 0.4  # of rows an expert, over their mean: HF's random routers (benchmarks/results/expert_cases_5.17.json.gz)
+_SPREAD = 0.4  # of rows an expert, over their mean: routers that routing.py does not know, and times of steps
 _BLOCK = 128  # of attention, in both sides
 UNMEASURED_DIMS, NEAR_DIM = (72, 88, 104, 112, 120), 80  # of heads: padded as the measured one between 64 and 128 is
 _STEP = 64  # what queries come in on the way back
@@ -183,14 +183,18 @@ def count_dealt(rows: Sequence[int], n: int, k: int) -> dict[str, int]:
     return _count_experts(side, filled, deep, n, k)
 
 
-def count_experts_excess(copies: int, m: int, n: int, k: int) -> dict[str, int]:
+def count_experts_excess(
+    copies: int, m: int, n: int, k: int, steps: Callable[[int], float] | None = None
+) -> dict[str, int]:
     """The same of experts in one grouped product, m rows in all, dealt out by a router: what is expected.
 
-    Rows of an expert are padded to a tile; for the weight's gradient, where they are the depth, to steps.
+    Rows of an expert are padded to a tile; for the weight's gradient, where they are the depth, to steps. `steps` says
+    how many steps of a size an expert takes on average, where the router is known (routing.py).
     """
     mean, need = m / copies, 2 * m * n * k
+    count = steps or partial(count_steps, mean)
     side = _GROUPED if m // copies > _FEW else _FEW_TILE
-    filled, deep = (copies * count_steps(mean, step) * step for step in (side, _DEPTH))
+    filled, deep = (copies * count(step) * step for step in (side, _DEPTH))
     return {name: max(0, flops - need) for name, flops in _count_experts(side, filled, deep, n, k).items()}
 
 

@@ -32,6 +32,7 @@ from flopcalc.words import CONVENTIONS, KERNELS, RECOMPUTE, Recompute, check_wor
 
 if TYPE_CHECKING:
     from flopcalc.hardware.kernels import KernelTable, TileTable
+    from flopcalc.hardware.routing import RandomModel
 
 _TOWERS = ("vision", "audio")  # groups of stages that feed the language model
 
@@ -299,8 +300,18 @@ class CountedEstimator(Estimator):
         if self.attention_kernel == "eager":
             return []
         return list_padding(
-            coefficients.blocks, load, counting, self.kernel_table, self.tile_table, self.recipe.clipping
-        )
+            coefficients.blocks, load, counting, self.kernel_table, self.tile_table, self.recipe.clipping,
+            self._routed,
+        )  # fmt: skip
+
+    @cached_property
+    def _routed(self) -> RandomModel | None:
+        """Its routers at random weights, where their types are known."""
+        if self.tile_table is None:
+            return None
+        from flopcalc.hardware.routing import describe  # imported lazily: few estimates count what kernels execute
+
+        return describe(self.source.config, self.stages)
 
     def _choose(self, load: Workload, convention: str) -> tuple[Coefficients, str]:
         """The coefficients for a workload, and how its sums are to be counted."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flopcalc.core.count.formulas import KernelShape, fused_call_flops
@@ -14,6 +15,7 @@ from flopcalc.core.workload.workload import Workload
 
 if TYPE_CHECKING:
     from flopcalc.hardware.kernels import KernelTable, TileTable
+    from flopcalc.hardware.routing import RandomModel
 
 
 def list_padding(
@@ -23,6 +25,7 @@ def list_padding(
     kernels: KernelTable | None,
     tiles: TileTable | None,
     clipping: str,
+    routed: RandomModel | None = None,
 ) -> list[CountedRow]:
     """Padding of a fused kernel's calls, of plain products and of experts, from a device's tables or by their model."""
     found: list[CountedRow] = []
@@ -31,7 +34,7 @@ def list_padding(
     if kernels is not None and load.phase != "decode" and load.layout == "unpadded":
         found += _list_ragged(kernels, blocks, load, counting, twice)
     if tiles is not None:
-        found += _list_tiles(tiles, blocks, load, counting, twice)
+        found += _list_tiles(tiles, blocks, load, counting, twice, routed)
     return found
 
 
@@ -39,7 +42,12 @@ _MEASURED = ("bf16", "fp16")
 
 
 def _list_tiles(
-    tiles: TileTable, blocks: Iterable[Block], load: Workload, counting: str, twice: bool
+    tiles: TileTable,
+    blocks: Iterable[Block],
+    load: Workload,
+    counting: str,
+    twice: bool,
+    routed: RandomModel | None,
 ) -> Iterator[CountedRow]:
     for block in blocks:
         for row in block.rows:
@@ -55,7 +63,9 @@ def _list_tiles(
             base = row.products[0] if len(row.products) == 1 and row.products[0].role == "base" else None
             value = base.rows.count(load, counting) if base is not None else 0
             is_measured = base is not None and base.format in _MEASURED
-            excess = tiles.expect(value * op.times, op.n_out, op.n_in, op.copies) if value and is_measured else None
+            rows = value * op.times
+            steps = _find_steps(routed, block, load, rows // op.active) if is_grouped else None
+            excess = tiles.expect(rows, op.n_out, op.n_in, op.copies, steps) if value and is_measured else None
             if base is None or excess is None:
                 continue
             passes = base.passes
@@ -63,6 +73,16 @@ def _list_tiles(
             forward = excess.get("forward", 0)
             if forward or back:
                 yield _make_row(block, op, base, forward, back, twice, 1)
+
+
+def _find_steps(routed: RandomModel | None, block: Block, load: Workload, tokens: int) -> Callable[[int], float] | None:
+    """Steps of a size that an expert of a block takes on average, over its layers; None where no rule is known."""
+    is_known = load.phase != "decode" and load.decoder is None
+    if routed is None or not is_known or block.path != routed.path or block.layers is None:
+        return None
+    from flopcalc.hardware.routing import count_steps  # imported lazily, as the model was
+
+    return partial(count_steps, routed, block.layers, load.documents or (load.seq,) * load.rows, tokens)
 
 
 def _list_ragged(
