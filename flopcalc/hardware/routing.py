@@ -395,7 +395,7 @@ class Deal:
         return found
 
     @cached_property
-    def _shares(self) -> list[float]:
+    def shares(self) -> list[float]:
         """How often an expert gets i of the _POINTS of the rows of a part, summed over all parts."""
         draws = self._draws
         mean = sum(weight * share for weight, share, _ in draws)
@@ -415,24 +415,28 @@ class Deal:
         return found
 
     @cached_property
-    def _missed(self) -> float:
+    def missed(self) -> float:
         """How often an expert gets no row at all."""
         return math.pow(sum(weight * missed for weight, _, missed in self._draws), self.batch)
 
-    def count_steps(self, size: int, tokens: float) -> float:
+    def count_steps(self, size: int, tokens: int) -> float:
         """Steps of `size` rows that an expert takes on average of so many tokens."""
-        step = tokens / self.parts / _POINTS
-        most = len(self._shares) - 1
-        found = 1 - self._missed
-        for i, weight in enumerate(self._shares):
-            if not i or weight < 1e-12:
-                continue
-            mean = i * step
-            spread = math.sqrt(mean * (1 - i / most) + step**2 / 12)
-            first, last = max(1, int((mean - 5 * spread) / size)), int((mean + 5 * spread) / size) + 1
-            more = sum(_above((size * j + 0.5 - mean) / spread) for j in range(first, last + 1))
-            found += weight * (first - 1 + more)
-        return found
+        return _count_steps(self.shares, self.missed, tokens / self.parts / _POINTS, size)
+
+
+def _count_steps(shares: Sequence[float], missed: float, step: float, size: int) -> float:
+    """The same where a point of the shares is so many rows."""
+    most = len(shares) - 1
+    found = 1 - missed
+    for i, weight in enumerate(shares):
+        if not i or weight < 1e-12:
+            continue
+        mean = i * step
+        spread = math.sqrt(mean * (1 - i / most) + step**2 / 12)
+        first, last = max(1, int((mean - 5 * spread) / size)), int((mean + 5 * spread) / size) + 1
+        more = sum(_above((size * j + 0.5 - mean) / spread) for j in range(first, last + 1))
+        found += weight * (first - 1 + more)
+    return found
 
 
 def _factor(alike: Matrix) -> list[tuple[float, float, float]]:
@@ -476,9 +480,18 @@ def list_deals(model: RandomModel, lengths: Sequence[int]) -> tuple[Deal | None,
     return _list_deals(model, batch, round(2 ** (round(8 * math.log2(sum(lengths) / batch)) / 8)))
 
 
+@lru_cache(maxsize=64)
+def _pool(deals: tuple[Deal, ...]) -> tuple[list[float], float]:
+    """What layers deal out on average: steps of batches that differ a little then cost one count, not one a layer."""
+    own = Counter(deals)
+    shares = [(deal.shares, many / own.total()) for deal, many in own.items()]
+    pooled = [sum(each[i] * part for each, part in shares) for i in range(len(deals[0].shares))]
+    return pooled, sum(deal.missed * many for deal, many in own.items()) / own.total()
+
+
 @lru_cache(maxsize=1024)
 def count_steps(model: RandomModel, layers: tuple[int, ...], lengths: tuple[int, ...], tokens: int, size: int) -> float:
     """Steps of `size` rows that an expert takes on average of so many tokens, over layers that have experts."""
     deals = list_deals(model, lengths)
-    own = Counter(deal for deal in (deals[layer] for layer in layers) if deal is not None)
-    return sum(deal.count_steps(size, tokens) * many for deal, many in own.items()) / own.total()
+    own = tuple(deal for deal in (deals[layer] for layer in layers) if deal is not None)
+    return _count_steps(*_pool(own), tokens / own[0].parts / _POINTS, size)
