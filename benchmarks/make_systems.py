@@ -50,21 +50,23 @@ LEAST, MOST = (0.7, 0.5, 0.4), (1.0, 1.0, 1.0)  # of half, quarter, eighth
 # Share of these bursts' rate that products keep up in a step, by number format, chosen by published runs. A100 and
 # H100: about 0.85 and 0.72 of the published peak. Blackwell in bf16: 0.48 of a B200's 2,250 TFLOP/s, which Megatron's
 # products reach in MooreThreads/SimuMax (configs/system/b200_bf16_ceperm.json: 0.485 in the median of 514), over the
-# B200's bursts here; the other three have no measurement of their own. Attention: the same file's mean of sdp_fwd and
-# sdp_bwd at 4,096 to 131,072 tokens, over the rate that the engines' table gives. Narrow formats: dense runs of
-# Megatron-Bridge; all releases were looked at. Training's fp8 kernels are faster than those of the engines' table.
+# B200's bursts here. The other three have no measurement of their own: large products run at the limit of power, so
+# they keep up the B200's FLOP/s times their boards' watts over its 1,000 (1,100, 1,200 and 1,400). Attention: the
+# same file's mean of sdp_fwd and sdp_bwd at 4,096 to 131,072 tokens, over the rate that the engines' table gives.
+# Narrow formats: dense runs of Megatron-Bridge; all releases were looked at. Training's fp8 kernels are faster than
+# those of the engines' table.
 SUSTAINED = {
     "a100-sxm-80gb": {"bf16": 0.95},
     "h100-sxm": {"bf16": 0.872, "fp8": 0.95},
     **{
-        name: {"bf16": 0.66, "attention": 0.83, "fp8": 1.1, "mxfp8": 0.83, "nvfp4": 1.12}
-        for name in ("b200-sxm", "b300-sxm", "gb200", "gb300")
+        name: {"bf16": plain, "attention": 0.83, "fp8": 1.1, "mxfp8": 0.83, "nvfp4": 1.12}
+        for name, plain in (("b200-sxm", 0.66), ("b300-sxm", 0.69), ("gb200", 0.78), ("gb300", 0.75))
     },
 }
 # Formats whose experts are one kernel each way in recipes of Megatron-Bridge from release 26.06 on
-# (NVTE_CUTEDSL_FUSED_GROUPED_MLP). On Grace hosts the same recipes replay whole iterations as CUDA graphs; on x86 hosts
-# not all of them do.
-JOINED_EXPERTS = {"b200-sxm": ["mxfp8"], "b300-sxm": ["mxfp8"], "gb200": ["mxfp8"], "gb300": ["mxfp8"]}
+# (cutedsl_fused_grouped_mlp, NVTE_CUTEDSL_FUSED_GROUPED_MLP), which replay whole iterations as CUDA graphs. Of the
+# published runs on B200 and B300 only Qwen3-30B's of 26.06 on B300 has them, so those two have none here.
+JOINED_EXPERTS = {"gb200": ["mxfp8"], "gb300": ["mxfp8"]}
 REPLAYED_EXPERTS = {"gb200": ["mxfp8"], "gb300": ["mxfp8"]}
 DIMS = (64, 128, 256)  # head dims that engines and training have equally good kernels for
 WIDTHS = {"fp8": 1.0, "mxfp8": 1.03, "nvfp4": 0.56}  # bytes of a number with its scales

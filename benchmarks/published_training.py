@@ -57,6 +57,9 @@ MTP = {
 # NeMo Automodel's benchmarks step bf16 weights and states (examples/llm_benchmark: torch.optim.Adam, or Transformer
 # Engine's FusedAdam without master weights).
 RECIPES = {"NeMo Automodel": {"optimizer": "adamw"}}
+# Its router hands a token to consecutive experts (components/moe/layers.py: FakeBalancedGate), which lie in at most two
+# of eight groups of them.
+GATES = {"NeMo Automodel": {"n_group": 8, "topk_group": 2}}
 EXPERT_MODELS = re.compile(r"DeepSeek|deepseek|GPT|Kimi|Nemotron|a22B|a3B|A22B|A3B|MoE", re.IGNORECASE)
 GIB = 1 << 30
 # Releases whose rows constants were chosen on, and of SimuMax the runs of 8 micro-batches; all other rows test them.
@@ -112,10 +115,13 @@ def load_runs() -> list[dict[str, str]]:
     return list(newest.values())
 
 
-def find_model(name: str) -> Any:
+def find_model(name: str, source: str = "") -> Any:
     models = tomllib.loads((HERE / "data" / "quoted_rows.toml").read_text(encoding="utf-8"))["model"]
     if name in models:
-        return models[name]["preset"]
+        gate = next((gate for start, gate in GATES.items() if source.startswith(start)), None)
+        has_gate = gate and EXPERT_MODELS.search(name)
+        preset = models[name]["preset"]
+        return dict(load_config(preset).config) | gate if has_gate else preset
     base, layers = re.fullmatch(r"(.*) cut to (\d+) layers", name).groups()  # type: ignore[union-attr]
     return dict(load_config(CUT[base]).config) | TRAINED.get(base, {}) | {"num_hidden_layers": int(layers)}
 
@@ -143,7 +149,7 @@ def predict(run: dict[str, str]) -> Row:
     has_experts = EXPERT_MODELS.search(run["model"]) is not None
     try:
         found = plan(
-            find_model(run["model"]), tokens=1, device=DEVICES[run["hardware"]], gpus=int(run["gpus"]),
+            find_model(run["model"], run["source"]), tokens=1, device=DEVICES[run["hardware"]], gpus=int(run["gpus"]),
             seq_len=int(run["seq"]), global_batch=int(run["global_batch"]), dtype=run["precision"], top=1,
             overlap="none" if is_simumax else "all", mtp=MTP.get(run["model"]), **fixed, **find_recipe(run["source"]),
         ).best[0]  # fmt: skip

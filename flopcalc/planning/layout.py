@@ -61,6 +61,7 @@ class Outline(NamedTuple):
     head_dim: float = 0.0  # of keys
     kinds: tuple[int, ...] = ()  # the kind of each layer, by number; without, all are alike
     routed: tuple[int, ...] = ()  # kinds of layers that have experts
+    groups: tuple[int, int] = (1, 1)  # of experts, and how many of them a token may reach
     losses: int = 1  # passes through the head: one more for every layer of multi-token prediction
 
     def __hash__(self) -> int:  # a few numbers tell: one is looked up for every layout of a plan

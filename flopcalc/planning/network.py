@@ -6,7 +6,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import cache, lru_cache
-from math import log
+from math import comb, log
 from typing import Any, NamedTuple
 
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
@@ -178,18 +178,32 @@ def time_collective(net: Interconnect, kind: str, size: float, group: int, strid
     return max(net.floor_s, share * size / min(rate, port)) + hops
 
 
-def time_routing(net: Interconnect, size: float, group: int, active: int) -> float:
+def time_routing(
+    net: Interconnect, size: float, group: int, active: int, groups: tuple[int, int] = (1, 1)
+) -> float:  # fmt: skip
     """Seconds of handing tokens to the experts of `group` devices; `size` in bytes of all copies that a device sends.
 
-    A token that reaches several experts of a node is sent there once and copied inside (as DeepEP does).
+    A token that reaches several experts of a device is sent there once, and one that reaches several devices of a node
+    is sent to the node once and copied inside (as DeepEP and HybridEP do). Experts are drawn evenly, from so many of
+    the model's `groups` of them (1 of 1: from all).
     """
     nodes = -(-group // net.per_node)
     if nodes == 1:
-        return time_collective(net, "all_to_all", size, group)
-    # Of `active` copies (1 - 1/nodes) leave the node; experts drawn evenly reach this many other nodes.
-    reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** active)
-    copies = active * (nodes - 1) / nodes
-    return time_collective(net, "all_to_all", size * reached / copies, group)
+        return time_collective(net, "all_to_all", size * count_reached(group, active, groups) / active, group)
+    # Of `active` copies (1 - 1/nodes) leave the node, and of the nodes that a token reaches as many are not its own.
+    return time_collective(net, "all_to_all", size * count_reached(nodes, active, groups) / active, group)
+
+
+def count_reached(places: int, active: int, groups: tuple[int, int] = (1, 1)) -> float:
+    """How many of so many places a token's experts lie at, which are drawn evenly from some of their groups."""
+    many, chosen = groups
+    most = float(places)
+    if chosen < many <= places:
+        most = places * chosen / many
+    found = most * (1 - (1 - 1 / most) ** active)
+    if chosen < many and many > places and many % places == 0:  # several groups at a place
+        found = min(found, places * (1 - comb(many - many // places, chosen) / comb(many, chosen)))
+    return found
 
 
 def time_message(net: Interconnect, size: float, stride: int, group: int) -> float:

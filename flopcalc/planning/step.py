@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache, lru_cache
-from math import sqrt
+from functools import cache, cached_property, lru_cache
+from math import log, sqrt
 from typing import NamedTuple, TypeAlias
 
 from flopcalc.core.estimate.estimate import Estimator
@@ -42,6 +42,7 @@ from flopcalc.prediction.memory import (
     list_tensors,
     resize_batch,
 )
+from flopcalc.prediction.tensors import Held
 from flopcalc.prediction.work import Work
 from flopcalc.words import CAST_BYTES, CAST_FORMATS, RECOMPUTE, Execution, Recompute, check_word
 
@@ -56,6 +57,12 @@ _EXCHANGES = ("tensor_parallel", "context_parallel", "expert_parallel", "pipelin
 # How far a step of many devices is from the sum of its parts; see benchmarks/published_runs.py for what they rest on.
 OVERHEAD = 0.04  # share of the step of several devices: uneven devices, data, logging
 CONTENTION = 0.3  # share of hidden communication that comes back as slower products
+# The same of ZeRO 3 in a group with one device per node: NCCL takes 1 to 4 of a device's processors for it, against 16
+# if links inside nodes are used too (Megatron-Core, DistributedDataParallelConfig.nccl_ub), and it moves few bytes.
+CONTENTION_ALONE = 0.05
+# What ZeRO 3 adds to the overhead for every e-fold of replicas: at every layer all of them wait for the slowest one.
+# From published runs: those of ZeRO 3 that benchmarks/published_training.py marks as fitted.
+SHARD_UNEVEN = 0.01
 # Bytes that ZeRO 3 copies for each weight of a layer and micro-batch: what was gathered out of its buffer in both
 # passes (FSDP2: split_with_sizes_copy), a gradient into the buffer that is reduced, and the reduced one into the one
 # that adds up.
@@ -202,7 +209,7 @@ class Runner:
         """What the work of a layout rests on."""
         return list(self.work(layout.micro_batch, layout.recompute).notes)
 
-    @property
+    @cached_property
     def waits_at_experts(self) -> bool:
         """Whether products of experts wait for the host."""
         return self.execution == "fused" and find_joined(self.work(1, "none"), self.machine).host_s > 0
@@ -390,7 +397,8 @@ class Runner:
             layout, section, batches, layer
         )
         parts["offload"] = batches * section.layers * copied
-        parts["overhead"] = OVERHEAD * sum(parts.values())
+        uneven = SHARD_UNEVEN * log(layout.dp * layout.cp) if layout.zero == 3 else 0.0
+        parts["overhead"] = (OVERHEAD + uneven) * sum(parts.values())
         return Step(tuple(parts.values()), *self._find_errors(layer, parts))
 
     def _time_spread(self, layout: Layout) -> Spread:
@@ -400,7 +408,7 @@ class Runner:
         tensor, ring, experts = self._time_exchanges(layout, layer)
         repeated = 2.0 + {"full": 1.0, "full-reentrant": 1.0, "half": 0.5}.get(layout.recompute, 0.0)
         # Of one layer and micro-batch. A pass back has the same exchanges as one forward.
-        exchanged = (repeated * tensor, 3 * ring, repeated * experts)
+        exchanged = (repeated * tensor, 3 * ring, self._expose_routing(layout, layer, repeated * experts))
         # Interleaved stages send while they compute.
         shown = SENDS_SHOWN if layout.virtual > 1 and self.overlaps.sends else 1.0
         sends = (shown * batches + (layout.pp - 1) / layout.virtual) * self._time_send(layout)
@@ -433,7 +441,7 @@ class Runner:
 
     # --- what is exchanged --------------------------------------------------------------------------------------------
     def _time_exchanges(self, layout: Layout, layer: Shares) -> tuple[float, float, float]:
-        """Seconds of one layer's exchanges in one direction: tensor, context (what shows of it) and expert parallel."""
+        """Seconds of one layer's exchanges, one way: tensor and context (what shows of both) and expert parallel."""
         model, net = self.model, self.net
         rows = model.tokens * layout.micro_batch / layout.cp
         tensor = ring = experts = 0.0
@@ -457,10 +465,28 @@ class Runner:
         if layout.ep > 1 and model.experts > 1:
             size = self.machine.width * self._count_routed(layout.micro_batch) / layout.cp / layout.tp
             size *= min(self.expert_imbalance, layout.ep)
-            experts = 2 * time_routing(net, size, layout.ep, model.active)
-            if self.overlaps.experts:
-                experts -= (1 - CONTENTION) * min(experts, layer.forward)
+            experts = 2 * time_routing(net, size, layout.ep, model.active, model.groups)
         return tensor, ring, experts
+
+    def _expose_routing(self, layout: Layout, layer: Shares, whole: float) -> float:
+        """Seconds that a layer's exchange of tokens, of a micro-batch and all passes, adds to the step.
+
+        Another micro-batch's passes hide it where stages are interleaved or the step is replayed as a CUDA graph, but
+        not where layers are recomputed (Megatron-Core's checks of overlap_moe_expert_parallel_comm). What the device
+        waits for its host hides it too.
+        """
+        if not whole:
+            return 0.0
+        shown = whole
+        is_beside = layout.virtual > 1 or (layout.pp == 1 and not self.waits_at_experts)
+        if self.overlaps.experts and is_beside and not layout.recompute.startswith(("full", "half")):
+            shown = max(0.0, whole - layer.forward - layer.backward)
+            shown += CONTENTION * (whole - shown)
+        waiting = layer.clock.waiting
+        if waiting is None:
+            return shown
+        each = waiting.calls / sum(self.many[kind] for kind in self.model.routed)
+        return shown - each * waiting.hide(shown / each)
 
     def _count_routed(self, micro_batch: int) -> float:
         """Numbers that one layer hands to its experts, one way."""
@@ -470,27 +496,44 @@ class Runner:
         layers = sum(self.many[kind] for kind in self.model.routed)
         return sum(each.m * each.n * each.calls for each in ahead if each.n == width) / layers
 
-    def _time_shards(self, layout: Layout) -> tuple[float, float]:
-        """Seconds to gather one layer's weights, and to reduce its gradients to their owners."""
+    def _time_shards(self, layout: Layout) -> tuple[float, float, float]:
+        """Seconds to gather one layer's weights and to reduce its gradients to their owners, and the share of both that
+        comes back if it is hidden."""
         if layout.zero < 2:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         net, layers, own = self.net, self.model.layers, self.weights["layers"]
 
-        def exchange(kind: str, dense: float, experts: float) -> float:
-            return time_collective(
-                net, kind, dense / layers / layout.tp, layout.dp * layout.cp, layout.tp
-            ) + time_collective(net, kind, experts / layers / layout.ep, layout.expert_dp, layout.ep)
+        def exchange(kind: str, size: float, held: Held) -> tuple[float, float]:
+            dense, experts = size * held.dense / layers / layout.tp, size * held.other / layers / layout.ep
+            return (
+                time_collective(net, kind, dense, layout.dp * layout.cp, layout.tp),
+                time_collective(net, kind, experts, layout.expert_dp, layout.ep),
+            )
 
-        kept = self.sent / self.machine.width
-        gather = exchange("all_gather", kept * own.held.dense, kept * own.held.other) if layout.zero == 3 else 0.0
         size = SHARD_WIRE_BYTES if layout.zero == 3 else self._gradient_bytes
-        return gather, exchange("reduce_scatter", size * own.trained.dense, size * own.trained.other)
+        dense, experts = scatter = exchange("reduce_scatter", size, own.trained)
+        gather = (0.0, 0.0)
+        if layout.zero == 3:
+            gather = exchange("all_gather", self.sent / self.machine.width, own.held)
+            dense, experts = dense + 2 * gather[0], experts + 2 * gather[1]
+        return sum(gather), sum(scatter), self._find_contention(layout, dense, experts)
+
+    def _find_contention(self, layout: Layout, dense: float, experts: float) -> float:
+        """Share of hidden exchanges that comes back, over seconds of those of dense weights and of experts."""
+        if layout.zero < 3 or not dense + experts:
+            return CONTENTION
+        shares = [
+            CONTENTION_ALONE if stride >= self.net.per_node else CONTENTION for stride in (layout.tp, layout.ep)
+        ]  # fmt: skip
+        return (shares[0] * dense + shares[1] * experts) / (dense + experts)
 
     @property
     def _gradient_bytes(self) -> int:
         return self.tensors(1, "none").gradient_bytes
 
-    def _expose_shards(self, layout: Layout, layer: Shares, gather: float, scatter: float) -> float:
+    def _expose_shards(
+        self, layout: Layout, layer: Shares, gather: float, scatter: float, contention: float
+    ) -> float:  # fmt: skip
         """What of a layer's gathers and reductions is not hidden, and what hiding costs the products."""
         if layout.zero < 2:
             return 0.0
@@ -503,7 +546,7 @@ class Runner:
             experts = own.other / layout.ep if layout.expert_dp > 1 else 0.0  # else no other device has them
             numbers = (own.dense / layout.tp + experts) / self.model.layers
             copied = SHARD_COPIED * numbers / (STREAMED * self.machine.bandwidth)
-        return open_ahead + open_behind + CONTENTION * hidden + copied
+        return open_ahead + open_behind + contention * hidden + copied
 
     def _time_send(self, layout: Layout) -> float:
         """Seconds of one micro-batch's hand-overs between stages, both directions."""

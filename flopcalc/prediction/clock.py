@@ -79,6 +79,18 @@ class Piece(NamedTuple):
         return self.seconds if self.is_streamed else self.seconds * slower
 
 
+class Waiting(NamedTuple):
+    """How a device waits for its host at products of experts."""
+
+    joined: Joined
+    device_s: float  # that the device computes per product of experts
+    calls: float  # such products
+
+    def hide(self, seconds: float) -> float:
+        """How much less the device waits if it has this many seconds more to do per product of experts."""
+        return self.joined.find_wait(self.device_s) - self.joined.find_wait(self.device_s + seconds)
+
+
 class Totals(NamedTuple):
     """Sums over pieces: seconds of each kind at the full clock, and what the lower clock and the gaps depend on."""
 
@@ -153,6 +165,7 @@ class Clock:
         self.phase = "train"
         self.is_recorded = True
         self.has_experts = False
+        self.waiting: Waiting | None = None  # at products of experts, for the host
         self.is_typed = True  # what the family's code costs the host was measured
         self.long_keys = (0, 0)  # of attention far longer than any measured; the longest that was
         self.found_notes: dict[str, None] = {}
@@ -196,7 +209,7 @@ class Clock:
             if call.keys > _BEYOND * longest:
                 self.long_keys = max(self.long_keys, (call.keys, longest))
         for moved in work.moved:
-            if moved.is_cheap and moved.module in joined.modules:
+            if (moved.is_cheap or moved.is_bias) and moved.module in joined.modules:
                 continue
             timed = self.machine.time_moved(moved)
             if moved.direction == "optimizer":
@@ -214,7 +227,9 @@ class Clock:
     def _add_waits(self, joined: Joined, first: int, routed: list[int]) -> None:
         """Lengthens products of experts, the pieces `routed`, by what the device waits for its host there."""
         calls = sum(self.pieces[at].launches for at in routed)
-        wait_s = joined.find_wait(sum(each.seconds for each in self.pieces[first:] if each.kind != "optimizer") / calls)
+        device_s = sum(each.seconds for each in self.pieces[first:] if each.kind != "optimizer") / calls
+        self.waiting = Waiting(joined, device_s, calls)
+        wait_s = joined.find_wait(device_s)
         for at in routed:
             piece = self.pieces[at]
             longer = 1 + wait_s * piece.launches / piece.seconds

@@ -76,8 +76,8 @@ class _Lister:
         side = self.sides[op].side
         if side == "expert" and not self.routed:
             self.routed, self.opened = op.n_in, 0  # no activation function lies before the first of them
-        if op.copies > 1 and op.bias:  # each expert's own, added behind the grouped product; its gradient is a sum
-            self._put(op, "narrow", amount * op.n_out, (1, 1), (1, 0))
+        if op.copies > 1 and op.bias:
+            self._add_bias(op, amount)
         if side == "row" or (side == "expert" and op.n_out == self.routed):
             if self.opened:  # the activation reads what was opened and writes this one's input
                 opened = self.opened / op.n_in
@@ -95,9 +95,23 @@ class _Lister:
             widen = _FLOAT / self.bytes
             self._put(op, "narrow", amount * op.n_out, (1 + widen, widen), (widen, widen))
 
+    def _add_bias(self, op: Op, amount: float) -> None:
+        """What biases of experts move in Megatron-Core, whose only experts with biases are gpt-oss's.
+
+        The first product adds its bias itself; its gradient is a sum. The activation behind it clamps its two halves
+        and joins them again apart from its kernel (weighted_bias_quick_geglu_impl). The second bias is weighted by the
+        router's float32 scores, added expert by expert, joined, and cast (TEGroupedMLP._apply_bias).
+        """
+        if op.n_out != self.routed:
+            self._put(op, "narrow", amount * op.n_out, (0, 0), (1, 0), is_bias=True)
+            self._put(op, "narrow", amount * op.n_out, (2, 2), (3, 2), is_cheap=True)
+        else:
+            self._put(op, "narrow", amount * op.n_out, (7, 7), (11, 8), is_bias=True)
+            self._put(op, "narrow", amount * op.n_out, (0, 0), (1, 0))
+
     def _put(
         self, op: Op, width: Width, size: float, forward: tuple[float, float], backward: tuple[float, float], *,
-        is_cheap: bool = False,
+        is_cheap: bool = False, is_bias: bool = False,
     ) -> None:  # fmt: skip
         """Numbers of one call, and how often each pass reads and writes them."""
         if not size:
@@ -106,10 +120,13 @@ class _Lister:
         passes += [("backward", backward, False)] if self.flows else []
         passes += [("forward", forward, True)] if self.is_again else []
         for direction, (reads, writes), is_again in passes:
+            if not reads + writes:
+                continue
             self.moved.append(
                 Moved(
                     name_module(self.block, op), self.block.group, direction, "pointwise", self.bytes * size * reads,
                     self.bytes * size * writes, self.block.copies, is_again, 0, width, is_cheap,
+                    is_bias,
                 )
             )  # fmt: skip
 

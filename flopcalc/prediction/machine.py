@@ -191,7 +191,7 @@ _NARROW_RATE = 0.6  # of its rate that a format keeps in products of an adapter'
 _NARROW = 64  # rank of an adapter: up to here its products in another format are bound by their bytes
 # What the host takes for a product of experts: routing, permutations, small kernels, sizes read back. From published
 # runs: those that benchmarks/published_training.py marks as fitted.
-EXPERT_HOST_S = 1.1e-3
+EXPERT_HOST_S = 1.45e-3
 _UNCAST = ("lm_head", "head", "router")  # parts whose products stay in bf16
 _FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of the fused one's single pass: 21 / 7
 # How many times longer torch's fused AdamW takes for weights whose states are zero: their square roots and quotients
@@ -243,6 +243,7 @@ class Machine:
         # Whether products, activation function and casts of experts are one kernel; whether a CUDA graph replays them.
         self.joins_experts = self.system is not None and self.dtype in self.system.get("joined_experts", ())
         self.replays_experts = self.system is not None and self.dtype in self.system.get("replayed_experts", ())
+        self.processors = 1.0  # how many times as many as the device that was measured has
         self.decode_speed = self.memory * 2 / self.width
         self._attention_speeds: dict[int, float] = {}  # head dim -> how much faster than what was measured
         self._residuals: dict[str, list[tuple[float, float, float, float]]] = {}
@@ -263,6 +264,7 @@ class Machine:
         if base is None:
             return
         self.compute = self.shape.rate / base["products"]["bf16"]["shape"][0]
+        self.processors = self.shape.units / base["products"]["bf16"]["shape"][-1]
         self.decode_speed = system["decode_bytes_per_s"] / base["decode_bytes_per_s"]
         rates, others = system["attention_flops_per_s"], base["attention_flops_per_s"]
         self._attention_speeds = {int(dim): rates[dim] / others[dim] for dim in rates if dim in others}
@@ -444,6 +446,9 @@ class Machine:
             if name == "adamw":
                 size *= weigh_zeros(moved.unseen)
             return Timed(start + moved.tensors * per_tensor + size * per_byte / self.memory, error, self.is_measured)
+        if name == "scan":
+            seconds = read_curve(curves["pointwise"], size / self.memory)
+            return Timed(seconds * math.sqrt(self.memory / self.processors), 2 * error, self.is_measured)
         lines = self.constants["linear"]
         linear = lines.get(name) or lines.get(name.partition("_")[0] if name.startswith("cat_") else "")
         if linear is not None:

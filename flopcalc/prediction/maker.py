@@ -33,7 +33,7 @@ _NARROW = ("adamw-8bit", "adamw-fp8")  # two states of one byte each
 # Fused kernels of experts over plain products of as many FLOPs, and what scans move, from published runs of models of
 # experts and of hybrid models (benchmarks/published_training.py: those that it marks as fitted).
 EXPERTS_SLOWER = 1.25
-SCANNED_PER_BYTE = 8.0  # FLOPs of a scan per byte that its kernels move
+SCANNED_PER_BYTE = 9.8  # FLOPs of a scan per byte that its kernels move
 SCANS = "what the layers' scans or selections of keys take was never measured: they may take far longer"
 FOUR_BITS = ("nf4", "fp4")  # as bitsandbytes stores them; its time to dequantize nf4 was measured
 _JOINED = ("attention_projections", "mlp")  # parts whose products of one input frameworks multiply at once
@@ -283,7 +283,7 @@ class _Maker:
             elif count:
                 size = count / self.steps / SCANNED_PER_BYTE
                 self.scanned.append(
-                    Moved(name_module(block, row.op), block.group, direction, "pointwise", size / 2, size / 2, calls,
+                    Moved(name_module(block, row.op), block.group, direction, "scan", size / 2, size / 2, calls,
                           width="narrow")
                 )  # fmt: skip
 

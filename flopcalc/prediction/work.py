@@ -79,6 +79,7 @@ class Moved(NamedTuple):
     tensors: float = 0  # an optimizer: how many it goes over
     width: Width = "wide"
     is_cheap: bool = False  # makes what a product reads: a norm or an activation function
+    is_bias: bool = False  # of experts, which a kernel that does them as a whole adds itself
     unseen: float = 0  # an optimizer: share of its bytes that has had no gradient but zeros
 
 

@@ -8,10 +8,12 @@ import pytest
 from round_machine import GPT
 
 from flopcalc import bind
+from flopcalc.core.model.config import load_config
 from flopcalc.planning.cut import (
     Section,
     cut_product,
     cut_work,
+    find_groups,
     list_sections,
     locate,
     make_outline,
@@ -296,3 +298,19 @@ def test_tensors_are_cut() -> None:
     assert cut.logits == logits // 8 + head // 4 + 2 * rows // 2
     plain = hold(Layout(tp=4, is_sequence_parallel=False))
     assert plain.activations - hold(Layout(tp=4)).activations >= 16 * (8 * SEQ * 1024) * 3 / 4
+
+
+@pytest.mark.parametrize(
+    ("config", "groups"),
+    [
+        ({}, (8, 4)),
+        ({"n_group": 1, "topk_group": 1}, (1, 1)),
+        ({"n_group": None}, (1, 1)),
+        ({"n_group": 2, "topk_group": 4}, (1, 1)),
+    ],
+)
+def test_tokens_reach_some_groups_of_experts(config: dict[str, Any], groups: tuple[int, int]) -> None:
+    found = bind("deepseek-v3")
+    outline = make_outline(found, found(1, 512).terms[0][1])
+    assert outline.groups == (8, 4)
+    assert find_groups({**load_config("deepseek-v3").config, **config}) == groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log
 from typing import Any
 
 import pytest
@@ -138,7 +139,7 @@ def test_experts_that_one_device_alone_has_are_not_copied(ep: int, has_copies: b
     copied = module.SHARD_COPIED * (own.dense + has_copies * own.other / ep) / runner.model.layers
     seconds = copied / (module.STREAMED * runner.machine.bandwidth)
     spread = runner._spread(layout._replace(zero=0))
-    assert runner._expose_shards(layout, spread.layer, 0.0, 0.0) == pytest.approx(seconds)
+    assert runner._expose_shards(layout, spread.layer, 0.0, 0.0, CONTENTION) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("zero", "share"), [(0, 1), (1, 64), (3, 64)])
@@ -150,8 +151,49 @@ def test_ranks_share_the_optimizers_step(zero: int, share: int) -> None:
 def test_experts_are_exchanged() -> None:
     inside, across = (time_parts(Layout(dp=64, ep=ep), model="mixtral-8x7b") for ep in (8, 1))
     assert inside["expert_parallel"] > 0 == across["expert_parallel"]
-    shown = time_parts(Layout(dp=64, ep=8), model="mixtral-8x7b", experts=False)
-    assert shown["expert_parallel"] > inside["expert_parallel"]
+
+
+@pytest.mark.parametrize(
+    ("pp", "virtual", "recompute", "is_hidden"),
+    [(2, 2, "none", True), (2, 2, "light", True), (2, 2, "full", False), (2, 1, "none", False), (1, 1, "none", False)],
+)
+def test_interleaved_stages_hide_the_exchange(pp: int, virtual: int, recompute: str, is_hidden: bool) -> None:
+    layout = Layout(dp=64 // pp, pp=pp, virtual=virtual, ep=8, recompute=recompute)
+    found, shown = (time_parts(layout, model="mixtral-8x7b", experts=hides) for hides in (True, False))
+    assert (found["expert_parallel"] < shown["expert_parallel"]) == is_hidden
+    assert found["expert_parallel"] <= shown["expert_parallel"]
+
+
+def test_waiting_for_the_host_hides_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(dp=64, ep=8)
+    monkeypatch.setattr("flopcalc.prediction.joined.EXPERT_HOST_S", 1e-2)
+    waiting = time_parts(layout, model="mixtral-8x7b")
+    monkeypatch.setattr("flopcalc.prediction.joined.EXPERT_HOST_S", 1e-9)
+    at_once = time_parts(layout, model="mixtral-8x7b")
+    assert 0 < waiting["expert_parallel"] < at_once["expert_parallel"]
+    assert waiting["products"] > at_once["products"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dense", "experts", "share"),
+    [
+        (Layout(dp=64, ep=8, zero=3), 1.0, 0.0, CONTENTION),
+        (Layout(dp=64, ep=8, zero=3), 0.0, 1.0, module.CONTENTION_ALONE),
+        (Layout(dp=64, ep=8, zero=3), 1.0, 1.0, (CONTENTION + module.CONTENTION_ALONE) / 2),
+        (Layout(dp=64, ep=4, zero=3), 0.0, 1.0, CONTENTION),
+        (Layout(dp=64, ep=8, zero=2), 0.0, 1.0, CONTENTION),
+        (Layout(dp=64, ep=8, zero=3), 0.0, 0.0, CONTENTION),
+    ],
+)
+def test_a_group_of_one_per_node_slows_little(layout: Layout, dense: float, experts: float, share: float) -> None:
+    assert make_runner("mixtral-8x7b")._find_contention(layout, dense, experts) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("dp", "zero", "more"), [(8, 1, 0.0), (8, 3, 0.01), (64, 3, 0.01)])
+def test_zero_3_waits_for_the_slowest_replica_at_every_layer(dp: int, zero: int, more: float) -> None:
+    parts = time_parts(Layout(dp=dp, zero=zero))
+    whole = sum(parts.values()) - parts["overhead"]
+    assert parts["overhead"] / whole == pytest.approx(module.OVERHEAD + more * log(dp))
 
 
 def test_an_execution_moves_the_bytes_of_its_kernels() -> None:

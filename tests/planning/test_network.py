@@ -11,6 +11,7 @@ from flopcalc.hardware.devices import load_devices
 from flopcalc.planning.network import (
     Interconnect,
     check_reach,
+    count_reached,
     find_interconnect,
     load_interconnects,
     time_collective,
@@ -71,7 +72,27 @@ def test_a_token_is_sent_to_a_node_once() -> None:
     assert time_routing(NET, GB, 8, 1) == pytest.approx(time_collective(NET, "all_to_all", GB, 8))
     plain, once = time_collective(NET, "all_to_all", GB, 8), time_routing(NET, GB, 8, 8)
     assert once / plain == pytest.approx((1 - 0.5**8) / 4, rel=1e-3)
-    assert time_routing(NET, GB, 4, 8) == time_collective(NET, "all_to_all", GB, 4)
+    # Inside a node once to every device: 4 of them get all of 8 copies but for (3/4)^8.
+    plain, once = time_collective(NET, "all_to_all", GB, 4), time_routing(NET, GB, 4, 8)
+    assert once / plain == pytest.approx(4 * (1 - 0.75**8) / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("places", "active", "groups", "reached"),
+    [
+        (8, 1, (1, 1), 1.0),
+        (1, 8, (1, 1), 1.0),
+        (2, 2, (1, 1), 1.5),
+        (8, 10**6, (8, 4), 4.0),  # each group at a place of its own
+        (64, 10**6, (8, 4), 32.0),
+        (4, 10**6, (8, 4), 4 * (1 - 15 / 70)),  # two groups at a place: none of its two with 15 of 70 choices
+        (2, 10**6, (8, 4), 2 * (1 - 1 / 70)),
+        (3, 10**6, (8, 4), 3.0),  # does not divide: no limit
+        (8, 2, (8, 8), 15 / 8),
+    ],
+)
+def test_places_that_a_token_reaches(places: int, active: int, groups: tuple[int, int], reached: float) -> None:
+    assert count_reached(places, active, groups) == pytest.approx(reached)
 
 
 def test_measured_rates_are_met() -> None:

@@ -36,8 +36,8 @@ def make_step(is_recorded: bool = True) -> Work:
         ("gb200", "bf16", True, EXPERT_HOST_S, False),
         ("gb200", "bf16", False, EXPERT_HOST_S, False),
         ("gb300", "nvfp4", True, EXPERT_HOST_S, False),
-        ("b200-sxm", "mxfp8", True, EXPERT_HOST_S, True),
-        ("b300-sxm", "mxfp8", False, EXPERT_HOST_S, True),
+        ("b200-sxm", "mxfp8", True, EXPERT_HOST_S, False),
+        ("b300-sxm", "mxfp8", False, EXPERT_HOST_S, False),
         ("h100-sxm", "fp8", True, EXPERT_HOST_S, False),
     ],
 )
@@ -49,7 +49,7 @@ def test_what_is_one_kernel(device: str, dtype: str, is_recorded: bool, host_s: 
 
 @pytest.mark.parametrize(
     ("host_s", "device_s", "wait_s"),
-    [(1.1e-3, 0.0, 1.1e-3), (1.1e-3, 1e-3, 7.23486e-4), (1.1e-3, 5e-3, 4.21779e-4), (0.0, 1e-3, 0.0)],
+    [(1.4e-3, 0.0, 1.4e-3), (1.4e-3, 1e-3, 7.83202e-04), (1.4e-3, 5e-3, 2.74896e-04), (0.0, 1e-3, 0.0)],
 )
 def test_the_more_the_device_computes_the_less_it_waits(host_s: float, device_s: float, wait_s: float) -> None:
     assert Joined(host_s).find_wait(device_s) == pytest.approx(wait_s, rel=1e-5, abs=1e-12)
@@ -97,3 +97,35 @@ def test_rows_of_latent_experts_are_moved() -> None:
         (2.0 * rows * 2688, 2.0 * rows * 2688, True),  # the activation function
         (4.0 * rows * 1024, 4.0 * rows * 1024, False),  # into the experts' order and back
     ]
+
+
+@pytest.mark.parametrize(("dtype", "is_joined"), [("mxfp8", True), ("bf16", False)])
+def test_biases_of_experts_are_weighted_in_float32(dtype: str, is_joined: bool) -> None:
+    """gpt-oss: its second bias goes through eight tensors ahead; the activation function clamps apart."""
+    estimator = bind("gpt-oss-20b")
+    load = estimator(1, 1024).terms[0][1]
+    work = make_work(estimator, load, execution="fused")
+    first, second = [each for each in work.products if each.side == "expert" and each.direction == "forward"][:2]
+    biases = [each for each in work.moved if each.is_bias][:3]  # of the first kind of layers
+    assert [(each.direction, (each.reads + each.writes) / second.m) for each in biases] == [
+        ("backward", 2.0 * first.n),  # the first one's gradient is a sum
+        ("forward", 28.0 * second.n),
+        ("backward", 38.0 * second.n),
+    ]
+    clock = Clock(Machine("gb300", dtype), "fused")
+    clock.add(work, 1, load)
+    without = Clock(Machine("gb300", dtype), "fused")
+    without.add(work._replace(moved=tuple(each for each in work.moved if not each.is_bias)), 1, load)
+    memory = [sum(piece.seconds for piece in each.pieces if piece.kind == "memory") for each in (clock, without)]
+    assert (memory[0] == memory[1]) == is_joined  # a kernel that does experts as a whole adds them itself
+
+
+@pytest.mark.parametrize(
+    ("device", "slower"),
+    [("h200-sxm", 1.0), ("h100-sxm", (3.35 / 4.8) ** -0.5), ("gb200", (8 / 4.8 * 148 / 132) ** -0.5)],
+)
+def test_scans_follow_memory_and_processors_alike(device: str, slower: float) -> None:
+    """A Mamba-2 of 1.4 B parameters trains 1.5 times as fast on GB200 as on H200 (state-spaces/mamba issue 904)."""
+    scan = Moved("model.layers.*.mixer", "language", "forward", "scan", 1e11, 1e11)
+    found, base = (Machine(name).time_moved(scan).seconds for name in (device, "h200-sxm"))
+    assert found / base == pytest.approx(slower, rel=0.01)
