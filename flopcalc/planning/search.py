@@ -350,7 +350,8 @@ def _list_assumed(runner: Runner) -> list[str]:
         assumed.append("experts loaded evenly")
     elif has_experts:
         busy = f"the busiest rank's experts with {runner.expert_imbalance:g} times the mean's rows"
-        assumed.append(f"{busy}, at most all (in time; memory as if loaded evenly)")
+        even = "" if runner.execution == "fused" else " (in time; memory as if loaded evenly)"
+        assumed.append(f"{busy}, at most all{even}")
     return assumed
 
 

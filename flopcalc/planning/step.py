@@ -180,7 +180,7 @@ class Runner:
         self.most_error = PUBLISHED_ERROR if self.machine.device.id in CHECKED and not is_scaled else 1.0
         self.work = cache(self._make_work)
         self.tensors = cache(self._make_tensors)
-        parts = self.tensors(1, "none").parts
+        parts = self.tensors(1, "none", 1.0).parts
         self.weights: Mapping[str, Weights] = sum_weights(parts)
         self.trained = {kind.number: kind.trained for part in parts for kind in part.kinds}
         kinds = dict(zip(self.model.kinds, _list_named(estimator), strict=True))
@@ -237,7 +237,11 @@ class Runner:
         )  # fmt: skip
         return repeat_work(work, recompute)
 
-    def _make_tensors(self, micro_batch: int, recompute: str) -> Tensors:
+    def _find_imbalance(self, layout: Layout) -> float:
+        """Rows of the busiest device's experts over the mean; no device has more than all."""
+        return min(self.expert_imbalance, layout.ep)
+
+    def _make_tensors(self, micro_batch: int, recompute: str, imbalance: float) -> Tensors:
         load = resize_batch(self.sample, micro_batch)
         kernel = "auto" if recompute == "selective" else self.kernel  # which keeps no scores
 
@@ -245,7 +249,7 @@ class Runner:
             optimizer = "sgd" if self.optimizer == "none" else self.optimizer
             return list_tensors(
                 self.estimator(word), load, dtype=self.dtype, optimizer=optimizer, attention=kernel,
-                execution=self.execution, is_light=is_light,
+                execution=self.execution, is_light=is_light, expert_imbalance=imbalance,
             )  # fmt: skip
 
         if recompute == "half":
@@ -253,12 +257,16 @@ class Runner:
         if recompute == "light":
             return make("none", is_light=True)
         if recompute == "offload":
-            return offload_tensors(self.tensors(micro_batch, "light"))
+            return offload_tensors(self.tensors(micro_batch, "light", imbalance))
         return make(find_recipe(recompute))
+
+    def _find_tensors(self, layout: Layout) -> Tensors:
+        """What the busiest device's micro-batch holds, before it is cut."""
+        return self.tensors(layout.micro_batch, layout.recompute, self._find_imbalance(layout))
 
     def count_memory(self, layout: Layout) -> Memory:
         """Bytes of the fullest device."""
-        tensors = self.tensors(layout.micro_batch, layout.recompute)
+        tensors = self._find_tensors(layout)
         batches = self._count_batches(layout)
         found = [
             count_memory(tensors, make_shards(layout, section, self.model, batches), is_adding=batches > 1)
@@ -268,14 +276,14 @@ class Runner:
 
     def find_peak(self, layout: Layout) -> int:
         """The peak of count_memory, without what it is made of."""
-        tensors, is_adding = self.tensors(layout.micro_batch, layout.recompute), self._count_batches(layout) > 1
+        tensors, is_adding = self._find_tensors(layout), self._count_batches(layout) > 1
         shards = make_shards(layout, Section(1), self.model, 1)
         held = self._held(layout._replace(zero=0))
         return max([count_peak(tensors, cut, shards, is_adding=is_adding) for cut in held])
 
     def _cut_tensors(self, layout: Layout) -> list[Cut]:
         """What the devices of a pipeline hold before ZeRO."""
-        tensors, batches = self.tensors(layout.micro_batch, layout.recompute), self._count_batches(layout)
+        tensors, batches = self._find_tensors(layout), self._count_batches(layout)
         sections = list_sections(self.model, layout.pp, layout.virtual)
         return [cut_step(tensors, make_shards(layout, section, self.model, batches)) for section in sections]
 
@@ -422,7 +430,8 @@ class Runner:
         """Seconds of a layer and micro-batch that copies of activations to the host and back show."""
         if layout.recompute != "offload":
             return 0.0
-        parts = [part for part in self.tensors(layout.micro_batch, "light").parts if part.is_language]
+        tensors = self.tensors(layout.micro_batch, "light", self._find_imbalance(layout))
+        parts = [part for part in tensors.parts if part.is_language]
         size = sum(part.kept.total for part in parts) / layout.tp / layout.cp / self.model.layers / 2
         once = size / self.net.host if self.net.host else float("inf")
         shown = max(0.0, once - layer.forward) + max(0.0, once - layer.backward)
@@ -464,7 +473,7 @@ class Runner:
                 ring = time_collective(net, "all_to_all", size, layout.cp, layout.tp)
         if layout.ep > 1 and model.experts > 1:
             size = self.machine.width * self._count_routed(layout.micro_batch) / layout.cp / layout.tp
-            size *= min(self.expert_imbalance, layout.ep)
+            size *= self._find_imbalance(layout)
             experts = 2 * time_routing(net, size, layout.ep, model.active, model.groups)
         return tensor, ring, experts
 
@@ -529,7 +538,7 @@ class Runner:
 
     @property
     def _gradient_bytes(self) -> int:
-        return self.tensors(1, "none").gradient_bytes
+        return self.tensors(1, "none", 1.0).gradient_bytes
 
     def _expose_shards(
         self, layout: Layout, layer: Shares, gather: float, scatter: float, contention: float

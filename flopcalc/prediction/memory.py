@@ -177,13 +177,18 @@ def list_tensors(
     attention: str = "sdpa",
     execution: Execution = "eager",
     is_light: bool = False,
+    expert_imbalance: float = 1.0,
 ) -> Tensors:
-    """What one training step holds; `is_light`: results of norms and activation functions are made again."""
+    """What one training step holds; `is_light`: results of norms and activation functions are made again.
+
+    `expert_imbalance`: how many times the mean number of rows experts get, in fused kernels.
+    """
     if optimizer not in _STATES:
         near = format_nearest(str(optimizer), _STATES)
         raise RecipeError(f"optimizer {format_value(optimizer)} unknown.{near} Known: {', '.join(_STATES)}")
     estimator, width, is_small = _match_dtype(estimator, dtype, execution)
-    step = Step(estimator, load, width, attention, execution, 1 if is_small else width, is_light)
+    imbalance = expert_imbalance if execution == "fused" else 1.0
+    step = Step(estimator, load, width, attention, execution, 1 if is_small else width, is_light, imbalance)
     step.notes.append(_FREED)
     chosen = _STATES[optimizer]
     each = chosen.gradient_bytes or step.trained_bytes

@@ -103,7 +103,7 @@ class Step:
 
     def __init__(
         self, estimator: Estimator, load: Workload, dtype_bytes: int, attention: str, execution: Execution = "eager",
-        input_bytes: int = 0, is_light: bool = False,
+        input_bytes: int = 0, is_light: bool = False, expert_imbalance: float = 1.0,
     ) -> None:  # fmt: skip
         if attention not in ("sdpa", *KERNELS):
             near = format_nearest(str(attention), ("sdpa", *KERNELS))
@@ -115,6 +115,7 @@ class Step:
         self.bytes = dtype_bytes
         self.input_bytes = input_bytes or dtype_bytes  # of what products keep of their inputs
         self.is_fused = execution == "fused"
+        self.expert_imbalance = expert_imbalance  # rows that experts get over the mean
         self.is_light = is_light and self.is_fused  # what norms and activation functions make is made again
         is_eager = attention == "eager" or (not self.is_fused and not has_sdpa(estimator))
         self.attention = "eager" if is_eager else "sdpa"
@@ -136,7 +137,8 @@ class Step:
         value = self.values.get(op.rows)
         if value is None:
             value = self.values[op.rows] = op.rows.count(self.call, "full")
-        return value * op.times
+        many = value * op.times
+        return round(many * self.expert_imbalance) if op.copies > 1 and self.expert_imbalance != 1 else many
 
     def count_logits(self) -> int:
         """Numbers that the head makes."""

@@ -447,6 +447,20 @@ def test_no_rank_has_more_than_all_rows() -> None:
     assert all_.parts[moved] > even.parts[moved]
 
 
+@pytest.mark.parametrize(("execution", "grows"), [("fused", True), ("eager", False)])
+def test_the_busiest_rank_keeps_its_rows(execution: Any, grows: bool) -> None:
+    """Experts keep both products' inputs and what the activation function reads, of every row that they get."""
+    given: dict[str, Any] = {"tokens": "1B", "device": "h200", "gpus": 8, "ep": 8, "tp": 1, "pp": 1, "zero": 3}
+    given |= {"micro_batch": 1, "global_batch": 64, "seq_len": 4096, "recompute": "none", "top": 1}
+    even, uneven = (
+        plan("qwen3-30b-a3b", **given, execution=execution, expert_imbalance=rows) for rows in (1.0, 1.5)
+    )  # fmt: skip
+    kept = 48 * 8 * 4096 * 2 * (2048 + 2 * 768 + 768)
+    more = uneven.best[0].memory.activations - even.best[0].memory.activations
+    assert more == (pytest.approx(0.5 * kept, rel=1e-3) if grows else 0)
+    assert any("memory as if loaded evenly" in note for note in uneven.notes) != grows
+
+
 @pytest.mark.heavy
 def test_a_searched_batch_is_named() -> None:
     found = plan("llama-3.2-1b", tokens="1B", device="h100-sxm", gpus=8, tp=1, pp=1, zero=1, global_batch="auto", top=1)
