@@ -481,13 +481,14 @@ class Runner:
         """Seconds that a layer's exchange of tokens, of a micro-batch and all passes, adds to the step.
 
         Another micro-batch's passes hide it where stages are interleaved or the step is replayed as a CUDA graph, but
-        not where layers are recomputed (Megatron-Core's checks of overlap_moe_expert_parallel_comm). What the device
-        waits for its host hides it too.
+        not where layers are recomputed (Megatron-Core's checks of overlap_moe_expert_parallel_comm) or select keys
+        (Megatron-Bridge's deepseek_v4.py). What the device waits for its host hides it too.
         """
         if not whole:
             return 0.0
         shown = whole
-        is_beside = layout.virtual > 1 or (layout.pp == 1 and not self.waits_at_experts)
+        is_replayed = not self.waits_at_experts and layer.clock.is_recorded
+        is_beside = layout.virtual > 1 or (layout.pp == 1 and is_replayed)
         if self.overlaps.experts and is_beside and not layout.recompute.startswith(("full", "half")):
             shown = max(0.0, whole - layer.forward - layer.backward)
             shown += CONTENTION * (whole - shown)

@@ -33,10 +33,10 @@ def find_joined(work: Work, machine: Machine) -> Joined:
     """What of a step's experts one kernel does on a machine, and what the host takes for them.
 
     A step that is replayed as a CUDA graph needs no host. Models with scans are not replayed where they route
-    (Megatron-Bridge's recipes of hybrid models).
+    (Megatron-Bridge's recipes of hybrid models); models that select keys are (its deepseek_v4.py).
     """
     experts = [each for each in work.products if each.side == "expert"]
     if not experts or not machine.joins_experts:
         return Joined(EXPERT_HOST_S)
-    host_s = 0.0 if machine.replays_experts and work.is_recorded else EXPERT_HOST_S
+    host_s = 0.0 if machine.replays_experts and not work.has_scans else EXPERT_HOST_S
     return Joined(host_s, frozenset(each.module for each in experts), experts[0].k)

@@ -81,7 +81,7 @@ def make_work(
     if is_fused:
         hosted: list[Dispatched] = []
         moved = [*list_fused(estimator, load, rows, widths, sides, maker.attention, dtype_bytes), *maker.scanned]
-        notes += [SCANS] if maker.has_scans else []
+        notes += [SCANS] if maker.multiplied else []
     else:
         hosted, moved = _read_operators(found, load, list_wide(estimator, widths))
         _add_dequantized(rows, maker.products, moved, hosted)
@@ -92,8 +92,8 @@ def make_work(
     _add_optimizer(rows, load, optimizer, dtype_bytes, moved, hosted, is_fused)
     return Work(
         tuple(maker.products), tuple(maker.attention), tuple(moved), tuple(hosted), list_stacks(estimator),
-        tuple(notes), not maker.has_scans if is_fused else found.is_recorded,
-        str(estimator.source.config["model_type"]), execution,
+        tuple(notes), not maker.multiplied if is_fused else found.is_recorded,
+        str(estimator.source.config["model_type"]), execution, any(op.part == "ssm" for op in maker.multiplied),
     )  # fmt: skip
 
 
@@ -203,7 +203,7 @@ class _Maker:
         self.steps = count_calls(load)
         self.products: list[Product] = []
         self.attention: list[Attention] = []
-        self.has_scans = False
+        self.multiplied: list[Op] = []
         self.scanned: list[Moved] = []
         self.before: tuple[Block, int, tuple[Product, ...]] | None = None  # the last linear layer that may get siblings
 
@@ -268,8 +268,8 @@ class _Maker:
 
     def add_flops(self, counted: CountedRow) -> None:
         """Products of activations (scans, fixed mixes), in small tiles: bound by the bytes that they move."""
-        self.has_scans = True
         block, row, _ = counted
+        self.multiplied.append(row.op)
         calls = block.copies * self.steps
         flops = counted.flops
         for direction, count in (("forward", flops.forward), ("backward", flops.backward if self.is_train else 0)):

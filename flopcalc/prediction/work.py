@@ -110,6 +110,7 @@ class Work(NamedTuple):
     is_recorded: bool = True  # all operators are known
     model_type: str = ""
     execution: Execution = "eager"
+    has_scans: bool = False  # layers of state-space models or linear attention
 
     @property
     def dispatched(self) -> dict[str, float]:

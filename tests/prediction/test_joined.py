@@ -16,7 +16,7 @@ UP, DOWN = "model.layers.*.mlp.experts.gate_up_proj", "model.layers.*.mlp.expert
 ROWS, HIDDEN, INNER = 8192, 2048, 768
 
 
-def make_step(is_recorded: bool = True) -> Work:
+def make_step(has_scans: bool = False) -> Work:
     """Both products of eight experts in all directions, and their activation function."""
     products = tuple(
         Product(module, "language", "mlp", direction, ROWS, n, k, copies=8, side="expert")
@@ -25,24 +25,24 @@ def make_step(is_recorded: bool = True) -> Work:
     )
     activation = Moved(DOWN, "language", "forward", "pointwise", 1e8, 5e7, is_cheap=True)
     permuted = Moved(DOWN, "language", "forward", "pointwise", 2e8, 2e8)
-    return Work(products, (), (activation, permuted), (), (), (), is_recorded, "qwen3_moe", "fused")
+    return Work(products, (), (activation, permuted), (), (), (), True, "qwen3_moe", "fused", has_scans)
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "is_recorded", "host_s", "is_joined"),
+    ("device", "dtype", "has_scans", "host_s", "is_joined"),
     [
-        ("gb300", "mxfp8", True, 0.0, True),
-        ("gb200", "mxfp8", False, EXPERT_HOST_S, True),
-        ("gb200", "bf16", True, EXPERT_HOST_S, False),
+        ("gb300", "mxfp8", False, 0.0, True),
+        ("gb200", "mxfp8", True, EXPERT_HOST_S, True),
         ("gb200", "bf16", False, EXPERT_HOST_S, False),
-        ("gb300", "nvfp4", True, EXPERT_HOST_S, False),
-        ("b200-sxm", "mxfp8", True, EXPERT_HOST_S, False),
-        ("b300-sxm", "mxfp8", False, EXPERT_HOST_S, False),
-        ("h100-sxm", "fp8", True, EXPERT_HOST_S, False),
+        ("gb200", "bf16", True, EXPERT_HOST_S, False),
+        ("gb300", "nvfp4", False, EXPERT_HOST_S, False),
+        ("b200-sxm", "mxfp8", False, EXPERT_HOST_S, False),
+        ("b300-sxm", "mxfp8", True, EXPERT_HOST_S, False),
+        ("h100-sxm", "fp8", False, EXPERT_HOST_S, False),
     ],
 )
-def test_what_is_one_kernel(device: str, dtype: str, is_recorded: bool, host_s: float, is_joined: bool) -> None:
-    found = find_joined(make_step(is_recorded), Machine(device, dtype))
+def test_what_is_one_kernel(device: str, dtype: str, has_scans: bool, host_s: float, is_joined: bool) -> None:
+    found = find_joined(make_step(has_scans), Machine(device, dtype))
     assert found.host_s == host_s
     assert found.modules == (frozenset((UP, DOWN)) if is_joined else frozenset())
 
@@ -59,7 +59,7 @@ def test_products_of_experts_wait_and_nothing_else_does() -> None:
     load = Workload(rows=1, seq=1024, phase="train")
     replayed, waiting = (Clock(Machine("gb300", "mxfp8"), "fused") for _ in range(2))
     replayed.add(make_step(), 2, load)
-    waiting.add(make_step(is_recorded=False), 2, load)
+    waiting.add(make_step(has_scans=True), 2, load)
     without = sum(piece.seconds for piece in replayed.pieces)
     calls = 2 * 6
     wait_s = Joined(EXPERT_HOST_S).find_wait(without / calls)
@@ -129,3 +129,13 @@ def test_scans_follow_memory_and_processors_alike(device: str, slower: float) ->
     scan = Moved("model.layers.*.mixer", "language", "forward", "scan", 1e11, 1e11)
     found, base = (Machine(name).time_moved(scan).seconds for name in (device, "h200-sxm"))
     assert found / base == pytest.approx(slower, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "has_scans", "is_recorded"),
+    [("nemotron-3-nano-30b-a3b", True, False), ("deepseek-v4-flash", False, False), ("qwen3-30b-a3b", False, True)],
+)
+def test_selecting_keys_is_no_scan(model: str, has_scans: bool, is_recorded: bool) -> None:
+    estimator = bind(model)
+    work = make_work(estimator, estimator(1, 1024).terms[0][1], execution="fused")
+    assert (work.has_scans, work.is_recorded) == (has_scans, is_recorded)
