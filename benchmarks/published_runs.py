@@ -23,7 +23,8 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.planning.layout import Layout, find_problem
 from flopcalc.planning.network import find_interconnect
-from flopcalc.planning.step import PARTS, PUBLISHED_ERROR, Overlaps, Runner
+from flopcalc.planning.seconds import PARTS, Overlaps
+from flopcalc.planning.step import PUBLISHED_ERROR, Runner
 
 HERE = Path(__file__).parent
 MACHINES = HERE / "data" / "machines"  # a user's own data: devices of these runs that the shipped table does not have

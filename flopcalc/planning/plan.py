@@ -16,7 +16,7 @@ from flopcalc.errors import ConfigError, WorkloadError, format_value
 from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.results import Plan, Planned
 from flopcalc.planning.search import search_layouts
-from flopcalc.planning.step import OVERLAPS
+from flopcalc.planning.seconds import OVERLAPS
 from flopcalc.prediction.choices import check_execution, check_optimizer, check_timed, describe_key_heads
 from flopcalc.prediction.memory import resize_batch
 from flopcalc.units import check_items, check_size, format_parameters, format_tokens, parse_tokens

@@ -10,7 +10,7 @@ from flopcalc.hardware.devices import Device
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.money import Rate
 from flopcalc.planning.network import Interconnect
-from flopcalc.planning.step import PARTS, Step
+from flopcalc.planning.seconds import PARTS, Step
 from flopcalc.prediction.memory import Memory, find_capacity
 from flopcalc.units import format_amount, format_bytes, format_seconds
 from flopcalc.words import Execution

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.planning.layout import Layout
-from flopcalc.planning.step import PARTS
+from flopcalc.planning.seconds import PARTS
 from flopcalc.prediction.perfetto import write_trace
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from flopcalc.planning.layout import Layout, Outline, find_problem, list_layouts
 from flopcalc.planning.money import Rate, count_energy, find_price
 from flopcalc.planning.network import Interconnect, check_reach, find_interconnect
 from flopcalc.planning.results import Loser, Plan, Planned, Point, find_usable
-from flopcalc.planning.step import PARTS, Overlaps, Runner, Step
+from flopcalc.planning.seconds import PARTS, Overlaps, Step
+from flopcalc.planning.step import Runner
 from flopcalc.prediction.choices import describe_formats
 from flopcalc.prediction.clock import tell_kernels
 from flopcalc.prediction.memory import Memory, resize_batch

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache, cached_property, lru_cache
 from math import log, sqrt
-from typing import NamedTuple, TypeAlias
 
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import iterate
@@ -27,6 +26,7 @@ from flopcalc.planning.cut import (
 )
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.network import Interconnect, time_collective, time_message, time_routing
+from flopcalc.planning.seconds import PARTS, Kinds, Overlaps, Shares, Spread, Step
 from flopcalc.prediction.choices import change, find_kernel, settle
 from flopcalc.prediction.clock import CHECKED, Clock, Piece, Totals, add_up, combine
 from flopcalc.prediction.joined import find_joined
@@ -46,10 +46,6 @@ from flopcalc.prediction.tensors import Held
 from flopcalc.prediction.work import Work
 from flopcalc.words import CAST_BYTES, CAST_FORMATS, RECOMPUTE, Execution, Recompute, check_word
 
-PARTS = (
-    "products", "attention", "memory_bound", "recompute", "launches", "host", "tensor_parallel", "context_parallel",
-    "expert_parallel", "pipeline_sends", "data_parallel", "offload", "bubble", "optimizer", "overhead",
-)  # fmt: skip
 _KINDS = ("products", "attention", "memory_bound", "optimizer", "recompute")  # in the order of a clock's sums
 _ENDS = ("first", "last", "optimizer")
 _ALIKE = 256  # layouts of a search that differ in ZeRO alone are less apart than this
@@ -77,71 +73,6 @@ PUBLISHED_ERROR = 0.15
 SCALE_ERROR = (0.15, 0.25)
 EXPERT_ERROR = (0.25, 0.6)  # of a model of experts: uneven loads, small products
 SCAN_WIDTH = 2.0  # how many times wider where layers have scans or selections of keys
-
-
-Kinds: TypeAlias = tuple[int, ...]  # numbers of kinds of layers; none: what is in no layer
-
-
-class Overlaps(NamedTuple):
-    """What a framework hides behind computation; the defaults are those of a current one."""
-
-    gradients: bool = True  # reduced while backward runs
-    experts: bool = True  # all-to-all hidden behind another micro-batch
-    tensor: bool = True  # gathers of tensor parallelism hidden behind their products
-    sends: bool = True  # hand-overs between interleaved stages hidden behind their computation
-    ring: bool = True  # keys and values of other devices fetched while attention runs
-
-
-OVERLAPS = {"all": Overlaps(), "none": Overlaps(False, False, False, False, False)}
-
-
-class Step(NamedTuple):
-    """Seconds of one step by part (see PARTS), and the relative errors to expect."""
-
-    parts: tuple[float, ...]
-    below: float  # how much faster than thought
-    above: float  # how much slower
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.parts)
-
-    @property
-    def low(self) -> float:
-        return self.seconds / (1 + self.below)
-
-    @property
-    def high(self) -> float:
-        return self.seconds * (1 + self.above)
-
-
-class Shares(NamedTuple):
-    """One micro-batch of the whole model on a device of a cut: sums by place and pass, and seconds of one layer."""
-
-    clock: Clock
-    # forward, backward and again of all layers by the kinds of layers that have them; first, last, optimizer
-    sums: Mapping[tuple[str, Kinds], Totals]
-    forward: float  # seconds of one layer
-    backward: float
-    again: float
-    attention: float  # of the forward pass
-    first: float  # seconds of what comes before and after all layers
-    last: float
-    layers: Mapping[Kinds, float]  # seconds of all layers by the kinds that have them
-    error: float  # relative, of a device's time
-
-
-class Spread(NamedTuple):
-    """A layout's step before ZeRO: seconds of one layer and micro-batch, but for `sends`."""
-
-    cut: Layout
-    layer: Shares
-    batches: int  # micro-batches
-    exchanged: tuple[float, float, float]  # over tensor, context and expert parallelism, all passes
-    copied: float  # to the host and back
-    tensor: float  # over tensor parallelism, one pass
-    sends: float  # of a whole step
-    sections: tuple[tuple[Section, float, int], ...]  # each with its seconds of a micro-batch, and its routed layers
 
 
 class Runner:

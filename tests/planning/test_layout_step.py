@@ -14,7 +14,8 @@ from flopcalc.core.workload.sums import block_pairs
 from flopcalc.planning import step as module
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.network import find_interconnect, time_message
-from flopcalc.planning.step import CONTENTION, PARTS, SCAN_WIDTH, Overlaps, Runner
+from flopcalc.planning.seconds import PARTS, Overlaps
+from flopcalc.planning.step import CONTENTION, SCAN_WIDTH, Runner
 
 
 @pytest.fixture(autouse=True)

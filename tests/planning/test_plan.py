@@ -23,6 +23,7 @@ from flopcalc.planning import step as step_module
 from flopcalc.planning.money import count_energy, find_price
 from flopcalc.planning.plan import choose_batch, plan
 from flopcalc.planning.results import Plan
+from flopcalc.planning.seconds import PARTS
 from flopcalc.units import format_tokens, parse_tokens
 
 
@@ -443,7 +444,7 @@ def test_no_rank_has_more_than_all_rows() -> None:
         for rows in (1.0, 2.0, 1000.0)
     )
     assert more == all_
-    moved = step_module.PARTS.index("memory_bound")  # rows that experts sort and activate are the busiest rank's too
+    moved = PARTS.index("memory_bound")  # rows that experts sort and activate are the busiest rank's too
     assert all_.parts[moved] > even.parts[moved]
 
 
