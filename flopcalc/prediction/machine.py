@@ -189,6 +189,7 @@ _SHARE = 0.72
 _STEPS = {4: (4, 2, 1), 2: (2, 4, 1), 1: (1,)}  # step of unaligned widths -> measured steps that tell, nearest first
 _NARROW_RATE = 0.6  # of its rate that a format keeps in products of an adapter's rank: one step of rank 64
 _NARROW = 64  # rank of an adapter: up to here its products in another format are bound by their bytes
+_NARROW_TILE = 32  # what a rank is padded to: 48 takes as long as 64 (one profile of a step of rank 48)
 # What the host takes for a product of experts: routing, permutations, small kernels, sizes read back. From published
 # runs: those that benchmarks/published_training.py marks as fitted.
 EXPERT_HOST_S = 1.45e-3
@@ -289,7 +290,9 @@ class Machine:
             start, per_byte = line
             m, n, k = product.m, product.n, product.k
             other = self._find_other(product.format)
-            computed = 2.0 * m * n * k / (_NARROW_RATE * other.shape.rate)
+            rank = min(m, n, k)
+            padded = -(-rank // _NARROW_TILE) * _NARROW_TILE / rank
+            computed = 2.0 * m * n * k * padded / (_NARROW_RATE * other.shape.rate)
             moved = per_byte * other.width * (m * n + m * k + n * k) / self.memory
             return Timed(start + max(computed, moved), 2 * _ERRORS["product"], True)
         if product.format and self.dtype not in CAST_FORMATS:
