@@ -149,10 +149,12 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
         if given:
             raise FlopcalcError(f"--{given[0].replace('_', '-')} belongs to one workload: give its --seq too")
     if config is not None:
-        keys = strip_marks(load_config(config, model_type=types[0] if types else None).config)
+        mapped = load_config(config, model_type=types[0] if types else None).config
+        keys = strip_marks(mapped)
         workload = workload or _read_workload({**options, "seq": "67"})
         assert workload is not None
-        _check_fits(keys["model_type"], [keys], workload, find_example(keys["model_type"]))
+        _check_fits(keys["model_type"], [mapped], workload, find_example(keys["model_type"]))
+        _check_same(config, mapped, keys, workload)
         yield config, keys, workload, asked, None, options["device"]
         return
     for name in types or list_data_files("examples"):
@@ -181,12 +183,9 @@ def _check_fits(
     refused: FlopcalcError | None = None
     for keys in configs:
         estimator = make_estimator(example, keys)
-        given = dict(workload)
-        if estimator.has_decoder and given["phase"] == "decode":
-            given.setdefault("decoder_seq", 1)
         try:
-            estimator.estimate(make_load(given))
-            if given["phase"] == "decode" and not given.get("context") and _starts_apart(estimator):
+            estimator.estimate(make_load(_complete(workload, estimator)))
+            if workload["phase"] == "decode" and not workload.get("context") and _starts_apart(estimator):
                 raise WorkloadError("its first token fills what later ones read: give --context C, at least 1")
             return
         except FlopcalcError as error:
@@ -194,6 +193,32 @@ def _check_fits(
     if refused is not None:
         words = str(refused).removeprefix("config ").replace("--audio SECONDS", "--clip FRAMES")
         raise WorkloadError(f"{model_type}: {words}")
+
+
+def _complete(workload: dict[str, object], estimator: Estimator) -> dict[str, object]:
+    is_decoded = estimator.has_decoder and workload["phase"] == "decode"
+    return {"decoder_seq": 1, **workload} if is_decoded else workload
+
+
+def _check_same(model: str, mapped: dict[str, Any], keys: dict[str, Any], workload: dict[str, object]) -> None:
+    """Refuse a config that an alias counts as another model than the family's (a draft): HF has only the family's."""
+    from flopcalc.measure.hf.compare import make_load
+
+    if mapped == keys:
+        return
+    ours, plain = map(bind, (mapped, keys))
+    counts = [each.estimate(make_load(_complete(workload, each))).by_component() for each in (ours, plain)]
+    if counts[0] != counts[1]:
+        raise FlopcalcError(
+            f"{model}: transformers has no model of {ours.spec.name}, only of {keys['model_type']}, which has other "
+            "layers: there is nothing to compare with. `flopcalc explain` shows how each row of it is counted"
+        )
+    if ours.parameters() != plain.parameters():
+        words = (
+            f"transformers has no model of {ours.spec.name}: {keys['model_type']} is compared, which has the same "
+            "products, but other norms or biases"
+        )
+        click.echo(format_text(words, "note  ", " " * 6), err=True)
 
 
 def _starts_apart(estimator: Estimator) -> bool:

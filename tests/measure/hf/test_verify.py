@@ -205,3 +205,37 @@ def test_a_small_model_that_reads_values_is_built_in_memory(
     code, out, _ = run(capsys, *arguments)
     assert code == 1
     assert "--device cpu" in out
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("changed", "code", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle"]}, 2, "transformers has no model of eagle, only of llama,"),
+        ({"draft_vocab_size": 40}, 2, "transformers has no model of eagle3, only of llama, which has other layers"),
+        ({"model_type": "qwen3", "block_size": 4, "dflash_config": {}}, 2, "no model of dflash, only of qwen3"),
+        (
+            {"model_type": "telechat", "n_layer": 2, "n_head": 4, "ffn_hidden_size": 48},
+            0,
+            "telechat: llama is compared",
+        ),
+        ({"model_type": "Yi"}, 0, ""),  # the same model under another name
+        ({}, 0, ""),
+    ],
+)
+def test_a_model_that_transformers_lacks(
+    capsys: Capture, tmp_path: Path, changed: dict[str, Any], code: int, words: str
+) -> None:
+    """Another model is never compared in its place."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, **changed}), encoding="utf-8")
+    found, out, err = run(capsys, str(path), "--seq", "9")
+    assert found == code
+    assert words in " ".join(err.split()) if words else not err
+    assert out.startswith("equal ") if code == 0 else not out
