@@ -13,13 +13,12 @@ from flopcalc.core.model.heads import Head, check_head, expand_head, find_head, 
 from flopcalc.core.model.mtp import choose_depth, expand_mtp
 from flopcalc.core.model.ops import Stage, iterate
 from flopcalc.core.model.vision import Vision, bind_vision
-from flopcalc.core.spec.aliases import find_family
+from flopcalc.core.spec.aliases import find_family, list_types
 from flopcalc.core.spec.expressions import MissingNameError
 from flopcalc.core.spec.spec import BoundDims, Spec, find_spec
 from flopcalc.core.spec.spec import bind as bind_spec
 from flopcalc.core.workload.sums import Expression, InDecoder, Pairs, Tokens
 from flopcalc.core.workload.workload import Workload
-from flopcalc.data import list_data_files
 from flopcalc.errors import ConfigError, format_nearest, format_value
 from flopcalc.values import Value, frozen
 
@@ -211,7 +210,7 @@ def _suggest(source: Source) -> str:
     if isinstance(inner, dict) and find_family(str(inner.get("model_type")), inner) is not None:
         name = inner["model_type"]
         return f" Its text_config is a {name}: save that object as a config.json of its own to count it alone."
-    return format_nearest(source.config["model_type"], list_data_files("specs"))
+    return format_nearest(source.config["model_type"], list_types())
 
 
 def _read_limit(dims: BoundDims) -> int:

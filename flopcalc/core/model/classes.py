@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Mapping
 from functools import cache
 
-from flopcalc.core.spec.aliases import find_alias, list_aliases
+from flopcalc.core.spec.aliases import find_alias, list_aliases, load_families
 from flopcalc.core.spec.spec import find_key, find_spec
-from flopcalc.data import find_data_dir
-from flopcalc.errors import SpecError
-from flopcalc.files import MAX_TABLE_BYTES, read_text
 
 _END = re.compile(r"(For[A-Z]\w*|LMHeadModel|TextModel|EncoderModel|ChatModel|PreTrainedModel|Model|WithValueHead)$")
 # Families to try by their keys, the most particular first: what a config of each must have beyond its spec's own.
@@ -41,8 +36,7 @@ _COMPOSITES = (("llava", "text_config"), ("internvl_chat", "llm_config"))
 @cache
 def _list_families() -> dict[str, str]:
     """Class -> model type, of every family."""
-    text = read_text(os.path.join(find_data_dir(), "catalogue.json"), MAX_TABLE_BYTES, SpecError)
-    found = {entry["architecture"]: entry["model_type"] for entry in json.loads(text)["families"]}
+    found = dict(load_families())
     for name, alias in list_aliases().items():
         for named in alias.architectures:
             found.setdefault(named, name)

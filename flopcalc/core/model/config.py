@@ -10,7 +10,7 @@ from typing import Any
 
 from flopcalc.core.model.components import DENOISERS, SCHEDULER, find_denoiser, name_class, read_folder
 from flopcalc.core.model.live import unwrap
-from flopcalc.core.spec.aliases import map_config, name_family
+from flopcalc.core.spec.aliases import list_types, map_config, name_family
 from flopcalc.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.files import MAX_JSON_BYTES, MAX_TOML_BYTES, open_regular, read_json, read_path, read_text
@@ -216,7 +216,7 @@ def _describe_near(name: str) -> str:
     """Of a name that is no preset the nearest ones, or the type that its first words are."""
     presets = list_data_files("presets")
     words = re.split("[-_. ]", name[:100].lower())
-    types = {each.replace("-", "_"): each for each in list_data_files("specs")}
+    types = {each.replace("-", "_"): each for each in list_types()}
     found = next((types[key] for many in range(len(words), 0, -1) if (key := "_".join(words[:many])) in types), None)
     if found is None:
         return format_nearest(name, presets)

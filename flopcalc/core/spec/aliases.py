@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, parse
 from flopcalc.core.spec.merge import check_keys, is_names
 from flopcalc.core.spec.spec import Spec, find_key, find_spec, load_spec
-from flopcalc.data import ALIASES, find_data_file, get_stem, list_data_files, load_toml
+from flopcalc.data import (
+    ALIASES,
+    DIFFUSERS,
+    find_data_dir,
+    find_data_file,
+    find_user_dir,
+    get_stem,
+    list_data_files,
+    load_toml,
+)
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
+from flopcalc.files import MAX_TABLE_BYTES, read_text
 from flopcalc.values import Value, frozen
 
 Config = dict[str, Any]
@@ -94,6 +106,26 @@ def list_aliases() -> dict[str, Alias]:
     return {name: load_alias(path) for name, path in list_data_files(ALIASES).items()}
 
 
+@cache
+def load_families() -> tuple[tuple[str, str], ...]:
+    """Class and model type of every shipped spec that is a model by itself."""
+    text = read_text(os.path.join(find_data_dir(), "catalogue.json"), MAX_TABLE_BYTES, SpecError)
+    return tuple((entry["architecture"], entry["model_type"]) for entry in json.loads(text)["families"])
+
+
+def list_types() -> list[str]:
+    """Every model type that a config, or --model-type, may name: no parts of models, and no variants of their heads."""
+    files = list_data_files("specs")
+    own, pipelines = os.path.join(find_user_dir(), "specs"), os.path.join(find_data_dir(), "specs", DIFFUSERS)
+    added = [name for name, path in files.items() if os.path.dirname(path) == own]
+    denoisers = [
+        name
+        for name, path in files.items()
+        if os.path.dirname(path) == pipelines and "input" in load_spec(path).latents
+    ]
+    return sorted({*(kind for _, kind in load_families()), *list_aliases(), *added, *denoisers})
+
+
 def find_family(model_type: str, config: Mapping[str, object]) -> Spec | None:
     """The spec that counts a mapped config: the alias's own, where its modules have other names."""
     name = config.get(MARK)
@@ -111,7 +143,7 @@ def map_config(config: Config, where: str) -> tuple[Config, list[str]]:
 def name_family(config: Config, model_type: str, where: str) -> Config:
     """The same config as one of a model type that the user says; its keys must suffice."""
     if find_alias(model_type) is None and find_spec(model_type) is None:
-        near = format_nearest(model_type, [*list_data_files("specs"), *list_data_files(ALIASES)])
+        near = format_nearest(model_type, list_types())
         raise ConfigError(f"--model-type {format_value(model_type)}: no spec or alias of that name.{near}")
     named = {**{key: value for key, value in config.items() if key != MARK}, "model_type": model_type}
     mapped, _ = map_config(named, where)

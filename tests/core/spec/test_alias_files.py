@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from flopcalc import bind, estimate_flops
 from flopcalc.cli import main
 from flopcalc.core.model.config import load_config
-from flopcalc.core.spec.aliases import load_alias, map_config
+from flopcalc.core.spec.aliases import find_alias, list_types, load_alias, map_config
+from flopcalc.core.spec.spec import load_spec
 from flopcalc.data import list_data_files
 from flopcalc.errors import ConfigError, FlopcalcError, SpecError
 
@@ -280,3 +282,23 @@ def test_yuan_filters_two_states_again(convention: str, rows: tuple[int, int]) -
     found = {row.path[-5:]: row.forward for row in made.by_module(per_layer=True) if ".0.self_attn.lf_gate" in row.path}
     per_row = 2 * 2 * TINY["hidden_size"] * (TINY["hidden_size"] // 2)
     assert (found["conv1"], found["conv2"]) == (rows[0] * per_row, rows[1] * per_row)
+def test_types_to_suggest_are_models_by_themselves() -> None:
+    """A suggestion may be written with --model-type: it is no part of a spec and no variant."""
+    types = list_types()
+    assert {"llama", "eagle3", "FluxTransformer2DModel", "deberta-v2"} <= set(types)
+    specs = {name: load_spec(path) for name, path in list_data_files("specs").items()}
+    assert not [name for name in types if find_alias(name) is None and specs[name].is_tower and not specs[name].latents]
+    assert not {"swin_backbone", "detr-body", "bert-causal", "bert-vision", "T5EncoderModel"} & set(types)
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("swin_backbon", "no spec or alias of that name. Did you mean swin?"),
+        ("detr-bodies", "no spec or alias of that name. Did you mean detr, "),
+        ("eagle33", "no spec or alias of that name. Did you mean eagle3, "),
+    ],
+)
+def test_types_that_nothing_is_named(written: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        estimate_flops(TINY, seq_len=8, model_type=written)
