@@ -6,11 +6,12 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, TypeGuard
+from typing import Any
 
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names
+from flopcalc.core.spec.kinds import check_kind, describe_kind, is_number, is_whole
 from flopcalc.core.spec.spec import find_key
 from flopcalc.data import find_data_dir
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
@@ -19,19 +20,6 @@ from flopcalc.files import MAX_TOML_BYTES, read_text
 FILE = "config_rules.json"  # what config classes refuse; made by docs/make_config_rules.py
 RULES = "config_rules.toml"  # what the modelling code cannot run
 _RULE = "\n[[rule]]"  # begins a rule there
-# What a key of a kind must be, and whether a value is so. A rule may join several: "int|list".
-_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "int": ("a whole number", lambda value: _is_whole(value)),
-    "number": ("a number", lambda value: _is_number(value)),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "text": ("a word", lambda value: isinstance(value, str)),
-    "table": ("an object", lambda value: isinstance(value, Mapping)),
-    "list": ("a list of whole numbers", lambda value: _is_list(value, _is_whole)),
-    "numbers": ("a list of numbers", lambda value: _is_list(value, _is_number)),
-    "bools": ("a list of true and false", lambda value: _is_list(value, lambda entry: isinstance(entry, bool))),
-    "texts": ("a list of words", lambda value: _is_list(value, lambda entry: isinstance(entry, str))),
-    "any list": ("a list", lambda value: isinstance(value, (list, tuple))),
-}
 _OTHER_RULES = {  # of FILE, beside kinds
     "words", "words?", "act", "act?", "layers", "even", "inner", "float32", "falsy", "positive", "rope", "rope_outside",
     "rope_tables",
@@ -150,7 +138,7 @@ def check_config(config: Mapping[str, object], where: str, model_type: str | Non
             if key in config:
                 _check_value(key, config[key], kind, where)
     for key in rules.get("positive", "").split():
-        if _is_whole(value := config.get(key)) and value < 1:
+        if is_whole(value := config.get(key)) and value < 1:
             raise ConfigError(f"{where}: {key} must be at least 1, not {format_value(value)}")
     if "num_labels" in config:  # of every class, which makes names of so many
         _check_value("num_labels", config["num_labels"], "int", where)
@@ -251,32 +239,17 @@ def _names_class(config: Mapping[str, object], endings: Iterable[str]) -> bool:
 
 def _check_value(key: str, value: object, kind: str, where: str) -> None:
     """A value of one of the kinds that a rule joins, null where it ends in '?'."""
-    kinds = [_KINDS[each] for each in kind.removesuffix("?").split("|")]
-    words = " or ".join(each for each, _ in kinds)
     if value is None:
         if not kind.endswith("?"):
-            raise ConfigError(f"{where}: missing key '{key}': it is null, and must be {words}")
+            raise ConfigError(f"{where}: missing key '{key}': it is null, and must be {describe_kind(kind)}")
         return
-    if not any(is_right(value) for _, is_right in kinds):
-        raise ConfigError(f"{where}: {key} must be {words}, not {format_value(value)}")
+    check_kind(key, value, kind.removesuffix("?"), where)
     entries = value if isinstance(value, (list, tuple)) else (value,)
     for least, names in _LEAST.items():
-        if any(_is_whole(entry) and entry < least for entry in entries) and names.fullmatch(key):
+        if any(is_whole(entry) and entry < least for entry in entries) and names.fullmatch(key):
             raise ConfigError(f"{where}: {key} must be at least {least}, not {format_value(value)}")
-    if _is_number(value) and key.endswith(_DROPOUT) and not 0 <= value <= 1:
+    if is_number(value) and key.endswith(_DROPOUT) and not 0 <= value <= 1:
         raise ConfigError(f"{where}: {key} must be from 0 to 1, not {format_value(value)}")
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_list(value: object, is_entry: Callable[[object], bool]) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(is_entry, value))
 
 
 def _check_rope(config: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> None:
@@ -293,7 +266,7 @@ def _check_rope(config: Mapping[str, Any], rules: Mapping[str, Any], where: str)
         needs = _find_words()["rope_needs"].get("longrope" if "short_factor" in table else rope_type, ())
         for key in needs if "rope_theta" not in table else (*needs, "rope_theta"):
             value = table.get(key)
-            if not (_is_number(value) or isinstance(value, (list, tuple))):
+            if not (is_number(value) or isinstance(value, (list, tuple))):
                 raise ConfigError(
                     f"{where}: rotary embeddings of type {rope_type} need a number as {key}, not {format_value(value)}"
                 )
@@ -302,7 +275,7 @@ def _check_rope(config: Mapping[str, Any], rules: Mapping[str, Any], where: str)
                 raise ConfigError(f"{where}: {key} of rotary embeddings is null, and transformers' code needs a value")
     if "partial_rotary_factor" in rules.get("rope", "").split():
         for factor in _list_factors(config):
-            if not (_is_number(factor) and 0 <= factor <= 1):
+            if not (is_number(factor) and 0 <= factor <= 1):
                 raise ConfigError(
                     f"{where}: the share of a head that rotary embeddings turn (partial_rotary_factor) must be from 0 "
                     f"to 1, not {format_value(factor)}"
@@ -340,10 +313,10 @@ def _check_even(config: Mapping[str, object], text: str, where: str) -> None:
     size, count = config.get(whole), config.get(heads, 1)
     if heads and (config.get("head_dim") is not None or heads not in config):
         return
-    if not (_is_whole(size) and _is_whole(count)) or count < 1:
+    if not (is_whole(size) and is_whole(count)) or count < 1:
         return
     dim = size // count
-    shares = [factor if _is_number(factor) else 1.0 for factor in _list_factors(config)]
+    shares = [factor if is_number(factor) else 1.0 for factor in _list_factors(config)]
     if dim % 2 and dim > int(least or 0) and any(int(dim * share) == dim for share in shares):
         behind = f"{whole} is {size}" + (f", {heads} is {count}" if heads else "")
         raise ConfigError(f"{where}: head_dim must be even: rotary embeddings turn pairs of numbers ({behind})")

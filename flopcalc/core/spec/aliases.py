@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
-from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, parse
+from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names, parse
+from flopcalc.core.spec.kinds import KINDS, check_kind
 from flopcalc.core.spec.merge import check_keys, is_names
 from flopcalc.core.spec.spec import Spec, find_key, find_spec, load_spec
 from flopcalc.data import (
@@ -34,6 +35,7 @@ MAX_DEPTH = 8  # configs inside configs, and aliases of aliases
 ALIAS_KEYS = {
     "like", "source", "note", "required", "when", "cases", "root", "architectures", "keys", "drop", "spec", "witness",
     "configs", "published", "example", "checks", "workload", "untyped",
+    "kinds",
 }  # fmt: skip
 
 
@@ -48,6 +50,7 @@ class Alias(Value):
     note: str  # what a reader should know
     required: tuple[str, ...]
     when: str  # expression: only such configs are mapped
+    kinds: dict[str, str]  # (dotted) key -> the kind of value that it must have
     checks: dict[str, str]  # what must hold of a config, in words -> expression
     cases: dict[str, str]  # another alias -> expression: where it is taken instead
     root: str  # key of the inner config that is the whole model
@@ -70,7 +73,7 @@ def load_alias(path: str) -> Alias:
     """Read and check one alias file."""
     tables = load_toml(path)
     check_keys(tables, ALIAS_KEYS, path)
-    for key in ("checks", "cases", "architectures", "keys", "spec"):
+    for key in ("kinds", "checks", "cases", "architectures", "keys", "spec"):
         if not isinstance(tables.get(key, {}), dict):
             raise SpecError(f"{path}: [{key}] must be a table")
     for key in ("required", "drop", "untyped"):
@@ -81,6 +84,9 @@ def load_alias(path: str) -> Alias:
             raise SpecError(f"{path}: {key} must be a string")
     if not tables.get("like") or not tables.get("source"):
         raise SpecError(f'{path}: needs like = "…", a known model type, and source = "…", where its code was read')
+    for key, kind in tables.get("kinds", {}).items():
+        if not isinstance(kind, str) or not set(kind.split("|")) <= KINDS.keys():
+            raise SpecError(f"{path}: [kinds] {key}: {format_value(kind)} is none of {', '.join(KINDS)}")
     keys = {name: _list(value) for name, value in tables.get("keys", {}).items()}
     texts = [text for texts in keys.values() for text in texts if text != WHOLE]
     for text in (
@@ -95,7 +101,8 @@ def load_alias(path: str) -> Alias:
             raise SpecError(f"{path}: not an expression: {format_value(text)}") from None
     return Alias(
         get_stem(path), path, tables["like"], tables["source"], tables.get("note", ""),
-        tuple(tables.get("required", ())), tables.get("when", ""), tables.get("checks", {}), tables.get("cases", {}),
+        tuple(tables.get("required", ())), tables.get("when", ""), tables.get("kinds", {}),
+        tables.get("checks", {}), tables.get("cases", {}),
         tables.get("root", ""), tables.get("architectures", {}), keys, tuple(tables.get("drop", ())), "spec" in tables,
         tables.get("witness", ""), tuple(tables.get("untyped", ())),
     )  # fmt: skip
@@ -168,7 +175,7 @@ def _map(config: Config, where: str, notes: list[str], depth: int) -> Config:
     alias = find_alias(model_type) if isinstance(model_type, str) and MARK not in config else None
     if alias is not None and not alias.when and find_data_file("specs", alias.name):
         alias = None  # a spec of the same name, the user's own or a later one, knows the config as it is
-    alias = alias and _choose(alias, config)
+    alias = alias and _choose(alias, config, where)
     if alias is not None:
         config = _apply(alias, config, where, notes, depth)
     inner = {
@@ -180,16 +187,17 @@ def _map(config: Config, where: str, notes: list[str], depth: int) -> Config:
     return {**config, **changed} if changed else config
 
 
-def _choose(alias: Alias, config: Config) -> Alias | None:
+def _choose(alias: Alias, config: Config, where: str) -> Alias | None:
     """The alias that a config's keys ask for, or None where it is none of a foreign kind."""
     scope = _Keys(config)
     for name, text in alias.cases.items():
-        if evaluate_truth(text, scope):
+        if scope.holds(text, where, f"which model of {alias.like} this is cannot be told"):
             found = find_alias(name)
             if found is None:
                 raise SpecError(f"{alias.path}: [cases] {name!r} is no alias")
             return found
-    return None if alias.when and not evaluate_truth(alias.when, scope) else alias
+    is_meant = not alias.when or scope.holds(alias.when, where, f"which model of {alias.like} this is cannot be told")
+    return alias if is_meant else None
 
 
 def _apply(alias: Alias, config: Config, where: str, notes: list[str], depth: int) -> Config:
@@ -201,8 +209,11 @@ def _apply(alias: Alias, config: Config, where: str, notes: list[str], depth: in
         config = {**beside, **inner}
     _refuse_missing([key for key in alias.required if not _has_any(config, (key,))], where, alias.name)
     scope = _Keys(config)
+    for key, kind in alias.kinds.items():
+        if (given := find_key(config, key)[1]) is not None:
+            check_kind(key, given, kind, where)
     for words, text in alias.checks.items():
-        if not evaluate_truth(text, scope):
+        if not scope.holds(text, where, words):
             raise ConfigError(f"{where}: {words}")
     mapped: Config = {key: value for key, value in config.items() if key not in alias.drop}
     for key, texts in alias.keys.items():
@@ -262,6 +273,15 @@ class _Keys:
         if value is None:
             raise MissingNameError(name)
         return value
+
+    def holds(self, text: str, where: str, words: str) -> bool:
+        """Whether an expression is true; where a value is of a kind that it cannot take, an error in these words."""
+        try:
+            return evaluate_truth(text, self)
+        except SpecError:
+            given = {name: find_key(self.config, name)[1] for name in sorted(find_names(text))}
+            read = ", ".join(f"{name} is {format_value(value)}" for name, value in given.items() if value is not None)
+            raise ConfigError(f"{where}: {words} ({read})") from None
 
     def evaluate(self, texts: list[str]) -> Any:
         """The first expression whose names all have values, as a config would hold it."""
