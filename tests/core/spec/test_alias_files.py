@@ -15,7 +15,7 @@ from flopcalc.core.model.config import load_config
 from flopcalc.core.spec.aliases import find_alias, list_types, load_alias, map_config
 from flopcalc.core.spec.spec import load_spec
 from flopcalc.data import list_data_files
-from flopcalc.errors import ConfigError, FlopcalcError, SpecError
+from flopcalc.errors import ConfigError, FlopcalcError, SpecError, WorkloadError
 
 Json = dict[str, Any]
 TINY: Json = {
@@ -125,11 +125,22 @@ def test_what_is_missing_is_said(config: Json, words: str) -> None:
         ({"timm_model_ids": [DINO], "image_sizes": [224]}, "must have an entry for each tower"),
         ({"image_sizes": [224, 384]}, "both towers must have the same number of patches"),
         ({"use_fused_vision_backbone": None}, "missing key 'use_fused_vision_backbone'"),
+        ({"image_sizes": 224}, "image_sizes must be a list of whole numbers, not 224"),
+        ({"image_sizes": [224, "224"]}, r"image_sizes must be a list of whole numbers, not \[224, '224'\]"),
+        ({"timm_model_ids": DINO}, f"timm_model_ids must be a list of words, not '{DINO}'"),
+        ({"use_fused_vision_backbone": "yes"}, "use_fused_vision_backbone must be true or false, not 'yes'"),
+        ({"text_config": 5}, "text_config must be an object, not 5"),
     ],
 )
 def test_towers_that_are_only_named_are_known_or_refused(changes: Json, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         bind({**OPENVLA, **changes})
+
+
+def test_openvla_reads_one_image() -> None:
+    assert estimate_flops(OPENVLA, seq_len=280, images=[(640, 480)]).total > 0
+    with pytest.raises(WorkloadError, match="2 images: a sample has at most 1"):
+        estimate_flops(OPENVLA, seq_len=560, images=[(640, 480)] * 2)
 
 
 def test_the_first_tower_alone_has_a_projector_of_two_layers() -> None:
