@@ -13,14 +13,16 @@ from flopcalc.words import CAST_FORMATS, EXECUTIONS, KERNELS, OPTIMIZERS, Execut
 
 _EAGER = ("gpt_oss",)  # without SDPA in HF, beside types that were recorded with eager attention alone
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
-_NOT_TIMED = ("dflash",)  # specs whose attention runs over blocks of tokens, which no clock knows
+# Specs that no clock knows: attention over blocks of tokens, and a head whose weights are another model's.
+_NOT_TIMED = ("dflash",)
 
 
 def check_timed(estimator: Estimator) -> None:
     """Refuse a model that is counted, but whose time cannot be known."""
     if estimator.spec.name in _NOT_TIMED:
         raise WorkloadError(
-            f"{estimator.source.name} is a draft that works on blocks of tokens: its time is not predicted"
+            f"{estimator.source.name}: the time of a {estimator.spec.name} draft is not predicted, because its "
+            "attention over blocks and the target's head were not measured; `flopcalc estimate` counts its FLOPs"
         )
 
 

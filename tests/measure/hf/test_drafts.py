@@ -107,5 +107,5 @@ def test_a_call_by_hand() -> None:
     lambda: plan(CONFIGS[0], device="h200", gpus=8, tokens="1B", seq_len=64),
 ])  # fmt: skip
 def test_its_time_is_not_predicted(ask: Callable[[], object]) -> None:
-    with pytest.raises(WorkloadError, match="is a draft that works on blocks of tokens: its time is not predicted"):
+    with pytest.raises(WorkloadError, match="time of a dflash draft is not predicted, because its attention over"):
         ask()
