@@ -12,6 +12,8 @@ from flopcalc.errors import ConfigError, WorkloadError, format_value
 __all__ = ["RULES"]
 
 _MAX_ASPECT = 200
+_MAX_SIDE = 512  # patches for which Kimi-VL has positions
+_MERGES = {"1x": 1, "4x": 2, "16x": 4}  # MiniCPM-V: patches along a side that become one token
 
 
 def smart_resize(
@@ -22,6 +24,7 @@ def smart_resize(
     max_pixels: int,
     frames: int = 1,
     counted: int | None = None,
+    checks_aspect: bool = True,
 ) -> tuple[int, int]:
     """Qwen's rule: both sides a multiple of `factor`, the area within limits, the aspect kept as far as that allows.
 
@@ -29,7 +32,7 @@ def smart_resize(
     are held against them, which may be one fewer or more.
     """
     counted = frames if counted is None else counted
-    if max(height, width) / min(height, width) > _MAX_ASPECT:
+    if checks_aspect and max(height, width) / min(height, width) > _MAX_ASPECT:
         raise WorkloadError(f"image {width}x{height}: the longer side is more than {_MAX_ASPECT} times the shorter")
     # Floats and Python's round-half-even on purpose: the processor computes it so, and ties differ otherwise.
     new_height = round(height / factor) * factor
@@ -59,8 +62,9 @@ def _grid(height: int, width: int, values: Values) -> Grid:
 
 def _smart(width: int, height: int, values: Values) -> Grid:
     """Qwen's rule; `frames` counts an image as so many, `small` says how one smaller than a token grows first."""
-    factor = values["patch"] * values["merge"]
-    small = values.get("small", "no")
+    factor, small = values["patch"] * values["merge"], values.get("small", "no")
+    least, most = _whole(values, "min_pixels"), _whole(values, "max_pixels")
+    given = f"{width}x{height}"
     if small == "scale" and (height < factor or width < factor):
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
@@ -69,8 +73,24 @@ def _smart(width: int, height: int, values: Values) -> Grid:
             width, height = round((width * factor) / height), factor
         if width < factor:
             height, width = round((height * factor) / width), factor
-    least, most = _whole(values, "min_pixels"), _whole(values, "max_pixels")
-    return _grid(*smart_resize(height, width, factor, least, most, values.get("frames", 1)), values)
+    elif small == "shorter":
+        height, width = _grow_shorter(height, width, factor)
+        least = min(least, most)
+    is_shrunk = round(height / factor) * round(width / factor) * factor**2 > most
+    if small in ("stretch", "shorter") and is_shrunk and min(height, width) / math.sqrt(height * width / most) < factor:
+        # Such code lets a side shrink to nothing, and cannot resize to that.
+        raise WorkloadError(f"image {given}: it is shrunk to less than one token of {factor} pixels a side")
+    frames, limits = values.get("frames", 1), small != "shorter"
+    return _grid(*smart_resize(height, width, factor, least, most, frames, checks_aspect=limits), values)
+
+
+def _grow_shorter(height: int, width: int, factor: int) -> tuple[int, int]:
+    """Ovis 2.5: the shorter side grows to a token; of a larger image, what is longer than 200 times that is cut off."""
+    if height >= factor and width >= factor:
+        return min(height, _MAX_ASPECT * width), min(width, _MAX_ASPECT * height)
+    if height < width:
+        return factor, round(factor / height * width)
+    return round(factor / width * height), factor
 
 
 def _longest_edge(width: int, height: int, values: Values) -> Grid:
@@ -108,6 +128,8 @@ def _token_limit(width: int, height: int, values: Values) -> Grid:
     high, wide = (whole(side / factor) * factor for side in (height, width))
     if not high or not wide:
         raise WorkloadError(f"an image of {width}x{height} pixels is smaller than one token of {factor} a side")
+    if max(high, wide) // patch >= _MAX_SIDE:
+        raise WorkloadError(f"an image must have fewer than {_MAX_SIDE} patches a side, not {max(high, wide) // patch}")
     return _grid(high, wide, values)
 
 
@@ -152,7 +174,7 @@ def _budget(width: int, height: int, values: Values) -> Grid:
 def _slices(width: int, height: int, values: Values) -> list[Grid]:
     """MiniCPM-V: the whole image, and slices of about scale_resolution² if it is larger."""
     scale, most = _whole(values, "scale_resolution"), _whole(values, "max_slice_nums")
-    factor = values["patch"] * (2 if values["downsample_mode"] == "4x" else 4)
+    factor = values["patch"] * _MERGES.get(values["downsample_mode"], 4)
 
     def fit(high: float, wide: float, enlarge: bool) -> tuple[int, int]:
         if high * wide > scale * scale or enlarge:
@@ -182,7 +204,11 @@ def _nearest(length: float, step: int) -> int:
 
 
 def _whole_and_crops(width: int, height: int, values: Values) -> Grid:
-    """Step-3.7: one view of the whole, and square crops of larger or longer images: t is 1 and the crops."""
+    """Step-3.7: one view of the whole, and square crops of larger or longer images: t is 1 and the crops.
+
+    The published code of Step3-VL crops at `size.height` too, and computes shares of a window in floats (`in_floats`).
+    """
+    in_floats = values.get("in_floats", False)
     side, crop, most = values["size.height"], values["patch_size"], values["max_image_size"]
     if min(width, height) < 32 and max(width / height, height / width) > 4:
         width = height = max(width, height)
@@ -190,17 +216,19 @@ def _whole_and_crops(width: int, height: int, values: Values) -> Grid:
         scale = most / max(height, width)
         width, height = int(width * scale), int(height * scale)
     short, long = min(height, width), max(height, width)
-    if long <= side:
+    if long <= side - in_floats:
         window = short if long / short > 1.5 else 0
     else:
         window = min(short, crop) if long / short > 4 else crop
     if not window:
         return (1, 1, 1)
-    rows, columns = (
-        max(1, length // window + (length % window > 0.2 * window)) if length >= window else 1
-        for length in (height, width)
-    )
-    return (1 + rows * columns, rows, columns)
+
+    def count(length: int) -> int:
+        whole = length // window
+        rest = length / window - whole > 0.2 if in_floats else length % window > 0.2 * window
+        return whole + rest if length >= window else 1
+
+    return (1 + count(height) * count(width), count(height), count(width))
 
 
 def _cut(width: int, height: int, values: Values) -> Grid:
