@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,61 @@ HYBRID: Json = {
     "intermediate_size": 48, "image_size": 64, "backbone_out_indices": [0, 1, 2, 3], "fusion_hidden_size": 12,
     "neck_hidden_sizes": [256, 512, 16, 20],
 }  # fmt: skip
+
+STAGES = ["stage1", "stage2", "stage3", "stage4"]
+DINO: Json = {
+    "model_type": "dinov2", "hidden_size": 24, "num_hidden_layers": 5, "num_attention_heads": 3, "image_size": 28,
+    "patch_size": 4, "out_features": STAGES, "reshape_hidden_states": False,
+}  # fmt: skip
+BEIT: Json = {
+    **DINO, "model_type": "beit", "intermediate_size": 34, "out_features": ["stage1", "stage2", "stage3", "stage5"],
+}  # fmt: skip
+SWIN: Json = {
+    "model_type": "swinv2", "embed_dim": 12, "depths": [1, 2, 1, 2], "num_heads": [1, 2, 2, 4], "window_size": 4,
+    "image_size": 64, "patch_size": 4, "out_features": STAGES,
+}  # fmt: skip
+DPT: Json = {"model_type": "dpt", "neck_hidden_sizes": [6, 10, 14, 18], "fusion_hidden_size": 8}
+NULLS = dict.fromkeys(  # in published configs
+    ("num_hidden_layers", "num_attention_heads", "intermediate_size", "image_size", "patch_size", "num_channels",
+     "qkv_bias", "hidden_dropout_prob", "backbone_out_indices")
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", [{}, {"recompute": "full"}, {"freeze": ["backbone"]}])
+@pytest.mark.parametrize(
+    ("config", "grid"),
+    [
+        ({**DPT, "backbone_config": DINO}, [1, 7, 5]),
+        ({**DPT, **NULLS, "backbone_config": {**DINO, "apply_layernorm": False}}, [1, 7, 5]),
+        (
+            {
+                **DPT, "neck_hidden_sizes": [6, 10, 14], "reassemble_factors": [2, 1, 0.5],
+                "backbone_config": {**DINO, "out_features": None, "out_indices": [1, 2, 4]},
+            },
+            [1, 6, 8],
+        ),
+        ({**DPT, "backbone_config": BEIT, "readout_type": "ignore"}, [1, 7, 7]),
+        (
+            {
+                **DPT, "backbone_config": {**BEIT, "use_relative_position_bias": True}, "readout_type": "add",
+                "head_in_index": 1,
+            },
+            [1, 7, 7],
+        ),
+        ({**DPT, "backbone_config": SWIN, "neck_hidden_sizes": [12, 24, 48, 96]}, [1, 16, 16]),
+        (
+            {**DPT, "backbone_config": SWIN, "neck_hidden_sizes": [12, 24, 48, 96], "head_in_index": 2},
+            [1, 16, 13],
+        ),
+    ],
+)  # fmt: skip
+def test_depth_over_a_backbone_equals_hf(config: Json, grid: list[int], recipe: Json) -> None:
+    prepare()
+    pixels = {"shape": ["images", "3", "height * 4", "width * 4"]}
+    example = replace(find_example("dpt"), inputs={"pixel_values": pixels})
+    verdict = verify(config, {"batch": 2, "images": [grid], "phase": "train"}, recipe, example=example)
+    assert verdict.is_equal, (verdict.different, verdict.parameters, verdict.not_counted)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -46,6 +102,30 @@ def test_a_model_over_its_backbone_equals_hf(example: str, config: Json) -> None
         ({"backbone_config": {"depths": [3, 4, 9], "global_padding": "same"}}, "and embedding_dynamic_padding"),
     ],
 )
-def test_backbones_that_do_not_fit(changed: Json, words: str) -> None:
+def test_hybrids_that_do_not_fit(changed: Json, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         bind({**HYBRID, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"model_type": "resnet"}, "only a dinov2, a beit or a swinv2 is described"),
+        ({"out_features": None}, "must hand on as many layers or stages as neck_hidden_sizes"),
+        ({"out_features": ["stem", *STAGES[:3]]}, "and without its stem"),
+        ({"out_features": ["stage2", "stage1", "stage3", "stage4"]}, "from the first on"),
+        ({"out_features": ["stage1", "stage1", "stage3", "stage4"]}, "from the first on"),
+        ({"out_features": None, "out_indices": [1, 2, 3, 6]}, "out_indices must name stages in their order"),
+        ({"reshape_hidden_states": True}, "reshape_hidden_states must be false"),
+        ({"patch_size": [4, 4]}, "patch_size must be one number"),
+    ],
+)
+def test_backbones_that_do_not_fit(changed: Json, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        bind({**DPT, "backbone_config": {**DINO, **changed}})
+
+
+@pytest.mark.parametrize("named", ["DPTModel", "DPTForSemanticSegmentation"])
+def test_other_classes_of_dpt_have_no_such_backbone(named: str) -> None:
+    with pytest.raises(ConfigError, match="only DPTForDepthEstimation has such a backbone"):
+        bind({**DPT, "backbone_config": DINO, "architectures": [named]})
