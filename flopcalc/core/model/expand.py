@@ -10,7 +10,7 @@ from flopcalc.core.model.sizes import find_size, format_origin, is_partial
 from flopcalc.core.spec.aliases import find_family
 from flopcalc.core.spec.expressions import BudgetError, MissingNameError, evaluate_truth
 from flopcalc.core.spec.merge import Table, rename_path
-from flopcalc.core.spec.spec import MAX_LAYERS, BoundDims, Spec, check_required, find_body
+from flopcalc.core.spec.spec import MAX_LAYERS, OWN_TYPE, BoundDims, Spec, check_required, find_backbone, find_body
 from flopcalc.errors import ConfigError, SpecError, format_value
 
 
@@ -86,10 +86,12 @@ def _expand_inner(stack: Table, dims: BoundDims, side: str) -> list[Stage]:
     if not isinstance(config, dict):
         raise ConfigError(f"{dims.where}: {key!r} must be an object, not {format_value(config)}")
     name = stack["use"]
-    if name == "model_type":
+    if name in OWN_TYPE:
         name = config.get("model_type", defaults.get("model_type"))
         if not isinstance(name, str):
             raise ConfigError(f"{where}: model_type must be a string, not {format_value(name)}")
+    if stack["use"] == "backbone":
+        name = find_backbone(name, where)
     spec = dims.extra.get(name) or find_family(name, config)
     spec = find_body(spec.name, dims.extra) if spec is not None and spec.body else spec
     if spec is None:

@@ -11,7 +11,7 @@ from flopcalc.core.spec.derived import find_derived
 from flopcalc.core.spec.expressions import Budget, MissingNameError, evaluate, find_names, parse
 from flopcalc.core.spec.merge import ROW_KEYS, Table, check_keys, is_names, load_tables
 from flopcalc.core.spec.row_units import UNITS
-from flopcalc.data import find_data_file, get_stem
+from flopcalc.data import find_data_file, get_stem, list_data_files
 from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.values import Value, frozen
 from flopcalc.words import PHASES
@@ -96,6 +96,8 @@ WORDS = {
 }  # keys of an op that hold no expression
 _HEAD_KEYS = {"like", "set", "base", "stack", "keep", "refuse"}
 MAX_LAYERS = 10_000
+OWN_TYPE = ("model_type", "backbone")  # values of `use`: the inner config's own model_type names the spec
+_BACKBONE = "_backbone"  # ends the names of parts that other models read stage by stage
 
 
 @frozen()
@@ -141,6 +143,16 @@ def find_body(model_type: str, extra: dict[str, Spec]) -> Spec | None:
     """The spec that other models take for a model_type: the body that it names, else its own; `extra` come first."""
     spec = extra.get(model_type) or find_spec(model_type)
     return spec if spec is None or not spec.body else extra.get(spec.body) or find_spec(spec.body)
+
+
+def find_backbone(model_type: str, where: str) -> str:
+    """The name of the part that describes a model type below another model, which reads its stages."""
+    if "widths" in getattr(find_spec(f"{model_type}{_BACKBONE}"), "dims", ()):
+        return f"{model_type}{_BACKBONE}"
+    parts = [name for name in list_data_files("specs") if name.endswith(_BACKBONE)]
+    known = [name.removesuffix(_BACKBONE) for name in parts if "widths" in getattr(find_spec(name), "dims", ())]
+    words = f"is not described as a backbone; these are: {', '.join(known)}"
+    raise ConfigError(f"{where}: model_type {format_value(model_type)} {words}")
 
 
 @lru_cache(maxsize=1024)
@@ -499,10 +511,14 @@ class BoundDims:
         config = self.config.get(key)
         found: BoundDims | None = None
         for stack in self.spec.stacks:
-            if stack.get("use") != "model_type" or stack["config"] != key or not isinstance(config, dict):
+            if stack.get("use") not in OWN_TYPE or stack["config"] != key or not isinstance(config, dict):
                 continue
             defaults: dict[str, object] = stack.get("defaults", {})
-            spec = find_body(str(config.get("model_type", defaults.get("model_type"))), self.extra)
+            name = str(config.get("model_type", defaults.get("model_type")))
+            is_backbone = stack["use"] == "backbone"
+            spec = (
+                find_spec(find_backbone(name, f"{self.where}: {key}")) if is_backbone else find_body(name, self.extra)
+            )
             if spec is not None:
                 found = BoundDims(spec, config, f"{self.where}: {key}", {}, defaults, self.extra, self.budget)
                 break

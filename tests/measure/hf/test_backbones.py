@@ -38,6 +38,70 @@ NULLS = dict.fromkeys(  # in published configs
 )  # fmt: skip
 
 
+# Backbones of four stages, the pixels of a patch of the workload, and an image.
+WIDE: Json = {"embed_dim": 8, "depths": [1, 2, 1, 1], "num_heads": [1, 2, 2, 4], "out_features": STAGES}
+DEEP: Json = {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 2, 1, 1], "out_features": STAGES}
+BACKBONES: list[tuple[Json, int, list[int]]] = [
+    ({**WIDE, "model_type": "swin", "window_size": 3, "image_size": 32}, 4, [1, 9, 11]),
+    ({**WIDE, "model_type": "swinv2", "window_size": 4, "image_size": 64}, 4, [1, 16, 13]),
+    ({**WIDE, "model_type": "dinat", "kernel_size": 3, "dilations": [[1], [1, 2], [1], [1]]}, 1, [1, 67, 45]),
+    ({**DEEP, "model_type": "convnext"}, 4, [1, 17, 11]),
+    ({**DEEP, "model_type": "convnextv2"}, 4, [1, 17, 11]),
+    ({**DEEP, "model_type": "resnet", "embedding_size": 6}, 1, [1, 67, 45]),
+    ({**DEEP, "model_type": "resnet", "embedding_size": 6, "layer_type": "basic"}, 1, [1, 64, 96]),
+    (
+        {**DEEP, "model_type": "pvt_v2", "num_attention_heads": [1, 2, 2, 4], "mlp_ratios": [2, 2, 2, 2]},
+        1,
+        [1, 67, 45],
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("backbone", "cell", "grid"), BACKBONES)
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("upernet", "backbone"),
+        ("maskformer", "model.pixel_level_module.encoder"),
+        ("mask2former", "model.pixel_level_module.encoder"),
+    ],
+)
+def test_segmentation_over_a_backbone_equals_hf(
+    name: str, path: str, backbone: Json, cell: int, grid: list[int], frozen: bool
+) -> None:
+    prepare()
+    example = find_example(name)
+    shapes = {"pixel_values": ["images", "3"], "labels": ["images"]}
+    inputs = {
+        key: {**entry, "shape": [*shapes[key], f"height * {cell}", f"width * {cell}"]}
+        for key, entry in example.inputs.items()
+    }
+    kernels = find_example(backbone["model_type"]).kernels
+    third = backbone.get("hidden_sizes", [0, 0, 32])[2]
+    config = {**example.configs[0], "backbone_config": backbone, "auxiliary_in_channels": third}
+    workload = {"batch": 2, "images": [grid], "phase": "train"}
+    recipe = {"freeze": [path]} if frozen else {}
+    verdict = verify(config, workload, recipe, example=replace(example, inputs=inputs, kernels=kernels))
+    assert verdict.is_equal, (verdict.different, verdict.parameters, verdict.not_counted)
+
+
+@pytest.mark.parametrize("name", ["upernet", "maskformer", "mask2former"])
+@pytest.mark.parametrize(
+    ("backbone", "words"),
+    [
+        ({"model_type": "dinov2"}, "'dinov2' is not described as a backbone; these are: convnext, convnextv2, dinat,"),
+        ({**DEEP, "model_type": "resnet", "out_features": ["stage4"]}, "must hand on its four stages"),
+        ({**DEEP, "model_type": "resnet", "downsample_in_first_stage": True}, "downsample_in_first_stage"),
+        ({**DEEP, "model_type": "convnext", "patch_size": 2}, "patch_size must be 4|the first of 4 pixels"),
+    ],
+)
+def test_segmentation_over_others_is_refused(name: str, backbone: Json, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        bind({**find_example(name).configs[0], "backbone_config": backbone})
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recipe", [{}, {"recompute": "full"}, {"freeze": ["backbone"]}])
 @pytest.mark.parametrize(
