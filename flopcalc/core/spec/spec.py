@@ -539,7 +539,10 @@ def find_key(config: dict[str, object], dotted: str) -> tuple[bool, Any]:
 def bind(spec: Spec, config: dict[str, object], where: str, extra: dict[str, Spec] | None = None) -> BoundDims:
     """A spec's dims under a config, after checking that the config has what the spec cannot do without."""
     check_required(spec, config, where)
-    return BoundDims(spec, config, where, extra=extra)
+    inner = {stack["config"] for stack in spec.stacks if "use" in stack}
+    whole = {key: value for key, value in spec.defaults.items() if key in inner and isinstance(value, dict)}
+    left_out = {key: value for key, value in whole.items() if config.get(key) is None}
+    return BoundDims(spec, {**config, **left_out} if left_out else config, where, extra=extra)
 
 
 def check_required(spec: Spec, config: dict[str, object], where: str) -> None:

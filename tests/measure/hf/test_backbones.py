@@ -87,6 +87,40 @@ def test_segmentation_over_a_backbone_equals_hf(
     assert verdict.is_equal, (verdict.different, verdict.parameters, verdict.not_counted)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "cell", "grid"),
+    [
+        ("upernet", 1, [1, 64, 96]),  # a ResNet
+        ("maskformer", 4, [1, 24, 24]),  # and others a Swin
+        ("mask2former", 4, [1, 16, 16]),
+        ("depth_anything", 14, [1, 5, 6]),  # a DINOv2
+        ("prompt_depth_anything", 14, [1, 5, 6]),
+        ("zoedepth", 16, [1, 6, 6]),  # a BEiT
+    ],
+)
+@pytest.mark.parametrize("left_out", [{}, {"backbone_config": None}])
+def test_a_backbone_that_is_left_out_is_that_of_hf(name: str, cell: int, grid: list[int], left_out: Json) -> None:
+    prepare()
+    example = find_example(name)
+    inputs = {
+        key: {**entry, "shape": [_scale(str(size), cell) for size in entry["shape"]]} if "shape" in entry else entry
+        for key, entry in example.inputs.items()
+    }
+    workload = {"batch": 1, "images": [grid], "phase": "forward"}
+    config = {"model_type": name, **left_out}
+    verdict = verify(config, workload, example=replace(example, inputs=inputs), device="meta")
+    assert verdict.is_equal, (verdict.different, verdict.parameters, verdict.not_counted)
+    with pytest.raises(ConfigError, match="backbone: one that is named beside backbone_config is not described"):
+        bind({**config, "backbone": "resnet50"})
+
+
+def _scale(size: str, cell: int) -> str:
+    """A size of an example's input, whose config says the pixels of a patch and the channels."""
+    side = size.partition(" ")[0]
+    return f"{side} * {cell}" if side in ("height", "width") else "3" if size.endswith("num_channels") else size
+
+
 @pytest.mark.parametrize("name", ["upernet", "maskformer", "mask2former"])
 @pytest.mark.parametrize(
     ("backbone", "words"),
