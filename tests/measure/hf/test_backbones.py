@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tiers import mark_heavy, thin
 
 from flopcalc import bind
 from flopcalc.errors import ConfigError
@@ -58,8 +59,8 @@ BACKBONES: list[tuple[Json, int, list[int]]] = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(("backbone", "cell", "grid"), BACKBONES)
+@pytest.mark.parametrize("frozen", mark_heavy([False, True], [True]))
+@pytest.mark.parametrize(("backbone", "cell", "grid"), thin(BACKBONES, 5))
 @pytest.mark.parametrize(
     ("name", "path"),
     [
@@ -99,7 +100,7 @@ def test_segmentation_over_a_backbone_equals_hf(
         ("zoedepth", 16, [1, 6, 6]),  # a BEiT
     ],
 )
-@pytest.mark.parametrize("left_out", [{}, {"backbone_config": None}])
+@pytest.mark.parametrize("left_out", thin([{}, {"backbone_config": None}], 2))
 def test_a_backbone_that_is_left_out_is_that_of_hf(name: str, cell: int, grid: list[int], left_out: Json) -> None:
     prepare()
     example = find_example(name)
@@ -137,7 +138,7 @@ def test_segmentation_over_others_is_refused(name: str, backbone: Json, words: s
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", [{}, {"recompute": "full"}, {"freeze": ["backbone"]}])
+@pytest.mark.parametrize("recipe", thin([{}, {"recompute": "full"}, {"freeze": ["backbone"]}], 3))
 @pytest.mark.parametrize(
     ("config", "grid"),
     [
