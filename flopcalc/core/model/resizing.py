@@ -316,9 +316,9 @@ def _edges(width: int, height: int, values: Values) -> Grid:
 def _multiples(width: int, height: int, values: Values) -> Grid:
     """DPT: one size, or the aspect kept by the side that changes less; both sides to the nearest multiple.
 
-    ZoeDepth pads the image first, and its multiple may be a fraction of a pixel.
+    ZoeDepth pads the image first, and its multiple may be a fraction of a pixel. DPT pads last, to a `size_divisor`.
     """
-    pads = "do_pad" in values
+    pads = "do_pad" in values and "size_divisor" not in values
     if pads and values["do_pad"]:
         height, width = (side + 2 * int(math.sqrt(side / 2) * 3) for side in (height, width))
     if values["do_resize"]:
@@ -327,6 +327,9 @@ def _multiples(width: int, height: int, values: Values) -> Grid:
             high = wide = wide if abs(1 - wide) < abs(1 - high) else high
         multiple = values["ensure_multiple_of"] if pads else _whole(values, "ensure_multiple_of")
         height, width = (int(round(side / multiple) * multiple) for side in (high * height, wide * width))
+    if not pads and values["do_pad"]:
+        divisor = _whole(values, "size_divisor")
+        height, width = (math.ceil(side / divisor) * divisor for side in (height, width))
     return _grid(height, width, values)
 
 

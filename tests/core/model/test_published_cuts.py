@@ -20,6 +20,10 @@ KEYE = {"patch": 14, "merge": 2, "small": "stretch", "min_pixels": 3136, "max_pi
 OVIS = {"patch": 16, "merge": 2, "small": "shorter", "min_pixels": 448**2, "max_pixels": 1792**2}
 CPM = {"patch": 14, "downsample_mode": "1x", "slice_mode": True, "scale_resolution": 448, "max_slice_nums": 9}
 STEP = {"size.height": 728, "patch_size": 504, "max_image_size": 3024, "in_floats": True}
+DPT = {
+    "patch": 14, "do_resize": False, "size.height": 384, "size.width": 384, "keep_aspect_ratio": False,
+    "ensure_multiple_of": 1, "do_pad": True, "size_divisor": 14,
+}  # fmt: skip
 MOON = {"crop_size": 378, "patch_size": 14, "max_crops": 12, "overlap_margin": 4}
 OWL = {"tile": 384, "side": 27}
 PHI4 = {"patch": 16, "min_num_patches": 256, "max_num_patches": 3600}
@@ -55,6 +59,8 @@ PHI4 = {"patch": 16, "min_num_patches": 256, "max_num_patches": 3600}
         ("anchors", OWL, (3000, 600), (5, 27, 27)),  # 1 by 4 is the widest
         ("naflex_within", PHI4, (1024, 768), (1, 48, 64)),  # as many patches as it has
         ("naflex_within", PHI4, (100, 100), (1, 16, 16)),  # 36 patches grow to 256
+        ("multiples", DPT, (640, 480), (1, 35, 46)),  # padded to 644 by 490 pixels, as DPT over a DINOv2 is published
+        ("multiples", {**DPT, "do_pad": False}, (640, 480), (1, 34, 45)),
         ("smart", KEYE, (3, 31), (1, 20, 2)),  # 28 by 289 pixels
         ("smart", OVIS, (3, 31), (1, 92, 10)),  # the shorter side to 32, and 200,704 pixels
         ("smart", OVIS, (31, 3), (1, 10, 92)),

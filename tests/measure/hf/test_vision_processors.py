@@ -278,7 +278,13 @@ CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet": ("convnext.image_processing_pil_convnext.ConvNextImageProcessorPil", {"size": {"shortest_edge": 60}}),
     "dpt": (
         "dpt.image_processing_pil_dpt.DPTImageProcessorPil",
-        {"size": {"height": 51, "width": 33}, "keep_aspect_ratio": True, "ensure_multiple_of": 4},
+        {
+            "size": {"height": 51, "width": 33},
+            "keep_aspect_ratio": True,
+            "ensure_multiple_of": 4,
+            "do_pad": True,
+            "size_divisor": 7,
+        },
     ),
     "detr": (
         "detr.image_processing_pil_detr.DetrImageProcessorPil",
