@@ -304,6 +304,8 @@ def test_yuan_filters_two_states_again(convention: str, rows: tuple[int, int]) -
     found = {row.path[-5:]: row.forward for row in made.by_module(per_layer=True) if ".0.self_attn.lf_gate" in row.path}
     per_row = 2 * 2 * TINY["hidden_size"] * (TINY["hidden_size"] // 2)
     assert (found["conv1"], found["conv2"]) == (rows[0] * per_row, rows[1] * per_row)
+
+
 def test_types_to_suggest_are_models_by_themselves() -> None:
     """A suggestion may be written with --model-type: it is no part of a spec and no variant."""
     types = list_types()
