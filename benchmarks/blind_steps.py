@@ -24,6 +24,8 @@ The protocol, fixed before anything was measured:
 - Round 4 is of counted steps alone, with tiles fitted again after round 3.
 - Round 5 has other models (blind_models_5.py) and all that round 3 has; the optimizer's time, the host's and the rows
   of random routers are modelled anew.
+- Round 6 has other models (blind_models_6.py) and all that round 5 has. The probe runs on a stream of its own, so that
+  no step waits for the probe's kernels behind a long optimizer's.
 - `measure` stops by itself after --budget-s seconds, keeps what is there after each case, and goes on where it stopped.
 """
 
@@ -47,6 +49,7 @@ import blind_models_2
 import blind_models_3
 import blind_models_4
 import blind_models_5
+import blind_models_6
 import decode_steps
 from blind_models import Adapter, Model, Step
 from expert_steps import find_routes
@@ -55,7 +58,9 @@ from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_
 from flopcalc.prediction.constants import FOLLOWS
 
 Json = dict[str, Any]
-ROUNDS = {1: blind_models, 2: blind_models_2, 3: blind_models_3, 4: blind_models_4, 5: blind_models_5}
+ROUNDS = dict(
+    enumerate((blind_models, blind_models_2, blind_models_3, blind_models_4, blind_models_5, blind_models_6), start=1)
+)
 MODELS, EXECUTED, DECODED = blind_models.MODELS, blind_models.EXECUTED, blind_models.DECODED
 RESULTS = Path(__file__).parent / "results"
 VERSION = "5.17"  # of transformers on the device
