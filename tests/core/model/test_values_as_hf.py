@@ -40,6 +40,7 @@ NOT_REACHED = {
     "git": ["num_image_with_embedding"],
     "glmasr": ["audio_config.hidden_size", "audio_config.max_position_embeddings"],
     "molmo": ["vision_backbone.image_patch_size"],
+    "molmoe": ["vision_backbone.image_patch_size"],
     "nemotron_h_omni": ["audio_config.hidden_size"],
     "qwen2_5_omni_thinker": ["audio_config.output_dim"],
     "qwen3_omni_moe_thinker": ["audio_config.output_dim"],

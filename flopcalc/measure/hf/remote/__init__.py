@@ -40,6 +40,7 @@ CLASSES = {
     "StepVLForConditionalGeneration": "tiles",
     "Step3VLForConditionalGeneration": "tiles",
     "MolmoForCausalLM": "tiles",
+    "OLMoForCausalLM": "tiles",
     "Ovis": "tiles",
     "Phi3VForCausalLM": "tiles",
     "Phi4ForCausalLMV": "tiles",

@@ -35,7 +35,7 @@ from flopcalc.measure.hf.remote.base import (
     VisualTable,
     attend,
 )
-from flopcalc.measure.hf.remote.text import Step3TextForCausalLM, TextModel
+from flopcalc.measure.hf.remote.text import GatedMlp, Step3TextForCausalLM, TextModel
 
 
 # --- Step3-VL-10B -----------------------------------------------------------------------------------------------------
@@ -112,11 +112,11 @@ class Step3VLForConditionalGeneration(Chat):
 
 # --- Molmo ------------------------------------------------------------------------------------------------------------
 class MolmoTable(nn.Module):
-    """The words' embeddings, and those of 128 more tokens."""
+    """The words' embeddings, and those of more tokens."""
 
-    def __init__(self, words: int, d: int) -> None:
+    def __init__(self, words: int, d: int, more: int = 128) -> None:
         super().__init__()
-        self.embedding, self.new_embedding = nn.Parameter(torch.ones(words, d)), nn.Parameter(torch.ones(128, d))
+        self.embedding, self.new_embedding = nn.Parameter(torch.ones(words, d)), nn.Parameter(torch.ones(more, d))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return nn.functional.embedding(ids, torch.cat([self.embedding, self.new_embedding]))
@@ -236,9 +236,9 @@ class MolmoForCausalLM(Sees, TextModel):
     def get_output_embeddings(self) -> Any:
         return self.model.transformer.ff_out
 
-    @property
-    def lm_head(self) -> Any:
-        return self.model.transformer.ff_out
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.get_output_embeddings()(x)
+        return logits
 
     def run(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
         for layer in self.model.transformer.blocks:
@@ -254,6 +254,95 @@ class MolmoForCausalLM(Sees, TextModel):
     def see(self, pixel_values: torch.Tensor, count: int) -> torch.Tensor:
         # Where crops overlap, one of them gives a place its features: the others' are left.
         return self.model.vision_backbone(pixel_values)[:count]
+
+
+class MolmoeAttention(nn.Module):
+    """allenai/MolmoE-1B-0924: modeling_molmoe.py, MolmoAttention, with its norm."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__()
+        d, heads = config.d_model, config.n_heads
+        kv_heads = getattr(config, "n_kv_heads", None)
+        if kv_heads is None and config.attention_layer_norm:
+            kv_heads = heads  # set there with the norms alone
+        self.after, self.layer, self.head_dim = config.norm_after, layer, d // heads
+        if self.head_dim % 2:
+            raise ValueError(f"rotary embeddings turn pairs of numbers, not {self.head_dim}")
+        self.widths = [d, kv_heads * self.head_dim, kv_heads * self.head_dim]
+        self.att_proj = nn.Linear(d, sum(self.widths), bias=config.qkv_bias)
+        self.attn_out = nn.Linear(d, d, bias=False)
+        if config.attention_layer_norm:
+            self.q_norm, self.k_norm = Norm(d), Norm(d)
+        self.attn_norm = Norm(d)
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        q, k, v = self.att_proj(x if self.after else self.attn_norm(x)).split(self.widths, -1)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (q, k, v))
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        made: torch.Tensor = self.attn_out(attend(q, k, v))
+        return self.attn_norm(made) if self.after else made
+
+
+class MolmoeExperts(nn.Module):
+    """allenai/MolmoE-1B-0924: modeling_molmoe.py, MolmoeSparseMoeBlock: its norm is always before it."""
+
+    def __init__(self, config: Any, ff: int) -> None:
+        super().__init__()
+        d, self.top_k = config.d_model, config.moe_top_k
+        self.gate = nn.Linear(d, config.moe_num_experts, bias=False)
+        self.experts = nn.ModuleList(GatedMlp(d, ff // 2) for _ in range(config.moe_num_experts))
+        self.ff_norm = Norm(d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.ff_norm(x).flatten(0, 1)
+        weights, chosen = self.gate(flat).softmax(-1).topk(self.top_k, -1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows, place = torch.where(chosen == number)
+            if len(rows):
+                out = out.index_add(0, rows, expert(flat[rows]) * weights[rows, place, None])
+        return out.view_as(x)
+
+
+class MolmoeLayer(GradientCheckpointingLayer):
+    """allenai/MolmoE-1B-0924: modeling_molmoe.py, MolmoDecoderLayer."""
+
+    def __init__(self, config: Any, ff: int, layer: int) -> None:
+        super().__init__()
+        self.attn, self.mlp = MolmoeAttention(config, layer), MolmoeExperts(config, ff)
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        x = x + self.attn(x, cache)
+        out: torch.Tensor = x + self.mlp(x)
+        return out
+
+
+class OLMoForCausalLM(MolmoForCausalLM):
+    """allenai/MolmoE-1B-0924: modeling_molmoe.py, MolmoForCausalLM; config.json calls the class so."""
+
+    def __init__(self, config: Any) -> None:
+        super(TextModel, self).__init__(config)
+        d, words = config.d_model, getattr(config, "embedding_size", None) or config.vocab_size
+        ff = getattr(config, "mlp_hidden_size", None) or config.mlp_ratio * d
+        if ff % 2 or words < config.vocab_size:
+            raise ValueError(f"an MLP of {ff} halved, a table of {words} for {config.vocab_size} words")
+        tower = config.vision_backbone
+        if tower.image_emb_dim != tower.image_num_heads * tower.image_head_dim:
+            raise ValueError(f"{tower.image_num_heads} heads of {tower.image_head_dim} in {tower.image_emb_dim}")
+        self.model = nn.Module()
+        text = self.model.transformer = nn.Module()
+        text.wte = MolmoTable(words, d, config.additional_vocab_size)
+        text.ln_f = Norm(d)
+        text.blocks = nn.ModuleList(MolmoeLayer(config, ff, i) for i in range(config.n_layers))
+        self.model.vision_backbone = MolmoVision(tower, d, ff)
+        self.lm_head = nn.Linear(d, words, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> Any:
+        return self.lm_head
 
 
 # --- Ovis1.6 ----------------------------------------------------------------------------------------------------------
