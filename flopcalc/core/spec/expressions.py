@@ -233,6 +233,27 @@ def _queued(count: int, length: int, queue: int, period: int, kept: int) -> list
     return carried
 
 
+def _strided(count: int, block: int, local: int, stride: int, heads: int, step: int) -> int:
+    """Keys that the first queries see, over all heads: in `local` blocks, and in every `stride`-th of those before."""
+    if not (0 <= count <= 10**9 and block > 0 and local > 0 and stride > 0 and 0 <= heads <= 10**4 and step >= 0):
+        raise ValueError
+    whole, rest = divmod(count, block)
+    few, far = min(whole, local), max(whole - local, 0)
+    near = block * (few * (few - 1) // 2 + (whole - few) * (local - 1)) + rest * min(whole, local - 1)
+    own = whole * block * (block + 1) // 2 + rest * (rest + 1) // 2  # in a query's own block
+    strides = 0
+    for shift in (head * step % stride for head in range(heads)):
+        strides += block * (_sum_floors(far + shift, stride) - _sum_floors(shift, stride))
+        strides += rest * ((far + 1 + shift) // stride if whole >= local else 0)
+    return heads * (block * near + own) + block * strides
+
+
+def _sum_floors(most: int, by: int) -> int:
+    """The sum of n // by over n up to `most`."""
+    groups, rest = divmod(most, by)
+    return by * groups * (groups - 1) // 2 + groups * (rest + 1)
+
+
 def _check_chunks(count: int, length: int) -> None:
     if not (0 <= count <= 10**9 and length > 0 and count <= 10**6 * length):
         raise ValueError
@@ -302,6 +323,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "dot": lambda a, b: sum(x * y for x, y in zip(_listed(a), _listed(b), strict=True)),
     "chunks": _chunks,
     "queued": _queued,
+    "strided": _strided,
     "prod": lambda values, first=None: math.prod(_listed(values)[:first]),
     "field": lambda kernels, strides, first=None: _field(kernels, strides, first),
     "run": lambda sizes, index: _run(sizes, index),

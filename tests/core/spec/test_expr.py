@@ -92,6 +92,10 @@ SCOPE = Names(
         ("chunks(0, 4, 1, 2)", []),
         # chunks of 4, 4, 2; after the first 4 wait, of 8 then 5 move to the store, which keeps 3
         ("queued(10, 4, 6, 5, 3)", [0, 4, 6]),
+        # three blocks of two: 3 pairs within each; the second block is seen by the third
+        ("strided(6, 2, 1, 2, 1, 0)", 9 + 4),
+        # a second head sees the first block, from the two behind it
+        ("strided(6, 2, 1, 2, 2, 1)", 9 + 4 + 9 + 8),
         ("has(d)", True),
         ("has(nothing)", False),
         ("has(absent)", False),

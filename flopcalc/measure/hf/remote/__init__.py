@@ -33,6 +33,7 @@ CLASSES = {
     "Step3p5ForCausalLM": "text",
     "OpenELMForCausalLM": "text",
     "YuanForCausalLM": "yuan",
+    "Phi3SmallForCausalLM": "sparse",
     "NVEmbedModel": "text",
     "IQuestLoopCoderForCausalLM": "loops",
     "mPLUGOwl3Model": "hyper",
