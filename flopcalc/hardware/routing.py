@@ -29,6 +29,11 @@ _EDGES = [(i / 8) ** 2 for i in range(9)]  # of the stretches that a sequence is
 _SHARES = [end - start for start, end in pairwise(_EDGES)]
 _STRETCHES = range(len(_SHARES))
 _MAX_LAYERS = 12  # tokens hardly grow more alike behind so many layers of experts
+_FACTORS = (
+    "initializer_range", "embedding_multiplier", "attention_multiplier", "residual_multiplier", "routed_scaling_factor",
+)  # fmt: skip
+_LEAST = 1e-6  # of such a factor; 1 over it is the most. Routers beyond are not modelled: zeros tie every expert
+_SMOOTH = 8  # steps that a standard deviation spans from which a sum over steps is an integral
 _WORDS = 4096  # that tokens are drawn from, evenly, as in what was measured
 _ANGLES = 128  # steps of a table
 _ROTATED = 0.4  # how alike rotary embeddings leave two keys (or queries) that are equal
@@ -110,6 +115,8 @@ class RandomModel(NamedTuple):
 def describe(config: Mapping[str, object], stages: Iterable[Stage]) -> RandomModel | None:
     """The model of a config and its operations; None where the type's routers are not known."""
     router = ROUTERS.get(str(config.get("model_type")))
+    if any(not _is_usual(config.get(key)) for key in _FACTORS):
+        return None
     layers = [stage for stage in stages if stage.repeated]
     embeds = [op for stage in stages if not stage.repeated for chain in stage.layers for op in iterate(chain)]
     words = [op.count for op in embeds if isinstance(op, Embed)]
@@ -121,6 +128,10 @@ def describe(config: Mapping[str, object], stages: Iterable[Stage]) -> RandomMod
     embedded = drawn * _read(config, "embedding_multiplier", 1.0) ** 2
     known = tuple(layer for layer in made if layer is not None)
     return RandomModel(layers[0].path, embedded, 1 / min(words[0], _WORDS), known) if len(known) == len(made) else None
+
+
+def _is_usual(value: object) -> bool:
+    return not isinstance(value, (int, float)) or _LEAST <= abs(value) <= 1 / _LEAST
 
 
 def _read(config: Mapping[str, object], key: str, default: float) -> float:
@@ -144,7 +155,7 @@ def _describe_layer(ops: list[Op], config: Mapping[str, object], router: Router,
         queries = next((op for op in before if op.name.endswith("q_b_proj")), before[0])
         scores *= drawn * queries.n_in * drawn * before[-1].n_in
     mixers = _list_mixers(ops[ops.index(behind[0]) + 1 :], config, router, drawn)
-    if not mixers:
+    if not mixers or any(mixer.active == mixer.experts > 1 for mixer in mixers):  # nothing is chosen
         return None
     share = _read(config, "residual_multiplier", 1.0) ** 2
     return Layer(
@@ -160,7 +171,7 @@ def _list_mixers(ops: list[Op], config: Mapping[str, object], router: Router, dr
     for op in ops:
         if not isinstance(op, Linear):
             is_active = is_active or (first is not None and op.name.endswith("act_fn"))
-        elif op.part == "router" and op.n_out == 1:  # a gate of what the shared expert says
+        elif op.part == "router" and op.n_out == 1 and found:  # a gate of what the shared expert says
             found[-1] = found[-1]._replace(second=found[-1].second * (0.25 + drawn * op.n_in / 16))
         elif op.part == "router":
             spread = drawn * op.n_in
@@ -181,7 +192,7 @@ def weigh(router: Router, config: Mapping[str, object], experts: int, active: in
     if router.scores == "one":
         return float(active)
     scores = [math.sqrt(spread) * _NORMAL.inv_cdf(1 - (i + 0.5) / experts) for i in range(experts)]
-    weights = [1 / (1 + math.exp(-x)) if router.scores == "sigmoid" else math.exp(x) for x in scores]
+    weights = [_squash(x) if router.scores == "sigmoid" else math.exp(x - scores[0]) for x in scores]
     is_normal = bool(config.get("norm_topk_prob", router.is_normal)) if router.has_key else router.is_normal
     total = sum(weights[:active]) if is_normal else sum(weights) if router.scores == "softmax" else 1.0
     scale = _read(config, "routed_scaling_factor", router.scale)
@@ -189,6 +200,11 @@ def weigh(router: Router, config: Mapping[str, object], experts: int, active: in
 
 
 # --- how alike tokens are ---------------------------------------------------------------------------------------------
+def _squash(x: float) -> float:
+    """The sigmoid function, which never overflows here."""
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
 def _above(x: float) -> float:
     """How often a normal variable is larger."""
     return math.erfc(x / math.sqrt(2)) / 2
@@ -230,7 +246,7 @@ def find_correlation(share: float, both: float) -> float:
 def _expand(variance: float) -> tuple[float, float, float, float]:
     """How SiLU's output over normal inputs correlates: coefficients of the powers 0 to 3 of the inputs' correlation."""
     spread = math.sqrt(variance)
-    outputs = [(z, weight, spread * z / (1 + math.exp(-spread * z))) for z, weight in _GRID]
+    outputs = [(z, weight, spread * z * _squash(spread * z)) for z, weight in _GRID]
     mean = sum(weight * y for _, weight, y in outputs)
     slope = sum(weight * y * z for z, weight, y in outputs)
     bend = sum(weight * y * (z * z - 1) for z, weight, y in outputs)
@@ -433,6 +449,10 @@ def _count_steps(shares: Sequence[float], missed: float, step: float, size: int)
             continue
         mean = i * step
         spread = math.sqrt(mean * (1 - i / most) + step**2 / 12)
+        if spread > _SMOOTH * size:
+            least = (size / 2 + 0.5 - mean) / spread
+            found += weight * (_NORMAL.pdf(least) - least * _above(least)) * spread / size
+            continue
         first, last = max(1, int((mean - 5 * spread) / size)), int((mean + 5 * spread) / size) + 1
         more = sum(_above((size * j + 0.5 - mean) / spread) for j in range(first, last + 1))
         found += weight * (first - 1 + more)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import math
 import statistics
 import sys
 from types import ModuleType
@@ -205,3 +206,34 @@ def test_routers_that_are_not_known_keep_the_plain_spread() -> None:
     for name in ("llama-3.2-1b", "qwen3-vl-30b-a3b", "qwen3-next-80b-a3b"):
         estimator = bind(name)
         assert describe(estimator.source.config, estimator.stages) is None
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [("qwen3-30b-a3b", {"initializer_range": value}) for value in (0, 1e-200, 1e-3, 1e3, 1e200, 10**400)]
+    + [("mixtral-8x7b", {"num_local_experts": many, "num_experts_per_tok": many}) for many in (1, 2, 8)]
+    + [("deepseek-v3", {"routed_scaling_factor": value}) for value in (0, 1e300)]
+    + [("granite-3.1-1b-a400m", {f"{name}_multiplier": 0.0}) for name in ("embedding", "attention", "residual")],
+    ids=str,
+)
+def test_odd_configs_have_a_count(preset: str, changes: dict[str, Any]) -> None:
+    config = {**bind(preset).source.config, **changes}
+    executed = int(bind(config, **HARDWARE)(2, 64).total)
+    assert executed >= int(bind(config, **{**HARDWARE, "convention": "full"})(2, 64).total)
+
+
+def test_experts_that_are_all_chosen_get_every_token() -> None:
+    config = {**bind("mixtral-8x7b").source.config, "num_experts_per_tok": 8}
+    estimator = bind(config, **HARDWARE)
+    expected, dealt = count(config, 2, 700, [[1400] * 8] * 32)
+    assert expected == dealt == int(estimator(2, 700).total)
+
+
+def test_long_batches_are_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are not listed one by one where there are many, and come to the same."""
+    shares = [1 / 49] * 49
+    quick = [routing._count_steps(shares, 0.1, 1e9 / 48, size) for size in (64, 128, 256)]
+    assert quick == pytest.approx([0.5e9 / size + 0.5 for size in (64, 128, 256)], rel=1e-4)
+    short = [routing._count_steps(shares, 0.1, 3e5 / 48, size) for size in (64, 128, 256)]
+    monkeypatch.setattr(routing, "_SMOOTH", math.inf)
+    assert short == pytest.approx([routing._count_steps(shares, 0.1, 3e5 / 48, size) for size in (64, 128, 256)], 1e-9)

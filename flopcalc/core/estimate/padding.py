@@ -64,7 +64,7 @@ def _list_tiles(
             value = base.rows.count(load, counting) if base is not None else 0
             is_measured = base is not None and base.format in _MEASURED
             rows = value * op.times
-            steps = _find_steps(routed, block, load, rows // op.active) if is_grouped else None
+            steps = _find_steps(routed, block, load, op, rows // op.active) if is_grouped else None
             excess = tiles.expect(rows, op.n_out, op.n_in, op.copies, steps) if value and is_measured else None
             if base is None or excess is None:
                 continue
@@ -75,8 +75,12 @@ def _list_tiles(
                 yield _make_row(block, op, base, forward, back, twice, 1)
 
 
-def _find_steps(routed: RandomModel | None, block: Block, load: Workload, tokens: int) -> Callable[[int], float] | None:
+def _find_steps(
+    routed: RandomModel | None, block: Block, load: Workload, op: Linear, tokens: int
+) -> Callable[[int], float] | None:
     """Steps of a size that an expert of a block takes on average, over its layers; None where no rule is known."""
+    if op.active == op.copies:  # every expert gets every token
+        return lambda size: -(-tokens // size)
     is_known = load.phase != "decode" and load.decoder is None
     if routed is None or not is_known or block.path != routed.path or block.layers is None:
         return None
