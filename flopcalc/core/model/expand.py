@@ -42,7 +42,11 @@ def expand(dims: BoundDims) -> tuple[Stage, ...]:
 def _expand(dims: BoundDims, rename: dict[str, str], side: str, root: str = "") -> list[Stage]:
     """The stages of one spec; `root` is the module that holds the whole body of a model inside another."""
     for words, text in (dims.spec.checks | dims.spec.config_checks).items():
-        if not evaluate_truth(text, dims) and not (words in dims.spec.config_checks and is_partial(dims, text)):
+        try:
+            is_kept = evaluate_truth(text, dims) or (words in dims.spec.config_checks and is_partial(dims, text))
+        except SpecError:  # a value is of another kind, or 0: the check's words say more than its expression
+            is_kept = False
+        if not is_kept:
             raise ConfigError(f"{dims.where}: {words}{format_origin(dims, text)}")
     _check_layers(dims)
     stages: list[Stage] = []

@@ -463,3 +463,24 @@ def test_as_hf(model_type: str) -> None:
 @pytest.mark.parametrize("name", list_data_files("presets"))
 def test_every_preset_is_taken(name: str) -> None:
     assert bind(name).parameters()["total"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("mplugowl3", {"hidden_size": "abc"}, "hidden_size must be a multiple of num_attention_heads (hidden_size is"),
+        ("mplugowl3", {"num_attention_heads": 0}, "hidden_size must be a multiple of num_attention_heads"),
+        ("cogvlm2_video", {"num_attention_heads": []}, "head_dim must be even"),
+        ("yuan_m32", {"attention_projection_size": "abc"}, "must be a multiple of num_attention_heads"),
+        ("maskformer", {"decoder_config": {"decoder_attention_heads": 0}}, "decoder_attention_heads is 0"),
+    ],
+)
+def test_checks_that_cannot_compute_speak_in_words(name: str, changes: Json, words: str) -> None:
+    """Types whose config class transformers does not have, and zeros that divide: no raw expressions."""
+    with open(Path(find_data_dir()) / "examples" / f"{name}.toml", "rb") as file:
+        config = {"model_type": name, **tomllib.load(file)["configs"][0]}
+    for key, value in changes.items():
+        config[key] = {**config[key], **value} if isinstance(value, dict) else value
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        bind(config)
+    assert not re.search(r" in '|divides|compares|==", str(caught.value))
