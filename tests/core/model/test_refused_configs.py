@@ -484,3 +484,12 @@ def test_checks_that_cannot_compute_speak_in_words(name: str, changes: Json, wor
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         bind(config)
     assert not re.search(r" in '|divides|compares|==", str(caught.value))
+
+
+@pytest.mark.parametrize("head", ["DPTModel", "DPTForDepthEstimation", "DPTForSemanticSegmentation"])
+def test_a_dpt_that_names_its_backbone_is_not_counted_as_a_vit(head: str) -> None:
+    """HF downloads such a backbone's config: what it is cannot be read here."""
+    config = {"model_type": "dpt", "architectures": [head]}
+    bind({**config, "backbone": None})
+    with pytest.raises(ConfigError, match="backbone: one that is named beside backbone_config is not described"):
+        bind({**config, "backbone": "facebook/dinov2-base"})
