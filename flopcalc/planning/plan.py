@@ -26,6 +26,7 @@ __all__ = ["DEFAULT_SEQ", "NO_LENGTH", "Plan", "choose_batch", "plan", "plan_est
 
 DEFAULT_SEQ = 4096
 NO_LENGTH = f"; no length was given, so {DEFAULT_SEQ} tokens were assumed: --seq (seq_len) changes it"
+IMAGES_ALONE = "a plan is counted in tokens, and this sample has images alone"
 DEFAULT_BATCH_TOKENS = 1 << 22
 MOST_GPUS = 1_000_000
 MOST_IMBALANCE = 1000
@@ -138,7 +139,7 @@ def plan_estimator(
         workload, global_batch = _find_sample(check_workload_alone(workload, beside), global_batch)
     sample = _make_sample(estimator, seq_len, images, workload, notes)
     if not sample.tokens:
-        raise WorkloadError("a plan is counted in tokens, and this sample has images alone")
+        raise WorkloadError(IMAGES_ALONE)
     notes += [note for note in estimator.notes(sample) if "convention hardware" not in note]  # a plan has none
     notes += describe_key_heads(estimator)
     is_chosen, is_searched = global_batch is None, isinstance(global_batch, str) and global_batch == AUTO
@@ -287,6 +288,8 @@ def _make_sample(
         try:
             return estimator(1, seq_len, images=images).terms[0][1]
         except WorkloadError as error:
+            if estimator.vision is not None and not estimator.has_text_encoder and not estimator.has_decoder:
+                raise WorkloadError(IMAGES_ALONE) from None
             raise WorkloadError(f"{error}{NO_LENGTH}") from None
     return estimator(1, seq_len, images=images).terms[0][1]
 

@@ -9,6 +9,7 @@ from flopcalc.core.model.bound import BoundModel
 from flopcalc.core.model.heads import find_ending, is_same_class
 from flopcalc.core.model.live import unwrap
 from flopcalc.core.model.ops import Attend, Chain, Param, Weighted, iterate, join
+from flopcalc.core.model.vision import Vision
 from flopcalc.core.recipe.recipe import Recipe, check_clipping
 from flopcalc.core.recipe.resolver import Resolver, check_clipped
 from flopcalc.core.workload.sums import Pairs
@@ -29,7 +30,7 @@ def check_workload(model: BoundModel, load: Workload) -> Workload:
         raise WorkloadError("seq is missing: the length that the language model sees per sample")
     if model.spec.phases and load.phase not in model.spec.phases:
         raise WorkloadError(
-            f"{model.name} is described in phase {' and '.join(model.spec.phases)} alone, not in phase {load.phase}"
+            f"{model.name}: phase {load.phase} is not described: use --phase {' or '.join(model.spec.phases)}"
         )
     if load.phase in ("prefill", "decode"):
         _check_decodes(model, load.phase)
@@ -68,13 +69,18 @@ def _check_latents(model: BoundModel, load: Workload) -> Workload:
     return load
 
 
+def ask_for_images(name: str, vision: Vision | None) -> WorkloadError:
+    """What to say where a model of images or videos alone was given none."""
+    if vision is not None and vision.frames:
+        return WorkloadError(f"{name} takes videos: give --video WxHxFRAMES (video_grid_thw=[[t, h, w]])")
+    return WorkloadError(f"{name} takes images: give --image WxH (images=[(width, height)])")
+
+
 def _check_vision(model: BoundModel, load: Workload) -> None:
     """A model of images alone takes nothing else."""
     name = model.name
     if not load.all_grids:
-        if model.vision is not None and model.vision.frames:
-            raise WorkloadError(f"{name} takes videos: give --video WxHxFRAMES (video_grid_thw=[[t, h, w]])")
-        raise WorkloadError(f"{name} takes images: give --image WxH (images=[(width, height)])")
+        raise ask_for_images(name, model.vision)
     if load.seq:
         raise WorkloadError(f"{name} takes images alone: leave --seq out")
     if load.phase in ("prefill", "decode"):

@@ -199,6 +199,8 @@ class Estimator(Protocol):
             each = -(-len(sizes) // samples)  # some processors cut only an image that is alone in its sample
             width, height = size
             made, found = self.vision.grids_of_pixels(width, height, preprocessor, each)
+            if any(side < 1 for grid in made for side in grid):
+                raise WorkloadError(f"an image of {width}x{height} is too thin: the processor leaves it no pixels")
             grids += made
             notes |= dict.fromkeys(found)
         return grids, tuple(notes)

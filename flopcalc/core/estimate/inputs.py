@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flopcalc.core.estimate.checks import ask_for_images
 from flopcalc.core.estimate.estimator import Estimator, Picture, check_no_sampling
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.workload.workload import Grid, Workload, make_workload
@@ -43,6 +44,12 @@ def make_load(estimator: Estimator, inputs: Inputs) -> tuple[Workload, list[str]
         estimator.source.name, phase, sampling_steps=inputs.sampling_steps, guidance=inputs.guidance, parts=inputs.parts
     )
     images, videos, notes = _cut_images(estimator, inputs)
+    is_text = estimator.vision is None or estimator.has_text_encoder or estimator.has_decoder
+    if not is_text and not (images or videos):
+        raise ask_for_images(estimator.source.name, estimator.vision)
+    if phase == "decode" and not is_text:
+        name = estimator.source.name
+        raise WorkloadError(f"{name} takes images alone: there is no phase {phase}; forward is one pass")
     if phase == "decode" and (images or videos):
         raise WorkloadError("decode does no vision work: leave images out, their tokens are in --context")
     clips = estimator.count_frames(inputs.audio) if inputs.audio else []

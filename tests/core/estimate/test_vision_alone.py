@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flopcalc import bind, estimate_flops, plan, predict
+from flopcalc.core.estimate.inputs import Inputs, make_load
 from flopcalc.errors import FlopcalcError
 
 VIT = {
@@ -194,3 +195,29 @@ def test_a_live_model_may_have_empty_parameters() -> None:
     )  # fmt: skip
     live = bind(transformers.DINOv3ViTModel(config))(images=[(32, 32)])
     assert live.total == bind({**config.to_dict(), "architectures": ["DINOv3ViTModel"]})(images=[(32, 32)]).total
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (Inputs(), "takes images: give --image WxH"),
+        (Inputs(phase="decode"), "takes images: give --image WxH"),
+        (Inputs(phase="decode", images=((64, 64),)), "there is no phase decode; forward is one pass"),
+    ],
+)
+def test_what_a_model_of_images_asks_for(inputs: Inputs, words: str) -> None:
+    """It has no language model, whose seq or context could be asked for."""
+    estimator = bind(VIT)
+    with pytest.raises(FlopcalcError, match=words):
+        estimator.estimate(make_load(estimator, inputs)[0])
+
+
+def test_an_image_that_the_processor_cuts_to_nothing() -> None:
+    with pytest.raises(FlopcalcError, match="an image of 99999x1 is too thin"):
+        estimate_flops({"model_type": "mask2former"}, images=[(99999, 1)])
+
+
+@pytest.mark.parametrize("sizes", [{}, {"images": [(64, 64)]}])
+def test_a_plan_is_counted_in_tokens(sizes: dict[str, Any]) -> None:
+    with pytest.raises(FlopcalcError, match=r"this sample has images alone$"):
+        plan(VIT, tokens=1e9, device="h200", gpus=8, **sizes)
