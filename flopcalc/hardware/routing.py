@@ -38,6 +38,8 @@ _WORDS = 4096  # that tokens are drawn from, evenly, as in what was measured
 _ANGLES = 128  # steps of a table
 _ROTATED = 0.4  # how alike rotary embeddings leave two keys (or queries) that are equal
 _UNLIKE = 0.05  # what queries that differ weigh differently in keys that are alike: fitted on HF's models, on the CPU
+_ROOT = math.sqrt(2)
+_MANY = 800  # rows expected of an expert, from which it surely gets one
 _EARLY = 2  # the stretch that speaks for the beginning of a sequence
 _PARTS, _POINTS = 6, 48  # of a batch, and of the share of rows that a part may give to an expert
 
@@ -207,7 +209,7 @@ def _squash(x: float) -> float:
 
 def _above(x: float) -> float:
     """How often a normal variable is larger."""
-    return math.erfc(x / math.sqrt(2)) / 2
+    return math.erfc(x / _ROOT) / 2
 
 
 @lru_cache(maxsize=64)
@@ -390,19 +392,26 @@ class Deal:
         for (late, early, common), own, part in zip(_factor(self.alike), self.alike, _SHARES, strict=True):
             noise, rows = math.sqrt(max(1e-4, 1 - own[len(stretches)])), part * self.length
             table = []
+            shifts = [(common * z / noise, w) for z, w in _FEW]
             for i in range(2 * _RANGE * _FINE + 1):
                 bound = (level - (i / _FINE - _RANGE)) / noise
-                chosen = [(w, _above(bound - common * z / noise)) for z, w in _FEW]
-                none = sum(w * math.exp(rows * math.log1p(-min(x, 0.999999))) for w, x in chosen)
-                table.append((part * sum(w * x for w, x in chosen), math.log(max(none, 1e-200))))
+                mean = none = 0.0
+                for shift, w in shifts:
+                    x = math.erfc((bound - shift) / _ROOT) / 2
+                    mean += w * x
+                    if rows * x < _MANY:
+                        none += w * math.exp(rows * math.log1p(-min(x, 0.999999)))
+                table.append((part * mean, math.log(max(none, 1e-200))))
             stretches.append((late * _FINE, early * _FINE, table))
         found = []
-        most = 2 * _RANGE * _FINE - 1e-6
+        middle, most = _RANGE * _FINE, 2 * _RANGE * _FINE - 1e-6
         for v, often in _COARSE:
+            lines = [(late, early * v + middle, table) for late, early, table in stretches]
             for u, weight in _GRID:
                 share = none = 0.0
-                for late, early, table in stretches:
-                    at = min(most, max(0.0, late * u + early * v + _RANGE * _FINE))
+                for late, start, table in lines:
+                    at = late * u + start
+                    at = 0.0 if at < 0 else most if at > most else at
                     i = int(at)
                     (x, a), (y, b) = table[i], table[i + 1]
                     share += x + (at - i) * (y - x)
