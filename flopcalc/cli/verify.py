@@ -137,7 +137,7 @@ def _format_summary(summary: dict[str, Any]) -> str:
 
 
 def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options: dict[str, Any]) -> Any:
-    from flopcalc.measure.hf.examples import find_example, list_cases
+    from flopcalc.measure.hf.examples import find_example, list_cases, make_estimator
 
     recipe = make_recipe(freeze=options["freeze"], lora=options["lora"], recompute=read_recompute(options))
     asked = {key: value for key, value in recipe.to_dict().items() if value and value != "none"}
@@ -153,7 +153,12 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
         keys = strip_marks(mapped)
         workload = workload or _read_workload({**options, "seq": "67"})
         assert workload is not None
-        _check_fits(keys["model_type"], [mapped], workload, find_example(keys["model_type"]))
+        example = find_example(keys["model_type"])
+        estimator = make_estimator(example, mapped)
+        is_text = estimator.vision is None or estimator.has_text_encoder or estimator.has_decoder
+        if options["seq"] is None and options["image_grid"] and not is_text:
+            workload.pop("seq", None)
+        _check_fits(keys["model_type"], [mapped], workload, example)
         _check_same(config, mapped, keys, workload)
         yield config, keys, workload, asked, None, options["device"]
         return
@@ -192,6 +197,7 @@ def _check_fits(
             refused = refused or error
     if refused is not None:
         words = str(refused).removeprefix("config ").replace("--audio SECONDS", "--clip FRAMES")
+        words = words.replace("--image WxH (images=[(width, height)])", "--image-grid T,H,W")
         raise WorkloadError(f"{model_type}: {words}")
 
 

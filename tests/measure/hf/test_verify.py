@@ -239,3 +239,14 @@ def test_a_model_that_transformers_lacks(
     assert found == code
     assert words in " ".join(err.split()) if words else not err
     assert out.startswith("equal ") if code == 0 else not out
+
+
+def test_a_config_of_images_alone_needs_no_length(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 24, "intermediate_size": 34, "num_hidden_layers": 2, "num_attention_heads": 3}
+    path.write_text(json.dumps({"model_type": "vit", **sizes, "image_size": 12, "patch_size": 4}))
+    status, out, _ = run(capsys, str(path), "--image-grid", "1,3,3")
+    assert (status, out.splitlines()[-1].startswith("1 case: 1 equal")) == (0, True)
+    status, _, err = run(capsys, str(path))
+    assert status == 2
+    assert "takes images: give --image-grid T,H,W" in err
