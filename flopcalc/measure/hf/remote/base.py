@@ -82,6 +82,18 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.matmul(scores.softmax(-1), v).transpose(-3, -2).flatten(-2)
 
 
+def run_experts(
+    experts: nn.ModuleList, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+) -> torch.Tensor:  # fmt: skip
+    """What each row's chosen experts make of it, weighted and added up, expert by expert."""
+    out = torch.zeros_like(rows)
+    for number, expert in enumerate(experts):
+        own, place = torch.where(chosen == number)
+        if len(own):
+            out = out.index_add(0, own, expert(rows[own]) * weights[own, place, None])
+    return out
+
+
 class Names(NamedTuple):
     """What a tower calls the modules of a block, and what they are."""
 

@@ -34,6 +34,7 @@ from flopcalc.measure.hf.remote.base import (
     SplitChat,
     VisualTable,
     attend,
+    run_experts,
 )
 from flopcalc.measure.hf.remote.text import GatedMlp, Step3TextForCausalLM, TextModel
 
@@ -299,12 +300,7 @@ class MolmoeExperts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = self.ff_norm(x).flatten(0, 1)
         weights, chosen = self.gate(flat).softmax(-1).topk(self.top_k, -1)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            rows, place = torch.where(chosen == number)
-            if len(rows):
-                out = out.index_add(0, rows, expert(flat[rows]) * weights[rows, place, None])
-        return out.view_as(x)
+        return run_experts(self.experts, flat, weights, chosen).view_as(x)
 
 
 class MolmoeLayer(GradientCheckpointingLayer):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig
 
-from flopcalc.measure.hf.remote.base import Norm, attend
+from flopcalc.measure.hf.remote.base import Norm, attend, run_experts
 from flopcalc.measure.hf.remote.text import TextLayer, TextModel
 
 
@@ -114,12 +114,7 @@ class YuanExperts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.flatten(0, 1)
         weights, chosen = self.gate(x).flatten(0, 1).softmax(-1).topk(self.top_k, -1)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            rows, place = torch.where(chosen == number)
-            if len(rows):
-                out = out.index_add(0, rows, expert(flat[rows]) * weights[rows, place, None])
-        return out.view_as(x)
+        return run_experts(self.experts, flat, weights, chosen).view_as(x)
 
 
 class YuanLayer(TextLayer):
