@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.hardware.devices import find_device
-from flopcalc.prediction.constants import HostPhase, Mode
+from flopcalc.prediction.hosted import ONCE, Hosted, find_order, find_unit, name_factor, name_mode, name_phase
 from flopcalc.prediction.joined import Joined, find_joined
 from flopcalc.prediction.machine import MEASURED_ON, STREAMED, Machine, Timed, slow_down
 from flopcalc.prediction.maker import count_calls
-from flopcalc.prediction.timeline import Place, Segment, Span, Stack, find_place, order, order_places, run
+from flopcalc.prediction.timeline import Place, Segment, Span, Stack, order, order_places, run
 from flopcalc.prediction.work import Attention, Moved, Product, Work
 from flopcalc.words import Execution
 
@@ -128,7 +127,6 @@ def combine(shares: Iterable[tuple[Totals, float]]) -> Totals:
 _NOTHING = Segment()
 _SHOWN = 3  # micro-batches that are gone through one by one
 _WAYS = ("forward", "backward", "optimizer")
-_ONCE = ("cleared", "optimizer")  # what the host does once a step, for every tensor
 
 
 class Event(NamedTuple):
@@ -267,7 +265,7 @@ class Clock:
         asked = (phase, seen) if has_images else (phase,)
         self.is_typed = self.is_typed and all(name in types for name in asked)
         for each in work.hosted:
-            many = each.many * (times if each.way not in _ONCE else 1)
+            many = each.many * (times if each.way not in ONCE else 1)
             seconds = many * find_unit(each.way, each.kind, host["units"]) * per_unit
             _, factor = types.get(name_factor(each.way, each.group, self.phase), (0.0, 1.0))
             seconds *= factor
@@ -563,55 +561,3 @@ def tell_kernels(machine: Machine) -> str:
         f"{machine.device.name} in {machine.dtype}: kernels measured{where} (products, attention and collectives of "
         f"serving engines, ai-dynamo/aiconfigurator), {steps}; what moves bytes is scaled from {MEASURED_ON}"
     )
-
-
-class Hosted(NamedTuple):
-    """What the host does for one module."""
-
-    place: Place
-    seconds: float
-    waits: float  # times that it reads a value from the device
-
-
-@lru_cache(maxsize=4096)
-def find_order(module: str, group: str, way: str, stacks: tuple[Stack, ...], *, is_host: bool = False) -> Place:
-    """Where in a step: the forward pass, then the backward pass in the other order, then the optimizer."""
-    if way == "optimizer":  # the host goes through all tensors before the first is stepped
-        return Place(2, 0.0 if is_host else 1.0)
-    if way == "cleared":
-        return Place(0, -1.0)
-    stage, inner = find_place(module, group, stacks)
-    return Place(0, stage, inner) if way == "forward" else Place(1, -stage, -inner)
-
-
-def name_phase(phase: str) -> HostPhase:
-    """The phases that the host's time is told apart by: with gradients, without, and with a growing cache."""
-    return "train" if phase == "train" else "decode" if phase == "decode" else "forward"
-
-
-def name_mode(phase: str) -> Mode:
-    """With gradients or without: kernels follow each other more closely in a forward pass, and one thread works."""
-    return "train" if phase == "train" else "forward"
-
-
-def name_factor(way: str, group: str, phase: str) -> str:
-    """The factor of a model type that an operator's time on the host has; an optimizer's is everybody's."""
-    if way in _ONCE:
-        return way
-    if group in ("vision", "projector"):
-        return f"vision {name_mode(phase)}"
-    return name_phase(phase)
-
-
-def find_unit(way: str, kind: str, units: Mapping[str, float]) -> float:
-    """What the host takes for an operator, in units of an addition; one where that is not known.
-
-    Of a kind that was not measured by itself (cat_strided_wide), the next wider one (cat_strided, cat).
-    """
-    if way in _ONCE:
-        kind = "tensor" if way == "optimizer" else way
-    elif way == "backward" and f"{kind}_backward" in units:
-        kind += "_backward"
-    while kind and kind not in units:
-        kind = kind.rpartition("_")[0]
-    return units.get(kind, 1.0)

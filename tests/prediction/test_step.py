@@ -17,8 +17,9 @@ from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError
 from flopcalc.measure.predictor.fit.host import count_checkpoints, list_host_features
-from flopcalc.prediction.clock import UNMEASURED, Clock, find_unit, name_factor
+from flopcalc.prediction.clock import UNMEASURED, Clock
 from flopcalc.prediction.constants import load_predictor
+from flopcalc.prediction.hosted import find_unit, name_factor
 from flopcalc.prediction.machine import (
     Machine,
     ProductShape,

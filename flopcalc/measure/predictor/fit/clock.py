@@ -26,8 +26,8 @@ from flopcalc.measure.predictor.fit.choices import (
 from flopcalc.measure.predictor.fit.points import ProfiledOperator, list_operators, read_moved, read_points
 from flopcalc.measure.predictor.fit.products import ALIGNED
 from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits, solve_nonnegative
-from flopcalc.prediction.clock import name_mode
 from flopcalc.prediction.constants import CompiledConstants, Constants
+from flopcalc.prediction.hosted import name_mode
 from flopcalc.prediction.kinds import classify
 from flopcalc.prediction.machine import STREAMED, Machine, ProductShape, find_step, slow_down, time_shape
 

@@ -22,7 +22,7 @@ from flopcalc.measure.predictor.fit.host import (
 )
 from flopcalc.measure.predictor.narrow import narrow
 from flopcalc.measure.predictor.runs import FIT_GRIDS, cut_config, make_case
-from flopcalc.prediction.clock import name_mode, name_phase
+from flopcalc.prediction.hosted import name_mode, name_phase
 from flopcalc.prediction.maker import count_calls
 
 SMALL_STEPS = [
