@@ -189,14 +189,16 @@ _SHARE = 0.72
 _STEPS = {4: (4, 2, 1), 2: (2, 4, 1), 1: (1,)}  # step of unaligned widths -> measured steps that tell, nearest first
 _NARROW_RATE = 0.6  # of its rate that a format keeps in products of an adapter's rank: one step of rank 64
 _NARROW = 64  # rank of an adapter: up to here its products in another format are bound by their bytes
-_NARROW_TILE = 32  # what a rank is padded to: 48 takes as long as 64 (one profile of a step of rank 48)
+# What a rank is padded to: 48 takes as long as 64 (lora-qwen2-7b in benchmarks/results/blind_steps_5.json).
+_NARROW_TILE = 32
 # What the host takes for a product of experts: routing, permutations, small kernels, sizes read back. From published
 # runs: those that benchmarks/published_training.py marks as fitted.
 EXPERT_HOST_S = 1.45e-3
 _UNCAST = ("lm_head", "head", "router")  # parts whose products stay in bf16
 _FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of the fused one's single pass: 21 / 7
 # How many times longer torch's fused AdamW takes for weights whose states are zero: their square roots and quotients
-# take a processor's slow path (175 and 111 us for as many bytes; steps of olmo-2-7b in predict_profiles.json.gz).
+# take a processor's slow path. With it, profiled steps of untied models (olmo-2-7b, mistral-7b and others in
+# benchmarks/results/predict_profiles.json.gz) reach the bandwidth of tied ones.
 _ZEROS = 1.57
 
 

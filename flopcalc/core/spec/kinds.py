@@ -1,4 +1,4 @@
-"""Kinds of values in a config, and what a reader is told of one that is of another kind."""
+"""Kinds of values in a config, and the error for a value of the wrong kind."""
 
 from __future__ import annotations
 

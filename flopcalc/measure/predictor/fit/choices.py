@@ -65,7 +65,7 @@ SLOWDOWN_STARTS = tuple(percent / 100 for percent in range(10, 70))  # shares of
 HOST_PHASES = ("train", "forward", "decode")
 # Host time of operators that cannot be called alone, in additions: a module's own Python, autograd's nodes,
 # gradients of attention and of indexed sums (many kernels). The others are used where a calibration has not measured
-# them; an optimizer's tensors are those of benchmarks/results/host_types.json.
+# them; an optimizer's tensors are those of benchmarks/results/host_tensors.json.
 HOST_UNITS = {
     "view": 0.4, "make": 0.6, "product": 2.2, "product_grouped": 2.5, "attention": 3.5, "sort": 4.0,
     "attention_backward": 6.0, "scatter_backward": 8.0, "module": 1.0, "node": 0.3, "tensor": 0.37,
