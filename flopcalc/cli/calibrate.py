@@ -28,7 +28,7 @@ _TABLES = "counts, padding, attention, gemm, memory, steps"
 @click.option(
     "--predictor",
     is_flag=True,
-    help="Measure whole steps instead of tables, for `flopcalc predict`: about 15 min on an H200.",
+    help="Measure whole steps instead of tables, for `flopcalc predict`: under 10 min on an H200.",
 )
 @click.option(
     "--host", is_flag=True, help="Measure only this CPU and adapt the shipped predictor to it: under a minute."

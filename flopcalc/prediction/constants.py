@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Literal, NotRequired, TypedDict
@@ -185,25 +186,34 @@ def load_predictor(device_id: str) -> Constants | None:
 
 def load_measured(device_id: str) -> Constants | None:
     """The same as they were fitted."""
-    for folder in (find_user_dir(), find_data_dir()):
-        path = os.path.join(folder, FOLDER, f"{device_id}.json")
-        if not os.path.isfile(path):
-            continue
-        try:
-            data = read_json(path, MAX_JSON_BYTES, SpecError)
-        except SpecError as error:
-            raise SpecError(f"{error}; `flopcalc calibrate --predictor` makes it again") from None
-        if fault := _find_fault(data, SCHEMA, _FORM):
-            raise SpecError(f"{path}: {fault}; `flopcalc calibrate --predictor` makes it again")
-        found: Constants = data
-        measured = found["provenance"]["device_id"]
-        if measured != device_id:
-            raise SpecError(
-                f"{path}: was measured on {format_value(measured)}, not on {device_id!r}: remove it, or run `flopcalc "
-                f"calibrate --predictor` on {device_id!r}"
-            )
-        return {**found, "is_own": folder == find_user_dir()}
-    return None
+    own = _read_predictor(find_user_dir(), device_id)
+    found = own or load_shipped(device_id)
+    return {**found, "is_own": own is not None} if found is not None else None
+
+
+def load_shipped(device_id: str) -> Constants | None:
+    """The constants that flopcalc brings with it."""
+    return _read_predictor(find_data_dir(), device_id)
+
+
+def _read_predictor(folder: str, device_id: str) -> Constants | None:
+    path = os.path.join(folder, FOLDER, f"{device_id}.json")
+    if not os.path.isfile(path):
+        return None
+    try:
+        data = read_json(path, MAX_JSON_BYTES, SpecError)
+    except SpecError as error:
+        raise SpecError(f"{error}; `flopcalc calibrate --predictor` makes it again") from None
+    if fault := _find_fault(data, SCHEMA, _FORM):
+        raise SpecError(f"{path}: {fault}; `flopcalc calibrate --predictor` makes it again")
+    found: Constants = data
+    measured = found["provenance"]["device_id"]
+    if measured != device_id:
+        raise SpecError(
+            f"{path}: was measured on {format_value(measured)}, not on {device_id!r}: remove it, or run `flopcalc "
+            f"calibrate --predictor` on {device_id!r}"
+        )
+    return found
 
 
 def _find_fault(data: object, schema: int, form: dict[str, object]) -> str:
@@ -234,24 +244,11 @@ def adapt_host(constants: Constants, host: MeasuredHost) -> Constants:
     train: float = (probes["train"]["mid_s"] / constants["probe_s"]["train"]) ** FOLLOWS
     forward: float = (probes["forward"]["mid_s"] / constants["probe_s"]["forward"]) ** FOLLOWS
 
-    def find_pace(name: str) -> float:
-        return train if "train" in name or name == "again" else forward
-
-    own, compiled = constants["host"], constants["compiled"]
+    compiled = constants["compiled"]
     spread = max((edge["high_s"] - edge["low_s"]) / 2 / edge["mid_s"] for edge in probes.values())
     return {
         **constants,
-        "host": {
-            "units": own["units"],
-            "types": {
-                kind: {name: [seconds * find_pace(name), factor] for name, (seconds, factor) in table.items()}
-                for kind, table in own["types"].items()
-            },
-            "again": [value * train for value in own["again"]],
-            "train": [value * train for value in own["train"]],
-            "forward": [value * forward for value in own["forward"]],
-            "decode": [value * forward for value in own["decode"]],
-        },
+        "host": scale_host(constants["host"], {"train": train, "forward": forward, "decode": forward}),
         "compiled": {"moved": compiled["moved"], "launch_s": compiled["launch_s"] * forward},
         "probe_s": {mode: probes[mode]["mid_s"] for mode in ("train", "forward")},
         "own_host": {
@@ -260,4 +257,25 @@ def adapt_host(constants: Constants, host: MeasuredHost) -> Constants:
             "spread": spread + _DRIFT,
             "date": host["provenance"]["date"],
         },
+    }
+
+
+def scale_host(host: HostConstants, paces: Mapping[HostPhase, float]) -> HostConstants:
+    """The times of a host that takes so many times longer in each phase."""
+
+    def scale(values: Sequence[float], phase: HostPhase) -> list[float]:
+        return [float(f"{value * paces[phase]:.5g}") for value in values]
+
+    phases: dict[str, HostPhase] = {"vision train": "train", "vision forward": "forward"}
+    phases |= {"train": "train", "forward": "forward", "decode": "decode"}
+    return {
+        "units": host["units"],
+        "types": {
+            kind: {name: [*scale([seconds], phases[name]), factor] for name, (seconds, factor) in table.items()}
+            for kind, table in host["types"].items()
+        },
+        "again": scale(host["again"], "train"),
+        "train": scale(host["train"], "train"),
+        "forward": scale(host["forward"], "forward"),
+        "decode": scale(host["decode"], "decode"),
     }

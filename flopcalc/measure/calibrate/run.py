@@ -315,15 +315,14 @@ def _run_host(options: argparse.Namespace, tables: Sequence[str] | None, command
 def _run_predictor(
     options: argparse.Namespace, tables: Sequence[str] | None, command: str, progress: Progress
 ) -> int:  # fmt: skip
-    if tables or options.check or options.suite != "quick":
-        raise CalibrationError(
-            "--predictor measures one set of whole steps: it takes neither --tables, --check nor another --suite"
-        )
+    if tables or options.check:
+        raise CalibrationError("--predictor measures whole steps: it takes neither --tables nor --check")
+    _check(options.suite, None)
     from flopcalc.measure.predictor.run import calibrate_predictor  # it needs this module
 
     path = calibrate_predictor(
-        options.out, work=options.work, fresh=options.fresh, retry_failed=options.retry_failed, command=command,
-        progress=progress,
+        options.out, suite=options.suite, work=options.work, fresh=options.fresh, retry_failed=options.retry_failed,
+        command=command, progress=progress,
     )  # fmt: skip
     if path is None:
         print("stopped: the same command goes on", file=sys.stderr)

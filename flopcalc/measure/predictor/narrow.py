@@ -9,6 +9,7 @@ from typing import Any
 
 Json = dict[str, Any]
 
+MARK = "-narrow-"  # in the name of a narrow model, between its preset and its layers
 _HEADS = 4
 _DIM = 128  # of a head, if the config leaves it to its class
 _SIZES = {
@@ -20,6 +21,11 @@ _MARKED = ("deepstack_visual_indexes", "fullatt_block_indexes")  # lists of a to
 _WIDTHS = ("hidden_size", "n_embd", "embed_dim", "word_embed_proj_dim")
 _COUNTS = ("num_attention_heads", "n_head", "num_heads")
 _DEPTHS = ("num_hidden_layers", "n_layer", "depth")
+
+
+def is_narrow(name: str) -> bool:
+    """Whether a case's model is a narrow one."""
+    return MARK in name
 
 
 def narrow(config: Json, layers: int) -> Json:

@@ -14,15 +14,14 @@ from flopcalc.measure.calibrate.run import IDENTITY, probe_machine
 from flopcalc.measure.jobs.runner import Progress, run_jobs
 from flopcalc.measure.predictor import runs
 from flopcalc.measure.predictor.fit.predictor import fit_predictor, save_predictor
-from flopcalc.prediction.constants import Provenance
-
-FOLDER = "predictors"
-_SUITE = "quick"  # the only one: fewer measurements would not determine all constants
+from flopcalc.prediction.constants import FOLDER, Provenance, load_shipped
+from flopcalc.prediction.machine import MEASURED_ON
 
 
 def calibrate_predictor(
     out: str | None = None,
     *,
+    suite: str = "quick",
     work: str | None = None,
     fresh: bool = False,
     retry_failed: bool = False,
@@ -37,10 +36,10 @@ def calibrate_predictor(
         raise DeviceError("calibrate needs an NVIDIA GPU and found none on this machine")
     folder = out or os.path.join(find_user_dir(), FOLDER)
     work = work or os.path.join(folder, ".run")
-    machine = probe_machine(_SUITE, work)
+    machine = probe_machine(suite, work)
     _check_device(machine)
-    jobs = runs.plan(_SUITE)
-    state = os.path.join(work, f"{machine['device_id']}-predictor")
+    jobs = runs.plan(suite)
+    state = os.path.join(work, f"{machine['device_id']}-predictor-{suite}")
     identity = {key: machine.get(key) for key in IDENTITY}
     outcome = run_jobs(jobs, state, identity=identity, fresh=fresh, retry_failed=retry_failed, progress=progress)
     if outcome.stopped:
@@ -52,7 +51,8 @@ def calibrate_predictor(
     paths = {table: find_table(machine["device_id"], table) for table in ("attention", "gemm")}
     tables = {table: load_table(path).records() if path else [] for table, path in paths.items()}
     provenance: Provenance = {**machine, "command": command, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
-    constants = fit_predictor(records, runs.get_config, provenance, tables["attention"], tables["gemm"])
+    known = load_shipped(MEASURED_ON)
+    constants = fit_predictor(records, runs.get_config, provenance, tables["attention"], tables["gemm"], known)
     path = os.path.join(folder, f"{machine['device_id']}.json")
     save_predictor(path, constants)
     return path

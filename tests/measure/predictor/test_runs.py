@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,8 +19,10 @@ from flopcalc.measure.hf.examples import find_example
 from flopcalc.measure.jobs.runner import Outcome, Result
 from flopcalc.measure.predictor import run as predictor
 from flopcalc.measure.predictor import runs
+from flopcalc.measure.predictor.fit.predictor import take_over
+from flopcalc.measure.predictor.narrow import is_narrow
 from flopcalc.measure.predictor.single_calls import list_rows
-from flopcalc.prediction.constants import SCHEMA, load_predictor
+from flopcalc.prediction.constants import SCHEMA, Constants, load_predictor, load_shipped
 from flopcalc.prediction.step import predict
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -203,33 +205,48 @@ def test_configs_are_cut_in_depth_alone(preset: str, layers: int, vision: int) -
     assert [len(stage.layers) for stage in stages] == ([vision, layers] if vision else [layers])
 
 
-def test_every_case_has_its_own_name() -> None:
-    job, hosts = runs.plan("quick")
-    small = [case for model in runs.MODELS for case in runs.list_host_cases("quick", model)]
-    small += runs.list_narrow_cases()
-    cases, others = ({json.dumps(case) for case in found} for found in (runs.list_cases("quick"), small))
+@pytest.mark.parametrize("suite", ["quick", "full"])
+def test_every_case_has_its_own_name(suite: str) -> None:
+    job, hosts = runs.plan(suite)
+    models = {row["model"]: None for row in hosts.rows.values() if "model" in row and not is_narrow(row["model"])}
+    small = [case for model in models for case in runs.list_host_cases(suite, model)]
+    small += runs.list_narrow_cases() if suite == "full" else []
+    cases, others = ({json.dumps(case) for case in found} for found in (runs.list_cases(suite), small))
     calls = [name for name, row in job.rows.items() if row.get("is_call")]
-    assert calls == list(list_rows("quick"))
+    assert calls == list(list_rows(suite))
     assert len(job.rows) == len(cases) + len(calls)
     again = [name for name in hosts.rows if name.endswith("/again")]
-    assert len(hosts.rows) == len(others) + len(again) + 1  # the host's units
-    assert again == [
-        f"host/{runs.name_case(case)}/again" for case in runs.list_narrow_cases((12,)) if case["phase"] == "train"
-    ]
+    units = [name for name in hosts.rows if name == "host/units"]
+    assert len(hosts.rows) == len(others) + len(again) + len(units)
     assert not set(job.rows) & set(hosts.rows)
     for name, row in {**job.rows, **hosts.rows}.items():
         assert name.removeprefix("host/").startswith(row.get("model", ""))
+    if suite == "full":
+        assert units
+        assert again == [
+            f"host/{runs.name_case(case)}/again" for case in runs.list_narrow_cases((12,)) if case["phase"] == "train"
+        ]
+
+
+def test_quick_measures_a_part_of_full() -> None:
+    """What one host and the shipped predictor's narrow models tell alike is left out."""
+    quick, full = runs.plan("quick"), runs.plan("full")
+    for few, many in zip(quick, full, strict=True):
+        assert few.rows.items() <= many.rows.items()
+    assert [len(job.rows) for job in quick] == [84, 38]
+    assert not any(is_narrow(row.get("model", "")) for row in quick[1].rows.values())
+    assert sum(job.expected_s for job in quick) < 450 < sum(job.expected_s for job in full)
 
 
 def test_profiles_and_the_hosts_own_time_are_jobs_apart() -> None:
     """Nothing of the profiler is left where the host is timed; compiled models first, narrow ones again last."""
-    job, hosts = runs.plan("quick")
+    job, hosts = runs.plan("full")
     assert (job.id, hosts.id) == ("runs", "hosts")
     assert not any(row.get("is_host") for row in job.rows.values())
     assert all(row["is_host"] and name.startswith("host/") for name, row in hosts.rows.items())
     narrow = [f"{preset}-narrow-{layers}" for layers in (4, 12, 12) for preset in runs.NARROW]
-    alone = [model for model in runs.MODELS if list(runs.list_host_cases("quick", model))]
-    compiled = [case["model"] for case in runs.list_cases("quick") if case["compiled"]]
+    alone = [model for model in runs.MODELS if list(runs.list_host_cases("full", model))]
+    compiled = [case["model"] for case in runs.list_cases("full") if case["compiled"]]
     others = [model for model in runs.MODELS if model not in compiled]
     for each, models in ((job, [*compiled, *others]), (hosts, [*alone, *narrow])):
         built = [row["model"] for row in each.rows.values() if "model" in row]
@@ -254,6 +271,51 @@ def _read_measured() -> list[Any]:
 
 def _list_results(records: list[Any]) -> list[Result]:
     return [Result("runs", str(i), "", "ok", None, None, record, 0.0) for i, record in enumerate(records)]
+
+
+@pytest.mark.heavy
+def test_a_quick_calibration_takes_what_it_did_not_measure_from_the_shipped_predictor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's constants at the pace of its own small steps; kernels of adapters as they are."""
+    records = [
+        case for case in _read_measured() if "units" not in case and not is_narrow(case.get("model", ""))
+    ]  # fmt: skip
+    _fake(monkeypatch, _list_results(records))
+    path = predictor.calibrate_predictor(str(tmp_path))
+    assert path is not None
+    found, known = json.loads(Path(path).read_text()), load_shipped("h200-sxm")
+    assert known is not None
+    assert found["products"]["narrow"] == known["products"]["narrow"]
+    assert found["linear"]["dequantize"] == known["linear"]["dequantize"]
+    host, shipped = found["host"], known["host"]
+    assert host["units"] == shipped["units"]
+    assert set(host["types"]) == set(shipped["types"])
+    for phase in ("train", "forward", "decode"):
+        pace = host[phase][1] / shipped[phase][1]
+        assert pace == pytest.approx(1.0, rel=0.15)  # the machine that the shipped one was measured on
+        assert host[phase][0] / shipped[phase][0] == pytest.approx(pace, rel=1e-3)
+        for kind, table in shipped["types"].items():
+            if phase in table:
+                call_s, factor = host["types"][kind][phase]
+                assert (call_s, factor) == (pytest.approx(table[phase][0] * pace, rel=1e-3), table[phase][1])
+
+
+def test_kernels_that_were_not_measured_follow_the_bandwidth() -> None:
+    known = load_shipped("h200-sxm")
+    assert known is not None
+    about = {**known["provenance"], "device_id": "h100-sxm"}
+    linear = {kind: line for kind, line in known["linear"].items() if kind != "dequantize"}
+    plain = {key: value for key, value in known["products"].items() if key != "narrow"}
+    own = cast(Constants, {**known, "provenance": about, "linear": linear, "products": plain})
+    found = take_over(own, known)
+    slower = 4800 / 3350
+    for before, after in (
+        (known["linear"]["dequantize"], found["linear"]["dequantize"]),
+        (known["products"]["narrow"]["fp32"], found["products"]["narrow"]["fp32"]),
+    ):
+        assert after == [before[0], pytest.approx(before[1] * slower)]
+    assert {kind: found["linear"][kind] for kind in linear} == linear
 
 
 @pytest.mark.heavy
@@ -341,7 +403,16 @@ def test_a_device_without_figures_is_refused_before_it_is_measured(
         load_devices.cache_clear()
 
 
-@pytest.mark.parametrize("options", [["--tables", "gemm"], ["--check"], ["--suite", "full"], ["--suite", "x"]])
-def test_options_that_a_predictor_does_not_take(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tables", "gemm"], "--predictor measures whole steps: it takes neither --tables nor --check"),
+        (["--check"], "--predictor measures whole steps: it takes neither --tables nor --check"),
+        (["--suite", "x"], "suite 'x' unknown; known: quick, full"),
+    ],
+)
+def test_options_that_a_predictor_does_not_take(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--predictor", *options]) == 2
-    assert "--predictor measures one set of whole steps: it takes neither" in capsys.readouterr().err
+    assert words in capsys.readouterr().err

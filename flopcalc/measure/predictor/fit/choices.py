@@ -6,6 +6,8 @@ what a choice does, change it and run `python benchmarks/predict_error.py fit` a
 
 from __future__ import annotations
 
+from flopcalc.prediction.constants import HostPhase
+
 # --- Search -----------------------------------------------------------------------------------------------------------
 # A search starts with steps of 20 % to find its way over flat parts, then goes on with steps of 0.1 %.
 SEARCH_STEPS = ((0.2, "3-point"), (1e-3, "2-point"))
@@ -62,7 +64,7 @@ MIN_SLOWDOWN_STEPS = 8
 SLOWDOWN_STARTS = tuple(percent / 100 for percent in range(10, 70))  # shares of the peak that are tried
 
 # --- Host -------------------------------------------------------------------------------------------------------------
-HOST_PHASES = ("train", "forward", "decode")
+HOST_PHASES: tuple[HostPhase, ...] = ("train", "forward", "decode")
 # Host time of operators that cannot be called alone, in additions: a module's own Python, autograd's nodes,
 # gradients of attention and of indexed sums (many kernels). The others are used where a calibration has not measured
 # them; an optimizer's tensors are those of benchmarks/results/host_tensors.json.
@@ -72,6 +74,7 @@ HOST_UNITS = {
     "cleared": 0.09,
 }  # fmt: skip
 MAX_DEVICE_SHARE = 0.5  # of the host's time: beyond it a step says little about the host
+PACE_ROUNDS = 3  # of the search for a host's pace: a step that also waits is not in proportion to it
 # How strongly a model type's call and its operators' factor are drawn to the usual. Steps repeat within 5 %; calls of
 # model types differ by a third of the smallest step, operators by an eighth.
 PULLS = (0.15, 0.4)

@@ -12,10 +12,11 @@ from flopcalc.measure.predictor.fit.choices import (
     FACTOR_STEP,
     HOST_PHASES,
     MAX_DEVICE_SHARE,
+    PACE_ROUNDS,
     PULLS,
 )
 from flopcalc.measure.predictor.fit.solvers import Row, round_digits, solve_call_and_factor, solve_nonnegative
-from flopcalc.prediction.constants import Constants
+from flopcalc.prediction.constants import Constants, HostPhase
 from flopcalc.prediction.hosted import find_unit, name_factor, name_mode, name_phase
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import count_calls
@@ -68,6 +69,20 @@ def _is_waiting(each: ModelledCase) -> bool:
     return bool(each.load.all_grids) or (
         each.load.phase == "train" and any(product.copies > 1 for product in each.work.products)
     )
+
+
+def fit_paces(steps: Sequence[HostStep], constants: Constants) -> dict[HostPhase, float]:
+    """Phase -> how many times longer this host takes than the one whose constants these are, in the middle."""
+    machine = make_machine(constants)
+    found: dict[HostPhase, list[float]] = {}
+    for each, seconds in steps:
+        clock, pace = run_clock(each, machine), 1.0
+        if clock.device_s() > MAX_DEVICE_SHARE * clock.host_s():
+            continue
+        for _ in range(PACE_ROUNDS):
+            pace *= seconds / clock.step_s(pace, constants["probe_s"][name_mode(each.case["phase"])])
+        found.setdefault(name_phase(each.load.phase), []).append(pace)
+    return {phase: statistics.median(paces) for phase, paces in found.items()}
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------

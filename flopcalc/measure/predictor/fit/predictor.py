@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from flopcalc.errors import CalibrationError
 from flopcalc.files import write_whole
+from flopcalc.hardware.devices import find_device
 from flopcalc.measure.predictor.fit.attention import fit_attention
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, model_cases
 from flopcalc.measure.predictor.fit.choices import HOST_PHASES, HOST_UNITS, INTERVAL, START_GAPS_S, START_POWER
@@ -17,13 +18,15 @@ from flopcalc.measure.predictor.fit.host import (
     find_usual_probes,
     fit_checkpoints,
     fit_host,
+    fit_paces,
     fit_types,
     scale_to_usual_pace,
 )
 from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.products import fit_grouped, fit_patches, fit_products
-from flopcalc.prediction.constants import SCHEMA, Constants, HostConstants, KernelConstants, Provenance
+from flopcalc.measure.predictor.narrow import is_narrow
+from flopcalc.prediction.constants import SCHEMA, Constants, HostConstants, KernelConstants, Provenance, scale_host
 from flopcalc.prediction.machine import ProductShape
 from flopcalc.prediction.routed import RECORDED
 
@@ -34,8 +37,12 @@ def fit_predictor(
     provenance: Provenance,
     attention: Iterable[Json] = (),
     products: Iterable[Json] = (),
+    known: Constants | None = None,
 ) -> Constants:
-    """All constants of a device, from the records of `runs` and, where there are any, its tables attention and gemm."""
+    """All constants of a device, from the records of `runs` and, where there are any, its tables attention and gemm.
+
+    What these do not show is as `known` has it: kernels scaled by bandwidth, the host's by its pace.
+    """
     records, gemm_table = list(records), list(products)
     calls = [*attention, *(call for record in records for call in record.get("calls", ()))]
     small = [record for record in records if record.get("is_host")]
@@ -66,42 +73,89 @@ def fit_predictor(
     full_clock = [scale_to_full_clock(each, rate, slowdowns) for each, rate in zip(modelled, rates, strict=True)]
     constants = {**constants, **_fit_kernels(full_clock, calls, gemm_table)}
     constants["probe_s"] = find_usual_probes(small)
-    constants = _fit_host_part(constants, records, configs, modelled)
+    if known is not None:
+        constants = take_over(constants, known)
+    if known is not None and not any("units" in record for record in records):
+        steps = _model_small_steps(constants, records, configs)
+        constants = {**constants, "host": known["host"]}
+        paces = fit_paces(steps, constants)
+        check_complete(constants, paces)
+        constants["host"] = scale_host(known["host"], paces)
+    else:
+        constants = _fit_host_part(constants, records, configs, modelled)
     constants["gaps"], constants["power"] = fit_gaps_and_power(modelled, constants)
     constants["compiled"] = fit_compiled(modelled, constants)
     return constants
 
 
-def fit_again(constants: Constants, records: Iterable[Json], configs: Callable[[str], Json]) -> Constants:
-    """The optimizer's and the host's constants of a predictor fitted anew on its records; its other kernels stay."""
+def fit_again(
+    constants: Constants, records: Iterable[Json], configs: Callable[[str], Json], others: Sequence[ModelledCase] = ()
+) -> Constants:
+    """The optimizer's and the host's constants of a predictor fitted anew on its records; its other kernels stay.
+
+    `others` are small steps of more model types, perhaps of another machine.
+    """
     records = list(records)
     device, version = constants["provenance"]["device_id"], constants["provenance"].get("transformers") or RECORDED
     modelled = model_cases((record for record in records if record.get("is_host") is False), configs, device, version)
     rates, slowdowns = fit_slowdown(modelled, constants)
     full_clock = [scale_to_full_clock(each, rate, slowdowns) for each, rate in zip(modelled, rates, strict=True)]
     changed: Constants = {**constants, "optimizer": fit_lines(full_clock)[1]}
-    return _fit_host_part(changed, records, configs, modelled)
+    return _fit_host_part(changed, records, configs, modelled, others)
 
 
 def _fit_host_part(
-    constants: Constants, records: Sequence[Json], configs: Callable[[str], Json], modelled: Sequence[ModelledCase]
+    constants: Constants,
+    records: Sequence[Json],
+    configs: Callable[[str], Json],
+    modelled: Sequence[ModelledCase],
+    others: Sequence[ModelledCase] = (),
 ) -> Constants:
     """The same constants with the host's, from the records of small steps."""
-    device, version = constants["provenance"]["device_id"], constants["provenance"].get("transformers") or RECORDED
-    small = [record for record in records if record.get("is_host")]
-    steps = [
-        HostStep(each, scale_to_usual_pace(each.case, constants["probe_s"]))
-        for each in model_cases(small, configs, device, version)
-    ]
+    steps = _model_small_steps(constants, records, configs)
+    more = [HostStep(each, scale_to_usual_pace(each.case, constants["probe_s"])) for each in others]
     measured: dict[str, float] = next((record["units"] for record in records if "units" in record), {})
     # Older calibrations measured the call of an empty module too, which takes less than a module's own Python.
     units = {**HOST_UNITS, **measured, "module": HOST_UNITS["module"]}
     phases = fit_host(steps, units)
     check_complete(constants, phases)
     found: Constants = {**constants, "host": _join_host(units, phases)}
-    found["host"]["types"] = fit_types(steps, found)
+    found["host"]["types"] = fit_types([*steps, *more], found)
     found["host"]["again"] = fit_checkpoints(steps, modelled, found)
+    # Whole models take a little longer than narrow ones of the same code, of which most steps are.
+    paces = fit_paces([step for step in steps if not is_narrow(step.modelled.case["model"])], found)
+    found["host"] = scale_host(found["host"], {phase: paces.get(phase, 1.0) for phase in HOST_PHASES})
     return found
+
+
+def _model_small_steps(
+    constants: Constants, records: Sequence[Json], configs: Callable[[str], Json]
+) -> list[HostStep]:  # fmt: skip
+    device, version = constants["provenance"]["device_id"], constants["provenance"].get("transformers") or RECORDED
+    small = [record for record in records if record.get("is_host") and "model" in record]
+    return [
+        HostStep(each, scale_to_usual_pace(each.case, constants["probe_s"]))
+        for each in model_cases(small, configs, device, version)
+    ]
+
+
+def take_over(constants: Constants, known: Constants) -> Constants:
+    """The same constants, with the kernels that only `known` has, as long as they take at this device's bandwidth."""
+    own, other = (find_device(each["provenance"]["device_id"]).bandwidth_gb_per_s for each in (constants, known))
+    slower = other / own if own and other else 1.0
+
+    def scale(line: Sequence[float]) -> list[float]:
+        start_s, per_byte = line
+        return [start_s, per_byte * slower]
+
+    products = constants["products"]
+    narrow = {kind: scale(line) for kind, line in known["products"].get("narrow", {}).items()}
+    lines = {kind: scale(line) for kind, line in known["linear"].items() if kind not in constants["linear"]}
+    return {
+        **constants,
+        "products": {**products, "narrow": narrow | products.get("narrow", {})},
+        "linear": constants["linear"] | lines,
+    }
 
 
 def _fit_kernels(cases: Sequence[ModelledCase], calls: Sequence[Json], gemm_table: Sequence[Json]) -> KernelConstants:
