@@ -212,25 +212,35 @@ def fit(profiles: Path, out: Path) -> None:
     from flopcalc.hardware.tables import find_table, load_table
     from flopcalc.measure.predictor import runs
     from flopcalc.measure.predictor.fit.predictor import fit_predictor, save_predictor
+    from flopcalc.prediction.constants import load_shipped
+    from flopcalc.prediction.machine import MEASURED_ON
 
     measured = _read(profiles)
     provenance = measured["provenance"]
     paths = {table: find_table(provenance["device_id"], table) for table in ("attention", "gemm")}
     tables = {table: load_table(path).records() if path else [] for table, path in paths.items()}
-    constants = fit_predictor(measured["cases"], runs.get_config, provenance, tables["attention"], tables["gemm"])
+    constants = fit_predictor(
+        measured["cases"], runs.get_config, provenance, tables["attention"], tables["gemm"], load_shipped(MEASURED_ON)
+    )
     save_predictor(str(out), constants)
 
 
 def refit(profiles: Path, out: Path) -> None:
-    """The shipped predictor with the optimizer's and the host's constants fitted by today's code."""
-    from flopcalc.data import find_data_dir
+    """The shipped predictor with the optimizer's and the host's constants fitted by today's code.
+
+    Model types that the calibration did not measure are those of host_types.py.
+    """
+    import host_types
+
     from flopcalc.measure.predictor import runs
     from flopcalc.measure.predictor.fit.predictor import fit_again, save_predictor
-    from flopcalc.prediction.constants import Constants
+    from flopcalc.prediction.constants import load_shipped
     from flopcalc.prediction.machine import MEASURED_ON
 
-    constants: Constants = json.loads((Path(find_data_dir()) / "predictors" / f"{MEASURED_ON}.json").read_text())
-    save_predictor(str(out), fit_again(constants, _read(profiles)["cases"], runs.get_config))
+    constants = load_shipped(MEASURED_ON)
+    assert constants is not None
+    others = host_types.read_steps(RESULTS / "host_types.json")
+    save_predictor(str(out), fit_again(constants, _read(profiles)["cases"], runs.get_config, others))
 
 
 def _read(path: Path) -> Json:
