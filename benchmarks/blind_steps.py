@@ -26,6 +26,10 @@ The protocol, fixed before anything was measured:
   of random routers are modelled anew.
 - Round 6 has other models (blind_models_6.py) and all that round 5 has. The probe runs on a stream of its own, so that
   no step waits for the probe's kernels behind a long optimizer's.
+- Round 7 has other models (blind_models_7.py), most of them of types that no test has timed. A shared host changes its
+  speed from minute to minute, so all steps are timed in three passes, minutes apart, each with its own probe. The pass
+  with the middle error counts. The same steps are then predicted by the predictor that `flopcalc calibrate --predictor`
+  had made on that machine right before, in a table of its own.
 - `measure` stops by itself after --budget-s seconds, keeps what is there after each case, and goes on where it stopped.
 """
 
@@ -50,6 +54,7 @@ import blind_models_3
 import blind_models_4
 import blind_models_5
 import blind_models_6
+import blind_models_7
 import decode_steps
 from blind_models import Adapter, Model, Step
 from expert_steps import find_routes
@@ -58,10 +63,19 @@ from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_
 from flopcalc.prediction.constants import FOLLOWS
 
 Json = dict[str, Any]
-ROUNDS = dict(
-    enumerate((blind_models, blind_models_2, blind_models_3, blind_models_4, blind_models_5, blind_models_6), start=1)
+_MODULES = (
+    blind_models,
+    blind_models_2,
+    blind_models_3,
+    blind_models_4,
+    blind_models_5,
+    blind_models_6,
+    blind_models_7,
 )
+ROUNDS = dict(enumerate(_MODULES, start=1))
+PASSES = {7: 3}  # round -> how often all steps are timed; once without
 MODELS, EXECUTED, DECODED = blind_models.MODELS, blind_models.EXECUTED, blind_models.DECODED
+MANY = 1  # passes of the round that was chosen
 RESULTS = Path(__file__).parent / "results"
 VERSION = "5.17"  # of transformers on the device
 FACTORS = (0.7, 0.9, 1.0, 1.1, 1.25, 1.6)  # of the host, that predictions are written for
@@ -80,7 +94,8 @@ _WIDTHS = (
 
 def choose_round(number: int) -> None:
     """The models of a round: 1 for blind_models.py, 2 for blind_models_2.py and so on, whose results are apart."""
-    global MODELS, EXECUTED, DECODED, MARKS
+    global MODELS, EXECUTED, DECODED, MARKS, MANY
+    MANY = PASSES.get(number, 1)
     source = ROUNDS[number]
     MODELS, EXECUTED, DECODED = source.MODELS, source.EXECUTED, blind_models.DECODED if number == 1 else ()
     told = "" if number == 1 else f", round {number}"
@@ -314,7 +329,9 @@ class Kept:
         }  # fmt: skip
         if path.exists():
             self.data = {**json.loads(path.read_text()), "failures": []}
-        self.done = {case["name"] if isinstance(case, dict) else case[0] for case in self.data["cases"]}
+        self.done = {
+            (case["name"], case.get("pass", 0)) if isinstance(case, dict) else case[0] for case in self.data["cases"]
+        }
 
     def add(self, name: str, measure: Callable[[], Json], begun: float) -> bool:
         """Measure a case and keep it, or why it failed; whether it was measured."""
@@ -367,9 +384,9 @@ def measure_steps(out: Path, limits: Limits) -> None:
     kept = Kept(out / "blind_steps.json", limits.device)
     configs = (lambda name: shrink(get_config(name))) if limits.is_tiny else get_config
     runner = BlindRunner(limits.device, configs, work_s=0.6)
-    for _, model, step, case in list_steps():
+    for turn, (_, model, step, case) in ((turn, each) for turn in range(MANY) for each in list_steps()):
         name = name_case(case)
-        if name in kept.done:
+        if (name, turn) in kept.done:
             continue
         if not limits.allow(12):
             kept.data["failures"].append({"name": name, "reason": "no time was left"})
@@ -377,9 +394,9 @@ def measure_steps(out: Path, limits: Limits) -> None:
         if limits.is_tiny:
             case = {**case, "batch": 1, "seq": min(case["seq"], 900 if model.grids else 64)}
 
-        def run(case: Json = case, step: Step = step, kind: str = model.kind) -> Json:
+        def run(case: Json = case, step: Step = step, kind: str = model.kind, turn: int = turn) -> Json:
             found = runner.measure_host(case, _SMALL_STEPS) if step.is_small else runner.measure(case)
-            return {**found, "kind": kind, "is_small": step.is_small}
+            return {**found, "kind": kind, "is_small": step.is_small, **({"pass": turn} if MANY > 1 else {})}
 
         if not kept.add(name, run, limits.begun):
             runner.drop()
@@ -410,7 +427,7 @@ def measure_decode(out: Path, limits: Limits) -> None:
     bench = Bench(limits.device)
     for preset, layers in DECODED:
         ways = ("generate-mask", "generate-plain", "generate-mask-again", "generate-plain-again", "static", "graph")
-        left = [way for way in ways if f"{preset} {way}" not in kept.done]
+        left = [way for way in ways if (f"{preset} {way}", 0) not in kept.done]
         if not left or not limits.allow(25):
             continue
         config = cut_config(preset, layers)
@@ -445,7 +462,7 @@ def measure_executed(out: Path, limits: Limits) -> None:
     configs = (lambda name: shrink(get_counted_config(name))) if limits.is_tiny else get_counted_config
     runner = Runner(limits.device, configs)
     for name, (_, _, _, batch, seq, grids) in EXECUTED.items():
-        if name in kept.done or not limits.allow(8):
+        if (name, 0) in kept.done or not limits.allow(8):
             continue
         if limits.is_tiny:
             batch, seq = 1, min(seq, 900 if grids else 64)
@@ -525,7 +542,11 @@ def compare(case: Json, said: Json, probe_s: float, follows: float = 1.0) -> Jso
 def list_rows(measured: Path, predicted: Path) -> list[Json]:
     kept, said = json.loads(measured.read_text()), json.loads(predicted.read_text())
     follows = said.get("follows", 1.0)
-    return [compare(case, said["steps"][case["name"]], said["probe_s"], follows) for case in kept["cases"]]
+    found: dict[str, list[Json]] = {}
+    for case in kept["cases"]:
+        row = compare(case, said["steps"][case["name"]], said["probe_s"], follows)
+        found.setdefault(case["name"], []).append(row)
+    return [sorted(rows, key=lambda row: row["error"])[(len(rows) - 1) // 2] for rows in found.values()]
 
 
 def summarize(rows: list[Json], error: str = "error", inside: str = "is_inside") -> str:
