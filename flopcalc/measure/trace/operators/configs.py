@@ -30,6 +30,7 @@ Json = dict[str, Any]
 _WIDTHS = {"hidden_size", "embed_dim", "n_embd", "d_model", "word_embed_proj_dim", "out_hidden_size", "projection_dim"}
 _HEADS = {"num_attention_heads", "num_key_value_heads", "num_heads", "n_head"}
 _INNER = {"intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner"}
+_ROUTED = {"num_experts_per_tok", "moe_k", "moe_topk"}  # experts of a token
 _FLAGS = {
     "sliding_window",
     *SWITCHES,
@@ -57,7 +58,7 @@ def resize(config: Json, widths: int, heads: int, inner: int, words: int, keys: 
             out[key] = value * inner
         elif key == "vocab_size":
             out[key] = value + words
-        elif key == "num_experts_per_tok" and keys:
+        elif key in _ROUTED and keys:
             out[key] = value + 1
         elif key == "head_dim":
             out[key] = value * widths // heads
@@ -218,7 +219,8 @@ def list_variants(example: Example) -> Iterator[tuple[list[Json], bool]]:
         seen.add(signature)
         configs = [base]
         for more, factors in enumerate(((2, 1, 3, 10), (8, 4, 5, 14, 2), (2, 2, 2, 6)), 1):
-            configs.append(lengthen(resize(base, *factors), more))
+            sized = lengthen(resize(base, *factors), more)
+            configs.append(ungroup(sized) if base == ungroup(base) else sized)
         for other in example.configs:
             if other is not tiny and _inner_types(other) == _inner_types(tiny):
                 with suppress(FlopcalcError):
