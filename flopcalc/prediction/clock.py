@@ -290,10 +290,12 @@ class Clock:
         return slow_down(self.constants["power"], self.rate(totals))
 
     def rate(self, totals: Totals | None = None) -> float:
-        """Share of the peak that products and attention keep up at the full clock, the optimizer's time aside."""
+        """Share of the peak that products and attention keep up over the whole step, at the full clock.
+
+        The power limit holds on average: a step that rests in its optimizer may work harder before it.
+        """
         found = totals or add_up(self.pieces)
-        seconds = found.seconds - found.optimizer
-        return found.flops / seconds / self.machine.peak if seconds else 0.0
+        return found.flops / found.seconds / self.machine.peak if found.seconds else 0.0
 
     def clocked_s(self) -> float:
         """Seconds, at the full clock, of what a lower one slows down."""

@@ -58,6 +58,7 @@ NO_POWER_LIMIT = (1.0, 0.01)  # where no step shows the clock
 MAX_SPREAD = 0.1  # steps that repeat worse are left out
 MIN_BUSY_SHARE = 0.93  # of a profiled step, for the device to bound it
 MAX_HOST_SHARE = 0.6  # of the device's time, for the device to bound a step without a profile
+MAX_OPTIMIZER_SHARE = 0.2  # of the device's time: with longer rests the clock changes within a step
 MIN_LARGE_PRODUCT_S = 5e-5  # products that FLOPs bound, not bytes
 MIN_RATE = 0.1  # share of the peak below which a step says nothing about the clock
 MIN_SLOWDOWN_STEPS = 8

@@ -12,6 +12,7 @@ from scipy.optimize import brentq
 from flopcalc.measure.predictor.fit.cases import ModelledCase, change_constants, make_machine, run_clock
 from flopcalc.measure.predictor.fit.choices import (
     MAX_HOST_SHARE,
+    MAX_OPTIMIZER_SHARE,
     MAX_SPREAD,
     MIN_BUSY_SHARE,
     MIN_LARGE_PRODUCT_S,
@@ -26,6 +27,7 @@ from flopcalc.measure.predictor.fit.choices import (
 from flopcalc.measure.predictor.fit.points import ProfiledOperator, list_operators, read_moved, read_points
 from flopcalc.measure.predictor.fit.products import ALIGNED
 from flopcalc.measure.predictor.fit.solvers import fit_positive, round_digits, solve_nonnegative
+from flopcalc.prediction.clock import add_up
 from flopcalc.prediction.constants import CompiledConstants, Constants
 from flopcalc.prediction.hosted import name_mode
 from flopcalc.prediction.kinds import classify
@@ -152,6 +154,9 @@ def _read_bound_step(each: ModelledCase, machine: Machine) -> BoundStep | None:
     if not is_plain or case["spread"] > MAX_SPREAD or not each.work.is_recorded:
         return None
     clock = run_clock(each, machine)
+    totals = add_up(clock.pieces)
+    if totals.optimizer > MAX_OPTIMIZER_SHARE * totals.seconds:
+        return None
     pace = case["probe_s"] / machine.constants["probe_s"][mode] if "probe_s" in case else 1.0
     if "busy_us" in case:
         is_bound = case["busy_us"] * 1e-6 > MIN_BUSY_SHARE * case["seconds"]

@@ -91,7 +91,7 @@ def fit_predictor(
 def fit_again(
     constants: Constants, records: Iterable[Json], configs: Callable[[str], Json], others: Sequence[ModelledCase] = ()
 ) -> Constants:
-    """The optimizer's and the host's constants of a predictor fitted anew on its records; its other kernels stay.
+    """The optimizer's, the host's and the clock's constants of a predictor fitted anew; its other kernels stay.
 
     `others` are small steps of more model types, perhaps of another machine.
     """
@@ -101,7 +101,9 @@ def fit_again(
     rates, slowdowns = fit_slowdown(modelled, constants)
     full_clock = [scale_to_full_clock(each, rate, slowdowns) for each, rate in zip(modelled, rates, strict=True)]
     changed: Constants = {**constants, "optimizer": fit_lines(full_clock)[1]}
-    return _fit_host_part(changed, records, configs, modelled, others)
+    changed = _fit_host_part(changed, records, configs, modelled, others)
+    gaps, power = fit_gaps_and_power(modelled, changed)
+    return {**changed, "gaps": gaps, "power": power}
 
 
 def _fit_host_part(
