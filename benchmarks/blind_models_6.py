@@ -13,7 +13,7 @@ from flopcalc.core.model.config import load_config
 _ALL_OF_PHI = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
-def _resize(preset: str, layers: tuple[int, int], **text: object) -> Json:
+def resize(preset: str, layers: tuple[int, int], **text: object) -> Json:
     """A preset's config with other widths of its text, and fewer layers (text, vision)."""
     config = dict(load_config(preset).config)
     vision = dict(config["vision_config"])
@@ -91,26 +91,26 @@ MODELS: dict[str, Model] = {
     # vision-language
     "qwen3-vl-2304": Model(
         "vision",
-        _resize("qwen3-vl-4b", (9, 24), hidden_size=2304, intermediate_size=8192, num_attention_heads=18,
+        resize("qwen3-vl-4b", (9, 24), hidden_size=2304, intermediate_size=8192, num_attention_heads=18,
                 num_key_value_heads=6),
         (Step(4, 1260), Step(2, 820)), grids=((1, 38, 40),),
     ),
     "qwen2-vl-2304": Model(
         "vision",
-        _resize("qwen2-vl-7b", (8, 20), hidden_size=2304, intermediate_size=9216, num_attention_heads=18,
+        resize("qwen2-vl-7b", (8, 20), hidden_size=2304, intermediate_size=9216, num_attention_heads=18,
                 num_key_value_heads=2),
         (Step(4, 1300), Step(2, 840)), grids=((1, 36, 36),),
     ),
     "gemma-3-1920": Model(
         "vision",
-        _resize("gemma-3-4b", (8, 20), hidden_size=1920, intermediate_size=7680, num_attention_heads=8,
+        resize("gemma-3-4b", (8, 20), hidden_size=1920, intermediate_size=7680, num_attention_heads=8,
                 num_key_value_heads=4),
         (Step(4, 1180), Step(2, 780)), grids=((1, 64, 64),),
     ),
     "internvl-2560": Model("vision", _INTERNVL, (Step(4, 1340), Step(3, 1100)), grids=((2, 32, 32),)),
     "llava-3072": Model(
         "vision",
-        _resize("llava-1.5-7b", (7, 24), hidden_size=3072, intermediate_size=8192, num_attention_heads=24,
+        resize("llava-1.5-7b", (7, 24), hidden_size=3072, intermediate_size=8192, num_attention_heads=24,
                 num_key_value_heads=8),
         (Step(4, 1220), Step(3, 900)), grids=((1, 24, 24),),
     ),

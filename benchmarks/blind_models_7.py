@@ -10,7 +10,7 @@ from __future__ import annotations
 from blind_models import Adapter, Json, Model, Step, make_text
 
 
-def _make_tower(kind: str, layers: int, width: int, inner: int, image: int, patch: int, **rest: object) -> Json:
+def make_tower(kind: str, layers: int, width: int, inner: int, image: int, patch: int, **rest: object) -> Json:
     return {"model_type": kind, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers,
             "num_attention_heads": 16, "image_size": image, "patch_size": patch, **rest}  # fmt: skip
 
@@ -18,18 +18,18 @@ def _make_tower(kind: str, layers: int, width: int, inner: int, image: int, patc
 _SMOLVLM: Json = {
     "model_type": "smolvlm", "image_token_id": 49000, "scale_factor": 4, "tie_word_embeddings": False,
     "text_config": make_text("llama", 10, 2048, 8192, 32, 32, 49280),
-    "vision_config": _make_tower("smolvlm_vision", 20, 1152, 4304, 512, 16),
+    "vision_config": make_tower("smolvlm_vision", 20, 1152, 4304, 512, 16),
 }  # fmt: skip
 _IDEFICS: Json = {
     "model_type": "idefics3", "image_token_id": 90000, "scale_factor": 2, "tie_word_embeddings": False,
     "text_config": make_text("llama", 6, 3072, 8192, 24, 8, 94000),
-    "vision_config": _make_tower("idefics3_vision", 20, 1152, 4304, 364, 14),
+    "vision_config": make_tower("idefics3_vision", 20, 1152, 4304, 364, 14),
 }  # fmt: skip
 _AYA: Json = {
     "model_type": "aya_vision", "image_token_index": 90000, "downsample_factor": 2, "tie_word_embeddings": True,
     "text_config": make_text("cohere2", 8, 2560, 8192, 20, 4, 94000, sliding_window=4096, head_dim=128,
                              logit_scale=0.25, bos_token_id=5, eos_token_id=6, pad_token_id=0),
-    "vision_config": _make_tower("siglip_vision_model", 24, 1152, 4304, 364, 14, vision_use_head=False),
+    "vision_config": make_tower("siglip_vision_model", 24, 1152, 4304, 364, 14, vision_use_head=False),
 }  # fmt: skip
 
 MODELS: dict[str, Model] = {

@@ -30,6 +30,8 @@ The protocol, fixed before anything was measured:
   speed from minute to minute, so all steps are timed in three passes, minutes apart, each with its own probe. The pass
   with the middle error counts. The same steps are then predicted by the predictor that `flopcalc calibrate --predictor`
   had made on that machine right before, in a table of its own.
+- Round 8 has other models (blind_models_8.py), fewer steps and three passes as well. The clock follows the rate of the
+  whole step, and types with experts were recorded again, with the number of a token's experts.
 - `measure` stops by itself after --budget-s seconds, keeps what is there after each case, and goes on where it stopped.
 """
 
@@ -55,6 +57,7 @@ import blind_models_4
 import blind_models_5
 import blind_models_6
 import blind_models_7
+import blind_models_8
 import decode_steps
 from blind_models import Adapter, Model, Step
 from expert_steps import find_routes
@@ -63,17 +66,11 @@ from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_
 from flopcalc.prediction.constants import FOLLOWS
 
 Json = dict[str, Any]
-_MODULES = (
-    blind_models,
-    blind_models_2,
-    blind_models_3,
-    blind_models_4,
-    blind_models_5,
-    blind_models_6,
-    blind_models_7,
-)
-ROUNDS = dict(enumerate(_MODULES, start=1))
-PASSES = {7: 3}  # round -> how often all steps are timed; once without
+ROUNDS = {
+    1: blind_models, 2: blind_models_2, 3: blind_models_3, 4: blind_models_4, 5: blind_models_5, 6: blind_models_6,
+    7: blind_models_7, 8: blind_models_8,
+}  # fmt: skip
+PASSES = {7: 3, 8: 3}  # round -> how often all steps are timed; once without
 MODELS, EXECUTED, DECODED = blind_models.MODELS, blind_models.EXECUTED, blind_models.DECODED
 MANY = 1  # passes of the round that was chosen
 RESULTS = Path(__file__).parent / "results"
