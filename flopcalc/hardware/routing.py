@@ -73,8 +73,10 @@ ROUTERS: dict[str, Router] = {
     "deepseek_v3": Router("sigmoid", has_key=True, scale=2.5),
     "dots1": Router("sigmoid", is_normal=False, has_key=True),
     "glm4_moe": Router("sigmoid", has_key=True),
+    "glm4_moe_lite": Router("sigmoid", has_key=True, scale=1.8),
     "gpt_oss": _PLAIN,
     "granitemoe": _PLAIN,
+    "granitemoeshared": _PLAIN,
     "hunyuan_v1_moe": _PLAIN,
     "minimax_m2": Router("sigmoid"),
     "mixtral": _PLAIN,
@@ -151,7 +153,7 @@ def _describe_layer(ops: list[Op], config: Mapping[str, object], router: Router,
     if not before or not behind or not isinstance(call, Attend) or not isinstance(call.rows, Pairs):
         return None
     kind = str(config["model_type"])
-    scale = 1.0 if kind == "granitemoe" else call.qk**-0.5
+    scale = 1.0 if kind.startswith("granitemoe") else call.qk**-0.5
     scores = call.qk * _read(config, "attention_multiplier", scale) ** 2
     if not any(op.name.endswith(("q_norm", "query_layernorm")) for op in ops):
         queries = next((op for op in before if op.name.endswith("q_b_proj")), before[0])
