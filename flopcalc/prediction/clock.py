@@ -181,11 +181,15 @@ class Clock:
         joined = find_joined(work, self.machine) if self.execution == "fused" else Joined(0.0)
         first, routed = len(self.pieces), list[int]()
         for product in work.products:
-            timed = self.machine.time_product(product)
-            timed = timed._replace(seconds=timed.seconds / self._find_kept(product))
-            if self.execution == "fused":
-                timed = timed._replace(seconds=product.slower * timed.seconds)
-                routed += [len(self.pieces)] if product.side == "expert" and product.calls * timed.seconds else []
+            kept = self._find_kept(product)
+            is_routed = self.execution == "fused" and product.side == "expert"
+            if is_routed and product.module not in joined.modules:
+                timed = self.machine.time_experts(product, kept)
+            else:
+                timed = self.machine.time_product(product)
+                timed = timed._replace(seconds=timed.seconds / kept * (product.slower if is_routed else 1.0))
+            if is_routed:
+                routed += [len(self.pieces)] if product.calls * timed.seconds else []
             self._put(
                 product, "products", timed, product.calls * times, is_again=product.is_again,
                 flops=product.flops * times,

@@ -23,6 +23,15 @@ SPLITS = (1, 2, 4, 8, 16)
 MIN_PART_K = 512
 
 
+# Experts' products as training frameworks run them, one cuBLAS call for each on several streams. From what Transformer
+# Engine's GroupedLinear takes on a B200 (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json: 108 products with
+# 128 to 9,832 rows an expert, median error 8 %): the tiles of all experts at the rate of plain products, then the bytes
+# of their weights. On an H200 both rates agree too (docs/planning.md).
+EXPERT_STREAMED = 0.85  # share of the memory's bandwidth at which weights are read
+EXPERT_CALL_S = 9e-6  # the least that the call of one expert takes
+GRADIENT_BYTES = 8  # a weight's gradient is added to a buffer of float32: read and written
+
+
 class Timed(NamedTuple):
     """Seconds of one call, the relative error to expect, and whether a measurement stands behind it."""
 
@@ -116,6 +125,21 @@ def time_grouped(shape: GroupShape, units: float, direction: str, copies: int, m
     return shape.start + max(computed, moved / shape.bandwidth)
 
 
+def time_experts(
+    shape: ProductShape, bandwidth: float, weight_bytes: float, direction: str, copies: int, m: int, n: int, k: int
+) -> tuple[float, float]:  # fmt: skip
+    """Products of `copies` experts, m rows in all: seconds of their tiles, and of their weights' bytes."""
+    rows = max(1, round(m / copies))
+    sizes = {"forward": (rows, n, k), "dgrad": (rows, k, n), "wgrad": (n, k, rows)}[direction]
+    computed = math.inf
+    for high, wide in TILES:  # calls of several streams fill each other's waves
+        tiles = copies * -(-sizes[0] // high) * -(-sizes[1] // wide)
+        each = high * wide * 2 * (sizes[2] + shape.lead) / shape.find_share(high * wide)
+        computed = min(computed, max(1.0, tiles / shape.units) * each * shape.units / shape.rate)
+    moved = (GRADIENT_BYTES if direction == "wgrad" else weight_bytes) * copies * n * k
+    return computed, moved / (EXPERT_STREAMED * bandwidth)
+
+
 def slow_down(power: Sequence[float], rate: float) -> float:
     """How many times longer work takes whose products keep up such a share of the peak: at the limit of its power a
     device lowers its clock, the more the harder it works."""
@@ -193,7 +217,7 @@ _NARROW = 64  # rank of an adapter: up to here its products in another format ar
 _NARROW_TILE = 32
 # What the host takes for a product of experts: routing, permutations, small kernels, sizes read back. From published
 # runs: those that benchmarks/published_training.py marks as fitted.
-EXPERT_HOST_S = 1.45e-3
+EXPERT_HOST_S = 1.4e-3
 _UNCAST = ("lm_head", "head", "router")  # parts whose products stay in bf16
 _FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of the fused one's single pass: 21 / 7
 # How many times longer torch's fused AdamW takes for weights whose states are zero: their square roots and quotients
@@ -308,6 +332,16 @@ class Machine:
             # Far below what the device computes or moves: as slow on every device.
             return Timed(start + per_flop * product.flops / product.calls, error, self.is_measured)
         return self.find_product(product.direction, product.m, product.n, product.k, product.copies)
+
+    def time_experts(self, product: Product, kept: float) -> Timed:
+        """Products of experts in a training framework's step, which keeps up a share of the rate of bursts."""
+        if self.plain is not self and not self.is_cast(product):
+            return self.plain.time_experts(product, kept)
+        sizes = (product.direction, product.copies, product.m, product.n, product.k)
+        width = CAST_BYTES.get(self.dtype, self.width)
+        computed, moved = time_experts(self.shape, self.bandwidth, width, *sizes)
+        seconds = max(computed / kept + moved, EXPERT_CALL_S * product.copies)
+        return Timed(seconds, 2 * self._find_error("product"), self.is_measured)
 
     def _find_product(self, direction: str, m: int, n: int, k: int, copies: int) -> Timed:
         error = self._find_error("product")
