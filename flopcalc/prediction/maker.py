@@ -30,10 +30,14 @@ _READS, _WRITES = 4, 3
 # With master weights: reads fp32 gradient, weight and states, writes fp32 weight and states and the 16-bit weight.
 _MASTER_READS, _MASTER_WRITES = 16, 14
 _NARROW = ("adamw-8bit", "adamw-fp8")  # two states of one byte each
-# Fused kernels of experts over plain products of as many FLOPs, and what scans move, from published runs of models of
-# experts and of hybrid models (benchmarks/published_training.py: those that it marks as fitted).
+# One kernel of all experts over plain products of as many FLOPs, from published runs (benchmarks/published_training.py:
+# those that it marks as fitted).
 EXPERTS_SLOWER = 1.25
-SCANNED_PER_BYTE = 9.8  # FLOPs of a scan per byte that its kernels move
+# FLOPs of a scan per byte that its kernels move. Forward: what Mamba-2's take on a B200 (ai-dynamo/aiconfigurator,
+# b200_sxm/linear_attention/trtllm/1.3.0rc15: 0.72 ms for 8,192 tokens of Nemotron 3 Super, 1.42 of Ultra). Both passes
+# together: published runs of hybrid models, as above.
+SCANNED_PER_BYTE = {"forward": 21.0, "backward": 7.74}
+MIXED_PER_BYTE = 9.8  # the same of selections of keys and fixed mixes, from published runs
 SCANS = "what the layers' scans or selections of keys take was never measured: they may take far longer"
 FOUR_BITS = ("nf4", "fp4")  # as bitsandbytes stores them; its time to dequantize nf4 was measured
 _JOINED = ("attention_projections", "mlp")  # parts whose products of one input frameworks multiply at once
@@ -272,19 +276,23 @@ class _Maker:
         self.multiplied.append(row.op)
         calls = block.copies * self.steps
         flops = counted.flops
-        for direction, count in (("forward", flops.forward), ("backward", flops.backward if self.is_train else 0)):
-            if count and not self.is_fused:
+        passes = [("forward", flops.forward, False)]
+        if self.is_train:
+            passes += [("backward", flops.backward, False), ("forward", flops.recompute, True)]
+        for direction, count, is_again in passes:
+            if count and not self.is_fused and not is_again:
                 side = max(1, round((count / self.steps / 2) ** (1 / 3)))
                 way = "dgrad" if direction == "backward" else direction
                 self.products.append(
                     Product(name_module(block, row.op), block.group, row.op.part, way, side, side, side, calls,
                             side="column", format="bf16")
                 )  # fmt: skip
-            elif count:
-                size = count / self.steps / SCANNED_PER_BYTE
+            elif count and self.is_fused:
+                per_byte = SCANNED_PER_BYTE[direction] if row.op.part == "ssm" else MIXED_PER_BYTE
+                size = count / self.steps / per_byte
                 self.scanned.append(
                     Moved(name_module(block, row.op), block.group, direction, "scan", size / 2, size / 2, calls,
-                          width="narrow")
+                          is_again, width="narrow")
                 )  # fmt: skip
 
     def add_attention(self, block: Block, row: Row, op: Attend) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 
 from flopcalc import bind
@@ -49,7 +51,7 @@ def test_what_is_one_kernel(device: str, dtype: str, has_scans: bool, host_s: fl
 
 @pytest.mark.parametrize(
     ("host_s", "device_s", "wait_s"),
-    [(1.4e-3, 0.0, 1.4e-3), (1.4e-3, 1e-3, 7.83202e-04), (1.4e-3, 5e-3, 2.74896e-04), (0.0, 1e-3, 0.0)],
+    [(1.4e-3, 0.0, 1.4e-3), (1.4e-3, 1e-3, 8.66057e-04), (1.4e-3, 5e-3, 3.98247e-04), (0.0, 1e-3, 0.0)],
 )
 def test_the_more_the_device_computes_the_less_it_waits(host_s: float, device_s: float, wait_s: float) -> None:
     assert Joined(host_s).find_wait(device_s) == pytest.approx(wait_s, rel=1e-5, abs=1e-12)
@@ -66,6 +68,55 @@ def test_products_of_experts_wait_and_nothing_else_does() -> None:
     assert sum(piece.seconds for piece in waiting.pieces) == pytest.approx(without + calls * wait_s)
     for before, after in zip(replayed.pieces, waiting.pieces, strict=True):
         assert after.seconds - before.seconds == pytest.approx(2 * wait_s if before.kind == "products" else 0.0)
+
+
+# Share of a B200's 2,250 TFLOP/s that Transformer Engine's GroupedLinear reaches in bf16, with gradients in float32
+# (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json): experts, rows of each, n, k, direction.
+GROUPED = [
+    (256, 128, 4096, 7168, "forward", 0.2081),
+    (256, 128, 4096, 7168, "dgrad", 0.2264),
+    (256, 128, 4096, 7168, "wgrad", 0.0775),
+    (160, 154, 5120, 1536, "forward", 0.1158),
+    (64, 512, 4096, 7168, "forward", 0.3670),
+    (64, 512, 4096, 7168, "wgrad", 0.2192),
+    (32, 1024, 7168, 2048, "forward", 0.3842),
+    (32, 1024, 7168, 2048, "dgrad", 0.4301),
+    (32, 1024, 7168, 2048, "wgrad", 0.2744),
+    (20, 1232, 5120, 1536, "forward", 0.3974),
+    (40, 2460, 3072, 5120, "wgrad", 0.4166),
+    (40, 9832, 3072, 5120, "forward", 0.4746),
+    (40, 9832, 5120, 1536, "dgrad", 0.4634),
+    (40, 9832, 5120, 1536, "wgrad", 0.4134),
+]
+
+
+def test_experts_take_what_was_published() -> None:
+    machine, errors = Machine("b200-sxm"), []
+    for copies, rows, n, k, direction, share in GROUPED:
+        product = Product(UP, "language", "mlp", direction, copies * rows, n, k, copies=copies, side="expert")
+        published = product.flops / (share * 2250e12)
+        errors.append(machine.time_experts(product, machine.sustained).seconds / published - 1)
+    assert median(map(abs, errors)) < 0.08
+    assert max(map(abs, errors)) < 0.25
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "copies", "rows", "seconds"),
+    [
+        ("b200-sxm", "bf16", 64, 1, 64 * 9e-6),  # calls: no expert's is shorter
+        ("b200-sxm", "bf16", 8, 65536, None),
+        ("h100-sxm", "bf16", 8, 65536, None),
+        ("h100-sxm", "fp8", 8, 65536, None),
+    ],
+)
+def test_experts_with_many_rows_are_plain_products(
+    device: str, dtype: str, copies: int, rows: int, seconds: float | None
+) -> None:
+    machine, width = Machine(device, dtype), 256 if seconds else 8192
+    product = Product(UP, "language", "mlp", "forward", copies * rows, width, width, copies=copies, side="expert")
+    found = machine.time_experts(product, machine.sustained).seconds
+    plain = machine.time_product(product._replace(m=rows, copies=1, side="whole")).seconds * copies / machine.sustained
+    assert found == pytest.approx(seconds or plain, rel=0.05)
 
 
 def test_one_kernel_makes_what_lies_between_the_products() -> None:
@@ -129,6 +180,29 @@ def test_scans_follow_memory_and_processors_alike(device: str, slower: float) ->
     scan = Moved("model.layers.*.mixer", "language", "forward", "scan", 1e11, 1e11)
     found, base = (Machine(name).time_moved(scan).seconds for name in (device, "h200-sxm"))
     assert found / base == pytest.approx(slower, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "heads", "published_s"),
+    [("nemotron-3-nano-30b-a3b", 64, 0.367e-3), ("nemotron-3-super-120b-a12b", 128, 0.721e-3)],
+)
+def test_a_scan_ahead_takes_what_was_published(model: str, heads: int, published_s: float) -> None:
+    """Mamba-2's kernels on a B200, 8,192 tokens (ai-dynamo/aiconfigurator, trtllm 1.3.0rc15)."""
+    estimator, machine = bind(model), Machine("b200-sxm")
+    assert estimator.source.config["mamba_num_heads"] == heads
+    work = make_work(estimator, estimator(2, 4096).terms[0][1], execution="fused")
+    scans = [each for each in work.moved if each.kind == "scan"]
+    ahead, behind = (
+        sum(machine.time_moved(each).seconds for each in scans if each.direction == direction)
+        for direction in ("forward", "backward")
+    )
+    assert ahead == pytest.approx(published_s, rel=0.1)
+    assert 5 < behind / ahead < 6
+    assert not any(each.is_again for each in scans)
+    again = estimator.change(recompute="full")
+    work = make_work(again, again(2, 4096).terms[0][1], execution="fused")
+    repeated = [machine.time_moved(each).seconds for each in work.moved if each.kind == "scan" and each.is_again]
+    assert sum(repeated) == pytest.approx(ahead)
 
 
 @pytest.mark.parametrize(
