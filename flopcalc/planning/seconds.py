@@ -24,9 +24,10 @@ class Overlaps(NamedTuple):
     tensor: bool = True  # gathers of tensor parallelism hidden behind their products
     sends: bool = True  # hand-overs between interleaved stages hidden behind their computation
     ring: bool = True  # keys and values of other devices fetched while attention runs
+    once: bool = True  # a token goes to a device once, whatever the number of its experts there (DeepEP, HybridEP)
 
 
-OVERLAPS = {"all": Overlaps(), "none": Overlaps(False, False, False, False, False)}
+OVERLAPS = {"all": Overlaps(), "none": Overlaps(False, False, False, False, False, False)}
 
 
 class Step(NamedTuple):

@@ -64,6 +64,9 @@ SHARD_UNEVEN = 0.01
 # that adds up.
 SHARD_COPIED = 16
 STREAMED = 0.85  # share of the memory's bandwidth that copies reach
+# The same of kernels that sort the rows of experts: Transformer Engine's on a B200 (MooreThreads/SimuMax,
+# configs/system/b200_bf16_ceperm.json: permute_fwd 0.50, permute_bwd 0.51).
+SORTED = 0.5
 SENDS_SHOWN = 0.1  # the same of hand-overs between stages, which take few processors
 SHARD_WIRE_BYTES = 2  # gradients are reduced as they are, with zero 3 in bf16
 NETWORK_ERROR = 0.5  # relative error of communication that is not hidden
@@ -314,7 +317,7 @@ class Runner:
         """One step of a layout that divides."""
         if layout.devices == 1:
             return self._time_alone(_find_cut(layout), self._count_batches(layout))
-        spread = self._spread(layout._replace(zero=0))
+        spread = self._spread(layout._replace(zero=3 if layout.zero == 3 else 0))
         cut, layer, batches, (tensor, ring, experts), copied = spread[:5]
         shards = self._expose_shards(layout, layer, *self._time_shards(layout))
         every = tensor + ring + shards + copied
@@ -405,7 +408,11 @@ class Runner:
         if layout.ep > 1 and model.experts > 1:
             size = self.machine.width * self._count_routed(layout.micro_batch) / layout.cp / layout.tp
             size *= self._find_imbalance(layout)
-            experts = 2 * time_routing(net, size, layout.ep, model.active, model.groups)
+            if self.overlaps.once:
+                experts = 2 * time_routing(net, size, layout.ep, model.active, model.groups)
+            else:  # every copy of a token travels, and what arrives is put in the experts' order
+                experts = 2 * time_collective(net, "all_to_all", size, layout.ep)
+                experts += 2 * 2 * size / (SORTED * self.machine.bandwidth)
         return tensor, ring, experts
 
     def _expose_routing(self, layout: Layout, layer: Shares, whole: float) -> float:
@@ -423,11 +430,20 @@ class Runner:
         if self.overlaps.experts and is_beside and not layout.recompute.startswith(("full", "half")):
             shown = max(0.0, whole - layer.forward - layer.backward)
             shown += CONTENTION * (whole - shown)
+        elif layout.zero == 3 and self.overlaps.experts:
+            hidden = min(shown, self._time_shared(layer))
+            shown -= (1 - CONTENTION) * hidden
         waiting = layer.clock.waiting
         if waiting is None:
             return shown
         each = waiting.calls / sum(self.many[kind] for kind in self.model.routed)
         return shown - each * waiting.hide(shown / each)
+
+    def _time_shared(self, layer: Shares) -> float:
+        """Seconds of one layer's shared experts, of a micro-batch and all passes."""
+        layers = sum(self.many[kind] for kind in self.model.routed)
+        own = [piece.seconds for piece in layer.clock.pieces if "shared" in piece.module and piece.kind == "products"]
+        return sum(own) / layers
 
     def _count_routed(self, micro_batch: int) -> float:
         """Numbers that one layer hands to its experts, one way."""

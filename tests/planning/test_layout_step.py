@@ -13,7 +13,7 @@ from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.sums import block_pairs
 from flopcalc.planning import step as module
 from flopcalc.planning.layout import Layout
-from flopcalc.planning.network import find_interconnect, time_message
+from flopcalc.planning.network import count_reached, find_interconnect, time_collective, time_message
 from flopcalc.planning.seconds import PARTS, Overlaps
 from flopcalc.planning.step import CONTENTION, SCAN_WIDTH, Runner
 
@@ -163,6 +163,40 @@ def test_interleaved_stages_hide_the_exchange(pp: int, virtual: int, recompute: 
     found, shown = (time_parts(layout, model="mixtral-8x7b", experts=hides) for hides in (True, False))
     assert (found["expert_parallel"] < shown["expert_parallel"]) == is_hidden
     assert found["expert_parallel"] <= shown["expert_parallel"]
+
+
+@pytest.mark.parametrize(
+    ("model", "zero", "recompute", "is_hidden"),
+    [
+        ("deepseek-v2-lite", 3, "full", True),
+        ("deepseek-v2-lite", 3, "none", True),
+        ("deepseek-v2-lite", 1, "full", False),
+        ("mixtral-8x7b", 3, "full", False),  # has no shared experts
+    ],
+)
+def test_with_zero_3_shared_experts_hide_the_exchange(
+    monkeypatch: pytest.MonkeyPatch, model: str, zero: int, recompute: str, is_hidden: bool
+) -> None:
+    monkeypatch.setattr("flopcalc.prediction.joined.EXPERT_HOST_S", 1e-9)
+    layout = Layout(dp=64, ep=8, zero=zero, recompute=recompute)
+    found, shown = (time_parts(layout, model=model, experts=hides) for hides in (True, False))
+    assert (found["expert_parallel"] < shown["expert_parallel"]) == is_hidden
+    assert found["expert_parallel"] >= 0.999 * CONTENTION * shown["expert_parallel"]
+
+
+def test_a_plain_all_to_all_sends_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that reaches two experts of a device goes there twice, and all rows are sorted once more."""
+    monkeypatch.setattr("flopcalc.prediction.joined.EXPERT_HOST_S", 1e-9)
+    once, often = (
+        time_parts(Layout(dp=64, ep=4), model="mixtral-8x7b", experts=False, once=is_once)["expert_parallel"]
+        for is_once in (True, False)
+    )
+    size = 2 * 2048 * 2 * 4096  # bytes of two copies of every token
+    sorting = 2 * 2 * 2 * size / (module.SORTED * 4.8e12)  # dispatch and combine, read and written, both passes
+    sent = [2 * 2 * time_collective(find_interconnect("hgx-h200", "h200"), "all_to_all", many * size, 4)
+            for many in (count_reached(4, 2) / 2, 1.0)]  # fmt: skip
+    assert once == pytest.approx(32 * sent[0])
+    assert often == pytest.approx(32 * (sent[1] + sorting))
 
 
 def test_waiting_for_the_host_hides_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
