@@ -48,11 +48,12 @@ TRAINED: dict[str, dict[str, Any]] = {
     "deepseekv3": {"first_k_dense_replace": 1},
     "llama3_405b": {"num_key_value_heads": 16},
 }  # fmt: skip
-# Layers of multi-token prediction that the recipes train (Megatron-Bridge: perf_recipes, mtp_num_layers); the printed
-# TFLOP/s count them. Without an entry, none.
+# Layers of multi-token prediction that the recipes train (Megatron-Bridge: perf_recipes, mtp_num_layers;
+# Megatron-MoE-ModelZoo: model_configs, mtp-num-layers); the printed TFLOP/s count them. Without an entry, none.
 MTP = {
     "DeepSeekV3": 1, "DeepSeekV3 (dropless)": 1, "DeepSeekV3 (tokendrop)": 1, "DeepSeekV4 Flash": 1,
     "Nemotron_3_Super": 1, "Nemotron_3_5_Lightning": 2, "Nemotron_3_Ultra": 2, "Nemotron V3 Ultra 550B (26.04)": 2,
+    "Qwen3-Next-80B-A3B": 1,
 }  # fmt: skip
 # NeMo Automodel's benchmarks step bf16 weights and states (examples/llm_benchmark: torch.optim.Adam, or Transformer
 # Engine's FusedAdam without master weights).
