@@ -148,6 +148,11 @@ class Runner:
         """Whether products of experts wait for the host."""
         return self.execution == "fused" and find_joined(self.work(1, "none"), self.machine).host_s > 0
 
+    @cached_property
+    def has_shared(self) -> bool:
+        """Whether the model has shared experts."""
+        return self.model.experts > 1 and any("shared" in each.module for each in self.work(1, "none").products)
+
     def list_recompute(self) -> tuple[str, ...]:
         """Kinds of recomputation worth a try."""
         if self.execution != "fused":
@@ -317,7 +322,7 @@ class Runner:
         """One step of a layout that divides."""
         if layout.devices == 1:
             return self._time_alone(_find_cut(layout), self._count_batches(layout))
-        spread = self._spread(layout._replace(zero=3 if layout.zero == 3 else 0))
+        spread = self._spread(layout._replace(zero=3 if layout.zero == 3 and self.has_shared else 0))
         cut, layer, batches, (tensor, ring, experts), copied = spread[:5]
         shards = self._expose_shards(layout, layer, *self._time_shards(layout))
         every = tensor + ring + shards + copied
@@ -420,7 +425,8 @@ class Runner:
 
         Another micro-batch's passes hide it where stages are interleaved or the step is replayed as a CUDA graph, but
         not where layers are recomputed (Megatron-Core's checks of overlap_moe_expert_parallel_comm) or select keys
-        (Megatron-Bridge's deepseek_v4.py). What the device waits for its host hides it too.
+        (Megatron-Bridge's deepseek_v4.py). With ZeRO 3 shared experts run beside it (NeMo Automodel's MoE.forward,
+        torchtitan's). What the device waits for its host hides it too.
         """
         if not whole:
             return 0.0
@@ -430,9 +436,8 @@ class Runner:
         if self.overlaps.experts and is_beside and not layout.recompute.startswith(("full", "half")):
             shown = max(0.0, whole - layer.forward - layer.backward)
             shown += CONTENTION * (whole - shown)
-        elif layout.zero == 3 and self.overlaps.experts:
-            hidden = min(shown, self._time_shared(layer))
-            shown -= (1 - CONTENTION) * hidden
+        elif layout.zero == 3 and self.has_shared and self.overlaps.experts:
+            shown -= (1 - CONTENTION) * min(shown, self._time_shared(layer))
         waiting = layer.clock.waiting
         if waiting is None:
             return shown
