@@ -8,7 +8,7 @@ from flopcalc.prediction.machine import EXPERT_HOST_S, Machine
 from flopcalc.prediction.work import Product, Work
 
 # How well host and device run beside each other: 1 hides nothing, and the larger, the more of the shorter one.
-_BESIDE = 1.6
+_BESIDE = 1.7
 
 
 class Joined(NamedTuple):
