@@ -61,6 +61,7 @@ import blind_models_8
 import decode_steps
 from blind_models import Adapter, Model, Step
 from expert_steps import find_routes
+from predict_error import calibrated_here
 
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
 from flopcalc.prediction.constants import FOLLOWS
@@ -139,7 +140,9 @@ def list_steps() -> Iterator[tuple[str, Model, Step, Json]]:
 
 
 # --- predict ----------------------------------------------------------------------------------------------------------
-def predict_step(model: Model, step: Step, case: Json, factor: float, probe_s: float) -> Any:
+def predict_step(
+    model: Model, step: Step, case: Json, factor: float, probe_s: float, pause_s: float | None = None
+) -> Any:  # fmt: skip
     """What `flopcalc predict` says of one step; a small one has the probe's pause behind it."""
     from flopcalc import predict
 
@@ -151,7 +154,8 @@ def predict_step(model: Model, step: Step, case: Json, factor: float, probe_s: f
     return predict(
         get_config(case["model"]), device="h200", batch_size=step.batch, seq_len=step.seq, image_grid_thw=images,
         recompute=step.recompute, advise=False, memory=factor == 1.0, host_factor=factor, transformers=VERSION,
-        pause_s=factor ** (1 / FOLLOWS) * probe_s if step.is_small else 0.0, **options,
+        pause_s=pause_s if pause_s is not None else factor ** (1 / FOLLOWS) * probe_s if step.is_small else 0.0,
+        **options,
     )  # fmt: skip
 
 
@@ -543,7 +547,28 @@ def list_rows(measured: Path, predicted: Path) -> list[Json]:
     for case in kept["cases"]:
         row = compare(case, said["steps"][case["name"]], said["probe_s"], follows)
         found.setdefault(case["name"], []).append(row)
-    return [sorted(rows, key=lambda row: row["error"])[(len(rows) - 1) // 2] for rows in found.values()]
+    return [take_middle(rows) for rows in found.values()]
+
+
+def list_own_rows(measured: Path, predictor: Path) -> list[Json]:
+    """The same steps by a predictor that was measured on the same machine: the host follows its probe fully there."""
+    steps = {name_case(case): (model, step, case) for _, model, step, case in list_steps()}
+    found: dict[str, list[Json]] = {}
+    with calibrated_here(predictor) as constants:
+        probe_s = constants["probe_s"]["train"]
+        for case in json.loads(measured.read_text())["cases"]:
+            factor = case["probe_s"] / probe_s
+            pause_s = case["probe_s"] if case["is_small"] else 0.0
+            each = predict_step(*steps[case["name"]], factor, probe_s, pause_s)
+            said = {"predicted_s": {"1.0": list(each.step_time_s)}, "bound": {"1.0": each.bound}}
+            row = {**compare(case, said, probe_s), "host_factor": factor}
+            found.setdefault(case["name"], []).append(row)
+    return [take_middle(rows) for rows in found.values()]
+
+
+def take_middle(rows: list[Json]) -> Json:
+    """Of a step's passes, the one with the middle error."""
+    return sorted(rows, key=lambda row: row["error"])[(len(rows) - 1) // 2]
 
 
 def summarize(rows: list[Json], error: str = "error", inside: str = "is_inside") -> str:
@@ -552,6 +577,19 @@ def summarize(rows: list[Json], error: str = "error", inside: str = "is_inside")
     errors = [abs(row[error]) for row in rows]
     within = sum(row[inside] for row in rows)
     return f"{100 * statistics.median(errors):.1f} % / {100 * max(errors):.1f} % / {within} of {len(rows)}"
+
+
+def report_own(measured: Path, predictor: Path) -> str:
+    """Each kind apart, by a predictor of the same machine."""
+    from flopcalc.grids import format_grid
+
+    rows = list_own_rows(measured, predictor)
+    sums = []
+    for kind in dict.fromkeys(model.kind for model in MODELS.values()):
+        for bound in ("device", "host"):
+            own = [row for row in rows if (row["kind"], row["bound"]) == (kind, bound)]
+            sums += [[kind, bound, len(own), summarize(own)]] if own else []
+    return format_grid(["kind", "bound by", "steps", "median / worst / inside"], sums, "github")
 
 
 def report(measured: Path, predicted: Path) -> str:
@@ -613,6 +651,7 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=470, help="measure: seconds after which it stops")
     parser.add_argument("--page", type=Path, help="report: write the tables between their marks in this page")
     parser.add_argument("--round", type=int, choices=tuple(ROUNDS), default=1, help="which models")
+    parser.add_argument("--predictor", type=Path, help="report: sums by a predictor that was measured on that machine")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="measure: stand-ins of hardly any work, to try the script")
     given = parser.parse_args()
@@ -620,6 +659,8 @@ def main() -> int:
     predicted = RESULTS / name_result("predictions", given.round)
     if given.command == "predict":
         write_predictions(given.out or predicted)
+    elif given.command == "report" and given.predictor is not None:
+        print(report_own(RESULTS / name_result("steps", given.round), given.predictor))
     elif given.command == "report":
         shown = make_page(given.round)
         print(shown)
