@@ -106,7 +106,7 @@ QWEN = ["predict", "--model", "qwen2-vl-2b", "--seq", "2048", "--device", "h200"
             [*LLAMA, "--phase", "decode", "--recompute", "full", "--optimizer", "adamw-foreach"],
             [
                 HOST,
-                "HF's generate takes about 21.24 ms a token, and about 60.00 ms more at each length that cuDNN meets "
+                "HF's generate takes about 21.75 ms a token, and about 60.00 ms more at each length that cuDNN meets "
                 "first (four models measured)",
                 "this decodes 2,048 new tokens after an empty cache; for one token after 2,048 cached ones give "
                 "--seq 1 --context 2048",

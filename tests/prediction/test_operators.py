@@ -433,14 +433,14 @@ def test_images_belong_to_the_tower() -> None:
 
 
 def test_a_type_that_was_not_recorded_borrows() -> None:
-    found = list_operators(bind("falcon-7b"), make_workload(1, 64))
+    found = list_operators(bind("mamba-130m"), make_workload(1, 64))
     assert not found.is_recorded
-    assert found.notes[0] == "operators of falcon were not recorded: those of llama are used"
-    assert [row for row in found.rows if row.module.startswith("transformer.h.*")]
+    assert found.notes[0] == "operators of mamba were not recorded: those of llama are used"
+    assert [row for row in found.rows if row.module.startswith("backbone.layers.*")]
 
 
 @pytest.mark.parametrize(
-    ("preset", "path"), [("mamba-130m", "backbone.layers"), ("deepseek-v3.2", "model.layers"), ("falcon-7b", "")]
+    ("preset", "path"), [("mamba-130m", "backbone.layers"), ("deepseek-v3.2", "model.layers"), ("minicpm3-4b", "")]
 )
 def test_products_of_layers_that_were_not_recorded_are_named(preset: str, path: str) -> None:
     """A scan in HF's code is a loop over tokens: another family's layer says nothing of it."""
@@ -491,7 +491,7 @@ def test_a_missing_stand_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_are_whole() -> None:
     folder = Path(find_data_dir()) / "operators"
     files = sorted(folder.glob("*.json"))
-    assert sum(path.stat().st_size for path in files) < 1_500_000
+    assert sum(path.stat().st_size for path in files) < 2_500_000
     for path in files:
         data = json.loads(path.read_text())
         if "same" in data:

@@ -264,7 +264,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="go on with a run that was cut short (the default)")
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
     parser.add_argument("--retry-failed", action="store_true", help="measure rows again that failed before")
-    parser.add_argument("--predictor", action="store_true", help="whole steps instead of tables, 15 minutes")
+    parser.add_argument("--predictor", action="store_true", help="whole steps instead of tables, under 10 minutes")
     parser.add_argument("--host", action="store_true", help="how fast this CPU dispatches, under a minute")
     parser.add_argument("--check", action="store_true", help="measure a sample again; exit 1 if the tables do not hold")
     return parser

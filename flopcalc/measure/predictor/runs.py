@@ -53,7 +53,8 @@ _TRAIN = ((1, 48), (1, 1024), (4, 2048), (1, 4096))
 _CHECKPOINTED = ("llama-3.2-1b", "gemma-2b", "phi-3-mini", "gpt2-medium", "gemma-3-1b", "mixtral-8x7b", "qwen2-vl-2b")
 FIT_GRIDS = {"qwen2-vl-2b": [[1, 36, 52]], "qwen2.5-vl-3b": [[1, 36, 48]], "llava-1.5-7b": [[1, 24, 24]]}
 
-# One preset of every recorded model type that has a preset and SDPA, made narrow, to time its code on the host.
+# Presets of recorded model types, one each, made narrow, to time their code on the host. benchmarks/host_types.py has
+# the types that were recorded later.
 # Sequence length and patches of the steps with images, for types with a tower.
 NARROW: dict[str, tuple[int, list[list[int]]]] = {
     "llama-3.2-1b": (0, []), "qwen2.5-0.5b": (0, []), "qwen3-1.7b": (0, []), "mistral-7b": (0, []),

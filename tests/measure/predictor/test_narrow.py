@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fitted import DEVICE, SHIPPED, model
+from places import ROOT
 from tiers import mark_heavy, thin
 
 from flopcalc.api import bind
@@ -45,17 +47,20 @@ def _has_sdpa(preset: str) -> bool:
 
 
 def test_every_recorded_type_that_can_be_measured_is() -> None:
-    """A type that is recorded anew, or gets its first preset, belongs into `runs.NARROW`."""
+    """A type that is recorded anew, or gets its first preset, belongs into `runs.NARROW` or host_types.py."""
     recorded = {path.stem for path in (Path(find_data_dir()) / "operators").glob("*.json")}
     presets = {str(load_config(name).config["model_type"]): name for name in list_data_files("presets")}
-    without = {kind for kind in recorded & set(presets) if not _has_sdpa(presets[kind])}
-    assert without == {"gemma2"}
-    denoisers = {"FluxTransformer2DModel", "SD3Transformer2DModel"}  # presets are of their pipelines
-    plain = {"glm4", "granite", "imagegpt-causal", "internvl", "olmoe", "openai_privacy_filter"}
-    assert recorded - set(presets) == plain | denoisers
     types = [load_config(preset).config["model_type"] for preset in PRESETS]
     assert len(types) == len(set(types))
-    assert set(types) == (recorded & set(presets)) - without
+    later = set(runpy.run_path(str(ROOT / "benchmarks" / "host_types.py"))["TYPES"])
+    assert {*types, *later} <= recorded
+    without = {kind for kind in recorded & set(presets) if not _has_sdpa(presets[kind])}
+    assert without == {"gemma2", "gpt_oss", "gptj"}
+    assert (recorded & set(presets)) - {*types, *later, *without} == {"mllama"}
+    denoisers = {"FluxTransformer2DModel", "SD3Transformer2DModel"}  # presets are of their pipelines
+    plain = {"bloom", "gemma3n_text", "gemma4_text", "gpt_bigcode", "gpt_neo", "imagegpt-causal", "lfm2_moe",
+             "ministral", "openai_privacy_filter", "ovis2"}  # fmt: skip
+    assert recorded - set(presets) - later == plain | denoisers
 
 
 @pytest.mark.parametrize("layers", [4, 8])
