@@ -41,7 +41,7 @@ def test_the_page_shows_the_blind_predictions(script: Any, second: Any) -> None:
     page = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
     assert script.make_page() in page
     assert second.make_page(2) in page
-    for number in (3, 4, 5, 6):
+    for number in (3, 4, 5, 6, 7):
         later = load()
         later.choose_round(number)
         assert later.make_page(number) in page
@@ -55,6 +55,7 @@ def test_the_page_shows_the_blind_predictions(script: Any, second: Any) -> None:
         (4, "### Fourth round"),
         (5, "### Fifth round"),
         (6, "### Sixth round"),
+        (7, "### Seventh round"),
     ],
 )
 def test_later_rounds_are_told_as_they_were(script: Any, number: int, title: str) -> None:
