@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flopcalc.core.workload.workload import make_workload
 from flopcalc.data import find_data_dir
+from flopcalc.measure.hf.examples import find_example, make_estimator
 from flopcalc.measure.trace.operators import __main__ as command
+from flopcalc.measure.trace.operators.configs import CHOSEN, Json, list_variants
 from flopcalc.measure.trace.truth import report
+from flopcalc.prediction.operators import list_operators
 
 SHIPPED = Path(find_data_dir()) / "operators"
 # Recorded again, some bytes of these follow other widths, and llava_next has more variants: their predictions would
@@ -20,6 +25,13 @@ NAMES = [
     pytest.param(path.stem, marks=IS_OLDER) if path.stem in OLDER else path.stem
     for path in sorted(SHIPPED.glob("*.json"))
 ]
+# phimoe always chooses two experts; the other was recorded without training and decoding.
+WITHOUT_CHOICE = ("phimoe", "openai_privacy_filter")
+WITH_EXPERTS = [
+    path.stem
+    for path in sorted(SHIPPED.glob("*.json"))
+    if "experts" in path.read_text() and path.stem not in WITHOUT_CHOICE
+]
 
 
 @pytest.mark.heavy
@@ -29,6 +41,36 @@ def test_recording_again_gives_the_same_file(name: str) -> None:
     from flopcalc.measure.trace.operators.recording import record
 
     assert record(name).to_json() == (SHIPPED / f"{name}.json").read_text()
+
+
+def _add_one_expert(config: Json) -> Json:
+    return {
+        key: _add_one_expert(value) if isinstance(value, dict) else value + 1 if key in CHOSEN else value
+        for key, value in config.items()
+    }
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize("load", [{}, {"phase": "decode", "context": 9}])
+def test_bytes_of_experts_follow_how_many_a_token_has(name: str, load: dict[str, Any]) -> None:
+    """In every variant that was recorded: a number that no trace varies would be taken for a plain one."""
+    example = find_example(name)
+    compared = 0
+    for (config, *_), _ in list_variants(example):
+        more = _add_one_expert(config)
+        if more == config:
+            continue  # a variant without experts
+        few, many = (
+            sum(
+                (row.reads + row.writes) * row.count
+                for row in list_operators(make_estimator(example, each), make_workload(4, 1, **load)).rows
+                if "experts" in row.module
+            )
+            for each in (config, more)
+        )
+        assert many > 1.1 * few > 0
+        compared += 1
+    assert compared
 
 
 class Recording:

@@ -30,7 +30,8 @@ Json = dict[str, Any]
 _WIDTHS = {"hidden_size", "embed_dim", "n_embd", "d_model", "word_embed_proj_dim", "out_hidden_size", "projection_dim"}
 _HEADS = {"num_attention_heads", "num_key_value_heads", "num_heads", "n_head"}
 _INNER = {"intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner"}
-_ROUTED = {"num_experts_per_tok", "moe_k", "moe_topk"}  # experts of a token
+_WORDS = {"vocab_size", "vocab_size_per_layer_input"}
+CHOSEN = {"num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"}  # experts of a token
 _FLAGS = {
     "sliding_window",
     *SWITCHES,
@@ -38,12 +39,17 @@ _FLAGS = {
 }  # numbers that are none
 
 
-def resize(config: Json, widths: int, heads: int, inner: int, words: int, keys: int = 0) -> Json:
-    """The same model with other sizes: widths and heads times so much, and so on; heads of keys as heads, or `keys`."""
+def resize(
+    config: Json, widths: int, heads: int, inner: int, words: int, keys: int = 0, *, is_all: bool = False
+) -> Json:  # fmt: skip
+    """The same model with other sizes: widths and heads times so much, and so on; heads of keys as heads, or `keys`.
+
+    With `is_all` also ranks, and how many experts a token has: else these would look like plain numbers.
+    """
     out: Json = {}
     for key, value in config.items():
         if isinstance(value, dict):
-            out[key] = resize(value, widths, heads, inner, words, keys)
+            out[key] = resize(value, widths, heads, inner, words, keys, is_all=is_all)
         elif key == "mrope_section":
             out[key] = [entry * widths // heads for entry in value]
         elif type(value) is not int:
@@ -56,13 +62,13 @@ def resize(config: Json, widths: int, heads: int, inner: int, words: int, keys: 
             out[key] = value * heads
         elif key in _INNER:
             out[key] = value * inner
-        elif key == "vocab_size":
+        elif key in _WORDS:
             out[key] = value + words
-        elif key in _ROUTED and keys:
+        elif key in CHOSEN and is_all:
             out[key] = value + 1
         elif key == "head_dim":
             out[key] = value * widths // heads
-        elif key.endswith(("_lora_rank", "_head_dim")) and keys:
+        elif key.endswith(("_lora_rank", "_head_dim")) and is_all:
             out[key] = value * 2
         else:
             out[key] = value
@@ -219,8 +225,7 @@ def list_variants(example: Example) -> Iterator[tuple[list[Json], bool]]:
         seen.add(signature)
         configs = [base]
         for more, factors in enumerate(((2, 1, 3, 10), (8, 4, 5, 14, 2), (2, 2, 2, 6)), 1):
-            sized = lengthen(resize(base, *factors), more)
-            configs.append(ungroup(sized) if base == ungroup(base) else sized)
+            configs.append(lengthen(resize(base, *factors, is_all=more > 1), more))
         for other in example.configs:
             if other is not tiny and _inner_types(other) == _inner_types(tiny):
                 with suppress(FlopcalcError):
