@@ -63,5 +63,5 @@ def test_rows_of_experts_grow_with_the_experts_of_a_token(kind: str, keys: int) 
     if isinstance(source, dict):
         config["num_key_value_heads"] = keys
     few, many = (count_rows({**config, name: each}) for each in (2, 4))
-    assert 0 < few
+    assert few > 0
     assert many == pytest.approx(2 * few, rel=0.02)

@@ -177,7 +177,7 @@ def test_checkpoints_cost_the_host_more_than_what_they_run() -> None:
 
 
 def test_a_lower_clock_slows_what_memory_does_not_bound() -> None:
-    """The optimizer's time is aside when it is told how hard a step works, and streams take as long at any clock."""
+    """How hard a step works is told over all of it, its optimizer too; streams take as long at any clock."""
     estimator = bind("llama-3.2-1b", convention="hardware", device="h200")
     load = make_workload(8, 4096)
     shipped = load_predictor("h200-sxm")
@@ -191,7 +191,7 @@ def test_a_lower_clock_slows_what_memory_does_not_bound() -> None:
     optimizer = sum(piece.seconds for piece in clock.pieces if piece.kind == "optimizer")
     assert 0 < optimizer < streamed < whole
     flops = sum(piece.flops for piece in clock.pieces)
-    assert clock.rate() == pytest.approx(flops / (whole - optimizer) / clock.machine.peak)
+    assert clock.rate() == pytest.approx(flops / whole / clock.machine.peak)
     slower = slow_down([0.1, 2.0], clock.rate())
     assert clock.slower() == slower > 1
     gaps = clock.launches * shipped["gaps"]["train"]
@@ -977,7 +977,7 @@ def test_another_machine_widens_by_what_the_step_follows(share: float, bound: st
 
 def test_near_balance_the_interval_holds_a_faster_host() -> None:
     given: dict[str, Any] = {"device": "h200", "seq_len": 640, "memory": False, "advise": False}
-    plain, faster = (predict("llama-3.1-8b", host_factor=pace, **given) for pace in (1.0, 0.8))
+    plain, faster = (predict("llama-3.1-8b", host_factor=pace, **given) for pace in (1.0, 0.75))
     assert (plain.bound, faster.bound) == ("host", "device")
     assert plain.step_time_s.low < faster.step_time_s.mid < 0.9 * plain.step_time_s.mid
 

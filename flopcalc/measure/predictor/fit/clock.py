@@ -49,13 +49,14 @@ STEADY = Slowdown(1.0, 0.0)
 
 
 def fit_slowdown(cases: Sequence[ModelledCase], constants: Constants) -> tuple[list[float], dict[str, Slowdown]]:
-    """The share of the peak that each step keeps up, and what it does to the clock in both passes of profiled steps.
+    """The share of the peak that both passes of each step keep up, and what it does to the clock in profiled steps.
 
-    A profiled step comes after a pause. Its forward pass begins at the full clock, its backward pass at a lower one if
-    the power limit is reached. So products of a forward pass look faster than those of a backward pass.
+    A profiled step comes after a pause, and its optimizer after both passes. Its forward pass begins at the full clock,
+    its backward pass at a lower one if the power limit is reached. So products of a forward pass look faster than those
+    of a backward pass.
     """
     machine = make_machine(constants)
-    rates = [run_clock(each, machine).rate() for each in cases]
+    rates = [_find_pass_rate(each, machine) for each in cases]
     shape = ProductShape(*constants["products"]["shape"])
     ratios: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
     for each, rate in zip(cases, rates, strict=True):
@@ -63,6 +64,13 @@ def fit_slowdown(cases: Sequence[ModelledCase], constants: Constants) -> tuple[l
             for name, ratio in _compare_passes(each, shape).items():
                 ratios[name].append((rate, ratio))
     return rates, {name: _fit_line(points) for name, points in ratios.items()}
+
+
+def _find_pass_rate(each: ModelledCase, machine: Machine) -> float:
+    """Share of the peak that products and attention keep up until the optimizer begins."""
+    totals = add_up(run_clock(each, machine).pieces)
+    seconds = totals.seconds - totals.optimizer
+    return totals.flops / seconds / machine.peak if seconds else 0.0
 
 
 def _compare_passes(each: ModelledCase, shape: ProductShape) -> dict[str, float]:

@@ -105,8 +105,8 @@ def test_what_memory_alone_bounds_is_not_scaled(row: list[Any], is_scaled: bool)
 
 
 # --- Gaps and power ---------------------------------------------------------------------------------------------------
-TRUTH = {**SHIPPED, "gaps": {"train": 3e-6, "forward": 1.5e-6}, "power": [0.15, 0.8]}
-START = {**SHIPPED, "gaps": {"train": 2e-6, "forward": 1e-6}, "power": [0.4, 0.2]}
+TRUTH = {**SHIPPED, "gaps": {"train": 3e-6, "forward": 1.5e-6}, "power": [0.15, 0.9]}
+START = {**SHIPPED, "gaps": {"train": 2e-6, "forward": 1e-6}, "power": [0.5, 0.1]}
 PACE = SHIPPED["probe_s"]["train"]
 
 
