@@ -207,8 +207,8 @@ def get_config(name: str) -> Json:
     return runs.cut_config(*TEST[name])
 
 
-def fit(profiles: Path, out: Path) -> None:
-    """Make a predictor as `flopcalc calibrate --predictor` does at its end."""
+def fit(profiles: Path, out: Path, *, is_quick: bool = False) -> None:
+    """Make a predictor as `flopcalc calibrate --predictor` does at its end; of the rows of suite quick alone."""
     from flopcalc.hardware.tables import find_table, load_table
     from flopcalc.measure.predictor import runs
     from flopcalc.measure.predictor.fit.predictor import fit_predictor, save_predictor
@@ -217,12 +217,27 @@ def fit(profiles: Path, out: Path) -> None:
 
     measured = _read(profiles)
     provenance = measured["provenance"]
+    cases = pick_quick(measured["cases"]) if is_quick else measured["cases"]
     paths = {table: find_table(provenance["device_id"], table) for table in ("attention", "gemm")}
     tables = {table: load_table(path).records() if path else [] for table, path in paths.items()}
     constants = fit_predictor(
-        measured["cases"], runs.get_config, provenance, tables["attention"], tables["gemm"], load_shipped(MEASURED_ON)
+        cases, runs.get_config, provenance, tables["attention"], tables["gemm"], load_shipped(MEASURED_ON)
     )
     save_predictor(str(out), constants)
+
+
+def pick_quick(cases: list[Json]) -> list[Json]:
+    """The rows of a full calibration that suite quick measures too, each once."""
+    from flopcalc.measure.predictor import runs
+
+    asked = {name for job in runs.plan("quick") for name in job.rows}
+    found: dict[str, Json] = {}
+    for i, case in enumerate(cases):
+        if "model" in case:
+            found.setdefault(("host/" if case["is_host"] else "") + runs.name_case(case), case)
+        elif "units" not in case:
+            found[f"call {i}"] = case
+    return [case for name, case in found.items() if "model" not in case or name in asked]
 
 
 def refit(profiles: Path, out: Path) -> None:
@@ -417,6 +432,7 @@ def main() -> int:
     parser.add_argument(
         "--profiles", type=Path, default=RESULTS / "predict_profiles.json.gz", help="fit, refit: what was kept"
     )
+    parser.add_argument("--quick", action="store_true", help="fit: only what suite quick measures")
     parser.add_argument("--cases", type=Path, default=RESULTS / "predict_cases.json", help="report: what was measured")
     given = parser.parse_args()
     if given.command == "report":
@@ -432,7 +448,7 @@ def main() -> int:
     if given.out is None:
         parser.error(f"{given.command} needs --out FILE")
     if given.command == "fit":
-        fit(given.profiles, given.out)
+        fit(given.profiles, given.out, is_quick=given.quick)
     elif given.command == "refit":
         refit(given.profiles, given.out)
     elif given.command == "keep":

@@ -96,6 +96,18 @@ def test_a_refit_is_as_right_as_the_predictor_that_ships(script: Any, tmp_path: 
         assert found[name].get("inside") == row.get("inside")
 
 
+def test_suite_quick_is_picked_out_of_a_full_calibration(script: Any) -> None:
+    """Every row of quick, once, and all single calls; not the operators that full times one by one."""
+    from flopcalc.measure.predictor import runs
+
+    found = script.pick_quick(script._read(RESULTS / "predict_profiles.json.gz")["cases"])
+    asked = [name for job in runs.plan("quick") for name in job.rows]
+    steps = [("host/" if case["is_host"] else "") + runs.name_case(case) for case in found if "model" in case]
+    assert len(found) == len(asked)
+    assert sorted(steps) == sorted(name for name in asked if not name.startswith("calls/"))
+    assert not any("units" in case for case in found)
+
+
 def _fold(path: Path) -> str:
     return " ".join(path.read_text(encoding="utf-8").split())
 

@@ -37,8 +37,7 @@ MODELS: dict[str, tuple[str, int, int]] = {
     "qwen2.5-0.5b-short": ("qwen2.5-0.5b", 6, 0),
 }
 _COMPILED = ("llama-3.2-1b-short", "qwen2.5-0.5b-short")
-# Suite quick leaves out what suite full shows to change no constant much: a fit on the part of the shipped
-# predictor's records that quick measures predicts as well (docs/prediction.md).
+# Suite quick leaves out what changes the fit little: docs/calibration.md shows the errors of both.
 _QUICK_RECOMPUTED = ("llama-3.2-1b", "mistral-7b", "gpt2-medium", "mixtral-8x7b", "qwen2-vl-2b")
 _QUICK_SMALL = ("qwen2.5-0.5b", "qwen3-1.7b", "gemma-2b", "gpt2-medium", "olmo-2-7b", "mixtral-8x7b", "qwen2-vl-2b",
                 "llava-1.5-7b")  # fmt: skip  # decoding, and the smallest training step
