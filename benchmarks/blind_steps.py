@@ -579,16 +579,20 @@ def summarize(rows: list[Json], error: str = "error", inside: str = "is_inside")
     return f"{100 * statistics.median(errors):.1f} % / {100 * max(errors):.1f} % / {within} of {len(rows)}"
 
 
+def split_kinds(rows: list[Json]) -> Iterator[tuple[str, str, list[Json]]]:
+    """Each kind of model and what bounds its steps, with these steps."""
+    for kind in dict.fromkeys(model.kind for model in MODELS.values()):
+        for bound in ("device", "host"):
+            if own := [row for row in rows if (row["kind"], row["bound"]) == (kind, bound)]:
+                yield kind, bound, own
+
+
 def report_own(measured: Path, predictor: Path) -> str:
     """Each kind apart, by a predictor of the same machine."""
     from flopcalc.grids import format_grid
 
     rows = list_own_rows(measured, predictor)
-    sums = []
-    for kind in dict.fromkeys(model.kind for model in MODELS.values()):
-        for bound in ("device", "host"):
-            own = [row for row in rows if (row["kind"], row["bound"]) == (kind, bound)]
-            sums += [[kind, bound, len(own), summarize(own)]] if own else []
+    sums = [[kind, bound, len(own), summarize(own)] for kind, bound, own in split_kinds(rows)]
     return format_grid(["kind", "bound by", "steps", "median / worst / inside"], sums, "github")
 
 
@@ -597,12 +601,10 @@ def report(measured: Path, predicted: Path) -> str:
     from flopcalc.grids import format_grid
 
     rows = list_rows(measured, predicted)
-    sums = []
-    for kind in dict.fromkeys(model.kind for model in MODELS.values()):
-        for bound in ("device", "host"):
-            own = [row for row in rows if (row["kind"], row["bound"]) == (kind, bound)]
-            if own:
-                sums.append([kind, bound, len(own), summarize(own), summarize(own, "plain_error", "is_plain_inside")])
+    sums = [
+        [kind, bound, len(own), summarize(own), summarize(own, "plain_error", "is_plain_inside")]
+        for kind, bound, own in split_kinds(rows)
+    ]
     head = ["kind", "bound by", "steps", "median / worst / inside", "without the host's factor"]
     lines = [
         [row["name"], row["bound"], f"{row['host_factor']:.2f}", f"{1e3 * row['measured_s']:.2f}",

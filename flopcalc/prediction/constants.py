@@ -261,7 +261,7 @@ def adapt_host(constants: Constants, host: MeasuredHost) -> Constants:
 
 
 def scale_host(host: HostConstants, paces: Mapping[HostPhase, float]) -> HostConstants:
-    """The times of a host that takes so many times longer in each phase."""
+    """The same times on a slower or faster host; `paces` has its factor for each phase."""
 
     def scale(values: Sequence[float], phase: HostPhase) -> list[float]:
         return [float(f"{value * paces[phase]:.5g}") for value in values]

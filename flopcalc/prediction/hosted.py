@@ -32,7 +32,7 @@ def find_order(module: str, group: str, way: str, stacks: tuple[Stack, ...], *, 
 
 
 def name_phase(phase: str) -> HostPhase:
-    """The phases that the host's time is told apart by: with gradients, without, and with a growing cache."""
+    """The host has a time for each of three phases: training, forward passes, and decoding with a growing cache."""
     return "train" if phase == "train" else "decode" if phase == "decode" else "forward"
 
 
