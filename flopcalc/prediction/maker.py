@@ -314,7 +314,7 @@ class _Maker:
             past = load.context + (load.seq + 1) // 2
             shapes = [("decode", load.rows, 1, min(past, window) if window else past, self.steps)]
         elif isinstance(pairs, Expression):
-            shapes = self._find_summed(pairs, op.times)
+            shapes = self._find_summed(module, pairs, op.times)
         else:
             for (mask, length), many in pairs.attention_calls(load, op.times).items():
                 shapes.append(self._find_shape(module, pairs, mask, length, many, window))
@@ -344,10 +344,13 @@ class _Maker:
             mask = "window"
         return mask, 1 if one_by_one else many, length, length, many if one_by_one else 1
 
-    def _find_summed(self, rows: Expression, times: int) -> list[tuple[str, int, int, int, float]]:
+    def _find_summed(self, module: str, rows: Expression, times: int) -> list[tuple[str, int, int, int, float]]:
         """Calls of an attention op that tells its pairs as a sum over images, clips or rows: all of them alike."""
         load, unit = self.load, rows.unit
         pairs = rows.count(load, "full") * times
+        if module in self.masked and unit == "call":  # all images are one sequence, and a mask keeps them apart
+            side = math.isqrt(pairs)
+            return [("full" if self.is_fused else "window", 1, side, side, 1)] if side else []
         if unit in ("image", "clip"):
             many = len(load.all_grids if unit == "image" else load.clips)
             side = math.isqrt(pairs // many) if many else 0
