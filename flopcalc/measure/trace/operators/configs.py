@@ -98,6 +98,8 @@ def deepen(config: Json) -> Json:
     if "no_rope_layers" in out or "no_rope_layer_interval" in out:  # as real ones: the last of four does not rotate
         out.pop("no_rope_layers", None)
         out["no_rope_layer_interval"] = 4
+    if isinstance(out.get("moe_topk"), list):  # all layers alike
+        out["moe_topk"] = out["moe_topk"][0]
     is_listed = any(isinstance(value, list) and "layer" in key for key, value in out.items())
     for key in ("num_hidden_layers", "depth", "n_layer"):
         if isinstance(out.get(key), int) and not is_listed:
