@@ -63,6 +63,7 @@ from blind_models import Adapter, Model, Step
 from expert_steps import find_routes
 from predict_error import calibrated_here
 
+from flopcalc.measure.predictor.fit.cases import ModelledCase, model_cases
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
 from flopcalc.prediction.constants import FOLLOWS
 
@@ -137,6 +138,19 @@ def list_steps() -> Iterator[tuple[str, Model, Step, Json]]:
     for name in blind_models.take_turns(MODELS):
         for step in MODELS[name].steps:
             yield name, MODELS[name], step, make_step_case(name, step)
+
+
+def read_steps() -> list[ModelledCase]:
+    """Large steps of all rounds that were measured, without adapters."""
+    found: list[ModelledCase] = []
+    for number in ROUNDS:
+        path = RESULTS / name_result("steps", number)
+        if path.exists():
+            choose_round(number)
+            measured = json.loads(path.read_text())
+            cases = [case for case in measured["cases"] if not case["is_small"] and MODELS[case["model"]].adapter is None]
+            found += model_cases(cases, get_config, measured["provenance"]["device_id"], VERSION)
+    return found
 
 
 # --- predict ----------------------------------------------------------------------------------------------------------

@@ -241,11 +241,14 @@ def pick_quick(cases: list[Json]) -> list[Json]:
 
 
 def refit(profiles: Path, out: Path) -> None:
-    """The shipped predictor with the optimizer's and the host's constants fitted by today's code.
+    """The shipped predictor with constants of optimizer, host, clock and attention in waves fitted by today's code.
 
-    Model types that the calibration did not measure are those of host_types.py.
+    Model types and kernels that the calibration did not measure are those of host_types.py and single_calls.py; steps
+    of other machines are those of the blind tests.
     """
+    import blind_steps
     import host_types
+    import single_calls
 
     from flopcalc.measure.predictor import runs
     from flopcalc.measure.predictor.fit.predictor import fit_again, save_predictor
@@ -255,7 +258,10 @@ def refit(profiles: Path, out: Path) -> None:
     constants = load_shipped(MEASURED_ON)
     assert constants is not None
     others = host_types.read_steps(RESULTS / "host_types.json")
-    save_predictor(str(out), fit_again(constants, _read(profiles)["cases"], runs.get_config, others))
+    found = fit_again(
+        constants, _read(profiles)["cases"], runs.get_config, others, single_calls.read_calls(), blind_steps.read_steps()
+    )  # fmt: skip
+    save_predictor(str(out), found)
 
 
 def _read(path: Path) -> Json:

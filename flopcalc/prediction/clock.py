@@ -24,7 +24,8 @@ _OTHER = {"device": 0.04, "host": 0.4}
 _SLOWER = 0.2  # how much longer another host takes by which a step's share of its host is found
 _UNTYPED = 1.5  # how much wider where only operators tell the host's time, and no model of the type was measured
 _BEFORE_READS, _AFTER_IMAGES = 0.6, 0.4  # before the layers; what is read back there stands at 0.5
-LONGEST = {"causal": 8192, "window": 8192, "full": 4096, "decode": 4000}  # mask -> most keys that were timed
+# Mask -> most keys that were timed.
+LONGEST = {"causal": 8192, "window": 8192, "apart": 8208, "full": 4096, "decode": 4000}
 _BEYOND = 2  # times the longest that was measured: a note says so
 _FAR = 0.5  # of the device's time, in sizes with no measured call near them: a note says so
 _HALF = 0.5  # of what a host's gain in time gains a step: beyond it, the host bounds the step
@@ -217,7 +218,7 @@ class Clock:
             if moved.direction == "optimizer":
                 if moved.kind not in self.constants["optimizer"]:
                     self.found_notes[f"{moved.kind} was not measured: its bytes at the fused one's speed"] = None
-                self._put(moved, "optimizer", timed, moved.calls, is_streamed=True)
+                self._put(moved, "optimizer", timed, moved.calls)
             else:
                 self._put(
                     moved, "memory", timed, moved.calls * times, is_again=moved.is_again,

@@ -13,6 +13,7 @@ from flopcalc.hardware.devices import Device, find_device, find_format_peak, par
 from flopcalc.hardware.systems import System, load_system
 from flopcalc.hardware.tiles import count_steps
 from flopcalc.prediction.constants import Constants, load_predictor
+from flopcalc.prediction.kinds import find_size, name_shape
 from flopcalc.prediction.work import Attention, Moved, Product
 from flopcalc.words import CAST_BYTES, CAST_FORMATS
 
@@ -161,13 +162,17 @@ def find_step(n: int, k: int) -> int:
     return math.gcd(n, k, 8)
 
 
+IN_WAVES = ("full", "window", "apart")  # masks under which all blocks of attention take equally long
+
+
 def attention_features(
     units: int, direction: str, mask: str, batch: int, heads: int, kv_heads: int, dim: float, length: int, keys: int
 ) -> tuple[float, float, float, float]:
     """What the time of an attention call is made of: the call, its queries, its pairs in blocks, its longest row.
 
     Decoding reads all keys once and computes next to nothing. Without a causal mask all blocks take equally long, so
-    that they come in waves over the processors; under one, short blocks fill the gaps that long ones leave.
+    that they come in waves over the processors; under one, short blocks fill the gaps that long ones leave. On the way
+    back such a call has all queries as its last part, not its longest row: their gradients are added up in memory.
     """
     each = batch * heads
     if mask == "decode":
@@ -179,12 +184,13 @@ def attention_features(
     held, passed = (length, keys) if direction == "forward" else (keys, length)
     tile, step = (128, 128) if direction == "forward" else (128 if dim <= 128 else 64, 64)
     rows = -(-each * -(-held // tile) // units) * units * tile
-    return 1.0, float(rows), float(rows * step * -(-passed // step)), float(keys)
+    last = keys if direction == "forward" else each * length
+    return 1.0, float(rows), float(rows * step * -(-passed // step)), float(last)
 
 
 def name_mask(mask: str, keys: int) -> str:
     """A mask that is handed over as a tensor has other kernels where its rows do not start on 16 bytes, or on 4."""
-    if mask != "window" or not keys % 8:
+    if mask not in ("window", "apart") or not keys % 8:
         return mask
     return "window-odd" if keys % 2 else "window-even"
 
@@ -223,7 +229,7 @@ _FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of th
 # How many times longer torch's fused AdamW takes for weights whose states are zero: their square roots and quotients
 # take a processor's slow path. With it, profiled steps of untied models (olmo-2-7b, mistral-7b and others in
 # benchmarks/results/predict_profiles.json.gz) reach the bandwidth of tied ones.
-_ZEROS = 1.57
+_ZEROS = 1.69
 
 
 class Machine:
@@ -450,7 +456,8 @@ class Machine:
     def _find_attention(self, table: Mapping[str, list[float]], call: Attention) -> tuple[list[float], float] | None:
         """Constants of a call's direction, mask and head dim; those of the nearest head dim, scaled, else."""
         mean = (call.qk + call.v) / 2
-        for mask in (name_mask(call.mask, call.keys), call.mask, "full"):
+        wider = "window" if call.mask == "apart" else call.mask
+        for mask in (name_mask(call.mask, call.keys), wider, "full"):
             dims = {
                 int(name.rpartition("/")[2]): value
                 for name, value in table.items()
@@ -473,8 +480,8 @@ class Machine:
             return self.plain.time_moved(moved)
         error = self._find_error("moved")
         size = moved.reads + moved.writes
-        name = moved.kind
-        curves = self.constants["moved"]
+        name = name_shape(moved.kind, moved.reads, moved.writes)
+        curves, lines = self.constants["moved"], self.constants["linear"]
         if moved.direction == "backward" and f"{name}_backward" in curves:
             name += "_backward"
         if moved.direction == "optimizer":
@@ -488,11 +495,10 @@ class Machine:
         if name == "scan":
             seconds = read_curve(curves["pointwise"], size / self.memory)
             return Timed(seconds * math.sqrt(self.memory / self.processors), 2 * error, self.is_measured)
-        lines = self.constants["linear"]
-        linear = lines.get(name) or lines.get(name.partition("_")[0] if name.startswith("cat_") else "")
-        if linear is not None:
-            start, per_byte = linear
-            return Timed(start + size * per_byte / self.memory, error, self.is_measured)
-        while name not in curves:  # of a kind that was not measured, the next wider one's
+        while name not in curves and name not in lines:  # of a kind that was not measured, the next wider one's
             name, error = name.rpartition("_")[0] or "pointwise_strided", 2 * error
-        return Timed(read_curve(curves[name], size / self.memory), error, self.is_measured)
+        if name in curves:
+            size = find_size(name, moved.reads, moved.writes)
+            return Timed(read_curve(curves[name], size / self.memory), error, self.is_measured)
+        start, per_byte = lines[name]
+        return Timed(start + size * per_byte / self.memory, error, self.is_measured)

@@ -15,6 +15,7 @@ from typing import Any
 from flopcalc.measure.calibrate.tables import Bench, Json, round_digits
 from flopcalc.measure.calibrate.tables.gemm import DIRECTIONS, make_product
 from flopcalc.measure.predictor.fit.points import ProfiledOperator, read_grouped
+from flopcalc.measure.predictor.memory_calls import list_sizes, measure_memory
 from flopcalc.measure.predictor.profiling import profile_step
 
 _REPEATS = 6
@@ -40,6 +41,10 @@ _SIZES: dict[str, list[tuple[int, int, int, int, int]]] = {
         # Lengths whose mask rows do not start on 16 bytes, some not even on 4.
         (1, 32, 252), (1, 32, 1100), (2, 16, 1250), (4, 16, 1900), (1, 32, 2050), (4, 8, 601), (1, 8, 3001),
     )],
+    # Towers that join all images to one sequence, with a mask that keeps them apart.
+    "apart": [(1, heads, heads, length, length) for heads, length in (
+        (16, 256), (4, 512), (16, 1152), (16, 2304), (8, 3456), (16, 4320), (16, 5400), (16, 8208),
+    )],
     "decode": [(batch, heads, kv, 1, keys) for batch, heads, kv, keys in (
         (1, 32, 8, 200), (16, 32, 8, 300), (16, 32, 32, 600), (3, 32, 8, 800), (4, 16, 2, 1000), (16, 12, 2, 2000),
         (1, 32, 8, 4000), (16, 16, 8, 4000),
@@ -48,7 +53,7 @@ _SIZES: dict[str, list[tuple[int, int, int, int, int]]] = {
 # Head dims of queries and of values, and the masks that models with them use. Only a tower has 72; 192 and 128 are
 # those of multi-head latent attention.
 _DIMS = {
-    (64, 64): ("causal", "dropout", "full", "window", "decode"),
+    (64, 64): ("causal", "dropout", "full", "window", "apart", "decode"),
     (72, 72): ("full",),
     (80, 80): ("causal", "full", "decode"),
     (96, 96): ("causal", "window", "decode"),
@@ -78,7 +83,7 @@ _REST_SHARE = 1.5  # pause after a product, in its own seconds, so that none low
 
 
 def list_rows(suite: str) -> dict[str, Json]:
-    """Row of the journal -> what it measures: one head dim at all sizes, experts, transposed tensors or layers."""
+    """Row of the journal -> what it measures: a head dim at all sizes, experts, transposed tensors, memory or layers."""
     dims, sizes, experts, rows, across = _DIMS, _SIZES, _EXPERTS, _ROWS, _ACROSS
     layers, layer_rows = _LAYERS, _LAYER_ROWS
     if suite == "test":
@@ -93,6 +98,7 @@ def list_rows(suite: str) -> dict[str, Json]:
         found[f"calls/attention/{name}"] = {"is_call": True, "qk": qk, "v": v, "sizes": chosen}
     found["calls/experts"] = {"is_call": True, "experts": [list(each) for each in experts], "rows": rows}
     found["calls/across"] = {"is_call": True, "across": [list(each) for each in across]}
+    found["calls/memory"] = {"is_call": True, "memory": list_sizes(suite == "test")}
     found["calls/products"] = {"is_call": True, "layers": [list(each) for each in layers], "rows": layer_rows}
     return found
 
@@ -104,6 +110,8 @@ def measure_calls(bench: Bench, row: Json) -> Json:
         return _measure(bench, makers)
     if "across" in row:
         return _measure(bench, [partial(_make_across, bench, *each) for each in row["across"]])
+    if "memory" in row:
+        return measure_memory(bench, **row["memory"])
     if "layers" in row:
         makers = [partial(_make_layer, bench, row["rows"], *each) for each in row["layers"]]
         return _measure(bench, makers, _LAYER_REPEATS)
@@ -206,6 +214,9 @@ def _make_attention(
     if mask == "window":
         given = torch.ones(length, keys, dtype=torch.bool, device=bench.device).tril().triu(-(length // 2))
         given = given.expand(batch, 1, length, keys)
+    elif mask == "apart":
+        at = torch.arange(length, device=bench.device) * 3 // length  # three images
+        given = torch.where(at[:, None] == at, 0.0, -1e30).to(torch.bfloat16).expand(batch, 1, length, keys)
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = heads // kv_heads, mask in ("causal", "dropout")
     dropout = 0.1 if mask == "dropout" else 0.0

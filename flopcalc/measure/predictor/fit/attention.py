@@ -18,7 +18,7 @@ from flopcalc.measure.predictor.fit.choices import (
 )
 from flopcalc.measure.predictor.fit.points import AttentionPoint
 from flopcalc.measure.predictor.fit.solvers import round_digits, solve_nonnegative
-from flopcalc.prediction.machine import attention_features, name_mask
+from flopcalc.prediction.machine import IN_WAVES, attention_features, name_mask
 
 _Features = tuple[float, float, float, float]  # call, queries, pairs, longest row
 
@@ -41,7 +41,8 @@ def fit_attention(points: Sequence[AttentionPoint], units: int) -> dict[str, dic
         rows = [(_list_features(point, units), point.seconds) for point in group]
         if _determines_all(group, call_s):
             # The shortest call of all stands for one without queries: no kernel starts later.
-            constants = solve_nonnegative([*rows, ((1.0, 0.0, 0.0, 0.0), call_s)])
+            start = [] if group[0].mask in IN_WAVES else [((1.0, 0.0, 0.0, 0.0), call_s)]
+            constants = solve_nonnegative([*rows, *start])
         else:
             constants = _scale_usual(group[0], rows, ATTENTION_START_SHARE * call_s)
         fitted.setdefault(kernel, {})[name] = round_digits(constants)

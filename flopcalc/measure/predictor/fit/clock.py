@@ -116,9 +116,7 @@ def scale_to_full_clock(each: ModelledCase, rate: float, slowdowns: Mapping[str,
 
 def _is_streamed(operator: ProfiledOperator) -> bool:
     """Whether memory alone bounds an operator."""
-    if not operator.name or "_fused_adam" in operator.name:
-        return bool(operator.name)
-    if classify(operator.name) in ("product", "attention"):
+    if not operator.name or "_fused_adam" in operator.name or classify(operator.name) in ("product", "attention"):
         return False
     moved = read_moved(operator)
     return moved is not None and moved.kind in STREAMED
@@ -153,6 +151,21 @@ def fit_gaps_and_power(cases: Sequence[ModelledCase], constants: Constants) -> t
 
     values = round_digits(fit_positive(list_errors, (*START_POWER, *START_GAPS_S.values()), ROUNDED_ERROR))
     return dict(zip(modes, values[2:], strict=True)), values[:2]
+
+
+def fit_gap(cases: Sequence[ModelledCase], constants: Constants) -> float | None:
+    """Seconds between kernels of training steps, at a clock that is known; None if no step tells."""
+    machine = make_machine(constants)
+    found = [step for each in cases if (step := _read_bound_step(each, machine))]
+    steps = [step for step in found if step.mode == "train"]
+    if not steps:
+        return None
+
+    def list_errors(values: Sequence[float]) -> list[float]:
+        return [math.log(step.predict(constants["power"], values[0]) / step.seconds) for step in steps]
+
+    (gap_s,) = round_digits(fit_positive(list_errors, (START_GAPS_S["train"],), ROUNDED_ERROR))
+    return gap_s
 
 
 def _read_bound_step(each: ModelledCase, machine: Machine) -> BoundStep | None:

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import MIN_ROWS_PER_EXPERT, SINGLE_CALL_WEIGHT
-from flopcalc.prediction.kinds import classify
+from flopcalc.prediction.kinds import classify, find_size
 from flopcalc.prediction.routed import MASKED
 from flopcalc.prediction.work import Work
 
 _DTYPE_BYTES = {
     "c10::BFloat16": 2, "c10::Half": 2, "float": 4, "long int": 8, "int": 4, "double": 8, "bool": 1, "unsigned char": 1,
 }  # fmt: skip
+_HEAD_DIM = 256  # at most
 _FLOATS = ("c10::BFloat16", "c10::Half", "float", "double")
 
 
@@ -214,6 +215,8 @@ def read_moved(operator: ProfiledOperator) -> MovedPoint | None:
     kind = classify(operator.name)
     if operator.name == "aten::copy_":
         kind = "copy" if dtypes[0] == dtypes[1] else "cast"
+    if kind == "reduce" and len(typed[0][0]) == 4 and typed[0][0][-1] <= _HEAD_DIM:
+        return None  # over heads: its time depends on what it leaves, which a profile does not show
     moved = _count_bytes(operator.name, kind, tensors, floats)
     kind = _name_layout(kind, operator.kernel, tensors, floats)
     if operator.name == "aten::masked_fill_" and kind == "pointwise_strided":
@@ -267,8 +270,14 @@ def read_single_calls(calls: Sequence[Json]) -> Points:
             if "copies" in call
         ],
         [_read_attention_call(call) for call in calls if call.get("kernel", "eager") != "eager"],
-        [MovedPoint(call["kind"], call["bytes"], call["seconds"], 1) for call in calls if "kind" in call],
+        [MovedPoint(call["kind"], _find_size(call), call["seconds"], 1) for call in calls if "kind" in call],
     )
+
+
+def _find_size(call: Json) -> int:
+    if "bytes" in call:
+        return int(call["bytes"])
+    return round(find_size(call["kind"], call["reads"], call["writes"]))
 
 
 def _read_attention_call(call: Json) -> AttentionPoint:

@@ -12,7 +12,13 @@ from flopcalc.hardware.devices import find_device
 from flopcalc.measure.predictor.fit.attention import fit_attention
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, model_cases
 from flopcalc.measure.predictor.fit.choices import HOST_PHASES, HOST_UNITS, INTERVAL, START_GAPS_S, START_POWER
-from flopcalc.measure.predictor.fit.clock import fit_compiled, fit_gaps_and_power, fit_slowdown, scale_to_full_clock
+from flopcalc.measure.predictor.fit.clock import (
+    fit_compiled,
+    fit_gap,
+    fit_gaps_and_power,
+    fit_slowdown,
+    scale_to_full_clock,
+)
 from flopcalc.measure.predictor.fit.host import (
     HostStep,
     find_usual_probes,
@@ -27,7 +33,7 @@ from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, 
 from flopcalc.measure.predictor.fit.products import fit_grouped, fit_patches, fit_products
 from flopcalc.measure.predictor.narrow import is_narrow
 from flopcalc.prediction.constants import SCHEMA, Constants, HostConstants, KernelConstants, Provenance, scale_host
-from flopcalc.prediction.machine import ProductShape
+from flopcalc.prediction.machine import IN_WAVES, ProductShape
 from flopcalc.prediction.routed import RECORDED
 
 
@@ -89,21 +95,46 @@ def fit_predictor(
 
 
 def fit_again(
-    constants: Constants, records: Iterable[Json], configs: Callable[[str], Json], others: Sequence[ModelledCase] = ()
+    constants: Constants,
+    records: Iterable[Json],
+    configs: Callable[[str], Json],
+    others: Sequence[ModelledCase] = (),
+    more_calls: Sequence[Json] = (),
+    elsewhere: Sequence[ModelledCase] = (),
 ) -> Constants:
-    """The optimizer's, the host's and the clock's constants of a predictor fitted anew; its other kernels stay.
+    """Constants of a predictor fitted anew: the optimizer's, the host's, the clock's, and attention's in waves.
 
-    `others` are small steps of more model types, perhaps of another machine.
+    Its other kernels stay. `others` are small steps of more model types, perhaps of another machine, `more_calls`
+    single calls of kernels that the records do not show, and `elsewhere` steps of other machines of the same device,
+    which tell the time between kernels better than one machine does.
     """
     records = list(records)
     device, version = constants["provenance"]["device_id"], constants["provenance"].get("transformers") or RECORDED
     modelled = model_cases((record for record in records if record.get("is_host") is False), configs, device, version)
     rates, slowdowns = fit_slowdown(modelled, constants)
     full_clock = [scale_to_full_clock(each, rate, slowdowns) for each, rate in zip(modelled, rates, strict=True)]
-    changed: Constants = {**constants, "optimizer": fit_lines(full_clock)[1]}
+    calls = [*more_calls, *(call for record in records for call in record.get("calls", ()))]
+    changed: Constants = {
+        **constants,
+        "attention": _fit_waves(constants, full_clock, calls),
+        "moved": constants["moved"] | fit_curves(read_single_calls(more_calls).moved),
+        "optimizer": fit_lines(full_clock)[1],
+    }
     changed = _fit_host_part(changed, records, configs, modelled, others)
     gaps, power = fit_gaps_and_power(modelled, changed)
-    return {**changed, "gaps": gaps, "power": power}
+    changed = {**changed, "gaps": gaps, "power": power}
+    gap_s = fit_gap(elsewhere, changed)
+    return changed if gap_s is None else {**changed, "gaps": {**gaps, "train": gap_s}}
+
+
+def _fit_waves(
+    constants: Constants, cases: Sequence[ModelledCase], calls: Sequence[Json]
+) -> dict[str, dict[str, list[float]]]:  # fmt: skip
+    """Constants of attention, those under the masks IN_WAVES fitted anew."""
+    units = round(ProductShape(*constants["products"]["shape"]).units)
+    points = join_points(read_points(cases), read_single_calls(calls)).attention
+    fitted = fit_attention([point for point in points if point.mask in IN_WAVES], units)
+    return {kernel: table | fitted.get(kernel, {}) for kernel, table in constants["attention"].items()}
 
 
 def _fit_host_part(
@@ -153,10 +184,16 @@ def take_over(constants: Constants, known: Constants) -> Constants:
     products = constants["products"]
     narrow = {kind: scale(line) for kind, line in known["products"].get("narrow", {}).items()}
     lines = {kind: scale(line) for kind, line in known["linear"].items() if kind not in constants["linear"]}
+    curves = {
+        kind: [[size, seconds * slower] for size, seconds in curve]
+        for kind, curve in known["moved"].items()
+        if kind not in constants["moved"]
+    }
     return {
         **constants,
         "products": {**products, "narrow": narrow | products.get("narrow", {})},
         "linear": constants["linear"] | lines,
+        "moved": constants["moved"] | curves,
     }
 
 
