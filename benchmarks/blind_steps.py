@@ -58,6 +58,7 @@ import blind_models_5
 import blind_models_6
 import blind_models_7
 import blind_models_8
+import blind_models_9
 import decode_steps
 from blind_models import Adapter, Model, Step
 from expert_steps import find_routes
@@ -70,9 +71,9 @@ from flopcalc.prediction.constants import FOLLOWS
 Json = dict[str, Any]
 ROUNDS = {
     1: blind_models, 2: blind_models_2, 3: blind_models_3, 4: blind_models_4, 5: blind_models_5, 6: blind_models_6,
-    7: blind_models_7, 8: blind_models_8,
+    7: blind_models_7, 8: blind_models_8, 9: blind_models_9,
 }  # fmt: skip
-PASSES = {7: 3, 8: 3}  # round -> how often all steps are timed; once without
+PASSES = {7: 3, 8: 3, 9: 3}  # round -> how often all steps are timed; once without
 MODELS, EXECUTED, DECODED = blind_models.MODELS, blind_models.EXECUTED, blind_models.DECODED
 MANY = 1  # passes of the round that was chosen
 RESULTS = Path(__file__).parent / "results"
