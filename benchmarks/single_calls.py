@@ -1,4 +1,4 @@
-"""Single calls that the shipped predictor's calibration did not have: memory-bound ones by shape, images kept apart.
+"""Single calls that the shipped predictor's calibration did not have: memory-bound ones by shape, adapters, images kept apart.
 
 `measure` times them as `flopcalc calibrate --predictor` does today, and writes benchmarks/results/single_calls.json;
 `python benchmarks/predict_error.py refit` takes them in.
@@ -30,7 +30,7 @@ def measure(out: Path, device: str) -> None:
         "provenance": {**describe_machine(device), "command": "python benchmarks/single_calls.py", "date": date},
         "calls": [], "left_out": [],
     }  # fmt: skip
-    for row in (rows["calls/memory"], {**apart, "sizes": {"apart": apart["sizes"]["apart"]}}):
+    for row in (rows["calls/memory"], rows["calls/adapters"], {**apart, "sizes": {"apart": apart["sizes"]["apart"]}}):
         for key, found in measure_calls(bench, row).items():
             kept[key] += found
     out.write_text(json.dumps(kept, indent=1) + "\n")

@@ -24,6 +24,9 @@ _OTHER = {"device": 0.04, "host": 0.4}
 _SLOWER = 0.2  # how much longer another host takes by which a step's share of its host is found
 _UNTYPED = 1.5  # how much wider where only operators tell the host's time, and no model of the type was measured
 _BEFORE_READS, _AFTER_IMAGES = 0.6, 0.4  # before the layers; what is read back there stands at 0.5
+# Share of the peak that draws as much power as products of adapters in fp32, which tensor cores do not compute: chosen
+# on the LoRA steps of nine blind tests (benchmarks/results/blind_steps_*.json).
+_FP32_POWER = 0.5
 # Mask -> most keys that were timed.
 LONGEST = {"causal": 8192, "window": 8192, "apart": 8208, "full": 4096, "decode": 4000}
 _BEYOND = 2  # times the longest that was measured: a note says so
@@ -191,9 +194,11 @@ class Clock:
                 timed = timed._replace(seconds=timed.seconds / kept * (product.slower if is_routed else 1.0))
             if is_routed:
                 routed += [len(self.pieces)] if product.calls * timed.seconds else []
+            flops = product.flops * times
+            if self.machine.is_narrow(product):
+                flops = _FP32_POWER * self.machine.peak * timed.seconds * product.calls * times
             self._put(
-                product, "products", timed, product.calls * times, is_again=product.is_again,
-                flops=product.flops * times,
+                product, "products", timed, product.calls * times, is_again=product.is_again, flops=flops
             )  # fmt: skip
             self.has_experts = self.has_experts or product.copies > 1
             if self.machine.is_cast(product) and not joined.makes(product):

@@ -60,6 +60,7 @@ class ProductConstants(PlainProducts):
     grouped: dict[str, list[float]]  # direction -> the fields of a GroupShape
     patches: NotRequired[dict[str, list[float]]]  # direction -> seconds of a call, of a FLOP
     narrow: NotRequired[dict[str, list[float]]]  # number format -> seconds of a call, of a byte
+    adapters: NotRequired[dict[str, list[float]]]  # format and form -> seconds of a call, of a byte, of a FLOP
 
 
 class KernelConstants(TypedDict):
@@ -149,6 +150,7 @@ _FORM = {
         "grouped": dict.fromkeys(("forward", "dgrad", "wgrad"), (POSITIVE,) * 6),
         "patches?": Each(_LINE),
         "narrow?": Each(_LINE),
+        "adapters?": Each((FROM_0,) * 3),
     },
     "attention": Rule(
         Each(Each(_CALL, names=".*/[1-9][0-9]*")),

@@ -148,6 +148,19 @@ def slow_down(power: Sequence[float], rate: float) -> float:
     return float(1 + steepness * max(0.0, rate - start) ** 2)
 
 
+def turn_narrow(direction: str, m: int, n: int, k: int) -> tuple[str, tuple[int, int, int]]:
+    """The form of an adapter's product, and its rows, depth and columns: its rank is the depth, or one of the sides."""
+    sizes = {"forward": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}[direction]
+    return ("grad", "up", "down")[sizes.index(min(sizes))], sizes
+
+
+def measure_narrow(form: str, rows: int, depth: int, columns: int) -> tuple[int, int]:
+    """Bytes of an adapter's product in fp32, and its FLOPs: a rank that is a side of what comes out fills a tile."""
+    rank = min(rows, depth, columns)
+    filled = rank if form == "up" else -(-rank // _NARROW_TILE) * _NARROW_TILE
+    return 4 * (rows * depth + depth * columns + rows * columns), 2 * rows * depth * columns // rank * filled
+
+
 def weigh_zeros(share: float) -> float:
     """How many times longer fused AdamW takes where a share of the weights has had no gradient but zeros."""
     return 1 + (_ZEROS - 1) * share
@@ -316,9 +329,20 @@ class Machine:
             self._others[kind] = self if own == self.dtype else Machine(self.device.id, own, self._given)
         return self._others[kind]
 
+    def is_narrow(self, product: Product) -> bool:
+        """Whether a product is an adapter's in another format than the rest."""
+        is_plain = self.is_measured and self.dtype not in CAST_FORMATS
+        return bool(product.format) and is_plain and min(product.m, product.n, product.k) <= _NARROW
+
     def time_product(self, product: Product) -> Timed:
+        if self.is_narrow(product):
+            form, sizes = turn_narrow(product.direction, product.m, product.n, product.k)
+            if formed := self.constants["products"].get("adapters", {}).get(f"{product.format} {form}"):
+                moved, flops = measure_narrow(form, *sizes)
+                start, per_byte, per_flop = formed
+                return Timed(start + per_byte * moved + per_flop * flops, 2 * _ERRORS["product"], True)
         line = self.constants["products"].get("narrow", {}).get(product.format)
-        if line and self.is_measured and self.dtype not in CAST_FORMATS and min(product[4:7]) <= _NARROW:
+        if line and self.is_narrow(product):
             start, per_byte = line
             m, n, k = product.m, product.n, product.k
             other = self._find_other(product.format)

@@ -11,6 +11,7 @@ from flopcalc.core.model.ops import Attend, Embed, Linear, Multiply, Op, iterate
 from flopcalc.core.workload.pairs import block_pairs
 from flopcalc.core.workload.sums import Either, Expression, Frames, InDecoder, Minus, Pairs, Sum, Windows
 from flopcalc.core.workload.workload import Workload
+from flopcalc.hardware.tiles import pad
 from flopcalc.prediction.fused import list_fused
 from flopcalc.prediction.operators import Operator, Operators, list_operators
 from flopcalc.prediction.routed import USUAL
@@ -40,6 +41,7 @@ SCANNED_PER_BYTE = {"forward": 21.0, "backward": 7.74}
 MIXED_PER_BYTE = 9.8  # the same of selections of keys and fixed mixes, from published runs
 SCANS = "what the layers' scans or selections of keys take was never measured: they may take far longer"
 FOUR_BITS = ("nf4", "fp4")  # as bitsandbytes stores them; its time to dequantize nf4 was measured
+_ALIGNED, _FLASH_DIMS = 8, 32  # head dims that SDPA's fused kernels take, and that flash computes with, are multiples
 _JOINED = ("attention_projections", "mlp")  # parts whose products of one input frameworks multiply at once
 
 
@@ -88,6 +90,7 @@ def make_work(
         notes += [SCANS] if maker.multiplied else []
     else:
         hosted, moved = _read_operators(found, load, list_wide(estimator, widths))
+        moved += maker.padded
         _add_dequantized(rows, maker.products, moved, hosted)
     if load.phase != "decode" and any(call.calls > 1000 for call in maker.attention):
         notes.append(
@@ -209,6 +212,7 @@ class _Maker:
         self.attention: list[Attention] = []
         self.multiplied: list[Op] = []
         self.scanned: list[Moved] = []
+        self.padded: list[Moved] = []
         self.before: tuple[Block, int, tuple[Product, ...]] | None = None  # the last linear layer that may get siblings
 
     def add_linear(self, counted: CountedRow, op: Linear, sided: Sided) -> None:
@@ -318,15 +322,19 @@ class _Maker:
         else:
             for (mask, length), many in pairs.attention_calls(load, op.times).items():
                 shapes.append(self._find_shape(module, pairs, mask, length, many, window))
+        is_padded = not self.is_fused and self.kernel in ("", "cudnn", "flash") and op.qk % _ALIGNED > 0
+        kernel, qk, v = ("flash", *(pad(dim, _FLASH_DIMS) for dim in (op.qk, op.v))) if is_padded else (
+            self.kernel, op.qk, op.v,
+        )  # fmt: skip
         for mask, batch, length, known, calls in shapes:
             for direction, is_again in ways:
-                self.attention.append(
-                    Attention(
-                        module, block.group, direction, mask, batch, op.heads, op.kv_heads, op.qk, op.v,
-                        length, known, window, calls * block.copies, is_again, self.kernel,
-                        self.has_dropout and block.group == "language",
-                    )
+                call = Attention(
+                    module, block.group, direction, mask, batch, op.heads, op.kv_heads, qk, v, length, known, window,
+                    calls * block.copies, is_again, kernel, self.has_dropout and block.group == "language",
                 )  # fmt: skip
+                self.attention.append(call)
+                if is_padded:
+                    self.padded += _pad_heads(call, op.qk)
 
     def _find_shape(
         self, module: str, pairs: Sum, mask: str, length: int, many: int, window: int
@@ -364,6 +372,22 @@ class _Maker:
         length = 1 if load.phase == "decode" else own.seq
         keys = -(-pairs // (own.rows * length * self.steps))
         return [("decode" if load.phase == "decode" else "full", own.rows, length, keys, self.steps)] if keys else []
+
+
+def _pad_heads(call: Attention, dim: int) -> list[Moved]:
+    """What SDPA copies where no fused kernel takes a head dim: queries, keys and values with zeros behind each head.
+
+    On the way back the gradient gets zeros, three gradients lose theirs, and two tensors are laid out anew: as profiled.
+    """
+    tokens = call.batch * call.length
+    queries, keys = (2.0 * tokens * heads * dim for heads in (call.heads, call.kv_heads))
+    copied = [queries, keys, keys] if call.direction == "forward" else [*[queries] * 4, keys, keys]
+    filled = copied if call.direction == "forward" else [queries]
+    made = [("copy_strided", size, size) for size in copied] + [("fill", 0.0, size) for size in filled]
+    return [
+        Moved(call.module, call.group, call.direction, kind, reads, writes, call.calls, call.is_again)
+        for kind, reads, writes in made
+    ]
 
 
 def _are_siblings(one: tuple[Product, ...], other: tuple[Product, ...]) -> bool:

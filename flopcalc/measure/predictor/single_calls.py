@@ -14,8 +14,8 @@ from typing import Any
 
 from flopcalc.measure.calibrate.tables import Bench, Json, round_digits
 from flopcalc.measure.calibrate.tables.gemm import DIRECTIONS, make_product
+from flopcalc.measure.predictor import adapter_calls, memory_calls
 from flopcalc.measure.predictor.fit.points import ProfiledOperator, read_grouped
-from flopcalc.measure.predictor.memory_calls import list_sizes, measure_memory
 from flopcalc.measure.predictor.profiling import profile_step
 
 _REPEATS = 6
@@ -83,7 +83,7 @@ _REST_SHARE = 1.5  # pause after a product, in its own seconds, so that none low
 
 
 def list_rows(suite: str) -> dict[str, Json]:
-    """Row of the journal -> what it measures: a head dim at all sizes, experts, transposed tensors, memory or layers."""
+    """Row of the journal -> what it measures: a head dim at all sizes, experts, adapters, layers and more."""
     dims, sizes, experts, rows, across = _DIMS, _SIZES, _EXPERTS, _ROWS, _ACROSS
     layers, layer_rows = _LAYERS, _LAYER_ROWS
     if suite == "test":
@@ -98,7 +98,8 @@ def list_rows(suite: str) -> dict[str, Json]:
         found[f"calls/attention/{name}"] = {"is_call": True, "qk": qk, "v": v, "sizes": chosen}
     found["calls/experts"] = {"is_call": True, "experts": [list(each) for each in experts], "rows": rows}
     found["calls/across"] = {"is_call": True, "across": [list(each) for each in across]}
-    found["calls/memory"] = {"is_call": True, "memory": list_sizes(suite == "test")}
+    found["calls/memory"] = {"is_call": True, "memory": memory_calls.list_sizes(suite == "test")}
+    found["calls/adapters"] = {"is_call": True, "adapters": adapter_calls.list_sizes(suite == "test")}
     found["calls/products"] = {"is_call": True, "layers": [list(each) for each in layers], "rows": layer_rows}
     return found
 
@@ -111,7 +112,9 @@ def measure_calls(bench: Bench, row: Json) -> Json:
     if "across" in row:
         return _measure(bench, [partial(_make_across, bench, *each) for each in row["across"]])
     if "memory" in row:
-        return measure_memory(bench, **row["memory"])
+        return memory_calls.measure_memory(bench, **row["memory"])
+    if "adapters" in row:
+        return adapter_calls.measure_adapters(bench, **row["adapters"])
     if "layers" in row:
         makers = [partial(_make_layer, bench, row["rows"], *each) for each in row["layers"]]
         return _measure(bench, makers, _LAYER_REPEATS)

@@ -30,7 +30,7 @@ from flopcalc.measure.predictor.fit.host import (
 )
 from flopcalc.measure.predictor.fit.memory import fit_curves, fit_lines
 from flopcalc.measure.predictor.fit.points import join_points, read_gemm_table, read_points, read_single_calls
-from flopcalc.measure.predictor.fit.products import fit_grouped, fit_patches, fit_products
+from flopcalc.measure.predictor.fit.products import fit_adapters, fit_grouped, fit_patches, fit_products
 from flopcalc.measure.predictor.narrow import is_narrow
 from flopcalc.prediction.constants import SCHEMA, Constants, HostConstants, KernelConstants, Provenance, scale_host
 from flopcalc.prediction.machine import IN_WAVES, ProductShape
@@ -116,6 +116,7 @@ def fit_again(
     calls = [*more_calls, *(call for record in records for call in record.get("calls", ()))]
     changed: Constants = {
         **constants,
+        "products": {**constants["products"], "adapters": fit_adapters(calls)},
         "attention": _fit_waves(constants, full_clock, calls),
         "moved": constants["moved"] | fit_curves(read_single_calls(more_calls).moved),
         "optimizer": fit_lines(full_clock)[1],
@@ -183,6 +184,7 @@ def take_over(constants: Constants, known: Constants) -> Constants:
 
     products = constants["products"]
     narrow = {kind: scale(line) for kind, line in known["products"].get("narrow", {}).items()}
+    adapters = known["products"].get("adapters", {}) | products.get("adapters", {})
     lines = {kind: scale(line) for kind, line in known["linear"].items() if kind not in constants["linear"]}
     curves = {
         kind: [[size, seconds * slower] for size, seconds in curve]
@@ -191,7 +193,7 @@ def take_over(constants: Constants, known: Constants) -> Constants:
     }
     return {
         **constants,
-        "products": {**products, "narrow": narrow | products.get("narrow", {})},
+        "products": {**products, "narrow": narrow | products.get("narrow", {}), "adapters": adapters},
         "linear": constants["linear"] | lines,
         "moved": constants["moved"] | curves,
     }
@@ -210,6 +212,7 @@ def _fit_kernels(cases: Sequence[ModelledCase], calls: Sequence[Json], gemm_tabl
             "residuals": products["residuals"],
             "grouped": fit_grouped(points.grouped, shape),
             "patches": fit_patches(cases),
+            "adapters": fit_adapters(calls),
         },
         "attention": fit_attention(points.attention, round(shape.units)),
         "moved": fit_curves(points.moved),

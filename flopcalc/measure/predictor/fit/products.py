@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flopcalc.errors import CalibrationError
-from flopcalc.measure.predictor.fit.cases import ModelledCase
+from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import (
     GROUPED_BANDWIDTH_SHARE,
     GROUPED_PULL,
@@ -202,3 +202,13 @@ def fit_patches(cases: Sequence[ModelledCase]) -> dict[str, list[float]]:
             if seconds and flops:
                 rows.setdefault(direction, []).append(((1.0, flops), seconds))
     return {direction: round_digits(solve_nonnegative(entries)) for direction, entries in rows.items()}
+
+
+def fit_adapters(calls: Sequence[Json]) -> dict[str, list[float]]:
+    """Format and form of an adapter's products -> seconds of a call, of a byte and of a FLOP."""
+    rows: dict[str, list[Row]] = {}
+    for call in calls:
+        if "narrow" in call:
+            features = (1.0, float(call["bytes"]), float(call["flops"]))
+            rows.setdefault(call["narrow"], []).append((features, call["seconds"]))
+    return {name: round_digits(solve_nonnegative(entries)) for name, entries in rows.items()}
