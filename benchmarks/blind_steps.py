@@ -51,6 +51,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 import blind_models
+import blind_models_10
 import blind_models_2
 import blind_models_3
 import blind_models_4
@@ -72,8 +73,9 @@ Json = dict[str, Any]
 ROUNDS = {
     1: blind_models, 2: blind_models_2, 3: blind_models_3, 4: blind_models_4, 5: blind_models_5, 6: blind_models_6,
     7: blind_models_7, 8: blind_models_8, 9: blind_models_9,
+    10: blind_models_10,
 }  # fmt: skip
-PASSES = {7: 3, 8: 3, 9: 3}  # round -> how often all steps are timed; once without
+PASSES = {7: 3, 8: 3, 9: 3, 10: 3}  # round -> how often all steps are timed; once without
 MODELS, EXECUTED, DECODED = blind_models.MODELS, blind_models.EXECUTED, blind_models.DECODED
 MANY = 1  # passes of the round that was chosen
 RESULTS = Path(__file__).parent / "results"
