@@ -258,9 +258,8 @@ def refit(profiles: Path, out: Path) -> None:
     constants = load_shipped(MEASURED_ON)
     assert constants is not None
     others = host_types.read_steps(RESULTS / "host_types.json")
-    found = fit_again(
-        constants, _read(profiles)["cases"], runs.get_config, others, single_calls.read_calls(), blind_steps.read_steps()
-    )  # fmt: skip
+    calls, elsewhere = single_calls.read_calls(), blind_steps.read_steps()
+    found = fit_again(constants, _read(profiles)["cases"], runs.get_config, others, calls, elsewhere)
     save_predictor(str(out), found)
 
 

@@ -1,4 +1,4 @@
-"""Single calls that the shipped predictor's calibration did not have: memory-bound ones by shape, adapters, images kept apart.
+"""Single calls that the shipped predictor's calibration did not have: memory by shape, adapters, images kept apart.
 
 `measure` times them as `flopcalc calibrate --predictor` does today, and writes benchmarks/results/single_calls.json;
 `python benchmarks/predict_error.py refit` takes them in.

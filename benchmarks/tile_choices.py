@@ -5,11 +5,13 @@
 - `choices`: products as linear layers run them (forward, gradient of the input, gradient of the weight). The name of
   the kernel that ran holds its tile and its cluster of tiles.
 - `rounded`: the same with rows that are a multiple of 32 and not of 128, for which cuBLAS takes other kernels.
+- `usual`: the same with sizes as real steps have them: layers of a width between 1,024 and 8,192, towers, heads.
 - `biased`, `conv1d` and `odd`: the same of layers with a bias, of GPT-2's layers, and of widths no multiple of 8.
 - `products`, `experts` and `attention`: single calls, with what the GPU's own counter of bf16 tensor cores saw.
 
-The committed file was made in two runs: `biased`, `conv1d`, `odd` and more `products` are of the second, under `later`.
-They show that other kernels follow the same rule; nothing is fitted on them. `rounded` is of a third run.
+The committed file was made in four runs: `biased`, `conv1d`, `odd` and more `products` are of the second, under
+`later`. They show that other kernels follow the same rule; nothing is fitted on them. `rounded` is of the third run,
+and `usual` of the fourth.
 
 `fit` finds the constants of the model that guesses the tile of a size that nobody ran, on four fifths of the choices,
 shows how far the guesses for the others are off, and with --out fits on all and writes the file that flopcalc ships.
@@ -34,7 +36,7 @@ from typing import Any, NamedTuple
 from flopcalc.hardware.tiles import ROUND_ROWS, SPLIT_PARTS, find_round
 
 Json = dict[str, Any]
-PARTS = ("products", "experts", "attention", "choices", "biased", "conv1d", "odd", "rounded")
+PARTS = ("products", "experts", "attention", "choices", "biased", "conv1d", "odd", "rounded", "usual")
 DIRECTIONS = ("forward", "dgrad", "wgrad")
 FITS = (*DIRECTIONS, *(f"{direction}-{rows}" for direction in ("forward", "dgrad") for rows in ROUND_ROWS))
 VOCABULARIES = (32000, 32064, 49152, 50257, 50304, 65536, 92544, 100278, 128256, 131072, 151936, 152064, 256000, 262144)
@@ -72,6 +74,22 @@ def draw_products(
         elif draw.random() < 0.06:
             n = draw.choice(VOCABULARIES)
         if 2 * m * n * k < 3e12:
+            count -= 1
+            yield m, n, k
+
+
+def draw_usual(count: int, seed: int = 31) -> Iterator[tuple[int, int, int]]:
+    """Rows, outputs and inputs of layers as models have them, in steps as people run them."""
+    draw = random.Random(seed)
+    while count:
+        width = draw.choice((1024, 1152, 1280, 1408, *(256 * draw.randint(4, 32) for _ in range(12))))
+        inner = round(width * draw.uniform(2.4, 4.2) / 256) * 256
+        keys = 128 * draw.randint(1, max(1, width // 256))
+        head = draw.choice((*VOCABULARIES, 64 * draw.randint(500, 2400)))
+        layers = (width, width), (keys, width), (inner, width), (width, inner), (inner, width), (head, width)
+        n, k = draw.choice(layers)
+        m = draw.randint(1, 8) * 10 * draw.randint(50, 200)
+        if 2 * m * n * k < 3e12 and m < 12000:
             count -= 1
             yield m, n, k
 
@@ -205,6 +223,7 @@ def measure(out: Path, parts: list[str], count: int, seconds: float, is_tiny: bo
         "conv1d": ("conv1d", list(draw_products(count // 4, 23))),
         "odd": ("plain", list(draw_products(count // 6, 19, is_odd=True))),
         "rounded": ("plain", list(draw_products(count // 2, 29, is_rounded=True))),
+        "usual": ("plain", list(draw_usual(count // 2))),
     }  # fmt: skip
     for name, (way, sizes) in asked.items():
         if name not in parts:
@@ -235,7 +254,8 @@ def read_choices(measured: Json, name: str) -> list[Choice]:
     found = []
     direction, _, step = name.partition("-")
     at = DIRECTIONS.index(direction)
-    for m, n, k, names in [*measured["choices"], *measured["rounded"]["rounded"]]:
+    usual = measured.get("usual", {}).get("usual", [])
+    for m, n, k, names in [*measured["choices"], *measured["rounded"]["rounded"], *usual]:
         if direction != "wgrad" and find_round(m) != int(step or 0):
             continue
         main = [kernel for kernel in names[at] if not kernel.startswith("Memset")]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flopcalc.errors import DeviceError, SpecError
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
 from flopcalc.hardware.systems import System, load_system
-from flopcalc.hardware.tiles import count_steps
+from flopcalc.hardware.tiles import count_steps, pad
 from flopcalc.prediction.constants import Constants, load_predictor
 from flopcalc.prediction.kinds import find_size, name_shape
 from flopcalc.prediction.work import Attention, Moved, Product
@@ -157,7 +157,7 @@ def turn_narrow(direction: str, m: int, n: int, k: int) -> tuple[str, tuple[int,
 def measure_narrow(form: str, rows: int, depth: int, columns: int) -> tuple[int, int]:
     """Bytes of an adapter's product in fp32, and its FLOPs: a rank that is a side of what comes out fills a tile."""
     rank = min(rows, depth, columns)
-    filled = rank if form == "up" else -(-rank // _NARROW_TILE) * _NARROW_TILE
+    filled = rank if form == "up" else pad(rank, _NARROW_TILE)
     return 4 * (rows * depth + depth * columns + rows * columns), 2 * rows * depth * columns // rank * filled
 
 
@@ -335,22 +335,8 @@ class Machine:
         return bool(product.format) and is_plain and min(product.m, product.n, product.k) <= _NARROW
 
     def time_product(self, product: Product) -> Timed:
-        if self.is_narrow(product):
-            form, sizes = turn_narrow(product.direction, product.m, product.n, product.k)
-            if formed := self.constants["products"].get("adapters", {}).get(f"{product.format} {form}"):
-                moved, flops = measure_narrow(form, *sizes)
-                start, per_byte, per_flop = formed
-                return Timed(start + per_byte * moved + per_flop * flops, 2 * _ERRORS["product"], True)
-        line = self.constants["products"].get("narrow", {}).get(product.format)
-        if line and self.is_narrow(product):
-            start, per_byte = line
-            m, n, k = product.m, product.n, product.k
-            other = self._find_other(product.format)
-            rank = min(m, n, k)
-            padded = -(-rank // _NARROW_TILE) * _NARROW_TILE / rank
-            computed = 2.0 * m * n * k * padded / (_NARROW_RATE * other.shape.rate)
-            moved = per_byte * other.width * (m * n + m * k + n * k) / self.memory
-            return Timed(start + max(computed, moved), 2 * _ERRORS["product"], True)
+        if self.is_narrow(product) and (narrow := self._time_narrow(product)):
+            return narrow
         if product.format and self.dtype not in CAST_FORMATS:
             return self._find_other(product.format).time_product(product._replace(format=""))
         if self.plain is not self and not self.is_cast(product):
@@ -362,6 +348,24 @@ class Machine:
             # Far below what the device computes or moves: as slow on every device.
             return Timed(start + per_flop * product.flops / product.calls, error, self.is_measured)
         return self.find_product(product.direction, product.m, product.n, product.k, product.copies)
+
+    def _time_narrow(self, product: Product) -> Timed | None:
+        """An adapter's product in another format, by its form or by its bytes; None where no such was measured."""
+        known, error = self.constants["products"], 2 * _ERRORS["product"]
+        form, sizes = turn_narrow(product.direction, product.m, product.n, product.k)
+        if line := known.get("adapters", {}).get(f"{product.format} {form}"):
+            start, per_byte, per_flop = line
+            moved, flops = measure_narrow(form, *sizes)
+            return Timed(start + per_byte * moved + per_flop * flops, error, True)
+        if line := known.get("narrow", {}).get(product.format):
+            start, per_byte = line
+            m, n, k = sizes
+            other = self._find_other(product.format)
+            padded = pad(min(sizes), _NARROW_TILE) / min(sizes)
+            computed = 2.0 * m * n * k * padded / (_NARROW_RATE * other.shape.rate)
+            streamed = per_byte * other.width * (m * n + m * k + n * k) / self.memory
+            return Timed(start + max(computed, streamed), error, True)
+        return None
 
     def time_experts(self, product: Product, kept: float) -> Timed:
         """Products of experts in a training framework's step, which keeps up a share of the rate of bursts."""

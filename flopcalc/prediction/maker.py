@@ -323,9 +323,9 @@ class _Maker:
             for (mask, length), many in pairs.attention_calls(load, op.times).items():
                 shapes.append(self._find_shape(module, pairs, mask, length, many, window))
         is_padded = not self.is_fused and self.kernel in ("", "cudnn", "flash") and op.qk % _ALIGNED > 0
-        kernel, qk, v = ("flash", *(pad(dim, _FLASH_DIMS) for dim in (op.qk, op.v))) if is_padded else (
-            self.kernel, op.qk, op.v,
-        )  # fmt: skip
+        kernel, qk, v = self.kernel, op.qk, op.v
+        if is_padded:
+            kernel, qk, v = "flash", pad(qk, _FLASH_DIMS), pad(v, _FLASH_DIMS)
         for mask, batch, length, known, calls in shapes:
             for direction, is_again in ways:
                 call = Attention(
@@ -377,7 +377,7 @@ class _Maker:
 def _pad_heads(call: Attention, dim: int) -> list[Moved]:
     """What SDPA copies where no fused kernel takes a head dim: queries, keys and values with zeros behind each head.
 
-    On the way back the gradient gets zeros, three gradients lose theirs, and two tensors are laid out anew: as profiled.
+    On the way back the gradient gets zeros, three gradients lose theirs, and two tensors are laid out anew.
     """
     tokens = call.batch * call.length
     queries, keys = (2.0 * tokens * heads * dim for heads in (call.heads, call.kv_heads))
