@@ -358,7 +358,7 @@ class _Maker:
         pairs = rows.count(load, "full") * times
         if module in self.masked and unit == "call":  # all images are one sequence, and a mask keeps them apart
             side = math.isqrt(pairs)
-            return [("full" if self.is_fused else "apart", 1, side, side, 1)] if side else []
+            return [("apart", 1, side, side, 1)] if side else []
         if unit in ("image", "clip"):
             many = len(load.all_grids if unit == "image" else load.clips)
             side = math.isqrt(pairs // many) if many else 0

@@ -14,7 +14,8 @@ from flopcalc import bind
 from flopcalc.data import find_data_dir
 from flopcalc.errors import SpecError
 from flopcalc.prediction.constants import load_predictor
-from flopcalc.prediction.machine import Machine
+from flopcalc.prediction.kinds import find_size, name_shape
+from flopcalc.prediction.machine import Machine, measure_narrow, turn_narrow
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.work import Moved, Product
 
@@ -211,3 +212,58 @@ def test_fused_attention_reads_the_keys_that_are_selected() -> None:
             estimator, load, optimizer="adamw", dtype_bytes=2, kernel="cudnn", execution=execution
         )  # fmt: skip
         assert {call.keys for call in work.attention} == keys
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads", "writes", "name", "size"),
+    [
+        ("reduce", 62e6, 62e6 / 128, "reduce_short", 62e6 / 512),  # a mean over each head, in fp32
+        ("reduce", 31e6, 256, "reduce_narrow", 31e6 / 256),  # the gradient of a norm over heads
+        ("reduce", 31e6, 4608, "reduce", 31e6 + 4608),  # and of one over the whole width
+        ("reduce", 185e6, 31e6, "reduce_few", 216e6),  # over the experts of each token
+        ("reduce", 1e5, 256, "reduce", 1e5 + 256),
+        ("reduce", 1e9, 0, "reduce", 1e9),
+        ("sort", 320e3, 640e3, "sort_whole", 960e3),
+        ("sort", 1.9e6, 480e3, "sort_top", 2.38e6),
+        ("sort", 160e3, 288, "sort", 160288),  # a count of each expert's rows
+        ("sort", 8192, 65536, "sort", 73728),  # a running sum of flags
+        ("copy_strided", 31e6, 185e6, "copy_strided_spread", 216e6),
+        ("copy_strided", 31e6, 31e6, "copy_strided", 62e6),
+        ("pointwise", 31e6, 31e6, "pointwise", 62e6),
+    ],
+)
+def test_bytes_tell_the_shape_of_a_call(kind: str, reads: float, writes: float, name: str, size: float) -> None:
+    assert name_shape(kind, reads, writes) == name
+    assert find_size(name, reads, writes) == pytest.approx(size)
+
+
+@pytest.mark.parametrize(
+    ("direction", "n", "k", "form", "flops"),
+    [
+        ("forward", 8, 4096, "down", 2 * 5000 * 4096 * 32),  # the first layer of an adapter, then its gradients
+        ("dgrad", 8, 4096, "up", 2 * 5000 * 4096 * 8),
+        ("wgrad", 8, 4096, "grad", 2 * 5000 * 4096 * 32),
+        ("forward", 4096, 40, "up", 2 * 5000 * 4096 * 40),  # the second
+        ("dgrad", 4096, 40, "down", 2 * 5000 * 4096 * 64),
+        ("wgrad", 4096, 40, "down", 2 * 5000 * 4096 * 64),
+    ],
+)
+def test_adapters_have_forms(direction: str, n: int, k: int, form: str, flops: int) -> None:
+    found, sizes = turn_narrow(direction, 5000, n, k)
+    assert found == form
+    assert measure_narrow(found, *sizes) == (4 * (5000 * n + 5000 * k + n * k), flops)
+
+
+def test_adapters_are_timed_by_form_or_by_bytes() -> None:
+    """A calibration of an older version has one line for all forms."""
+    shipped = load_predictor("h200-sxm")
+    assert shipped is not None
+    product = Product("", "language", "mlp", "forward", 5000, 8, 4096, format="fp32")
+    start, per_byte, per_flop = shipped["products"]["adapters"]["fp32 down"]
+    moved, flops = measure_narrow("down", 5000, 4096, 8)
+    machine = Machine("h200-sxm", "bf16", shipped)
+    assert machine.time_product(product).seconds == pytest.approx(start + per_byte * moved + per_flop * flops)
+    older: Any = {name: value for name, value in shipped["products"].items() if name != "adapters"}
+    before = Machine("h200-sxm", "bf16", {**shipped, "products": older}).time_product(product).seconds
+    assert before == pytest.approx(machine.time_product(product).seconds, rel=0.5)
+    assert not machine.is_narrow(product._replace(format=""))

@@ -13,6 +13,7 @@ import pytest
 from tiers import mark_heavy
 
 from flopcalc.api import bind
+from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError
@@ -32,7 +33,7 @@ from flopcalc.prediction.machine import (
 )
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.step import find_largest_batch, predict, predict_estimate
-from flopcalc.prediction.work import Attention, Moved, Product
+from flopcalc.prediction.work import Attention, Moved, Product, Work
 
 # One processor that does 2 FLOP a second on full tiles, no costs beside.
 PLAIN = ProductShape(2.0, 0.0, 0.0, 0.5, 0.25, 0.125, 1e9, 0.0, 1.0)
@@ -71,8 +72,9 @@ def test_bytes_bound_a_thin_product() -> None:
         # Six blocks on four processors: two waves of them, each over the keys in steps of 128.
         ("forward", "full", 64, 100, 100, (1.0, 8 * 128.0, 8 * 128.0 * 128, 100.0)),
         ("forward", "window", 64, 130, 260, (1.0, 12 * 128.0, 12 * 128.0 * 384, 260.0)),
-        ("backward", "full", 64, 130, 260, (1.0, 20 * 128.0, 20 * 128.0 * 192, 260.0)),  # blocks of keys
-        ("backward", "full", 256, 64, 64, (1.0, 8 * 64.0, 8 * 64.0 * 64, 64.0)),
+        # Blocks of keys; and all queries.
+        ("backward", "full", 64, 130, 260, (1.0, 20 * 128.0, 20 * 128.0 * 192, 6 * 130.0)),
+        ("backward", "full", 256, 64, 64, (1.0, 8 * 64.0, 8 * 64.0 * 64, 6 * 64.0)),
         ("forward", "decode", 64, 1, 500, (1.0, 0.0, 1000.0, 500.0)),  # keys of two rows with one head each
     ],
 )
@@ -88,6 +90,8 @@ def test_attention_features(
         ("window", 1024, "window"),
         ("window", 1900, "window-even"),
         ("window", 601, "window-odd"),
+        ("apart", 4320, "apart"),
+        ("apart", 1900, "window-even"),
         ("causal", 1900, "causal"),
         ("full", 577, "full"),
     ],
@@ -185,11 +189,10 @@ def test_a_lower_clock_slows_what_memory_does_not_bound() -> None:
     clock = Clock(Machine("h200-sxm", "bf16", {**shipped, "power": [0.1, 2.0]}))
     clock.add(make_work(estimator, load), 1, load)
     kinds = {piece.kind: piece.is_streamed for piece in clock.pieces if piece.kind != "memory"}
-    assert kinds == {"products": False, "attention": False, "optimizer": True}
+    assert kinds == {"products": False, "attention": False, "optimizer": False}
     streamed = sum(piece.seconds for piece in clock.pieces if piece.is_streamed)
     whole = sum(piece.seconds for piece in clock.pieces)
-    optimizer = sum(piece.seconds for piece in clock.pieces if piece.kind == "optimizer")
-    assert 0 < optimizer < streamed < whole
+    assert 0 < streamed < whole
     flops = sum(piece.flops for piece in clock.pieces)
     assert clock.rate() == pytest.approx(flops / whole / clock.machine.peak)
     slower = slow_down([0.1, 2.0], clock.rate())
@@ -454,11 +457,11 @@ def test_kinds_of_joins(load: dict[str, Any], kinds: set[str]) -> None:
     assert work.model_type == "llama"
 
 
-@pytest.mark.parametrize(("kind", "line"), [("cat_cache", (2e-6, 5e-13)), ("cat", (1e-6, 2e-13)), ("sort", (3e-6, 0))])
+@pytest.mark.parametrize(("kind", "line"), [("cat_cache", (2e-6, 5e-13)), ("cat", (1e-6, 2e-13)), ("loss", (3e-6, 0))])
 @pytest.mark.parametrize("has_cache", [True, False])
 def test_seconds_of_a_join(kind: str, line: tuple[float, float], has_cache: bool) -> None:
     shipped: dict[str, Any] = load_predictor("h200-sxm") or {}
-    lines = {"cat": [1e-6, 2e-13], "sort": [3e-6, 0.0]} | ({"cat_cache": [2e-6, 5e-13]} if has_cache else {})
+    lines = {"cat": [1e-6, 2e-13], "loss": [3e-6, 0.0]} | ({"cat_cache": [2e-6, 5e-13]} if has_cache else {})
     machine = Machine("h200-sxm", "bf16", {**shipped, "linear": lines})
     start, per_byte = line if has_cache or kind != "cat_cache" else (1e-6, 2e-13)
     moved = Moved("", "language", "forward", kind, 6e6, 4e6, 1, False)
@@ -734,7 +737,7 @@ def test_zeros_of_unseen_tokens_take_longer(model: str, longer: float) -> None:
 def test_foreach_takes_longer_and_says_what_it_rests_on() -> None:
     fused = predict("llama-3.2-1b", device="h200", advise=False, **LARGE)
     found = predict("llama-3.2-1b", device="h200", advise=False, optimizer="adamw-foreach", **LARGE)
-    assert found.breakdown["optimizer"] == pytest.approx(3 * fused.breakdown["optimizer"])
+    assert found.breakdown["optimizer"] == pytest.approx(3 * fused.breakdown["optimizer"], rel=1e-3)  # but its start
     assert "adamw-foreach was not measured: its bytes at the fused one's speed" in found.notes
 
 
@@ -1073,3 +1076,34 @@ def test_what_compiled_steps_rest_on_is_said(compiled: bool, memory: bool) -> No
     found = predict("llama-3.2-1b", device="h200", compiled=compiled, memory=memory, advise=False, **LARGE)
     assert ("compiled times are based on two measured models" in found.notes) == compiled
     assert ("memory is the eager step's: a compiled one keeps less" in found.notes) == (compiled and memory)
+
+
+def test_images_of_one_sequence_are_kept_apart_by_a_mask() -> None:
+    """Pixtral joins all images of a batch; HF's kernel goes through all pairs of their patches."""
+    estimator = bind("mistral-small-3.1-24b", convention="hardware", device="h200")
+    load = make_workload(2, 600, image_grid_thw=[(1, 20, 24), (1, 16, 30)])
+    calls = [call for call in make_work(estimator, load).attention if call.group == "vision"]
+    assert {(call.mask, call.batch, call.length, call.keys) for call in calls} == {("apart", 1, 960, 960)}
+    fused = [call for call in make_work(estimator, load, execution="fused").attention if call.group == "vision"]
+    assert {(call.mask, call.batch, call.length) for call in fused} == {("full", 2, 480)}
+
+
+@pytest.mark.parametrize(("heads", "kernel", "dim"), [(32, "flash", 128), (25, "", 128), (50, "", 64)])
+def test_head_dims_that_no_kernel_takes_are_padded(heads: int, kernel: str, dim: int) -> None:
+    """3,200 in 32 heads of 100: SDPA copies queries, keys and values with zeros behind each head, then runs flash."""
+    config = {**load_config("open-llama-3b").config, "num_attention_heads": heads, "num_key_value_heads": heads}
+    load = make_workload(2, 512)
+    work = make_work(bind(config, convention="hardware", device="h200"), load)
+    assert {(call.kernel, call.qk, call.v) for call in work.attention} == {(kernel, dim, dim)}
+    plain = make_work(bind("llama-2-7b", convention="hardware", device="h200"), load)
+
+    def count(made: Work, direction: str, kind: str) -> float:
+        found = (moved for moved in made.moved if moved.module.endswith("self_attn") and moved.direction == direction)
+        return sum(moved.calls for moved in found if moved.kind == kind)
+
+    layers = config["num_hidden_layers"]
+    added = {("forward", "copy_strided"): 3, ("forward", "fill"): 3, ("backward", "copy_strided"): 6,
+             ("backward", "fill"): 1}  # fmt: skip
+    for (direction, kind), more in added.items():
+        usual = count(plain, direction, kind) / 32
+        assert count(work, direction, kind) == layers * (usual + (more if kernel else 0))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,15 @@ from flopcalc.measure.calibrate.tables import Bench
 from flopcalc.measure.predictor import single_calls as alone
 from flopcalc.measure.predictor.fit.memory import fit_curves
 from flopcalc.measure.predictor.fit.points import read_single_calls
+from flopcalc.measure.predictor.fit.products import fit_adapters
+from flopcalc.prediction.kinds import name_shape
 
 ATTENTION = {
     "kernel", "direction", "mask", "batch", "heads", "kv_heads", "qk", "v", "length", "keys", "seconds"
 }  # fmt: skip
 EXPERTS = {"direction", "copies", "m", "n", "k", "seconds"}
 LAYERS = {"direction", "m", "n", "k", "seconds"}
+FORMS = ("down", "up", "down", "up", "grad", "down")  # of an adapter's products, as autograd makes them
 ACROSS = {"kind", "images", "patches", "width", "bytes", "seconds"}
 
 
@@ -39,7 +44,8 @@ def test_every_mask_and_direction_runs(found: dict[str, list[dict[str, Any]]]) -
     # kernel that drops weights.
     assert [(call["mask"], call["direction"], call["kv_heads"]) for call in calls] == [
         ("causal", "forward", 2), ("causal", "backward", 2), ("full", "forward", 2), ("full", "backward", 2),
-        ("window", "forward", 4), ("window", "backward", 4), ("decode", "forward", 2),
+        ("window", "forward", 4), ("window", "backward", 4), ("apart", "forward", 4), ("apart", "backward", 4),
+        ("decode", "forward", 2),
     ]  # fmt: skip
 
 
@@ -158,3 +164,40 @@ def test_the_grid_fits_and_its_calls_differ() -> None:
         assert heads % kv_heads == 0
         assert 2 * batch * heads * max(length, keys) * max(qk, v) < 2e9
     assert all(2 * math.prod(each) < 4e9 for each in rows["calls/experts"]["experts"])
+
+
+def test_memory_is_timed_by_shape(found: dict[str, list[dict[str, Any]]]) -> None:
+    """A prediction knows a call's reads and writes; it must find the kind that was timed with them."""
+    calls = found["calls/memory"]
+    assert {call["kind"] for call in calls} == {
+        "reduce_short", "sort_top", "sort_whole", "reduce_few", "copy_strided_spread", "scatter_backward"
+    }  # fmt: skip
+    assert all(set(call) == {"kind", "reads", "writes", "seconds"} and call["seconds"] > 0 for call in calls)
+
+
+def test_shipped_calls_are_found_by_their_bytes() -> None:
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / "single_calls.json"
+    calls = [call for call in json.loads(path.read_text())["calls"] if "kind" in call]
+    wide = [call for call in calls if call["kind"] != "scatter_backward" and call["reads"] > 1e6]
+    assert len(wide) == 50
+    for call in wide:
+        plain = {"copy": "copy_strided"}.get(call["kind"].partition("_")[0], call["kind"].partition("_")[0])
+        assert name_shape(plain, call["reads"], call["writes"]) == call["kind"]
+
+
+def test_adapters_are_timed_by_form(found: dict[str, list[dict[str, Any]]]) -> None:
+    calls = found["calls/adapters"]
+    assert [call["narrow"] for call in calls[:6]] == [f"fp32 {form}" for form in FORMS]
+    assert all(call["bytes"] > 0 and call["flops"] > 0 and call["seconds"] > 0 for call in calls)
+
+
+def test_an_adapters_constants_come_back() -> None:
+    truth = {"fp32 up": (2e-6, 3e-13, 2e-14), "fp32 grad": (8e-6, 2e-13, 1e-14)}
+    calls = [
+        {"narrow": name, "bytes": moved, "flops": flops, "seconds": start + per_byte * moved + per_flop * flops}
+        for name, (start, per_byte, per_flop) in truth.items()
+        for moved, flops in ((1e6, 1e8), (1e8, 2e9), (3e7, 4e9), (2e8, 1e9))
+    ]
+    assert fit_adapters([*calls, {"kind": "copy"}]) == {
+        name: pytest.approx(values, rel=1e-3) for name, values in truth.items()
+    }

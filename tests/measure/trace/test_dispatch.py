@@ -287,3 +287,8 @@ def test_check_tells_how_far(
     monkeypatch.setattr(sys, "argv", ["operators", "--check", model_type])
     assert command.main() == code
     assert shown in capsys.readouterr().out
+
+
+def test_a_number_for_each_layer_becomes_one() -> None:
+    """HunYuan's configs may list how many experts each layer takes; a longer model would need a longer list."""
+    assert configs.deepen({"num_hidden_layers": 3, "moe_topk": [2, 3, 1]}) == {"num_hidden_layers": 4, "moe_topk": 2}
