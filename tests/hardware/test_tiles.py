@@ -16,6 +16,7 @@ from flopcalc import bind
 from flopcalc.hardware.kernels import find_kernel_table, find_tile_table
 from flopcalc.hardware.tables import find_table, load_table
 from flopcalc.hardware.tiles import (
+    GRADIENTS,
     count_attention_pairs,
     count_dealt,
     count_experts_excess,
@@ -116,6 +117,26 @@ def test_guessed_tiles_are_right_on_average(choices: dict[str, Any]) -> None:
             assert abs(statistics.fmean(found)) < (0.03 if is_split else 0.006), (direction, is_even, is_split)
             assert statistics.fmean(map(abs, found)) < (0.05 if is_split else 0.012), (direction, is_even, is_split)
     assert sum(len(found) for found in errors.values()) > 900
+
+
+def test_guesses_hold_for_the_sizes_of_real_steps(choices: dict[str, Any]) -> None:
+    """Layers that nothing was fitted on: four of five guesses are right, and the others cancel out in a step."""
+    errors: dict[str, list[float]] = {}
+    for m, n, k, names in choices["usual"]["usual"][::10]:
+        for direction, each in zip(("forward", "dgrad", "wgrad"), names, strict=True):
+            match = next((found for kernel in each if (found := _KERNEL.match(kernel))), None)
+            if match is None or (n, k) in GRADIENTS:
+                continue
+            a, b, along, across = map(int, match.groups())
+            rows, columns, depth = {"forward": (n, m, k), "dgrad": (k, m, n), "wgrad": (k, n, m)}[direction]
+            executed = 2 * pad(rows, a * along) * pad(columns, b * across) * pad(depth, 64)
+            guessed = 2 * m * n * k + count_product_excess(m, n, k)[direction]
+            errors.setdefault(direction, []).append(guessed / executed - 1)
+    for direction, found in errors.items():
+        assert len(found) > 700
+        assert sum(abs(error) < 1e-9 for error in found) / len(found) > 0.78, direction
+        assert abs(statistics.fmean(found)) < 0.004, direction
+        assert statistics.fmean(map(abs, found)) < 0.01, direction
 
 
 def test_widths_that_are_no_multiple_of_8_take_older_kernels() -> None:
