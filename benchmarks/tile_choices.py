@@ -10,8 +10,8 @@
 - `products`, `experts` and `attention`: single calls, with what the GPU's own counter of bf16 tensor cores saw.
 
 The committed file was made in four runs: `biased`, `conv1d`, `odd` and more `products` are of the second, under
-`later`, `rounded` is of the third, and `usual` of the fourth. `later` shows that other kernels follow the same rule, and
-`usual` how good guesses are for the sizes of real steps: nothing is fitted on them.
+`later`, `rounded` is of the third, and `usual` of the fourth. `later` shows that other kernels follow the same rule,
+and `usual` how good guesses are for the sizes of real steps: nothing is fitted on them.
 
 `fit` finds the constants of the model that guesses the tile of a size that nobody ran, on four fifths of the choices,
 shows how far the guesses for the others are off, and with --out fits on all and writes the file that flopcalc ships.

@@ -92,7 +92,10 @@ def cut_work(work: Work, layout: Layout, imbalance: float = 1.0) -> Work:
     return work._replace(
         products=tuple(cut_product(product, layout, most) for product in work.products),
         attention=tuple(part for call in work.attention for part in _cut_attention(call, layout)),
-        moved=tuple(_cut_moved(moved, layout, most if moved.module in routed else 1.0) for moved in work.moved),
+        moved=(
+            *(_cut_moved(moved, layout, most if moved.module in routed else 1.0) for moved in work.moved),
+            *(merged for call in work.attention for merged in _merge_ring(call, layout)),
+        ),
     )
 
 
@@ -119,11 +122,27 @@ def _cut_attention(call: Attention, layout: Layout) -> Iterator[Attention]:
     if cp == 1 or call.length < 2 * cp:
         yield call
         return
-    own = call._replace(length=call.length // cp, keys=call.keys // cp)
-    yield own
-    # Each device holds an early and a late piece of the sequence, so that under a causal mask all have half to do.
-    other = own if call.mask == "full" else own._replace(mask="full", keys=own.keys // 2)
-    yield other._replace(calls=call.calls * (cp - 1))
+    # Each device holds an early and a late piece of the sequence, so that under a causal mask all have half to do: with
+    # the keys of another device as many pairs as with its own.
+    yield call._replace(length=call.length // cp, keys=call.keys // cp, calls=call.calls * cp)
+
+
+def _merge_ring(call: Attention, layout: Layout) -> Iterator[Moved]:
+    """What each further device's keys make a device add up: outputs in fp32, or gradients of queries, keys and values.
+
+    As Transformer Engine does it (context_parallel.py): an output is corrected by what the softmax of all keys is.
+    """
+    if layout.cp == 1 or call.length < 2 * layout.cp:
+        return
+    rows = call.batch * call.length // layout.cp
+    queries, keys = (rows * max(1, heads // layout.tp) for heads in (call.heads, call.kv_heads))
+    if call.direction == "forward":
+        reads, writes = (2.0 + 4.0) * queries * call.v, 4.0 * queries * call.v
+    else:
+        added = queries * call.qk + keys * (call.qk + call.v)
+        reads, writes = 2 * 2.0 * added, 2.0 * added
+    calls = call.calls * (layout.cp - 1)
+    yield Moved(call.module, call.group, call.direction, "pointwise", reads, writes, calls, call.is_again)
 
 
 def _cut_moved(moved: Moved, layout: Layout, imbalance: float) -> Moved:

@@ -140,11 +140,16 @@ def test_sequence_parallelism_cuts_what_has_the_residuals_width(is_spread: bool,
 
 
 def test_a_ring_is_cut_into_calls() -> None:
-    """Own keys under the mask, then half of each other device's."""
+    """Half of each device's keys: as many pairs as under the mask of a causal call. What comes of them is added up."""
     call = next(each for each in make().attention if each.direction == "forward")
-    found = [each for each in cut_work(make(), Layout(cp=4)).attention if each.direction == "forward"]
-    assert [(each.mask, each.length, each.keys, each.calls) for each in found] == [
-        ("causal", 512, 512, call.calls), ("full", 512, 256, 3 * call.calls),
+    cut = cut_work(make(), Layout(tp=2, cp=4))
+    found = [each for each in cut.attention if each.direction == "forward"]
+    assert [(each.mask, each.length, each.keys, each.calls) for each in found] == [("causal", 512, 512, 4 * call.calls)]
+    added = [each for each in cut.moved if each.calls == 3 * call.calls and each.module == call.module]
+    queries, keys = (512 * heads // 2 * call.qk for heads in (call.heads, call.kv_heads))
+    assert [(each.direction, each.kind, each.reads, each.writes) for each in added] == [
+        ("forward", "pointwise", 6 * queries, 4 * queries),
+        ("backward", "pointwise", 4 * (queries + 2 * keys), 2 * (queries + 2 * keys)),
     ]  # fmt: skip
 
 
