@@ -70,6 +70,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     }.items()
 }
 _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
+_LARGE_SUM = 1e6  # bytes; what a smaller sum takes hardly depends on its shape
+_NARROW = 1024  # bytes that are left of a sum over all tokens: the gradient of a norm over heads
+_SMALL_SORT = 2048  # bytes
 
 
 # What a trace tells apart beyond a name: elementwise kernels whose tensors do not lie alike in memory, and what is no
@@ -89,11 +92,6 @@ def classify(name: str) -> str:
     if found is None and short.endswith("_") and not short.endswith("__"):
         found = _KIND_OF.get(short[:-1])
     return found or "other"
-
-
-_LARGE_SUM = 1e6  # bytes; what a smaller sum takes hardly depends on its shape
-_NARROW = 1024  # bytes that are left of a sum over all tokens: the gradient of a norm over heads
-_SMALL_SORT = 2048  # bytes
 
 
 def name_shape(kind: str, reads: float, writes: float) -> str:

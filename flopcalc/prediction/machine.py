@@ -240,8 +240,8 @@ EXPERT_HOST_S = 1.5e-3
 _UNCAST = ("lm_head", "head", "router")  # parts whose products stay in bf16
 _FOREACH = 3.0  # bytes that foreach AdamW's eight passes move, over those of the fused one's single pass: 21 / 7
 # How many times longer torch's fused AdamW takes for weights whose states are zero: their square roots and quotients
-# take a processor's slow path. With it, profiled steps of untied models (olmo-2-7b, mistral-7b and others in
-# benchmarks/results/predict_profiles.json.gz) reach the bandwidth of tied ones.
+# take a processor's slow path. With it the profiled steps of untied models and of tied ones are fitted best
+# (benchmarks/results/predict_profiles.json.gz).
 _ZEROS = 1.69
 
 

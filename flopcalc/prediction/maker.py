@@ -379,8 +379,8 @@ def _pad_heads(call: Attention, dim: int) -> list[Moved]:
 
     On the way back the gradient gets zeros, three gradients lose theirs, and two tensors are laid out anew.
     """
-    tokens = call.batch * call.length
-    queries, keys = (2.0 * tokens * heads * dim for heads in (call.heads, call.kv_heads))
+    queries = 2.0 * call.batch * call.length * call.heads * dim
+    keys = 2.0 * call.batch * call.keys * call.kv_heads * dim
     copied = [queries, keys, keys] if call.direction == "forward" else [*[queries] * 4, keys, keys]
     filled = copied if call.direction == "forward" else [queries]
     made = [("copy_strided", size, size) for size in copied] + [("fill", 0.0, size) for size in filled]

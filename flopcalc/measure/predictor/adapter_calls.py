@@ -21,6 +21,7 @@ def list_sizes(is_tiny: bool) -> dict[str, list[int]]:
 
 
 def measure_adapters(bench: Bench, ranks: list[int], rows: list[int], widths: list[int]) -> Json:
+    """Seconds of each product's kernels."""
     found: list[Json] = []
     for rank in ranks:
         for m in rows:

@@ -16,7 +16,7 @@ from flopcalc.prediction.work import Work
 _DTYPE_BYTES = {
     "c10::BFloat16": 2, "c10::Half": 2, "float": 4, "long int": 8, "int": 4, "double": 8, "bool": 1, "unsigned char": 1,
 }  # fmt: skip
-_HEAD_DIM = 256  # at most
+_HEAD_DIM = 256  # the widest that is a head's
 _FLOATS = ("c10::BFloat16", "c10::Half", "float", "double")
 
 
