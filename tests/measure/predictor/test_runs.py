@@ -33,14 +33,15 @@ def test_cases_run_and_are_profiled() -> None:
     jobs = runs.plan("test")
     assert {job.id: list(job.rows) for job in jobs} == {
         "runs": ["llama/train/2x48", "llama/decode/1x2/@16",
-                 "calls/attention/16", "calls/attention/24-16", "calls/experts", "calls/across", "calls/products"],
+                 "calls/attention/16", "calls/attention/24-16", "calls/experts", "calls/across", "calls/memory",
+                 "calls/adapters", "calls/products"],
         "hosts": ["host/llama/train/1x16", "host/llama/prefill/1x16", "host/units"],
     }  # fmt: skip
     found = []
     for job in jobs:
         measure = runs.start(job.args)
         found.append([measure(row) for row in job.rows.values()])
-    (*steps, heads, others, experts, across, layers), (*small, units) = found
+    (*steps, heads, others, experts, across, memory, adapters, layers), (*small, units) = found
     assert [record["is_host"] for record in (*steps, *small)] == [False, False, True, True]
     for record in (*steps, *small):
         assert record["seconds"] > 0
@@ -51,9 +52,9 @@ def test_cases_run_and_are_profiled() -> None:
     for record in small:
         assert record["ratio"] > 0
         assert "operators" not in record
-    alone = (heads, others, experts, across, layers)
-    assert [set(record) for record in alone] == [{"calls", "left_out"}] * 5
-    assert [len(record["calls"]) for record in alone] == [7, 0, 6, 6, 12]  # a CPU has no kernel for 24-16
+    alone = (heads, others, experts, across, memory, adapters, layers)
+    assert [set(record) for record in alone] == [{"calls", "left_out"}] * 7
+    assert [len(record["calls"]) for record in alone] == [9, 0, 6, 6, 21, 12, 12]  # a CPU has no kernel for 24-16
     assert set(units) == {"units"}
     assert set(units["units"]) >= {"pointwise", "view", "product", "attention", "attention_masked"}
 
