@@ -25,7 +25,7 @@ _SLOWER = 0.2  # how much longer another host takes by which a step's share of i
 _UNTYPED = 1.5  # how much wider where only operators tell the host's time, and no model of the type was measured
 _BEFORE_READS, _AFTER_IMAGES = 0.6, 0.4  # before the layers; what is read back there stands at 0.5
 # Share of the peak that draws as much power as products of adapters in fp32, which tensor cores do not compute: chosen
-# on the LoRA steps of nine blind tests (benchmarks/results/blind_steps_*.json).
+# on the LoRA steps of the blind tests up to the ninth (benchmarks/results/blind_steps_*.json).
 _FP32_POWER = 0.5
 # Mask -> most keys that were timed.
 LONGEST = {"causal": 8192, "window": 8192, "apart": 8208, "full": 4096, "decode": 4000}
