@@ -72,8 +72,7 @@ from flopcalc.prediction.constants import FOLLOWS
 Json = dict[str, Any]
 ROUNDS = {
     1: blind_models, 2: blind_models_2, 3: blind_models_3, 4: blind_models_4, 5: blind_models_5, 6: blind_models_6,
-    7: blind_models_7, 8: blind_models_8, 9: blind_models_9,
-    10: blind_models_10,
+    7: blind_models_7, 8: blind_models_8, 9: blind_models_9, 10: blind_models_10,
 }  # fmt: skip
 FITTED = (1, 2, 3, 5, 6, 7, 8, 9)  # rounds whose large steps were known when the shipped predictor was fitted
 PASSES = {7: 3, 8: 3, 9: 3, 10: 3}  # round -> how often all steps are timed; once without

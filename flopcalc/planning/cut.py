@@ -115,11 +115,16 @@ def cut_product(product: Product, layout: Layout, imbalance: float = 1.0) -> Pro
     return product._replace(m=max(1, round(rows)), n=n, k=k, copies=copies)
 
 
+def _is_ring(call: Attention, layout: Layout) -> bool:
+    """Whether context parallelism cuts a call: each device holds two pieces of its sequence."""
+    return layout.cp > 1 and call.length >= 2 * layout.cp
+
+
 def _cut_attention(call: Attention, layout: Layout) -> Iterator[Attention]:
     """One device's part of an attention call: its queries against its own keys, then those of each other device."""
     tp, cp = layout.tp, layout.cp
     call = call._replace(heads=max(1, call.heads // tp), kv_heads=max(1, call.kv_heads // tp))
-    if cp == 1 or call.length < 2 * cp:
+    if not _is_ring(call, layout):
         yield call
         return
     # Each device holds an early and a late piece of the sequence, so that under a causal mask all have half to do: with
@@ -132,7 +137,7 @@ def _merge_ring(call: Attention, layout: Layout) -> Iterator[Moved]:
 
     As Transformer Engine does it (context_parallel.py): an output is corrected by what the softmax of all keys is.
     """
-    if layout.cp == 1 or call.length < 2 * layout.cp:
+    if not _is_ring(call, layout):
         return
     rows = call.batch * call.length // layout.cp
     queries, keys = (rows * max(1, heads // layout.tp) for heads in (call.heads, call.kv_heads))
