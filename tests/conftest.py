@@ -11,7 +11,7 @@ import sys
 from formats import settle_bf16
 from hypothesis import settings
 
-pytest_plugins = ["tiers", "pytester"]  # tiers: tests/helpers; pytester tests it
+pytest_plugins = ["tiers", "journal", "pytester"]  # the first two: tests/helpers; pytester tests them
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported, here and in child processes
 os.environ.pop("COLUMNS", None)  # pytest-xdist's workers have it; a test that needs a terminal's width sets one

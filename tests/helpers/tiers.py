@@ -1,23 +1,26 @@
-"""Pytest plugin: `heavy` tests run with `--all`; any other run takes a share of them, chosen by the commit."""
+"""Pytest plugin: a run takes the `heavy` tests that the changes since the last full run concern; `--all` takes all."""
 
 from __future__ import annotations
 
-import subprocess
+import json
 from collections.abc import Iterable
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
+from relevance import Case, cap, find_changes, find_names, read_base, sort_relevant
 
-ONE_IN = 400
-ROOT = Path(__file__).resolve().parents[2]
+PROOF = ROOT / "docs" / "proof.md"
+DURATIONS = ROOT / "tests" / "durations.json"  # seconds of light tests together, and of each heavy function's cases
+RUN_S = 8 * 60 * 2  # a default run ends within eight minutes on two idle cores
+START_S = 120  # of them, for two workers that import torch and collect
+USUAL_S = 2.0  # a heavy case whose function was not timed yet
 # One model type of each kind, for tests that take every type with --all: dense, experts, latent attention, scan,
 # delta rule, windows, masked words, encoder-decoder, sound, images.
 LIGHT_TYPES = (
     "llama", "mixtral", "deepseek_v3", "mamba2", "qwen3_next", "gemma3_text", "bert", "t5", "whisper", "qwen2_5_vl",
 )  # fmt: skip
-_COUNT = pytest.StashKey[tuple[int, int]]()  # heavy tests that run, heavy tests that were collected
+_COUNT = pytest.StashKey[tuple[int, int, int]]()  # heavy tests that run, that are relevant, that were collected
 
 
 def mark_heavy(cases: Iterable[Any], light: Iterable[Any] = ()) -> list[Any]:
@@ -37,33 +40,23 @@ def thin(cases: Iterable[Any], every: int) -> list[Any]:
     return mark_heavy(all_of_them, all_of_them[::every])
 
 
-def is_in_share(share: str, node_id: str) -> bool:
-    """Whether a heavy test belongs to the share: about one in four hundred does, each commit picks others."""
-    return int.from_bytes(sha256(f"{share}\n{node_id}".encode()).digest()[:8]) % ONE_IN == 0
-
-
-def name_share(root: Path) -> str:
-    """The commit's hash; outside of git the version."""
-    if (root / ".git").exists():
-        try:
-            command = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):  # no git here, or a checkout that it does not read
-            pass
-    from flopcalc._version import __version__
-
-    return __version__
+def find_cap_s(durations: dict[str, Any]) -> float:
+    """Seconds that a default run has left for heavy tests, and not less than a minute."""
+    return max(RUN_S - START_S - durations["light"], 60.0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("heavy tests")
-    group.addoption("--all", action="store_true", help="run every heavy test, not only a share of them")
-    group.addoption("--heavy-share", metavar="WORD", help="run the heavy tests that WORD picks (default: HEAD)")
+    group.addoption("--all", action="store_true", help="run every heavy test")
+    group.addoption("--relevant", action="store_true", help="run every heavy test that the changes concern, uncapped")
+    group.addoption(
+        "--changed", action="append", metavar="PATH", help="take these files as changed; default: since the last --all"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.heavy_share is None:
-        config.option.heavy_share = name_share(ROOT)  # xdist hands the options on to its workers
+    if config.option.changed is None and not hasattr(config, "workerinput"):  # xdist hands the options on to workers
+        config.option.changed = find_changes(ROOT, read_base(PROOF.read_text(encoding="utf-8")))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -73,14 +66,20 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     heavy = [item for item in items if item.get_closest_marker("heavy")]
-    left_out = [] if _takes_all(config) else [item for item in heavy if not _is_taken(config, item)]
-    config.stash[_COUNT] = len(heavy) - len(left_out), len(heavy)
+    if _takes_all(config) or not heavy:
+        config.stash[_COUNT] = len(heavy), len(heavy), len(heavy)
+    else:
+        named = {item.nodeid for item in heavy if any(_names(config, word, item) for word in config.args)}
+        relevant = sort_relevant([make_case(item) for item in heavy if item.nodeid not in named], config.option.changed)
+        durations = json.loads(DURATIONS.read_text(encoding="utf-8"))
+        capped = cap(relevant, durations["heavy"], find_cap_s(durations), USUAL_S)
+        taken = named | {case.node_id for case in (relevant if config.option.relevant else capped)}
+        config.stash[_COUNT] = len(taken), len(named) + len(relevant), len(heavy)
+        config.hook.pytest_deselected(items=[item for item in heavy if item.nodeid not in taken])
+        left_out = {item.nodeid for item in heavy} - taken
+        items[:] = [item for item in items if item.nodeid not in left_out]
     if hasattr(config, "workeroutput"):
         config.workeroutput["heavy"] = config.stash[_COUNT]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        names = {item.nodeid for item in left_out}
-        items[:] = [item for item in items if item.nodeid not in names]
 
 
 @pytest.hookimpl(optionalhook=True)  # xdist's
@@ -90,9 +89,18 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    taken, total = config.stash.get(_COUNT, (0, 0))
+    taken, relevant, total = config.stash.get(_COUNT, (0, 0, 0))
     if total:
         terminalreporter.write_line(f"heavy tests: {taken} of {total} ran, {_describe(config)}")
+    if relevant > taken:
+        line = f"the time limit left out {relevant - taken} relevant ones: run them too with `pytest --relevant`"
+        terminalreporter.write_line(f"heavy tests: {line}, run all with `scripts/test --all`")
+
+
+def make_case(item: pytest.Item) -> Case:
+    """A heavy test with the types that its parameters name."""
+    call = getattr(item, "callspec", None)
+    return Case(item.nodeid, find_names(call.params, call.id) if call else frozenset())
 
 
 def _describe(config: pytest.Config) -> str:
@@ -100,18 +108,14 @@ def _describe(config: pytest.Config) -> str:
         return "all of them (--all)"
     if _takes_all(config):
         return f"those of -m '{config.option.markexpr}'"
-    again = f"pytest --heavy-share {config.option.heavy_share}"
-    return f"about 1 in {ONE_IN}; repeat with `{again}`, run all with `pytest --all`"
+    if config.option.changed is None:
+        return "one type per set of spec keys: git does not say what changed since the last full run (docs/proof.md)"
+    return f"those that {len(config.option.changed)} changed files concern"
 
 
 def _takes_all(config: pytest.Config) -> bool:
     """With --all, and where -m speaks of heavy tests itself."""
     return config.option.all or "heavy" in config.option.markexpr
-
-
-def _is_taken(config: pytest.Config, item: pytest.Item) -> bool:
-    is_named = any(_names(config, word, item) for word in config.args)
-    return is_named or is_in_share(config.option.heavy_share, item.nodeid)
 
 
 def _names(config: pytest.Config, word: str, item: pytest.Item) -> bool:

@@ -75,12 +75,21 @@ def test_every_spec_has_an_example_and_a_truth() -> None:
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_equals_traces(name: str, request: pytest.FixtureRequest) -> None:
-    options = request.config.option
+def test_equals_traces(name: str) -> None:
     truth = load(name)
     assert truth.entries
     assert all(entry.all_cases for entry in truth.entries)
-    wrong = find_wrong(truth, None if options.all else sum(options.heavy_share.encode()) % 2)  # the commit picks a half
+    assert_equals(truth, half=0)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", TYPES)
+def test_equals_the_other_traces(name: str) -> None:
+    assert_equals(load(name), half=1)
+
+
+def assert_equals(truth: Truth, half: int) -> None:
+    wrong = find_wrong(truth, half)
     assert not wrong, "\n".join([f"{len(wrong)} differ", *wrong])
 
 
