@@ -1,10 +1,9 @@
-"""Pytest plugin of `scripts/test --all`: a run that was stopped goes on where it was; `--record` writes down its end."""
+"""Pytest plugin of `scripts/test --all`: a run that was stopped is continued; `--record` writes down a full one."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter, defaultdict
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -19,6 +18,7 @@ from tiers import DURATIONS, PROOF
 Entry = dict[str, Any]  # a line of the journal
 FILE = ROOT / "build" / "tests.jsonl"  # line 1: the tree that was tested; then a line per test, as it ends
 AGAIN = "scripts/test --all"
+_SIZE = pytest.StashKey[int | None]()  # of the journal at the start; a worker that starts later must read no more
 _COLLECTED = pytest.StashKey[int]()
 _WORST = ("passed", "skipped", "failed")  # of a test's set-up, call and tear-down
 
@@ -30,7 +30,8 @@ def read_tree(root: Path) -> Entry | None:
     new = ask_git(root, "ls-files", "--others", "--exclude-standard", "-z")
     if commit is None or changes is None or new is None:
         return None
-    text = changes.encode() + b"".join(name.encode() + (root / name).read_bytes() for name in new.split("\0") if name)
+    files = [root / name for name in new.split("\0") if (root / name).is_file()]
+    text = changes.encode() + b"".join(str(file).encode() + file.read_bytes() for file in files)
     return {"commit": commit.strip(), "changes": sha256(text).hexdigest() if text else ""}
 
 
@@ -51,13 +52,17 @@ def find_outcomes(entries: list[Entry]) -> dict[str, str]:
 class Journal:
     """Writes down each test as it ends; with xdist, in the process that the workers report to."""
 
-    def __init__(self, stream: TextIO, tree: Entry) -> None:
+    def __init__(self, stream: TextIO, tree: Entry, note: str) -> None:
         self.stream = stream
         self.tree = tree
+        self.note = note
         self._reports: dict[str, list[pytest.TestReport]] = defaultdict(list)
 
     def write(self, entry: Entry) -> None:
         print(json.dumps(entry), file=self.stream, flush=True)
+
+    def pytest_report_header(self) -> str:
+        return f"journal: {FILE.relative_to(ROOT)}, {self.note}"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._reports[report.nodeid].append(report)
@@ -77,34 +82,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     option = config.option
+    if hasattr(config, "workerinput"):
+        config.stash[_SIZE] = config.workerinput["journal_size"]
     if not option.resume or hasattr(config, "workerinput") or option.collectonly:
         return
     tree = read_tree(ROOT)
     if tree is None:
         raise pytest.UsageError("to continue a run, flopcalc must be a git checkout; run `pytest --all`")
     old = read_journal(FILE)
-    option.journal_note = "new"
+    note = "new"
     if old and not option.fresh:
-        is_same = old[0] == tree
-        option.journal_note = "continued" if is_same else f"begun anew: the last was of another tree, {_name(old[0])}"
-    if option.journal_note != "continued":
+        note = "continued" if old[0] == tree else f"begun anew: the last was of another tree, {_name(old[0])}"
+    if note != "continued":
         FILE.parent.mkdir(exist_ok=True)
         FILE.write_text(json.dumps(tree) + "\n", encoding="utf-8")
-    option.journal_size = FILE.stat().st_size  # a worker that starts later must collect the same tests
+    config.stash[_SIZE] = FILE.stat().st_size
     stream = FILE.open("a", encoding="utf-8")
     config.add_cleanup(stream.close)
     stream.write("\n")  # after a line that was cut off
-    config.pluginmanager.register(Journal(stream, tree), "test-journal")
+    config.pluginmanager.register(Journal(stream, tree, note), "test-journal")
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    note = getattr(config.option, "journal_note", None)
-    return f"journal: {FILE.relative_to(ROOT)}, {note}" if note else None
+@pytest.hookimpl(optionalhook=True)  # xdist's
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["journal_size"] = node.config.stash.get(_SIZE, None)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    size = getattr(config.option, "journal_size", None)
+    size = config.stash.get(_SIZE, None)
     if size is None:
         return
     config.stash[_COLLECTED] = len(items)
@@ -138,16 +144,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     told = ", ".join(f"{counts[word]:,} {word}" for word in _WORST)
     terminalreporter.write_line(f"all parts of the run together: {told}, {left:,} left")
     option = config.option
-    is_whole = config.args_source == config.ArgsSource.TESTPATHS and not (option.keyword or option.markexpr)
+    narrowed = (option.keyword, option.markexpr, option.deselect, option.ignore, option.ignore_glob)
+    is_whole = config.args_source == config.ArgsSource.TESTPATHS and not any(narrowed)
     if left or counts["failed"] or _COLLECTED not in config.stash:
         terminalreporter.write_line(f"continue with `{AGAIN}`")
     elif read_tree(ROOT) != journal.tree:
         terminalreporter.write_line(f"files changed during the run; test this tree with `{AGAIN}`")
     elif is_whole:
         journal.write({"end": datetime.now(UTC).date().isoformat()})
-        terminalreporter.write_line(
-            "a full run without a failure: `scripts/test --record` writes it into docs/proof.md"
-        )
+        terminalreporter.write_line("no failure in a full run: `scripts/test --record` writes it into docs/proof.md")
 
 
 def record() -> str:
@@ -184,4 +189,3 @@ def _name(tree: Entry) -> str:
 
 if __name__ == "__main__":
     print(record())
-    sys.exit(0)

@@ -55,8 +55,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.changed is None and not hasattr(config, "workerinput"):  # xdist hands the options on to workers
+    if hasattr(config, "workerinput"):
+        config.option.changed = config.workerinput["changed"]
+    elif config.option.changed is None:
         config.option.changed = find_changes(ROOT, read_base(PROOF.read_text(encoding="utf-8")))
+
+
+@pytest.hookimpl(optionalhook=True)  # xdist's
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["changed"] = node.config.option.changed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
