@@ -157,7 +157,7 @@ def test_durations_are_means_of_a_function() -> None:
         {"id": "a.py::c", "outcome": "skipped", "s": 2.3},
         {"end": "2026-11-18"},
     ]
-    assert journal.sum_durations(lines) == {"light": 3, "heavy": {"a.py::a": 1.5}}
+    assert journal.sum_durations(lines) == {"light": 3, "heavy": {"a.py::a": 1.52}}
 
 
 def test_a_run_outside_of_git_cannot_be_continued(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:

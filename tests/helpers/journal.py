@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter, defaultdict
+from collections.abc import Generator
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +21,7 @@ Entry = dict[str, Any]  # a line of the journal
 FILE = ROOT / "build" / "tests.jsonl"  # line 1: the tree that was tested; then a line per test, as it ends
 AGAIN = "scripts/test --all"
 _SIZE = pytest.StashKey[int | None]()  # of the journal at the start; a worker that starts later must read no more
+_CPU = pytest.StashKey[float]()  # when the test began
 _COLLECTED = pytest.StashKey[int]()
 _WORST = ("passed", "skipped", "failed")  # of a test's set-up, call and tear-down
 
@@ -70,8 +73,26 @@ class Journal:
             return
         reports = self._reports.pop(report.nodeid)  # torn down, or its worker crashed
         outcome = max((each.outcome for each in reports), key=_WORST.index)
-        entry = {"id": report.nodeid, "outcome": outcome, "s": round(sum(each.duration for each in reports), 2)}
+        entry = {"id": report.nodeid, "outcome": outcome, "s": round(getattr(report, "cpu_s", 0.0), 2)}
         self.write(entry | ({"heavy": 1} if "heavy" in report.keywords else {}))
+
+
+def read_cpu_s() -> float:
+    """CPU seconds of this process and of its children that ended: about the same on an idle and a busy machine."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[_CPU] = read_cpu_s()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    report.cpu_s = read_cpu_s() - item.stash[_CPU]  # type: ignore[attr-defined]  # since the test began
+    return report
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -171,7 +192,7 @@ def record() -> str:
 
 
 def sum_durations(entries: list[Entry]) -> Entry:
-    """Seconds of all light tests together, and of a usual case of each heavy function."""
+    """CPU seconds of all light tests together, and of a usual case of each heavy function."""
     tests = {entry["id"]: entry for entry in entries if "id" in entry}.values()
     heavy: dict[str, list[float]] = defaultdict(list)
     for test in tests:
@@ -179,7 +200,7 @@ def sum_durations(entries: list[Entry]) -> Entry:
             heavy[test["id"].partition("[")[0]].append(test["s"])
     return {
         "light": round(sum(test["s"] for test in tests if "heavy" not in test)),
-        "heavy": {name: round(sum(each) / len(each), 1) for name, each in sorted(heavy.items())},
+        "heavy": {name: round(sum(each) / len(each), 2) for name, each in sorted(heavy.items())},
     }
 
 
