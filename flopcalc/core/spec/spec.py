@@ -480,6 +480,8 @@ class BoundDims:
         for key in (name, *self.spec.renamed.get(name, ())):
             is_given, value = find_key(self.config, key)
             if is_given:
+                if value is None and isinstance(self.defaults.get(name), bool):
+                    value = False  # HF's code asks whether it is true
                 break
         else:
             value = self._find_inner_default(name)
