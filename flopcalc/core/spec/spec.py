@@ -96,6 +96,7 @@ WORDS = {
 }  # keys of an op that hold no expression
 _HEAD_KEYS = {"like", "set", "base", "stack", "keep", "refuse"}
 MAX_LAYERS = 10_000
+_SIZES = ("_dim", "_size", "_heads", "_experts", "_layers", "_rank")  # end keys whose values are never negative
 OWN_TYPE = ("model_type", "backbone")  # values of `use`: the inner config's own model_type names the spec
 _BACKBONE = "_backbone"  # ends the names of parts that other models read stage by stage
 
@@ -482,6 +483,10 @@ class BoundDims:
             if is_given:
                 if value is None and isinstance(self.defaults.get(name), bool):
                     value = False  # HF's code asks whether it is true
+                elif type(value) is int and value < 0 and key.endswith(_SIZES):  # in a sum it would only be smaller
+                    raise ConfigError(f"{self.where}: {key} must be at least 0, not {value}")
+                elif value in ("true", "false") and isinstance(self.defaults.get(name), bool):
+                    raise ConfigError(f"{self.where}: {key} must be true or false, not {value!r}")
                 break
         else:
             value = self._find_inner_default(name)
