@@ -228,6 +228,20 @@ def test_null_means_false(config: Json, key: str) -> None:
     assert bind({**config, key: None}).parameters() != bind({**config, key: True}).parameters()
 
 
+@pytest.mark.parametrize(
+    ("config", "key", "value", "default"),
+    [
+        ({**T5, "feed_forward_proj": "gated-gelu"}, "is_gated_act", False, True),
+        (GEMMA4, "per_layer_config", {}, {"1": {"head_dim": 32}}),
+    ],
+)
+def test_null_is_a_value(config: Json, key: str, value: Any, default: Any) -> None:
+    """Where a class keeps a given null, and would compute a value for a key that is left out."""
+    assert bind({**config, key: None}).parameters() == bind({**config, key: value}).parameters()
+    assert bind({**config, key: None}).parameters() != bind(config).parameters()
+    assert bind(config).parameters() == bind({**config, key: default}).parameters()
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", list_data_files("presets"))
 def test_every_preset_is_taken(name: str) -> None:
