@@ -44,7 +44,8 @@ NOT_REACHED = {
 # Words of refusals that are no fault if HF runs, because a count would be wrong: a spec says what it leaves out, HF
 # drops what one of two lists has more, a size would be 0 or a fraction, the workload's images are of another size.
 LEFT_OUT = (
-    "described", "must have 2 to 4 layers", "must have as many entries", "no whole number", "is not a size",
+    "described", "must have 2 to 4 layers", "must have as many entries", "must have num_stages entries",
+    "no whole number", "is not a size",
     "of one size",
 )  # fmt: skip
 
