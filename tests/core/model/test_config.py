@@ -340,7 +340,7 @@ def test_mistyped_flag(key: str, value: Any) -> None:
     [
         ({**LLAMA, "max_position_embeddings": "x"}, "max_position_embeddings must be a positive whole number, not 'x'"),
         ({**LLAMA, "num_attention_heads": 0}, "hidden_size must be a multiple of num_attention_heads"),
-        ({**LLAMA, "model_type": "gemma2", "layer_types": ["x"]}, "layer_types holds a kind of attention that this spec does not describe (layer_types is ['x'])"),
+        ({**LLAMA, "model_type": "gemma2", "layer_types": ["x"]}, "layer_types holds a kind of attention"),
         ({**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention"]}, "index 1 outside a list of 1"),
         (
             {**LLAMA, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
