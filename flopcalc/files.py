@@ -17,6 +17,7 @@ MAX_YAML_BYTES = 500_000  # PyYAML reads about 100 kB in a second
 MAX_TABLE_BYTES = 50_000_000
 MAX_LOG_BYTES = 500_000_000
 _PART_AGE_S = 3600.0
+_FLOAT = "__float__"  # transformers 5.22: configuration_utils.py
 _MOST_CHARACTERS = 300  # of a path in an error
 # Opening a pipe without a writer would wait for one, and a terminal could become this process's own.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -81,13 +82,23 @@ def read_text(path: str | os.PathLike[str], limit: int, error: type[FlopcalcErro
         raise error(f"{os.fspath(path)}: not UTF-8 text: {problem.reason} at byte {problem.start}") from None
 
 
-def read_json(path: str | os.PathLike[str], limit: int, error: type[FlopcalcError]) -> Any:
-    """A JSON file's value."""
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; also what transformers writes for infinities and NaN: {"__float__": "Infinity"}."""
     import json
 
+    return json.loads(text, object_hook=_read_float if _FLOAT in text else None)
+
+
+def _read_float(table: dict[str, Any]) -> Any:
+    word = table.get(_FLOAT) if len(table) == 1 else None
+    return float(word) if word in ("Infinity", "-Infinity", "NaN") else table
+
+
+def read_json(path: str | os.PathLike[str], limit: int, error: type[FlopcalcError]) -> Any:
+    """A JSON file's value."""
     text = read_text(path, limit, error)
     try:
-        return json.loads(text)
+        return parse_json(text)
     except (ValueError, RecursionError) as problem:
         raise error(f"{os.fspath(path)}: not valid JSON: {str(problem)[:200]}") from None
 

@@ -119,6 +119,23 @@ def test_what_is_read(tmp_path: Path) -> None:
         read_bytes("a\0b", 20, FlopcalcError)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a": [0.0, {"__float__": "Infinity"}]}', "{'a': [0.0, inf]}"),
+        ('[{"__float__": "-Infinity"}, {"__float__": "NaN"}]', "[-inf, nan]"),
+        ('{"__float__": "1.5"}', "{'__float__': '1.5'}"),  # transformers writes none of these
+        ('{"__float__": "NaN", "a": 1}', "{'__float__': 'NaN', 'a': 1}"),
+        ('{"__float__": ["NaN"]}', "{'__float__': ['NaN']}"),
+        ("[Infinity]", "[inf]"),
+    ],
+)
+def test_infinities_as_transformers_writes_them(text: str, value: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    assert repr(read_json(path, 100, FlopcalcError)) == value
+
+
 def test_a_jpeg_without_a_frame_ends(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     for content in (bytes(100_000), b"\xff" * 100_000, b"\xff\xe0\x00\x02" * 20_000):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_value
+from flopcalc.files import parse_json
 from flopcalc.units import parse_number, parse_size, parse_sizes
 from flopcalc.web.lines import write_command, write_python
 from flopcalc.web.setups import Counted, Setup, bind_setup, count, make_setup, read_compute
@@ -27,7 +28,7 @@ _MOST_POINTS = 4000  # of a plan's picture
 def answer(question: str, progress: Progress | None = None) -> str:
     """The answer to {"what": …, "setup": {…}}; whatever flopcalc refuses is {"error": "one line"}."""
     try:
-        asked = json.loads(question)
+        asked = parse_json(question)
         if not isinstance(asked, dict):
             raise FlopcalcError(f"a question is an object, not {format_value(asked)}")
         found = _answer(asked, progress)

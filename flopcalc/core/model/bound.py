@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flopcalc.core.model.config import Source
-from flopcalc.core.model.config_rules import check_config, fill_nulls
 from flopcalc.core.model.expand import expand
 from flopcalc.core.model.heads import Head, check_head, expand_head, find_head, has_lm_head, list_classes
 from flopcalc.core.model.mtp import choose_depth, expand_mtp
@@ -86,9 +85,6 @@ def bind_model(source: Source, specs: Mapping[str, Spec] | None = None, *, is_pa
     spec = _find_spec(source, extra, is_part)
     if source.head and is_image_classifier(spec):
         source, spec = _set_image_head(source, spec)
-    if spec.name not in extra:
-        check_config(source.config, source.where)
-        source = source.replace(config=fill_nulls(source.config))
     dims = bind_spec(spec, source.config, source.where, extra)
     stages, renamed = expand(dims), None
     # A denoiser, the parts of a pipeline and models of images alone have no head that another could replace.
@@ -185,18 +181,12 @@ def _find_spec(source: Source, specs: dict[str, Spec], is_part: bool) -> Spec:
     if spec is None:
         raise ConfigError(
             f"{source.where}: model_type {format_value(model_type)} has no spec.{_suggest(source)} `flopcalc models` "
-            f"lists what is supported;{_hint_trace(model_type)} --spec FILE adds your own"
+            f"lists what is supported; --trace counts it from HF's own code if transformers has it; --spec FILE adds "
+            "your own"
         )
     if spec.is_tower and "input" not in spec.latents and not is_part:
         raise ConfigError(f"{source.where}: {model_type!r} is a part of other models, not one by itself")
     return spec
-
-
-def _hint_trace(model_type: str) -> str:
-    """' --trace …' where transformers has such a model; its code alone can be traced."""
-    from flopcalc.core.model.config_rules import is_type_of_transformers
-
-    return " --trace counts it from HF's own code," if is_type_of_transformers(model_type) else ""
 
 
 def _suggest(source: Source) -> str:

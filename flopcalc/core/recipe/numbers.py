@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from flopcalc.core.model.config_rules import list_float32
 from flopcalc.core.model.ops import Embed, Linear, Op, Param, Weighted
+from flopcalc.core.recipe.float32 import list_float32
 from flopcalc.core.recipe.formats import (
     BF16,
     PLAIN,

@@ -19,8 +19,9 @@ SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
     "checks", "stack", "vision", "audio", "latents", "positions", "variants", "rename", "main_input",
     "reentrant", "sums", "drop", "config_checks", "body", "heads", "refused", "phases", "note",
+    "nulls",
 }  # fmt: skip
-_MERGED = ("defaults", "renamed", "dims", "checks", "blocks", "sums", "heads")  # merged key by key
+_MERGED = ("defaults", "nulls", "renamed", "dims", "checks", "blocks", "sums", "heads")  # merged key by key
 _OWN = ("variants", "refused", "config_checks", "body", "phases", "note")  # not of specs that extend it
 _TABLES = (*_MERGED, "variants", "refused", "config_checks", "vision", "audio", "latents", "positions", "rename")
 CHANGES = ("change", "after", "before")  # keys of a stack that say what it does to the other spec's

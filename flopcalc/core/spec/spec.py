@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from flopcalc.core.spec.derived import find_derived
@@ -96,6 +97,7 @@ WORDS = {
 }  # keys of an op that hold no expression
 _HEAD_KEYS = {"like", "set", "base", "stack", "keep", "refuse"}
 MAX_LAYERS = 10_000
+_SIZES = ("_dim", "_size", "_heads", "_experts", "_layers", "_rank")  # end keys whose values are never negative
 OWN_TYPE = ("model_type", "backbone")  # values of `use`: the inner config's own model_type names the spec
 _BACKBONE = "_backbone"  # ends the names of parts that other models read stage by stage
 
@@ -130,6 +132,7 @@ class Spec(Value):
     body: str = ""  # the spec that other models take in its place: the same without its head
     note: str = ""  # printed with every result
     phases: tuple[str, ...] = ()  # those that it describes; none named: all that its ops allow
+    nulls: Mapping[str, object] = MappingProxyType({})  # config key -> what HF's code takes its null for
     main_input: str = "input_ids"  # HF's main_input_name: only text makes checkpointing ask embeddings for a gradient
 
 
@@ -190,6 +193,7 @@ def read_spec(path: str) -> Spec:
         body=str(tables.get("body", "")),
         heads=tables.get("heads", {}),
         refused=tables.get("refused", {}),
+        nulls=tables.get("nulls", {}),
         note=str(tables.get("note", "")),
         phases=tuple(tables.get("phases", ())),
         main_input=str(tables.get("main_input", "input_ids")),
@@ -480,6 +484,13 @@ class BoundDims:
         for key in (name, *self.spec.renamed.get(name, ())):
             is_given, value = find_key(self.config, key)
             if is_given:
+                default = self.defaults.get(name)
+                if value is None:  # HF's code asks of a flag whether it is true
+                    value = self.spec.nulls.get(name, False if isinstance(default, bool) else None)
+                elif type(value) is int and value < 0 and key.endswith(_SIZES):  # in a sum it would only be smaller
+                    raise ConfigError(f"{self.where}: {key} must be at least 0, not {value}")
+                elif isinstance(default, bool) and value in ("true", "false"):
+                    raise ConfigError(f"{self.where}: {key} must be true or false, not {value!r}")
                 break
         else:
             value = self._find_inner_default(name)
