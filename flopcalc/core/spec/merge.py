@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeGuard
 
 from flopcalc.core.spec.expressions import find_names, parse
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.data import ALIASES, DIFFUSERS, PARTS, find_data_file, get_stem, load_toml
-from flopcalc.errors import SpecError, format_nearest
+from flopcalc.errors import SpecError, format_nearest, format_value
 
 Table = dict[str, Any]  # of a spec, as TOML has it
 MAX_TERMS = 1000  # names of [sums] in one sum, written out
@@ -24,6 +24,7 @@ _MERGED = ("defaults", "renamed", "dims", "checks", "blocks", "sums", "heads")  
 _OWN = ("variants", "refused", "config_checks", "body", "phases", "note")  # not of specs that extend it
 _TABLES = (*_MERGED, "variants", "refused", "config_checks", "vision", "audio", "latents", "positions", "rename")
 CHANGES = ("change", "after", "before")  # keys of a stack that say what it does to the other spec's
+OP_CHANGES = (*CHANGES, "beside", "drop")  # the same of an op
 
 
 def load_tables(path: str) -> Table:
@@ -51,6 +52,9 @@ def _load(path: str, above: tuple[str, ...]) -> Table:
     if base_name is None:
         if dropped or any(_is_change(stack) for stack in stacks):
             raise SpecError(f"{path}: changes stacks of another spec, but extends none")
+        for name, items in tables.get("blocks", {}).items():
+            if _is_op_change(items):
+                raise SpecError(f"{path}: block {name!r} changes ops of another spec, but the file extends none")
         return tables
     is_own = base_name == get_stem(path) and os.path.basename(os.path.dirname(path)) != ALIASES
     if base_name in above or is_own:
@@ -67,6 +71,13 @@ def _load(path: str, above: tuple[str, ...]) -> Table:
     merged = {**base, **tables}
     for key in _MERGED:
         merged[key] = {**base.get(key, {}), **tables.get(key, {})}
+    for name, items in tables.get("blocks", {}).items():
+        if _is_op_change(items):
+            where, blocks = f"{path}: block {name!r}", base.get("blocks", {})
+            if not isinstance(blocks.get(name), list):
+                near = format_nearest(name, blocks)
+                raise SpecError(f"{where} changes ops, but {base_name!r} has no block of that name.{near}")
+            merged["blocks"][name] = _merge_ops(blocks[name], items, where, str(base_name))
     rename = tables.get("rename", {})
     merged["rename"] = {old: rename_path(new, rename) for old, new in base.get("rename", {}).items()} | rename
     # "none" takes a default of the other spec back: TOML has no null.
@@ -105,6 +116,9 @@ def _merge_stacks(base: list[Table], own: list[Table], dropped: list[str], path:
             stacks.append(rest)
         elif given == ["change"]:
             i = find(stack["change"])
+            if _is_op_change(rest.get("ops")):
+                where = f"{path}: stack {stack['change']!r}"
+                rest["ops"] = _merge_ops(stacks[i].get("ops", []), rest["ops"], where, base_name)
             stacks[i] = {**stacks[i], **rest}
         elif given == ["before"]:
             stacks.insert(find(stack["before"]), rest)
@@ -124,6 +138,108 @@ def rename_path(path: str, rename: dict[str, str]) -> str:
     """A module path with the longest matching prefix replaced."""
     found = max((old for old in rename if path == old or path.startswith(f"{old}.")), key=len, default=None)
     return path if found is None else (rename[found] + path[len(found) :]).removeprefix(".")
+
+
+# --- ops --------------------------------------------------------------------------------------------------------------
+def _is_op_change(items: object) -> bool:
+    """Whether a list of ops says what differs from the other spec's, as stacks do; else it replaces them."""
+    return isinstance(items, list) and any(isinstance(item, dict) and item.keys() & OP_CHANGES for item in items)
+
+
+def _merge_ops(base: list[Any], own: list[Any], where: str, base_name: str) -> list[Any]:
+    """The other spec's ops with changes; every name is that of an op of the other spec, whatever the order."""
+    names = list(_list_op_names(base))
+    ops: Table = {}  # by names that no two of them share
+    tree = _number_ops(base, names, ops)
+    changes: dict[str, dict[str, Any]] = {}
+    behind: list[Any] = []
+
+    def find(name: object) -> dict[str, Any]:
+        if name in ops and isinstance(name, str):
+            return changes.setdefault(name, {})
+        if name in names:
+            several = ", ".join(other for other in ops if other.rpartition("#")[0] == name)
+            raise SpecError(f"{where}: {base_name!r} has several ops {name!r} there; say which: {several}")
+        near = format_nearest(str(name), ops)
+        raise SpecError(f"{where}: {base_name!r} has no op {format_value(name)} there.{near}")
+
+    for item in own:
+        given = [key for key in OP_CHANGES if key in item] if isinstance(item, dict) else []
+        if not given:
+            behind.append(item)
+            continue
+        key, target = given[0], item[given[0]]
+        rest = {field: value for field, value in item.items() if field not in OP_CHANGES}
+        if len(given) > 1:
+            raise SpecError(f"{where}, op {format_value(target)}: {key} and {given[1]} exclude each other")
+        if bool(rest) == (key == "drop"):
+            wanted = "takes no other keys" if rest else "needs what it adds or changes"
+            raise SpecError(f"{where}, op {format_value(target)}: {key} {wanted}")
+        if key == "drop":
+            for name in target if isinstance(target, list) else [target]:
+                find(name)["drop"] = True
+        elif key == "change":
+            find(target).setdefault(key, {}).update(rest)
+        else:
+            if "ops" in rest and (len(rest) > 1 or not isinstance(rest["ops"], list)):
+                raise SpecError(f"{where}, op {format_value(target)}: ops must be a list, without other keys")
+            added = rest.get("ops", [rest])
+            is_branch = key == "beside" and len(added) > 1
+            find(target).setdefault(key, []).extend([added] if is_branch else added)
+    for name, change in changes.items():
+        if {"change", "drop"} <= change.keys():
+            raise SpecError(f"{where}, op {name!r}: change and drop exclude each other")
+        if "change" in change:
+            op = ops[name] if isinstance(ops[name], dict) else {"block": ops[name]}
+            # "none" takes a key of the other spec back, as in [defaults].
+            ops[name] = {field: value for field, value in {**op, **change["change"]}.items() if value != "none"}
+    return [*_write_ops(tree, ops, changes, True), *behind]
+
+
+def _list_op_names(items: list[Any]) -> Iterator[str]:
+    """What specs that extend this one call its ops: the path of the module or parameter, else the kind of op."""
+    for item in items:
+        if isinstance(item, list):
+            yield from _list_op_names(item)
+        elif isinstance(item, dict):
+            path = ".".join(str(item[key]) for key in ("name", "param") if key in item)
+            yield str(item.get("block") or path or item.get("op"))
+        else:
+            yield str(item)
+
+
+def _number_ops(items: list[Any], names: list[str], ops: Table) -> list[Any]:
+    """The same lists with names for ops, which `ops` then holds; of several of one name each gets its number."""
+    tree: list[Any] = []
+    for item in items:
+        if isinstance(item, list):
+            tree.append(_number_ops(item, names, ops))
+            continue
+        name = names[len(ops)]
+        tree.append(name if names.count(name) == 1 else f"{name}#{names[: len(ops) + 1].count(name)}")
+        ops[tree[-1]] = item
+    return tree
+
+
+def _write_ops(tree: list[Any], ops: Table, changes: dict[str, dict[str, Any]], is_series: bool) -> list[Any]:
+    """Changed ops in the place of their names: what is after or before one in a series, what is beside it a sibling."""
+    written: list[Any] = []
+    for entry in tree:
+        if isinstance(entry, list):
+            is_named = not is_series and entry and isinstance(entry[0], str)
+            beside = changes.get(entry[0], {}).pop("beside", []) if is_named else []  # of a branch's first op
+            inner = _write_ops(entry, ops, changes, not is_series)
+            written += [inner, *beside] if inner else beside
+            continue
+        change = changes.get(entry, {})
+        own = [] if "drop" in change else [ops[entry]]
+        beside = change.get("beside", [])
+        if is_series and beside:
+            own, beside = [[*own, *beside]], []
+        chain = [*change.get("before", ()), *own, *change.get("after", ())]
+        written += [chain] if len(chain) > 1 and not is_series else chain
+        written += beside
+    return written
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------
