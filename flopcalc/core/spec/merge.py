@@ -147,53 +147,70 @@ def _is_op_change(items: object) -> bool:
 
 
 def _merge_ops(base: list[Any], own: list[Any], where: str, base_name: str) -> list[Any]:
-    """The other spec's ops with changes; every name is that of an op of the other spec, whatever the order."""
+    """The other spec's ops with changes. Names are those of the other spec's ops, whatever the order of changes."""
     names = list(_list_op_names(base))
-    ops: Table = {}  # by names that no two of them share
+    ops: dict[str | int, Any] = {}  # by names that no two of them share; new ops by numbers
     tree = _number_ops(base, names, ops)
-    changes: dict[str, dict[str, Any]] = {}
-    behind: list[Any] = []
+    known = [str(name) for name in ops]
+    dropped: set[str | int] = set()
+    changed: set[str | int] = set()
+    placed: list[tuple[str, list[str], list[Any]]] = []
 
-    def find(name: object) -> dict[str, Any]:
-        if name in ops and isinstance(name, str):
-            return changes.setdefault(name, {})
+    def find(name: object) -> str:
+        if isinstance(name, str) and name in known:
+            return name
         if name in names:
-            several = ", ".join(other for other in ops if other.rpartition("#")[0] == name)
+            several = ", ".join(other for other in known if other.rpartition("#")[0] == name)
             raise SpecError(f"{where}: {base_name!r} has several ops {name!r} there; say which: {several}")
-        near = format_nearest(str(name), ops)
+        near = format_nearest(str(name), known)
         raise SpecError(f"{where}: {base_name!r} has no op {format_value(name)} there.{near}")
+
+    def number(items: list[Any]) -> list[Any]:
+        numbered: list[Any] = []
+        for item in items:
+            if not isinstance(item, list):
+                ops[len(ops)] = item
+            numbered.append(number(item) if isinstance(item, list) else len(ops) - 1)
+        return numbered
 
     for item in own:
         given = [key for key in OP_CHANGES if key in item] if isinstance(item, dict) else []
         if not given:
-            behind.append(item)
+            tree += number([item])
             continue
         key, target = given[0], item[given[0]]
-        rest = {field: value for field, value in item.items() if field not in OP_CHANGES}
+        fields = {field: value for field, value in item.items() if field not in OP_CHANGES}
+        here = f"{where}, {key} {format_value(target)}"
         if len(given) > 1:
-            raise SpecError(f"{where}, op {format_value(target)}: {key} and {given[1]} exclude each other")
-        if bool(rest) == (key == "drop"):
-            wanted = "takes no other keys" if rest else "needs what it adds or changes"
-            raise SpecError(f"{where}, op {format_value(target)}: {key} {wanted}")
+            raise SpecError(f"{here}: {key} and {given[1]} exclude each other")
         if key == "drop":
-            for name in target if isinstance(target, list) else [target]:
-                find(name)["drop"] = True
+            if fields:
+                raise SpecError(f"{here}: takes no other keys")
+            dropped.update(find(name) for name in (target if isinstance(target, list) else [target]))
+        elif not fields:
+            raise SpecError(f"{here}: says nothing")
         elif key == "change":
-            find(target).setdefault(key, {}).update(rest)
-        else:
-            if "ops" in rest and (len(rest) > 1 or not isinstance(rest["ops"], list)):
-                raise SpecError(f"{where}, op {format_value(target)}: ops must be a list, without other keys")
-            added = rest.get("ops", [rest])
-            is_branch = key == "beside" and len(added) > 1
-            find(target).setdefault(key, []).extend([added] if is_branch else added)
-    for name, change in changes.items():
-        if {"change", "drop"} <= change.keys():
-            raise SpecError(f"{where}, op {name!r}: change and drop exclude each other")
-        if "change" in change:
+            name = find(target)
+            changed.add(name)
             op = ops[name] if isinstance(ops[name], dict) else {"block": ops[name]}
             # "none" takes a key of the other spec back, as in [defaults].
-            ops[name] = {field: value for field, value in {**op, **change["change"]}.items() if value != "none"}
-    return [*_write_ops(tree, ops, changes, True), *behind]
+            ops[name] = {field: value for field, value in {**op, **fields}.items() if value != "none"}
+        else:
+            if "ops" in fields and (len(fields) > 1 or not isinstance(fields["ops"], list)):
+                raise SpecError(f"{here}: ops must be a list, without other keys")
+            ends = target if isinstance(target, list) else [target]
+            if not 1 <= len(ends) <= 2:
+                raise SpecError(f"{here}: name one op, or the first and the last of several")
+            placed.append((key, [find(name) for name in ends], number(fields.get("ops", [fields]))))
+    for name in sorted(map(str, dropped & changed)):
+        raise SpecError(f"{where}, op {name!r}: change and drop exclude each other")
+    for key, ends, added in placed:
+        if key == "before":
+            _place_ops(tree, True, key, ends, added)
+    for key, ends, added in reversed(placed):  # the first of several that are placed after one op is the next to it
+        if key != "before":
+            _place_ops(tree, True, key, ends, added)
+    return _write_ops(tree, {name: op for name, op in ops.items() if name not in dropped}, True)
 
 
 def _list_op_names(items: list[Any]) -> Iterator[str]:
@@ -208,7 +225,7 @@ def _list_op_names(items: list[Any]) -> Iterator[str]:
             yield str(item)
 
 
-def _number_ops(items: list[Any], names: list[str], ops: Table) -> list[Any]:
+def _number_ops(items: list[Any], names: list[str], ops: dict[str | int, Any]) -> list[Any]:
     """The same lists with names for ops, which `ops` then holds; of several of one name each gets its number."""
     tree: list[Any] = []
     for item in items:
@@ -221,24 +238,43 @@ def _number_ops(items: list[Any], names: list[str], ops: Table) -> list[Any]:
     return tree
 
 
-def _write_ops(tree: list[Any], ops: Table, changes: dict[str, dict[str, Any]], is_series: bool) -> list[Any]:
-    """Changed ops in the place of their names: what is after or before one in a series, what is beside it a sibling."""
+def _place_ops(tree: list[Any], is_series: bool, key: str, ends: list[str], added: list[Any]) -> bool:
+    """Put ops after or before others in a series, or beside them as a sibling; `ends` are the first and the last."""
+    at = [i for i, entry in enumerate(tree) if any(_holds(entry, name) for name in ends)]
+    start, end = at[0], at[-1] + 1
+    inner = tree[start]
+    begins = key == "beside" and not is_series and [inner[0]] == ends if isinstance(inner, list) else True
+    if len(at) == 1 and not begins and _place_ops(inner, not is_series, key, ends, added):
+        return True
+    if not is_series and len(ends) > 1:
+        return False  # siblings: the list around them places ops after, before or beside all of them
+    found = tree[start:end]
+    if key == "beside":
+        branch = added if len(added) == 1 else [added]
+        others = found if len(found) == 1 and not isinstance(inner, list) else [found]
+        tree[start:end] = [[*others, *branch]] if is_series else [*found, *branch]
+    else:
+        chain = [*added, *found] if key == "before" else [*found, *added]
+        tree[start:end] = chain if is_series else [chain]
+    return True
+
+
+def _holds(entry: object, name: str) -> bool:
+    return any(_holds(inner, name) for inner in entry) if isinstance(entry, list) else entry == name
+
+
+def _write_ops(tree: list[Any], ops: dict[str | int, Any], is_series: bool) -> list[Any]:
+    """The ops in the place of their names; if only one of several siblings is left, it joins the series."""
     written: list[Any] = []
     for entry in tree:
-        if isinstance(entry, list):
-            is_named = not is_series and entry and isinstance(entry[0], str)
-            beside = changes.get(entry[0], {}).pop("beside", []) if is_named else []  # of a branch's first op
-            inner = _write_ops(entry, ops, changes, not is_series)
-            written += [inner, *beside] if inner else beside
+        if not isinstance(entry, list):
+            written += [ops[entry]] if entry in ops else []
             continue
-        change = changes.get(entry, {})
-        own = [] if "drop" in change else [ops[entry]]
-        beside = change.get("beside", [])
-        if is_series and beside:
-            own, beside = [[*own, *beside]], []
-        chain = [*change.get("before", ()), *own, *change.get("after", ())]
-        written += [chain] if len(chain) > 1 and not is_series else chain
-        written += beside
+        inner = _write_ops(entry, ops, not is_series)
+        if is_series and len(inner) == 1 < len(entry):
+            written += inner[0] if isinstance(inner[0], list) else inner
+        elif inner:
+            written.append(inner)
     return written
 
 
