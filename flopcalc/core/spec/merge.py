@@ -18,10 +18,10 @@ ROW_KEYS = ("rows", "needed", "less", "cache_rows")  # keys that hold a sum of t
 SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
     "checks", "stack", "vision", "audio", "latents", "positions", "variants", "rename", "main_input",
-    "reentrant", "sums", "drop", "config_checks", "body", "heads", "refused", "phases", "note",
+    "reentrant", "sums", "drop", "config_checks", "heads", "refused", "phases", "note",
 }  # fmt: skip
 _MERGED = ("defaults", "renamed", "dims", "checks", "blocks", "sums", "heads")  # merged key by key
-_OWN = ("variants", "refused", "config_checks", "body", "phases", "note")  # not of specs that extend it
+_OWN = ("variants", "refused", "config_checks", "phases", "note")  # not of specs that extend it
 _TABLES = (*_MERGED, "variants", "refused", "config_checks", "vision", "audio", "latents", "positions", "rename")
 CHANGES = ("change", "after", "before")  # keys of a stack that say what it does to the other spec's
 OP_CHANGES = (*CHANGES, "beside", "drop")  # the same of an op
@@ -32,10 +32,15 @@ def load_tables(path: str) -> Table:
     return _write_out_sums(_load(path, ()), path)
 
 
+def find_parent(alias: Table) -> Any:
+    """The model type that an alias extends; `like` is the key's earlier name."""
+    return alias.get("extends", alias.get("like"))
+
+
 def _load(path: str, above: tuple[str, ...]) -> Table:
     tables = load_toml(path)
     if os.path.basename(os.path.dirname(path)) == ALIASES:  # what differs from the family that the alias names
-        tables = {"extends": tables.get("like"), "source": tables.get("source"), **tables.get("spec", {})}
+        tables = {"extends": find_parent(tables), "source": tables.get("source"), **tables.get("spec", {})}
     check_keys(tables, SPEC_KEYS, path)
     base_name = tables.pop("extends", None)
     for key in _TABLES:

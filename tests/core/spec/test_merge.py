@@ -281,7 +281,7 @@ def test_specs_copy_few_ops_of_their_parents() -> None:
         for name, path in list_data_files(folder).items():
             tables = load_toml(path)
             own = tables.get("spec", {}) if folder == "aliases" else tables
-            parent = tables.get("like") if folder == "aliases" else own.get("extends")
+            parent = tables.get("extends")
             if parent is None or "blocks" not in own:
                 continue
             base = find_data_file("specs", parent) or find_data_file("aliases", parent)
