@@ -264,14 +264,27 @@ def test_changes_of_ops_need_a_block_to_change(tmp_path: Path) -> None:
 
 
 def list_ops(items: object) -> Iterator[dict[str, Any]]:
-    """Ops that a block writes itself, without the place where it puts them."""
+    """The ops that a list writes itself, without the keys that place them."""
     if isinstance(items, list):
         for item in items:
             yield from list_ops(item)
     elif isinstance(items, dict) and "ops" in items:
         yield from list_ops(items["ops"])
-    elif isinstance(items, dict):
+    elif isinstance(items, dict) and "op" in items:
         yield {key: value for key, value in items.items() if key not in ("after", "before", "beside")}
+
+
+def count_copies(own: dict[str, Any], parent: dict[str, Any]) -> int:
+    """Ops of blocks and stacks that change the parent's, and that the parent says too."""
+    blocks, stacks = parent.get("blocks", {}), parent.get("stack", [])
+    theirs = [*list_ops(list(blocks.values())), *list_ops(stacks)]
+    written = list(list_ops([items for name, items in own.get("blocks", {}).items() if name in blocks]))
+    copies = sum(op in theirs for op in written)
+    for changed in own.get("stack", []):
+        same = [stack for stack in stacks if changed.get("change", "") in (stack.get("name"), stack.get("path"))]
+        known = list(list_ops([stack.get("ops", []) for stack in same]))
+        copies += sum(op in known for op in list_ops(changed.get("ops", [])))
+    return copies
 
 
 def test_specs_copy_few_ops_of_their_parents() -> None:
@@ -280,20 +293,22 @@ def test_specs_copy_few_ops_of_their_parents() -> None:
     for folder in ("specs", "aliases"):
         for name, path in list_data_files(folder).items():
             tables = load_toml(path)
-            own = tables.get("spec", {}) if folder == "aliases" else tables
-            parent = tables.get("extends")
-            if parent is None or "blocks" not in own:
-                continue
-            base = find_data_file("specs", parent) or find_data_file("aliases", parent)
-            assert base is not None
-            blocks = _load(base, ()).get("blocks", {})  # sums by their names, as the child writes them
-            written = [
-                (op, list(list_ops(blocks[key])))
-                for key in own["blocks"].keys() & blocks
-                for op in list_ops(own["blocks"][key])
-            ]
-            copies[name] = sum(op in theirs for op, theirs in written)
+            if "extends" in tables:
+                base = find_data_file("specs", tables["extends"]) or find_data_file("aliases", tables["extends"])
+                assert base is not None
+                own = tables if folder == "specs" else tables.get("spec", {})
+                copies[f"{folder}/{name}"] = count_copies(own, _load(base, ()))  # with the names of sums
     assert sum(copies.values()) <= 100, sorted(copies.items(), key=lambda item: -item[1])[:10]
+
+
+def test_copies_are_counted() -> None:
+    a, b, c = ({"op": "norm", "name": name, "dim": "4"} for name in "abc")
+    parent = {"blocks": {"x": [a, [b]], "y": [c]}, "stack": [{"path": "p", "ops": [a]}]}
+    assert count_copies({"blocks": {"x": [a, c, {**a, "dim": "5"}], "z": [a]}}, parent) == 2
+    assert (
+        count_copies({"blocks": {"x": [{"after": "a", **b}, {"beside": "a", "ops": [c]}, {"drop": "a"}]}}, parent) == 2
+    )
+    assert count_copies({"stack": [{"change": "p", "ops": [a, b]}, {"path": "q", "ops": [a]}]}, parent) == 1
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------
