@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 from flopcalc.core.spec.expressions import find_names, parse
@@ -24,7 +24,8 @@ _MERGED = ("defaults", "renamed", "dims", "checks", "blocks", "sums", "heads")  
 _OWN = ("variants", "refused", "config_checks", "phases", "note")  # not of specs that extend it
 _TABLES = (*_MERGED, "variants", "refused", "config_checks", "vision", "audio", "latents", "positions", "rename")
 CHANGES = ("change", "after", "before")  # keys of a stack that say what it does to the other spec's
-OP_CHANGES = (*CHANGES, "beside", "drop")  # the same of an op
+_PLACES = ("after", "before", "beside")
+OP_CHANGES = ("change", *_PLACES, "drop")  # the same of an op
 
 
 def load_tables(path: str) -> Table:
@@ -153,107 +154,91 @@ def _is_op_change(items: object) -> bool:
 
 def _merge_ops(base: list[Any], own: list[Any], where: str, base_name: str) -> list[Any]:
     """The other spec's ops with changes. Names are those of the other spec's ops, whatever the order of changes."""
-    names = list(_list_op_names(base))
-    ops: dict[str | int, Any] = {}  # by names that no two of them share; new ops by numbers
-    tree = _number_ops(base, names, ops)
-    known = [str(name) for name in ops]
-    dropped: set[str | int] = set()
-    changed: set[str | int] = set()
-    placed: list[tuple[str, list[str], list[Any]]] = []
+    ops: list[Any] = []
 
-    def find(name: object) -> str:
-        if isinstance(name, str) and name in known:
-            return name
+    def number(item: object) -> int:
+        ops.append(item)
+        return len(ops) - 1
+
+    tree = _map_ops(base, number)
+    names = [_name_op(op) for op in ops]
+    numbers = {
+        name if names.count(name) == 1 else f"{name}#{names[: i + 1].count(name)}": i for i, name in enumerate(names)
+    }
+    dropped: set[int] = set()
+    changed: set[int] = set()
+    placed: list[tuple[str, list[int], list[Any]]] = []
+
+    def find(name: object) -> int:
+        if isinstance(name, str) and name in numbers:
+            return numbers[name]
         if name in names:
-            several = ", ".join(other for other in known if other.rpartition("#")[0] == name)
+            several = ", ".join(other for other in numbers if other.rpartition("#")[0] == name)
             raise SpecError(f"{where}: {base_name!r} has several ops {name!r} there; say which: {several}")
-        near = format_nearest(str(name), known)
+        near = format_nearest(str(name), numbers)
         raise SpecError(f"{where}: {base_name!r} has no op {format_value(name)} there.{near}")
-
-    def number(items: list[Any]) -> list[Any]:
-        numbered: list[Any] = []
-        for item in items:
-            if not isinstance(item, list):
-                ops[len(ops)] = item
-            numbered.append(number(item) if isinstance(item, list) else len(ops) - 1)
-        return numbered
 
     for item in own:
         given = [key for key in OP_CHANGES if key in item] if isinstance(item, dict) else []
         if not given:
-            tree += number([item])
+            tree += _map_ops([item], number)
             continue
         key, target = given[0], item[given[0]]
+        ends = target if isinstance(target, list) else [target]
         fields = {field: value for field, value in item.items() if field not in OP_CHANGES}
-        here = f"{where}, {key} {format_value(target)}"
-        if len(given) > 1:
-            raise SpecError(f"{here}: {key} and {given[1]} exclude each other")
+        added = fields.get("ops", [fields])
+        problems = {
+            f"{key} and {given[-1]} exclude each other": len(given) > 1,
+            "takes no other keys": key == "drop" and bool(fields),
+            "says nothing": key != "drop" and not fields,
+            "ops must be a list, without other keys": "ops" in fields
+            and (len(fields) > 1 or not isinstance(added, list)),
+            "name one op, or the first and the last of several": key in _PLACES and not 1 <= len(ends) <= 2,
+        }
+        for problem in (words for words, is_wrong in problems.items() if is_wrong):
+            raise SpecError(f"{where}, {key} {format_value(target)}: {problem}")
         if key == "drop":
-            if fields:
-                raise SpecError(f"{here}: takes no other keys")
-            dropped.update(find(name) for name in (target if isinstance(target, list) else [target]))
-        elif not fields:
-            raise SpecError(f"{here}: says nothing")
+            dropped.update(map(find, ends))
         elif key == "change":
-            name = find(target)
-            changed.add(name)
-            op = ops[name] if isinstance(ops[name], dict) else {"block": ops[name]}
+            at = find(target)
+            changed.add(at)
+            op = ops[at] if isinstance(ops[at], dict) else {"block": ops[at]}
             # "none" takes a key of the other spec back, as in [defaults].
-            ops[name] = {field: value for field, value in {**op, **fields}.items() if value != "none"}
+            ops[at] = {field: value for field, value in {**op, **fields}.items() if value != "none"}
         else:
-            if "ops" in fields and (len(fields) > 1 or not isinstance(fields["ops"], list)):
-                raise SpecError(f"{here}: ops must be a list, without other keys")
-            ends = target if isinstance(target, list) else [target]
-            if not 1 <= len(ends) <= 2:
-                raise SpecError(f"{here}: name one op, or the first and the last of several")
-            placed.append((key, [find(name) for name in ends], number(fields.get("ops", [fields]))))
-    for name in sorted(map(str, dropped & changed)):
-        raise SpecError(f"{where}, op {name!r}: change and drop exclude each other")
-    for key, ends, added in placed:
-        if key == "before":
-            _place_ops(tree, True, key, ends, added)
-    for key, ends, added in reversed(placed):  # the first of several that are placed after one op is the next to it
-        if key != "before":
-            _place_ops(tree, True, key, ends, added)
-    return _write_ops(tree, {name: op for name, op in ops.items() if name not in dropped}, True)
+            placed.append((key, [find(name) for name in ends], _map_ops(added, number)))
+    if dropped & changed:
+        raise SpecError(f"{where}, op {names[min(dropped & changed)]!r}: change and drop exclude each other")
+    # Backwards, so that the first of several ops after another one stands next to it.
+    before = [change for change in placed if change[0] == "before"]
+    for key, found, added in (*before, *(change for change in reversed(placed) if change[0] != "before")):
+        _place_ops(tree, True, key, found, added)
+    return _write_ops(tree, ops, dropped, True)
 
 
-def _list_op_names(items: list[Any]) -> Iterator[str]:
-    """What specs that extend this one call its ops: the path of the module or parameter, else the kind of op."""
-    for item in items:
-        if isinstance(item, list):
-            yield from _list_op_names(item)
-        elif isinstance(item, dict):
-            path = ".".join(str(item[key]) for key in ("name", "param") if key in item)
-            yield str(item.get("block") or path or item.get("op"))
-        else:
-            yield str(item)
+def _map_ops(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
+    """The same lists with something else for each op."""
+    return [_map_ops(item, change) if isinstance(item, list) else change(item) for item in items]
 
 
-def _number_ops(items: list[Any], names: list[str], ops: dict[str | int, Any]) -> list[Any]:
-    """The same lists with names for ops, which `ops` then holds; of several of one name each gets its number."""
-    tree: list[Any] = []
-    for item in items:
-        if isinstance(item, list):
-            tree.append(_number_ops(item, names, ops))
-            continue
-        name = names[len(ops)]
-        tree.append(name if names.count(name) == 1 else f"{name}#{names[: len(ops) + 1].count(name)}")
-        ops[tree[-1]] = item
-    return tree
+def _name_op(item: object) -> str:
+    """What specs that extend this one call an op: the path of its module or parameter, else its kind."""
+    if not isinstance(item, dict):
+        return str(item)
+    path = ".".join(str(item[key]) for key in ("name", "param") if key in item)
+    return str(item.get("block") or path or item.get("op"))
 
 
-def _place_ops(tree: list[Any], is_series: bool, key: str, ends: list[str], added: list[Any]) -> bool:
+def _place_ops(tree: list[Any], is_series: bool, key: str, ends: list[int], added: list[Any]) -> bool:
     """Put ops after or before others in a series, or beside them as a sibling; `ends` are the first and the last."""
-    at = [i for i, entry in enumerate(tree) if any(_holds(entry, name) for name in ends)]
+    at = [i for i, entry in enumerate(tree) if any(_holds(entry, number) for number in ends)]
     start, end = at[0], at[-1] + 1
-    inner = tree[start]
+    found, inner = tree[start:end], tree[start]
     begins = key == "beside" and not is_series and [inner[0]] == ends if isinstance(inner, list) else True
     if len(at) == 1 and not begins and _place_ops(inner, not is_series, key, ends, added):
         return True
     if not is_series and len(ends) > 1:
         return False  # siblings: the list around them places ops after, before or beside all of them
-    found = tree[start:end]
     if key == "beside":
         branch = added if len(added) == 1 else [added]
         others = found if len(found) == 1 and not isinstance(inner, list) else [found]
@@ -264,19 +249,18 @@ def _place_ops(tree: list[Any], is_series: bool, key: str, ends: list[str], adde
     return True
 
 
-def _holds(entry: object, name: str) -> bool:
-    return any(_holds(inner, name) for inner in entry) if isinstance(entry, list) else entry == name
+def _holds(entry: object, number: int) -> bool:
+    return any(_holds(inner, number) for inner in entry) if isinstance(entry, list) else entry == number
 
 
-def _write_ops(tree: list[Any], ops: dict[str | int, Any], is_series: bool) -> list[Any]:
-    """The ops in the place of their names; if only one of several siblings is left, it joins the series."""
+def _write_ops(tree: list[Any], ops: list[Any], dropped: set[int], is_series: bool) -> list[Any]:
+    """The ops in the place of their numbers; if only one of several siblings is left, it joins the series."""
     written: list[Any] = []
     for entry in tree:
+        inner = _write_ops(entry, ops, dropped, not is_series) if isinstance(entry, list) else [ops[entry]]
         if not isinstance(entry, list):
-            written += [ops[entry]] if entry in ops else []
-            continue
-        inner = _write_ops(entry, ops, not is_series)
-        if is_series and len(inner) == 1 < len(entry):
+            written += inner if entry not in dropped else []
+        elif is_series and len(inner) == 1 < len(entry):
             written += inner[0] if isinstance(inner[0], list) else inner
         elif inner:
             written.append(inner)
