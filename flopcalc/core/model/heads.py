@@ -222,7 +222,7 @@ def _find_table(spec: Spec, head: Head) -> dict[str, Any]:
     if "refuse" in own:
         raise ConfigError(f"{spec.name!r} with head {head} is not described: {own['refuse']}")
     shapes = _load()["heads"]
-    other = own.get("use", own.get("like", head.table))  # `like` is the key's earlier name
+    other: str = own.get("use") or own.get("like") or head.table  # `like` is the key's earlier name
     if other not in shapes:
         raise SpecError(f"{spec.file}: [heads] {head.table}: no head {other!r}.{format_nearest(other, shapes)}")
     return {**shapes[head.table], **shapes[other], **own}
