@@ -109,6 +109,9 @@ def _expand_inner(stack: Table, dims: BoundDims, side: str) -> list[Stage]:
         raise ConfigError(
             f"{where}: a tower of model_type {name!r} has no hidden states for {dims.spec.name!r} to read"
         )
+    for dim in ("image_block", "inner_head"):
+        if dim in stack.get("set", {}) and dim not in spec.dims:
+            raise ConfigError(f"{where}: a text model of type {name!r} is not described inside {dims.spec.name!r}")
     settings = {key: dims.evaluate(text) for key, text in stack.get("set", {}).items()}
     inner = BoundDims(spec, config, where, settings, defaults, dims.extra, dims.budget)
     root = _find_root(spec) if "body" in stack else ""

@@ -24,7 +24,7 @@ from flopcalc.core.spec.expressions import MissingNameError
 from flopcalc.core.spec.spec import BoundDims, Spec
 from flopcalc.core.workload.sums import InDecoder, Logits
 from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import ConfigError, format_nearest, format_value
+from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
 from flopcalc.units import check_size
 from flopcalc.values import Value, frozen
 
@@ -222,7 +222,10 @@ def _find_table(spec: Spec, head: Head) -> dict[str, Any]:
     if "refuse" in own:
         raise ConfigError(f"{spec.name!r} with head {head} is not described: {own['refuse']}")
     shapes = _load()["heads"]
-    return {**shapes[head.table], **(shapes[own["like"]] if "like" in own else {}), **own}
+    other: str = own.get("use") or own.get("like") or head.table  # `like` is the key's earlier name
+    if other not in shapes:
+        raise SpecError(f"{spec.file}: [heads] {head.table}: no head {other!r}.{format_nearest(other, shapes)}")
+    return {**shapes[head.table], **shapes[other], **own}
 
 
 def find_prefix(stages: tuple[Stage, ...]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names, parse
 from flopcalc.core.spec.kinds import KINDS, check_kind
-from flopcalc.core.spec.merge import check_keys, is_names
+from flopcalc.core.spec.merge import check_keys, find_parent, is_names
 from flopcalc.core.spec.spec import Spec, find_key, find_spec, load_spec
 from flopcalc.data import (
     ALIASES,
@@ -33,9 +33,8 @@ WHOLE = "*"  # as the value of a key: the whole config, for a model whose text c
 _BESIDE = ("quantization_config", "dtype", "torch_dtype")  # keys of a wrapper that hold for the model inside it
 MAX_DEPTH = 8  # configs inside configs, and aliases of aliases
 ALIAS_KEYS = {
-    "like", "source", "note", "required", "when", "cases", "root", "architectures", "keys", "drop", "spec", "witness",
-    "configs", "published", "example", "checks", "workload", "untyped",
-    "kinds",
+    "extends", "like", "source", "note", "required", "when", "cases", "root", "architectures", "keys", "drop", "spec",
+    "witness", "configs", "published", "example", "checks", "workload", "untyped", "kinds",
 }  # fmt: skip
 
 
@@ -45,7 +44,7 @@ class Alias(Value):
 
     name: str
     path: str
-    like: str  # the known model type
+    extends: str  # the known model type
     source: str
     note: str  # what a reader should know
     required: tuple[str, ...]
@@ -57,7 +56,7 @@ class Alias(Value):
     architectures: dict[str, str]  # class -> the known family's class
     keys: dict[str, list[str]]  # key of the known family -> expressions over this config, or "*"
     drop: tuple[str, ...]  # keys that mean something else to the known family
-    has_spec: bool  # module names differ: the file holds what differs as a spec that extends `like`
+    has_spec: bool  # module names differ: the file holds what differs, as a spec does
     witness: str  # what proves it
     untyped: tuple[str, ...]  # keys by which a config without model_type and architectures is known
 
@@ -73,17 +72,18 @@ def load_alias(path: str) -> Alias:
     """Read and check one alias file."""
     tables = load_toml(path)
     check_keys(tables, ALIAS_KEYS, path)
+    extends = find_parent(tables)
     for key in ("kinds", "checks", "cases", "architectures", "keys", "spec"):
         if not isinstance(tables.get(key, {}), dict):
             raise SpecError(f"{path}: [{key}] must be a table")
     for key in ("required", "drop", "untyped"):
         if not is_names(tables.get(key, [])):
             raise SpecError(f"{path}: {key} must be a list of config keys")
-    for key in ("like", "source", "note", "when", "root", "witness", "example"):
+    for key in ("extends", "like", "source", "note", "when", "root", "witness", "example"):
         if not isinstance(tables.get(key, ""), str):
             raise SpecError(f"{path}: {key} must be a string")
-    if not tables.get("like") or not tables.get("source"):
-        raise SpecError(f'{path}: needs like = "…", a known model type, and source = "…", where its code was read')
+    if not extends or not tables.get("source"):
+        raise SpecError(f'{path}: needs extends = "…", a known model type, and source = "…", where its code was read')
     for key, kind in tables.get("kinds", {}).items():
         if not isinstance(kind, str) or not set(kind.split("|")) <= KINDS.keys():
             raise SpecError(f"{path}: [kinds] {key}: {format_value(kind)} is none of {', '.join(KINDS)}")
@@ -100,7 +100,7 @@ def load_alias(path: str) -> Alias:
         except (SpecError, TypeError, AttributeError):
             raise SpecError(f"{path}: not an expression: {format_value(text)}") from None
     return Alias(
-        get_stem(path), path, tables["like"], tables["source"], tables.get("note", ""),
+        get_stem(path), path, extends, tables["source"], tables.get("note", ""),
         tuple(tables.get("required", ())), tables.get("when", ""), tables.get("kinds", {}),
         tables.get("checks", {}), tables.get("cases", {}),
         tables.get("root", ""), tables.get("architectures", {}), keys, tuple(tables.get("drop", ())), "spec" in tables,
@@ -190,14 +190,14 @@ def _map(config: Config, where: str, notes: list[str], depth: int) -> Config:
 def _choose(alias: Alias, config: Config, where: str) -> Alias | None:
     """The alias that a config's keys ask for, or None where it is none of a foreign kind."""
     scope = _Keys(config)
+    words = f"which model of {alias.extends} this is cannot be told"
     for name, text in alias.cases.items():
-        if scope.holds(text, where, f"which model of {alias.like} this is cannot be told"):
+        if scope.holds(text, where, words):
             found = find_alias(name)
             if found is None:
                 raise SpecError(f"{alias.path}: [cases] {name!r} is no alias")
             return found
-    is_meant = not alias.when or scope.holds(alias.when, where, f"which model of {alias.like} this is cannot be told")
-    return alias if is_meant else None
+    return alias if not alias.when or scope.holds(alias.when, where, words) else None
 
 
 def _apply(alias: Alias, config: Config, where: str, notes: list[str], depth: int) -> Config:
@@ -224,10 +224,10 @@ def _apply(alias: Alias, config: Config, where: str, notes: list[str], depth: in
         except SpecError as error:
             raise ConfigError(f"{where}: {error}") from None
         _put(mapped, key.split("."), value)
-    mapped["model_type"] = alias.like
+    mapped["model_type"] = alias.extends
     if alias.note or not notes:  # of a chain of aliases and their inner configs, the outermost says enough
-        notes.append(alias.note or f"model_type {alias.name} is counted as {alias.like}")
-    if alias.like != alias.name and find_alias(alias.like) is not None:  # an alias of an alias
+        notes.append(alias.note or f"model_type {alias.name} is counted as {alias.extends}")
+    if alias.extends != alias.name and find_alias(alias.extends) is not None:  # an alias of an alias
         mapped = _map(mapped, where, notes, depth - 1)
     named = mapped.get("architectures")
     if isinstance(named, list):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 from flopcalc.core.spec.expressions import find_names, parse
 from flopcalc.core.spec.row_units import UNITS
 from flopcalc.data import ALIASES, DIFFUSERS, PARTS, find_data_file, get_stem, load_toml
-from flopcalc.errors import SpecError, format_nearest
+from flopcalc.errors import SpecError, format_nearest, format_value
 
 Table = dict[str, Any]  # of a spec, as TOML has it
 MAX_TERMS = 1000  # names of [sums] in one sum, written out
@@ -18,13 +18,14 @@ ROW_KEYS = ("rows", "needed", "less", "cache_rows")  # keys that hold a sum of t
 SPEC_KEYS = {
     "family", "architecture", "source", "extends", "required", "tower", "defaults", "renamed", "dims", "blocks",
     "checks", "stack", "vision", "audio", "latents", "positions", "variants", "rename", "main_input",
-    "reentrant", "sums", "drop", "config_checks", "body", "heads", "refused", "phases", "note",
-    "nulls",
+    "reentrant", "sums", "drop", "config_checks", "heads", "refused", "phases", "note", "nulls",
 }  # fmt: skip
 _MERGED = ("defaults", "nulls", "renamed", "dims", "checks", "blocks", "sums", "heads")  # merged key by key
-_OWN = ("variants", "refused", "config_checks", "body", "phases", "note")  # not of specs that extend it
+_OWN = ("variants", "refused", "config_checks", "phases", "note")  # not of specs that extend it
 _TABLES = (*_MERGED, "variants", "refused", "config_checks", "vision", "audio", "latents", "positions", "rename")
 CHANGES = ("change", "after", "before")  # keys of a stack that say what it does to the other spec's
+_PLACES = ("after", "before", "beside")
+OP_CHANGES = ("change", *_PLACES, "drop")  # the same of an op
 
 
 def load_tables(path: str) -> Table:
@@ -32,10 +33,15 @@ def load_tables(path: str) -> Table:
     return _write_out_sums(_load(path, ()), path)
 
 
+def find_parent(alias: Table) -> Any:
+    """The model type that an alias extends; `like` is the key's earlier name."""
+    return alias.get("extends", alias.get("like"))
+
+
 def _load(path: str, above: tuple[str, ...]) -> Table:
     tables = load_toml(path)
     if os.path.basename(os.path.dirname(path)) == ALIASES:  # what differs from the family that the alias names
-        tables = {"extends": tables.get("like"), "source": tables.get("source"), **tables.get("spec", {})}
+        tables = {"extends": find_parent(tables), "source": tables.get("source"), **tables.get("spec", {})}
     check_keys(tables, SPEC_KEYS, path)
     base_name = tables.pop("extends", None)
     for key in _TABLES:
@@ -52,6 +58,9 @@ def _load(path: str, above: tuple[str, ...]) -> Table:
     if base_name is None:
         if dropped or any(_is_change(stack) for stack in stacks):
             raise SpecError(f"{path}: changes stacks of another spec, but extends none")
+        for name, items in tables.get("blocks", {}).items():
+            if _is_op_change(items):
+                raise SpecError(f"{path}: block {name!r} changes ops of another spec, but the file extends none")
         return tables
     is_own = base_name == get_stem(path) and os.path.basename(os.path.dirname(path)) != ALIASES
     if base_name in above or is_own:
@@ -68,6 +77,13 @@ def _load(path: str, above: tuple[str, ...]) -> Table:
     merged = {**base, **tables}
     for key in _MERGED:
         merged[key] = {**base.get(key, {}), **tables.get(key, {})}
+    for name, items in tables.get("blocks", {}).items():
+        if _is_op_change(items):
+            where, blocks = f"{path}: block {name!r}", base.get("blocks", {})
+            if not isinstance(blocks.get(name), list):
+                near = format_nearest(name, blocks)
+                raise SpecError(f"{where} changes ops, but {base_name!r} has no block of that name.{near}")
+            merged["blocks"][name] = _merge_ops(blocks[name], items, where, str(base_name))
     rename = tables.get("rename", {})
     merged["rename"] = {old: rename_path(new, rename) for old, new in base.get("rename", {}).items()} | rename
     # "none" takes a default of the other spec back: TOML has no null.
@@ -106,6 +122,9 @@ def _merge_stacks(base: list[Table], own: list[Table], dropped: list[str], path:
             stacks.append(rest)
         elif given == ["change"]:
             i = find(stack["change"])
+            if _is_op_change(rest.get("ops")):
+                where = f"{path}: stack {stack['change']!r}"
+                rest["ops"] = _merge_ops(stacks[i].get("ops", []), rest["ops"], where, base_name)
             stacks[i] = {**stacks[i], **rest}
         elif given == ["before"]:
             stacks.insert(find(stack["before"]), rest)
@@ -125,6 +144,127 @@ def rename_path(path: str, rename: dict[str, str]) -> str:
     """A module path with the longest matching prefix replaced."""
     found = max((old for old in rename if path == old or path.startswith(f"{old}.")), key=len, default=None)
     return path if found is None else (rename[found] + path[len(found) :]).removeprefix(".")
+
+
+# --- ops --------------------------------------------------------------------------------------------------------------
+def _is_op_change(items: object) -> bool:
+    """Whether a list of ops says what differs from the other spec's, as stacks do; else it replaces them."""
+    return isinstance(items, list) and any(isinstance(item, dict) and item.keys() & OP_CHANGES for item in items)
+
+
+def _merge_ops(base: list[Any], own: list[Any], where: str, base_name: str) -> list[Any]:
+    """The other spec's ops with changes. Names are those of the other spec's ops, whatever the order of changes."""
+    ops: list[Any] = []
+
+    def number(item: object) -> int:
+        ops.append(item)
+        return len(ops) - 1
+
+    tree = _map_ops(base, number)
+    names = [_name_op(op) for op in ops]
+    numbers = {
+        name if names.count(name) == 1 else f"{name}#{names[: i + 1].count(name)}": i for i, name in enumerate(names)
+    }
+    dropped: set[int] = set()
+    changed: set[int] = set()
+    placed: list[tuple[str, list[int], list[Any]]] = []
+
+    def find(name: object) -> int:
+        if isinstance(name, str) and name in numbers:
+            return numbers[name]
+        if name in names:
+            several = ", ".join(other for other in numbers if other.rpartition("#")[0] == name)
+            raise SpecError(f"{where}: {base_name!r} has several ops {name!r} there; say which: {several}")
+        near = format_nearest(str(name), numbers)
+        raise SpecError(f"{where}: {base_name!r} has no op {format_value(name)} there.{near}")
+
+    for item in own:
+        given = [key for key in OP_CHANGES if key in item] if isinstance(item, dict) else []
+        if not given:
+            tree += _map_ops([item], number)
+            continue
+        key, target = given[0], item[given[0]]
+        ends = target if isinstance(target, list) else [target]
+        fields = {field: value for field, value in item.items() if field not in OP_CHANGES}
+        added = fields.get("ops", [fields])
+        problems = {
+            f"{key} and {given[-1]} exclude each other": len(given) > 1,
+            "takes no other keys": key == "drop" and bool(fields),
+            "says nothing": key != "drop" and not fields,
+            "ops must be a list, without other keys": "ops" in fields
+            and (len(fields) > 1 or not isinstance(added, list)),
+            "name one op, or the first and the last of several": key in _PLACES and not 1 <= len(ends) <= 2,
+        }
+        for problem in (words for words, is_wrong in problems.items() if is_wrong):
+            raise SpecError(f"{where}, {key} {format_value(target)}: {problem}")
+        if key == "drop":
+            dropped.update(map(find, ends))
+        elif key == "change":
+            at = find(target)
+            changed.add(at)
+            op = ops[at] if isinstance(ops[at], dict) else {"block": ops[at]}
+            # "none" takes a key of the other spec back, as in [defaults].
+            ops[at] = {field: value for field, value in {**op, **fields}.items() if value != "none"}
+        else:
+            placed.append((key, [find(name) for name in ends], _map_ops(added, number)))
+    if dropped & changed:
+        raise SpecError(f"{where}, op {names[min(dropped & changed)]!r}: change and drop exclude each other")
+    # Backwards, so that the first of several ops after another one stands next to it.
+    before = [change for change in placed if change[0] == "before"]
+    for key, found, added in (*before, *(change for change in reversed(placed) if change[0] != "before")):
+        _place_ops(tree, True, key, found, added)
+    return _write_ops(tree, ops, dropped, True)
+
+
+def _map_ops(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
+    """The same lists with something else for each op."""
+    return [_map_ops(item, change) if isinstance(item, list) else change(item) for item in items]
+
+
+def _name_op(item: object) -> str:
+    """What specs that extend this one call an op: the path of its module or parameter, else its kind."""
+    if not isinstance(item, dict):
+        return str(item)
+    path = ".".join(str(item[key]) for key in ("name", "param") if key in item)
+    return str(item.get("block") or path or item.get("op"))
+
+
+def _place_ops(tree: list[Any], is_series: bool, key: str, ends: list[int], added: list[Any]) -> bool:
+    """Put ops after or before others in a series, or beside them as a sibling; `ends` are the first and the last."""
+    at = [i for i, entry in enumerate(tree) if any(_holds(entry, number) for number in ends)]
+    start, end = at[0], at[-1] + 1
+    found, inner = tree[start:end], tree[start]
+    begins = key == "beside" and not is_series and [inner[0]] == ends if isinstance(inner, list) else True
+    if len(at) == 1 and not begins and _place_ops(inner, not is_series, key, ends, added):
+        return True
+    if not is_series and len(ends) > 1:
+        return False  # siblings: the list around them places ops after, before or beside all of them
+    if key == "beside":
+        branch = added if len(added) == 1 else [added]
+        others = found if len(found) == 1 and not isinstance(inner, list) else [found]
+        tree[start:end] = [[*others, *branch]] if is_series else [*found, *branch]
+    else:
+        chain = [*added, *found] if key == "before" else [*found, *added]
+        tree[start:end] = chain if is_series else [chain]
+    return True
+
+
+def _holds(entry: object, number: int) -> bool:
+    return any(_holds(inner, number) for inner in entry) if isinstance(entry, list) else entry == number
+
+
+def _write_ops(tree: list[Any], ops: list[Any], dropped: set[int], is_series: bool) -> list[Any]:
+    """The ops in the place of their numbers; if only one of several siblings is left, it joins the series."""
+    written: list[Any] = []
+    for entry in tree:
+        inner = _write_ops(entry, ops, dropped, not is_series) if isinstance(entry, list) else [ops[entry]]
+        if not isinstance(entry, list):
+            written += inner if entry not in dropped else []
+        elif is_series and len(inner) == 1 < len(entry):
+            written += inner[0] if isinstance(inner[0], list) else inner
+        elif inner:
+            written.append(inner)
+    return written
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------

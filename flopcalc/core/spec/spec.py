@@ -95,10 +95,11 @@ WORDS = {
     "under",
     "with",
 }  # keys of an op that hold no expression
-_HEAD_KEYS = {"like", "set", "base", "stack", "keep", "refuse"}
+_HEAD_KEYS = {"use", "like", "set", "base", "stack", "keep", "refuse"}
 MAX_LAYERS = 10_000
 _SIZES = ("_dim", "_size", "_heads", "_experts", "_layers", "_rank")  # end keys whose values are never negative
 OWN_TYPE = ("model_type", "backbone")  # values of `use`: the inner config's own model_type names the spec
+_BODY = "-body"  # ends the names of variants without a head, which other models use
 _BACKBONE = "_backbone"  # ends the names of parts that other models read stage by stage
 
 
@@ -129,7 +130,7 @@ class Spec(Value):
     refused: Mapping[str, str]  # HF class of this model type -> why it is not described
     reentrant: str = ""  # what a reader should know of reentrant checkpointing here
     sums: tuple[str, ...] = ()  # names of [sums], already written out in stacks and blocks
-    body: str = ""  # the spec that other models take in its place: the same without its head
+    body: str = ""  # the variant that other models take in its place: the same without its head
     note: str = ""  # printed with every result
     phases: tuple[str, ...] = ()  # those that it describes; none named: all that its ops allow
     nulls: Mapping[str, object] = MappingProxyType({})  # config key -> what HF's code takes its null for
@@ -190,7 +191,7 @@ def read_spec(path: str) -> Spec:
         reentrant=str(tables.get("reentrant", "")),
         sums=tuple(tables.get("sums", ())),
         latents=tables.get("latents", {}),
-        body=str(tables.get("body", "")),
+        body=next((name for name in tables.get("variants", {}).values() if str(name).endswith(_BODY)), ""),
         heads=tables.get("heads", {}),
         refused=tables.get("refused", {}),
         nulls=tables.get("nulls", {}),

@@ -72,7 +72,7 @@ def _find_witness(alias: Alias) -> Step:
     if not alias.witness or not (tables.get("configs") or tables.get("example")):
         return Step("alias", "left", f"aliases/{alias.name}.toml needs witness, and configs or example: docs/specs.md")
     test = f"pytest --all tests/measure/hf/test_aliases.py -k {alias.name}"
-    return Step("alias", "done", f"a key map onto {alias.like}, proved by {alias.witness}: {test} compares them")
+    return Step("alias", "done", f"a key map onto {alias.extends}, proved by {alias.witness}: {test} compares them")
 
 
 def _find_example(name: str, spec: Spec) -> Step:

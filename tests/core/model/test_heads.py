@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flopcalc import bind, estimate_flops
 from flopcalc.core.model.heads import check_head, find_ending
-from flopcalc.errors import ConfigError, FlopcalcError, WorkloadError
+from flopcalc.errors import ConfigError, FlopcalcError, SpecError, WorkloadError
 
 D, FF, VOCAB, LAYERS = 24, 40, 101, 2
 LLAMA: dict[str, Any] = {
@@ -235,3 +236,16 @@ def test_multi_token_prediction_that_is_not_there() -> None:
         estimate_flops(LLAMA, seq_len=5, mtp=1, head="none")
     whole, plain = (bind("deepseek-v3", mtp=mtp).parameters()["total"] for mtp in (True, None))
     assert whole - plain == 11_610_067_968  # 11.5B of its own, says DeepSeek-V3/README_WEIGHTS.md
+
+
+@pytest.mark.parametrize("word", ["use", "like"])
+def test_a_spec_names_the_shape_of_a_head(tmp_path: Path, word: str) -> None:
+    """`like` is the earlier name of `use`, in files that users wrote."""
+    text = 'extends = "llama"\nsource = "x"\narchitecture = "MineForCausalLM"\n[heads]\ntoken = { %s = "%s" }\n'
+    config = {**LLAMA, "model_type": "mine"}
+    (tmp_path / "mine.toml").write_text(text % (word, "score"), encoding="utf-8")
+    mine = estimate_flops(config, seq_len=5, head="token:3", spec=str(tmp_path / "mine.toml"))
+    assert mine.parameters["total"] == BODY + 3 * D  # without the bias that llama's own has
+    (tmp_path / "mine.toml").write_text(text % (word, "scor"), encoding="utf-8")
+    with pytest.raises(SpecError, match=r"mine\.toml: \[heads\] token: no head 'scor'\. Did you mean score"):
+        estimate_flops(config, seq_len=5, head="token:3", spec=str(tmp_path / "mine.toml"))

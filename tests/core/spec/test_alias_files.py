@@ -33,7 +33,7 @@ OPENVLA: Json = {
 def test_every_file_is_read_and_names_a_known_family() -> None:
     for path in list_data_files("aliases").values():
         alias = load_alias(path)
-        assert list_data_files("specs").keys() | list_data_files("aliases").keys() >= {alias.like, *alias.cases}
+        assert list_data_files("specs").keys() | list_data_files("aliases").keys() >= {alias.extends, *alias.cases}
 
 
 def test_keys_are_renamed_computed_and_constant() -> None:
@@ -240,13 +240,13 @@ def test_a_traced_module_takes_no_model_type() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('like = "llama"', 'needs like = "…", a known model type, and source'),
-        ('like = "llama"\nsource = "x"\nlikes = 1', "unknown key 'likes'"),
-        ('like = "llama"\nsource = "x"\n[kinds]\na = "integer"', "'integer' is none of int, number"),
-        ('like = "llama"\nsource = "x"\n[keys]\na = "import os"', "not an expression: 'import os'"),
-        ('like = "llama"\nsource = "x"\nrequired = "a"', "required must be a list of config keys"),
-        ('like = 3\nsource = "x"', "like must be a string"),
-        ('like = "llama"\nsource = "x"\nkeys = 3', r"\[keys\] must be a table"),
+        ('extends = "llama"', 'needs extends = "…", a known model type, and source'),
+        ('extends = "llama"\nsource = "x"\nextend = 1', "unknown key 'extend'. Did you mean extends"),
+        ('extends = "llama"\nsource = "x"\n[kinds]\na = "integer"', "'integer' is none of int, number"),
+        ('extends = "llama"\nsource = "x"\n[keys]\na = "import os"', "not an expression: 'import os'"),
+        ('extends = "llama"\nsource = "x"\nrequired = "a"', "required must be a list of config keys"),
+        ('extends = 3\nsource = "x"', "extends must be a string"),
+        ('extends = "llama"\nsource = "x"\nkeys = 3', r"\[keys\] must be a table"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
@@ -268,10 +268,23 @@ def test_aliases_of_each_other_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder = tmp_path / "aliases"
     folder.mkdir()
     for name, like in (("one", "two"), ("two", "one")):
-        (folder / f"{name}.toml").write_text(f'like = "{like}"\nsource = "x"\n', encoding="utf-8")
+        (folder / f"{name}.toml").write_text(f'extends = "{like}"\nsource = "x"\n', encoding="utf-8")
     monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
     with pytest.raises(ConfigError, match="aliases lead to one another"):
         map_config({"model_type": "one"}, "config")
+
+
+def test_an_alias_may_say_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The earlier name of `extends`, in files that users wrote."""
+    (tmp_path / "aliases").mkdir()
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path))
+    for word in ("like", "extends"):
+        text = f'{word} = "llama"\nsource = "x"\n[spec.blocks]\nattention = [{{ drop = "self_attn.o_proj" }}]\n'
+        (tmp_path / "aliases" / f"my_{word}.toml").write_text(text, encoding="utf-8")
+    counts = {
+        word: estimate_flops({**TINY, "model_type": f"my_{word}"}, seq_len=16).total for word in ("like", "extends")
+    }
+    assert counts["like"] == counts["extends"] < estimate_flops({**TINY, "model_type": "llama"}, seq_len=16).total
 
 
 def test_commands_take_a_model_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
-"""What a spec says of another's stacks, sums that are named once, the usual part of a block, the folder of parts."""
+"""What a spec says of another's stacks and ops, named sums, the usual part of a block, the folder of parts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from flopcalc.api import bind
 from flopcalc.core.model.ops import Op, iterate
-from flopcalc.core.spec.merge import load_tables
+from flopcalc.core.spec.merge import _load, load_tables
 from flopcalc.core.spec.spec import find_spec, load_spec
 from flopcalc.core.workload.sums import Either, Expression, Tokens
 from flopcalc.data import find_data_file, list_data_files, load_toml
@@ -127,6 +128,187 @@ def test_bad_changes(tmp_path: Path, text: str, words: str) -> None:
 def test_changes_need_a_spec_to_change(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="extends none"):
         load_spec(write(tmp_path, HEAD + stack(change='"head"', ops="[]"), "alone"))
+
+
+# --- ops --------------------------------------------------------------------------------------------------------------
+# a, siblings b (then c) and d, the block e, two ops f, an op without a name
+PARENT = """
+[blocks]
+e = [{ op = "norm", name = "x", dim = "4" }]
+layer = [
+  { op = "norm", name = "a", dim = "4" },
+  [
+    [ { op = "linear", name = "b", in = "4", out = "4", bias = "true" }, { op = "norm", name = "c", dim = "4" } ],
+    { op = "linear", name = "d", in = "4", out = "4" },
+  ],
+  "e",
+  { op = "linear", name = "f", in = "4", out = "4" },
+  { op = "linear", name = "f", param = "w", in = "4", out = "4" },
+  { op = "norm", name = "f", dim = "4" },
+  { op = "pointwise" },
+]
+[[stack]]
+path = "layers"
+ops  = ["layer", { op = "norm", name = "last", dim = "4" }]
+"""
+NEW = 'op = "pointwise", name = "n"'
+
+
+def show(items: list[Any]) -> str:
+    """Ops as their names: a series in plain order, siblings in brackets, fields that are not usual behind a colon."""
+    words = []
+    for item in items:
+        if isinstance(item, dict):
+            fields = {key: value for key, value in item.items() if key not in ("op", "name", "in", "out", "dim")}
+            name = str(item.get("name") or item.get("block") or item["op"])
+            words.append(":".join([name, *(f"{key}={value}" for key, value in fields.items() if key != "block")]))
+        else:
+            words.append(item if isinstance(item, str) else f"[{show(item)}]")
+    return " ".join(words)
+
+
+def change_ops(folder: Path, changes: str, block: str = "layer") -> list[Any]:
+    write(folder, HEAD + PARENT, "base")
+    text = f'{HEAD}extends = "base"\n[blocks]\n{block} = [{changes}]\n'
+    return load_spec(write(folder, text, "child")).blocks[block]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ops"),
+    [
+        ('{ drop = "a" }', "[[b:bias=true c] d] e f f:param=w f pointwise"),
+        ('{ drop = ["a", "e", "pointwise"] }', "[[b:bias=true c] d] f f:param=w f"),
+        ('{ drop = "f.w" }', "a [[b:bias=true c] d] e f f pointwise"),
+        ('{ drop = "f#2" }', "a [[b:bias=true c] d] e f f:param=w pointwise"),
+        ('{ drop = "d" }', "a b:bias=true c e f f:param=w f pointwise"),  # the sibling that is left joins the series
+        ('{ drop = ["b", "c"] }', "a d e f f:param=w f pointwise"),
+        ('{ drop = ["b", "c", "d"] }', "a e f f:param=w f pointwise"),
+        ('{ change = "b", name = "q" }', "a [[q:bias=true c] d] e f f:param=w f pointwise"),
+        ('{ change = "b", bias = "none" }', "a [[b c] d] e f f:param=w f pointwise"),
+        ('{ change = "c", when = "true" }, { change = "c", name = "z" }', "a [[b:bias=true z:when=true] d] e"),
+        ('{ change = "e", when = "true" }', "a [[b:bias=true c] d] e:when=true f"),
+        ('{ change = "pointwise", name = "act" }', "f act"),
+        (f'{{ after = "a", {NEW} }}', "a n [[b:bias=true c] d] e"),
+        (f'{{ before = "a", {NEW} }}', "n a [[b:bias=true c] d] e"),
+        (f'{{ after = "b", {NEW} }}', "a [[b:bias=true n c] d] e"),
+        (f'{{ after = "d", {NEW} }}', "a [[b:bias=true c] [d n]] e"),  # a sibling becomes a series
+        (f'{{ before = "d", {NEW} }}', "a [[b:bias=true c] [n d]] e"),
+        (f'{{ beside = "d", {NEW} }}', "a [[b:bias=true c] d n] e"),
+        (f'{{ beside = "b", {NEW} }}', "a [[b:bias=true c] n d] e"),  # beside the series that it begins
+        (f'{{ beside = "c", {NEW} }}', "a [[b:bias=true [c n]] d] e"),
+        (f'{{ beside = "a", {NEW} }}', "[a n] [[b:bias=true c] d] e"),
+        (f'{{ before = ["b", "d"], {NEW} }}', "a n [[b:bias=true c] d] e"),
+        (f'{{ after = ["b", "d"], {NEW} }}', "a [[b:bias=true c] d] n e"),
+        (f'{{ after = ["b", "c"], {NEW} }}', "a [[b:bias=true c n] d] e"),
+        (f'{{ beside = ["d", "b"], {NEW} }}', "a [[[[b:bias=true c] d]] n] e"),
+        (f'{{ beside = ["b", "e"], {NEW} }}', "a [[[[b:bias=true c] d] e] n] f"),
+        ('{ after = "a", block = "e" }', "a e [[b:bias=true c] d] e f"),
+        (f'{{ after = "a", ops = ["e", [{{ {NEW} }}, "e"]] }}', "a e [n e] [[b:bias=true c] d] e f"),
+        (f'{{ beside = "d", ops = ["e", {{ {NEW} }}] }}', "a [[b:bias=true c] d [e n]] e f"),
+        (f'{{ after = "a", {NEW} }}, {{ after = "a", block = "e" }}', "a n e [[b:bias=true c] d] e"),
+        (f'{{ before = "a", {NEW} }}, {{ before = "a", block = "e" }}', "n e a [[b:bias=true c] d]"),
+        (f'{{ beside = "d", {NEW} }}, {{ beside = "d", block = "e" }}', "a [[b:bias=true c] d n e] e f"),
+        (f'{{ drop = "d" }}, {{ after = "d", ops = [[{{ {NEW} }}, "e"]] }}', "a [[b:bias=true c] [[n e]]] e f"),
+        (f'{{ drop = "a" }}, {{ after = "a", {NEW} }}', "n [[b:bias=true c] d] e"),
+        (f'{{ drop = "a" }}, {{ {NEW} }}, "e"', "f pointwise n e"),  # without a place: at the end
+        (f"{{ {NEW} }}", "n"),  # a list without changes replaces the other one
+    ],
+)
+def test_ops_are_merged_by_name(tmp_path: Path, changes: str, ops: str) -> None:
+    found = f" {show(change_ops(tmp_path, changes))} "
+    assert f" {ops} " in found if changes != f"{{ {NEW} }}" else found == f" {ops} "
+
+
+def test_a_block_of_two_parents_up_and_the_ops_of_a_stack_are_changed(tmp_path: Path) -> None:
+    change_ops(tmp_path, f'{{ after = "a", {NEW} }}')
+    third = '[blocks]\nlayer = [{ change = "n", name = "m" }]\n' + stack(change='"layers"', ops='[{ drop = "last" }]')
+    spec = load_spec(write(tmp_path, HEAD + 'extends = "child"\n' + third, "third"))
+    assert show(spec.blocks["layer"]).startswith("a m [[")
+    assert spec.stacks == [{"path": "layers", "ops": ["layer"]}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ('{ drop = "dd" }', "block 'layer': 'base' has no op 'dd' there. Did you mean d?"),
+        ('{ change = "pointwis", name = "x" }', "has no op 'pointwis' there. Did you mean pointwise?"),
+        (f'{{ after = ["a", "q"], {NEW} }}', "has no op 'q' there."),
+        ("{ drop = 5 }", "has no op 5 there."),
+        ('{ drop = "f" }', "'base' has several ops 'f' there; say which: f#1, f#2"),
+        ('{ change = "a" }', "block 'layer', change 'a': says nothing"),
+        ('{ after = "a" }', "block 'layer', after 'a': says nothing"),
+        ('{ drop = "a", when = "true" }', "drop 'a': takes no other keys"),
+        ('{ change = "a", after = "d", name = "x" }', "change 'a': change and after exclude each other"),
+        ('{ drop = "a" }, { change = "a", name = "x" }', "op 'a': change and drop exclude each other"),
+        ('{ after = "a", ops = ["e"], when = "true" }', "after 'a': ops must be a list, without other keys"),
+        ('{ after = "a", ops = "e" }', "after 'a': ops must be a list, without other keys"),
+        (f'{{ after = ["a", "b", "d"], {NEW} }}', "name one op, or the first and the last of several"),
+        (f"{{ after = [], {NEW} }}", "name one op, or the first and the last of several"),
+        ('{ change = "a", dimm = "4" }', "op 'a': unknown key 'dimm'. Did you mean dim"),
+    ],
+)
+def test_bad_changes_of_ops(tmp_path: Path, changes: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        change_ops(tmp_path, changes)
+    assert words in str(caught.value)
+    assert "child.toml" in str(caught.value)
+
+
+def test_changes_of_ops_need_a_block_to_change(tmp_path: Path) -> None:
+    with pytest.raises(
+        SpecError, match=r"block 'layr' changes ops, but 'base' has no block of that name\. Did you mean layer"
+    ):
+        change_ops(tmp_path, '{ drop = "a" }', block="layr")
+    with pytest.raises(SpecError, match="block 'layer' changes ops of another spec, but the file extends none"):
+        load_spec(write(tmp_path, HEAD + '[blocks]\nlayer = [{ drop = "a" }]\n' + stack(path='"x"', ops="[]"), "alone"))
+
+
+def list_ops(items: object) -> Iterator[dict[str, Any]]:
+    """The ops that a list writes itself, without the keys that place them."""
+    if isinstance(items, list):
+        for item in items:
+            yield from list_ops(item)
+    elif isinstance(items, dict) and "ops" in items:
+        yield from list_ops(items["ops"])
+    elif isinstance(items, dict) and "op" in items:
+        yield {key: value for key, value in items.items() if key not in ("after", "before", "beside")}
+
+
+def count_copies(own: dict[str, Any], parent: dict[str, Any]) -> int:
+    """Ops of blocks and stacks that change the parent's, and that the parent says too."""
+    blocks, stacks = parent.get("blocks", {}), parent.get("stack", [])
+    theirs = [*list_ops(list(blocks.values())), *list_ops(stacks)]
+    written = list(list_ops([items for name, items in own.get("blocks", {}).items() if name in blocks]))
+    copies = sum(op in theirs for op in written)
+    for changed in own.get("stack", []):
+        same = [stack for stack in stacks if changed.get("change", "") in (stack.get("name"), stack.get("path"))]
+        known = list(list_ops([stack.get("ops", []) for stack in same]))
+        copies += sum(op in known for op in list_ops(changed.get("ops", [])))
+    return copies
+
+
+def test_specs_copy_few_ops_of_their_parents() -> None:
+    """A block that overrides another says what differs; a whole list is for blocks where nearly everything does."""
+    copies = {}
+    for folder in ("specs", "aliases"):
+        for name, path in list_data_files(folder).items():
+            tables = load_toml(path)
+            if "extends" in tables:
+                base = find_data_file("specs", tables["extends"]) or find_data_file("aliases", tables["extends"])
+                assert base is not None
+                own = tables if folder == "specs" else tables.get("spec", {})
+                copies[f"{folder}/{name}"] = count_copies(own, _load(base, ()))  # with the names of sums
+    assert sum(copies.values()) <= 100, sorted(copies.items(), key=lambda item: -item[1])[:10]
+
+
+def test_copies_are_counted() -> None:
+    a, b, c = ({"op": "norm", "name": name, "dim": "4"} for name in "abc")
+    parent = {"blocks": {"x": [a, [b]], "y": [c]}, "stack": [{"path": "p", "ops": [a]}]}
+    assert count_copies({"blocks": {"x": [a, c, {**a, "dim": "5"}], "z": [a]}}, parent) == 2
+    assert (
+        count_copies({"blocks": {"x": [{"after": "a", **b}, {"beside": "a", "ops": [c]}, {"drop": "a"}]}}, parent) == 2
+    )
+    assert count_copies({"stack": [{"change": "p", "ops": [a, b]}, {"path": "q", "ops": [a]}]}, parent) == 1
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------

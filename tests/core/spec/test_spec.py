@@ -108,7 +108,7 @@ def test_a_changed_spec_is_read_again(tmp_path: Path) -> None:
         (HEAD + STACK + "ops = [{ block = 'a', when = 5 }]\n[blocks]\na = []", "when must be a str, not 5"),
         (HEAD + STACK + "[heads]\ntoken = { set = 5 }", "set must be a dict, not 5"),
         (HEAD + STACK + "[heads]\ntoken = { stack = 5 }", "[heads] token: stack must be a list of tables"),
-        (HEAD + STACK + "[heads]\ntoken = { like = ['x'] }", "like must be a str"),
+        (HEAD + STACK + "[heads]\ntoken = { use = ['x'] }", "use must be a str"),
         (HEAD + STACK + "[renamed]\nd = 'x'", "[renamed] d must be a list"),
         (HEAD + STACK + "[vision]\npatch = 'p'", "[vision] needs kind = 'grid' or 'fixed'"),
         (HEAD + STACK + "[vision]\nkind = 'grid'\npatch = 5", "patch must be a str"),
