@@ -214,25 +214,28 @@ def devices(name: str | None, as_json: bool) -> None:
 
     from flopcalc.hardware.devices import find_device, load_devices, match_devices
 
-    known, ambiguous = load_devices()
+    known, ambiguous, defaults = load_devices()
     shown = list(known)
     if name is not None:
-        shown = match_devices(name) or [find_device(name, needs_all=True)]  # which says what is like it
+        shown = match_devices(name) or [find_device(name)]  # which says what is like it
         ids = {device.id for device in shown}
         ambiguous = {short: listed for short, listed in ambiguous.items() if ids & set(listed)}
-    described = [asdict(device) for device in shown]
+        defaults = {short: each for short, each in defaults.items() if each in ids}
+    described = [{key: value for key, value in asdict(device).items() if key != "note"} for device in shown]
     is_one = name is not None and len(shown) == 1
     if is_one:
         described[0] |= _describe_use(shown[0])
     if as_json:
-        click.echo(json.dumps({"devices": described, "ambiguous": ambiguous}, indent=2, ensure_ascii=False))
+        found = {"devices": described, "ambiguous": ambiguous, "defaults": defaults}
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
     elif is_one:
         _show_device(described[0])
     else:
-        _list_devices(shown, list(ambiguous))
+        chosen = {short.replace("-", "") for short in defaults}
+        _list_devices(shown, [short for short in ambiguous if short not in chosen], defaults)
 
 
-def _list_devices(shown: list[Device], ambiguous: list[str]) -> None:
+def _list_devices(shown: list[Device], ambiguous: list[str], defaults: Mapping[str, str]) -> None:
     rows = [
         [
             device.id,
@@ -246,6 +249,9 @@ def _list_devices(shown: list[Device], ambiguous: list[str]) -> None:
     title = "Dense peaks in TFLOP/s, memory in GB, bandwidth in GB/s (--json shows the sources)"
     click.echo(format_text(title))
     click.echo(format_grid(["id", "name", "bf16", "fp16", "fp8", "memory", "GB/s"], rows))
+    if defaults:
+        taken = ", ".join(f"{short} = {device_id}" for short, device_id in defaults.items())
+        click.echo(format_text(f"Short names: {taken}", rest="  "))
     if ambiguous:
         click.echo(format_text(f"Ambiguous short names: {', '.join(ambiguous)}", rest="  "))
 
