@@ -16,6 +16,7 @@ from flopcalc.units import format_number, format_parameters
 
 if TYPE_CHECKING:
     from flopcalc.cli.supported import Catalogue, Entry
+    from flopcalc.core.model.names import LaunchIds
     from flopcalc.core.spec.registries import Item, Registry
     from flopcalc.hardware.devices import Device
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 @click.option(
     "--coverage",
     is_flag=True,
-    help="Every model type in transformers and public registries: its spec, or why there is none.",
+    help="Every model type in transformers and public registries: its spec, or why there is none. Then the model ids "
+    "in published launch files, and those without a preset.",
 )
 @click.option("--json", "as_json", is_flag=True, help="All of it, with sources.")
 def models(name: str | None, coverage: bool, as_json: bool) -> None:
@@ -129,11 +131,13 @@ def _show_facts(title: str, facts: Mapping[str, str]) -> None:
 
 
 def _show_coverage(name: str | None, as_json: bool) -> None:
+    from flopcalc.core.model.names import load_launch_ids
     from flopcalc.core.spec.coverage import load_coverage
     from flopcalc.core.spec.registries import load_registries
 
     found = load_coverage()
     registries = load_registries()
+    launched = load_launch_ids()
     if name is not None:
         registries = [
             registry._replace(items=items)
@@ -145,7 +149,8 @@ def _show_coverage(name: str | None, as_json: bool) -> None:
             for mapping in found.mappings
         ]
         found = found._replace(mappings=tuple(mapping for mapping in kept if mapping.entries))
-        if not found.mappings and not registries:
+        launched = [named for each in launched if (named := _keep_named(each, name.lower())).presets]
+        if not found.mappings and not registries and not launched:
             raise ConfigError(f"no model type of {found.release} has {format_value(name)} in its name")
     if as_json:
         mappings = [
@@ -158,6 +163,7 @@ def _show_coverage(name: str | None, as_json: bool) -> None:
         ]
         shown = {
             "release": found.release, "mappings": mappings, "registries": [each.to_dict() for each in registries],
+            "launch_ids": [each._asdict() for each in launched],
         }  # fmt: skip
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
@@ -175,6 +181,19 @@ def _show_coverage(name: str | None, as_json: bool) -> None:
         click.echo(format_grid(["model_type", "class", "why"], [[*key, why] for key, why in sorted(missing.items())]))
     for registry in registries:
         _show_registry(registry)
+    if launched:
+        click.echo("\nModel ids in published launch files: those that find a preset, without a download")
+        table = [
+            [each.framework, each.date, len(each.presets) - len(each.missing), len(each.presets)] for each in launched
+        ]
+        click.echo(format_grid(["framework", "date", "found", "all"], table))
+        missing_ids = sorted({name for each in launched for name in each.missing}, key=str.lower)
+        if missing_ids:
+            click.echo(format_text(f"Not found: {', '.join(missing_ids)}", rest="  "))
+
+
+def _keep_named(found: LaunchIds, text: str) -> LaunchIds:
+    return found._replace(presets={name: each for name, each in found.presets.items() if text in name.lower()})
 
 
 def _is_named(item: Item, text: str) -> bool:

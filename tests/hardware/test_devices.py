@@ -277,7 +277,7 @@ def test_a_default_is_the_same_in_every_command(capsys: pytest.CaptureFixture[st
     note = "h800 taken as h800-sxm"
     asked = ["llama-3.2-1b", "--device", "h800", "--json"]
     for command, options in (
-        ("estimate", ["--seq", "128"]), ("predict", ["--seq", "128"]), ("translate", ["--seq", "128", "--mfu", "40%"]),
+        ("estimate", ["--seq", "128"]), ("predict", ["--seq", "128"]), ("translate", ["--seq", "128", "--mfu", "40%", "--from", "6nd"]),
         ("plan", ["--tokens", "1B", "--gpus", "8"]),
     ):  # fmt: skip
         with pytest.raises(SystemExit, match="^0$"):
