@@ -50,6 +50,7 @@ def find(name: str) -> str | None:
         ("deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama-3.1-8b"),
         ("EleutherAI/pythia-1b-deduped", "pythia-1b"),
+        ("Qwen/Qwen3-Embedding-8B", "qwen3-embedding-8b"),
         ("answerdotai/ModernBERT-base", "modernbert-base"),
         # an unknown word, another size, generation or kind, a quantized release
         ("someone/Llama-3.1-8B-Lexi-Uncensored", None),
@@ -59,7 +60,7 @@ def find(name: str) -> str | None:
         ("Qwen/Qwen2.5-7B-Instruct-1M", None),
         ("Qwen/Qwen2.5-7B-Instruct-AWQ", None),
         ("Qwen/Qwen3-8B-FP8", None),
-        ("Qwen/Qwen3-Embedding-8B", None),
+        ("Qwen/Qwen3-Reranker-8B", None),
         ("mistralai/Mixtral-8x22B-v0.1", None),
         ("moonshotai/Kimi-K2-Thinking", None),
         ("mistralai/Mistral-Small-Instruct-2409", None),  # 22B; mistral-small is the 24B's alias
