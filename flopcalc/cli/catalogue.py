@@ -16,6 +16,7 @@ from flopcalc.units import format_number, format_parameters
 
 if TYPE_CHECKING:
     from flopcalc.cli.supported import Catalogue, Entry
+    from flopcalc.core.model.names import LaunchIds
     from flopcalc.core.spec.registries import Item, Registry
     from flopcalc.hardware.devices import Device
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 @click.option(
     "--coverage",
     is_flag=True,
-    help="Every model type in transformers and public registries: its spec, or why there is none.",
+    help="Every model type in transformers and public registries: its spec, or why there is none. Then the model ids "
+    "in published launch files, and those without a preset.",
 )
 @click.option("--json", "as_json", is_flag=True, help="All of it, with sources.")
 def models(name: str | None, coverage: bool, as_json: bool) -> None:
@@ -129,11 +131,13 @@ def _show_facts(title: str, facts: Mapping[str, str]) -> None:
 
 
 def _show_coverage(name: str | None, as_json: bool) -> None:
+    from flopcalc.core.model.names import load_launch_ids
     from flopcalc.core.spec.coverage import load_coverage
     from flopcalc.core.spec.registries import load_registries
 
     found = load_coverage()
     registries = load_registries()
+    launched = load_launch_ids()
     if name is not None:
         registries = [
             registry._replace(items=items)
@@ -145,7 +149,8 @@ def _show_coverage(name: str | None, as_json: bool) -> None:
             for mapping in found.mappings
         ]
         found = found._replace(mappings=tuple(mapping for mapping in kept if mapping.entries))
-        if not found.mappings and not registries:
+        launched = [named for each in launched if (named := _keep_named(each, name.lower())).presets]
+        if not found.mappings and not registries and not launched:
             raise ConfigError(f"no model type of {found.release} has {format_value(name)} in its name")
     if as_json:
         mappings = [
@@ -158,6 +163,7 @@ def _show_coverage(name: str | None, as_json: bool) -> None:
         ]
         shown = {
             "release": found.release, "mappings": mappings, "registries": [each.to_dict() for each in registries],
+            "launch_ids": [each._asdict() for each in launched],
         }  # fmt: skip
         click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
@@ -175,6 +181,19 @@ def _show_coverage(name: str | None, as_json: bool) -> None:
         click.echo(format_grid(["model_type", "class", "why"], [[*key, why] for key, why in sorted(missing.items())]))
     for registry in registries:
         _show_registry(registry)
+    if launched:
+        click.echo("\nModel ids in published launch files: those that find a preset, without a download")
+        table = [
+            [each.framework, each.date, len(each.presets) - len(each.missing), len(each.presets)] for each in launched
+        ]
+        click.echo(format_grid(["framework", "date", "found", "all"], table))
+        missing_ids = sorted({name for each in launched for name in each.missing}, key=str.lower)
+        if missing_ids:
+            click.echo(format_text(f"Not found: {', '.join(missing_ids)}", rest="  "))
+
+
+def _keep_named(found: LaunchIds, text: str) -> LaunchIds:
+    return found._replace(presets={name: each for name, each in found.presets.items() if text in name.lower()})
 
 
 def _is_named(item: Item, text: str) -> bool:
@@ -214,25 +233,28 @@ def devices(name: str | None, as_json: bool) -> None:
 
     from flopcalc.hardware.devices import find_device, load_devices, match_devices
 
-    known, ambiguous = load_devices()
+    known, ambiguous, defaults = load_devices()
     shown = list(known)
     if name is not None:
-        shown = match_devices(name) or [find_device(name, needs_all=True)]  # which says what is like it
+        shown = match_devices(name) or [find_device(name)]  # which says what is like it
         ids = {device.id for device in shown}
         ambiguous = {short: listed for short, listed in ambiguous.items() if ids & set(listed)}
-    described = [asdict(device) for device in shown]
+        defaults = {short: each for short, each in defaults.items() if each in ids}
+    described = [{key: value for key, value in asdict(device).items() if key != "note"} for device in shown]
     is_one = name is not None and len(shown) == 1
     if is_one:
         described[0] |= _describe_use(shown[0])
     if as_json:
-        click.echo(json.dumps({"devices": described, "ambiguous": ambiguous}, indent=2, ensure_ascii=False))
+        found = {"devices": described, "ambiguous": ambiguous, "defaults": defaults}
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
     elif is_one:
         _show_device(described[0])
     else:
-        _list_devices(shown, list(ambiguous))
+        chosen = {short.replace("-", "") for short in defaults}
+        _list_devices(shown, [short for short in ambiguous if short not in chosen], defaults)
 
 
-def _list_devices(shown: list[Device], ambiguous: list[str]) -> None:
+def _list_devices(shown: list[Device], ambiguous: list[str], defaults: Mapping[str, str]) -> None:
     rows = [
         [
             device.id,
@@ -246,6 +268,9 @@ def _list_devices(shown: list[Device], ambiguous: list[str]) -> None:
     title = "Dense peaks in TFLOP/s, memory in GB, bandwidth in GB/s (--json shows the sources)"
     click.echo(format_text(title))
     click.echo(format_grid(["id", "name", "bf16", "fp16", "fp8", "memory", "GB/s"], rows))
+    if defaults:
+        taken = ", ".join(f"{short} = {device_id}" for short, device_id in defaults.items())
+        click.echo(format_text(f"Short names: {taken}", rest="  "))
     if ambiguous:
         click.echo(format_text(f"Ambiguous short names: {', '.join(ambiguous)}", rest="  "))
 

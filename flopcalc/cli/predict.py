@@ -267,12 +267,13 @@ def _percent(share: float) -> str:
 
 
 def _find_name(name: str) -> str:
-    """The device's id; auto is this machine's own."""
-    from flopcalc.hardware.devices import detect_device, find_device
+    """The device as it was named; auto is this machine's own."""
+    from flopcalc.hardware.devices import detect_device, find_detected
 
     if name != "auto":
-        return find_device(name, needs_all=True).id
+        return name
     found = detect_device()
-    if found is None:
-        raise DeviceError("--device auto: this machine shows no GPU; name one, `flopcalc devices` lists them")
-    return find_device(found, needs_all=True).id
+    if found is None or find_detected(found) is None:
+        shown = "no GPU" if found is None else f"{found}, which is not in the table"
+        raise DeviceError(f"--device auto: this machine shows {shown}; name a GPU, `flopcalc devices` lists them")
+    return found

@@ -1,4 +1,4 @@
-"""Find a device by exact name, id or alias, and its dense peak per dtype; an unknown one gets none, never a guess."""
+"""Find a device by name, id or alias, and its dense peak per dtype; an unknown one gets none, never a guess."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from flopcalc.core.recipe.formats import find_computed, parse_compute
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
@@ -29,21 +29,32 @@ class Device(Value):
     sdpa: str | None  # the fused kernel that torch's SDPA picks for a plain causal call
     source: str
     date: str
+    note: str = ""  # which variant a short name was taken as; empty for an exact name
+
+
+class KnownDevices(NamedTuple):
+    """The device table."""
+
+    devices: tuple[Device, ...]
+    ambiguous: dict[str, list[str]]  # short name -> the ids of its variants
+    defaults: dict[str, str]  # short name -> the id of the variant that it is taken as
 
 
 @cache
-def load_devices() -> tuple[tuple[Device, ...], dict[str, list[str]]]:
-    """All devices (the user's own devices.toml added), and the short names that fit several."""
+def load_devices() -> KnownDevices:
+    """All devices, with those of the user's own devices.toml, and the short names that fit several."""
     devices: dict[str, Device] = {}
     ambiguous: dict[str, list[str]] = {}
+    defaults: dict[str, str] = {}
     for folder in (find_data_dir(), find_user_dir()):
         path = os.path.join(folder, "devices.toml")
         if not os.path.isfile(path):
             continue
         tables = load_toml(path)
         entries = tables.get("device", [])
-        if not isinstance(entries, list) or not isinstance(tables.get("ambiguous", {}), dict):
-            raise SpecError(f"{path}: devices are written [[device]], ambiguous names in one [ambiguous] table")
+        names, chosen = tables.get("ambiguous", {}), tables.get("defaults", {})
+        if not (isinstance(entries, list) and isinstance(names, dict) and isinstance(chosen, dict)):
+            raise SpecError(f"{path}: devices are written [[device]], short names in tables [ambiguous] and [defaults]")
         for entry in entries:
             try:
                 device = _read_device(entry)
@@ -52,8 +63,9 @@ def load_devices() -> tuple[tuple[Device, ...], dict[str, list[str]]]:
             except (TypeError, ValueError, AttributeError) as error:
                 raise SpecError(f"{path}: device {format_value(entry)}: {error}") from None
             devices[device.id] = device
-        ambiguous |= {_plain(name): list(ids) for name, ids in tables.get("ambiguous", {}).items()}
-    return tuple(devices.values()), ambiguous
+        ambiguous |= {_plain(name): list(ids) for name, ids in names.items()}
+        defaults |= {name: str(each) for name, each in chosen.items()}
+    return KnownDevices(tuple(devices.values()), ambiguous, defaults)
 
 
 def _load_left_out() -> dict[str, str]:
@@ -78,53 +90,53 @@ def _read_device(entry: dict[str, Any]) -> Device:
     )
 
 
-def find_device(name: str, *, needs_all: bool = False) -> Device:
-    """The device of exactly this name, id or alias (case, spaces, dashes and underscores aside).
+def find_device(name: str) -> Device:
+    """The device of this name, id or alias (case, spaces, dashes and underscores aside).
 
-    A short name of several variants (a100, h800) gives what they have in common, such as their peaks. `needs_all`: more
-    than a peak is read of it, so it must be one variant, and the error of an unknown one offers no peak by hand.
+    A short name (h100, a100) is its default variant, and the device's note says so; without a default it is refused.
     """
     if not isinstance(name, str):
         raise DeviceError(f"a device is named by a string, not {format_value(name)}")
-    exact = _find_exact(name)
+    exact = find_detected(name)
     if exact is not None:
         return exact
     variants = _find_variants(name)
+    defaults = {_plain(short): each for short, each in load_devices().defaults.items()}
+    default = find_detected(defaults.get(_plain(name)) or (variants[0].id if len(variants) == 1 else ""))
+    if default is not None:
+        return default.replace(note=_describe_default(name, default, variants))
     if variants:
-        common = _find_common(name, variants)
-        if needs_all or not common.peak_tflops:
-            if len(variants) == 1:
-                raise DeviceError(f"device {name!r} names no variant, and this needs one: give {variants[0].id}")
-            raise DeviceError(f"device {name!r} is ambiguous: say which of {_list_ids(variants)}")
-        return common
-    remedy = (
-        "your own devices.toml adds one, with its peaks, bandwidth and memory (docs/specs.md)"
-        if needs_all
-        else "--peak FLOPS_PER_S gives a peak by hand"
-    )
+        raise DeviceError(f"device {name!r} is ambiguous: say which of {', '.join(each.id for each in variants)}")
+    remedy = "add it to your own devices.toml (docs/specs.md); for an MFU, --peak FLOPS_PER_S is enough"
     why = _load_left_out().get(_plain(name))
     if why is not None:
         raise DeviceError(f"device {format_value(name)} has no peak here: {why}; {remedy}")
     near = _suggest(name)
     hint = f" Did you mean {', '.join(near)}?" if near else ""
-    raise DeviceError(f"device {format_value(name)} unknown.{hint} `flopcalc devices` lists them; {remedy}")
+    raise DeviceError(f"device {format_value(name)} unknown.{hint} `flopcalc devices` lists them; or {remedy}")
+
+
+def find_detected(name: str) -> Device | None:
+    """The device of exactly this name, id or alias, as a driver prints it; None for any other, short names too."""
+    wanted = _plain(name)
+    return next((device for device in load_devices().devices if wanted in _list_names(device)), None)
+
+
+def _describe_default(name: str, default: Device, variants: Sequence[Device]) -> str:
+    """'h100 taken as h100-sxm; h100-pcie and h100-nvl differ'."""
+    *others, last = [each.id for each in variants if each.id != default.id] or [""]
+    differing = f"{', '.join(others)} and {last} differ" if others else f"{last} differs"
+    return f"{name.strip()} taken as {default.id}{f'; {differing}' if last else ''}"
 
 
 def match_devices(name: str) -> list[Device]:
     """The device of exactly this name alone, else all whose names contain it or that it is short for."""
-    exact = _find_exact(name)
+    exact = find_detected(name)
     if exact is not None:
         return [exact]
-    wanted = _plain(name)
-    variants = _find_variants(name)
-    return [
-        device for device in load_devices()[0] if device in variants or any(wanted in n for n in _list_names(device))
-    ]
-
-
-def _find_exact(name: str) -> Device | None:
-    wanted = _plain(name)
-    return next((device for device in load_devices()[0] if wanted in _list_names(device)), None)
+    wanted, variants = _plain(name), _find_variants(name)
+    known = load_devices().devices
+    return [device for device in known if device in variants or any(wanted in each for each in _list_names(device))]
 
 
 def _list_names(device: Device) -> set[str]:
@@ -133,7 +145,7 @@ def _list_names(device: Device) -> set[str]:
 
 def _find_variants(name: str) -> list[Device]:
     """The devices that a short name stands for: those listed for it, else those whose ids begin with it."""
-    devices, ambiguous = load_devices()
+    devices, ambiguous, _ = load_devices()
     start = re.sub(r"[\s_-]+", "-", name.strip()).lower()
     ids = ambiguous.get(_plain(name))
     if ids is None:
@@ -141,34 +153,10 @@ def _find_variants(name: str) -> list[Device]:
     return [device for each in ids for device in devices if device.id == each]
 
 
-def _find_common(name: str, variants: Sequence[Device]) -> Device:
-    """A device with what all variants share; what differs is not known."""
-
-    def share(values: Sequence[object]) -> Any:
-        return values[0] if all(value == values[0] for value in values) else None
-
-    peaks = {
-        dtype: peak
-        for dtype, peak in variants[0].peak_tflops.items()
-        if all(each.peak_tflops.get(dtype) == peak for each in variants)
-    }
-    return Device(
-        id=_plain(name), name=f"{name.strip()} ({_list_ids(variants)})", aliases=(), peak_tflops=peaks,
-        memory_gb=share([each.memory_gb for each in variants]),
-        bandwidth_gb_per_s=share([each.bandwidth_gb_per_s for each in variants]),
-        tdp_w=share([each.tdp_w for each in variants]), sdpa=share([each.sdpa for each in variants]),
-        source=variants[0].source, date=variants[0].date,
-    )  # fmt: skip
-
-
-def _list_ids(devices: Sequence[Device]) -> str:
-    return ", ".join(device.id for device in devices)
-
-
 def _suggest(name: str) -> list[str]:
     """Ids of the same maker and generation as a mistyped name, the most alike first; else any that are alike."""
     wanted = re.sub(_MAKERS, "", name[:100].lower())
-    ids = [device.id for device in load_devices()[0]]
+    ids = [device.id for device in load_devices().devices]
     for depth in (2, 1):
         family = _name_family(wanted)[:depth]
         same = [each for each in ids if family[0] and _name_family(each)[:depth] == family]
@@ -208,7 +196,7 @@ def peak_flops_per_s(device: str, dtype: object = "bf16") -> float:
     """The dense peak of a device for a dtype, in FLOP/s; where it has none, an error."""
     found, kind = find_device(device), parse_dtype(dtype)
     if kind not in found.peak_tflops:
-        raise _describe_missing(device, found, kind)
+        raise _describe_missing(found, kind)
     return found.peak_tflops[kind] * 1e12
 
 
@@ -217,21 +205,13 @@ def find_format_peak(device: str, kind: str) -> tuple[float, str]:
     found = find_device(device)
     name: str | None = kind
     while name is not None and name not in found.peak_tflops:
-        if any(name in each.peak_tflops for each in _find_variants(device)):
-            raise _describe_missing(device, found, name)
         name = find_computed(name).fallback
     if name is None:
-        raise _describe_missing(device, found, kind)
+        raise _describe_missing(found, kind)
     return found.peak_tflops[name] * 1e12, name
 
 
-def _describe_missing(device: str, found: Device, kind: str) -> DeviceError:
-    differing = [each for each in _find_variants(device) if kind in each.peak_tflops and found.id != each.id]
-    if differing:
-        return DeviceError(
-            f"device {device!r} is ambiguous: its variants have different {kind} peaks, so say which of "
-            f"{_list_ids(differing)}"
-        )
+def _describe_missing(found: Device, kind: str) -> DeviceError:
     return DeviceError(
         f"{found.name} has no known {kind} peak; known: {', '.join(found.peak_tflops)}; "
         "--peak FLOPS_PER_S gives one by hand"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from flopcalc.core.estimate import utilization
 from flopcalc.core.model.live import strip
 from flopcalc.errors import FlopcalcError
-from flopcalc.hardware.devices import detect_device, find_device, parse_dtype
+from flopcalc.hardware.devices import detect_device, find_detected, find_device, parse_dtype
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.meter import Peak
 from flopcalc.monitor.settings import Settings
@@ -39,11 +39,12 @@ def find_rank() -> tuple[int, int]:
 
 def find_known_device(settings: Settings) -> str | None:
     """The device's id, where the table has it: its measured kernels count under hardware."""
-    name = settings.device or _detect()
+    detected = None if settings.device else _detect()
     try:
-        return find_device(name).id if name else None
+        found = find_device(settings.device) if settings.device else find_detected(detected or "")
     except FlopcalcError:
         return None
+    return None if found is None else found.id
 
 
 def _detect() -> str | None:

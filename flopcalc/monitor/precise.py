@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.utilization import check_positive, find_ideal_time, find_peak, share_peak
 from flopcalc.core.model.live import strip, unwrap
-from flopcalc.errors import DeviceError, FlopcalcError, format_nearest, format_value
-from flopcalc.hardware.devices import find_device, parse_dtype
+from flopcalc.errors import FlopcalcError, format_nearest, format_value
+from flopcalc.hardware.devices import find_detected, parse_dtype
 from flopcalc.monitor.batch import bind_eager, bind_live
 from flopcalc.monitor.instruments import (
     Copy,
@@ -162,10 +162,8 @@ def _find_dtype(model: object) -> str:
 
 def _find_known(name: str | None) -> str | None:
     """A device whose kernels were measured; others are counted by the formulas alone."""
-    try:
-        return find_device(name).id if name is not None else None
-    except DeviceError:
-        return None
+    found = None if name is None else find_detected(name)
+    return None if found is None else found.id
 
 
 # --- The four modes ---------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def search_layouts(
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """The best layouts of a bound model; `sample` is one sequence, `fixed` the values that degrees may take."""
-    found = find_device(device, needs_all=True)
+    found = find_device(device)
     kind = estimator.formats.attention if dtype is None else parse_dtype(dtype)
     _check_dtype(found, kind)
     if dtype is not None and not (estimator.formats.compute == kind or estimator.formats.is_only(kind)):
@@ -113,6 +113,7 @@ def search_layouts(
     losers = _explain(best[0], ranked, searched.misfits, capacity, finish)
     steps = [(layout, step.seconds) for layout, step, _ in ranked]
     said = [*notes, *runner.notes, *_list_notes(best[0], runner, rate, steps)]
+    said += [found.note] if found.note and found.note not in said else []
     if sample.decoder is not None:
         said.append("encoder and decoder: a pipeline's stages are counted with the mean of both kinds of layers")
     return Plan(

@@ -67,7 +67,7 @@ def make_roofline(
 ) -> Roofline:
     """Every product and attention call of the step that was counted, on a device."""
     check_execution(execution)
-    found = find_device(device, needs_all=True)
+    found = find_device(device)
     if dtype is not None:
         find_kernel(found, parse_dtype(dtype), attention_kernel)  # a narrow format is refused
         estimate = match_dtype(estimate, dtype)

@@ -229,7 +229,7 @@ def predict(
     if workload is not None:
         check_workload_alone(workload, sizes)
     dtype = dtype if compute is None else compute
-    found = find_device(device, needs_all=True)
+    found = find_device(device)
     kernel = find_kernel(found, None if dtype is None else parse_dtype(dtype), attention_kernel)
     estimator: Estimator = bind(
         model, recipe=join_recipe(recipe, lora, recompute), convention="hardware", attention_kernel=kernel,
@@ -304,10 +304,10 @@ def predict_estimate(
         check_timed(estimator)
     if dtype is not None:
         # A narrow format is refused.
-        find_kernel(find_device(device, needs_all=True), parse_dtype(dtype), attention_kernel)
+        find_kernel(find_device(device), parse_dtype(dtype), attention_kernel)
         estimate = match_dtype(estimate, dtype)
     kind = estimate.terms[0].estimator.formats.attention
-    kernel = find_kernel(find_device(device, needs_all=True), kind, attention_kernel)
+    kernel = find_kernel(find_device(device), kind, attention_kernel)
     machine = Machine(device, kind)
     if any(estimator.recipe.clipping != "none" for estimator, _, _ in estimate.terms):
         raise RecipeError("per-sample clipping is counted, not predicted: leave --clipping out")
@@ -336,9 +336,10 @@ def predict_estimate(
     if memory:
         prediction = _add_memory(prediction, settings.find_memory(parts), machine.device)
         notes += ["memory is the eager step's: a compiled one keeps less"] if settings.is_compiled else []
+    notes += [machine.device.note] if machine.device.note else []
     notes += describe_formats(estimate.terms[0].estimator.formats, optimizer)
     notes += describe_key_heads(estimate.terms[0].estimator)
-    notes += [note for note in estimate.notes if not note.startswith(_COUNTING)]
+    notes += [note for note in estimate.notes if not note.startswith(_COUNTING) and note not in notes]
     prediction = prediction._replace(notes=(*prediction.notes, *notes))
     if advise and prediction.fits is False:
         return prediction._replace(advice=_advise_fit(parts, settings))
@@ -352,7 +353,7 @@ def find_largest_batch(
     """The largest micro-batch of the same samples that fits, 0 if none does; None where samples differ."""
     estimate = estimate if dtype is None else match_dtype(estimate, dtype)
     kind = estimate.terms[0].estimator.formats.attention
-    kernel = find_kernel(find_device(device, needs_all=True), kind, attention_kernel)
+    kernel = find_kernel(find_device(device), kind, attention_kernel)
     estimate, kernel, _ = settle_estimate(estimate, kernel, execution, is_asked=attention_kernel != "auto")
     (estimator, load, times), *others = estimate.terms
     settings = _Settings(Machine(device, kind), optimizer, execution, kernel, 1.0)

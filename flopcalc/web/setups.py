@@ -16,7 +16,7 @@ from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.errors import ConfigError, FlopcalcError, WorkloadError, format_nearest, format_value
 from flopcalc.files import MAX_JSON_BYTES
-from flopcalc.hardware.devices import find_device, parse_dtype
+from flopcalc.hardware.devices import parse_dtype
 from flopcalc.units import describe_suffixes, parse_number, parse_size, parse_sizes
 
 _FILE = re.compile(r"(?:[\w.-]+/)?[\w.-]+\.json", re.ASCII)
@@ -171,7 +171,7 @@ def count(setup: Setup, *, convention: str = "", spelled: Sequence[str] = SPELLE
 
 def bind_setup(setup: Setup, convention: str = "") -> Estimator:
     """The estimator of a set-up; the last few are kept, so that a slider asks one that is already bound."""
-    device = find_device(setup.device, needs_all=True).id if setup.device else None
+    device = setup.device or None
     key = (
         setup.model, setup.files, setup.model_type, setup.freeze, setup.train_only, setup.lora, setup.recompute,
         setup.clipping,

@@ -132,7 +132,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "gpt2", "--seq", "5", "--lora", ""], "as in r=16,targets=q_proj+v_proj"),
     # devices and time
     (["--model", "gpt2", "--seq", "5", "--device", "h200-sxn"], "Did you mean h200-sxm"),
-    (["--model", "gpt2", "--seq", "5", "--device", "h100"], "say which of h100-sxm, h100-pcie, h100-nvl"),
+    (["--model", "gpt2", "--seq", "5", "--device", "gaudi"], "say which of gaudi2, gaudi3"),
     (["--model", "gpt2", "--seq", "5", "--device", ""], "unknown"),
     (["--model", "gpt2", "--seq", "5", "--step-time", "1"], "name a --device, or give --peak"),
     *((["--model", "gpt2", "--seq", "5", "--peak", text], "--peak") for text in ("0", "-1", "nan", "inf", "x", "")),

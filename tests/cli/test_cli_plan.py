@@ -156,7 +156,7 @@ def test_encoder_and_decoder() -> None:
         (["--global-batch", "Auto"], "--global-batch is a whole number or auto, not 'Auto'"),
         (["--timeline", ""], "the trace needs a file name, not ''"),
         (["--tokens", "0"], "tokens must be a number from 1"),
-        (["--device", "h2000"], "lists them; your own devices.toml adds one, with its peaks, bandwidth and memory"),
+        (["--device", "h2000"], "lists them; or add it to your own devices.toml (docs/specs.md)"),
         (["--interconnect", "string"], "interconnect 'string' unknown"),
         (["--recompute", "all"], "recompute 'all' unknown"),
         (["--dtype", "int7"], "dtype 'int7' unknown"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,8 +13,17 @@ from typing import Any
 
 import pytest
 
-from flopcalc import DeviceError, SpecError, peak_flops_per_s
-from flopcalc.hardware.devices import DTYPES, Device, detect_device, find_device, load_devices, parse_dtype
+from flopcalc import DeviceError, SpecError, estimate_flops, mfu, peak_flops_per_s, plan, predict
+from flopcalc.cli import main
+from flopcalc.hardware.devices import (
+    DTYPES,
+    Device,
+    detect_device,
+    find_detected,
+    find_device,
+    load_devices,
+    parse_dtype,
+)
 from flopcalc.words import KERNELS
 
 DEVICES = load_devices()[0]
@@ -54,13 +64,16 @@ def test_no_name_stands_in_two_rows() -> None:
             assert owners.setdefault(name, device.id) == device.id, name
 
 
-def test_ambiguous_names_list_devices_and_are_none_themselves() -> None:
-    devices, ambiguous = load_devices()
+def test_short_names_list_devices_and_are_none_themselves() -> None:
+    devices, ambiguous, defaults = load_devices()
     ids = {device.id for device in devices}
     names = {plain(name) for device in devices for name in (device.id, device.name, *device.aliases)}
     for short, variants in ambiguous.items():
         assert len(variants) > 1
         assert set(variants) <= ids
+        assert plain(short) not in names
+    for short, default in defaults.items():
+        assert default in ambiguous.get(plain(short), ids)
         assert plain(short) not in names
 
 
@@ -187,22 +200,14 @@ def test_unknown_devices_get_no_neighbours_number(name: str) -> None:
     ],
 )
 def test_devices_without_a_source_are_refused_by_name(name: str, why: str) -> None:
-    with pytest.raises(DeviceError, match=rf"device '{name}' has no peak here: .*{why}.*; --peak FLOPS_PER_S"):
+    remedy = r"add it to your own devices.toml \(docs/specs.md\); for an MFU, --peak FLOPS_PER_S is enough$"
+    with pytest.raises(DeviceError, match=rf"device '{name}' has no peak here: .*{why}.*; {remedy}"):
         find_device(name)
-    with pytest.raises(DeviceError, match=rf"{why}.*; your own devices.toml"):
-        find_device(name, needs_all=True)
 
 
 @pytest.mark.parametrize(("device_id", "cores"), [("apple-m3", 10), ("apple-m3-pro", 18), ("apple-m3-max", 40)])
 def test_apple_peaks_follow_from_cores_and_clock(device_id: str, cores: int) -> None:
     assert peak_flops_per_s(device_id, "fp16") == pytest.approx(cores * 256 * 1398e6, rel=1e-2)
-
-
-def test_a_peak_by_hand_is_offered_where_it_is_enough() -> None:
-    with pytest.raises(DeviceError) as error:
-        find_device("h200x", needs_all=True)
-    assert "--peak" not in str(error.value)
-    assert "your own devices.toml adds one" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -228,51 +233,62 @@ def test_suggestions_are_of_the_same_maker_and_generation(name: str, near: list[
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("h100", 3), ("V100", 4), ("rtx", 10), ("tpu", 5), ("mi250x", 2), ("Ascend 910B", 4)]
+    ("name", "count"), [("rtx", 10), ("tpu", 5), ("mi250x", 2), ("Ascend 910B", 4), ("gaudi", 2), ("jetson", 2)]
 )
-def test_ambiguous_device_lists_its_variants(name: str, count: int) -> None:
-    for needs_all in (False, True):
-        with pytest.raises(DeviceError, match="is ambiguous: say which of") as caught:
-            find_device(name, needs_all=needs_all)
-        assert len(str(caught.value).split("say which of ")[1].split(", ")) == count
+def test_a_name_without_a_usual_variant_lists_all(name: str, count: int) -> None:
+    with pytest.raises(DeviceError, match="is ambiguous: say which of") as caught:
+        find_device(name)
+    assert len(str(caught.value).split("say which of ")[1].split(", ")) == count
 
 
 @pytest.mark.parametrize(
-    ("name", "variants", "bf16"),
+    ("name", "device_id", "note"),
     [
-        ("A100", ["a100-sxm-40gb", "a100-sxm-80gb", "a100-pcie-40gb", "a100-pcie-80gb"], 312e12),
-        ("a100-80gb", ["a100-sxm-80gb", "a100-pcie-80gb"], 312e12),
-        ("h800", ["h800-sxm"], 989.4e12),
-        ("a800", ["a800-sxm-80gb"], 312e12),
-        ("gh200", ["gh200-96gb", "gh200-144gb"], 989.4e12),
+        ("h100", "h100-sxm", "h100 taken as h100-sxm; h100-pcie and h100-nvl differ"),
+        (" H100 ", "h100-sxm", "H100 taken as h100-sxm; h100-pcie and h100-nvl differ"),
+        (
+            "A100",
+            "a100-sxm-80gb",
+            "A100 taken as a100-sxm-80gb; a100-sxm-40gb, a100-pcie-40gb and a100-pcie-80gb differ",
+        ),
+        ("a100-80gb", "a100-sxm-80gb", "a100-80gb taken as a100-sxm-80gb; a100-pcie-80gb differs"),
+        ("A100 40GB", "a100-sxm-40gb", "A100 40GB taken as a100-sxm-40gb; a100-pcie-40gb differs"),
+        ("gh200", "gh200-96gb", "gh200 taken as gh200-96gb; gh200-144gb differs"),
+        ("h800", "h800-sxm", "h800 taken as h800-sxm"),
+        ("a800", "a800-sxm-80gb", "a800 taken as a800-sxm-80gb"),
+        ("mi300", "mi300x", "mi300 taken as mi300x"),
+        ("MI355", "mi355x", "MI355 taken as mi355x"),
+        ("4090", "rtx-4090", "4090 taken as rtx-4090"),
+        ("5070 ti", "rtx-5070-ti", "5070 ti taken as rtx-5070-ti"),
+        ("h200", "h200-sxm", ""),
+        ("b200", "b200-sxm", ""),
+        ("gb200", "gb200", ""),
+        ("h100-pcie", "h100-pcie", ""),
     ],
 )
-def test_a_short_name_has_what_its_variants_share(name: str, variants: list[str], bf16: float) -> None:
+def test_a_short_name_is_its_usual_variant(name: str, device_id: str, note: str) -> None:
     device = find_device(name)
-    assert peak_flops_per_s(name) == bf16
-    assert device.name == f"{name} ({', '.join(variants)})"
-    chosen = [find_device(each) for each in variants]
-    memories = {each.memory_gb for each in chosen}
-    assert device.memory_gb == (memories.pop() if len(memories) == 1 else None)
-    assert device.sdpa == chosen[0].sdpa
-    several = f"is ambiguous: say which of {', '.join(variants)}$"
-    with pytest.raises(DeviceError, match=several if len(variants) > 1 else f"this needs one: give {variants[0]}$"):
-        find_device(name, needs_all=True)
+    assert (device.id, device.note) == (device_id, note)
+    assert device.replace(note="") == find_device(device_id)
+    assert find_detected(name) == (None if note else device)
 
 
-def test_a_short_name_without_the_peak_asked_for(user_folder: Path) -> None:
-    first, second = (
-        ROW.replace("'mine'", f"'mine-{each}'")
-        .replace("'My Card'", f"'My Card {each}'")
-        .replace("7 }", f"7, fp8 = {each} }}")
-        for each in (8, 9)
-    )
-    (user_folder / "devices.toml").write_text(first + second)
-    assert peak_flops_per_s("mine") == 7e12
-    with pytest.raises(DeviceError, match="its variants have different fp8 peaks, so say which of mine-8, mine-9"):
-        peak_flops_per_s("mine", "fp8")
-    with pytest.raises(DeviceError, match="has no known fp4 peak; known: bf16"):
-        peak_flops_per_s("mine", "fp4")
+def test_a_default_is_the_same_in_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    note = "h800 taken as h800-sxm"
+    asked = ["llama-3.2-1b", "--device", "h800", "--json"]
+    for command, options in (
+        ("estimate", ["--seq", "128"]), ("predict", ["--seq", "128"]),
+        ("translate", ["--seq", "128", "--mfu", "40%", "--from", "6nd"]),
+        ("plan", ["--tokens", "1B", "--gpus", "8"]),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main([command, *asked, *options])
+        assert json.loads(capsys.readouterr().out)["notes"].count(note) == 1, command
+    estimate = estimate_flops("llama-3.2-1b", seq_len=128, device="h800")
+    assert estimate.notes.count(note) == 1
+    assert mfu(estimate, 1.0, device="h800").note == note
+    assert predict("llama-3.2-1b", seq_len=128, device="h800").notes.count(note) == 1
+    assert plan("llama-3.2-1b", tokens="1B", device="h800", gpus=8).notes.count(note) == 1
 
 
 @pytest.mark.parametrize("name", [None, 5, ["h200"], b"h200"])
@@ -310,9 +326,12 @@ ROW = "[[device]]\nid = 'mine'\nname = 'My Card'\nsource = 's'\ndate = '2026-01-
 
 
 def test_user_devices(user_folder: Path) -> None:
-    (user_folder / "devices.toml").write_text(ROW + "[ambiguous]\nmy = ['mine', 'l4']\n")
+    text = ROW + "[ambiguous]\nmy = ['mine', 'l4']\n[defaults]\n'my 2' = 'mine'\nh100 = 'h100-pcie'\n"
+    (user_folder / "devices.toml").write_text(text)
     assert peak_flops_per_s("my card") == 7e12
     assert find_device("h200").id == "h200-sxm"
+    assert find_device("my-2").note == "my-2 taken as mine"
+    assert find_device("h100").id == "h100-pcie"
     with pytest.raises(DeviceError, match="say which of mine, l4"):
         find_device("MY")
 
@@ -327,6 +346,7 @@ def test_user_devices(user_folder: Path) -> None:
         ("device = 5", "[[device]]"),
         ("device = [5]", "device 5"),
         ("ambiguous = 5", "[ambiguous]"),
+        ("defaults = 5", "[defaults]"),
         ("x = [", "not valid TOML"),
     ],
 )

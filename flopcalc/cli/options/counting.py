@@ -17,7 +17,7 @@ from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.data import get_stem
 from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_value
-from flopcalc.hardware.devices import detect_device, find_device, parse_dtype
+from flopcalc.hardware.devices import detect_device, find_detected, find_device, parse_dtype
 from flopcalc.units import describe_suffixes, parse_number, parse_size, parse_sizes
 
 _SIZE = r"-?\d+[xX]-?\d+"
@@ -119,19 +119,16 @@ def _find_traced(source: Source, recipe: Recipe, options: Mapping[str, Any]) -> 
 
 
 def _choose_device(options: Mapping[str, Any], notes: list[str]) -> str | None:
-    """The id of the device asked for; None without one, or for this machine's own if it is not in the table."""
+    """The device asked for; None without one, or for this machine's own if it is not in the table."""
     name = options["device"]
     if name is None:
         return None
     if name == "auto":
-        found = detect_device()
-        try:
-            known = find_device(found) if found is not None else None
-        except DeviceError:
-            known = None
+        name = detect_device()
+        known = find_detected(name) if name is not None else None
     else:
         try:
-            known = find_device(name, needs_all="peak" not in options)
+            known = find_device(name)
         except DeviceError:
             if options.get("peak") is None:
                 raise
@@ -140,7 +137,7 @@ def _choose_device(options: Mapping[str, Any], notes: list[str]) -> str | None:
         return None
     if known.sdpa is None and options["attention_kernel"] == "auto" and options["convention"] == "hardware":
         notes.append(f"which kernel SDPA picks on {known.name} is not known: flash assumed")
-    return known.id
+    return str(name)
 
 
 def _count(estimator: Estimator, options: Mapping[str, Any], notes: list[str]) -> Estimate:

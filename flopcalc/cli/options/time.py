@@ -58,9 +58,9 @@ def make_shares(
     from flopcalc.core.estimate.utilization import describe_least_time, hfu, mfu  # only with a peak or a time
 
     if not measured:
-        return None, None, describe_least_time(estimate, **where)
+        return None, None, [note for note in describe_least_time(estimate, **where) if note not in estimate.notes]
     model_share, hardware_share = (share(estimate, **measured, **where) for share in (mfu, hfu))
-    found = [share.note for share in (model_share, hardware_share) if share.note]
+    found = [share.note for share in (model_share, hardware_share) if share.note and share.note not in estimate.notes]
     return model_share, hardware_share, list(dict.fromkeys(found))
 
 

@@ -238,7 +238,8 @@ class CountedEstimator(Estimator):
     def notes(self, load: Workload) -> list[str]:
         """What a reader of the numbers should know."""
         load = check_load(load)
-        notes = describe_work(self, self.model, load) + describe_formats(self, load) + self._describe_mtp(load)
+        notes = [self.device.note] if self.device is not None and self.device.note else []
+        notes += describe_work(self, self.model, load) + describe_formats(self, load) + self._describe_mtp(load)
         if self.convention == "hardware" and self.attention_kernel != "eager":
             coefficients, counting = self._choose(load, "hardware")
             padding = self._list_padding(coefficients, load, counting)

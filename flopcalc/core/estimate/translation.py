@@ -108,7 +108,7 @@ def translate_estimate(
     tokens = check_tokens(estimate, "a quoted figure").tokens
     terms, missing = _count_all(estimate, mtp, quoted)
     flops = {each: sum(values.values()) for each, values in terms.items()}
-    name, rate = _find_rate(device, dtype, peak, mfu is not None)
+    name, rate, said = _find_rate(device, dtype, peak, mfu is not None)
     printed = _read_printed(mfu, tflops, rate)
     pace = _find_pace(quoted, printed, tokens_per_second, gpus, flops, tokens)
     is_fit = quoted is None and printed is not None
@@ -131,7 +131,7 @@ def translate_estimate(
         known = load_quoted().conventions
         rows.sort(key=lambda row: (round(abs(row.difference or 0.0) / _STEP), -known[row.name].published_rows))
     best = rows[0].name if is_fit and rows[0].fits else quoted
-    notes = [*_describe(rows, is_fit, best), *missing]
+    notes = [*_describe(rows, is_fit, best), *missing, *said]
     kind = str(dtype)
     return Translation(
         estimate.terms[0].estimator.source.name, estimate.describe(), best, is_fit, pace, gpus, name, kind, rate,
@@ -159,15 +159,15 @@ def _count_all(estimate: Estimate, mtp: int | None, quoted: str | None) -> tuple
 
 def _find_rate(
     device: str | None, dtype: object, peak: float | Mapping[str, float] | None, is_needed: bool
-) -> tuple[str | None, float | None]:  # fmt: skip
+) -> tuple[str | None, float | None, list[str]]:  # fmt: skip
     if device is None and peak is None:
         if is_needed:
             raise FlopcalcError("an MFU is a share of a peak: name the --device, or give its --peak FLOPS_PER_S")
-        return None, None
+        return None, None, []
     name, rate, note = find_peak(device, dtype, peak)
     if rate is None and is_needed:
         raise FlopcalcError(note or "this device's peak is not known: give --peak FLOPS_PER_S")
-    return name, rate
+    return name, rate, [note] if note and rate is not None else []
 
 
 def _read_printed(mfu: float | str | None, tflops: float | None, rate: float | None) -> float | None:

@@ -12,6 +12,7 @@ from flopcalc.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.hardware.devices import (
     Device,
     detect_device,
+    find_detected,
     find_device,
     find_format_peak,
     parse_dtype,
@@ -164,7 +165,7 @@ def find_ideal_time(
         if device == "auto":
             return Ideal(None, (), name, "+".join(flops), note=_describe_auto(name))
         raise DeviceError("MFU needs a peak: name a --device, or give --peak FLOPS_PER_S")
-    peaks, notes = [], []
+    peaks, notes = [], [known.note] if known is not None and known.note else []
     for kind, total in flops.items():
         rate, own = _find_rate(kind, given, known, is_explicit=dtype is not None)
         if own != kind:
@@ -201,12 +202,12 @@ def _find_device(device: str | None, peak: float | Mapping[str, float] | None) -
     if found is None:
         return None, None
     try:
-        known = find_device(found)
+        known = find_detected(found) if device == "auto" else find_device(found)
     except DeviceError:
-        if device != "auto" and peak is None:
+        if peak is None:
             raise
-        return found, None
-    return known.name, known
+        known = None
+    return (found, None) if known is None else (known.name, known)
 
 
 def _describe_auto(name: str | None) -> str:

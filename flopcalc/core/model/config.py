@@ -10,10 +10,11 @@ from typing import Any
 
 from flopcalc.core.model.components import DENOISERS, SCHEDULER, find_denoiser, name_class, read_folder
 from flopcalc.core.model.live import unwrap
+from flopcalc.core.model.names import find_preset
 from flopcalc.core.spec.aliases import list_types, map_config, name_family
 from flopcalc.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
-from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
-from flopcalc.files import MAX_JSON_BYTES, MAX_TOML_BYTES, open_regular, read_json, read_path, read_text
+from flopcalc.errors import ConfigError, find_nearest, format_nearest, format_value
+from flopcalc.files import MAX_JSON_BYTES, open_regular, read_json, read_path, read_text
 from flopcalc.values import Value, frozen
 
 PIPELINE_FILE = "model_index.json"  # of diffusers
@@ -207,14 +208,22 @@ def _load_named(model: str | os.PathLike[str], download: bool, is_base: bool = F
     if text.count("/") == 1 and not text.startswith((".", "/")):
         return _load_hub(text, download)
     if is_name:
+        source = _load_by_name(text)
+        if source is not None:
+            return source
         near = _describe_near(text)
         raise ConfigError(f"no preset, file or folder {text[:100]!r}.{near} `flopcalc models` lists the presets")
     raise ConfigError(f"{text[:200]!r}: no such file or folder, and no preset of that name")
 
 
 def _describe_near(name: str) -> str:
-    """Of a name that is no preset the nearest ones, or the type that its first words are."""
+    """The presets nearest to a name that is none, those that begin with it first; or the type of its first words."""
     presets = list_data_files("presets")
+    start = re.sub(r"[-_. ]", "", name.lower())
+    longer = [preset for preset in presets if len(start) > 2 and re.sub(r"[-.]", "", preset).startswith(start)]
+    if longer:
+        first = list(dict.fromkeys([*longer[:3], *find_nearest(name, presets)]))
+        return f" Did you mean {', '.join(first[:3])}?"
     words = re.split("[-_. ]", name[:100].lower())
     types = {each.replace("-", "_"): each for each in list_types()}
     found = next((types[key] for many in range(len(words), 0, -1) if (key := "_".join(words[:many])) in types), None)
@@ -352,7 +361,7 @@ def _load_json(path: str) -> dict[str, Any]:
 
 
 def _load_hub(hub_id: str, download: bool) -> Source:
-    """A hub id's config: from the local cache, downloaded if asked for, else the preset that has it."""
+    """A hub id's config: from the local cache, downloaded if asked for, else of the preset that it names."""
     config = _find_cached(hub_id, "config.json")
     if config is not None:
         return _load_with_processors(hub_id, config)
@@ -361,26 +370,22 @@ def _load_hub(hub_id: str, download: bool) -> Source:
         return _load_pipeline(hub_id, index)
     if download:
         return _download(hub_id)
-    preset = _find_preset_of(hub_id)
-    if preset is not None:
-        source = load_preset(preset)
-        note = f"{hub_id}: the config of preset {source.name} is used; --download fetches its own instead"
-        return source.replace(note=note)
-    raise ConfigError(
-        f"{hub_id!r} is not a path, not in the local Hugging Face cache, and has no preset; --download fetches it"
-    )
+    source = _load_by_name(hub_id)
+    if source is None:
+        raise ConfigError(
+            f"{hub_id[:200]!r} is not a path, not in the local Hugging Face cache, and has no preset; --download "
+            f"fetches it.{_describe_near(hub_id.rpartition('/')[2])}"
+        )
+    return source
 
 
-def _find_preset_of(hub_id: str) -> str | None:
-    """The file of the preset that has a hub id, in upper or lower case."""
-    wanted = hub_id.lower()
-    for path in list_data_files("presets").values():
-        with suppress(SpecError):  # another preset that cannot be read is not this model's fault
-            if wanted not in read_text(path, MAX_TOML_BYTES, SpecError).lower():  # far faster than parsing them all
-                continue
-            if str(load_toml(path).get("hub_id", "")).lower() == wanted:
-                return path
-    return None
+def _load_by_name(name: str) -> Source | None:
+    """The preset that has a hub id, or that a model's name stands for, with a note."""
+    found = find_preset(name)
+    if found is None:
+        return None
+    source = load_preset(found.path)
+    return source.replace(note=f"{name} is counted as preset {source.name} ({found.shared})")
 
 
 def _find_cached(hub_id: str, filename: str) -> str | None:
@@ -404,8 +409,8 @@ def _download(hub_id: str) -> Source:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
-        preset = _find_preset_of(hub_id)
-        other = f"; without --download, preset {get_stem(preset)} is used" if preset is not None else ""
+        preset = find_preset(hub_id)
+        other = f"; without --download, preset {get_stem(preset.path)} is used" if preset is not None else ""
         raise ConfigError(f"--download needs huggingface_hub: {describe_install('hub')}{other}") from None
     try:
         path = hf_hub_download(hub_id, "config.json")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from flopcalc.api import bind
-from flopcalc.core.model.config import load_config
-from flopcalc.data import describe_install, list_data_files, load_toml
+from flopcalc.data import describe_install, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_value
 from flopcalc.files import MAX_TOML_BYTES, MAX_YAML_BYTES, read_json, read_path, read_text
 from flopcalc.integrations.launch.settings import Settings, Taken
@@ -124,8 +122,6 @@ def apply_launch(
         unknown.append(f"{taken.pop('max_pixels').key}: only the command line takes it")
     for word in _UNUSED[command]:
         taken.pop(word, None)
-    if model is None and "model" in taken and "download" not in given:
-        taken["model"] = _find_preset(taken["model"])
     own = model if model is not None else taken["model"].value if "model" in taken else None
     if own is None:
         raise ConfigError(f"{', '.join(found.files)}: no known model in it; name the model yourself")
@@ -141,18 +137,6 @@ def apply_launch(
         "overridden": overridden, "not_understood": unknown,
     }  # fmt: skip
     return Applied({word: each.value for word, each in kept.items()}, report)
-
-
-def _find_preset(model: Taken) -> Taken:
-    """The model itself where its config is at hand; else the preset of its name without -Instruct and -2507."""
-    try:
-        load_config(model.value)
-        return model
-    except ConfigError:
-        name = re.sub(r"(-(instruct|chat|it|base|hf|thinking))?(-2507)?$", "", model.value.rpartition("/")[2].lower())
-        if model.value.count("/") != 1 or name not in list_data_files("presets"):
-            raise
-        return Taken(name, f"{model.key}: {model.value}, by its name")
 
 
 def _shorten(value: object) -> str:

@@ -76,13 +76,10 @@ def find_device_id(name: str) -> str:
     """The id of devices.toml, else the name in small letters and dashes."""
     import re
 
-    from flopcalc.errors import DeviceError
-    from flopcalc.hardware.devices import find_device
+    from flopcalc.hardware.devices import find_detected
 
-    try:
-        return find_device(name).id
-    except DeviceError:
-        return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
+    found = find_detected(name)
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown" if found is None else found.id
 
 
 def find_commit() -> str | None:

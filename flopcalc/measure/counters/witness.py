@@ -22,7 +22,7 @@ from flopcalc.core.recipe.recipe import REGEX, Recipe, make_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import describe_install
 from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
-from flopcalc.hardware.devices import Device, find_device
+from flopcalc.hardware.devices import Device, find_detected
 from flopcalc.words import GROUPS
 
 PHASES = ("train", "forward")
@@ -387,12 +387,7 @@ def _describe_device(place: str) -> str:
 
 def _find_known(place: str) -> Device | None:
     """The device as devices.toml knows it: which kernel SDPA picks there, and what was measured of it."""
-    if not place.startswith("cuda"):
-        return None
-    try:
-        return find_device(_describe_device(place))
-    except DeviceError:
-        return None
+    return find_detected(_describe_device(place)) if place.startswith("cuda") else None
 
 
 def _check_memory(needed: int, place: str) -> None:

@@ -22,7 +22,7 @@ from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import Source
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.errors import DeviceError
-from flopcalc.hardware.devices import find_device, peak_flops_per_s
+from flopcalc.hardware.devices import find_detected, peak_flops_per_s
 from flopcalc.measure.calibrate.provenance import describe_machine, find_version
 from flopcalc.measure.counters.flop_counter import count_flops
 from flopcalc.measure.hf.models import make_batch
@@ -283,10 +283,8 @@ def _count_analytic(source: Source, args: Json, device: str, dtype: str) -> tupl
 
 def _find_known(device: str) -> str | None:
     """The device as devices.toml knows it: which kernel SDPA picks there, and what was measured of it."""
-    try:
-        return find_device(torch.cuda.get_device_name()).id if device == "cuda" else None
-    except DeviceError:
-        return None
+    found = find_detected(torch.cuda.get_device_name()) if device == "cuda" else None
+    return None if found is None else found.id
 
 
 def _count_operators(run: _Run, notes: list[str]) -> int | None:
@@ -324,8 +322,11 @@ def _measure_flops(run: _Run) -> tuple[int | None, str | None]:
 def _find_peak(run: _Run) -> tuple[float | None, str | None]:
     if run.device != "cuda":
         return None, "no peak is known for a CPU"
+    name = torch.cuda.get_device_name()
+    if find_detected(name) is None:
+        return None, f"device {name!r} unknown: it has no peak in devices.toml"
     try:
-        return peak_flops_per_s(torch.cuda.get_device_name(), run.dtype), None
+        return peak_flops_per_s(name, run.dtype), None
     except DeviceError as error:
         return None, str(error)
 

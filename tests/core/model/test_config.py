@@ -144,7 +144,7 @@ def test_a_hub_id_with_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for hub_id in ("meta-llama/Llama-3.1-8B-Instruct", "META-LLAMA/llama-3.1-8b-instruct"):
         source = load_config(hub_id)
         assert source.replace(note="") == load_config("llama-3.1-8b")
-        assert source.note == f"{hub_id}: the config of preset llama-3.1-8b is used; --download fetches its own instead"
+        assert source.note == f"{hub_id} is counted as preset llama-3.1-8b (same config)"
         assert bind(hub_id).estimate(make_workload(1, 8)).notes[0] == source.note
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"pip install .*\[hub\]'; without --download, preset llama-3.1-8b is used"):
@@ -281,6 +281,10 @@ def test_file_that_fails_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("model", "words"),
     [
         ("qwen2-vll", "Did you mean qwen2-vl"),
+        ("gpt-3", "Did you mean gpt-3-175b, "),
+        ("GPT3", "Did you mean gpt-3-175b, "),
+        ("llama-3.1-4", "Did you mean llama-3.1-405b, "),
+        ("Qwen/Qwen3-8B-FP8", "has no preset; --download fetches it. Did you mean qwen3-8b"),
         ("", "name is empty"),
         ("a\0b", "NUL"),
         ("./absent/config.json", "no such file or folder"),

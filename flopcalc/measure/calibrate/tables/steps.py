@@ -166,24 +166,13 @@ def _time_steps(
 
 
 def _find_kernel(bench: Bench) -> str:
-    from flopcalc.errors import DeviceError
-    from flopcalc.hardware.devices import find_device
+    from flopcalc.hardware.devices import find_detected, find_sdpa
 
-    if not bench.is_gpu:
-        return "flash"
-    try:
-        return find_device(bench.torch.cuda.get_device_name()).sdpa or "flash"
-    except DeviceError:
-        return "flash"
+    return find_sdpa(find_detected(bench.torch.cuda.get_device_name()) if bench.is_gpu else None, "bf16")
 
 
 def _find_peak(bench: Bench) -> float | None:
-    from flopcalc.errors import DeviceError
-    from flopcalc.hardware.devices import peak_flops_per_s
+    from flopcalc.hardware.devices import find_detected
 
-    if not bench.is_gpu:
-        return None
-    try:
-        return peak_flops_per_s(bench.torch.cuda.get_device_name())
-    except DeviceError:
-        return None
+    found = find_detected(bench.torch.cuda.get_device_name()) if bench.is_gpu else None
+    return found.peak_tflops["bf16"] * 1e12 if found is not None and "bf16" in found.peak_tflops else None

@@ -1,0 +1,96 @@
+"""A hub id, or a name that is no file, finds the preset with its sizes; an unknown word in it finds none."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from contextlib import suppress
+from typing import NamedTuple
+
+from flopcalc.data import find_data_dir, get_stem, list_data_files, load_toml
+from flopcalc.errors import SpecError
+from flopcalc.files import MAX_TOML_BYTES, read_text
+
+_KEY = re.compile(r"""^(hub_id|alias)\s*=\s*["']([^"']+)["']""", re.MULTILINE)
+
+
+class NamedPreset(NamedTuple):
+    """The preset that a name stands for."""
+
+    path: str
+    shared: str  # what it has in common with the model of that name
+
+
+def find_preset(name: str) -> NamedPreset | None:
+    """The preset of a hub id, else of its name without words that change no sizes (model_specs/hub_names.toml)."""
+    return _Names().find(name)
+
+
+class _Names:
+    """All names that presets are found by."""
+
+    def __init__(self) -> None:
+        self.files = list_data_files("presets")
+        self.rules = load_toml(os.path.join(find_data_dir(), "hub_names.toml"))
+        self.ids, self.reduced = dict[str, str](), dict[str, str](self.rules["same"])
+        named = _read_ids(self.files)
+        for preset, hub_id in named.items():
+            self.ids[hub_id] = preset
+            self.reduced[self._reduce(hub_id, self.rules["words"])] = preset
+        self.reduced |= {preset: preset for preset in named}
+
+    def find(self, name: str) -> NamedPreset | None:
+        exact = self.ids.get(name.lower())
+        if exact is not None:
+            return NamedPreset(self.files[exact], "same config")
+        preset = self.reduced.get(self._reduce(name, self.rules["words"]))
+        if preset is None or self._reduce(name, ()) in self.rules["different"]:
+            return None
+        return NamedPreset(self.files[preset], "same layer sizes")
+
+    def _reduce(self, name: str, words: Collection[str]) -> str:
+        """'meta-llama/Meta-Llama-3-8B-Instruct' -> 'llama-3-8b'; a name without a figure (modernbert-base) stays."""
+        whole = re.sub(r"(?<=\d)_(?=\d)", ".", name.rpartition("/")[2].lower()).replace("_", "-")
+        for prefix in self.rules["prefixes"]:
+            whole = whole.removeprefix(prefix)
+        first, *others = whole.split("-")
+        reduced = "-".join([first, *(word for word in others if word not in words)])
+        return reduced if re.search(r"\d", reduced) else whole
+
+
+class LaunchIds(NamedTuple):
+    """The model ids in a framework's published launch files, and the preset of each that has one."""
+
+    framework: str
+    source: str
+    commit: str
+    date: str
+    presets: dict[str, str | None]
+
+    @property
+    def missing(self) -> list[str]:
+        return [each for each, preset in self.presets.items() if preset is None]
+
+
+def load_launch_ids() -> list[LaunchIds]:
+    """Every framework of model_specs/launch_ids.toml."""
+    tables, names = load_toml(os.path.join(find_data_dir(), "launch_ids.toml"))["frameworks"], _Names()
+    return [
+        LaunchIds(
+            entry["name"], entry["source"], entry["commit"], entry["date"],
+            {each: get_stem(found.path) if (found := names.find(each)) else None for each in entry["ids"]},
+        )
+        for entry in tables
+    ]  # fmt: skip
+
+
+def _read_ids(files: dict[str, str]) -> dict[str, str]:
+    """Preset -> its hub id in small letters, else its own name; aliases are left out, for they name a family."""
+    found = {}
+    for preset, path in files.items():
+        with suppress(SpecError):  # another preset that cannot be read is not this model's fault
+            keys = dict(_KEY.findall(read_text(path, MAX_TOML_BYTES, SpecError)))  # far faster than parsing them all
+            if "alias" not in keys:
+                found[preset] = keys.get("hub_id", preset).lower()
+    return found

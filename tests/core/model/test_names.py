@@ -1,0 +1,150 @@
+"""Hub ids and names find the preset with their sizes, and never one of another size, generation or kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flopcalc import ConfigError, bind, estimate_flops
+from flopcalc.cli import main
+from flopcalc.core.model.config import load_config
+from flopcalc.core.model.names import find_preset, load_launch_ids
+from flopcalc.data import find_data_dir, get_stem, list_data_files, load_toml
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+
+
+def find(name: str) -> str | None:
+    found = find_preset(name)
+    return None if found is None else get_stem(found.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("NousResearch/Meta-Llama-3-8B-Instruct", "llama-3-8b"),
+        ("meta-llama/Meta-Llama-3.1-70B", "llama-3.1-70b"),
+        ("Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("meta-llama/Llama-3.2-11B-Vision", "llama-3.2-11b-vision"),
+        ("meta-llama/Llama-4-Scout-17B-16E", "llama-4-scout"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2.5-vl-7b"),
+        ("Qwen/Qwen2-VL-7B", "qwen2-vl-7b"),
+        ("Qwen/Qwen3-30B-A3B-Thinking-2507", "qwen3-30b-a3b"),
+        ("Qwen/Qwen3-VL-8B-Thinking", "qwen3-vl-8b"),
+        ("QWEN/qwen3-4b-BASE", "qwen3-4b"),
+        ("google/gemma-3-4b-pt", "gemma-3-4b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
+        ("allenai/OLMo-2-1124-7B-Instruct", "olmo-2-7b"),
+        ("stabilityai/stablelm-2-1_6b", "stablelm-2-1.6b"),
+        ("deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama-3.1-8b"),
+        ("EleutherAI/pythia-1b-deduped", "pythia-1b"),
+        ("Qwen/Qwen3-Embedding-8B", "qwen3-embedding-8b"),
+        ("answerdotai/ModernBERT-base", "modernbert-base"),
+        # an unknown word, another size, generation or kind, a quantized release
+        ("someone/Llama-3.1-8B-Lexi-Uncensored", None),
+        ("meta-llama/Llama-Guard-3-8B", None),
+        ("meta-llama/Llama-3-4B", None),
+        ("Qwen/Qwen2.5-9B", None),
+        ("Qwen/Qwen2.5-7B-Instruct-1M", None),
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", None),
+        ("Qwen/Qwen3-8B-FP8", None),
+        ("Qwen/Qwen3-Reranker-8B", None),
+        ("mistralai/Mixtral-8x22B-v0.1", None),
+        ("moonshotai/Kimi-K2-Thinking", None),
+        ("mistralai/Mistral-Small-Instruct-2409", None),  # 22B; mistral-small is the 24B's alias
+        ("google/gemma-3", None),
+        ("Alibaba-NLP/gte-modernbert-base", None),
+        ("org/modernbert", None),
+        ("org/8b", None),
+        ("org/instruct", None),
+    ],
+)
+def test_names(name: str, preset: str | None) -> None:
+    assert find(name) == preset
+    if preset is None:
+        with pytest.raises(ConfigError):
+            load_config(name)
+    else:
+        source = load_config(name)
+        assert source.replace(note="") == load_config(preset)
+        assert source.note.startswith(f"{name} is counted as preset {source.name} (same ")
+
+
+def test_every_preset_is_found_by_its_own_names() -> None:
+    """So no two presets are taken for one another."""
+    for preset, path in list_data_files("presets").items():
+        tables = load_toml(path)
+        if "alias" not in tables:
+            assert find(f"org/{preset}") == preset
+            assert find(tables.get("hub_id", preset)) == preset
+
+
+def test_rules_name_presets() -> None:
+    rules = load_toml(f"{find_data_dir()}/hub_names.toml")
+    presets = list_data_files("presets")
+    for name, preset in rules["same"].items():
+        assert preset in presets
+        assert find(f"org/{name}") == preset
+    assert not any(find(f"org/{name}") for name in rules["different"])
+
+
+def test_the_note_is_in_the_estimate() -> None:
+    estimate = estimate_flops("Qwen/Qwen2.5-0.5B-Instruct", seq_len=64)
+    assert estimate.total == estimate_flops("qwen2.5-0.5b", seq_len=64).total
+    assert estimate.notes[0] == "Qwen/Qwen2.5-0.5B-Instruct is counted as preset qwen2.5-0.5b (same layer sizes)"
+
+
+def test_the_base_of_an_adapter_is_found_by_its_name(tmp_path: Path) -> None:
+    settings = {
+        "peft_type": "LORA", "base_model_name_or_path": "unsloth/Llama-3.2-1B-Instruct", "r": 8,
+        "target_modules": ["q_proj"],
+    }  # fmt: skip
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    found = bind(tmp_path)
+    assert found.parameters()["total"] > bind("llama-3.2-1b").parameters()["total"]
+    assert "unsloth/Llama-3.2-1B-Instruct is counted as preset llama-3.2-1b (same layer sizes)" in found.source.note
+
+
+def test_own_files_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of that path, the hub's cache and the user's presets, in this order."""
+    config = {**load_config("llama-3.2-1b").config, "num_hidden_layers": 3}
+    own = tmp_path / "data" / "presets"
+    own.mkdir(parents=True)
+    (own / "llama-3.1-8b.toml").write_text('[config]\nmodel_type = "gpt2"\nn_layer = 2\n')
+    monkeypatch.setenv("FLOPCALC_DATA", str(tmp_path / "data"))
+    assert load_config("meta-llama/Llama-3.1-8B").config == {"model_type": "gpt2", "n_layer": 2}
+    cached = tmp_path / "models--meta-llama--Llama-3.1-8B" / "snapshots" / "a"
+    cached.mkdir(parents=True)
+    (cached / "config.json").write_text(json.dumps(config))
+    assert load_config("meta-llama/Llama-3.1-8B").config["num_hidden_layers"] == 3
+    folder = tmp_path / "meta-llama" / "Llama-3.1-8B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
+    monkeypatch.chdir(tmp_path)
+    assert load_config("meta-llama/Llama-3.1-8B").config["num_hidden_layers"] == 5
+
+
+def test_launch_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {each.framework: each for each in load_launch_ids()}
+    assert list(found) == ["axolotl", "LLaMA-Factory", "ms-swift", "TRL", "torchtitan"]
+    assert found["axolotl"].presets["NousResearch/Meta-Llama-3.1-8B"] == "llama-3.1-8b"
+    assert "mosaicml/mpt-7b" in found["axolotl"].missing
+    with pytest.raises(SystemExit):
+        main(["models", "--coverage", "mpt-7b"])
+    assert "Not found: mosaicml/mpt-7b" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["models", "--coverage", "codellama-7b", "--json"])
+    (shown,) = json.loads(capsys.readouterr().out)["launch_ids"]
+    assert shown["presets"] == {"codellama/CodeLlama-7b-hf": "codellama-7b"}
