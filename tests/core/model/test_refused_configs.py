@@ -420,7 +420,7 @@ def is_taken_by_hf(config: Json, example: Any, estimator: Any, workload: Json) -
     from flopcalc.measure.hf.kernels import install
     from flopcalc.measure.hf.models import build_model
 
-    architecture = example.architecture or estimator.spec.architecture
+    architecture = example.choose_class(estimator.spec.architecture)
     try:
         model = build_model(config, example.attention, "eager", architecture=architecture).eval()
         install(example.kernels)
