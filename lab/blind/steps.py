@@ -1,10 +1,13 @@
 """A blind test of predicted step times and executed FLOPs on a GPU: 20 models that nothing was fitted on.
 
+    python -m lab.blind.steps predict|measure|report [--round N]
+    python -m lab.blind.steps summary
+
 The protocol, fixed before anything was measured:
 
-- blind_models.py holds the models: five dense, five with experts, five with LoRA adapters, five that see images, and
+- rounds/NN.json holds the models: five dense, five with experts, five with LoRA adapters, five that see images, and
   one or two training steps of each. `predict` writes what this code says about every step to
-  results/blind_predictions.json; the file is committed before `measure` runs.
+  benchmarks/results/blind_predictions.json; the file is committed before `measure` runs.
 - Weights are HF's own random ones in bf16. Large steps are timed without pause by the device's clock, the middle of all
   steps. Small ones are timed between runs of the probe: the middle ratio, times the middle probe.
 - The probe says how many times longer than the calibrated host this one takes. Predictions are written for several such
@@ -15,23 +18,7 @@ The protocol, fixed before anything was measured:
   of `generate` at lengths that no call has met before, with a mask and without, then again, then a static cache and a
   CUDA graph; `executed` counts the FLOPs of twelve other steps with the GPU's own counter, whose predictions are in the
   same file; `pieces` counts single products at odd sizes, for a later fit.
-- Round 2 has other models (blind_models_2.py), steps and counted steps alone, and the predictor as it was changed after
-  round 1. Its predictions were committed before it was measured, too.
-- Round 3 has other models again (blind_models_3.py), predicted and committed before they were measured. What the probe
-  says of the host is followed as `calibrate --host` follows it. Counted steps with experts also keep the rows that the
-  router gave to each expert: what was executed is compared with the predicted count and, in a column of its own, with
-  the same count for these rows. `draw` says by how much the count differs from one random router to the next.
-- Round 4 is of counted steps alone, with tiles fitted again after round 3.
-- Round 5 has other models (blind_models_5.py) and all that round 3 has; the optimizer's time, the host's and the rows
-  of random routers are modelled anew.
-- Round 6 has other models (blind_models_6.py) and all that round 5 has. The probe runs on a stream of its own, so that
-  no step waits for the probe's kernels behind a long optimizer's.
-- Round 7 has other models (blind_models_7.py), most of them of types that no test has timed. A shared host changes its
-  speed from minute to minute, so all steps are timed in three passes, minutes apart, each with its own probe. The pass
-  with the middle error counts. The same steps are then predicted by the predictor that `flopcalc calibrate --predictor`
-  had made on that machine right before, in a table of its own.
-- Round 8 has other models (blind_models_8.py), fewer steps and three passes as well. The clock follows the rate of the
-  whole step, and types with experts were recorded again, with the number of a token's experts.
+- README.md says what later rounds changed.
 - `measure` stops by itself after --budget-s seconds, keeps what is there after each case, and goes on where it stopped.
 """
 
@@ -46,42 +33,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))
-import blind_models
-import blind_models_2
-import blind_models_3
-import blind_models_4
-import blind_models_5
-import blind_models_6
-import blind_models_7
-import blind_models_8
-import blind_models_9
-import blind_models_10
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import decode_steps
-from blind_models import Adapter, Model, Step
 from expert_steps import find_routes
 from predict_error import calibrated_here
 
 from flopcalc.measure.predictor.fit.cases import ModelledCase, model_cases
 from flopcalc.measure.predictor.runs import Runner, cut_config, make_case, name_case
 from flopcalc.prediction.constants import FOLLOWS
+from lab.blind.rounds import NUMBERS, Adapter, Model, Step, load_round
 
 Json = dict[str, Any]
-ROUNDS = {
-    1: blind_models, 2: blind_models_2, 3: blind_models_3, 4: blind_models_4, 5: blind_models_5, 6: blind_models_6,
-    7: blind_models_7, 8: blind_models_8, 9: blind_models_9, 10: blind_models_10,
-}  # fmt: skip
 FITTED = (1, 2, 3, 5, 6, 7, 8, 9)  # rounds whose large steps were known when the shipped predictor was fitted
-PASSES = {7: 3, 8: 3, 9: 3, 10: 3}  # round -> how often all steps are timed; once without
-MODELS, EXECUTED, DECODED = blind_models.MODELS, blind_models.EXECUTED, blind_models.DECODED
-MANY = 1  # passes of the round that was chosen
-RESULTS = Path(__file__).parent / "results"
+ROUND = load_round(1)  # the one that was chosen
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 VERSION = "5.17"  # of transformers on the device
 FACTORS = (0.7, 0.9, 1.0, 1.1, 1.25, 1.6)  # of the host, that predictions are written for
-MARKS = ("<!-- tables of blind_steps.py -->", "<!-- end of blind tables -->")
+SUMMARY_MARKS = ("<!-- summary of lab.blind.steps -->", "<!-- end of the summary -->")
+_BOUNDS = ("device", "host")
 PARTS = ("steps", "host", "decode", "executed", "pieces")
 _SMALL_STEPS = 12
 _FRESH = {"generate-mask": 300, "generate-plain": 400}  # way -> length of the prompt, apart from each other's
@@ -95,30 +68,14 @@ _WIDTHS = (
 
 
 def choose_round(number: int) -> None:
-    """The models of a round: 1 for blind_models.py, 2 for blind_models_2.py and so on, whose results are apart."""
-    global MODELS, EXECUTED, DECODED, MARKS, MANY
-    MANY = PASSES.get(number, 1)
-    source = ROUNDS[number]
-    MODELS, EXECUTED, DECODED = source.MODELS, source.EXECUTED, blind_models.DECODED if number == 1 else ()
-    told = "" if number == 1 else f", round {number}"
-    ended = "" if number == 1 else f" of round {number}"
-    MARKS = (f"<!-- tables of blind_steps.py{told} -->", f"<!-- end of blind tables{ended} -->")
-
-
-def name_result(kind: str, number: int) -> str:
-    return f"blind_{kind}.json" if number == 1 else f"blind_{kind}_{number}.json"
+    """The round whose models every function here reads."""
+    global ROUND
+    ROUND = load_round(number)
 
 
 def get_config(name: str) -> Json:
-    """The config of a model of blind_models.py."""
-    source, layers = MODELS[name].source, MODELS[name].layers
-    return dict(source) if isinstance(source, dict) else cut_config(source, *layers)
-
-
-def get_counted_config(name: str) -> Json:
-    """The config of a step whose executed FLOPs are counted."""
-    source, layers, vision, *_ = EXECUTED[name]
-    return get_config(source) if source in MODELS else cut_config(source, layers, vision)
+    """The config of a model of the round."""
+    return dict(ROUND.models[name].config)
 
 
 def shrink(config: Json) -> Json:
@@ -133,14 +90,14 @@ def shrink(config: Json) -> Json:
 
 
 def make_step_case(name: str, step: Step) -> Json:
-    grids = [list(grid) for grid in MODELS[name].grids]
+    grids = [list(grid) for grid in ROUND.models[name].grids]
     return make_case(name, "train", step.batch, step.seq, grids, recompute=step.recompute)
 
 
 def list_steps() -> Iterator[tuple[str, Model, Step, Json]]:
-    for name in blind_models.take_turns(MODELS):
-        for step in MODELS[name].steps:
-            yield name, MODELS[name], step, make_step_case(name, step)
+    for name in ROUND.take_turns():
+        for step in ROUND.models[name].steps:
+            yield name, ROUND.models[name], step, make_step_case(name, step)
 
 
 def read_steps() -> list[ModelledCase]:
@@ -148,9 +105,9 @@ def read_steps() -> list[ModelledCase]:
     found: list[ModelledCase] = []
     for number in FITTED:
         choose_round(number)
-        measured = json.loads((RESULTS / name_result("steps", number)).read_text())
+        measured = json.loads((RESULTS / ROUND.name_result("steps")).read_text())
         cases = [case for case in measured["cases"] if not case["is_small"]]
-        cases = [case for case in cases if MODELS[case["model"]].adapter is None]
+        cases = [case for case in cases if ROUND.models[case["model"]].adapter is None]
         found += model_cases(cases, get_config, measured["provenance"]["device_id"], VERSION)
     return found
 
@@ -179,8 +136,8 @@ def count_executed(name: str) -> int:
     """FLOPs of a counted step under `--convention hardware --device h200`."""
     from flopcalc import bind
 
-    _, _, _, batch, seq, grids = EXECUTED[name]
-    estimator = bind(get_counted_config(name), convention="hardware", device="h200", attention_kernel="auto")
+    _, _, batch, seq, grids = ROUND.executed[name]
+    estimator = bind(ROUND.get_counted_config(name), convention="hardware", device="h200", attention_kernel="auto")
     images = [grid for _ in range(batch) for grid in grids] or None
     return int(estimator(batch, seq, image_grid_thw=images).total)
 
@@ -190,8 +147,10 @@ def list_experts(name: str) -> list[tuple[int, int, int, int]]:
     from flopcalc import bind
     from flopcalc.core.model.ops import iterate
 
-    _, _, _, batch, seq, _ = EXECUTED[name]
-    layers = [chain for stage in bind(get_counted_config(name)).stages for chain in stage.layers if stage.repeated]
+    _, _, batch, seq, _ = ROUND.executed[name]
+    layers = [
+        chain for stage in bind(ROUND.get_counted_config(name)).stages for chain in stage.layers if stage.repeated
+    ]
     ops = [op for chain in layers for op in iterate(chain) if op.kind == "linear" and op.copies > 1]
     return [(op.copies, batch * seq * op.active, op.n_out, op.n_in) for op in ops]
 
@@ -201,10 +160,10 @@ def count_routed(name: str) -> int:
     from flopcalc import bind
     from flopcalc.core.workload.workload import Workload
 
-    _, _, _, batch, seq, _ = EXECUTED[name]
+    _, _, batch, seq, _ = ROUND.executed[name]
     if not list_experts(name):
         return 0
-    estimator = bind(get_counted_config(name), convention="hardware", device="h200", attention_kernel="auto")
+    estimator = bind(ROUND.get_counted_config(name), convention="hardware", device="h200", attention_kernel="auto")
     rows = [each for each in estimator.rows(Workload(batch, seq), "hardware") if each.row.op.copies > 1]
     return sum(each.flops.total * each.block.copies for each in rows)
 
@@ -223,8 +182,8 @@ def find_spreads(name: str) -> list[float]:
     from flopcalc import bind
     from flopcalc.hardware.routing import describe, list_deals
 
-    _, _, _, batch, seq, _ = EXECUTED[name]
-    estimator = bind(get_counted_config(name))
+    _, _, batch, seq, _ = ROUND.executed[name]
+    estimator = bind(ROUND.get_counted_config(name))
     model = describe(estimator.source.config, estimator.stages)
     if model is None:
         return [0.4] * (len(list_experts(name)) // 2)
@@ -280,10 +239,10 @@ def write_predictions(out: Path) -> None:
         print(f"{name_case(case):44} {usual.bound:6} {1e3 * usual.step_time_s.mid:8.2f} ms", flush=True)
     kept = {
         "commit": find_commit(), "date": _tell_date(), "transformers": VERSION, "probe_s": probe_s, "steps": steps,
-        "executed_flops": {name: count_executed(name) for name in EXECUTED},
-        "experts_flops": {name: count_routed(name) for name in EXECUTED},
-        "draw": {name: round(find_draw(name), 5) for name in EXECUTED}, "follows": FOLLOWS,
-        "graph_s": {preset: predict_graph(preset, layers) for preset, layers in DECODED},
+        "executed_flops": {name: count_executed(name) for name in ROUND.executed},
+        "experts_flops": {name: count_routed(name) for name in ROUND.executed},
+        "draw": {name: round(find_draw(name), 5) for name in ROUND.executed}, "follows": FOLLOWS,
+        "graph_s": {preset: predict_graph(preset, layers) for preset, layers in ROUND.decoded},
     }  # fmt: skip
     out.write_text(json.dumps(kept, indent=1) + "\n")
 
@@ -300,7 +259,7 @@ class BlindRunner(Runner):
         if name == self.name:
             return
         super()._take(name)
-        adapter = MODELS[name].adapter
+        adapter = ROUND.models[name].adapter
         if adapter is not None:
             self.model = add_adapter(self.model, adapter)
 
@@ -312,7 +271,7 @@ class BlindRunner(Runner):
 
     def make_step(self, case: Json) -> Callable[[], Any]:
         step = super().make_step(case)
-        torch, adapter = self.bench.torch, MODELS[case["model"]].adapter
+        torch, adapter = self.bench.torch, ROUND.models[case["model"]].adapter
         if adapter is None or not adapter.is_autocast:
             return step
 
@@ -339,7 +298,7 @@ class Kept:
         from flopcalc.measure.calibrate.provenance import describe_machine
 
         self.path = path
-        command = "python benchmarks/blind_steps.py measure"
+        command = "python -m lab.blind.steps measure"
         self.data: Json = {
             "provenance": {**describe_machine(device), "command": command, "date": _tell_date()}, "cases": [],
             "failures": [],
@@ -401,7 +360,7 @@ def measure_steps(out: Path, limits: Limits) -> None:
     kept = Kept(out / "blind_steps.json", limits.device)
     configs = (lambda name: shrink(get_config(name))) if limits.is_tiny else get_config
     runner = BlindRunner(limits.device, configs, work_s=0.6)
-    for turn, (_, model, step, case) in ((turn, each) for turn in range(MANY) for each in list_steps()):
+    for turn, (_, model, step, case) in ((turn, each) for turn in range(ROUND.passes) for each in list_steps()):
         name = name_case(case)
         if (name, turn) in kept.done:
             continue
@@ -413,7 +372,7 @@ def measure_steps(out: Path, limits: Limits) -> None:
 
         def run(case: Json = case, step: Step = step, kind: str = model.kind, turn: int = turn) -> Json:
             found = runner.measure_host(case, _SMALL_STEPS) if step.is_small else runner.measure(case)
-            return {**found, "kind": kind, "is_small": step.is_small, **({"pass": turn} if MANY > 1 else {})}
+            return {**found, "kind": kind, "is_small": step.is_small, **({"pass": turn} if ROUND.passes > 1 else {})}
 
         if not kept.add(name, run, limits.begun):
             runner.drop()
@@ -442,7 +401,7 @@ def measure_decode(out: Path, limits: Limits) -> None:
 
     kept = Kept(out / "blind_decode.json", limits.device)
     bench = Bench(limits.device)
-    for preset, layers in DECODED:
+    for preset, layers in ROUND.decoded:
         ways = ("generate-mask", "generate-plain", "generate-mask-again", "generate-plain-again", "static", "graph")
         left = [way for way in ways if (f"{preset} {way}", 0) not in kept.done]
         if not left or not limits.allow(25):
@@ -451,7 +410,7 @@ def measure_decode(out: Path, limits: Limits) -> None:
         model = counts.build(bench, shrink(config) if limits.is_tiny else config)
         model.eval()
         for way in left:
-            kept.add(f"{preset} {way}", lambda model=model, way=way: time_way(torch, model, way), limits.begun)
+            kept.add(f"{preset} {way}", partial(time_way, torch, model, way), limits.begun)
         del model
         bench.free()
 
@@ -476,9 +435,9 @@ def time_way(torch: Any, model: Any, way: str) -> Json:
 def measure_executed(out: Path, limits: Limits) -> None:
     """One step of each counted case under the GPU's counter."""
     kept = Kept(out / "blind_executed.json", limits.device)
-    configs = (lambda name: shrink(get_counted_config(name))) if limits.is_tiny else get_counted_config
+    configs = (lambda name: shrink(ROUND.get_counted_config(name))) if limits.is_tiny else ROUND.get_counted_config
     runner = Runner(limits.device, configs)
-    for name, (_, _, _, batch, seq, grids) in EXECUTED.items():
+    for name, (_, _, batch, seq, grids) in ROUND.executed.items():
         if (name, 0) in kept.done or not limits.allow(8):
             continue
         if limits.is_tiny:
@@ -597,7 +556,7 @@ def summarize(rows: list[Json], error: str = "error", inside: str = "is_inside")
 
 def split_kinds(rows: list[Json]) -> Iterator[tuple[str, str, list[Json]]]:
     """Each kind of model and what bounds its steps, with these steps."""
-    for kind in dict.fromkeys(model.kind for model in MODELS.values()):
+    for kind in dict.fromkeys(model.kind for model in ROUND.models.values()):
         for bound in ("device", "host"):
             if own := [row for row in rows if (row["kind"], row["bound"]) == (kind, bound)]:
                 yield kind, bound, own
@@ -654,38 +613,58 @@ def report_executed(measured: Path, predicted: Path) -> str:
     return format_grid(head, lines, "github")
 
 
-def make_page(number: int = 1) -> str:
-    """The tables of docs/prediction.md."""
-    predicted = RESULTS / name_result("predictions", number)
-    tables = [report(RESULTS / name_result("steps", number), predicted)] if MODELS else []
-    return "\n\n".join([*tables, report_executed(RESULTS / name_result("executed", number), predicted)])
+def summarize_rounds() -> str:
+    """A line per round: steps by what bounds them, and counted steps."""
+    from flopcalc.grids import format_grid
+
+    lines = []
+    for number in NUMBERS:
+        choose_round(number)
+        measured, counted, predicted = (
+            RESULTS / ROUND.name_result(kind) for kind in ("steps", "executed", "predictions")
+        )
+        rows = list_rows(measured, predicted) if ROUND.models else []
+        times = [summarize([row for row in rows if row["bound"] == bound]) if rows else "" for bound in _BOUNDS]
+        said, cases = json.loads(predicted.read_text())["executed_flops"], json.loads(counted.read_text())["cases"]
+        errors = [abs(said[case["name"]] / case["executed_flops"] - 1) for case in cases]
+        lines.append([number, len(rows) or "", *times, f"{sum(error < 0.01 for error in errors)} of {len(errors)}"])
+    head = ["round", "steps", "GPU-bound: median / worst / inside", "host-bound", "executed FLOPs within 1 %"]
+    return format_grid(head, lines, "github")
+
+
+def make_page() -> str:
+    """The tables of the round in README.md."""
+    predicted = RESULTS / ROUND.name_result("predictions")
+    tables = [report(RESULTS / ROUND.name_result("steps"), predicted)] if ROUND.models else []
+    return "\n\n".join([*tables, report_executed(RESULTS / ROUND.name_result("executed"), predicted)])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("command", choices=("predict", "measure", "report"))
+    parser.add_argument("command", choices=("predict", "measure", "report", "summary"))
     parser.add_argument("--out", type=Path, help="measure: folder of the results; predict: file")
     parser.add_argument("--parts", default=",".join(PARTS), help="measure: which, with commas between")
     parser.add_argument("--budget-s", type=float, default=470, help="measure: seconds after which it stops")
-    parser.add_argument("--page", type=Path, help="report: write the tables between their marks in this page")
-    parser.add_argument("--round", type=int, choices=tuple(ROUNDS), default=1, help="which models")
+    parser.add_argument("--page", type=Path, help="report, summary: write the tables between their marks in this page")
+    parser.add_argument("--round", type=int, choices=NUMBERS, default=1, help="which models")
     parser.add_argument("--predictor", type=Path, help="report: sums by a predictor that was measured on that machine")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="measure: stand-ins of hardly any work, to try the script")
     given = parser.parse_args()
     choose_round(given.round)
-    predicted = RESULTS / name_result("predictions", given.round)
+    predicted = RESULTS / ROUND.name_result("predictions")
     if given.command == "predict":
         write_predictions(given.out or predicted)
     elif given.command == "report" and given.predictor is not None:
-        print(report_own(RESULTS / name_result("steps", given.round), given.predictor))
-    elif given.command == "report":
-        shown = make_page(given.round)
+        print(report_own(RESULTS / ROUND.name_result("steps"), given.predictor))
+    elif given.command in ("report", "summary"):
+        start, end = ROUND.marks if given.command == "report" else SUMMARY_MARKS
+        shown = make_page() if given.command == "report" else summarize_rounds()
         print(shown)
         if given.page is not None:
-            before, rest = given.page.read_text(encoding="utf-8").split(MARKS[0], 1)
-            after = rest.split(MARKS[1], 1)[1]
-            given.page.write_text(f"{before}{MARKS[0]}\n{shown}\n{MARKS[1]}{after}", encoding="utf-8")
+            before, rest = given.page.read_text(encoding="utf-8").split(start, 1)
+            after = rest.split(end, 1)[1]
+            given.page.write_text(f"{before}{start}\n{shown}\n{end}{after}", encoding="utf-8")
     else:
         if given.out is None:
             parser.error("measure needs --out DIR")

@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 from places import ROOT
 
+from lab.blind import steps
+from lab.blind.rounds import load_round
+
+PAGE = ROOT / "lab" / "blind" / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    return load()
+@pytest.fixture(autouse=True)
+def script() -> Iterator[ModuleType]:
+    steps.choose_round(1)
+    yield steps
+    steps.choose_round(1)
 
 
-@pytest.fixture(scope="module")
-def second() -> ModuleType:
-    module = load()
-    module.choose_round(2)
-    return module
+@pytest.mark.parametrize("number", range(1, 8))
+def test_the_page_shows_the_blind_predictions(number: int) -> None:
+    steps.choose_round(number)
+    assert steps.make_page() in PAGE.read_text(encoding="utf-8")
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("blind_steps", ROOT / "benchmarks" / "blind_steps.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = before
-    return module
-
-
-def test_the_page_shows_the_blind_predictions(script: Any, second: Any) -> None:
-    page = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
-    assert script.make_page() in page
-    assert second.make_page(2) in page
-    for number in (3, 4, 5, 6, 7):
-        later = load()
-        later.choose_round(number)
-        assert later.make_page(number) in page
+def test_the_users_page_has_a_line_of_every_round() -> None:
+    assert steps.summarize_rounds() in (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -58,20 +45,20 @@ def test_the_page_shows_the_blind_predictions(script: Any, second: Any) -> None:
         (7, "### Seventh round"),
     ],
 )
-def test_later_rounds_are_told_as_they_were(script: Any, number: int, title: str) -> None:
-    later = load()
-    later.choose_round(number)
-    for before in range(1, number):
-        assert not set(later.MODELS) & set(script.ROUNDS[before].MODELS)
-        assert not set(later.EXECUTED) & set(script.ROUNDS[before].EXECUTED)
-    names = {kind: RESULTS / later.name_result(kind, number) for kind in ("steps", "executed", "predictions")}
-    rows = later.list_rows(names["steps"], names["predictions"]) if later.MODELS else []
-    page = " ".join((ROOT / "docs" / "prediction.md").read_text(encoding="utf-8").split(title)[1].split())
+def test_later_rounds_are_told_as_they_were(number: int, title: str) -> None:
+    steps.choose_round(number)
+    later = steps.ROUND
+    for before in map(load_round, range(1, number)):
+        assert not set(later.models) & set(before.models)
+        assert not set(later.executed) & set(before.executed)
+    names = {kind: RESULTS / later.name_result(kind) for kind in ("steps", "executed", "predictions")}
+    rows = steps.list_rows(names["steps"], names["predictions"]) if later.models else []
+    page = " ".join(PAGE.read_text(encoding="utf-8").split(title)[1].split())
     for bound, words in (("device", "GPU"), ("host", "Host")) if rows else ():
         own = [row for row in rows if row["bound"] == bound]
-        median, worst, inside = later.summarize(own).split(" / ")
+        median, worst, inside = steps.summarize(own).split(" / ")
         assert f"{words}-bound steps: {median} median error, {worst} worst, {inside} inside" in page
-    assert len(rows) == (36 if later.MODELS else 0)
+    assert len(rows) == (36 if later.models else 0)
     said = json.loads(names["predictions"].read_text())["executed_flops"]
     counted = json.loads(names["executed"].read_text())["cases"]
     errors = [abs(said[case["name"]] / case["executed_flops"] - 1) for case in counted]
@@ -84,20 +71,19 @@ def test_every_step_was_predicted_and_measured_or_failed(script: Any) -> None:
     kept = json.loads((RESULTS / "blind_steps.json").read_text())
     assert list(said["steps"]) == asked
     assert {case["name"] for case in (*kept["cases"], *kept["failures"])} == set(asked)
-    kinds = [model.kind for model in script.MODELS.values()]
+    kinds = [model.kind for model in script.ROUND.models.values()]
     assert {kind: kinds.count(kind) for kind in kinds} == {"dense": 5, "experts": 5, "lora": 5, "vision": 5}
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_counts_for_the_rows_of_a_router_are_what_was_executed(number: int) -> None:
-    module = load()
-    module.choose_round(number)
+    steps.choose_round(number)
     cases = json.loads((RESULTS / "expert_routes.json").read_text())["cases"]
     own = [case for case in cases if case["round"] == number]
     assert len(own) == 4 - (number == 2)
     for case in own:
         name, rows = case["name"], case["rows_per_expert"]
-        counted = module.count_executed(name) - module.count_routed(name) + module.count_dealt(name, rows)
+        counted = steps.count_executed(name) - steps.count_routed(name) + steps.count_dealt(name, rows)
         assert counted == pytest.approx(case["executed_flops"], rel=0.004)
 
 
