@@ -81,10 +81,10 @@ def find_blocks(page: Path) -> Iterator[Block]:
 
 
 def find_files(page: Path) -> Iterator[tuple[str, str]]:
-    """Files that a page spells out: ```toml NAME or ```json NAME."""
+    """Files that a page spells out: ```toml NAME, ```json NAME or ```python NAME."""
     for fence in _FENCE.finditer(page.read_text(encoding="utf-8")):
         words = fence["info"].split()
-        if len(words) == 2 and words[0] in ("toml", "json"):
+        if len(words) == 2 and words[0] in ("toml", "json", "python"):
             yield words[1], fence["body"]
 
 
