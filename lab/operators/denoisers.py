@@ -11,7 +11,7 @@ from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.bound import bind_model
 from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import Workload
-from flopcalc.measure.hf.denoisers import build_denoiser, make_denoiser_inputs
+from lab.denoisers import build_denoiser, make_denoiser_inputs
 from lab.operators.dispatch import trace_operators
 from lab.operators.runs import Run, no_grad
 
