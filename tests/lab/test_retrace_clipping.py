@@ -11,7 +11,7 @@ import pytest
 
 from flopcalc import bind
 from flopcalc.errors import RecipeError
-from flopcalc.measure.trace import truth_clipping
+from lab import truth_clipping
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # opacus and torch advise on training, which this is not
 LLAMA = truth_clipping.DEEP["llama"][0][0]

@@ -165,7 +165,7 @@ def test_what_is_refused_is_one_line(
 ) -> None:
     from importlib import import_module
 
-    command = import_module(f"flopcalc.measure.trace.{name}")
+    command = import_module(f"lab.{name}")
     if not arguments:
         monkeypatch.setattr(module, "find_data_dir", lambda: "/nowhere/model_specs")
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
