@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Qwen2Config, SiglipVisionModel
 from transformers.modeling_utils import PreTrainedModel
 
-from lab.witnesses.base import RemoteModel, attend
+from lab.witnesses.base import RemoteModel, Witness, attend
 from lab.witnesses.text import Attention, GatedMlp, TextLayer, TextModel
 
 FUSED = 378  # pixels of the release whose image keys stand before the text's
@@ -79,7 +79,7 @@ class HyperQwen2ForCausalLM(TextModel):
         return out
 
 
-class mPLUGOwl3Model(RemoteModel):
+class mPLUGOwl3Model(Witness, RemoteModel):
     """mPLUG/mPLUG-Owl3-7B-240728: modeling_mplugowl3.py; PaddlePaddle/PaddleMIX: paddlemix/models/mPLUGOwl3 (241101).
 
     The first sees in inference_mode, where its projector could not train: here under no_grad.

@@ -11,7 +11,6 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.longcat_flash.configuration_longcat_flash import LongcatFlashConfig
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashForCausalLM
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
@@ -519,8 +518,6 @@ class NgramTables(nn.Module):
 
 class LongcatFlashNgramForCausalLM(LongcatFlashForCausalLM):
     """meituan-longcat/LongCat-Flash-Lite: modeling_longcat_ngram.py: LongCat-Flash with n-grams beside the words."""
-
-    config_base = LongcatFlashConfig
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -9,7 +9,6 @@ from torch import nn
 from transformers import (
     AutoModel,
     CLIPVisionModel,
-    LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     Phi3Config,
     Phi3ForCausalLM,
@@ -534,8 +533,6 @@ class BeeProjector(nn.Module):
 
 class BeeForConditionalGeneration(LlavaOnevisionForConditionalGeneration):
     """vllm-project/vllm: vllm/model_executor/models/bee.py: LLaVA-OneVision with a projector of its own."""
-
-    config_base = LlavaOnevisionConfig
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

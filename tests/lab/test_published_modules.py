@@ -20,6 +20,8 @@ SOURCE = r"[\w.-]+/[\w.-]+: \S+\.py"
 
 
 def test_every_witness_is_the_class_of_its_spec_and_names_its_source() -> None:
+    from transformers import PretrainedConfig
+
     from flopcalc.measure.hf.models import find_class
 
     assert len(WITNESSES) == 42
@@ -28,6 +30,7 @@ def test_every_witness_is_the_class_of_its_spec_and_names_its_source() -> None:
         assert spec is not None
         assert found.__name__ == spec.architecture
         assert re.match(SOURCE, found.__doc__), name
+        assert hasattr(found, "make_config") or found.config_class is not PretrainedConfig, name
 
 
 @pytest.mark.parametrize(
