@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     import torch
     from peft import LoraConfig, inject_adapter_in_model
 
-    from flopcalc.measure.hf.denoisers import build_denoiser, make_denoiser_inputs
+    from lab.denoisers import build_denoiser, make_denoiser_inputs
 
     device = "cpu" if options.tiny else "cuda"
     place: Row = {"device": device, "dtype": torch.float32 if options.tiny else torch.bfloat16}

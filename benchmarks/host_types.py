@@ -11,13 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
-from blind_models import make_text
 
 from flopcalc.core.model.config import load_config
 from flopcalc.measure.predictor.fit.cases import ModelledCase, model_cases
@@ -26,6 +22,14 @@ from flopcalc.measure.predictor.runs import Runner, make_case, name_case
 
 Json = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
+
+
+def make_text(kind: str, layers: int, hidden: int, inner: int, heads: int, kv: int, vocab: int, **rest: Any) -> Json:
+    return {
+        "model_type": kind, "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocab,
+        "max_position_embeddings": 8192, "tie_word_embeddings": False, **rest,
+    }  # fmt: skip
 
 
 def _make_tower(kind: str, image: int, patch: int, **rest: Any) -> Json:

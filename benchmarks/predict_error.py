@@ -246,7 +246,6 @@ def refit(profiles: Path, out: Path) -> None:
     Model types and kernels that the calibration did not measure are those of host_types.py and single_calls.py; steps
     of other machines are those of the blind tests.
     """
-    import blind_steps
     import host_types
     import single_calls
 
@@ -254,11 +253,12 @@ def refit(profiles: Path, out: Path) -> None:
     from flopcalc.measure.predictor.fit.predictor import fit_again, save_predictor
     from flopcalc.prediction.constants import load_shipped
     from flopcalc.prediction.machine import MEASURED_ON
+    from lab.blind import steps
 
     constants = load_shipped(MEASURED_ON)
     assert constants is not None
     others = host_types.read_steps(RESULTS / "host_types.json")
-    calls, elsewhere = single_calls.read_calls(), blind_steps.read_steps()
+    calls, elsewhere = single_calls.read_calls(), steps.read_steps()
     found = fit_again(constants, _read(profiles)["cases"], runs.get_config, others, calls, elsewhere)
     save_predictor(str(out), found)
 

@@ -15,7 +15,7 @@ from typing import Any
 from flopcalc.cli.supported import FILE, make_catalogue
 from flopcalc.core.spec.coverage import Mapping, describe_specs, load_coverage
 from flopcalc.data import list_data_files, load_toml
-from flopcalc.measure.trace import truth
+from lab import truth
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "models.md"

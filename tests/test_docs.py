@@ -40,6 +40,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "lab").rglob("*.md")),
 ]
 # Chinese pages repeat the English pages' blocks: test_readme.py compares them, so they are run once.
 RUN_PAGES = [page for page in PAGES if not page.name.endswith(".zh-CN.md")]
@@ -80,10 +81,10 @@ def find_blocks(page: Path) -> Iterator[Block]:
 
 
 def find_files(page: Path) -> Iterator[tuple[str, str]]:
-    """Files that a page spells out: ```toml NAME or ```json NAME."""
+    """Files that a page spells out: ```toml NAME, ```json NAME or ```python NAME."""
     for fence in _FENCE.finditer(page.read_text(encoding="utf-8")):
         words = fence["info"].split()
-        if len(words) == 2 and words[0] in ("toml", "json"):
+        if len(words) == 2 and words[0] in ("toml", "json", "python"):
             yield words[1], fence["body"]
 
 
@@ -213,7 +214,9 @@ def test_every_page_is_in_the_index_of_the_site_once() -> None:
     entries = re.findall(r"^```\{toctree\}\n(.*?)^```$", index, re.MULTILINE | re.DOTALL)
     listed = [line for entry in entries for line in entry.split("\n") if line and not line.startswith(":")]
     pages = [page.relative_to(docs).as_posix().removesuffix(".md") for page in docs.rglob("*.md")]
-    assert sorted(listed) == sorted({*pages, "../CONTRIBUTING", "../CHANGELOG"} - {"index"})
+    assert sorted(listed) == sorted(
+        {*pages, "../CONTRIBUTING", "../CHANGELOG", "../lab/README", "../lab/blind/README"} - {"index"}
+    )
 
 
 def test_layers_as_enforced() -> None:

@@ -73,6 +73,7 @@ def test_wheel_carries_its_data(wheel: Path, tmp_path: Path) -> None:
         names = archive.namelist()
         archive.extractall(site)
     assert "flopcalc/py.typed" in names
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"flopcalc"}  # no lab
     specs = sorted(path.relative_to(ROOT) for path in (ROOT / "model_specs").rglob("*.toml"))
     assert {f"flopcalc/{path.as_posix()}" for path in specs} <= set(names)
     total, peak, data, file = run_from(site, tmp_path)
@@ -81,6 +82,19 @@ def test_wheel_carries_its_data(wheel: Path, tmp_path: Path) -> None:
     checkout_total, checkout_peak, checkout_data, _ = run_from(ROOT, tmp_path)
     assert checkout_data == ROOT / "model_specs"
     assert (total, peak) == (checkout_total, checkout_peak)
+
+
+def test_add_in_a_wheel_names_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    paths = (
+        f"[{str(tmp_path)!r}, *(path for path in sys.path if path != {str(ROOT)!r})]"  # an editable install adds ROOT
+    )
+    code = f"import sys; sys.path = {paths}; from flopcalc.cli import main; main(['add', 'vit'])"
+    environment = {"PATH": "", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    words = "flopcalc: add needs a checkout of flopcalc: an installed package has no lab/\n"
+    assert (done.returncode, done.stderr) == (2, words)
 
 
 def test_wheel_needs_only_the_light_requirements(wheel: Path) -> None:

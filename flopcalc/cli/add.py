@@ -19,7 +19,7 @@ from flopcalc.grids import format_text
 def add(types: tuple[str, ...], check: bool, as_json: bool) -> None:
     """For contributors: compare a spec with HF's model, record traces and operators, and write the page.
 
-    It works in a checkout and needs torch and transformers (the extra `measure`). Exit code 1 if a step failed, or if
+    It needs a checkout, torch and transformers (the extra `measure`). Exit code 1 if a step failed, or if
     something other than a preset or a changelog line is missing.
 
     \b
@@ -27,8 +27,10 @@ def add(types: tuple[str, ...], check: bool, as_json: bool) -> None:
       flopcalc add --check clip siglip
     """
     try:
-        from flopcalc.measure.trace.shipping import Step, ship
+        from lab.add import Step, ship
     except ImportError as error:
+        if str(error.name).partition(".")[0] == "lab":
+            raise FlopcalcError("add needs a checkout of flopcalc: an installed package has no lab/") from None
         raise FlopcalcError(f"add needs {error.name}: {describe_install('measure')}") from None
     found: dict[str, list[Step]] = {}
     for name in types:

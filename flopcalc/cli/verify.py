@@ -138,6 +138,7 @@ def _format_summary(summary: dict[str, Any]) -> str:
 
 def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options: dict[str, Any]) -> Any:
     from flopcalc.measure.hf.examples import find_example, list_cases, make_estimator
+    from flopcalc.measure.hf.models import find_class
 
     recipe = make_recipe(freeze=options["freeze"], lora=options["lora"], recompute=read_recompute(options))
     asked = {key: value for key, value in recipe.to_dict().items() if value and value != "none"}
@@ -155,6 +156,7 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
         assert workload is not None
         example = find_example(keys["model_type"])
         estimator = make_estimator(example, mapped)
+        find_class(example.choose_class(estimator.spec.architecture))
         is_text = estimator.vision is None or estimator.has_text_encoder or estimator.has_decoder
         if options["seq"] is None and options["image_grid"] and not is_text:
             workload.pop("seq", None)
@@ -168,6 +170,13 @@ def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options:
         example = find_example(name)
         if every and example.needs and find_spec(example.needs) is None:
             click.echo(f"skipped {name}: needs {example.needs}", err=True)
+            continue
+        try:
+            find_class(example.choose_class(make_estimator(example, example.configs[0]).spec.architecture))
+        except FlopcalcError as error:
+            if not every:
+                raise
+            click.echo(f"skipped {name}: {error}", err=True)
             continue
         if workload is not None and len(types) == 1:  # of several types, one that cannot take it is a failed case
             _check_fits(name, example.configs, workload, example)

@@ -265,7 +265,7 @@ class MissingSizeError(FlopcalcError):
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
-_AGAIN = "install flopcalc again, or record it again with python -m flopcalc.measure.trace.operators"
+_AGAIN = "install flopcalc again, or record it again with python -m lab.operators"
 
 
 @cache

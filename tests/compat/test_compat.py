@@ -179,11 +179,11 @@ def test_all() -> None:
 
 # Scripts that a wheel lacked, and the modules that run in their place.
 IN_THE_PACKAGE = {
-    "tests/truth/fuzz.py": "flopcalc.measure.trace.flags",
-    "tests/truth/record.py": "flopcalc.measure.trace.truth",
-    "tests/truth/record_clipping.py": "flopcalc.measure.trace.truth_clipping",
-    "tests/truth/record_operators.py": "flopcalc.measure.trace.operators",
-    "tests/truth/record_types.py": "flopcalc.measure.trace.truth",
+    "tests/truth/fuzz.py": "lab.flags",
+    "tests/truth/record.py": "lab.truth",
+    "tests/truth/record_clipping.py": "lab.truth_clipping",
+    "tests/truth/record_operators.py": "lab.operators",
+    "tests/truth/record_types.py": "lab.truth",
 }
 
 

@@ -18,6 +18,7 @@ from flopcalc import bind
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware import routing, tiles
 from flopcalc.hardware.routing import ROUTERS, Router, describe, find_both, list_deals, weigh
+from lab.blind.rounds import load_round
 
 RESULTS = ROOT / "benchmarks" / "results"
 HARDWARE: dict[str, Any] = {"convention": "hardware", "device": "h200", "attention_kernel": "auto"}
@@ -66,12 +67,9 @@ def list_counted() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
         if case["round"] == 0:
             found.append((case["name"], first.get_config(case["name"]), case))
             continue
-        blind = load("blind_steps")
-        blind.choose_round(case["round"])
-        found.append((case["name"], blind.get_counted_config(case["name"]), case))
+        found.append((case["name"], load_round(case["round"]).get_counted_config(case["name"]), case))
     for number in (3, 4):
-        blind = load("blind_steps")
-        blind.choose_round(number)
+        blind = load_round(number)
         for case in json.loads((RESULTS / f"blind_executed_{number}.json").read_text())["cases"]:
             if case.get("rows_per_expert"):
                 found.append((case["name"], blind.get_counted_config(case["name"]), case))

@@ -14,7 +14,7 @@ from flopcalc.core.model.config import load_config
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.workload.workload import Workload
 from flopcalc.measure.counters.flop_counter import Counted, count_flops
-from flopcalc.measure.hf.denoisers import build_denoiser, make_denoiser_inputs
+from lab.denoisers import build_denoiser, make_denoiser_inputs
 
 _WIDE = {"num_attention_heads": 2, "attention_head_dim": 12}
 TINY: dict[str, dict[str, Any]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopcalc.measure.trace.truth import Entry, load
+from lab.truth import Entry, load
 
 FAMILIES = (
     "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "llava", "mistral", "mixtral", "phi3", "qwen2",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from flopcalc.measure.hf.remote.base import Attend, Norm, put
+from lab.witnesses.base import Attend, Norm, put
 
 Json = dict[str, Any]
 

@@ -15,12 +15,12 @@ from flopcalc.core.model.ops import iterate, join
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.data import load_toml
 from flopcalc.measure.hf.compare import make_load
-from flopcalc.measure.trace.truth import list_types
-from flopcalc.measure.trace.truth import load as load_truth
 from flopcalc.prediction import operators
 from flopcalc.prediction.operators import Operators, list_operators
 from flopcalc.prediction.recordings import load_file
 from flopcalc.prediction.step import predict_estimate
+from lab.truth import list_types
+from lab.truth import load as load_truth
 
 MODELS = (
     "mamba-130m", "gemma-4-e2b", "jamba-1.5-mini", "llama-4-scout", "minicpm3-4b", "qwen3.5-9b", "glm-5", "kimi-k2.5",

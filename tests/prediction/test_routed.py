@@ -19,7 +19,7 @@ from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.routed import MASKED, has_masks, list_masks, parse_version
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "prediction.md"
+PAGE = ROOT / "lab" / "blind" / "README.md"
 OLMOE: dict[str, Any] = {
     "model_type": "olmoe", "hidden_size": 256, "intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
     "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 512,

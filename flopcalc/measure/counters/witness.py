@@ -278,11 +278,12 @@ def crosscheck(
     kernel = "eager" if attention == "eager" else (known.sdpa if known else None) or "flash"
     expected = _Expected(source, load, recipe, kernel, known.id if known else None)
     _check_memory(expected.parameters * torch_dtype.itemsize * (2 if load.phase == "train" else 1), place)
+    example = find_example(expected.spec.name)
     with torch.device(place) if place != "cpu" else nullcontext():
-        built = build_model(source.config, attention, dtype=torch_dtype, architecture=expected.spec.architecture)
+        chosen = example.witness or expected.spec.architecture
+        built = build_model(source.config, attention, dtype=torch_dtype, architecture=chosen)
     built = apply_recipe(built.to(place), _plain_recipe(recipe, expected, built))
     workload = _plain_workload(load)
-    example = find_example(expected.spec.name)
     if load.grids and example.inputs:
         made = make_inputs(example, built.config, workload, bind(source))
     else:

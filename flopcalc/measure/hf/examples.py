@@ -23,7 +23,7 @@ Json = dict[str, Any]
 _KEYS = {
     "architecture", "attention", "configs", "workloads", "images", "inputs", "call", "loss", "skip", "image_token",
     "audio_token", "vocab", "decoder_seq", "clips", "video_token", "lengths", "needs",
-    "kernels",
+    "kernels", "witness",
 }  # fmt: skip
 
 
@@ -33,6 +33,7 @@ class Example:
 
     model_type: str
     architecture: str | None = None  # HF class; the spec's own without
+    witness: str = ""  # module:Class, built where transformers does not have the class
     attention: str = "eager"
     configs: list[Json] = field(default_factory=list)
     workloads: list[Json] = field(default_factory=list)  # beside the usual ones
@@ -50,6 +51,10 @@ class Example:
     kernels: dict[str, str] = field(default_factory=dict)  # HF's place of a GPU kernel -> its stand-in in kernels.py
     needs: str = ""  # a library beside transformers that HF builds the model with
     lengths: list[int] = field(default_factory=lambda: [13, 19, 8, 14])  # of the usual workloads; the last is padded
+
+    def choose_class(self, usual: str) -> str:
+        """The class to build: the witness, else the HF class that the example names, else the usual one."""
+        return self.witness or self.architecture or usual
 
 
 def find_example(model_type: str) -> Example:

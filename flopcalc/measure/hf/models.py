@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from fnmatch import fnmatchcase
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from flopcalc.measure.hf.remote import find_class
+from flopcalc.errors import FlopcalcError
 
 __all__ = [
     "MAKES_LIKE",
@@ -22,6 +24,7 @@ __all__ = [
     "apply_recipe",
     "build_model",
     "count_parameters",
+    "find_class",
     "floats_on_meta",
     "make_balanced",
     "make_batch",
@@ -131,17 +134,19 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     architecture: str | None = None,
 ) -> Any:
-    """A HF model with random weights; nothing is downloaded, no remote code is run."""
-    import transformers
+    """A HF model with random weights; nothing is downloaded, no remote code is run.
+
+    `architecture`: a class of transformers, or a witness as `module:Class`; without one HF's auto classes choose.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     if attention == "eager":
         os.environ.setdefault("TIMM_FUSED_ATTN", "0")  # timm, where HF builds a tower with it, reads this when imported
+    chosen = find_class(architecture) if architecture is not None else None
     hf_config = make_config(config, architecture)
     auto: Any = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     build = auto.from_config
-    if architecture is not None:
-        chosen = find_class(architecture) or getattr(transformers, architecture)
+    if chosen is not None:
         if chosen.__module__.startswith("transformers.") and isinstance(
             text := find_text_config(hf_config), chosen.config_class
         ):
@@ -155,15 +160,42 @@ def build_model(
 
 
 def make_config(config: Mapping[str, Any], architecture: str | None = None) -> Any:
-    """The config object of a model; that of a class which transformers does not hold, as published code fills it in."""
+    """The config object of a model; a witness makes its own, with `make_config` or its `config_class`."""
     keys = deepcopy(dict(config))  # HF writes into inner tables
-    if (remote := find_class(architecture or "")) is not None:
-        from flopcalc.measure.hf.remote.base import make_config as make_remote
+    if architecture is not None and ":" in architecture:
+        witness = find_class(architecture)
+        return witness.make_config(keys) if hasattr(witness, "make_config") else witness.config_class(**keys)
+    from transformers import CONFIG_MAPPING, AutoConfig
 
-        return make_remote(keys, remote.config_base)
-    from transformers import AutoConfig
+    model_type = keys.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise FlopcalcError(f"transformers has no config of type {model_type!r}: {_WRITE.format(architecture)}")
+    return AutoConfig.for_model(model_type, **keys)
 
-    return AutoConfig.for_model(keys.pop("model_type"), **keys)
+
+_WRITE = (
+    "write a tiny torch module after the published code, and name it in the type's file in model_specs/examples, "
+    'witness = "module:{}"; CONTRIBUTING.md shows how'
+)
+
+
+def find_class(architecture: str) -> Any:
+    """A class of transformers by its name, or a witness by `module:Class`; a module in the working folder is found."""
+    module, _, name = architecture.rpartition(":")
+    if module and not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # a command has its own folder there instead
+    try:
+        home = import_module(module or "transformers")
+    except ModuleNotFoundError as error:
+        if error.name in ("lab", "lab.witnesses"):
+            raise FlopcalcError(f"{name} is not in transformers; its witness, {module}, needs a checkout") from None
+        if f"{module}.".startswith(f"{error.name}."):
+            raise FlopcalcError(f"witness {architecture}: no module {module} can be imported from here") from None
+        raise
+    if not hasattr(home, name):
+        rest = "" if module else f": {_WRITE.format(name)}"
+        raise FlopcalcError(f"{home.__name__} has no class {name}{rest}")
+    return getattr(home, name)
 
 
 def find_text_config(config: Any) -> Any:

@@ -152,7 +152,7 @@ def _named(example: Example, config: Json) -> Json:
 
 def build(config: Json, example: Example, device: str = "cpu") -> Any:
     """HF's model of a config, as its type's example has it built."""
-    architecture = example.architecture or bind(_named(example, config)).spec.architecture
+    architecture = example.choose_class(bind(_named(example, config)).spec.architecture)
     install(example.kernels)
     return build_model(config, example.attention, None, device, architecture=architecture)
 

@@ -24,10 +24,10 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import FlopcalcError, RecipeError
 from flopcalc.measure.hf.compare import make_load
-from flopcalc.measure.trace.truth import find_folder
-from flopcalc.measure.trace.truth_clipping import load as load_truth
 from flopcalc.report.estimate import format_csv, format_estimate
 from flopcalc.words import CLIPPING
+from lab.truth import find_folder
+from lab.truth_clipping import load as load_truth
 
 TABLES = load_toml(str(Path(find_data_dir()) / "clipping.toml"))
 MODES = CLIPPING[1:]

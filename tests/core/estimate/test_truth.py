@@ -14,7 +14,7 @@ from flopcalc.core.model.config import load_config
 from flopcalc.core.spec.spec import load_spec
 from flopcalc.data import list_data_files
 from flopcalc.measure.hf.compare import compare_bound, make_executed, make_load
-from flopcalc.measure.trace.truth import Case, Entry, Truth, list_types, load
+from lab.truth import Case, Entry, Truth, list_types, load
 
 TYPES = list_types()
 

@@ -117,7 +117,7 @@ def test_caches_hold_what_the_spec_says(name: str) -> None:
             continue
         make = partial(make_call, example, estimator.has_decoder)
         load = make(find_length(ops, make))
-        architecture = example.architecture or estimator.spec.architecture
+        architecture = example.choose_class(estimator.spec.architecture)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             model = build_model(config, example.attention, architecture=architecture).eval()

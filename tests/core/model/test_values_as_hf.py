@@ -95,7 +95,7 @@ def test_values(model_type: str) -> None:
     config = example.configs[-1]
     named = {"architectures": [example.architecture]} if example.architecture else {}
     unspoiled = make_estimator(example, config)
-    architecture = example.architecture or unspoiled.spec.architecture
+    architecture = example.choose_class(unspoiled.spec.architecture)
     loads = [load for load, recipe in list_cases(example, config) if not recipe and load.get("phase") == "train"]
     load = {**next((load for load in loads if load.get("images")), loads[0]), "phase": "forward"}
 

@@ -24,7 +24,7 @@ from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.measure.counters import cupti, fvcore_counter, gpm, ncu, torch_profiler, witness
 from flopcalc.measure.counters.flop_counter import count_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model, make_batch
-from flopcalc.measure.trace.truth import Case, Entry
+from lab.truth import Case, Entry
 
 
 def find_case(entry: Entry, phase: str, **recipe: Any) -> Case:

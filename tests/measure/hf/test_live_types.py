@@ -25,7 +25,7 @@ def prepare(example: Example) -> tuple[dict[str, Any], dict[str, Any], Any]:
     plain = example.configs[0]
     config = {**({"architectures": [example.architecture]} if example.architecture else {}), **plain}
     workload = next(load for load, _ in list_cases(example, plain) if load.get("phase") == "train")
-    architecture = example.architecture or bind(config).spec.architecture
+    architecture = example.choose_class(bind(config).spec.architecture)
     install(example.kernels)
     return config, workload, build_model(plain, example.attention, architecture=architecture)
 

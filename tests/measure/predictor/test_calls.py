@@ -10,7 +10,7 @@ import pytest
 
 from flopcalc.measure.calibrate.tables import Bench
 from flopcalc.measure.predictor import host_calls as calls
-from flopcalc.measure.trace.dispatch import trace_operators
+from lab.operators.dispatch import trace_operators
 
 KINDS = (
     "pointwise", "view", "make", "fill", "cast", "copy", "cat", "reduce", "norm", "softmax", "gather", "scatter",

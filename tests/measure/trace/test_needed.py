@@ -112,7 +112,7 @@ def test_open_pairs(name: str) -> None:
         named = {**({"architectures": [example.architecture]} if example.architecture else {}), **config}
         estimator = bind(named)
         try:
-            model = build_model(config, NAME, architecture=example.architecture or estimator.spec.architecture)
+            model = build_model(config, NAME, architecture=example.choose_class(estimator.spec.architecture))
         except (ValueError, ImportError, KeyError):
             pytest.skip("its attention takes no registered function")
         paths = {module: path for path, module in model.named_modules()}

@@ -1,0 +1,1 @@
+"""What only a checkout can use: recorders of truth and operators, witnesses of published code, blind rounds."""

@@ -1,0 +1,135 @@
+"""One traced step of a tiny model, with the values of everything that an expression may name."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.model.ops import iterate
+from flopcalc.core.workload.workload import Workload, make_workload
+from flopcalc.measure.hf.examples import Example, find_example, make_estimator, make_inputs
+from flopcalc.measure.hf.models import build_model
+from flopcalc.prediction.recordings import list_features, list_windows
+from lab.operators.dispatch import Trace, trace_operators
+
+Json = dict[str, Any]
+PHASES = ("train", "flow", "forward", "prefill", "decode")
+
+
+class Run:
+    """One trace, with the values of everything that an expression may name."""
+
+    def __init__(self, estimator: Estimator, load: Workload, trace: Trace) -> None:
+        self.estimator = estimator
+        self.features = list_features(estimator, load)
+        self.trace = trace
+
+
+def is_masked(estimator: Estimator, keys: int) -> bool:
+    """Whether HF makes a mask for SDPA: a window that is no longer than the keys."""
+    return bool(list_windows(estimator, keys))
+
+
+def list_workloads(example: Example, phase: str, has_images: bool) -> list[Json]:
+    if has_images:
+        # One image a sample, then two; of two grids where the tower takes any, but all images of a run alike.
+        first, last = example.images[0], example.images[-1]
+        room = max(first["seq"], last["seq"])
+        return [
+            {**first, "batch": 2, "seq": room, "images": first["images"][:1]},
+            {**first, "batch": 3, "seq": 2 * room + 4, "images": last["images"][-1:] * 2},
+        ]
+    if phase == "decode":
+        return [{"batch": 2, "seq": 1, "context": 11}, {"batch": 3, "seq": 1, "context": 18}]
+    return [{"batch": 2, "seq": 13}, {"batch": 3, "seq": 19}]
+
+
+def run(example: Example, config: Json, phase: str, attention: str, workload: Json) -> Run:
+    model, estimator = build(example.model_type, json.dumps(config), attention)
+    model.requires_grad_(True)
+    model.zero_grad(set_to_none=True)
+    for module in model.modules():
+        if hasattr(module, "rope_deltas"):  # positions that the run before has left behind
+            module.rope_deltas = None
+    return Run(estimator, make_load(workload, phase), trace(model, example, estimator, phase, workload))
+
+
+@lru_cache(maxsize=8)
+def build(model_type: str, text: str, attention: str) -> tuple[Any, Estimator]:
+    example, config = find_example(model_type), json.loads(text)
+    estimator = make_estimator(example, config)
+    architecture = example.choose_class(estimator.spec.architecture)
+    has_experts = any(op.copies > 1 for stage in estimator.stages for chain in stage.layers for op in iterate(chain))
+    experts = "grouped_mm" if has_experts else None
+    try:
+        model = build_model(config, attention, experts, "cpu", torch.bfloat16, architecture=architecture)
+    except ValueError as error:
+        if experts is None or "experts" not in str(error):
+            raise
+        model = build_model(config, attention, "eager", "cpu", torch.bfloat16, architecture=architecture)
+    return model, estimator
+
+
+def make_load(workload: Json, phase: str) -> Workload:
+    grids = [grid for _ in range(workload["batch"]) for grid in workload.get("images", [])]
+    return make_workload(
+        workload["batch"], workload["seq"], image_grid_thw=grids or None, context=workload.get("context"),
+        phase="train" if phase == "flow" else phase,
+    )  # fmt: skip
+
+
+def trace(model: Any, example: Example, estimator: Estimator, phase: str, workload: Json) -> Trace:
+    """Every operator of one step; 'flow' is a training step in which no weight trains but gradients pass."""
+    handles = []
+    model.train(phase in ("train", "flow"))
+    if phase == "flow":
+        handles = let_through(model, estimator)
+    inputs = make_inputs(example, model.config, workload, estimator)
+    extra: Json = dict(example.call)
+    if phase == "decode":
+        context = make_inputs(example, model.config, {**workload, "seq": workload["context"]}, estimator)
+        filled: list[Any] = []
+        fill = no_grad(lambda: filled.append(model(**context, use_cache=True, **extra).past_key_values))
+        trace_operators(model, fill)  # for its stand-in of grouped products
+        past = filled[0]
+        token = torch.full((workload["batch"], 1), 3)
+        return trace_operators(model, no_grad(lambda: model(input_ids=token, past_key_values=past, use_cache=True)))
+    extra["use_cache"] = phase == "prefill"  # models that do not name it hand it on
+    if phase == "prefill":
+        extra["logits_to_keep"] = 1
+    if phase in ("forward", "prefill"):
+        return trace_operators(model, no_grad(lambda: model(**inputs, **extra)))
+    labels = inputs["input_ids"].clone()
+    found = trace_operators(model, lambda: model(**inputs, labels=labels, **extra).loss)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def no_grad(call: Any) -> Any:
+    def forward() -> None:
+        with torch.no_grad():
+            call()
+
+    return forward
+
+
+def let_through(model: Any, estimator: Estimator) -> list[Any]:
+    """Freeze every weight; what an embedding makes requires a gradient instead."""
+    model.requires_grad_(False)
+
+    def require(_module: object, _args: object, output: Any) -> Any:
+        return output.requires_grad_(True)
+
+    modules = dict(model.named_modules())
+    handles = []
+    for stage in estimator.stages:
+        for op in iterate(stage.layers[0]) if not stage.repeated else ():
+            path = f"{stage.path}.{op.name}" if op.name else stage.path
+            if op.kind in ("embed", "conv") and path in modules:
+                handles.append(modules[path].register_forward_hook(require))
+    return handles
