@@ -63,6 +63,13 @@ def test_commands_are_loaded_when_called() -> None:
     assert done.stdout == "False\n"
 
 
+def test_tables_alone_import_tabulate() -> None:
+    for script, is_imported in ((ESTIMATE, False), (TABLE, True)):
+        done = subprocess.run([sys.executable, "-c", script + "\nimport sys\nprint('tabulate' in sys.modules)"],
+                              capture_output=True, text=True, check=True)  # fmt: skip
+        assert done.stdout.splitlines()[-1] == str(is_imported)
+
+
 def test_public_names() -> None:
     assert sorted(flopcalc.__all__) == dir(flopcalc)
     assert len(set(flopcalc.__all__)) == len(flopcalc.__all__)
