@@ -12,9 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
-import json, flopcalc, flopcalc.data
+import json, flopcalc
+from flopcalc.data import find_data_dir
 estimate = flopcalc.estimate_flops("qwen2-vl", seq_len=2048, image_grid_thw=[[1, 36, 52]])
-print(json.dumps([estimate.total, flopcalc.peak_flops_per_s("h200"), flopcalc.data.find_data_dir(), flopcalc.__file__]))
+print(json.dumps([estimate.total, flopcalc.peak_flops_per_s("h200"), find_data_dir(), flopcalc.__file__]))
 """
 
 
