@@ -128,7 +128,7 @@ def show_csv(rows: Sequence[Row], columns: Mapping[str, Callable[[Result], objec
 
 def draw(path: str, rows: Sequence[Row], values: Sequence[float], label: str) -> None:
     """A curve over the list that changes fastest, one line per combination of the others."""
-    from flopcalc.report.figures import draw_curves
+    from flopcalc.base.figures import draw_curves
 
     *others, axis = rows[0].varied
     lines: dict[str, list[tuple[int | str, float]]] = {}
