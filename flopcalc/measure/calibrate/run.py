@@ -15,14 +15,8 @@ from flopcalc.errors import CalibrationError, DeviceError, FlopcalcError, format
 from flopcalc.hardware.tables import FOLDER, SHAPES, Table, find_table, is_stored, list_folder, load_table, save_table
 from flopcalc.measure.calibrate.probe import IDENTITY, probe_machine
 from flopcalc.measure.calibrate.provenance import has_gpu
-from flopcalc.measure.calibrate.tables import (
-    REPEATS,
-    STATISTIC,
-    SUITES,
-    TABLES,
-    finish_table,
-    plan_table,
-)
+from flopcalc.measure.calibrate.suite import TABLES, finish_table, plan_table
+from flopcalc.measure.calibrate.tables import REPEATS, STATISTIC, SUITES
 from flopcalc.measure.jobs.runner import Job, Outcome, Progress, Result, RunnerError, run_jobs
 
 Json = dict[str, Any]
