@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 Cells: TypeAlias = Sequence[Sequence[Any]]
@@ -47,9 +46,6 @@ class _Column(NamedTuple):
         """The same with every line cut to a width."""
         header, *cells = ("\n".join(_cut(text, width)) for text in (self.header, *self.cells))
         return _Column(header, tuple(cells), self.is_right)
-
-    def align(self, text: str, width: int) -> str:
-        return text.rjust(width) if self.is_right else text.ljust(width)
 
 
 def format_grid(headers: Sequence[str], rows: Cells, style: str = "simple", keys: int = 0) -> str:
@@ -150,34 +146,28 @@ def _measure(text: str) -> int:
 
 
 def _format_table(columns: Sequence[_Column], padding: int) -> str:
-    widths = _pad(columns, padding)
-    lines = _format_row(columns, [column.header for column in columns], widths)
-    lines.append(_GAP.join("-" * width for width in widths))
-    for at in range(len(columns[0].cells) if columns else 0):
-        lines += _format_row(columns, [column.cells[at] for column in columns], widths)
-    return "\n".join(lines)
+    from tabulate import SEPARATING_LINE, tabulate  # imported lazily: JSON and CSV need no table
 
-
-def _format_row(columns: Sequence[_Column], texts: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """A row's lines: as many as its highest cell has."""
-    heights = zip_longest(*(text.split("\n") for text in texts), fillvalue="")
-    return [
-        _GAP.join(column.align(text, width) for column, text, width in zip(columns, line, widths, strict=True)).rstrip()
-        for line in heights
-    ]
+    # The headers are a row, since tabulate would always pad them.
+    space = " " * padding
+    headers = [space + column.header if column.is_right else column.header + space for column in columns]
+    rows = [headers, SEPARATING_LINE, *zip(*(column.cells for column in columns), strict=True)]
+    lines = tabulate(
+        rows, tablefmt="simple", disable_numparse=True, colalign=_list_sides(columns), preserve_whitespace=True
+    )
+    return "\n".join(lines.split("\n")[1:-1])  # without the rules above and below
 
 
 def _format_markdown(columns: Sequence[_Column]) -> str:
-    columns = [column._replace(cells=tuple(cell.replace("\n", "<br>") for cell in column.cells)) for column in columns]
-    widths = _pad(columns, _PADDING)
-    rows = [[column.header for column in columns], *zip(*(column.cells for column in columns), strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(columns, row, widths, strict=True)
-        shown = (column.align(text, width) for column, text, width in cells)
-        lines.append(f"| {' | '.join(shown)} |")
-    lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
-    return "\n".join(lines)
+    from tabulate import tabulate
+
+    rows = zip(*([cell.replace("\n", "<br>") for cell in column.cells] for column in columns), strict=True)
+    headers = [column.header for column in columns]
+    return tabulate(rows, headers, "github", disable_numparse=True, colalign=_list_sides(columns))
+
+
+def _list_sides(columns: Sequence[_Column]) -> list[str]:
+    return ["right" if column.is_right else "left" for column in columns]
 
 
 def wrap(text: str, first: str = "", rest: str = "") -> list[str]:

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from flopcalc import estimate_flops
+from flopcalc.base.number_formats import load_computed
 from flopcalc.cli import _COMMANDS, main
-from flopcalc.core.recipe.formats import load_formats
+from flopcalc.core.recipe.formats import load_stored
 from flopcalc.core.recipe.quantizers import _READERS
 from flopcalc.core.spec import expressions as expr
 from flopcalc.core.spec import merge, spec
@@ -187,7 +188,7 @@ COMPLETE = [
     ("docs/specs.md", "functions", set(expr._FUNCTIONS)),
     ("docs/conventions.md", "keys of the JSON object", set(_json_keys(_json_object()))),
     ("docs/conventions.md", "components", set(spec.PARTS)),
-    ("docs/formats.md", "formats", {*load_formats()[0], *load_formats()[1]}),
+    ("docs/formats.md", "formats", {*load_computed()[0], *load_stored()}),
     ("docs/formats.md", "quantization methods", {name.replace("fbgemm-fp8", "fbgemm_fp8") for name in _READERS}),
     ("docs/cli.md", "commands", {f"flopcalc {name}" for name in _COMMANDS}),
     (

@@ -55,12 +55,20 @@ def test_this_check_can_fail(tmp_path: Path, name: str) -> None:
 
 
 def test_commands_are_loaded_when_called() -> None:
-    script = "import sys, flopcalc.cli; print('flopcalc.core.estimate' in sys.modules, 'flopcalc.grids' in sys.modules)"
+    late = ("flopcalc.core.estimate", "flopcalc.grids")
+    script = f"import sys, flopcalc.cli; print([name for name in {late} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "False False\n"
+    assert done.stdout == "[]\n"
     done = subprocess.run([sys.executable, "-c", "import sys, flopcalc; print('click' in sys.modules)"],
                           capture_output=True, text=True, check=True)  # fmt: skip
     assert done.stdout == "False\n"
+
+
+def test_tables_alone_import_tabulate() -> None:
+    for script, is_imported in ((ESTIMATE, False), (TABLE, True)):
+        done = subprocess.run([sys.executable, "-c", script + "\nimport sys\nprint('tabulate' in sys.modules)"],
+                              capture_output=True, text=True, check=True)  # fmt: skip
+        assert done.stdout.splitlines()[-1] == str(is_imported)
 
 
 def test_public_names() -> None:

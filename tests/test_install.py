@@ -12,9 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
-import json, flopcalc, flopcalc.data
+import json, flopcalc
+from flopcalc.data import find_data_dir
 estimate = flopcalc.estimate_flops("qwen2-vl", seq_len=2048, image_grid_thw=[[1, 36, 52]])
-print(json.dumps([estimate.total, flopcalc.peak_flops_per_s("h200"), flopcalc.data.find_data_dir(), flopcalc.__file__]))
+print(json.dumps([estimate.total, flopcalc.peak_flops_per_s("h200"), find_data_dir(), flopcalc.__file__]))
 """
 
 
@@ -101,4 +102,4 @@ def test_wheel_needs_only_the_light_requirements(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(next(name for name in archive.namelist() if name.endswith("METADATA"))).decode()
     needed = [line.split(":", 1)[1].strip() for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
-    assert sorted(line.split(">")[0] for line in needed if "extra ==" not in line) == ["click"]
+    assert sorted(line.split(">")[0] for line in needed if "extra ==" not in line) == ["click", "tabulate"]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import click
 
 from flopcalc.cli.command import Group
 from flopcalc.errors import CalibrationError, format_nearest
-from flopcalc.grids import format_grid, format_text
 from flopcalc.hardware.tables import SHAPES, Table, find_folder_tables, list_tables, load_table
+from flopcalc.report import calibration as report
 
 
 @click.group(cls=Group)
@@ -38,10 +37,7 @@ def list_(as_json: bool) -> None:
     elif not shown:
         click.echo("no calibration tables yet: `flopcalc calibrate` on a machine with a GPU makes them")
     else:
-        headers = [name for name in shown[0] if name != "file"]
-        click.echo(format_grid(headers, [[entry[name] for name in headers] for entry in shown], keys=2))
-        for folder in dict.fromkeys(os.path.dirname(str(entry["file"])) for entry in shown):
-            click.echo(format_text(f"files: {folder}", rest="  "))
+        click.echo(report.format_tables(shown))
 
 
 @calibration.command()
@@ -58,13 +54,7 @@ def show(device: str, table: str, as_json: bool) -> None:
         }  # fmt: skip
         click.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
-    about = found.provenance
-    words = f"{about.get('device')}, torch {about.get('torch')}, suite {about.get('suite')}, {about.get('date')}"
-    click.echo(format_text(f"{found.path}: {words}", rest="  "))
-    click.echo(format_grid(list(found.columns), [["-" if v is None else v for v in row] for row in found.rows]))
-    for failure in found.failures:
-        words = f"failed: {failure.get('row')}: {failure.get('reason')}: {failure.get('detail')}"
-        click.echo(format_text(words, rest="  "))
+    click.echo(report.format_table(found))
 
 
 @calibration.command()
@@ -83,20 +73,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(summary, indent=2, ensure_ascii=False))
         return
-    columns = ["table", "rows in both", "only in A", "only in B", "time B/A median", "min", "max", "counts that differ"]
-    rows: list[list[Any]] = []
-    for entry in summary:
-        if "only_in" in entry:
-            rows.append([entry["table"], f"only in {entry['only_in']}", *["-"] * 6])
-            continue
-        ratios = entry["time_ratio"] or {}
-        times = [f"{ratios[key]:.3f}" if ratios else "-" for key in ("median", "min", "max")]
-        rows.append([entry["table"], entry["both"], entry["only_a"], entry["only_b"], *times, len(entry["differ"])])
-    click.echo(format_grid(columns, rows, keys=1))
-    for entry in summary:
-        for difference in entry.get("differ", [])[:20]:
-            change = f"{difference['column']} {difference['a']} -> {difference['b']}"
-            click.echo(format_text(f"{entry['table']}: {difference['row']}: {change}", rest="  "))
+    click.echo(report.format_differences(summary))
 
 
 def _load(device: str, name: str) -> Table:

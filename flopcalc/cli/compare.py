@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -14,11 +14,8 @@ from flopcalc.cli.options.counting import make_estimate
 from flopcalc.cli.options.time import make_shares, time_options
 from flopcalc.cli.options.workload import trace_option, workload_options
 from flopcalc.cli.pages import FORMATS, format_options, write_page
-from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.errors import WorkloadError, format_nearest
-from flopcalc.grids import format_grid, wrap
-from flopcalc.units import format_bytes, format_flops, format_parameters
+from flopcalc.report.comparison import Column, format_comparison
 from flopcalc.words import CLIPPING, CONVENTIONS, KERNELS, PHASES, RECOMPUTE
 
 _SETTABLE = (
@@ -34,24 +31,6 @@ _CHOICES = {
 _LENGTHS = ("seq", "text", "lengths")
 _TIMES = ("step_time", "tokens_per_second")
 _REPEATABLE = ("image", "image_grid", "video", "video_grid", "audio", "freeze", "train_only")
-_MIXED = "Different conventions stand side by side: do not compare them."
-
-
-class Column(NamedTuple):
-    """One of the models or workloads."""
-
-    label: str
-    estimate: Estimate
-    mfu: Utilization | None
-    hfu: Utilization | None
-    notes: list[str]  # beside the estimate's own
-
-    def to_dict(self) -> dict[str, Any]:
-        shown = {"label": self.label, **self.estimate.to_dict(1)}
-        shown["notes"] += self.notes
-        shown["mfu"] = self.mfu.to_dict() if self.mfu else None
-        shown["hfu"] = self.hfu.to_dict() if self.hfu else None
-        return shown
 
 
 @click.command(cls=Command)
@@ -83,7 +62,7 @@ def compare(models: tuple[str, ...], style: str, output: str | None, **options: 
 
         click.echo(format_lines([*_EXACT], ([read(column) for read in _EXACT.values()] for column in columns)))
     else:
-        click.echo(_format(columns, is_markdown=style == "markdown"))
+        click.echo(format_comparison(columns, is_markdown=style == "markdown"))
 
 
 def _count(text: str, options: dict[str, object]) -> Column:
@@ -93,72 +72,12 @@ def _count(text: str, options: dict[str, object]) -> Column:
     return Column(text, asked.estimate, model_share, hardware_share, asked.notes + notes)
 
 
-def _format(columns: list[Column], is_markdown: bool) -> str:
-    rows = [[name, *(read(column) for column in columns)] for name, read in _ROWS.items()]
-    rows = [row for row in rows if row[0] not in _RARE or set(row[1:]) != {"-"}]
-    parts = [column.estimate.by_component() for column in columns]
-    for part in parts[0]:
-        if any(sum(part_sums[part]) for part_sums in parts):
-            rows.append([part, *(_format_some(sum(part_sums[part])) for part_sums in parts)])
-    headers = ["", *(column.label for column in columns)]
-    lines = [format_grid(headers, rows, "github" if is_markdown else "simple", keys=1)]
-    notes = [f"{column.label}: {note}" for column in columns for note in (*column.estimate.notes, *column.notes)]
-    notes += [_MIXED] if len({column.estimate.convention for column in columns}) > 1 else []
-    if is_markdown:
-        return "\n".join([*lines, "", *(f"- {note}" for note in notes)]).rstrip("\n")
-    return "\n".join([*lines, *(line for note in notes for line in wrap(note, rest="  "))])
-
-
-def _format_some(flops: int) -> str:
-    return format_flops(flops) if flops else "-"
-
-
-def _percent(share: Utilization | None) -> str:
-    return "-" if share is None or share.value is None else f"{100 * share.value:.2f} %"
-
-
-_ROWS: dict[str, Callable[[Column], str]] = {
-    "model type": lambda each: each.estimate.terms[0][0].source.config["model_type"],
-    "head": lambda each: head if (head := each.estimate.terms[0][0].head) != "lm" else "-",
-    "parameters": lambda each: format_parameters(each.estimate.parameters["total"]),
-    "active": lambda each: (
-        format_parameters(each.estimate.parameters["active"]) if "active" in each.estimate.parameters else "not known"
-    ),
-    "weights": lambda each: _format_formats(
-        each.estimate, format_bytes(sum(held.total_bytes for held in each.estimate.weights))
-    ),
-    "computed in": lambda each: _format_formats(each.estimate, ", ".join(each.estimate.by_dtype())),
-    "tokens": lambda each: f"{each.estimate.tokens:,}",
-    "convention": lambda each: each.estimate.convention,
-    "forward": lambda each: format_flops(each.estimate.forward),
-    "backward": lambda each: _format_some(each.estimate.backward),
-    "recompute": lambda each: _format_some(each.estimate.recompute),
-    "clipping": lambda each: _format_some(each.estimate.clipping),
-    "step": lambda each: format_flops(each.estimate.total),
-    "per token": lambda each: _format_some(each.estimate.per_token),
-    "MFU": lambda each: _percent(each.mfu),
-    "HFU": lambda each: _percent(each.hfu),
-}
-_RARE = (
-    "head",
-    "weights",
-    "computed in",
-    "recompute",
-    "clipping",
-    "MFU",
-    "HFU",
-)  # rows where some column has them
 _EXACT: dict[str, Callable[[Column], Any]] = {
     "label": lambda each: each.label,
     "model_type": lambda each: each.estimate.terms[0][0].source.config["model_type"],
     "parameters": lambda each: each.estimate.parameters["total"],
     **EXACT,
 }
-
-
-def _format_formats(estimate: Estimate, text: str) -> str:
-    """Nothing where all is bf16, as most models are."""
-    return "-" if estimate.terms[0].estimator.formats.is_default else text
 
 
 def _read_column(text: str, options: dict[str, object]) -> tuple[str, dict[str, Any]]:

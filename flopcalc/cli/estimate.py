@@ -16,7 +16,7 @@ from flopcalc.cli.options.workload import has_list, trace_option, workload_optio
 from flopcalc.cli.pages import FORMATS, format_options, write_page
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.errors import WorkloadError
-from flopcalc.units import format_count, format_flops, parse_size
+from flopcalc.units import format_flops, parse_size
 from flopcalc.values import Value, frozen
 from flopcalc.words import BY
 
@@ -149,35 +149,21 @@ def _show_list(
         estimator, load, _ = first.terms[0]
         title = f"{estimator.source.name}: FLOPs of one {load.phase} step, convention {first.convention}"
         notes = [[*each.estimate.notes, *each.notes] for each in results]
-        columns = dict(_COLUMNS)
+        from flopcalc.report.estimate import make_cells
+
+        has_rate = any(each.mfu or each.run for each in results)
+        is_narrow = has_rate and style != "html"  # the width of a terminal holds the passes or the rates
+        cells = [make_cells(each.estimate, each.mfu, each.hfu, each.run, is_narrow=is_narrow) for each in results]
         if style == "html":
             bars = [(each.estimate.total, format_flops(each.estimate.total)) for each in results]
-            page = lists.make_page(rows, columns, results, notes, title=title, label="FLOPs of a step", bars=bars)
+            page = lists.make_page(rows, cells, notes, title=title, label="FLOPs of a step", bars=bars)
             write_page(page, output)
             return
-        if any(each.mfu or each.run for each in results):  # the width of a terminal holds one or the other
-            del columns["forward"], columns["backward"]
-        lists.show_table(
-            rows, columns, results, notes, title=title, style="github" if style == "markdown" else "simple"
-        )
+        lists.show_table(rows, cells, notes, title=title, style="github" if style == "markdown" else "simple")
         if plot_file is not None:
             click.echo(f"written: {plot_file}")
 
 
-def _percent(share: Utilization | None) -> str | None:
-    return None if share is None or share.value is None else f"{100 * share.value:.2f} %"
-
-
-_COLUMNS = {
-    "tokens": lambda each: f"{each.estimate.tokens:,}",
-    "forward": lambda each: format_count(each.estimate.forward),
-    "backward": lambda each: format_count(each.estimate.backward) if each.estimate.backward else None,
-    "step": lambda each: format_count(each.estimate.total),
-    "per token": lambda each: format_count(each.estimate.per_token) if each.estimate.tokens else None,
-    "MFU": lambda each: _percent(each.mfu),
-    "HFU": lambda each: _percent(each.hfu),
-    "GPU-hours": lambda each: None if each.run is None or each.run.gpu_hours is None else f"{each.run.gpu_hours:,.0f}",
-}
 EXACT = {
     "convention": lambda each: each.estimate.convention,
     "tokens": lambda each: each.estimate.tokens,

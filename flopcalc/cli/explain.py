@@ -9,8 +9,7 @@ import click
 from flopcalc.cli.command import Command, model_argument
 from flopcalc.cli.options.counting import make_estimate
 from flopcalc.cli.options.workload import workload_options
-from flopcalc.grids import format_text, wrap
-from flopcalc.report.explanation import explain_rows
+from flopcalc.report.explanation import explain_rows, format_explanation
 
 
 @click.command(cls=Command)
@@ -32,19 +31,4 @@ def explain(model: str, pattern: str, as_json: bool, **options: object) -> None:
             json.dumps({"convention": asked.estimate.convention, "operations": shown}, indent=2, ensure_ascii=False)
         )
         return
-    click.echo(f"convention {asked.estimate.convention}")
-    for entry in shown:
-        parameter = f".{entry['parameter']}" if entry["parameter"] not in (None, "weight") else ""
-        click.echo("")
-        click.echo(format_text(f"{entry['path']}{parameter}  ({entry['kind']} × {entry['count']})", "", "  "))
-        for line in entry["lines"]:
-            click.echo("\n".join(_wrap_line(line)))
-
-
-def _wrap_line(line: str) -> list[str]:
-    """A formula that is too long has its result on a line of its own."""
-    lines = wrap(line, "  ", " " * 13)
-    formula, _, result = line.rpartition(" = ")
-    if len(lines) == 1 or "=" not in formula:
-        return lines
-    return [*wrap(formula, "  ", " " * 13), *wrap(f"= {result}", " " * 11, " " * 13)]
+    click.echo(format_explanation(asked.estimate.convention, shown))

@@ -12,7 +12,6 @@ import click
 
 from flopcalc.cli.options.workload import LISTED
 from flopcalc.errors import WorkloadError
-from flopcalc.grids import format_grid, format_text
 from flopcalc.units import parse_size
 
 MOST_ROWS = 64
@@ -57,28 +56,21 @@ def show_json(rows: Sequence[Row], results: Sequence[Mapping[str, object]]) -> N
 
 def show_table(
     rows: Sequence[Row],
-    columns: Mapping[str, Callable[[Result], str | None]],
-    results: Sequence[Result],
+    cells: Sequence[Mapping[str, str | None]],
     notes: Sequence[Sequence[str]],
     *,
-    title: str = "",
+    title: str,
     style: str = "simple",
 ) -> None:
-    """A row for each result; columns without any value are left out. Notes follow, each once."""
-    if title:
-        click.echo(f"{format_text(title)}\n")
-    click.echo(format_grid(*_make_cells(rows, columns, results), style, keys=len(rows[0].varied)))
-    named = _name_notes(rows, notes)
-    if named:
-        click.echo("")
-    for note in named:
-        click.echo(format_text(note, "note  ", " " * 6))
+    """A row for each result. Notes follow, each once."""
+    from flopcalc.report.lists import format_list
+
+    click.echo(format_list([row.varied for row in rows], cells, _name_notes(rows, notes), title=title, style=style))
 
 
 def make_page(
     rows: Sequence[Row],
-    columns: Mapping[str, Callable[[Result], str | None]],
-    results: Sequence[Result],
+    cells: Sequence[Mapping[str, str | None]],
     notes: Sequence[Sequence[str]],
     *,
     title: str,
@@ -88,25 +80,11 @@ def make_page(
     """The same table as an HTML page, and a bar for each row: a value and how it is written."""
     from flopcalc.report.html.lists import make_list_page
     from flopcalc.report.html.pictures import Bar
+    from flopcalc.report.lists import join_cells
 
     drawn = [Bar(row.label, *bar) for row, bar in zip(rows, bars, strict=True)]
-    headers, cells = _make_cells(rows, columns, results)
-    return make_list_page(title, headers, cells, _name_notes(rows, notes), label=label, bars=drawn)
-
-
-def _make_cells(
-    rows: Sequence[Row], columns: Mapping[str, Callable[[Result], str | None]], results: Sequence[Result]
-) -> tuple[list[str], list[list[str]]]:
-    cells = {name: [read(result) for result in results] for name, read in columns.items()}
-    shown = {name: values for name, values in cells.items() if any(value is not None for value in values)}
-    varied = list(rows[0].varied)
-    table = []
-    for i, row in enumerate(rows):
-        found = [values[i] for values in shown.values()]
-        table.append(
-            [*(_format(row.varied[name]) for name in varied), *("-" if cell is None else cell for cell in found)]
-        )
-    return [*varied, *shown], table
+    headers, table = join_cells([row.varied for row in rows], cells)
+    return make_list_page(title, headers, table, _name_notes(rows, notes), label=label, bars=drawn)
 
 
 def _name_notes(rows: Sequence[Row], notes: Sequence[Sequence[str]]) -> list[str]:
@@ -128,7 +106,7 @@ def show_csv(rows: Sequence[Row], columns: Mapping[str, Callable[[Result], objec
 
 def draw(path: str, rows: Sequence[Row], values: Sequence[float], label: str) -> None:
     """A curve over the list that changes fastest, one line per combination of the others."""
-    from flopcalc.report.figures import draw_curves
+    from flopcalc.base.figures import draw_curves
 
     *others, axis = rows[0].varied
     lines: dict[str, list[tuple[int | str, float]]] = {}
@@ -148,7 +126,3 @@ def _name_rows(rows: Sequence[Row], chosen: Sequence[bool]) -> str:
             return f"--{name} {', '.join(str(value) for value, is_chosen in values.items() if is_chosen)}: "
     labels = (row.label for row, is_chosen in zip(rows, chosen, strict=True) if is_chosen)
     return f"{'; '.join(labels)}: "
-
-
-def _format(value: int | str) -> str:
-    return f"{value:,}" if isinstance(value, int) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -16,14 +16,11 @@ from flopcalc.cli.options.workload import dtype_option, execution_option, has_li
 from flopcalc.cli.pages import format_options, write_page
 from flopcalc.errors import DeviceError, WorkloadError
 from flopcalc.hardware.devices import DTYPES
-from flopcalc.report.labels import TIME_KINDS
-from flopcalc.units import format_bytes, format_seconds, parse_size
+from flopcalc.units import parse_size
 from flopcalc.words import OPTIMIZERS
 
 if TYPE_CHECKING:
     from flopcalc.prediction.step import Prediction
-
-_LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 
 
 @click.command(cls=Command)
@@ -93,7 +90,14 @@ def predict(
 
         write_page(make_prediction_page(predicted.to_dict()), output)
     else:
-        _show(predicted, count)
+        from flopcalc.report.prediction import format_prediction
+
+        memory_device = predicted.device if predicted.has_memory else None
+        click.echo(
+            format_prediction(
+                predicted.found, predicted.notes, count, memory_device, kept=predicted.kept, largest=predicted.largest
+            )
+        )
 
 
 class Predicted(NamedTuple):
@@ -144,60 +148,13 @@ def _predict(
     return Predicted(asked, found, notes, device, memory, kept, largest)
 
 
-def _show(predicted: Predicted, count: int) -> None:
-    from flopcalc.grids import format_grid, format_text
-    from flopcalc.prediction.floors import format_rate
-
-    found, notes = predicted.found, predicted.notes
-    seconds = found.step_time_s
-    interval = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
-    click.echo(
-        format_text(
-            f"{format_seconds(seconds.mid)}   ({interval})   bound by the {found.bound}", "step      ", " " * 10
-        )
-    )
-    click.echo(f"execution {found.execution}")
-    shares = f"{_percent(found.mfu)}   HFU {_percent(found.hfu)}   {format_rate(found.tokens_per_s)} tokens/s"
-    click.echo(format_text(shares, "MFU       ", " " * 10))
-    click.echo(format_text(str(found.floors), "floors    ", " " * 10))
-    click.echo("")
-    rows = [
-        [TIME_KINDS[name], format_seconds(value), _percent(value / seconds.mid)]
-        for name, value in found.breakdown.items()
-        if value >= _LEAST * seconds.mid
-    ]
-    click.echo(format_grid(["where the time goes", "time", "share"], rows, keys=1))
-    total = sum(found.modules.values())
-    rows = [[name, format_seconds(value), _percent(value / total)] for name, value in found.modules.items()]
-    rest = sum(list(found.modules.values())[count:])
-    rows = rows[:count] + ([["all others", format_seconds(rest), _percent(rest / total)]] if rest else [])
-    click.echo("")
-    click.echo(format_grid(["module, on the device", "time", "share"], rows, keys=1))
-    if predicted.has_memory and found.memory is not None:
-        from flopcalc.prediction.memory import format_memory
-
-        click.echo("")
-        click.echo(format_memory(found.memory, predicted.device))
-        if predicted.kept is not None:
-            none, full = (format_bytes(predicted.kept[word]) for word in ("none", "full"))
-            click.echo(
-                format_text(f"activations kept: {none} without recomputation, {full} with --recompute full", "", "  ")
-            )
-        if predicted.largest is not None:
-            click.echo(f"largest batch that fits: {predicted.largest or 'none'}")
-        notes += [f"memory: {note}" for note in found.memory.notes if note not in notes]
-    click.echo("")
-    click.echo(format_text(f"helps most: {found.advice}", "", "  "))
-    for note in notes:
-        click.echo(format_text(f"note: {note}", "", "  "))
-
-
 def _show_list(
     model: str, options: dict[str, object], memory: bool, style: str, output: str | None, plot_file: str | None,
     said: Sequence[str],
 ) -> None:  # fmt: skip
     from flopcalc.cli import lists
     from flopcalc.prediction.floors import format_rate
+    from flopcalc.report.prediction import make_cells
 
     rows = lists.expand(options)
     results = [_predict(model, row.options, memory, said) for row in rows]
@@ -206,24 +163,16 @@ def _show_list(
     if style == "json":
         lists.show_json(rows, [each.to_dict() for each in results])
         return
-    columns: dict[str, Callable[[Predicted], str | None]] = {
-        "step": lambda each: format_seconds(each.found.step_time_s.mid),
-        "bound": lambda each: each.found.bound,
-        "MFU": lambda each: _percent(each.found.mfu),
-        "tokens/s": lambda each: format_rate(each.found.tokens_per_s),
-        "at most": lambda each: format_rate(each.found.floors.tokens_per_s) if each.found.floors else None,
-        "memory": lambda each: _format_fit(each.found),
-        "max batch": lambda each: None if each.largest is None else str(each.largest),
-    }
     load = results[0].asked.estimate.terms[0].load
     title = f"{results[0].asked.estimate.terms[0].estimator.source.name}: one {load.phase} step"
     notes = [each.notes for each in results]
+    cells = [make_cells(each.found, each.largest) for each in results]
     if style == "html":
         bars = [(each.found.tokens_per_s, format_rate(each.found.tokens_per_s)) for each in results]
-        page = lists.make_page(rows, columns, results, notes, title=title, label="Tokens per second", bars=bars)
+        page = lists.make_page(rows, cells, notes, title=title, label="Tokens per second", bars=bars)
         write_page(page, output)
         return
-    lists.show_table(rows, columns, results, notes, title=title)
+    lists.show_table(rows, cells, notes, title=title)
     if plot_file is not None:
         click.echo(f"written: {plot_file}")
 
@@ -254,16 +203,6 @@ def _compare_recompute(
         assert other.memory is not None
         kept[word] = other.memory.activations
     return kept
-
-
-def _format_fit(found: Prediction) -> str | None:
-    if found.memory is None:
-        return None
-    return f"{'too much: ' if found.fits is False else ''}{format_bytes(found.memory.peak)}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def _find_name(name: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from flopcalc.core.recipe.formats import find_computed, parse_compute
+from flopcalc.base.number_formats import find_computed, parse_compute
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
 from flopcalc.errors import DeviceError, SpecError, find_nearest, format_value
 from flopcalc.values import Value, frozen

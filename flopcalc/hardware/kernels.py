@@ -8,8 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from flopcalc.core.count.formulas import KernelShape
-from flopcalc.core.workload.pairs import BLOCK
+from flopcalc.hardware.attention_shape import BLOCK, KernelShape
 from flopcalc.hardware.tables import Table, find_table, load_table
 from flopcalc.hardware.tiles import (
     MODELLED,

@@ -1,4 +1,4 @@
-"""A JSONL log in; its runs, a summary, a sparkline or a plot out."""
+"""A JSONL log in; its runs, a summary or a plot out."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from flopcalc.base.figures import open_figure
 from flopcalc.errors import FlopcalcError, format_value
 from flopcalc.files import MAX_LOG_BYTES, read_bytes, read_path
 from flopcalc.monitor.keys import DATASET_PREFIX, LOG_NAME, LOST_PREFIX, LOST_SUFFIX, SCHEMA
-from flopcalc.report.figures import open_figure
 
 Record = dict[str, Any]
-_BLOCKS = "▁▂▃▄▅▆▇█"
 # Name in a summary -> key of a record.
 METRICS = {
     "mfu": "perf/mfu",
@@ -201,24 +200,6 @@ def _find_datasets(steps: Iterable[Record]) -> dict[str, dict[str, float]]:
 def find_series(run: Run, key: str) -> list[float | None]:
     """One value a record, None where it has none."""
     return [_number(record, key) for record in run.steps]
-
-
-def sparkline(values: Sequence[float | None], width: int = 60) -> str:
-    """Values as blocks from their least to their greatest; neighbours are averaged to fit, a gap is a space."""
-    count = min(width, len(values))
-    cells: list[float | None] = []
-    for index in range(count):
-        part = values[index * len(values) // count : (index + 1) * len(values) // count]
-        known = [value for value in part if value is not None and math.isfinite(value)]
-        cells.append(fmean(known) if known else None)
-    levels = [cell for cell in cells if cell is not None]
-    if not levels:
-        return " " * count
-    low, high = min(levels), max(levels)
-    if low == high:
-        return "".join(" " if cell is None else _BLOCKS[3] for cell in cells)
-    top = len(_BLOCKS) - 1
-    return "".join(" " if cell is None else _BLOCKS[round((cell - low) / (high - low) * top)] for cell in cells)
 
 
 def plot(log: Log, path: str | os.PathLike[str]) -> None:

@@ -335,7 +335,7 @@ def _run_under(instrument: Counters | Profiler, model: object, batch: int, seq: 
     """One training step of random tokens; the random numbers that follow are those that would have followed anyway."""
     import torch
 
-    from flopcalc.measure.counters.witness import ready_step, synchronize
+    from flopcalc.measure.counters.witnessed import ready_step, synchronize
 
     live = strip(model)
     device = find_torch_device(live)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
+from flopcalc.base.figures import check_ending, open_figure
+from flopcalc.errors import FlopcalcError
+from flopcalc.files import read_path
 from flopcalc.frames import FrozenRows, Rows, shorten, show_rows
 from flopcalc.hardware.devices import Device
 from flopcalc.planning.layout import Layout
@@ -12,7 +15,7 @@ from flopcalc.planning.money import Rate
 from flopcalc.planning.network import Interconnect
 from flopcalc.planning.seconds import PARTS, Step
 from flopcalc.prediction.memory import Memory, find_capacity
-from flopcalc.units import format_amount, format_bytes, format_seconds
+from flopcalc.units import format_amount, format_bytes, format_seconds, format_tokens
 from flopcalc.words import Execution
 
 # NCCL's buffers on every device of several. The allocator of the tensors does not see them.
@@ -228,7 +231,43 @@ class Plan(NamedTuple):
         return show_rows(headers, cells, self._describe())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw days over memory for every layout that fits, into a .png, .svg or .pdf (needs matplotlib)."""
-        from flopcalc.planning.plot import plot  # only where drawn
+        """Draw days, and money, over memory for every layout that fits: .png, .svg or .pdf (needs matplotlib)."""
+        path = read_path(path, "plot", FlopcalcError)
+        check_ending(path)
+        with open_figure(path) as figure:
+            axes = figure.subplots()
+            gib = 1 << 30
+            days = self.tokens / (self.global_batch * self.seq) / 86400
+            sizes, times = [size / gib for _, size, _ in self.points], [s * days for s, _, _ in self.points]
+            axes.scatter(sizes, times, s=6, alpha=0.3, label=f"{self.fitting} layouts that fit")
+            front = self.find_front()
+            axes.plot(
+                [size / gib for _, size, _ in front],
+                [s * days for s, _, _ in front],
+                "o-",
+                ms=4,
+                color="C3",
+                label="front",
+            )
+            axes.set_xlabel("memory a device (GiB)")
+            axes.set_ylabel(f"days for {format_tokens(self.tokens)}")
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+            axes.set_title(f"{self.model} on {self.gpus} x {self.device.name}")
+            if self.price is not None:
+                rate = self.price.usd_per_gpu_hour * self.gpus * 24
+                is_large = rate * days * max(self.points)[0] >= 1e6
+                rate /= 1e6 if is_large else 1
 
-        plot(self, path)
+                def to_money(days: Any) -> Any:
+                    return days * rate
+
+                def to_days(money: Any) -> Any:
+                    return money / rate
+
+                money = axes.secondary_yaxis("right", functions=(to_money, to_days))
+                money.set_ylabel("million USD" if is_large else "USD")
+                money.yaxis.set_major_formatter("{x:g}")
+                money.yaxis.set_minor_formatter("{x:g}")
+            axes.legend()

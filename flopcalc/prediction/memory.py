@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_nearest, format_value
-from flopcalc.grids import wrap
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.operators import Operators, list_operators
@@ -21,10 +20,11 @@ from flopcalc.prediction.serving import Serving
 from flopcalc.prediction.shards import Shards, cut_parts, divide_held, shard_zero, sum_held
 from flopcalc.prediction.tensors import FLOAT, Held, Part, Step
 from flopcalc.prediction.work import Product
-from flopcalc.units import format_bytes, format_share
+from flopcalc.units import format_bytes
 from flopcalc.words import CAST_FORMATS, Execution
 
 __all__ = [
+    "MOMENTS",
     "Cut",
     "Memory",
     "Shards",
@@ -34,7 +34,6 @@ __all__ = [
     "count_peak",
     "cut_step",
     "find_capacity",
-    "format_memory",
     "largest_batch",
     "list_tensors",
     "predict_memory",
@@ -103,10 +102,17 @@ class Memory(NamedTuple):
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.at_peak.items() if size)
-        return f"Memory(peak {format_bytes(self.peak)} in {_MOMENTS[self.moment]}: {parts})"
+        return f"Memory(peak {format_bytes(self.peak)} in {MOMENTS[self.moment]}: {parts})"
 
 
 _KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "kv_cache", "inputs")
+# Where a step holds most, in words.
+MOMENTS = {
+    "loss": "the backward pass of the loss",
+    "backward": "the backward pass of the layers",
+    "optimizer": "the optimizer's step",
+    "forward": "the forward pass",
+}
 
 
 def find_capacity(device: str | Device) -> int:
@@ -272,35 +278,6 @@ def largest_batch(
         else:
             high = middle
     return low, best
-
-
-def format_memory(memory: Memory, device: str | Device | None = None) -> str:
-    """A plain table: the most of each kind, what is there at the peak, and whether it fits."""
-    lines = [f"{'':12}  {'most':>12}  {'at the peak':>12}  {'share':>7}"]
-    for kind in _KINDS:
-        most, there = getattr(memory, kind), memory.at_peak.get(kind, 0)
-        if most or there:
-            shown = format_bytes(there) if there else "-"
-            share = format_share(there, memory.peak)
-            lines.append(f"{kind.replace('_', ' '):12}  {format_bytes(most):>12}  {shown:>12}  {share:>7}")
-    lines += wrap(f"in {_MOMENTS[memory.moment]}", f"{'peak':12}  {'':12}  {format_bytes(memory.peak):>12}  ", " " * 12)
-    if device is not None:
-        found = find_device(device) if isinstance(device, str) else device
-        if found.memory_gb is None:
-            return "\n".join([*lines, *wrap(f"{found.name}: its memory is not known, so nor is whether this fits")])
-        capacity = find_capacity(found)
-        words = "fits" if memory.peak <= capacity else f"too much by {format_bytes(memory.peak - capacity)}"
-        fit = f"{found.name}: {words}; {format_bytes(capacity)} for tensors, {found.memory_gb:g} GB in all"
-        lines += wrap(fit, "", "  ")
-    return "\n".join(lines)
-
-
-_MOMENTS = {
-    "loss": "the backward pass of the loss",
-    "backward": "the backward pass of the layers",
-    "optimizer": "the optimizer's step",
-    "forward": "the forward pass",
-}
 
 
 def _match_dtype(estimator: Estimator, dtype: str | None, execution: Execution) -> tuple[Estimator, int, bool]:

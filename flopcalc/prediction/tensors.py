@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from flopcalc.base.number_formats import find_computed
 from flopcalc.core.count.products import Block, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Dropout, Op, Stage, iterate, join
-from flopcalc.core.recipe.formats import find_computed
 from flopcalc.core.workload.sums import Either, InDecoder, Pairs, Sum
 from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import RecipeError, format_nearest, format_value

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from flopcalc.core.estimate.estimate import Estimate
+from flopcalc.core.estimate.run import Run
 from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.core.recipe.numbers import ASSUMED
 from flopcalc.grids import format_grid, wrap
-from flopcalc.units import format_bytes, format_flops, format_parameters, format_rate
+from flopcalc.units import format_bytes, format_count, format_flops, format_parameters, format_rate
 from flopcalc.words import CONVENTIONS
 
 NOT_COUNTED = (
@@ -107,6 +108,29 @@ def format_estimate(
     for label, text in facts:
         lines += [f"- {label}: {text}"] if is_markdown else wrap(text, label.ljust(width), " " * width)
     return "\n".join(lines)
+
+
+def make_cells(
+    estimate: Estimate, mfu: Utilization | None, hfu: Utilization | None, run: Run | None, *, is_narrow: bool
+) -> dict[str, str | None]:
+    """A row of a table of estimates; a narrow one leaves out forward and backward."""
+    passes = {
+        "forward": format_count(estimate.forward),
+        "backward": format_count(estimate.backward) if estimate.backward else None,
+    }
+    return {
+        "tokens": f"{estimate.tokens:,}",
+        **({} if is_narrow else passes),
+        "step": format_count(estimate.total),
+        "per token": format_count(estimate.per_token) if estimate.tokens else None,
+        "MFU": _percent(mfu),
+        "HFU": _percent(hfu),
+        "GPU-hours": None if run is None or run.gpu_hours is None else f"{run.gpu_hours:,.0f}",
+    }
+
+
+def _percent(share: Utilization | None) -> str | None:
+    return None if share is None or share.value is None else f"{100 * share.value:.2f} %"
 
 
 def _describe_weights(estimate: Estimate) -> str:

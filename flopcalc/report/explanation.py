@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from fnmatch import translate
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.ops import Attend, Embed, Linear, Multiply, join
 from flopcalc.core.workload.sums import Sum
 from flopcalc.errors import WorkloadError
+from flopcalc.grids import wrap
 from flopcalc.units import format_flops
 
 
@@ -22,6 +24,26 @@ def explain_rows(estimate: Estimate, pattern: str) -> list[dict[str, Any]]:
         paths = [row.path for row in estimate.by_module() if row.forward or row.clipping]
         raise WorkloadError(f"--op {pattern!r} matches no operation; there are {', '.join(paths)}")
     return [explain_row(estimate, entry) for entry in found]
+
+
+def format_explanation(convention: str, shown: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of `explain_rows` as text."""
+    lines = [f"convention {convention}"]
+    for entry in shown:
+        parameter = f".{entry['parameter']}" if entry["parameter"] not in (None, "weight") else ""
+        lines += ["", *wrap(f"{entry['path']}{parameter}  ({entry['kind']} × {entry['count']})", "", "  ")]
+        for line in entry["lines"]:
+            lines += _wrap_line(line)
+    return "\n".join(lines)
+
+
+def _wrap_line(line: str) -> list[str]:
+    """A formula that is too long has its result on a line of its own."""
+    lines = wrap(line, "  ", " " * 13)
+    formula, _, result = line.rpartition(" = ")
+    if len(lines) == 1 or "=" not in formula:
+        return lines
+    return [*wrap(formula, "  ", " " * 13), *wrap(f"= {result}", " " * 11, " " * 13)]
 
 
 class Explained(NamedTuple):

@@ -14,8 +14,9 @@ from html import escape
 from typing import Any
 
 from flopcalc._version import __version__
+from flopcalc.base.number_formats import load_computed
 from flopcalc.core.estimate.quoted import load_quoted
-from flopcalc.core.recipe.formats import load_formats
+from flopcalc.core.recipe.formats import load_stored
 from flopcalc.data import describe_install, find_data_dir
 from flopcalc.errors import FlopcalcError
 from flopcalc.hardware.devices import load_devices
@@ -187,7 +188,7 @@ def describe_choices() -> dict[str, Any]:
         ],
         "interconnects": [{"id": each.id, "name": each.name} for each in load_interconnects().values()],
         "quoted": list(load_quoted().conventions),
-        "formats": sorted({**load_formats()[0], **load_formats()[1]}),
+        "formats": sorted({**load_computed()[0], **load_stored()}),
         "words": {
             "phase": PIPELINE_PHASES, "recompute": RECOMPUTE, "clipping": CLIPPING, "convention": CONVENTIONS,
             "attention_kernel": KERNELS, "execution": EXECUTIONS, "optimizer": OPTIMIZERS, "compute": DTYPES,

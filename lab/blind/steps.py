@@ -180,7 +180,7 @@ def count_dealt(name: str, rows: list[list[int]]) -> int:
 def find_spreads(name: str) -> list[float]:
     """Standard deviation of the rows of an expert over their mean, layer by layer, as routing.py expects it."""
     from flopcalc import bind
-    from flopcalc.hardware.routing import describe, list_deals
+    from flopcalc.core.estimate.routing import describe, list_deals
 
     _, _, batch, seq, _ = ROUND.executed[name]
     estimator = bind(ROUND.get_counted_config(name))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from flopcalc.errors import FlopcalcError
-from flopcalc.monitor.log import Log, Run, load_log, plot, sparkline, summarize
+from flopcalc.monitor.log import Log, Run, load_log, plot, summarize
+from flopcalc.report.monitor import sparkline
 
 START: dict[str, Any] = {
     "type": "start", "schema": 1, "version": "0.1", "time": 1.0, "model": "tiny", "parameters": 1000, "device": "H200",

@@ -18,13 +18,13 @@ from flopcalc.prediction.memory import (
     Memory,
     can_resize,
     find_capacity,
-    format_memory,
     largest_batch,
     predict_memory,
     resize_batch,
     shard_zero,
 )
 from flopcalc.prediction.operators import Operator, Operators, Saved
+from flopcalc.report.prediction import format_memory
 
 CUBLAS = 32 << 20
 TINY = {

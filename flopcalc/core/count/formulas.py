@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from flopcalc.core.model.ops import Attend, Embed, Linear
-from flopcalc.core.workload.pairs import BLOCK, block_pairs
-from flopcalc.values import Value, frozen
-
-
-@frozen()
-class KernelShape(Value):
-    """How a fused attention kernel executes one head dim: measured, else blocks of 128 and no padding."""
-
-    block_forward: int = BLOCK
-    block_backward: int = BLOCK
-    # Executed over needed where every pair is wanted: a head dim padded to the kernel's own width.
-    pad_forward: tuple[int, int] = (1, 1)
-    pad_backward: tuple[int, int] = (1, 1)
+from flopcalc.core.workload.pairs import block_pairs
+from flopcalc.hardware.attention_shape import KernelShape as KernelShape
 
 
 def product_flops(op: Linear) -> int:

@@ -31,8 +31,8 @@ from flopcalc.values import Value, frozen
 from flopcalc.words import CONVENTIONS, KERNELS, RECOMPUTE, Recompute, check_word
 
 if TYPE_CHECKING:
+    from flopcalc.core.estimate.routing import RandomModel
     from flopcalc.hardware.kernels import KernelTable, TileTable
-    from flopcalc.hardware.routing import RandomModel
 
 _TOWERS = ("vision", "audio")  # groups of stages that feed the language model
 
@@ -310,7 +310,7 @@ class CountedEstimator(Estimator):
         """Its routers at random weights, where their types are known."""
         if self.tile_table is None:
             return None
-        from flopcalc.hardware.routing import describe  # imported lazily: few estimates count what kernels execute
+        from flopcalc.core.estimate.routing import describe  # imported lazily: few estimates count what kernels execute
 
         return describe(self.source.config, self.stages)
 

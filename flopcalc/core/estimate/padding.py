@@ -14,8 +14,8 @@ from flopcalc.core.workload.sums import Once, Pairs
 from flopcalc.core.workload.workload import Workload
 
 if TYPE_CHECKING:
+    from flopcalc.core.estimate.routing import RandomModel
     from flopcalc.hardware.kernels import KernelTable, TileTable
-    from flopcalc.hardware.routing import RandomModel
 
 
 def list_padding(
@@ -84,7 +84,7 @@ def _find_steps(
     is_known = load.phase != "decode" and load.decoder is None
     if routed is None or not is_known or block.path != routed.path or block.layers is None:
         return None
-    from flopcalc.hardware.routing import count_steps  # imported lazily, as the model was
+    from flopcalc.core.estimate.routing import count_steps  # imported lazily, as the model was
 
     return partial(count_steps, routed, block.layers, load.documents or (load.seq,) * load.rows, tokens)
 

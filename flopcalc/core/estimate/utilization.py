@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.base.number_formats import find_computed
 from flopcalc.core.estimate.estimate import Estimate, check_estimate
-from flopcalc.core.recipe.formats import find_computed
 from flopcalc.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.hardware.devices import (
     Device,

@@ -1,34 +1,20 @@
-"""Number formats: what products are computed in, and how weights lie in memory with their scales; data, and bytes."""
+"""How weights lie in memory, with their scales: data, and bytes."""
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import FlopcalcError, RecipeError, format_nearest, format_value
+from flopcalc.base.number_formats import PLAIN, find_computed, load_computed, load_tables, name_format
+from flopcalc.errors import RecipeError, format_nearest, format_value
 from flopcalc.values import Value, frozen
-from flopcalc.words import DTYPES
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
-PLAIN = "bf16"  # what is taken where nothing says otherwise
 _GROUP = r"(.+)-g(\d+)"
-
-
-@frozen()
-class Computed(Value):
-    """A format that products are computed in."""
-
-    name: str
-    bits: int
-    is_everywhere: bool  # attention and the output head too, not linear layers alone
-    stored: str  # the format of its tensors in memory
-    fallback: str | None  # what a device computes in that lacks it
 
 
 @frozen()
@@ -87,48 +73,15 @@ BF16 = Stored(PLAIN)
 
 
 @cache
-def load_formats() -> tuple[dict[str, Computed], dict[str, Stored], dict[str, str]]:
-    """Formats of products, formats of weights that have scales, and other names of the first."""
-    tables = load_toml(os.path.join(find_data_dir(), "formats.toml"))
-    computed = {
-        name: Computed(
-            name, entry["bits"], entry.get("everywhere", False), entry.get("stored", name), entry.get("fallback")
-        )
-        for name, entry in tables["compute"].items()
-    }
-    aliases = {alias: name for name, entry in tables["compute"].items() for alias in entry.get("aliases", ())}
-    return computed, {name: _read_stored(name, entry) for name, entry in tables["stored"].items()}, aliases
+def load_stored() -> dict[str, Stored]:
+    """Formats of weights that have scales."""
+    return {name: _read_stored(name, entry) for name, entry in load_tables()["stored"].items()}
 
 
 def _read_stored(name: str, entry: dict[str, Any]) -> Stored:
     outputs, inputs = entry.get("block", (0, 0))
     kept = {key: value for key, value in entry.items() if key != "block"}
     return Stored(name, outputs=outputs, inputs=inputs, key="the block", **kept)
-
-
-def find_computed(name: str) -> Computed:
-    """The data of a format that products are computed in."""
-    return load_formats()[0][name]
-
-
-def _name_format(value: object) -> str:
-    try:
-        return str(value).removeprefix("torch.").lower()
-    except Exception:  # an int of too many digits, or an object that cannot be shown
-        return ""
-
-
-def parse_compute(value: object, what: str, error: type[FlopcalcError] = RecipeError) -> str:
-    """'bf16', 'bfloat16' or torch.bfloat16 -> 'bf16'; an unknown word is an error that names the option."""
-    text = _name_format(value)
-    if text in DTYPES:  # without reading the file
-        return text
-    computed, _, aliases = load_formats()
-    text = aliases.get(text, text)
-    if text not in computed:
-        near = format_nearest(text, computed)
-        raise error(f"{what} {format_value(value)} unknown.{near} Known: {', '.join(computed)}")
-    return text
 
 
 def make_plain(name: str) -> Stored:
@@ -141,8 +94,8 @@ def make_plain(name: str) -> Stored:
 
 def parse_stored(value: object, what: str) -> Stored:
     """How a word stores weights: plain (bf16, fp32), with scales (fp8, nf4), or with groups of a size (int4-g64)."""
-    text = _name_format(value)
-    computed, stored, aliases = load_formats()
+    text = name_format(value)
+    (computed, aliases), stored = load_computed(), load_stored()
     grouped = re.fullmatch(_GROUP, text)
     name = grouped[1] if grouped is not None else text if text in stored else aliases.get(text, text)
     if name not in stored and not (name in computed and computed[name].is_everywhere and grouped is None):

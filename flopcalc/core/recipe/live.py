@@ -6,7 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from flopcalc.core.recipe.formats import PLAIN, Stored, load_formats, make_plain, parse_compute
+from flopcalc.base.number_formats import PLAIN, parse_compute
+from flopcalc.core.recipe.formats import Stored, load_stored, make_plain
 from flopcalc.core.recipe.numbers import Live
 from flopcalc.core.recipe.recipe import Adapter, Recipe
 from flopcalc.errors import ConfigError, RecipeError
@@ -103,10 +104,10 @@ def _find_stored(module: object, parameter: Any, name: str, are_said: bool) -> S
     if kind == "Params4bit":
         return _read_4bit(module, parameter, name)
     if holder == "Linear8bitLt" and kind == "Int8Params" and not getattr(parameter, "has_fp16_weights", False):
-        return replace(load_formats()[1]["int8"], compute="int8", gradient="model", scale_bits=32)
+        return replace(load_stored()["int8"], compute="int8", gradient="model", scale_bits=32)
     if holder.startswith("FP8"):  # transformers' fp8 modules
         block = getattr(module, "block_size", None)
-        stored = load_formats()[1]["fp8" if block is None else "fp8-block"]
+        stored = load_stored()["fp8" if block is None else "fp8-block"]
         return stored if block is None else replace(stored, outputs=int(block[0]), inputs=int(block[1]))
     known = _name_torchao(parameter, kind)
     if known:
@@ -140,7 +141,7 @@ def _name_torchao(parameter: object, kind: str) -> str:
 
 def _read_torchao(parameter: Any, known: str) -> Stored:
     """A torchao tensor's block and scales; its product is computed narrow only where activations are cast as well."""
-    stored = load_formats()[1][known]
+    stored = load_stored()[known]
     if known == "nf4-double":
         return replace(stored, flat=int(parameter.block_size))
     # int4 is dequantized, and so is what lies unpacked in int8: its activations are only rounded.
@@ -161,7 +162,7 @@ def _read_4bit(module: object, parameter: object, name: str) -> Stored:
     """bitsandbytes' nf4 and fp4, with or without double quantization."""
     word = str(getattr(parameter, "quant_type", "fp4"))
     is_double = bool(getattr(parameter, "compress_statistics", False))
-    stored = load_formats()[1]["nf4-double" if is_double else "nf4"]
+    stored = load_stored()["nf4-double" if is_double else "nf4"]
     size = int(getattr(parameter, "blocksize", 0) or 64)
     dtype = getattr(module, "compute_dtype", None)
     compute = "" if dtype is None else parse_compute(dtype, f"{name}'s compute_dtype", ConfigError)

@@ -8,18 +8,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
+from flopcalc.base.number_formats import PLAIN, find_computed, parse_compute
 from flopcalc.core.model.ops import Embed, Linear, Op, Param, Weighted
 from flopcalc.core.recipe.float32 import list_float32
-from flopcalc.core.recipe.formats import (
-    BF16,
-    PLAIN,
-    Stored,
-    find_computed,
-    load_formats,
-    make_plain,
-    parse_compute,
-    parse_stored,
-)
+from flopcalc.core.recipe.formats import BF16, Stored, load_stored, make_plain, parse_stored
 from flopcalc.core.recipe.quantization import BY_HAND, Kind, Place, Quantization, has_quantization
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
@@ -203,7 +195,7 @@ def count_cache_bytes(formats: Formats, numbers: int) -> int:
     name = formats.kv_cache
     if name == PLAIN:
         return 2 * numbers
-    stored = load_formats()[1].get(name)
+    stored = load_stored().get(name)
     if stored is not None and stored.inputs > 1:
         return sum(stored.count_bytes(1, numbers))
     return -(-numbers * find_computed(name).bits // 8)

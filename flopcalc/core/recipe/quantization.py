@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from flopcalc.core.recipe.formats import Stored, load_formats
+from flopcalc.core.recipe.formats import Stored, load_stored
 from flopcalc.errors import ConfigError, format_nearest, format_value
 from flopcalc.values import Value, frozen
 
@@ -233,7 +233,7 @@ def has_quantization(config: Mapping[str, object]) -> bool:
 
 def make_stored(word: str, key: str = "", /, **changes: Any) -> Stored:
     """A format of the file with some of its fields changed; `key` is what said so."""
-    return replace(load_formats()[1][word], key=key, **changes)
+    return replace(load_stored()[word], key=key, **changes)
 
 
 def make_grouped(keys: Keys, name: str, size: int, key: str = "group_size", **changes: object) -> Stored:

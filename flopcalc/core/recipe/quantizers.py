@@ -10,9 +10,10 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from flopcalc.base.number_formats import find_computed, parse_compute
 from flopcalc.core.recipe.compressed import read_cache, read_compressed
 from flopcalc.core.recipe.float32 import list_unconverted
-from flopcalc.core.recipe.formats import Stored, find_computed, parse_compute
+from flopcalc.core.recipe.formats import Stored
 from flopcalc.core.recipe.quantization import (
     ALL_KINDS,
     BY_HAND,

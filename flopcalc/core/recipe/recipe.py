@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from flopcalc.core.recipe.formats import find_computed, parse_compute
+from flopcalc.base.number_formats import find_computed, parse_compute
 from flopcalc.errors import RecipeError, format_value
 from flopcalc.units import check_items, check_size, parse_size
 from flopcalc.values import Value, frozen

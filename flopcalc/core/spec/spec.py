@@ -97,10 +97,15 @@ WORDS = {
 }  # keys of an op that hold no expression
 _HEAD_KEYS = {"use", "like", "set", "base", "stack", "keep", "refuse"}
 MAX_LAYERS = 10_000
+_INDEX = "feature_layers"  # counts from the end where it is negative
 _SIZES = ("_dim", "_size", "_heads", "_experts", "_layers", "_rank")  # end keys whose values are never negative
 OWN_TYPE = ("model_type", "backbone")  # values of `use`: the inner config's own model_type names the spec
 _BODY = "-body"  # ends the names of variants without a head, which other models use
 _BACKBONE = "_backbone"  # ends the names of parts that other models read stage by stage
+
+
+def _is_size(key: str) -> bool:
+    return key.endswith(_SIZES) and not key.endswith(_INDEX)
 
 
 @frozen()
@@ -488,7 +493,7 @@ class BoundDims:
                 default = self.defaults.get(name)
                 if value is None:  # HF's code asks of a flag whether it is true
                     value = self.spec.nulls.get(name, False if isinstance(default, bool) else None)
-                elif type(value) is int and value < 0 and key.endswith(_SIZES):  # in a sum it would only be smaller
+                elif type(value) is int and value < 0 and _is_size(key):  # in a sum it would only be smaller
                     raise ConfigError(f"{self.where}: {key} must be at least 0, not {value}")
                 elif isinstance(default, bool) and value in ("true", "false"):
                     raise ConfigError(f"{self.where}: {key} must be true or false, not {value!r}")

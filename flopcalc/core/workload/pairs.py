@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from flopcalc.core.workload.workload import Grid
-
-# A fused causal kernel works in blocks of this many positions, until a calibration table says better.
-BLOCK = 128
+from flopcalc.hardware.attention_shape import BLOCK as BLOCK
 
 
 def causal_pairs(length: int, window: int = 0) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from flopcalc.core.recipe.formats import parse_compute
+from flopcalc.base.number_formats import parse_compute
 from flopcalc.core.recipe.recipe import REGEX
 from flopcalc.errors import ConfigError, FlopcalcError, format_value
 from flopcalc.units import check_size

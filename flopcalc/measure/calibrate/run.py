@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,27 +13,15 @@ from typing import Any, NamedTuple
 from flopcalc.data import find_user_dir
 from flopcalc.errors import CalibrationError, DeviceError, FlopcalcError, format_nearest
 from flopcalc.hardware.tables import FOLDER, SHAPES, Table, find_table, is_stored, list_folder, load_table, save_table
+from flopcalc.measure.calibrate.probe import IDENTITY, probe_machine
 from flopcalc.measure.calibrate.provenance import has_gpu
-from flopcalc.measure.calibrate.tables import (
-    REPEATS,
-    STATISTIC,
-    SUITES,
-    TABLES,
-    finish_table,
-    get_device,
-    plan_table,
-)
+from flopcalc.measure.calibrate.suite import TABLES, finish_table, plan_table
+from flopcalc.measure.calibrate.tables import REPEATS, STATISTIC, SUITES
 from flopcalc.measure.jobs.runner import Job, Outcome, Progress, Result, RunnerError, run_jobs
-from flopcalc.prediction.constants import Provenance
 
 Json = dict[str, Any]
 TIME_TOLERANCE = 0.15
 _SAMPLE_ROWS = 6  # of a table, for --check
-# What must not change between the parts of a resumed run.
-IDENTITY = (
-    "device", "device_id", "power_limit_w", "driver", "cuda", "cudnn", "torch", "transformers", "python", "flopcalc",
-    "commit",
-)  # fmt: skip
 
 
 class Written(NamedTuple):
@@ -108,32 +97,6 @@ def _check(suite: str, tables: Sequence[str] | None) -> list[str]:
     return [table for table in TABLES if not tables or table in tables]
 
 
-def probe_machine(suite: str, work: str) -> Provenance:
-    """This machine's provenance, read in a process of its own: the parent never imports torch."""
-    job = Job(
-        "probe", "flopcalc.measure.calibrate.provenance:start_probe", {"device": get_device(suite)}, {"machine": None}
-    )  # fmt: skip
-    # A folder of its own: the lock that keeps two runs apart is that of the measuring itself.
-    folder = os.path.join(work, f"probe-{os.getpid()}")
-    try:
-        outcome = run_jobs([job], folder, fresh=True)
-    finally:
-        _remove(folder)
-    if outcome.stopped:
-        raise KeyboardInterrupt
-    result = outcome.results[0]
-    if not result.is_ok:
-        raise DeviceError(f"this machine's device cannot be used: {result.detail}")
-    machine: Provenance = result.data
-    return machine
-
-
-def _remove(folder: str) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _select(outcome: Outcome, jobs: Sequence[Job]) -> list[Result]:
     names = {job.id for job in jobs}
     return [result for result in outcome.results if result.job in names]
@@ -199,7 +162,7 @@ def check(
     try:
         outcome = run_jobs(jobs, folder, fresh=True, progress=progress)
     finally:
-        _remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     differences: list[Difference] = []
     rows: dict[str, int] = dict.fromkeys(stored, 0)
     for result in outcome.results:
@@ -318,7 +281,7 @@ def _run_predictor(
     if tables or options.check:
         raise CalibrationError("--predictor measures whole steps: it takes neither --tables nor --check")
     _check(options.suite, None)
-    from flopcalc.measure.predictor.run import calibrate_predictor  # it needs this module
+    from flopcalc.measure.predictor.run import calibrate_predictor
 
     path = calibrate_predictor(
         options.out, suite=options.suite, work=options.work, fresh=options.fresh, retry_failed=options.retry_failed,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flopcalc.measure.counters.witness import Witnessed, ready_step
+from flopcalc.measure.counters.witnessed import Witnessed, ready_step
 
 # What fvcore counts that is a matrix product. Its figures for norms and resizing are not model FLOPs, nor are they
 # multiply-accumulates, so they are left out.

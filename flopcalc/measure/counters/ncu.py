@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from flopcalc.measure.counters.cupti import TENSOR_COUNTERS
-from flopcalc.measure.counters.witness import Witnessed, unavailable
+from flopcalc.measure.counters.witnessed import Witnessed, unavailable
 
 DEFAULT_COUNTERS = (TENSOR_COUNTERS["bf16"],)  # of a script, which says no dtype
 _PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda-*/bin/ncu")

@@ -20,7 +20,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from flopcalc.measure.counters.witness import Witnessed, ready_step, synchronize
+from flopcalc.measure.counters.witnessed import Witnessed, ready_step, synchronize
 
 Shapes = Sequence[Sequence[int]]
 Values = Sequence[Any]

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib import import_module
 from math import prod
 from typing import Any
 
@@ -23,86 +22,12 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.data import describe_install
 from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.hardware.devices import Device, find_detected
+from flopcalc.measure.counters.witnessed import PHASES, Witnessed, ready_step, synchronize, unavailable
 from flopcalc.words import GROUPS
 
-PHASES = ("train", "forward")
-# Witness -> module and function; loaded when asked, so that one missing package costs one row, not all.
-WITNESSES = {
-    "flop_counter": ("flopcalc.measure.counters.witness", "count"),
-    "fvcore": ("flopcalc.measure.counters.fvcore_counter", "count"),
-    "profiler": ("flopcalc.measure.counters.torch_profiler", "count"),
-    "cupti": ("flopcalc.measure.counters.witness", "count_hardware"),
-    "ncu": ("flopcalc.measure.counters.ncu", "count"),
-    "gpm": ("flopcalc.measure.counters.witness", "gauge"),
-}
+WITNESSES = ("flop_counter", "fvcore", "profiler", "cupti", "ncu", "gpm")
 _GAUGE_S = 0.3  # GPM's window: the step is repeated until it is over
 _EXTRA = {"torch", "transformers", "peft", "fvcore"}  # packages of the extra
-
-
-@dataclass(frozen=True)
-class Witnessed:
-    """What one witness says of one step."""
-
-    witness: str
-    total: int | None  # FLOPs; None when the witness cannot speak
-    by: dict[str, int]  # per module, operator or dtype; empty where the witness cannot tell
-    not_counted: dict[str, int]  # operators met and not counted -> calls
-    seconds: float  # cost of counting, wall
-    reason: str | None = None  # why unavailable, or what is special
-    corrected: int | None = None  # the total without known flaws, where a witness has some; both figures are kept
-
-    @property
-    def best(self) -> int | None:
-        """The figure to compare: the corrected one where there is one."""
-        return self.total if self.corrected is None else self.corrected
-
-
-def unavailable(witness: str, reason: str, seconds: float = 0.0) -> Witnessed:
-    return Witnessed(witness, None, {}, {}, seconds, " ".join(reason.split()))
-
-
-# --- The step that every witness runs -----------------------------------------------------------------------
-
-
-@contextmanager
-def ready_step(model: Any, batch: Mapping[str, Any], phase: str) -> Iterator[Callable[[], None]]:
-    """One step to run as often as wanted; the model's modes and gradients are put back afterwards."""
-    import torch
-
-    if phase not in PHASES:
-        raise WorkloadError(f"a witness counts phase {' or '.join(PHASES)}, not {phase!r}")
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    labels = batch.get("labels", batch["input_ids"])
-
-    def train() -> None:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        with torch.enable_grad():
-            model(**inputs, labels=labels, use_cache=False).loss.backward()
-
-    def forward() -> None:
-        with torch.no_grad():
-            model(**inputs, use_cache=False)
-
-    try:
-        model.train(phase == "train")
-        yield train if phase == "train" else forward
-    finally:
-        for module, training in modes:
-            module.training = training
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-def synchronize(model: Any) -> None:
-    """Wait for the model's device, so that a wall time means something."""
-    parameter = next(model.parameters(), None)
-    if parameter is not None and parameter.is_cuda:
-        import torch
-
-        torch.cuda.synchronize(parameter.device)
 
 
 # --- Witnesses that need no file of their own ---------------------------------------------------------
@@ -199,8 +124,24 @@ def gauge(model: Any, batch: Mapping[str, object], phase: str) -> Witnessed:
 
 def ask(witness: str, model: object, batch: Mapping[str, object], phase: str) -> Witnessed:
     """One witness's answer; whatever goes wrong inside it becomes the reason of an unavailable row."""
-    module, function = WITNESSES[witness]
-    return _guard(witness, lambda: getattr(import_module(module), function)(model, batch, phase))
+    return _guard(witness, lambda: _find_counter(witness)(model, batch, phase))
+
+
+def _find_counter(witness: str) -> Callable[[Any, Mapping[str, Any], str], Witnessed]:
+    """The function that counts; imported when asked, so that one missing package costs one row, not all."""
+    if witness == "fvcore":
+        from flopcalc.measure.counters.fvcore_counter import count as count_fvcore
+
+        return count_fvcore
+    if witness == "profiler":
+        from flopcalc.measure.counters.torch_profiler import count as count_profiled
+
+        return count_profiled
+    if witness == "ncu":
+        from flopcalc.measure.counters.ncu import count as count_kernels
+
+        return count_kernels
+    return {"flop_counter": count, "cupti": count_hardware, "gpm": gauge}[witness]
 
 
 def _guard(witness: str, speak: Callable[[], Witnessed]) -> Witnessed:
@@ -256,7 +197,7 @@ def crosscheck(
     device: str = "auto",
     dtype: str | None = None,
     attention: str = "eager",
-    witnesses: Sequence[str] = tuple(WITNESSES),
+    witnesses: Sequence[str] = WITNESSES,
 ) -> Crosscheck:
     """Build the model with random weights, run one batch under every witness, and set the analytic count beside."""
     import torch
@@ -316,15 +257,18 @@ def _choose_product(expected: _Expected, dtype: Any, place: str) -> tuple[tuple[
     if dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
         return None
     try:
-        import_module("flopcalc.measure.counters.ncu").find_ncu()
+        from flopcalc.measure.counters.ncu import find_ncu
+
+        find_ncu()
     except Exception:  # its row says why
         return None
     return expected.product, {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "tf32")
 
 
 def _count_product(shape: tuple[int, int, int], dtype: str) -> Witnessed:
-    found: Witnessed = import_module("flopcalc.measure.counters.ncu").count_product(shape, dtype)
-    return found
+    from flopcalc.measure.counters.ncu import count_product
+
+    return count_product(shape, dtype)
 
 
 def check_kind(source: Source) -> None:

@@ -9,8 +9,8 @@ from flopcalc.data import find_user_dir
 from flopcalc.errors import CalibrationError, DeviceError
 from flopcalc.hardware.devices import find_device
 from flopcalc.hardware.tables import find_table, load_table
+from flopcalc.measure.calibrate.probe import IDENTITY, probe_machine
 from flopcalc.measure.calibrate.provenance import has_gpu
-from flopcalc.measure.calibrate.run import IDENTITY, probe_machine
 from flopcalc.measure.jobs.runner import Progress, run_jobs
 from flopcalc.measure.predictor import runs
 from flopcalc.measure.predictor.fit.predictor import fit_predictor, save_predictor

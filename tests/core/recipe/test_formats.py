@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from flopcalc import bind, estimate_flops
+from flopcalc.base.number_formats import load_computed, parse_compute
 from flopcalc.core.count.products import Weights
-from flopcalc.core.recipe.formats import Stored, load_formats, parse_compute, parse_stored
+from flopcalc.core.recipe.formats import Stored, load_stored, parse_stored
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.errors import ConfigError, RecipeError
 from flopcalc.words import DTYPES
@@ -313,7 +314,7 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
 
 def test_the_file_is_whole() -> None:
     """Every word of the vocabulary is data; what formats fall back to and compute in are words of it."""
-    computed, stored, aliases = load_formats()
+    (computed, aliases), stored = load_computed(), load_stored()
     assert set(computed) == set(DTYPES)
     for entry in computed.values():
         assert entry.stored in computed

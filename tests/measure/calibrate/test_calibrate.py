@@ -18,8 +18,8 @@ from places import HELPERS
 from flopcalc.errors import CalibrationError, DeviceError
 from flopcalc.hardware import tables as calibration
 from flopcalc.hardware.tables import Shape, load_table
+from flopcalc.measure.calibrate import probe, tables
 from flopcalc.measure.calibrate import run as module
-from flopcalc.measure.calibrate import tables
 from flopcalc.measure.calibrate.run import calibrate, check, main
 from flopcalc.measure.jobs.runner import RunnerError
 
@@ -39,8 +39,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FAKE_TABLE", str(tmp_path))
     monkeypatch.setenv("FAKE_RUNNER", str(os.getpid()))
     monkeypatch.setattr(module, "probe_machine", lambda *_: dict(MACHINE))
-    for registry in (tables.TABLES, module.TABLES):
-        monkeypatch.setitem(registry, "fake", (calibrate_stand_in.HERE, "plan", ""))
+    monkeypatch.setitem(module.TABLES, "fake", calibrate_stand_in.plan)
     monkeypatch.setitem(calibration.SHAPES, "fake", Shape(("name", "n"), ("seconds",), ("count",)))
     return tmp_path
 
@@ -173,7 +172,7 @@ def test_a_probe_that_is_interrupted_leaves_no_folder(tmp_path: Path, monkeypatc
         os.makedirs(folder)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "run_jobs", interrupt)
+    monkeypatch.setattr(probe, "run_jobs", interrupt)
     assert main(["--suite", "test", "--work", str(tmp_path), "--out", str(tmp_path / "out")]) == 130
     assert os.listdir(tmp_path) == []
 
@@ -216,7 +215,7 @@ def test_the_command_takes_the_same_options(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_plans_are_torch_free_and_their_rows_json() -> None:
     code = (
-        "import sys, json\nfrom flopcalc.measure.calibrate.tables import TABLES, plan_table\n"
+        "import sys, json\nfrom flopcalc.measure.calibrate.suite import TABLES, plan_table\n"
         "print(json.dumps({s: {t: sum(len(j.rows) for j in plan_table(t, s)) for t in TABLES} for s in "
         "('quick', 'full', 'test')}))\nassert 'torch' not in sys.modules and 'click' not in sys.modules"
     )

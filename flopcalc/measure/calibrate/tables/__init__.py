@@ -1,47 +1,19 @@
-"""The tables of a calibration: what each measures (its jobs), and the bench that times and counts one operation."""
+"""The tables of a calibration: a file for each kind, and the bench that times and counts one operation."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, NamedTuple
-
-from flopcalc.measure.jobs.runner import Job
 
 Json = dict[str, Any]
 SUITES = ("quick", "full", "test")  # test: tiny sizes on the CPU, the real code path
-# Table -> module, and the names of its plan(suite) -> jobs and finish(records) -> records. In order of importance:
-# a run that is cut short leaves the counts.
-TABLES = {
-    "counts": ("flopcalc.measure.calibrate.tables.counts", "plan", ""),
-    "padding": ("flopcalc.measure.calibrate.tables.counts", "plan_padding", ""),
-    "attention": ("flopcalc.measure.calibrate.tables.attention", "plan", ""),
-    "gemm": ("flopcalc.measure.calibrate.tables.gemm", "plan", ""),
-    "memory": ("flopcalc.measure.calibrate.tables.memory", "plan", "finish"),
-    "steps": ("flopcalc.measure.calibrate.tables.steps", "plan", ""),
-}
 STATISTIC = (
     "median of repeats in CUDA events (CPU: perf_counter), each repeat alone; spread = (p90 - p10) / median; random "
     "data; two warm-up calls; the device kept waiting until the host has queued all repeats"
 )
 REPEATS = "5 to 40, about 20 ms of work; sustained: 0.8 s, the second half; steps: 8"
-
-
-def plan_table(table: str, suite: str) -> list[Job]:
-    module, plan, _ = TABLES[table]
-    jobs: list[Job] = getattr(import_module(module), plan)(suite)
-    return jobs
-
-
-def finish_table(table: str, records: list[Json]) -> list[Json]:
-    """What can only be said with all rows at hand."""
-    module, _, finish = TABLES[table]
-    if not finish:
-        return records
-    finished: list[Json] = getattr(import_module(module), finish)(records)
-    return finished
 
 
 def get_device(suite: str) -> str:

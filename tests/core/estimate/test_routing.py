@@ -15,9 +15,10 @@ import pytest
 from places import ROOT
 
 from flopcalc import bind
+from flopcalc.core.estimate import routing
+from flopcalc.core.estimate.routing import ROUTERS, Router, describe, find_both, list_deals, weigh
 from flopcalc.core.workload.workload import Workload
-from flopcalc.hardware import routing, tiles
-from flopcalc.hardware.routing import ROUTERS, Router, describe, find_both, list_deals, weigh
+from flopcalc.hardware import tiles
 from lab.blind.rounds import load_round
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -110,7 +111,7 @@ def test_counted_steps_are_within_a_percent(monkeypatch: pytest.MonkeyPatch) -> 
         executed = case["executed_flops"]
         after = 100 * (int(bind(config, **HARDWARE)(batch, seq).total) / executed - 1)
         with monkeypatch.context() as patch:
-            patch.setattr("flopcalc.hardware.routing.describe", lambda *_: None)
+            patch.setattr("flopcalc.core.estimate.routing.describe", lambda *_: None)
             before = 100 * (int(bind(config, **HARDWARE)(batch, seq).total) / executed - 1)
         assert (before, after) == pytest.approx(COUNTED[name], abs=0.02), name
         assert (abs(after) < 1) == (name not in BEYOND)

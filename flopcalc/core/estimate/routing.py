@@ -8,7 +8,7 @@ residual stream at several positions, and covariance between two of them. A rout
 same correlations. `Deal` counts from them how many rows an expert gets. Sequences of a batch are independent.
 
 Checked on the CPU with HF's random models of twelve types, and against the rows in benchmarks/results that routers
-dealt on an H200 (tests/hardware/test_routing.py). A trained router is more even.
+dealt on an H200 (tests/core/estimate/test_routing.py). A trained router is more even.
 """
 
 from __future__ import annotations

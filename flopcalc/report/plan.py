@@ -1,0 +1,83 @@
+"""A Plan in, text out: the best layouts, where their time goes, why the others lose."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from flopcalc.grids import format_grid, wrap
+from flopcalc.planning.results import Plan
+from flopcalc.units import format_bytes, format_parameters, format_seconds, format_tokens
+
+
+def format_plan(found: Plan) -> str:
+    """The readable report of a Plan."""
+    step = f"{found.global_batch:,} × {found.seq:,} tokens a step"
+    joined = f", {found.interconnect.id}" if found.gpus > 1 else ""
+    lines = [
+        *wrap(
+            f"{found.model} ({format_parameters(found.parameters)} parameters) on {found.gpus:,} × "
+            f"{found.device.name}{joined}",
+            rest="  ",
+        ),
+        *wrap(f"{format_tokens(found.tokens)}, {step}, {found.dtype}, execution {found.execution}", rest="  "),
+        "",
+    ]
+    headers = ["layout", "step", "from … to", "MFU", "HFU", "memory", "days", "GPU-hours", "MWh", "k USD"]
+    rows = []
+    for entry in found.best:
+        times = entry.step
+        rows.append(
+            [
+                str(entry.layout),
+                format_seconds(times.seconds),
+                f"{format_seconds(times.low)} … {format_seconds(times.high)}",
+                f"{100 * entry.mfu:.1f} %",
+                f"{100 * entry.hfu:.1f} %",
+                format_bytes(entry.memory.peak),
+                shorten(entry.days),
+                shorten(entry.gpu_hours),
+                "-" if entry.kwh is None else shorten(entry.kwh / 1000),
+                "-" if entry.usd is None else shorten(entry.usd / 1000),
+            ]
+        )
+    lines += [format_grid(headers, rows, keys=1), ""]
+    best = found.best[0]
+    parts = sorted(best.to_dict()["breakdown"].items(), key=lambda part: -part[1])
+    shares = ", ".join(
+        f"{name.replace('_', ' ')} {part / best.step.seconds:.0%}"
+        for name, part in parts
+        if part > 0.005 * best.step.seconds
+    )
+    lines += _wrap("time goes", f"(first layout) {shares}")
+    lines += _wrap("searched", f"{found.layouts:,} layouts are valid, {found.fitting:,} fit in memory")
+    for loser in found.losers:
+        lines += _wrap(f"lost: {loser.reason}", f"{loser.layouts:,}; nearest {loser.nearest.layout}: {loser.text}")
+    if found.helps:
+        lines += _wrap("helps most", found.helps)
+    for note in found.notes:
+        lines += _wrap("note", note)
+    return "\n".join(lines)
+
+
+def make_cells(found: Plan) -> dict[str, str | None]:
+    """A row of a table of plans."""
+    best = found.best[0]
+    return {
+        "best layout": str(best.layout),
+        "step": format_seconds(best.step.seconds),
+        "MFU": f"{100 * best.mfu:.1f} %",
+        "days": shorten(best.days),
+        "GPU-hours": shorten(best.gpu_hours),
+        "k USD": None if best.usd is None else shorten(best.usd / 1000),
+    }
+
+
+def shorten(value: float) -> str:
+    """A number with one digit behind the point while there are few before it; small ones with two that count."""
+    if value >= 1:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    return f"{Decimal(f'{value:.2g}'):f}"  # never 1.2e-05
+
+
+def _wrap(label: str, text: str) -> list[str]:
+    return wrap(text, f"{label:21}", " " * 21)
