@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.recipe.formats import find_computed, parse_compute
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
 from flopcalc.errors import DeviceError, SpecError, find_nearest, format_value
@@ -100,7 +101,7 @@ def find_device(name: str, *, needs_all: bool = False) -> Device:
     remedy = (
         "your own devices.toml adds one, with its peaks, bandwidth and memory (docs/specs.md)"
         if needs_all
-        else "--peak FLOPS_PER_S gives a peak by hand"
+        else f"{spell('peak', 'FLOPS_PER_S')} gives a peak by hand"
     )
     why = _load_left_out().get(_plain(name))
     if why is not None:
@@ -234,7 +235,7 @@ def _describe_missing(device: str, found: Device, kind: str) -> DeviceError:
         )
     return DeviceError(
         f"{found.name} has no known {kind} peak; known: {', '.join(found.peak_tflops)}; "
-        "--peak FLOPS_PER_S gives one by hand"
+        f"{spell('peak', 'FLOPS_PER_S')} gives one by hand"
     )
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.config_rules import check_config, fill_nulls
 from flopcalc.core.model.expand import expand
@@ -185,7 +186,7 @@ def _find_spec(source: Source, specs: dict[str, Spec], is_part: bool) -> Spec:
     if spec is None:
         raise ConfigError(
             f"{source.where}: model_type {format_value(model_type)} has no spec.{_suggest(source)} `flopcalc models` "
-            f"lists what is supported;{_hint_trace(model_type)} --spec FILE adds your own"
+            f"lists what is supported;{_hint_trace(model_type)} {spell('spec', 'FILE')} adds your own"
         )
     if spec.is_tower and "input" not in spec.latents and not is_part:
         raise ConfigError(f"{source.where}: {model_type!r} is a part of other models, not one by itself")
@@ -196,7 +197,7 @@ def _hint_trace(model_type: str) -> str:
     """' --trace …' where transformers has such a model; its code alone can be traced."""
     from flopcalc.core.model.config_rules import is_type_of_transformers
 
-    return " --trace counts it from HF's own code," if is_type_of_transformers(model_type) else ""
+    return f" {spell('trace')} counts it from HF's own code," if is_type_of_transformers(model_type) else ""
 
 
 def _suggest(source: Source) -> str:
@@ -205,7 +206,7 @@ def _suggest(source: Source) -> str:
 
     found = suggest_type(source.config)
     if found is not None:
-        return f" The nearest family is {found}: --model-type {found} counts it so."
+        return f" The nearest family is {found}: {spell('model_type', found)} counts it so."
     inner = source.config.get("text_config")
     if isinstance(inner, dict) and find_family(str(inner.get("model_type")), inner) is not None:
         name = inner["model_type"]

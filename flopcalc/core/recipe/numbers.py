@@ -20,7 +20,7 @@ from flopcalc.core.recipe.formats import (
     parse_compute,
     parse_stored,
 )
-from flopcalc.core.recipe.quantization import BY_HAND, Kind, Place, Quantization, has_quantization
+from flopcalc.core.recipe.quantization import Kind, Place, Quantization, has_quantization, say_by_hand
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.errors import ConfigError, RecipeError
@@ -162,7 +162,7 @@ class Formats(Value):
             problem = found.find_problem(n_out, n_in)
             if problem:
                 error = ConfigError if self.weights is None else RecipeError
-                hint = f"; {BY_HAND}" if self.weights is None else ""
+                hint = f"; {say_by_hand()}" if self.weights is None else ""
                 raise error(f"{found.key or found.name} {problem} of {path}{hint}")
             return found
         return make_plain("fp32") if self._is_kept(op, path, op.param) else found
