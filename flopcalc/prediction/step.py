@@ -169,8 +169,8 @@ def predict_estimate(
 
     `host_factor` is your CPU's slowdown relative to the calibrated host. `pause_s` is how long the host does something
     else after each step, while the device finishes its queue. The step's time does not include the pause; shares,
-    tokens per second and the breakdown do. `transformers` is the version whose code runs. With `timeline` the result has
-    `events`, for `save_trace`.
+    tokens per second and the breakdown do. `transformers` is the version whose code runs. With `timeline` the result
+    has `events`, for `save_trace`.
     """
     check_tokens(estimate, "a predicted step")
     chosen = choose_execution(execution, check_flag(compiled, "compiled"))

@@ -53,7 +53,11 @@ def count_setup(setup: Setup, convention: str | None = None, tracer: Tracer = re
     """The Estimate that a setup asks for: one step of the whole job. `tracer` runs HF's code where a trace is "
     "needed."""
     notes = list(setup.notes)
-    estimator = bind_setup(setup, convention, notes, tracer)
+    return count_bound(setup, bind_setup(setup, convention, notes, tracer), notes)
+
+
+def count_bound(setup: Setup, estimator: Estimator, notes: list[str]) -> Counted:
+    """The same of a model that is bound already; `notes` grow by what the workload assumes."""
     estimate, times = _count_micro_batch(setup, estimator, notes), 1
     work, place = setup.work, setup.place
     if setup.command != "plan":  # which decides them itself

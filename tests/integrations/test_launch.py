@@ -13,7 +13,7 @@ from hostile import OddPath
 
 from flopcalc import ConfigError, FlopcalcError, estimate_flops, plan, predict
 from flopcalc.cli import main
-from flopcalc.integrations.launch import FRAMEWORKS, read_launch
+from flopcalc.setup.launch import FRAMEWORKS, read_launch
 
 AXOLOTL = """
 base_model: Qwen/Qwen3-8B

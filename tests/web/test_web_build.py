@@ -84,7 +84,7 @@ def test_python_is_zipped_without_what_needs_torch(site: Path) -> None:
         names = archive.namelist()
     for wanted in (
         "flopcalc/web/answers.py", "flopcalc/cli/__init__.py", "click/__init__.py", "yaml/__init__.py",
-        "flopcalc/model_specs/presets/qwen2-vl-7b.toml", "flopcalc/integrations/launch/axolotl.toml",
+        "flopcalc/model_specs/presets/qwen2-vl-7b.toml", "flopcalc/setup/launch/axolotl.toml",
         "flopcalc/model_specs/predictors/h200-sxm.json",
         "flopcalc/model_specs/catalogue.json",  # which family a config is that does not say it, and near names
     ):  # fmt: skip
