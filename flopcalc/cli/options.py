@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import click
 
-from flopcalc.base.spelling import spell_option
+from flopcalc.base.spelling import spell_option, use_spelling
 from flopcalc.data import list_data_files
 from flopcalc.errors import ConfigError, WorkloadError
 from flopcalc.setup.fields import FIELDS, GROUPS, Command, Field, list_fields
+from flopcalc.setup.setup import explain_refusal
 
 LISTED = ("device", "gpus", "batch", "seq")  # fields that take lists; the last changes fastest
 
@@ -116,13 +117,8 @@ def explain_unknown(command: str | None, flag: str) -> str | None:
     name = next((each for each, field in FIELDS.items() if field.also == flag.lstrip("-")), name)
     if name not in FIELDS or not FIELDS[name].in_doors:
         return None
-    others = [each for each in FIELDS[name].commands if each != "bind"]
-    why = (
-        ""
-        if command != "predict" or name != "convention"
-        else ", which shows MFU and HFU, each under its own convention"
-    )
-    return f"{command} takes no {flag}{why}; {', '.join(others)} {'do' if others[1:] else 'does'}"
+    with use_spelling(spell_option):
+        return explain_refusal(str(command), name)
 
 
 def list_groups(command: click.Command, ctx: click.Context) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -131,5 +127,5 @@ def list_groups(command: click.Command, ctx: click.Context) -> list[tuple[str, l
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)
         if record is not None:
-            sections[GROUPS[getattr(parameter, "group", "output")]].append(record)  # type: ignore[index]
+            sections[GROUPS[getattr(parameter, "group", "output")]].append(record)
     return [(title, records) for title, records in sections.items() if records]

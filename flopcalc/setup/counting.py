@@ -177,17 +177,17 @@ def _find_times(work: Work, estimate: Estimate, replicas: int) -> int:
     return found
 
 
-def find_sequences(asked: int | str | tuple[float, str], length: int) -> int:
+def find_sequences(asked: int | str | tuple[int, str], length: int) -> int:
     """Whole sequences of a global batch that may be given in tokens; 4M tokens are 2²² where that divides."""
     if isinstance(asked, str):
         raise WorkloadError(f"{spell('global_batch', 'auto')} belongs to plan")
     if isinstance(asked, int):
         return asked
-    tokens, text = round(asked[0]), asked[1]
-    for power, unit in ((12, "t"), (9, "b"), (6, "m"), (3, "k")):
-        binary = tokens * 2 ** (10 * power // 3) // 10**power
-        if unit in text.lower() and tokens % 10**power == 0 and length and binary % length == 0:
-            return binary // length
+    tokens, suffix = int(asked[0]), asked[1]
+    power = {"k": 1, "m": 2, "b": 3, "t": 4}.get(suffix, 0)
+    binary, rest = divmod(tokens << (10 * power), int(1000**power))
+    if length and not rest and binary % length == 0:
+        return binary // length
     sequences = round(tokens / length) if length else 0
     if not sequences:
         raise WorkloadError(
@@ -226,12 +226,11 @@ def find_run(estimate: Estimate, setup: Setup) -> Run | None:
     from flopcalc.core.estimate.run import count_run  # only for a whole run
 
     place = setup.place
-    return count_run(
-        estimate, setup.get("tokens"), mfu=share, device=place.device, peak=place.peak, **_read_time(setup)
-    )
+    time: dict[str, Any] = _read_time(setup)
+    return count_run(estimate, setup.get("tokens"), mfu=share, device=place.device, peak=place.peak, **time)
 
 
-def _read_time(setup: Setup) -> dict[str, float]:
+def _read_time(setup: Setup) -> dict[str, Any]:
     """What was measured of a step, if anything."""
     place = setup.place
     found = {"step_time_s": place.step_time_s, "tokens_per_second": place.tokens_per_second}

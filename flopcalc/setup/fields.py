@@ -138,7 +138,7 @@ class SetupKeywords(TypedDict, total=False):
     kv_cache: Annotated[str, Field("Number format of cached keys and values: bf16, fp8, …", "formats", "ECXTPB", metavar="FORMAT")]
     autocast: Annotated[bool | str, Field("Matrix products run under torch.autocast, in bf16.", "formats", _ALL, "flag")]
     # hardware
-    device: Annotated[str, Field("GPU whose peaks and kernels are used; auto: the one in this machine.", "hardware", _ALL, metavar="NAME")]
+    device: Annotated[str | None, Field("GPU whose peaks and kernels are used; auto: the one in this machine.", "hardware", _ALL, metavar="NAME")]
     gpus: Annotated[Size, Field("GPUs of the job; a step is that of all of them.", "hardware", "ECXTPL", "size", "N", default="1", also="num-devices")]
     step_time_s: Annotated[Number, Field("Measured time of one step, such as 0.5 or 500ms; gives MFU and HFU.", "hardware", "EC", "number", "TIME")]
     tokens_per_second: Annotated[Number, Field("Measured tokens per second of all GPUs, such as 12k; gives MFU and HFU.", "hardware", "ECT", "number", "N")]

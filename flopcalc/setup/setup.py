@@ -23,6 +23,11 @@ _SIZES = (
     "batch", "seq", "text", "lengths", "decoder_seq", "image", "image_grid", "video", "video_grid", "audio", "clips",
     "max_pixels", "phase", "context", "logits", "sampling_steps", "guidance", "parts",
 )  # fmt: skip
+_REFUSED = {
+    ("predict", "clipping"): "per-sample clipping is counted, not predicted",
+    ("predict", "convention"): "it shows MFU and HFU, each under its own convention",
+    ("plan", "batch"): "it searches the micro-batch; micro_batch fixes it, global_batch is the whole step's",
+}
 
 
 @frozen()
@@ -46,7 +51,7 @@ class Work(Value):
     workload: Workload | None = None
     real_batch: Mapping[str, Any] | None = None
     grad_accum: int | None = None
-    global_batch: int | str | tuple[float, str] | None = None
+    global_batch: int | str | tuple[int, str] | None = None
 
 
 @frozen()
@@ -143,11 +148,17 @@ def _check_taken(command: Command, name: str, fields: Mapping[str, Field]) -> No
     if name in fields:
         return
     if name in FIELDS:
-        others = [each for each in FIELDS[name].commands if each != "bind"]
-        raise WorkloadError(f"{command} takes no {spell(name)}; {', '.join(others)} {'do' if others[1:] else 'does'}")
+        raise WorkloadError(explain_refusal(command, name))
     known = [spell(each) for each in fields]
     near = format_nearest(spell(name), known)
     raise WorkloadError(f"{spell(name)} is no keyword of {command}.{near} Known: {', '.join(known)}")
+
+
+def explain_refusal(command: str, name: str) -> str:
+    """Why a command does not take a field, or which commands do."""
+    others = [each for each in FIELDS[name].commands if each not in ("bind", "crosscheck")]
+    why = _REFUSED.get((command, name)) or f"{', '.join(others)} {'do' if others[1:] else 'does'}"
+    return f"{command} takes no {spell(name)}: {why}"
 
 
 def _spell_out(given: Mapping[str, Any]) -> list[str]:

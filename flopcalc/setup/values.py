@@ -145,15 +145,15 @@ def _read_logits(name: str, field: Field, value: Any) -> int | str:  # noqa: ARG
     return parse_size(value, f"{spell(name)} (all, last or a number)")
 
 
-def _read_global_batch(name: str, field: Field, value: Any) -> int | str | tuple[float, str]:
-    """Sequences, "auto", or tokens as a number and the text that was written."""
+def _read_global_batch(name: str, field: Field, value: Any) -> int | str | tuple[int, str]:
+    """Sequences, "auto", or tokens as a number and the suffix that was written."""
     if not isinstance(value, str):
         return check_size(value, spell(name))
     if value == AUTO:
         return AUTO
     tokens = _TOKENS.fullmatch(value)
     if tokens is not None:
-        return parse_tokens(tokens[1]), value
+        return parse_tokens(tokens[1]), tokens[1][-1:].lower()
     if value.isalpha():
         raise WorkloadError(f"{spell(name)} is sequences, tokens as in '4M tokens', or auto, not {format_value(value)}")
     return _read_size(name, field, value)

@@ -151,7 +151,8 @@ def make_page_setup(page: Page, command: Command) -> Setup:
 
 def count_page(page: Page, command: Command = "estimate", convention: str | None = None) -> tuple[Setup, Counted]:
     """What a view counts; the last few bound models are kept, so that a slider asks one that is already bound."""
-    setup, notes = make_page_setup(page, command), []
+    setup = make_page_setup(page, command)
+    notes: list[str] = []
     changing = [name for name, field in FIELDS.items() if field.group in ("work", "media")] + ["gpus", "step_time"]
     kept = {name: value for name, value in list_given(page, command).items() if name not in changing}
     key = (page.model, page.files, convention or setup.convention, str(sorted(kept.items())))

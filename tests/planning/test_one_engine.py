@@ -8,7 +8,6 @@ import pytest
 from tiers import thin
 
 from flopcalc import plan, predict
-from flopcalc.api import plan
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.planning.results import Planned
 from flopcalc.prediction.step import predict_estimate

@@ -84,7 +84,7 @@ def _cut_images(estimator: Estimator, inputs: Inputs) -> tuple[list[Grid], list[
         return list(inputs.image_grids), [], []
     if not (inputs.images or inputs.image_grids or inputs.videos or inputs.video_grids):
         if inputs.max_pixels is not None:
-            raise WorkloadError(f"{spell('max_pixels')} needs an {spell('image')} or a {spell('video')}")
+            raise WorkloadError(f"{spell('max_pixels')} needs {spell('image')} or {spell('video')}")
         return [], [], []
     samples = inputs.batch or 1 if inputs.of_batch else 1
     images, notes = estimator.cut_images(inputs.images, samples, max_pixels=inputs.max_pixels)

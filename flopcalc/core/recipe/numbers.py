@@ -253,7 +253,7 @@ def _list_names(op: Weighted, path: str) -> tuple[str, ...]:
 class FormatOptions(Value):
     """What a user says about formats."""
 
-    compute: object = None  # of products
+    compute: str | None = None  # of products
     weights: object = None  # of linear layers' weights
     kv_cache: object = None
     autocast: object = None  # True: to bf16

@@ -114,6 +114,8 @@ def apply_launch(launch: object, command: str, given: Mapping[str, Any], model: 
         unknown.append(f"{taken.pop('recompute').key}: selective, counted as none")
     if command == "predict" and "gpus" in taken and spread > 1:
         taken["gpus"] = Taken(taken["gpus"].value // spread, f"{taken['gpus'].key}, in groups of {spread}")
+    if "max_pixels" in taken and not {"image", "video"} & set(given):
+        unknown.append(f"{taken.pop('max_pixels').key}: no image or video was given")
     fields = list_fields(command)  # type: ignore[arg-type]  # a command's name
     for word in [word for word in taken if word != "model" and word not in fields]:
         taken.pop(word)
