@@ -142,7 +142,8 @@ def test_binary_suffixes(flag: str, text: str, value: int) -> None:
     [
         ("peak", "1e15", 1e15, None), ("peak", "989.4T", 989.4e12, "989,400,000,000,000"),
         ("tflops", "400", 400.0, None), ("tokens_per_second", "12.5k", 12500.0, "12,500"),
-        ("price", "2.5", 2.5, None), ("price", "$2.50", 2.5, None), ("price", "2.50$", 2.5, "2.5 USD"), ("step_time", "0.5", 0.5, None), ("step_time", "500ms", 0.5, "0.5 s"),
+        ("price", "2.5", 2.5, None), ("price", "$2.50", 2.5, None), ("price", "2.50$", 2.5, "2.5 USD"),
+        ("step_time", "0.5", 0.5, None), ("step_time", "500ms", 0.5, "0.5 s"),
         ("step_time", "250us", 250e-6, "0.00025 s"), ("step_time", "2 min", 120.0, "120 s"),
         ("step_time", "1h", 3600.0, "3,600 s"), ("audio", "30s", 30.0, "30 s"), ("mfu", "40%", 0.4, "0.4"),
         ("mfu", "0.4", 0.4, None), ("host_factor", "1.5", 1.5, None), ("peak", ".5B", 5e8, "500,000,000"),

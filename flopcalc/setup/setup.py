@@ -125,7 +125,8 @@ def make_setup(
     return Setup(
         command, _make_model(command, model, values), _make_work(values, workload, of_batch),
         _make_recipe(command, values), _make_formats(values), _make_place(command, values),
-        values.get("convention", "model"), values.get("attention_kernel", "auto"), values.get("clipping"), values, tuple(notes), report,
+        values.get("convention", "model"), values.get("attention_kernel", "auto"),
+        values.get("clipping"), values, tuple(notes), report,
     )  # fmt: skip
 
 

@@ -151,14 +151,14 @@ BAD: list[tuple[list[str], str]] = [
     (["gpt2", "--seq", "5", "--tokens", "1B", "--peak", "1T", "--mfu", "40"], "'40' is more than 100 %"),
     (["gpt2", "--seq", "5", "--tokens", "1B", "--peak", "1", "--mfu", "1%", "--step-time", "1"], "contradicts a"),
     *((["gpt2", "--seq", "5", "--tokens", text], "tokens") for text in ("", "0", "x", "5Q", "1e30")),
-    (["gpt2", "--seq", "5", "--recompute", "none", "--gradient-checkpointing"], "--gradient-checkpointing is --recompute full: give one of them"),
+    (["gpt2", "--seq", "5", "--recompute", "none", "--gradient-checkpointing"], "is --recompute full: give one of them"),
     *(
         (["gpt2", *(2 * [flag, "5"])], f"{flag} is given twice: give it once")
         for flag in ("--seq", "--batch", "--device", "--lora", "--convention", "--depth")
     ),
     (["--model", "gpt2", "--seq", "5", "--device", "t4", "--step-time", "1"], "no known bf16 peak"),
-    # words that click checks
-    (["--model", "gpt2", "--seq", "5", "--phase", "backward"], "--phase 'backward' unknown. Did you mean forward? Known: train"),
+    # words of a closed list
+    (["--model", "gpt2", "--seq", "5", "--phase", "backward"], "--phase 'backward' unknown. Did you mean forward?"),
     (["--model", "gpt2", "--seq", "5", "--convention", "half"], "--convention 'half' unknown. Known: model"),
     (["--model", "gpt2", "--seq", "5", "--attention-kernel", "x"], "--attention-kernel 'x' unknown. Known: auto"),
     (["--model", "gpt2", "--seq", "5", "--recompute", "x"], "recompute 'x' unknown; known: none"),

@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_told_first(capsys: pytest.CaptureFixture[str]) -> 
         (["predict", "--model", "llama-3.2-1b", "--seq", "8"], "on which device?"),
         (
             [*LLAMA, "--convention", "full"],
-            "predict takes no --convention: it shows MFU and HFU, each under its own convention",
+            "predict takes no --convention: it shows MFU and HFU",
         ),
         ([*LLAMA, "--clipping", "hooks"], "predict takes no --clipping: per-sample clipping is counted, not predicted"),
         ([*LLAMA, "--host-factor", "0"], "--host-factor"),

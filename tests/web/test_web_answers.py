@@ -158,7 +158,7 @@ def test_folder_with_a_processor() -> None:
         ({"what": "flops", "setup": {"model": "sweep-tiny", "seq": 8}}, "seq is a text, not 8"),
         (
             {"what": "flops", "setup": {"model": "sweep-tiny", "seq": "8", "image": ["8"]}},
-            "--image: '8' is neither WIDTHxHEIGHT",
+            "--image: '8' is neither WIDTH",
         ),
         ({"what": "flops", "setup": {"files": {"../config.json": "{}"}}}, "'../config.json': not the name of a JSON"),
         ({"what": "flops", "setup": {"files": []}}, "files is an object of at most 40 names and texts"),
