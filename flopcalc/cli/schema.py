@@ -16,7 +16,8 @@ _NUMBER = {"type": ["number", "string"], "exclusiveMinimum": 0}
 _TEXTS = {"type": ["string", "array"], "items": {"type": "string"}}
 _TYPES: dict[Kind, dict[str, Any]] = {
     "text": {"type": "string"}, "path": {"type": "string"}, "word": {"type": "string"}, "flag": {"type": "boolean"},
-    "size": _SIZE, "count": {**_SIZE, "minimum": 0}, "sizes": {"type": ["array", "string"], "items": _SIZE},
+    "size": _SIZE, "count": {**_SIZE, "minimum": 0},
+    "sizes": {"type": ["array", "string"], "items": {"type": "integer", "minimum": 1}},
     "number": _NUMBER, "share": _NUMBER, "tokens": _NUMBER, "peak": {**_NUMBER, "type": ["number", "string", "object"]},
     "grids": {"type": "array", "items": {"type": ["string", "array"], "items": _SIZE}},
     "images": {"type": "array", "items": {"type": ["string", "array"], "items": _SIZE}},

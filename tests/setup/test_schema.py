@@ -59,7 +59,7 @@ SETUPS: list[tuple[dict[str, Any], str]] = [
     # a setup, and the field that is wrong in it
     ({"model": "llama-3.1-8b", "seq": "4k", "batch": 4, "gpus": "1k"}, ""),
     ({"model": "qwen2-vl", "text": 512, "image": ["640x480", [640, 480]], "freeze": "vision"}, ""),
-    ({"model": "gpt2", "lengths": [512, "1k"], "mtp": True, "guidance": "off", "autocast": "bf16"}, ""),
+    ({"model": "gpt2", "lengths": [512, 1024], "mtp": True, "guidance": "off", "autocast": "bf16"}, ""),
     ({"model": "gpt2", "global_batch": "16M tokens", "tp": [1, 2], "zero": "1,3", "price": "2.50$"}, ""),
     ({"model": {"model_type": "llama"}, "launch": ["a.yaml", "b.yaml"], "lora": {"r": 8}, "audio": ["30s", 2.5]}, ""),
     ({"sequ": 5}, "sequ"),
