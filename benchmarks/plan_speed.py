@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from flopcalc import bind
-from flopcalc.planning.plan import plan
+from flopcalc.api import plan
 
 GOAL_S = 5.0  # for 10,000 layouts
 CASES = (

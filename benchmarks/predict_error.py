@@ -321,7 +321,7 @@ def calibrated_here(predictor: Path | None = None) -> Iterator[Json]:
 
 
 def _predict(case: Json, pace: float, pause_s: float, version: str) -> Any:
-    from flopcalc.prediction.step import predict
+    from flopcalc.api import predict
 
     context = {"context": case["context"]} if case["phase"] == "decode" else {}
     images = [grid for _ in range(case["batch"]) for grid in case["grids"]] or None

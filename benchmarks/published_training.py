@@ -22,10 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from flopcalc.api import plan
 from flopcalc.core.model.config import load_config
 from flopcalc.data import find_data_dir
 from flopcalc.errors import FlopcalcError
-from flopcalc.planning.plan import plan
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "planning.md"

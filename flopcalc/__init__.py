@@ -8,7 +8,7 @@ from flopcalc._moved import install_old_paths
 from flopcalc._version import __version__
 
 if TYPE_CHECKING:
-    from flopcalc.api import bind, estimate_flops, translate
+    from flopcalc.api import bind, estimate_flops, plan, predict, translate
     from flopcalc.compat import calculate_mfu, get_gpu_peak_flops, profile_model_flops
     from flopcalc.core.estimate.estimate import Estimate, Estimator
     from flopcalc.core.estimate.translation import Translation
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from flopcalc.monitor.precise import calculate_mfu_with_profiler, calculate_precise_mfu
     from flopcalc.monitor.training import TrainingMonitor
     from flopcalc.planning.local import local_flops
-    from flopcalc.planning.plan import Plan, plan
-    from flopcalc.prediction.step import Prediction, predict
+    from flopcalc.planning.plan import Plan
+    from flopcalc.prediction.step import Prediction
 
 __all__ = [
     "__version__",
@@ -44,7 +44,7 @@ __all__ = [
 
 # Public name -> module: loaded when first used, so that the command line starts with what it needs alone.
 _HOMES = {
-    "api": ("estimate_flops", "bind", "translate"),
+    "api": ("estimate_flops", "bind", "translate", "predict", "plan"),
     "compat": ("profile_model_flops", "calculate_mfu", "get_gpu_peak_flops"),
     "core.estimate.estimate": ("Estimate", "Estimator"),
     "core.workload.workload": ("Workload", "make_workload"),
@@ -52,8 +52,8 @@ _HOMES = {
     "core.estimate.translation": ("Translation",),
     "core.estimate.utilization": ("mfu", "hfu", "Utilization"),
     "hardware.devices": ("peak_flops_per_s",),
-    "prediction.step": ("predict", "Prediction"),
-    "planning.plan": ("plan", "Plan"),
+    "prediction.step": ("Prediction",),
+    "planning.plan": ("Plan",),
     "planning.local": ("local_flops",),
     "monitor.training": ("TrainingMonitor",),
     "monitor.precise": ("calculate_mfu_with_profiler", "calculate_precise_mfu"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -93,13 +92,6 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise _NotToml(f"not valid TOML: {error}") from None
-
-
-def apply_launch(launch: object, command: str, given: Iterable[str], model: object) -> Any:
-    """What launch files say; their readers lie above everything that can be launched, so they are found by name."""
-    from importlib import import_module
-
-    return import_module("flopcalc.integrations.launch").apply_launch(launch, command, given, model, in_python=True)
 
 
 def describe_install(extra: str) -> str:

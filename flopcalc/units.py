@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flopcalc.base.spelling import spell
 from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 
 if TYPE_CHECKING:
@@ -82,62 +83,67 @@ _TIME = Unit(
     "0.5 or 500ms", " s",
 )  # fmt: skip
 _SHARE = Unit({"%": "1/100"}, "40% or 0.4")
+_PRICE = Unit({"$": 1, "usd": 1, **_DECIMAL.suffixes}, "2.5 or 2.50$", " USD")
 _PLAIN = Unit({}, "")
-# Every option whose value may have a suffix; all others take plain numbers.
+# Every field whose value may have a suffix; all others take plain numbers.
 UNITS = {
-    **dict.fromkeys(
-        ("--seq", "--text", "--context", "--decoder-seq", "--lengths", "--gpus", "--num-devices"), _BINARY
-    ),
-    **dict.fromkeys(("--tokens", "--tokens-per-second", "--peak", "--tflops"), _DECIMAL),
-    "--price": _DECIMAL._replace(example="2.5"),
-    **dict.fromkeys(("--step-time", "--audio", "--video"), _TIME),
-    "--mfu": _SHARE,
+    **dict.fromkeys(("seq", "text", "context", "decoder_seq", "lengths", "gpus", "batch", "global_batch"), _BINARY),
+    **dict.fromkeys(("tokens", "tokens_per_second", "peak", "tflops", "max_pixels"), _DECIMAL),
+    "price": _PRICE,
+    **dict.fromkeys(("step_time", "audio", "video", "pause_s"), _TIME),
+    "mfu": _SHARE,
 }  # fmt: skip
-_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?)\s*([a-zµ%]*)"
+_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?)\s*([a-zµ%$]*)"
 _MOST_CHARACTERS = 40
 
 
 def parse_size(text: str, what: str, minimum: int = 1) -> int:
-    """A whole number of at least `minimum` from a flag; '4k' where the flag takes suffixes, never '1e3' or '1_024'."""
+    """A whole number of at least `minimum`; '4k' where the field takes suffixes, never '1e3' or '1_024'."""
     digits = text[1:] if text[:1] == "-" else text
     if digits.isascii() and digits.isdigit() and len(digits) <= 20:
-        return check_size(int(text), what, minimum)
-    flag = what.partition(" ")[0]
-    found = _split(digits, flag) if text[:1] != "-" and "e" not in digits.lower() else None
+        return check_size(int(text), _name(what), minimum)
+    found = _split(digits, what) if text[:1] != "-" and "e" not in digits.lower() else None
     if found is None or not found[1] or found[0].denominator != 1:
-        example = f"; write {UNITS[flag].example}" if flag in UNITS else ""
-        raise WorkloadError(f"{what}: {format_value(text)} is not a whole number{example}")
-    return check_size(int(found[0]), what, minimum)
+        raise WorkloadError(f"{_name(what)}: {format_value(text)} is not a whole number{_write_like(what)}")
+    return check_size(int(found[0]), _name(what), minimum)
 
 
-def parse_number(text: str, flag: str) -> float:
-    """A positive number from a flag, with a suffix where the flag takes one: '1e15', '989T', '500ms', '40%'."""
-    found = _split(text.strip(), flag)
+def _name(what: str) -> str:
+    """A field as the reader writes it; several words stay as they are."""
+    return spell(what) if what.isidentifier() else what
+
+
+def _write_like(field: str) -> str:
+    return f"; write {UNITS[field].example}" if field in UNITS else ""
+
+
+def parse_number(text: str, field: str) -> float:
+    """A positive number, with a suffix where the field takes one: '1e15', '989T', '500ms', '40%'."""
+    found = _split(text.strip(), field)
     if found is None:
-        example = f"; write {UNITS[flag].example}" if flag in UNITS else ""
-        raise WorkloadError(f"{flag}: {format_value(text)} is not a number{example}")
+        raise WorkloadError(f"{_name(field)}: {format_value(text)} is not a number{_write_like(field)}")
     try:
         value = float(found[0])
     except OverflowError:
         value = math.inf
     if not 0 < value < math.inf:
-        raise FlopcalcError(f"{flag} must be a positive number, not {format_value(text)}")
+        raise FlopcalcError(f"{_name(field)} must be a positive number, not {format_value(text)}")
     return value
 
 
-def parse_exact(text: str, flag: str) -> Fraction:
+def parse_exact(text: str, field: str) -> Fraction:
     """As parse_number, without rounding."""
-    parse_number(text, flag)
-    found = _split(text.strip(), flag)
+    parse_number(text, field)
+    found = _split(text.strip(), field)
     assert found is not None  # parse_number would have refused it
     return found[0]
 
 
-def parse_share(text: str, flag: str) -> float:
+def parse_share(text: str, field: str) -> float:
     """'40%' or '0.4' -> 0.4; '40' may mean either, and is refused."""
-    value = parse_number(text, flag)
+    value = parse_number(text, field)
     if value > 1:
-        raise FlopcalcError(f"{flag}: {format_value(text)} is more than 100 %; write {UNITS[flag].example}")
+        raise FlopcalcError(f"{_name(field)}: {format_value(text)} is more than 100 %{_write_like(field)}")
     return value
 
 
@@ -145,7 +151,7 @@ def parse_tokens(value: float | str) -> int:
     """2000000000000, 2e12, '2T' or '15.6T' -> a number of tokens."""
     number: Fraction | float = 0
     if isinstance(value, str):
-        found = _split(value.strip().replace(",", "").replace("_", ""), "--tokens")
+        found = _split(value.strip().replace(",", "").replace("_", ""), "tokens")
         if found is None:
             raise WorkloadError(f"tokens: {format_value(value)} is not a number; write {_DECIMAL.example}")
         number = found[0]
@@ -162,25 +168,27 @@ def format_tokens(value: int) -> str:
     return f"{number} token{'s' * (value != 1)}"
 
 
-def describe_suffixes(options: Mapping[str, str]) -> list[str]:
-    """What values with a suffix stand for, in full: '--seq 4k = 4,096'; options as flag -> what was written."""
+def describe_suffixes(given: Mapping[str, str]) -> list[str]:
+    """What values with a suffix stand for, in full: '--seq 4k = 4,096'; `given` is field -> what was written."""
     notes = []
-    for flag, text in options.items():
-        if flag not in UNITS or text.isdigit():
+    for field, text in given.items():
+        if field not in UNITS or text.isdigit():
             continue
-        pieces = [_split(piece.strip(), flag) for piece in text.split(",")]
+        pieces = [_split(piece.strip(), field) for piece in text.split(",")]
         if any(piece is not None and piece[1] for piece in pieces):
             shown = " and ".join(_format_full(piece[0]) for piece in pieces if piece is not None)
-            notes.append(f"{flag} {text} = {shown}{UNITS[flag].name}")
+            notes.append(f"{spell(field, text)} = {shown}{UNITS[field].name}")
     return notes
 
 
-def _split(text: str, flag: str) -> tuple[Fraction, str] | None:
+def _split(text: str, field: str) -> tuple[Fraction, str] | None:
     """A number times what its suffix stands for, and the suffix; None if it is neither."""
+    if text[:1] == "$" and "$" in UNITS.get(field, _PLAIN).suffixes:
+        text = text[1:]
     match = re.fullmatch(_NUMBER, text.lower(), re.ASCII) if len(text) <= _MOST_CHARACTERS else None
     if match is None:
         return None
-    suffixes = UNITS.get(flag, _PLAIN).suffixes
+    suffixes = UNITS.get(field, _PLAIN).suffixes
     if match[2] and match[2] not in suffixes:
         return None
     from fractions import Fraction  # plain sizes need none
@@ -234,5 +242,5 @@ def parse_sizes(text: str, what: str, count: int | None = None, separator: str =
     """'1,36,52' -> (1, 36, 52)."""
     values = tuple(parse_size(piece.strip(), what) for piece in text.split(separator))
     if count is not None and len(values) != count:
-        raise WorkloadError(f"{what}: {format_value(text)} must hold {count} numbers separated by {separator!r}")
+        raise WorkloadError(f"{_name(what)}: {format_value(text)} must hold {count} numbers separated by {separator!r}")
     return values

@@ -58,9 +58,14 @@ def test_micro_batches() -> None:
 @pytest.mark.parametrize("share", [mfu, hfu])
 def test_shares(share: Any) -> None:
     estimate = estimate_flops("sweep-tiny", seq_len=64, batch_size=5)
-    expected = share(estimate, 0.5, peak=1e12, num_devices=8)
-    assert share(estimate, 0.5, peak=1e12, gpus=8) == expected
-    assert share(estimate, tokens_per_second=640, peak=1e12, gpus=8) == expected
+    with pytest.warns(FutureWarning, match="this estimate is of 1 GPU, not 8"):
+        expected = share(estimate, 0.5, peak=1e12, num_devices=8)
+    with pytest.warns(FutureWarning, match="the next release refuses"):
+        assert share(estimate, 0.5, peak=1e12, gpus=8) == expected
+    job = estimate_flops("sweep-tiny", seq_len=64, batch_size=5, gpus=8)  # five on each
+    assert (job.total, job.gpus, job.global_batch) == (8 * estimate.total, 8, 40)
+    assert share(job, 0.5, peak=1e12).value == pytest.approx(8 * expected.value, rel=1e-12)
+    assert share(job, tokens_per_second=8 * 640, peak=1e12, gpus=8) == share(job, 0.5, peak=1e12)
     for wrong, words in (
         ({"step_time_s": 0.5, "tokens_per_second": 1}, "both given"),
         ({}, "both missing"),
@@ -91,8 +96,8 @@ def test_images_refused() -> None:
     for images, words in (([10], r"is not \(width, height\)"), ([(0, 5)], "image width must be at least 1")):
         with pytest.raises(WorkloadError, match=words):
             estimate_flops("qwen2-vl-2b", seq_len=64, images=images)  # type: ignore[arg-type]
-    with pytest.raises(WorkloadError, match="give the images in one way"):
-        estimate_flops("qwen2-vl-2b", seq_len=2000, images=IMAGES, image_grid_thw=GRIDS)
+    both = estimate_flops("qwen2-vl-2b", seq_len=2000, batch_size=2, images=IMAGES, image_grid_thw=GRIDS)
+    assert both == estimate_flops("qwen2-vl-2b", seq_len=2000, batch_size=2, image_grid_thw=[*GRIDS, *GRIDS])
     with pytest.raises(WorkloadError, match="batch already says"):
         estimate_flops("qwen2-vl-2b", batch={"input_ids": [[0]]}, images=IMAGES)
 

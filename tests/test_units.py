@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flopcalc import FlopcalcError, WorkloadError
+from flopcalc.base.spelling import spell_option, use_spelling
 from flopcalc.errors import find_nearest, format_nearest, format_value
 from flopcalc.units import (
     MAX_SIZE,
@@ -89,7 +90,7 @@ def test_other_formats() -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("007", 7), ("2048", 2048), (str(MAX_SIZE), MAX_SIZE)])
 def test_parse_size(text: str, value: int) -> None:
-    assert parse_size(text, "--seq") == value
+    assert parse_size(text, "seq") == value
 
 
 @pytest.mark.parametrize(
@@ -118,45 +119,49 @@ def test_parse_size(text: str, value: int) -> None:
     ],
 )
 def test_parse_size_refuses(text: str) -> None:
-    with pytest.raises(WorkloadError, match="--seq") as caught:
-        parse_size(text, "--seq")
+    with pytest.raises(WorkloadError, match="seq_len") as caught:
+        parse_size(text, "seq")
     assert len(str(caught.value)) < 150
 
 
 @pytest.mark.parametrize(
     ("flag", "text", "value"),
     [
-        ("--seq", "4k", 4096), ("--seq", "4K", 4096), ("--text", "1.5k", 1536), ("--context", "2M", 2 << 20),
-        ("--decoder-seq", "1k", 1024), ("--gpus", "16k", 16384), ("--num-devices", "1 k", 1024), ("--seq", "0.5k", 512),
+        ("seq", "4k", 4096), ("seq", "4K", 4096), ("text", "1.5k", 1536), ("context", "2M", 2 << 20),
+        ("decoder_seq", "1k", 1024), ("gpus", "16k", 16384), ("global_batch", "1 k", 1024), ("seq", "0.5k", 512),
     ],
 )  # fmt: skip
 def test_binary_suffixes(flag: str, text: str, value: int) -> None:
     assert parse_size(text, flag) == value
-    assert describe_suffixes({flag: text}) == [f"{flag} {text} = {value:,}"]
+    with use_spelling(spell_option):
+        assert describe_suffixes({flag: text}) == [f"--{flag.replace('_', '-')} {text} = {value:,}"]
 
 
 @pytest.mark.parametrize(
     ("flag", "text", "value", "shown"),
     [
-        ("--peak", "1e15", 1e15, None), ("--peak", "989.4T", 989.4e12, "989,400,000,000,000"),
-        ("--tflops", "400", 400.0, None), ("--tokens-per-second", "12.5k", 12500.0, "12,500"),
-        ("--price", "2.5", 2.5, None), ("--step-time", "0.5", 0.5, None), ("--step-time", "500ms", 0.5, "0.5 s"),
-        ("--step-time", "250us", 250e-6, "0.00025 s"), ("--step-time", "2 min", 120.0, "120 s"),
-        ("--step-time", "1h", 3600.0, "3,600 s"), ("--audio", "30s", 30.0, "30 s"), ("--mfu", "40%", 0.4, "0.4"),
-        ("--mfu", "0.4", 0.4, None), ("--host-factor", "1.5", 1.5, None), ("--peak", ".5B", 5e8, "500,000,000"),
+        ("peak", "1e15", 1e15, None), ("peak", "989.4T", 989.4e12, "989,400,000,000,000"),
+        ("tflops", "400", 400.0, None), ("tokens_per_second", "12.5k", 12500.0, "12,500"),
+        ("price", "2.5", 2.5, None), ("price", "$2.50", 2.5, None), ("price", "2.50$", 2.5, "2.5 USD"),
+        ("step_time", "0.5", 0.5, None), ("step_time", "500ms", 0.5, "0.5 s"),
+        ("step_time", "250us", 250e-6, "0.00025 s"), ("step_time", "2 min", 120.0, "120 s"),
+        ("step_time", "1h", 3600.0, "3,600 s"), ("audio", "30s", 30.0, "30 s"), ("mfu", "40%", 0.4, "0.4"),
+        ("mfu", "0.4", 0.4, None), ("host_factor", "1.5", 1.5, None), ("peak", ".5B", 5e8, "500,000,000"),
     ],
 )  # fmt: skip
 def test_parse_number(flag: str, text: str, value: float, shown: str | None) -> None:
     assert parse_number(text, flag) == value
-    assert describe_suffixes({flag: text}) == ([f"{flag} {text} = {shown}"] if shown else [])
+    with use_spelling(spell_option):
+        spelled = f"--{flag.replace('_', '-')} {text} = {shown}"
+        assert describe_suffixes({flag: text}) == ([spelled] if shown else [])
 
 
 @pytest.mark.parametrize(
     ("flag", "text"),
     [
-        ("--peak", "0"), ("--peak", "-1"), ("--peak", "nan"), ("--peak", "inf"), ("--peak", ""), ("--peak", "1Q"),
-        ("--peak", "1e999"), ("--step-time", "5k"), ("--step-time", "-5ms"), ("--host-factor", "5k"), ("--mfu", "40T"),
-        ("--price", "9" * 50), ("--peak", "1,5"), ("--step-time", "ms"),
+        ("peak", "0"), ("peak", "-1"), ("peak", "nan"), ("peak", "inf"), ("peak", ""), ("peak", "1Q"),
+        ("peak", "1e999"), ("step_time", "5k"), ("step_time", "-5ms"), ("host_factor", "5k"), ("mfu", "40T"),
+        ("price", "9" * 50), ("peak", "1,5"), ("step_time", "ms"),
     ],
 )  # fmt: skip
 def test_parse_number_refuses(flag: str, text: str) -> None:
@@ -166,31 +171,31 @@ def test_parse_number_refuses(flag: str, text: str) -> None:
 
 
 def test_parse_share() -> None:
-    assert parse_share("40%", "--mfu") == parse_share("0.4", "--mfu") == 0.4
-    assert parse_share("100%", "--mfu") == 1
+    assert parse_share("40%", "mfu") == parse_share("0.4", "mfu") == 0.4
+    assert parse_share("100%", "mfu") == 1
     for text in ("40", "101%", "1.5"):
         with pytest.raises(FlopcalcError, match=r"is more than 100 %; write 40% or 0\.4"):
-            parse_share(text, "--mfu")
+            parse_share(text, "mfu")
 
 
 def test_lists_are_spelled_out() -> None:
-    options = {"--lengths": "1k,5", "--seq": "1k,2k", "--batch": "4", "--model": "7b", "--freeze": "vision"}
-    assert describe_suffixes(options) == ["--lengths 1k,5 = 1,024 and 5", "--seq 1k,2k = 1,024 and 2,048"]
-    assert parse_sizes("1k, 5", "--lengths") == (1024, 5)
+    options = {"lengths": "1k,5", "seq": "1k,2k", "batch": "4", "model": "7b", "freeze": "vision"}
+    assert describe_suffixes(options) == ['lengths="1k,5" = 1,024 and 5', 'seq_len="1k,2k" = 1,024 and 2,048']
+    assert parse_sizes("1k, 5", "lengths") == (1024, 5)
 
 
 def test_parse_size_minimum() -> None:
-    assert parse_size("0", "--context", 0) == 0
+    assert parse_size("0", "context", 0) == 0
     with pytest.raises(WorkloadError, match="at least 0, not -1"):
-        parse_size("-1", "--context", 0)
+        parse_size("-1", "context", 0)
 
 
 def test_parse_sizes() -> None:
-    assert parse_sizes("1, 36,52", "--image-grid", 3) == (1, 36, 52)
-    assert parse_sizes("640x480", "--image", 2, "x") == (640, 480)
+    assert parse_sizes("1, 36,52", "image_grid", 3) == (1, 36, 52)
+    assert parse_sizes("640x480", "image", 2, "x") == (640, 480)
     for text in ("1,2", "1,2,3,4", "1,,3", "1;2;3", ""):
-        with pytest.raises(WorkloadError, match="--image-grid"):
-            parse_sizes(text, "--image-grid", 3)
+        with pytest.raises(WorkloadError, match="image_grid_thw"):
+            parse_sizes(text, "image_grid", 3)
 
 
 class Index:

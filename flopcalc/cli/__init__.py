@@ -25,6 +25,7 @@ _COMMANDS = {
     "explain": ("flopcalc.cli.explain", "The formula of an operation, with its numbers."),
     "models": ("flopcalc.cli.catalogue", "Supported model families and presets."),
     "devices": ("flopcalc.cli.catalogue", "Known GPUs and other devices, with their dense peaks."),
+    "schema": ("flopcalc.cli.schema", "The JSON schema of a setup: every option and Python keyword."),
     "crosscheck": ("flopcalc.cli.crosscheck", "Run one batch and compare every counter with the analytic count."),
     "verify": ("flopcalc.cli.verify", "Build HF's model and compare every row with the analytic count."),
     "add": ("flopcalc.cli.add", "For contributors: add the spec of a model type."),

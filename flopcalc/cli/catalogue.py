@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flopcalc.cli.command import Command, complete_model
-from flopcalc.cli.options.workload import complete_device
+from flopcalc.cli.command import Command
+from flopcalc.cli.options import complete_device, complete_model
 from flopcalc.errors import ConfigError, format_value
 from flopcalc.report import catalogue as report
 

@@ -8,38 +8,26 @@ from typing import Any
 
 import click
 
-from flopcalc.cli.command import Command, complete_model
+from flopcalc.api import count
+from flopcalc.cli.command import Command
 from flopcalc.cli.estimate import EXACT
-from flopcalc.cli.options.counting import make_estimate
-from flopcalc.cli.options.time import make_shares, time_options
-from flopcalc.cli.options.workload import trace_option, workload_options
+from flopcalc.cli.options import complete_model, takes_setup
 from flopcalc.cli.pages import FORMATS, format_options, write_page
 from flopcalc.errors import WorkloadError, format_nearest
 from flopcalc.report.comparison import Column, format_comparison
-from flopcalc.words import CLIPPING, CONVENTIONS, KERNELS, PHASES, RECOMPUTE
+from flopcalc.setup.counting import find_shares
+from flopcalc.setup.fields import list_fields
+from flopcalc.setup.setup import make_setup
 
-_SETTABLE = (
-    "batch", "seq", "decoder_seq", "text", "lengths", "grad_accum", "image", "image_grid", "video", "video_grid",
-    "audio", "max_pixels", "phase", "context", "logits", "freeze", "train_only", "lora", "recompute", "clipping",
-    "convention", "attention_kernel", "device", "dtype", "peak", "gpus", "step_time", "tokens_per_second",
-    "compute", "weights", "kv_cache", "head", "mtp", "model_type",
-)  # fmt: skip
-_CHOICES = {
-    "phase": PHASES, "convention": CONVENTIONS, "attention_kernel": KERNELS, "recompute": RECOMPUTE,
-    "clipping": CLIPPING,
-}  # fmt: skip
 _LENGTHS = ("seq", "text", "lengths")
 _TIMES = ("step_time", "tokens_per_second")
-_REPEATABLE = ("image", "image_grid", "video", "video_grid", "audio", "freeze", "train_only")
 
 
 @click.command(cls=Command)
 @click.argument("models", nargs=-1, required=True, shell_complete=complete_model, metavar="MODEL[@key=value;…] …")
-@workload_options
-@trace_option
-@time_options
+@takes_setup("compare", has_model=False)
 @format_options(*FORMATS)
-def compare(models: tuple[str, ...], style: str, output: str | None, **options: object) -> None:
+def compare(models: tuple[str, ...], style: str, output: str | None, given: dict[str, Any]) -> None:
     """Several models or workloads side by side.
 
     Options apply to all columns. MODEL@key=value;key=value changes them for one. Examples:
@@ -50,7 +38,7 @@ def compare(models: tuple[str, ...], style: str, output: str | None, **options: 
 
       flopcalc compare gpt2@step_time=30ms gpt2-xl@step_time=350ms --seq 1024 --device h200
     """
-    columns = [_count(text, options) for text in models]
+    columns = [_count(text, given) for text in models]
     if style == "json":
         click.echo(json.dumps([column.to_dict() for column in columns], indent=2, ensure_ascii=False))
     elif style == "html":
@@ -65,10 +53,14 @@ def compare(models: tuple[str, ...], style: str, output: str | None, **options: 
         click.echo(format_comparison(columns, is_markdown=style == "markdown"))
 
 
-def _count(text: str, options: dict[str, object]) -> Column:
-    name, own = _read_column(text, options)
-    asked = make_estimate(name, own)
-    model_share, hardware_share, notes = make_shares(asked.estimate, own)
+def _count(text: str, given: dict[str, Any]) -> Column:
+    name, own = _read_column(text, given)
+    try:
+        setup = make_setup("compare", name, own)
+    except WorkloadError as error:
+        raise WorkloadError(f"{text!r}: {error}") from None if "@" in text else error
+    asked = count(setup)
+    model_share, hardware_share, notes = find_shares(asked.estimate, setup)
     return Column(text, asked.estimate, model_share, hardware_share, asked.notes + notes)
 
 
@@ -80,27 +72,25 @@ _EXACT: dict[str, Callable[[Column], Any]] = {
 }
 
 
-def _read_column(text: str, options: dict[str, object]) -> tuple[str, dict[str, Any]]:
-    """'name@seq=2048;batch=2' -> the name, and the options with those changed."""
+def _read_column(text: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """'name@seq=2048;batch=2' -> the name, and the fields with those changed."""
     name, at, settings = text.partition("@")
-    own = dict(options)
+    fields = {each: field for each, field in list_fields("compare").items() if field.in_doors}
+    own = dict(given)
     chosen: set[str] = set()
     for piece in settings.split(";") if at else []:
         key, equals, value = piece.partition("=")
         key = key.strip().replace("-", "_")
-        if not equals or key not in _SETTABLE:
-            near = format_nearest(key, _SETTABLE)
+        if not equals or key not in fields:
+            near = format_nearest(key, fields)
             raise WorkloadError(f"{text!r}: {piece!r} is not key=value of a workload option.{near}")
         if key in chosen:
             raise WorkloadError(f"{text!r}: {key} is given twice: give it once")
-        if key in _LENGTHS and not chosen & set(_LENGTHS):
-            own.update(dict.fromkeys(_LENGTHS))  # a column's own length replaces the one given for all
-            own["batch"] = own["batch"] if key != "lengths" or "batch" in chosen else None
-        if key in _TIMES and not chosen & set(_TIMES):
-            own.update(dict.fromkeys(_TIMES))  # and so does its own time
+        for group in (_LENGTHS, _TIMES):  # a column's own length or time replaces the one given for all
+            if key in group and not chosen & set(group):
+                own = {each: kept for each, kept in own.items() if each not in group}
+        if key == "lengths" and "batch" not in chosen:
+            own.pop("batch", None)
         chosen.add(key)
-        own[key] = tuple(value.split("+")) if key in _REPEATABLE else value
-    for key, known in _CHOICES.items():
-        if own[key] not in known:
-            raise WorkloadError(f"{text!r}: {key} {own[key]!r} unknown; known: {', '.join(known)}")
+        own[key] = tuple(value.split("+")) if fields[key].repeats else value
     return name, own

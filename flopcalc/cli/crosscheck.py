@@ -10,57 +10,33 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flopcalc._version import __version__
-from flopcalc.cli.command import Command, model_argument
-from flopcalc.cli.options.counting import make_estimate
-from flopcalc.cli.options.workload import add_options, checkpointing_option, source_options
+from flopcalc.api import count
+from flopcalc.cli.command import Command
+from flopcalc.cli.options import takes_setup
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import load_config
 from flopcalc.data import describe_install
-from flopcalc.errors import FlopcalcError
+from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.grids import format_grid, wrap
+from flopcalc.setup.setup import make_setup
 from flopcalc.units import format_flops, format_parameters, parse_size
-from flopcalc.words import RECOMPUTE
 
 if TYPE_CHECKING:
     from flopcalc.measure.counters.witness import Crosscheck
 
 _EXTRA = ("torch", "transformers", "peft", "fvcore")
-# What make_estimate also wants, and a cross-check leaves alone.
-_FIXED = {
-    "spec": None, "lengths": None, "grad_accum": None, "context": None, "logits": None, "convention": "full",
-    "attention_kernel": "eager", "device": None, "decoder_seq": None, "audio": (), "video": (), "max_pixels": None,
-    "clipping": "none",
-}  # fmt: skip
 _PRODUCT = re.compile(r"attention|grouped|conv|mm\b|matmul|dot\b|einsum|mv\b")
 
 
 @click.command(cls=Command)
-@model_argument
-@add_options(source_options[0], source_options[2])
-@click.option("--batch", metavar="N", help="Samples (default 1).")
-@click.option("--seq", metavar="N", help="Length per sample, visual tokens included.")
-@click.option("--text", metavar="N", help="Text tokens per sample; visual tokens are added.")
-@click.option("--image", multiple=True, metavar="WxH", help="An image per sample, in pixels; repeatable.")
-@click.option("--image-grid", multiple=True, metavar="T,H,W", help="An image per sample, in patches.")
-@click.option("--video-grid", multiple=True, metavar="T,H,W", help="A video per sample, in patches.")
-@click.option("--phase", type=click.Choice(("train", "forward")), default="train", show_default=True)
-@click.option(
-    "--freeze",
-    multiple=True,
-    metavar="PATTERN",
-    help="Freeze what matches: a glob, or vision|audio|projector|language.",
-)
-@click.option("--train-only", multiple=True, metavar="PATTERN", help="Train only what matches.")
-@click.option("--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it.")
-@click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True)
-@checkpointing_option
+@takes_setup("crosscheck")
 @click.option("--layers", metavar="N", help="Cut language model and tower to N layers, so that a big model fits.")
 @click.option("--device", type=click.Choice(("auto", "cuda", "cpu")), default="auto", show_default=True)
 @click.option("--dtype", type=click.Choice(("bf16", "fp16", "fp32")), help="Default: bf16 on a GPU, fp32 on the CPU.")
 @click.option("--attention", type=click.Choice(("eager", "sdpa")), default="eager", show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 def crosscheck(
-    model: str, layers: str | None, device: str, dtype: str | None, attention: str, as_json: bool, **options: Any
+    model: str, layers: str | None, device: str, dtype: str | None, attention: str, as_json: bool, given: dict[str, Any]
 ) -> None:
     """Run one batch and compare every counter with the analytic count.
 
@@ -73,14 +49,16 @@ def crosscheck(
     """
     # Before torch is loaded: its profiler prints a line on stderr at every start and stop; errors still come through.
     os.environ.setdefault("KINETO_LOG_LEVEL", "4")
-    source = load_config(model, download=options["download"], model_type=options.pop("model_type"))
-    depth = None if layers is None else parse_size(layers, "--layers")
+    if given.get("phase", "train") not in ("train", "forward"):
+        raise WorkloadError(f"crosscheck runs phases train and forward, not {given['phase']}")
+    source = load_config(model, download=given.get("download", False), model_type=given.pop("model_type", None))
+    depth = None if layers is None else parse_size(layers, "layers")
     try:
         from flopcalc.measure.counters import witness
 
         witness.check_kind(source)
         source = witness.cut_layers(source, depth)
-        asked = make_estimate(source, {**_FIXED, **options})
+        asked = count(make_setup("crosscheck", source, given).replace(attention_kernel="eager"), "full")
         estimator, load, _ = asked.estimate.terms[0]
         found = witness.crosscheck(
             source, load, recipe=estimator.recipe, device=device, dtype=dtype, attention=attention

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from flopcalc.cli.command import Command, model_argument
-from flopcalc.cli.options.counting import make_estimate
-from flopcalc.cli.options.launch import launch_option, read_launch_options
-from flopcalc.cli.options.time import make_run, make_shares, run_options, time_options
-from flopcalc.cli.options.workload import has_list, trace_option, workload_options
+from flopcalc.api import count
+from flopcalc.cli.command import Command
+from flopcalc.cli.options import has_list, takes_setup
 from flopcalc.cli.pages import FORMATS, format_options, write_page
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.errors import WorkloadError
+from flopcalc.setup.counting import find_run, find_shares
+from flopcalc.setup.setup import make_setup
 from flopcalc.units import format_flops, parse_size
 from flopcalc.values import Value, frozen
 from flopcalc.words import BY
@@ -53,12 +52,7 @@ class Counted(Value):
 
 
 @click.command(cls=Command)
-@model_argument
-@launch_option
-@workload_options
-@trace_option
-@time_options
-@run_options
+@takes_setup("estimate")
 @click.option("--depth", metavar="N", help="Cut module paths to N names.")
 @click.option("--by", type=click.Choice(BY), help="Rows of the breakdown (default component).")
 @format_options(*FORMATS)
@@ -70,7 +64,7 @@ def estimate(
     style: str,
     output: str | None,
     plot_file: str | None,
-    **options: object,
+    given: dict[str, Any],
 ) -> None:
     """FLOPs of one step of a model, by component.
 
@@ -82,16 +76,15 @@ def estimate(
     """
     if by is not None and style == "html":
         raise WorkloadError("the page of --format html holds every breakdown: leave --by out")
-    levels = parse_size(depth, "--depth") if depth is not None else None
+    levels = parse_size(depth, "depth") if depth is not None else None
     if levels is not None and style not in ("json", "html"):
         if by not in (None, "module"):
             raise WorkloadError(f"--depth cuts module paths: it contradicts --by {by}")
         by = "module"
-    model, options, said, report_of_launch = read_launch_options("estimate", model, options)
-    if has_list(options, plot_file):
-        _show_list(model, options, style, output, by, levels, plot_file, said)
+    if has_list(given, plot_file):
+        _show_list(model, given, style, output, by, levels, plot_file)
         return
-    counted = _count(model, options, said).replace(launch=report_of_launch)
+    counted = _count(model, given)
     if style == "json":
         click.echo(json.dumps(counted.to_dict(by, levels), indent=2, ensure_ascii=False))
         return
@@ -118,26 +111,27 @@ def estimate(
     )
 
 
-def _count(model: str, options: dict[str, object], said: Sequence[str] = ()) -> Counted:
-    asked = make_estimate(model, options)
-    model_share, hardware_share, notes = make_shares(asked.estimate, options)
-    notes = [*said, *asked.notes, *notes]
-    return Counted(asked.estimate, model_share, hardware_share, make_run(asked.estimate, options), notes)
+def _count(model: str, given: dict[str, Any]) -> Counted:
+    setup = make_setup("estimate", model, given)
+    counted = count(setup)
+    model_share, hardware_share, notes = find_shares(counted.estimate, setup)
+    run = find_run(counted.estimate, setup)
+    return Counted(counted.estimate, model_share, hardware_share, run, [*counted.notes, *notes], setup.launch)
 
 
 def _show_list(
-    model: str, options: dict[str, object], style: str, output: str | None, by: str | None, depth: int | None,
-    plot_file: str | None, said: Sequence[str],
+    model: str, given: dict[str, Any], style: str, output: str | None, by: str | None, depth: int | None,
+    plot_file: str | None,
 ) -> None:  # fmt: skip
     from flopcalc.cli import lists  # only where used: a single estimate starts without it
 
     if (by is not None or depth is not None) and style != "json":
         raise WorkloadError("--by and --depth break one result down: give no lists with them, or --json")
-    rows = lists.expand(options)
+    rows = lists.expand(given)
     varied = rows[0].varied.keys()
-    if options["step_time"] is not None and varied & {"batch", "seq"}:
+    if "step_time" in given and varied & {"batch", "seq"}:
         raise WorkloadError("one --step-time cannot hold for several sizes: give --tokens-per-second, or single values")
-    results = [_count(model, row.options, said) for row in rows]
+    results = [_count(model, row.options) for row in rows]
     if plot_file is not None:
         lists.draw(plot_file, rows, [each.estimate.total / 1e12 for each in results], "TFLOPs per step")
     if style == "json":

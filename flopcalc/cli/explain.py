@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
-from flopcalc.cli.command import Command, model_argument
-from flopcalc.cli.options.counting import make_estimate
-from flopcalc.cli.options.workload import workload_options
+from flopcalc.api import count
+from flopcalc.cli.command import Command
+from flopcalc.cli.options import takes_setup
 from flopcalc.report.explanation import explain_rows, format_explanation
+from flopcalc.setup.setup import make_setup
 
 
 @click.command(cls=Command)
-@model_argument
+@takes_setup("explain")
 @click.option(
     "--op", "pattern", required=True, metavar="PATTERN", help="Glob of module paths, such as *.q_proj or *self_attn*."
 )
-@workload_options
 @click.option("--json", "as_json", is_flag=True)
-def explain(model: str, pattern: str, as_json: bool, **options: object) -> None:
+def explain(model: str, pattern: str, as_json: bool, given: dict[str, Any]) -> None:
     """The formula of an operation with its numbers filled in.
 
     Example: flopcalc explain llama-3.1-8b --seq 2048 --op '*self_attn*'
     """
-    asked = make_estimate(model, options)
+    asked = count(make_setup("explain", model, given))
     shown = explain_rows(asked.estimate, pattern)
     if as_json:
         click.echo(

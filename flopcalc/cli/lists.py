@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from flopcalc.cli.options.workload import LISTED
+from flopcalc.cli.options import LISTED
 from flopcalc.errors import WorkloadError
 from flopcalc.units import parse_size
 
@@ -38,7 +38,7 @@ def expand(options: Mapping[str, object]) -> list[Row]:
             pieces = [piece.strip() for piece in text.split(",")]
             if "" in pieces:
                 raise WorkloadError(f"--{name}: {text!r} has an empty value")
-            lists[name] = [piece if name == "device" else parse_size(piece, f"--{name}") for piece in pieces]
+            lists[name] = [piece if name == "device" else parse_size(piece, name) for piece in pieces]
             if len(set(lists[name])) < len(pieces):
                 raise WorkloadError(f"--{name}: {text!r} lists a value twice")
     count = math.prod(len(values) for values in lists.values())

@@ -3,48 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from flopcalc.cli.command import Command, model_argument
-from flopcalc.cli.options.counting import Asked, is_given, make_estimate, read_formats, read_recompute
-from flopcalc.cli.options.launch import launch_option, read_launch_options
-from flopcalc.cli.options.time import read_rate
-from flopcalc.cli.options.workload import dtype_option, execution_option, has_list, workload_options
+from flopcalc.api import count, list_step_options, predict_counted
+from flopcalc.cli.command import Command
+from flopcalc.cli.options import has_list, takes_setup
 from flopcalc.cli.pages import format_options, write_page
-from flopcalc.errors import DeviceError, WorkloadError
-from flopcalc.hardware.devices import DTYPES
+from flopcalc.errors import WorkloadError
+from flopcalc.setup.counting import Counted
+from flopcalc.setup.setup import Setup, make_setup
 from flopcalc.units import parse_size
-from flopcalc.words import OPTIMIZERS
 
 if TYPE_CHECKING:
     from flopcalc.prediction.step import Prediction
 
 
 @click.command(cls=Command)
-@model_argument
-@launch_option
-@workload_options
-@dtype_option("|".join(DTYPES[:4]) + "|…")
-@click.option(
-    "--optimizer",
-    type=click.Choice(OPTIMIZERS),
-    metavar="adamw|adamw-8bit|…",
-    default="adamw",
-    show_default=True,
-    help="adamw: torch's fused one; adamw-foreach; adamw-master: with fp32 gradients, master weights and states; "
-    "adamw-8bit, adamw-fp8: states of one byte; adamw-offload: states on the host; none.",
-)
-@execution_option("eager")
-@click.option("--compile", "compiled", is_flag=True, help="Same as --execution compiled.")
-@click.option("--host-factor", metavar="F", help="Your CPU's slowdown relative to the calibrated host (default 1).")
-@click.option(
-    "--transformers",
-    metavar="VERSION",
-    help="Version of transformers that you run (default 5.17). It matters for experts: 5.6 to 5.17 mask routed rows.",
-)
+@takes_setup("predict")
 @click.option("--memory", is_flag=True, help="Show what fills the memory, and the largest batch that fits.")
 @click.option("--top", metavar="N", help="Number of modules to list (default 8).")
 @format_options("table", "json", "html")
@@ -54,7 +31,7 @@ if TYPE_CHECKING:
 )
 def predict(
     model: str, memory: bool, top: str | None, style: str, output: str | None,
-    plot_file: str | None, timeline: str | None, **options: object,
+    plot_file: str | None, timeline: str | None, given: dict[str, Any],
 ) -> None:  # fmt: skip
     """Time and memory of one step of HF's model on a GPU, and what limits it.
 
@@ -64,21 +41,15 @@ def predict(
 
       flopcalc predict llama-3.1-8b --seq 2k --batch 1,2,4 --device h100-sxm,h200
     """
-    if options["device"] is None:
-        raise DeviceError("on which device? Give --device NAME; `flopcalc devices` lists them")
-    if is_given("convention"):
-        raise WorkloadError("predict shows MFU and HFU, each under its own convention: leave --convention out")
-    model, options, said, report = read_launch_options("predict", model, options)
-    options |= {"recompute": read_recompute(options), "gradient_checkpointing": False}
     if top is not None and style == "html":
         raise WorkloadError("the page of --format html lists every module: leave --top out")
-    count = parse_size(top, "--top") if top is not None else 8
-    if timeline is not None and has_list(options, plot_file):
+    count = parse_size(top, "top") if top is not None else 8
+    if timeline is not None and has_list(given, plot_file):
         raise WorkloadError("--timeline is of one step: give one of --seq, --batch and --device each")
-    if has_list(options, plot_file):
-        _show_list(model, options, memory, style, output, plot_file, said)
+    if has_list(given, plot_file):
+        _show_list(model, given, memory, style, output, plot_file)
         return
-    predicted = _predict(model, options, memory, said, timeline is not None)._replace(launch=report)
+    predicted = _predict(model, given, memory, timeline is not None)
     if timeline is not None:
         from flopcalc.prediction.perfetto import save_trace
 
@@ -103,7 +74,7 @@ def predict(
 class Predicted(NamedTuple):
     """One result."""
 
-    asked: Asked
+    counted: Counted
     found: Prediction
     notes: list[str]
     device: str
@@ -122,49 +93,38 @@ class Predicted(NamedTuple):
         return shown
 
 
-def _predict(
-    model: str, options: dict[str, Any], memory: bool, said: Sequence[str] = (), has_events: bool = False
-) -> Predicted:  # fmt: skip
-    from flopcalc.prediction.choices import choose_execution
-    from flopcalc.prediction.step import find_largest_batch, predict_estimate
+def _predict(model: str, given: dict[str, Any], memory: bool, has_events: bool = False) -> Predicted:
+    from flopcalc.prediction.step import find_largest_batch
 
-    device = _find_name(options["device"])
-    settings: dict[str, Any] = {
-        "device": device, "dtype": read_formats(options)["compute"], "optimizer": options["optimizer"],
-        "attention_kernel": options["attention_kernel"],
-        "execution": choose_execution(options["execution"], options["compiled"]),
-    }  # fmt: skip
-    options = {**options, "device": device, "convention": "hardware"}
-    asked = make_estimate(model, options)
-    if memory and asked.estimate.terms[0].estimator.is_diffusion:
+    setup = make_setup("predict", model, given)
+    setup = setup.replace(values={**setup.values, "timeline": has_events})
+    settings = list_step_options(setup)
+    counted = count(setup, "hardware")
+    if memory and counted.estimate.terms[0].estimator.is_diffusion:
         raise WorkloadError("--memory: the memory of diffusion models is not predicted")
-    found = predict_estimate(
-        asked.estimate, host_factor=read_rate(options["host_factor"], "--host-factor") or 1.0,
-        transformers=options["transformers"], timeline=has_events, **settings,
-    )  # fmt: skip
-    kept = _compare_recompute(model, options, asked, found, settings) if memory else None
-    largest = find_largest_batch(asked.estimate, **settings) if memory else None
-    notes = [*said, *_list_notes(asked, found, options["optimizer"])]
-    return Predicted(asked, found, notes, device, memory, kept, largest)
+    found = predict_counted(counted, setup)
+    kept = _compare_recompute(setup, counted, found, settings) if memory else None
+    largest = find_largest_batch(counted.estimate, **settings) if memory else None
+    notes = _list_notes(counted, found, setup)
+    return Predicted(counted, found, notes, settings["device"], memory, kept, largest, setup.launch)
 
 
 def _show_list(
-    model: str, options: dict[str, object], memory: bool, style: str, output: str | None, plot_file: str | None,
-    said: Sequence[str],
-) -> None:  # fmt: skip
+    model: str, given: dict[str, Any], memory: bool, style: str, output: str | None, plot_file: str | None
+) -> None:
     from flopcalc.cli import lists
     from flopcalc.prediction.floors import format_rate
     from flopcalc.report.prediction import make_cells
 
-    rows = lists.expand(options)
-    results = [_predict(model, row.options, memory, said) for row in rows]
+    rows = lists.expand(given)
+    results = [_predict(model, row.options, memory) for row in rows]
     if plot_file is not None:
         lists.draw(plot_file, rows, [each.found.tokens_per_s for each in results], "tokens/s")
     if style == "json":
         lists.show_json(rows, [each.to_dict() for each in results])
         return
-    load = results[0].asked.estimate.terms[0].load
-    title = f"{results[0].asked.estimate.terms[0].estimator.source.name}: one {load.phase} step"
+    load = results[0].counted.estimate.terms[0].load
+    title = f"{results[0].counted.estimate.terms[0].estimator.source.name}: one {load.phase} step"
     notes = [each.notes for each in results]
     cells = [make_cells(each.found, each.largest) for each in results]
     if style == "html":
@@ -177,42 +137,31 @@ def _show_list(
         click.echo(f"written: {plot_file}")
 
 
-def _list_notes(asked: Asked, found: Prediction, optimizer: str) -> list[str]:
+def _list_notes(counted: Counted, found: Prediction, setup: Setup) -> list[str]:
     """What a reader should know of the prediction, of the workload and of options that change nothing, each once."""
-    notes = [*found.notes, *asked.notes]
-    phase = asked.estimate.terms[0][1].phase
-    if phase != "train" and optimizer != "none" and is_given("optimizer"):
+    notes, optimizer = list(found.notes), setup.get("optimizer", "none")
+    phase = counted.estimate.terms[0].load.phase
+    if phase != "train" and optimizer != "none":
         notes.append(f"phase {phase} has no optimizer's step, so --optimizer {optimizer} changes nothing")
-    return list(dict.fromkeys(notes))
+    return notes
 
 
 def _compare_recompute(
-    model: str, options: dict[str, Any], asked: Asked, found: Prediction, settings: dict[str, Any]
+    setup: Setup, counted: Counted, found: Prediction, settings: dict[str, Any]
 ) -> dict[str, int] | None:
     """Bytes of activations that autograd keeps without recomputation and with it; None where nothing trains."""
     from flopcalc.prediction.step import predict_estimate
 
-    if options["phase"] != "train" or not asked.estimate.parameters["trainable"]:
+    estimate = counted.estimate
+    if estimate.terms[0].load.phase != "train" or not estimate.parameters["trainable"]:
         return None
     kept = {}
     for word in ("none", "full"):
         other = found
-        if word != options["recompute"]:
-            changed = make_estimate(model, {**options, "recompute": word}).estimate
+        if word != estimate.terms[0].estimator.recipe.recompute:
+            recipe = {**(setup.recipe or {}), "recompute": word}  # type: ignore[dict-item]  # options make a mapping
+            changed = count(setup.replace(recipe=recipe), "hardware").estimate
             other = predict_estimate(changed, advise=False, **settings)
         assert other.memory is not None
         kept[word] = other.memory.activations
     return kept
-
-
-def _find_name(name: str) -> str:
-    """The device as it was named; auto is this machine's own."""
-    from flopcalc.hardware.devices import detect_device, find_detected
-
-    if name != "auto":
-        return name
-    found = detect_device()
-    if found is None or find_detected(found) is None:
-        shown = "no GPU" if found is None else f"{found}, which is not in the table"
-        raise DeviceError(f"--device auto: this machine shows {shown}; name a GPU, `flopcalc devices` lists them")
-    return found

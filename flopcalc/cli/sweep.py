@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from flopcalc.cli.command import Group, complete_model
+from flopcalc.cli.command import Group
+from flopcalc.cli.options import complete_model
 from flopcalc.cli.pages import write_page
 
 if TYPE_CHECKING:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from flopcalc.api import bind
-from flopcalc.cli.command import Command, complete_model
-from flopcalc.cli.options.counting import read_recompute
-from flopcalc.cli.options.workload import checkpointing_option
+from flopcalc.cli.command import Command
+from flopcalc.cli.options import complete_model
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.spec.aliases import strip_marks
 from flopcalc.data import describe_install, list_data_files
-from flopcalc.errors import FlopcalcError, WorkloadError
+from flopcalc.errors import FlopcalcError, RecipeError, WorkloadError
 from flopcalc.grids import format_grid, format_text
 from flopcalc.units import parse_size, parse_sizes
 from flopcalc.words import PHASES, RECOMPUTE
@@ -52,8 +52,8 @@ _SMALL = 2 * 10**9  # parameters that any machine has memory for
 @click.option("--context", metavar="C", help="decode: keys already cached (default 0).")
 @click.option("--freeze", multiple=True, metavar="PATTERN", help="Glob of module paths.")
 @click.option("--lora", metavar="r=16,targets=q_proj+v_proj", help="LoRA as PEFT applies it.")
-@click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True)
-@checkpointing_option
+@click.option("--recompute", type=click.Choice(RECOMPUTE), help="Gradient checkpointing (default none).")
+@click.option("--gradient-checkpointing", is_flag=True, help="Same as --recompute full.")
 @click.option(
     "--device", type=click.Choice(("cpu", "meta")), help="meta takes no memory. Default: cpu for tiny examples."
 )
@@ -136,17 +136,24 @@ def _format_summary(summary: dict[str, Any]) -> str:
     return f"{text}; largest difference: {flops}, in {largest['module']} of {largest['case']}"
 
 
+def _read_recompute(options: Mapping[str, object]) -> str:
+    recompute = options["recompute"]
+    if options["gradient_checkpointing"] and recompute not in (None, "full"):
+        raise RecipeError(f"--gradient-checkpointing is --recompute full, not {recompute}: give one of them")
+    return "full" if options["gradient_checkpointing"] else str(recompute or "none")
+
+
 def _list_jobs(types: tuple[str, ...], config: str | None, every: bool, options: dict[str, Any]) -> Any:
     from flopcalc.measure.hf.examples import find_example, list_cases, make_estimator
     from flopcalc.measure.hf.models import find_class
 
-    recipe = make_recipe(freeze=options["freeze"], lora=options["lora"], recompute=read_recompute(options))
+    recipe = make_recipe(freeze=options["freeze"], lora=options["lora"], recompute=_read_recompute(options))
     asked = {key: value for key, value in recipe.to_dict().items() if value and value != "none"}
     workload = _read_workload(options)
     if workload is None and config is None:
         given = [key for key in ("batch", "image_grid", "clip", "context", "freeze", "lora") if options[key]]
         given += ["phase"] if options["phase"] != "train" else []
-        given += ["recompute"] if read_recompute(options) != "none" else []
+        given += ["recompute"] if _read_recompute(options) != "none" else []
         if given:
             raise FlopcalcError(f"--{given[0].replace('_', '-')} belongs to one workload: give its --seq too")
     if config is not None:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from flopcalc.base.number_formats import find_computed, parse_compute
+from flopcalc.base.spelling import spell
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
 from flopcalc.errors import DeviceError, SpecError, find_nearest, format_value
 from flopcalc.values import Value, frozen
@@ -107,7 +108,7 @@ def find_device(name: str) -> Device:
         return default.replace(note=_describe_default(name, default, variants))
     if variants:
         raise DeviceError(f"device {name!r} is ambiguous: say which of {', '.join(each.id for each in variants)}")
-    remedy = "add it to your own devices.toml (docs/specs.md); for an MFU, --peak FLOPS_PER_S is enough"
+    remedy = f"add it to your own devices.toml (docs/specs.md); for an MFU, {spell('peak', 'FLOPS_PER_S')} is enough"
     why = _load_left_out().get(_plain(name))
     if why is not None:
         raise DeviceError(f"device {format_value(name)} has no peak here: {why}; {remedy}")
@@ -214,7 +215,7 @@ def find_format_peak(device: str, kind: str) -> tuple[float, str]:
 def _describe_missing(found: Device, kind: str) -> DeviceError:
     return DeviceError(
         f"{found.name} has no known {kind} peak; known: {', '.join(found.peak_tflops)}; "
-        "--peak FLOPS_PER_S gives one by hand"
+        f"{spell('peak', 'FLOPS_PER_S')} gives one by hand"
     )
 
 

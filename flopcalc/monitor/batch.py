@@ -16,6 +16,7 @@ from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import WorkloadError
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.values import is_tensor, read_held
+from flopcalc.words import Kernel
 
 # Of these, shapes alone count.
 _SHAPES = (
@@ -38,7 +39,7 @@ _FUSED = "fused_lm_head"
 _SCORED = ("shift_labels", "labels")  # where they are not -100, logits are needed
 _IGNORED = -100
 _KEPT = 4096  # counted workloads that are kept
-_KERNELS = {"eager": "eager", "flash_attention_2": "flash", "flash_attention_3": "flash"}
+_KERNELS: dict[str, Kernel] = {"eager": "eager", "flash_attention_2": "flash", "flash_attention_3": "flash"}
 
 
 _new = tuple.__new__  # as a named tuple's constructor, without its call in Python

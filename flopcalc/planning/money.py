@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from flopcalc.base.spelling import spell
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
 from flopcalc.errors import DeviceError, FlopcalcError, SpecError, format_value
 from flopcalc.hardware.devices import Device, find_device
@@ -24,7 +25,7 @@ def find_price(device: Device, given: float | None) -> Rate | None:
         if not is_number or not 0 < given < 1e6:
             raise FlopcalcError(
                 f"price {format_value(given)} is no price of a GPU-hour: give a positive number of USD, "
-                "or leave --price out to take a known one"
+                f"or leave {spell('price')} out to take a known one"
             )
         return Rate(float(given), "given")
     for folder in (find_user_dir(), find_data_dir()):

@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from math import comb, log
 from typing import Any, NamedTuple
 
+from flopcalc.base.spelling import spell
 from flopcalc.data import find_data_dir, find_user_dir, load_toml
 from flopcalc.errors import DeviceError, SpecError
 from flopcalc.hardware.devices import find_device
@@ -137,7 +138,8 @@ def find_interconnect(name: str | None, device: str) -> Interconnect:
                 return entry
         raise DeviceError(
             f"no interconnect is known for {find_device(device).name}: {_name_neighbour(known, device)}say which of "
-            f"{', '.join(known)} it has (--interconnect), or describe yours in interconnects.toml of your data folder"
+            f"{', '.join(known)} it has ({spell('interconnect')}), or describe yours in interconnects.toml of "
+            "your data folder"
         )
     return known[check_word(name, tuple(known), "interconnect", DeviceError, suggests=True)]
 
@@ -147,7 +149,7 @@ def check_reach(net: Interconnect, devices: int) -> None:
     if devices > net.per_node and not net.across:
         raise DeviceError(
             f"interconnect {net.id} joins {net.per_node} devices, and no source was read for the rate beyond: plan up "
-            f"to {net.per_node}, name another (--interconnect), or describe yours with across_gb_per_s in "
+            f"to {net.per_node}, name another ({spell('interconnect')}), or describe yours with across_gb_per_s in "
             "interconnects.toml of your data folder"
         )
 

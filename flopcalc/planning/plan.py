@@ -2,155 +2,79 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-from flopcalc.core.estimate.binding import bind_config
+from flopcalc.base.spelling import spell
 from flopcalc.core.estimate.estimate import Estimator
+from flopcalc.core.estimate.inputs import make_load
 from flopcalc.core.recipe.numbers import FormatOptions
-from flopcalc.core.recipe.recipe import Lora, Recipe, join_recipe
-from flopcalc.core.workload.workload import Workload, check_workload_alone
-from flopcalc.data import apply_launch
-from flopcalc.errors import ConfigError, WorkloadError, format_value
+from flopcalc.core.workload.workload import Workload
+from flopcalc.errors import WorkloadError, format_value
 from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.results import Plan, Planned
 from flopcalc.planning.search import search_layouts
 from flopcalc.planning.seconds import OVERLAPS
-from flopcalc.prediction.choices import check_execution, check_optimizer, check_timed, describe_key_heads
+from flopcalc.prediction.choices import check_timed, describe_key_heads
 from flopcalc.prediction.memory import resize_batch
-from flopcalc.units import check_items, check_size, format_parameters, format_tokens, parse_tokens
-from flopcalc.words import Execution, check_keywords, check_word
+from flopcalc.setup.counting import bind_setup, find_sequences
+from flopcalc.setup.setup import ModelChoice, Setup
+from flopcalc.setup.values import AUTO
+from flopcalc.units import check_items, format_parameters, format_tokens
+from flopcalc.words import check_word
 
-__all__ = ["DEFAULT_SEQ", "NO_LENGTH", "Plan", "choose_batch", "plan", "plan_estimator"]
+__all__ = ["DEFAULT_SEQ", "Plan", "choose_batch", "plan_setup"]
 
 DEFAULT_SEQ = 4096
-NO_LENGTH = f"; no length was given, so {DEFAULT_SEQ} tokens were assumed: --seq (seq_len) changes it"
 IMAGES_ALONE = "a plan is counted in tokens, and this sample has images alone"
 DEFAULT_BATCH_TOKENS = 1 << 22
 MOST_GPUS = 1_000_000
 MOST_IMBALANCE = 1000
 MOST_BATCH_TOKENS = 1 << 28  # beyond it no larger batch is proposed
-AUTO = "auto"
 _AS_FAST = 0.98
 _HELPS = 1.1  # how much faster a doubled batch must be to be proposed
 _ALIKE = ("tp", "cp", "ep", "zero", "micro_batch", "recompute")  # degrees that hardly depend on the batch
 
-Degree: TypeAlias = int | Sequence[int] | None
+_NEEDED = {
+    "tokens": "the tokens of the whole run, such as 2T",
+    "device": "the GPU to plan for; `flopcalc devices` lists them",
+    "gpus": "the number of GPUs",
+}
 
 
-def plan(
-    model: Any = None, workload: Workload | None = None, *, recipe: Recipe | Mapping[str, object] | None = None,
-    lora: Lora | Mapping[str, object] | str | None = None,
-    compute: str | None = None, weights: str | None = None, autocast: bool | str | None = None,
-    spec: str | os.PathLike[str] | None = None, model_type: str | None = None, head: str | None = None,
-    mtp: int | bool | None = None, launch: Any = None,
-    **options: Any,
-) -> Plan:  # fmt: skip
-    """The best layouts of a training run on many devices: what fits, its time and cost, and why others lose.
-
-    `model` is anything that `bind` takes, or an Estimator. `compute`, `weights` and `autocast` are number formats,
-    `spec` is a file of your own, `model_type` is the family, `head` and `mtp` are parts of the model: see `bind`.
-    `launch` is a launch file, as in estimate_flops. All other options are those of plan_estimator.
-    """
-    if launch is not None:
-        said = {
-            "model": model, "lora": lora, "freeze": recipe, "compute": compute, "weights": weights,
-            "autocast": autocast, **options, "seq": options.get("seq_len", workload),
-        }  # fmt: skip
-        given = {name for name, value in said.items() if value is not None}
-        applied = apply_launch(launch, "plan", given | ({"lora"} if recipe is not None else set()), model)
-        taken = applied.options
-        recipe = {"freeze": taken.pop("freeze")} if "freeze" in taken else recipe
-        sizes = {"seq_len": taken.pop("seq")} if "seq" in taken else {}
-        own = taken.pop("model", model)
-        shared = {"lora": lora, "compute": compute, "weights": weights, "autocast": autocast, **options, **sizes}
-        shared |= {"spec": spec, "model_type": model_type, "head": head, "mtp": mtp}
-        found = plan(own, workload, recipe=recipe, **{**shared, **taken})
-        return found._replace(notes=(*found.notes, *applied.notes))
-    if model is None:
-        raise ConfigError("which model? Give its name, path or config first, or launch=")
-    recipe = join_recipe(recipe, lora, None)
-    formats = FormatOptions(compute, weights, None, autocast)
-    if isinstance(model, Estimator):
-        if formats != FormatOptions() or any(each is not None for each in (recipe, spec, model_type, head, mtp)):
-            raise WorkloadError("an Estimator already has its recipe, formats, type and head: do not give them again")
-        estimator: Estimator = model
-    else:
-        estimator = bind_config(
-            model, recipe=recipe, formats=formats, spec=spec, model_type=model_type, head=head, mtp=mtp
-        )
-    if compute is not None:
-        options["dtype"] = compute
-    check_keywords(("workload", *options), plan_estimator, "plan", WorkloadError)
-    return plan_estimator(estimator, workload=workload, **options)
-
-
-def plan_estimator(
-    estimator: Estimator,
-    *,
-    tokens: float | str,
-    device: str,
-    gpus: int,
-    seq_len: int | None = None,
-    global_batch: int | str | None = None,
-    dp: Degree = None,
-    tp: Degree = None,
-    pp: Degree = None,
-    virtual: Degree = None,
-    cp: Degree = None,
-    ep: Degree = None,
-    zero: Degree = None,
-    micro_batch: Degree = None,
-    recompute: str | Sequence[str] | None = None,
-    interconnect: str | None = None,
-    price: float | None = None,
-    dtype: str | None = None,
-    execution: Execution = "fused",
-    optimizer: str = "adamw-master",
-    attention_kernel: str = "auto",
-    expert_imbalance: float = 1.0,
-    overlap: str = "all",
-    top: int = 5,
-    images: Iterable[tuple[int, int]] | None = None,
-    workload: Workload | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Plan:
-    """The plan of a bound model's training run.
-
-    `global_batch` is in sequences, or "auto": searched; a degree is a number, a list of numbers to try, or None for all
-    that are worth a try. `execution`, `optimizer` and `attention_kernel` are those of predict. `images` are one
-    sample's, each (width, height) in pixels. `expert_imbalance` is the rows of the busiest rank's experts over the
-    mean. `overlap` is all, or none: no communication is hidden behind computation. `workload` is one sample instead, or
-    the global batch of several like one another.
-    `progress` is called with the number of layouts that were looked at, and of all.
-    """
+def plan_setup(setup: Setup) -> Plan:
+    """The plan of a training run: what a Setup asks, beside its model and one sample, is read here."""
+    tokens, device, gpus = setup.get("tokens"), setup.place.device, setup.place.gpus
+    for name, value in (("tokens", tokens), ("device", device), ("gpus", gpus)):
+        if value is None:
+            raise WorkloadError(f"a plan needs {spell(name)}: {_NEEDED[name]}")
+    assert tokens is not None and device is not None and gpus is not None  # noqa: PT018
+    progress = setup.get("progress")
     if progress is not None and not callable(progress):
         raise WorkloadError(f"progress must be a function of two numbers, not {format_value(progress)}")
-    gpus, top = check_size(gpus, "gpus"), check_size(top, "top")
     if gpus > MOST_GPUS:
-        raise WorkloadError(f"gpus must be at most {MOST_GPUS:,}, not {gpus:,}")
-    total_tokens = parse_tokens(tokens)
-    expert_imbalance = _check_imbalance(expert_imbalance)
-    overlap = check_word(overlap, tuple(OVERLAPS), "overlap", WorkloadError)
+        raise WorkloadError(f"{spell('gpus')} must be at most {MOST_GPUS:,}, not {gpus:,}")
+    expert_imbalance = _check_imbalance(setup.get("expert_imbalance", 1.0))
+    overlap = check_word(setup.get("overlap", "all"), tuple(OVERLAPS), "overlap", WorkloadError)
     notes: list[str] = []
-    if workload is not None:
-        beside = {"seq_len": seq_len, "images": images}
-        workload, global_batch = _find_sample(check_workload_alone(workload, beside), global_batch)
-    sample = _make_sample(estimator, seq_len, images, workload, notes)
+    estimator, sample, global_batch = _find_sample(setup, notes)
     if not sample.tokens:
         raise WorkloadError(IMAGES_ALONE)
     notes += [note for note in estimator.notes(sample) if "convention hardware" not in note]  # a plan has none
     notes += describe_key_heads(estimator)
-    is_chosen, is_searched = global_batch is None, isinstance(global_batch, str) and global_batch == AUTO
+    is_chosen, is_searched = global_batch is None, global_batch == AUTO
     if global_batch is None or is_searched:
         global_batch = choose_batch(gpus, sample.tokens)
+    elif not isinstance(global_batch, int):
+        global_batch = find_sequences(global_batch, sample.tokens)
+    assert isinstance(global_batch, int)
     if is_chosen:
-        size = format_parameters(choose_batch(gpus, sample.tokens) * sample.tokens)
+        size = format_parameters(global_batch * sample.tokens)
         notes.append(f"no global batch given: {global_batch} sequences, {size} tokens, assumed")
-    global_batch = check_size(global_batch, "global batch")
-    given = dict(zip(DEGREES, (dp, tp, pp, virtual, cp, ep, zero, micro_batch, recompute), strict=True))
+    given = {name: setup.get(name) for name in DEGREES}
+    given["recompute"] = _read_recompute(setup)
     fixed = {name: check_fixed(name, _listed(value)) for name, value in given.items() if value is not None}
+    total_tokens = int(tokens)
 
     def search(
         batch: int, narrowed: Mapping[str, Sequence[int | str]], notes: list[str],
@@ -158,10 +82,10 @@ def plan_estimator(
     ) -> Plan:  # fmt: skip
         return search_layouts(
             estimator, sample, tokens=max(total_tokens, batch * sample.tokens), device=device, gpus=gpus,
-            global_batch=batch, fixed=narrowed, interconnect=interconnect, price=price, dtype=dtype,
-            execution=check_execution(execution), optimizer=check_optimizer(optimizer),
-            attention_kernel=attention_kernel, expert_imbalance=expert_imbalance, overlaps=OVERLAPS[overlap], top=top,
-            notes=notes,
+            global_batch=batch, fixed=narrowed, interconnect=setup.get("interconnect"), price=setup.get("price"),
+            dtype=setup.formats.compute, execution=setup.get("execution", "fused"),
+            optimizer=setup.get("optimizer", "adamw-master"), attention_kernel=setup.attention_kernel,
+            expert_imbalance=expert_imbalance, overlaps=OVERLAPS[overlap], top=setup.get("top", 5), notes=notes,
             progress=progress,
         )  # fmt: skip
 
@@ -206,7 +130,8 @@ def _search_batch(
     best = max(speeds.values())
     chosen = min(batch for batch, speed in speeds.items() if speed >= _AS_FAST * best)
     notes.append(
-        f"--global-batch auto: {chosen} sequences, {format_tokens(chosen * tokens)}, the smallest within 2 % of the "
+        f"{spell('global_batch', 'auto')}: {chosen} sequences, {format_tokens(chosen * tokens)}, the smallest "
+        "within 2 % of the "
         f"fastest up to {format_tokens(MOST_BATCH_TOKENS)}; whether training converges with it is not known here"
     )
     return chosen
@@ -238,7 +163,8 @@ def _advise_batch(
         return []
     return [
         f"the batch of {format_tokens(batch * tokens)} was assumed because none was given, and it limits this plan: "
-        f"--global-batch {chosen} ({format_tokens(chosen * tokens)}) would reach an MFU of {100 * mfu:.0f} % instead "
+        f"{spell('global_batch', chosen)} ({format_tokens(chosen * tokens)}) would reach an MFU of "
+        f"{100 * mfu:.0f} % instead "
         f"of {100 * best[0].mfu:.0f} %"
     ]
 
@@ -252,7 +178,55 @@ def _check_imbalance(value: object) -> float:
     return float(value)
 
 
-def _find_sample(workload: Workload, global_batch: int | str | None) -> tuple[Workload, int | str | None]:
+def _read_recompute(setup: Setup) -> Any:
+    if setup.get("gradient_checkpointing"):
+        return "full"
+    return setup.get("recompute")
+
+
+def _find_sample(setup: Setup, notes: list[str]) -> tuple[Estimator, Workload, Any]:
+    """The bound model, one sample as it checks it, and the global batch as it was given."""
+    work = setup.work
+    if work.workload is not None:
+        sample, global_batch = _cut_sample(work.workload, work.global_batch)
+        estimator = _bind(setup)
+        return estimator, estimator.estimate(sample).terms[0].load, global_batch
+    has_length = work.inputs.seq is not None or work.inputs.text is not None
+    estimator = _bind(setup)
+    if not has_length:
+        setup = setup.replace(work=work.replace(inputs=work.inputs.replace(seq=DEFAULT_SEQ)))
+    try:
+        load, found = make_load(estimator, setup.work.inputs)
+        sample = estimator.estimate(load).terms[0].load
+    except WorkloadError as error:
+        if has_length:
+            raise
+        if estimator.vision is not None and not estimator.has_text_encoder and not estimator.has_decoder:
+            raise WorkloadError(IMAGES_ALONE) from None
+        raise WorkloadError(
+            f"{error}; no length was given, so {DEFAULT_SEQ} tokens were assumed: {spell('seq')} changes it"
+        ) from None
+    notes += [*setup.notes, *found]
+    if not has_length:
+        notes.append(f"no length given: sequences of {DEFAULT_SEQ} tokens assumed")
+    return estimator, sample, work.global_batch
+
+
+def _bind(setup: Setup) -> Estimator:
+    model = setup.model.model
+    if isinstance(model, Estimator):
+        if setup.formats != FormatOptions() or setup.recipe is not None or setup.model != ModelChoice(model):
+            raise WorkloadError("an Estimator already has its recipe, formats, type and head: do not give them again")
+        estimator: Estimator = model
+    else:
+        estimator = bind_setup(setup.replace(place=setup.place.replace(device=None), attention_kernel="auto"))
+    if estimator.is_diffusion:
+        raise WorkloadError(f"{estimator.source.name} is a diffusion model: plans are of language models")
+    check_timed(estimator)
+    return estimator
+
+
+def _cut_sample(workload: Workload, global_batch: Any) -> tuple[Workload, Any]:
     """One sample of a workload, and the global batch: the workload's rows, where it has several."""
     if workload.phase != "train":
         raise WorkloadError(f"a plan is of training: workload has phase {workload.phase}")
@@ -267,31 +241,6 @@ def _find_sample(workload: Workload, global_batch: int | str | None) -> tuple[Wo
     if sample is None or resize_batch(sample, workload.rows) != workload:
         raise WorkloadError("the rows of workload differ: a plan needs samples like one another, or one, with rows=1")
     return sample, workload.rows
-
-
-def _make_sample(
-    estimator: Estimator,
-    seq_len: int | None,
-    images: Iterable[tuple[int, int]] | None,
-    workload: Workload | None,
-    notes: list[str],
-) -> Workload:
-    """One sample as the estimator checks it."""
-    if estimator.is_diffusion:
-        raise WorkloadError(f"{estimator.source.name} is a diffusion model: plans are of language models")
-    check_timed(estimator)
-    if workload is not None:
-        return estimator.estimate(workload).terms[0][1]
-    if seq_len is None:
-        seq_len = DEFAULT_SEQ
-        notes.append(f"no length given: sequences of {seq_len} tokens assumed")
-        try:
-            return estimator(1, seq_len, images=images).terms[0][1]
-        except WorkloadError as error:
-            if estimator.vision is not None and not estimator.has_text_encoder and not estimator.has_decoder:
-                raise WorkloadError(IMAGES_ALONE) from None
-            raise WorkloadError(f"{error}{NO_LENGTH}") from None
-    return estimator(1, seq_len, images=images).terms[0][1]
 
 
 def choose_batch(gpus: int, tokens: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flopcalc.base.spelling import spell
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.seconds import PARTS
@@ -89,7 +90,7 @@ def list_events(planned: Planned, batches: int) -> Iterator[Event]:
     if 4 * layout.pp * layout.virtual * batches > MOST_EVENTS:
         raise WorkloadError(
             f"{batches} micro-batches through {layout.pp * layout.virtual} stages are too many for a timeline: plan a "
-            "smaller --global-batch"
+            f"smaller {spell('global_batch')}"
         )
     passes = batches * layout.virtual
     compute = sum(parts[name] for name in _COMPUTE) / passes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time
 from flopcalc.core.workload.workload import Workload
@@ -170,7 +171,7 @@ def _check_dtype(device: Device, dtype: str) -> None:
         raise WorkloadError(f"a plan is for training in {', '.join(KNOWN_DTYPES)}, not {dtype}")
     if dtype not in device.peak_tflops:
         known = [name for name in KNOWN_DTYPES if name in device.peak_tflops]
-        help_ = f"plan with --dtype {' or '.join(known)}, or add it" if known else "add it"
+        help_ = f"plan with {spell('dtype')} {' or '.join(known)}, or add it" if known else "add it"
         raise DeviceError(f"{device.name} has no known {dtype} peak: {help_} to this device in your own devices.toml")
 
 
@@ -196,7 +197,9 @@ def _search(
         if progress is not None and number % _TOLD_EVERY == 0:
             progress(number, whole)
         if number == MOST_LAYOUTS:
-            raise WorkloadError(f"more than {MOST_LAYOUTS} layouts: fix some of them, such as --tp or --micro-batch")
+            raise WorkloadError(
+                f"more than {MOST_LAYOUTS} layouts: fix some of them, such as {spell('tp')} or {spell('micro_batch')}"
+            )
         problem = find_problem(layout, model, gpus, global_batch) or runner.find_unknown(layout)
         if problem is not None:
             skipped[problem[0]] = skipped.get(problem[0], 0) + 1
@@ -207,7 +210,7 @@ def _search(
     if not fitting and not misfits:
         most = max(skipped, key=lambda rule: skipped[rule]) if skipped else ""
         why = problems[most] if most else f"what is fixed leaves no way to use all {gpus} devices"
-        raise WorkloadError(f"no layout divides: {why}; change it, --gpus or --global-batch")
+        raise WorkloadError(f"no layout divides: {why}; change it, {spell('gpus')} or {spell('global_batch')}")
     return _Searched(fitting, misfits, skipped)
 
 
@@ -277,7 +280,7 @@ def _find_help(best: Planned, losers: Sequence[Loser]) -> str:
     """What would shorten the best layout's step most; nothing where it is all products."""
     parts, whole = dict(zip(PARTS, best.step.parts, strict=True)), best.step.seconds
     gains = {
-        "a larger --global-batch (fewer bubbles)": parts["bubble"] / whole,
+        f"a larger {spell('global_batch')} (fewer bubbles)": parts["bubble"] / whole,
         "a network twice as fast": sum(parts[name] for name in _NETWORK) / 2 / whole,
         "memory for all activations (no recomputation)": parts["recompute"] / whole,
     }
@@ -307,9 +310,11 @@ def _describe_misfit(
     if states > capacity / 2:
         helps.append("more devices, to spread weights and optimizer states further")
         if runner.optimizer == "adamw-master":
-            helps.append("--optimizer adamw (bf16 states, no fp32 copy of the weights: 8 bytes instead of 18)")
+            helps.append(
+                f"{spell('optimizer', 'adamw')} (bf16 states, no fp32 copy of the weights: 8 bytes instead of 18)"
+            )
     else:
-        helps.append("shorter sequences or more devices, to spread activations further (--cp)")
+        helps.append(f"shorter sequences or more devices, to spread activations further ({spell('cp')})")
     parameters = estimator.parameters()
     is_whole = parameters["trainable"] > parameters["total"] / 2
     helps.append("a device with more memory" + (", or LoRA" if is_whole else ""))
@@ -384,7 +389,7 @@ def _list_notes(best: Planned, runner: Runner, rate: Rate | None, steps: Sequenc
     if many > net.per_node and many % net.per_node:
         notes.append(f"{many} GPUs do not fill whole nodes of {net.per_node}: a group may span two nodes")
     if rate is None:
-        notes.append("no price is known for this device: --price USD_PER_GPU_HOUR gives one")
+        notes.append(f"no price is known for this device: {spell('price', 'USD_PER_GPU_HOUR')} gives one")
     elif rate.source != "given":
         notes.append(f"price {rate.usd_per_gpu_hour:g} USD per GPU-hour as of {rate.source}")
     if best.kwh is not None:

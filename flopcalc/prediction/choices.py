@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.model.ops import Attend, iterate
 from flopcalc.core.recipe.numbers import Formats
@@ -82,7 +83,7 @@ def find_kernel(device: Device, dtype: str | None, kernel: str) -> str:
         known = [name for name in _DTYPES if name in device.peak_tflops]
         raise DeviceError(
             f"{device.name} has no known {dtype} peak, so no step can be predicted; "
-            + (f"it has {', '.join(known)}: give --dtype" if known else "add one in your own devices.toml")
+            + (f"it has {', '.join(known)}: give {spell('dtype')}" if known else "add one in your own devices.toml")
         )
     check_word(kernel, KERNELS, "attention kernel", RecipeError, suggests=True)
     if dtype in ("fp32", "tf32") and kernel in ("flash", "cudnn"):
@@ -97,7 +98,9 @@ def choose_execution(execution: str | None, compiled: bool) -> Execution:
     if execution is None:
         return "compiled" if compiled else "eager"
     if compiled and check_execution(execution) != "compiled":
-        raise RecipeError(f"--compile means execution compiled, not {format_value(execution)}: give one of the two")
+        raise RecipeError(
+            f"{spell('compile')} means execution compiled, not {format_value(execution)}: give one of the two"
+        )
     return check_execution(execution)
 
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.core.estimate.binding import bind_config as bind
+from flopcalc.base.spelling import spell
 from flopcalc.core.estimate.estimate import Estimate, Estimator, check_tokens
 from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
 from flopcalc.core.model.ops import iterate
-from flopcalc.core.recipe.numbers import FormatOptions
-from flopcalc.core.recipe.recipe import Lora, Recipe, join_recipe
-from flopcalc.core.workload.workload import Workload, check_workload_alone
-from flopcalc.data import apply_launch
+from flopcalc.core.workload.workload import Workload
 from flopcalc.errors import (
-    ConfigError,
     RecipeError,
     WorkloadError,
-    format_nearest,
     format_value,
 )
 from flopcalc.frames import Rows, shorten, show_rows
@@ -50,10 +43,10 @@ from flopcalc.prediction.memory import (
     resize_batch,
 )
 from flopcalc.prediction.routed import FREE, RECORDED, USUAL, is_routed, parse_version
-from flopcalc.units import MAX_SIZE, check_positive, check_size, format_bytes, format_seconds
+from flopcalc.units import MAX_SIZE, check_positive, format_bytes, format_seconds
 from flopcalc.words import Execution, check_flag, check_word
 
-__all__ = ["Prediction", "StepTime", "find_largest_batch", "predict", "predict_estimate"]
+__all__ = ["Prediction", "StepTime", "find_largest_batch", "predict_estimate"]
 
 _COUNTING = ("kernel ", "tile padding ")  # an estimate's notes on how HFU's FLOPs were counted, not on the workload
 
@@ -97,9 +90,10 @@ class Prediction(NamedTuple):
     workload: str = ""  # in words
     capacity: int | None = None  # bytes that tensors can fill; None as for `fits`
     events: tuple[Event, ...] = ()  # what host and device do, if it was asked for
-    generate: dict[str, float] | None = (
-        None  # decoding in eager code: seconds of a token, and of a new length beside it
-    )
+    # Decoding in eager code: seconds of a token, and of a new length beside it.
+    generate: dict[str, float] | None = None
+    gpus: int = 1  # that run such a step each; tokens per second are of all of them
+    global_batch: int = 0  # sequences of a step on all GPUs
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -123,6 +117,8 @@ class Prediction(NamedTuple):
             "generate": self.generate,
             "advice": self.advice,
             "evidence": self.evidence,
+            "gpus": self.gpus,
+            "global_batch": self.global_batch,
             "notes": list(self.notes),
         }
 
@@ -153,126 +149,6 @@ class Prediction(NamedTuple):
         return show_rows(["where the time goes", "time", "share"], rows, self._describe())
 
 
-def predict(
-    model: Any = None,
-    workload: Workload | None = None,
-    *,
-    device: str,
-    launch: Any = None,
-    dtype: str | None = None,
-    compute: str | None = None,
-    weights: str | None = None,
-    kv_cache: str | None = None,
-    autocast: bool | str | None = None,
-    optimizer: str = "adamw",
-    execution: Execution | None = None,
-    compiled: bool = False,
-    attention_kernel: str = "auto",
-    recipe: Recipe | Mapping[str, object] | None = None,
-    lora: Lora | Mapping[str, object] | str | None = None,
-    recompute: str | None = None,
-    spec: str | os.PathLike[str] | None = None,
-    model_type: str | None = None,
-    head: str | None = None,
-    mtp: int | bool | None = None,
-    grad_accum: int = 1,
-    host_factor: float = 1.0,
-    pause_s: float = 0.0,
-    memory: bool = True,
-    advise: bool = True,
-    transformers: str | None = None,
-    timeline: bool = False,
-    **sizes: Any,
-) -> Prediction:
-    """Time, utilization and memory of one step of a model on one device.
-
-    Workload and recipe are those of estimate_flops. `execution` is eager (HF's own code, the default), compiled, graphs
-    or fused; `compiled=True` means compiled. `host_factor` is your CPU's slowdown relative to the calibrated host.
-    `pause_s` is how long the host does something else after each step, while the device finishes its queue. The step's
-    time does not include the pause; shares, tokens per second and the breakdown do. `transformers` is the version whose
-    code runs (default 5.17); it matters for experts. With `timeline` the result has `events`, for `save_trace`.
-    `dtype`, `compute`, `weights`, `kv_cache` and `autocast` are number formats, `head` and `mtp` are parts of the
-    model: see flopcalc.bind. `launch` is a launch file of a training framework, as in estimate_flops.
-    """
-    if launch is not None:
-        said = {
-            "lora": lora, "recompute": recompute, "compute": compute, "dtype": dtype, "autocast": autocast,
-            "weights": weights, "freeze": recipe, "model": model, "seq": sizes.get("seq_len", workload),
-            "lengths": sizes.get("lengths"), "batch": sizes.get("batch_size", sizes.get("batch", workload)),
-            "grad_accum": None if grad_accum == 1 else grad_accum,
-        }  # fmt: skip
-        given = {name for name, value in said.items() if value is not None}
-        applied = apply_launch(
-            launch, "predict", given | ({"lora", "recompute"} if recipe is not None else set()), model
-        )
-        options = applied.options
-        renamed = {"seq": "seq_len", "batch": "batch_size"}
-        sizes |= {renamed[name]: options[name] for name in renamed if name in options}
-        launched = predict(
-            options.get("model", model), workload, device=device, dtype=dtype, compute=options.get("compute", compute),
-            weights=options.get("weights", weights), kv_cache=kv_cache, autocast=autocast, optimizer=optimizer,
-            execution=execution, compiled=compiled, attention_kernel=attention_kernel,
-            recipe={"freeze": options["freeze"]} if "freeze" in options else recipe, lora=options.get("lora", lora),
-            recompute=options.get("recompute", recompute), spec=spec,
-            grad_accum=options.get("grad_accum", grad_accum), host_factor=host_factor, pause_s=pause_s, memory=memory,
-            advise=advise, model_type=model_type, head=head, mtp=mtp, transformers=transformers,
-            timeline=timeline, **sizes,
-        )  # fmt: skip
-        return launched._replace(notes=(*launched.notes, *applied.notes))
-    if model is None:
-        raise ConfigError("which model? Give its name, path or config first, or launch=")
-    for name in ("convention", "freeze", "train_only", "clipping"):
-        if name in sizes:
-            where = "the recipe: recipe={...}" if name != "convention" else "estimate_flops; MFU and HFU have their own"
-            raise WorkloadError(f"{name} is no part of the workload: it belongs to {where}")
-    _check_keywords(sizes)
-    if workload is not None:
-        check_workload_alone(workload, sizes)
-    dtype = dtype if compute is None else compute
-    found = find_device(device)
-    kernel = find_kernel(found, None if dtype is None else parse_dtype(dtype), attention_kernel)
-    estimator: Estimator = bind(
-        model, recipe=join_recipe(recipe, lora, recompute), convention="hardware", attention_kernel=kernel,
-        device=device, formats=FormatOptions(dtype, weights, kv_cache, autocast), spec=spec,
-        model_type=model_type, head=head, mtp=mtp,
-    )  # fmt: skip
-    own = find_kernel(found, estimator.formats.attention, attention_kernel)
-    if own != kernel:  # the config's format takes another
-        estimator = estimator.change(attention_kernel=own)
-    batch = sizes.pop("batch", None)
-    if workload is not None:
-        estimate = estimator.estimate(workload)
-    elif batch is not None:
-        estimate = estimator.estimate_batch(batch, **sizes)
-    else:
-        estimate = estimator(sizes.pop("batch_size", 1), sizes.pop("seq_len", None), **sizes)
-    grad_accum = check_size(grad_accum, "grad_accum")
-    phase = estimate.terms[0][1].phase
-    if grad_accum > 1 and phase != "train":
-        raise WorkloadError(f"grad_accum belongs to phase train, not {phase}")
-    return predict_estimate(
-        estimate * grad_accum, device=device, dtype=dtype, optimizer=optimizer, execution=execution,
-        compiled=compiled, memory=memory, attention_kernel=attention_kernel, host_factor=host_factor, pause_s=pause_s,
-        advise=advise, transformers=transformers, timeline=timeline,
-    )  # fmt: skip
-
-
-def _check_keywords(sizes: Mapping[str, object]) -> None:
-    """Only what an estimator takes, and of a real batch what the batch does not say itself."""
-    known = list(inspect.signature(Estimator.__call__).parameters)[1:]
-    if sizes.get("batch") is not None:
-        alone = list(inspect.signature(Estimator.estimate_batch).parameters)[1:]
-        if any(name in known and name not in alone for name in sizes):
-            raise WorkloadError("batch already says sizes, lengths and images: give it alone")
-        known = alone
-    for name in sizes:
-        if name not in known:
-            own = inspect.signature(predict).parameters.values()
-            options = [*known, *(each.name for each in own if each.kind is each.KEYWORD_ONLY)]
-            near = format_nearest(name, options)
-            raise WorkloadError(f"keyword {name!r} unknown.{near} Known: {', '.join(options)}")
-
-
 def predict_estimate(
     estimate: Estimate,
     *,
@@ -289,7 +165,13 @@ def predict_estimate(
     transformers: str | None = None,
     timeline: bool = False,
 ) -> Prediction:
-    """The step whose FLOPs were counted: as `predict`."""
+    """Time, utilization and memory of the step whose FLOPs were counted, on one device.
+
+    `host_factor` is your CPU's slowdown relative to the calibrated host. `pause_s` is how long the host does something
+    else after each step, while the device finishes its queue. The step's time does not include the pause; shares,
+    tokens per second and the breakdown do. `transformers` is the version whose code runs. With `timeline` the result
+    has `events`, for `save_trace`.
+    """
     check_tokens(estimate, "a predicted step")
     chosen = choose_execution(execution, check_flag(compiled, "compiled"))
     memory, advise = check_flag(memory, "memory"), check_flag(advise, "advise")
@@ -310,7 +192,7 @@ def predict_estimate(
     kernel = find_kernel(find_device(device), kind, attention_kernel)
     machine = Machine(device, kind)
     if any(estimator.recipe.clipping != "none" for estimator, _, _ in estimate.terms):
-        raise RecipeError("per-sample clipping is counted, not predicted: leave --clipping out")
+        raise RecipeError(f"per-sample clipping is counted, not predicted: leave {spell('clipping')} out")
     estimate, kernel, notes = settle_estimate(estimate, kernel, chosen, is_asked=attention_kernel != "auto")
     version = parse_version(transformers) if transformers is not None else USUAL
     settings = _Settings(machine, optimizer, chosen, kernel, host_factor, pause_s, version, timeline)
@@ -465,7 +347,7 @@ def _cover_versions(found: Prediction, newer: Prediction) -> Prediction:
     less = mid - newer.step_time_s.mid
     note = (
         f"experts as in transformers {USUAL}, which masks routed rows; {FREE} and newer do not and take "
-        f"{format_seconds(less)} less: --transformers sets the version; the interval covers both"
+        f"{format_seconds(less)} less: {spell('transformers')} sets the version; the interval covers both"
     )
     seconds = StepTime(min(low, newer.step_time_s.low), mid, high)
     return found._replace(step_time_s=seconds, notes=(*found.notes, note))
@@ -509,7 +391,7 @@ def _advise_fit(parts: Sequence[tuple[Estimator, Workload, int]], settings: _Set
         changed = [(change(each, recompute="full"), other, many) for each, other, many in parts]
         again = [(each, other, many) for each, other, many in changed if each is not None]
         if len(again) == len(parts) and settings.find_memory(again).fits(device):
-            return "recomputation (--recompute full): the step then fits"
+            return f"recomputation ({spell('recompute', 'full')}): the step then fits"
     # One row is the smallest batch, and it does not fit.
     if not others and load.rows > 1 and (most := settings.find_largest(estimator, load, times)):
         return f"a smaller batch: {most} is the largest that fits"
@@ -531,7 +413,7 @@ def _advise(estimate: Estimate, now: Prediction, settings: _Settings) -> str:
         return device.memory_gb is None or settings.find_memory([(estimator, load, times)]).fits(device)
 
     if settings.execution == "eager":
-        gain("compile the model (--compile)", estimate, execution="compiled")
+        gain(f"compile the model ({spell('compile')})", estimate, execution="compiled")
     if settings.kernel == "eager" and takes_sdpa(estimate.terms[0][0]):
         kernel = find_kernel(device, settings.machine.dtype, "auto")
         gain("fused attention in place of eager", estimate, kernel=kernel)

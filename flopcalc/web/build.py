@@ -25,7 +25,8 @@ from flopcalc.units import format_flops
 from flopcalc.web.answers import answer
 from flopcalc.web.compiled import compile_python
 from flopcalc.web.packages import find_package, is_locked, load_lock
-from flopcalc.words import CLIPPING, CONVENTIONS, DTYPES, EXECUTIONS, KERNELS, OPTIMIZERS, PIPELINE_PHASES, RECOMPUTE
+from flopcalc.web.setups import describe_form
+from flopcalc.words import DTYPES, RECOMPUTE
 
 STATIC = os.path.join(os.path.dirname(os.path.abspath(__file__)), "static")
 DEFAULT = {"model": "qwen2-vl-7b", "seq": "2048"}  # the question whose answer stands in the page from the start
@@ -189,11 +190,7 @@ def describe_choices() -> dict[str, Any]:
         "interconnects": [{"id": each.id, "name": each.name} for each in load_interconnects().values()],
         "quoted": list(load_quoted().conventions),
         "formats": sorted({**load_computed()[0], **load_stored()}),
-        "words": {
-            "phase": PIPELINE_PHASES, "recompute": RECOMPUTE, "clipping": CLIPPING, "convention": CONVENTIONS,
-            "attention_kernel": KERNELS, "execution": EXECUTIONS, "optimizer": OPTIMIZERS, "compute": DTYPES,
-            "guidance": ("on", "off"),
-        },
+        "form": describe_form({"recompute": RECOMPUTE, "compute": DTYPES}),
     }  # fmt: skip
 
 

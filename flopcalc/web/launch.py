@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from flopcalc.errors import FlopcalcError
-from flopcalc.integrations.launch import apply_launch, read_launch
-from flopcalc.web.setups import Setup
+from flopcalc.setup.launch import apply_launch, read_launch
+from flopcalc.web.setups import Page, list_page_fields
 
 _NAME = re.compile(r"[^\w.-]", re.ASCII)
-_FIELDS = {field.name for field in fields(Setup)}
 _OTHERS = {"dtype": "compute"}  # options that a set-up knows by another name
 
 
-def read_launch_file(name: str, text: str, setup: Setup) -> dict[str, Any]:
+def read_launch_file(name: str, text: str, page: Page) -> dict[str, Any]:
     """What `flopcalc estimate --launch FILE` takes from a file, as fields of a set-up, and notes on it.
 
     A file without a model leaves the set-up's own.
@@ -29,17 +27,17 @@ def read_launch_file(name: str, text: str, setup: Setup) -> dict[str, Any]:
             file.write(text)
         try:
             has_model = "model" in read_launch(path).taken
-            applied = apply_launch(path, "estimate", (), None if has_model else setup.model or None)
+            applied = apply_launch(path, "estimate", {}, None if has_model else page.model or None)
         except FlopcalcError as error:
             raise type(error)(str(error).replace(folder + os.sep, "")) from None
-    found: dict[str, object] = {} if has_model else {"model": setup.model, "files": dict(setup.files)}
+    found: dict[str, object] = {} if has_model else {"model": page.model, "files": dict(page.files)}
     for option, value in applied.options.items():
         field = _OTHERS.get(option, option)
-        if field not in _FIELDS:
+        if field != "model" and field not in list_page_fields():
             raise FlopcalcError(f"{name}: the page has no field for {option}")
         found[field] = _write(value)
-    if setup.device:
-        found.setdefault("device", setup.device)
+    if "device" in page.fields:
+        found.setdefault("device", page.fields["device"])
     return {"what": "launch", "setup": found, "notes": applied.notes}
 
 

@@ -96,7 +96,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--model", "qwen2-vl", "--seq", "99", "--image-grid", "0,4,4"], "at least 1"),
     (["--model", "qwen2-vl", "--seq", "99", "--image", "640"], "'640' is neither WIDTHxHEIGHT nor a file"),
     (["--model", "qwen2-vl", "--seq", "99", "--image", "no.png"], "neither WIDTHxHEIGHT nor a file"),
-    (["--model", "qwen2-vl", "--seq", "99", "--max-pixels", "9"], "--max-pixels needs an --image or a --video"),
+    (["--model", "qwen2-vl", "--seq", "99", "--max-pixels", "9"], "--max-pixels needs --image or --video"),
     (["--model", "llava-1.5-7b", "--seq", "999", "--image", "9x9", "--max-pixels", "9"], "has no such limit"),
     (["--model", "llava-1.5-7b", "--seq", "999", "--video", "9s@1fps"], "--video: llava-1.5-7b takes no videos"),
     (["--model", "qwen2-vl", "--seq", "999", "--video", "9s"], "'9s' is no video; write 30s@2fps"),
@@ -138,7 +138,11 @@ BAD: list[tuple[list[str], str]] = [
     *((["--model", "gpt2", "--seq", "5", "--peak", text], "--peak") for text in ("0", "-1", "nan", "inf", "x", "")),
     *((["--model", "gpt2", "--seq", "5", "--peak", "1", "--step-time", t], "--step-time") for t in ("0", "-1", "")),
     (["--model", "gpt2", "--seq", "5", "--dtype", "fp17"], "dtype 'fp17' unknown"),
-    (["--model", "gpt2", "--seq", "5", "--num-devices", "2"], "--gpus needs a --device or a --peak"),
+    (["gpt2", "--seq", "5", "--gpus", "6", "--tp", "4"], "6 GPUs are no multiple of tp · pp · cp = 4"),
+    (["gpt2", "--seq", "5", "--gpus", "2", "--batch", "2", "--global-batch", "6"], "6 sequences is no multiple of 4"),
+    (["gpt2", "--seq", "5", "--tp", "1,2"], "--tp takes one number here; plan tries several"),
+    (["gpt2", "--seq", "5", "--global-batch", "auto"], "--global-batch auto belongs to plan"),
+    (["gpt2", "--seq", "5", "--optimizer", "adamw"], "estimate takes no --optimizer: predict, plan do"),
     (["--model", "gpt2", "--seq", "5", "--gpus", "2", "--num-devices", "2"], "--gpus is given twice"),
     (["gpt2", "--seq", "5", "--peak", "1", "--step-time", "1", "--tokens-per-second", "1"], "are both given"),
     *((["gpt2", "--seq", "5", "--peak", "1", "--tokens-per-second", t], "--tokens-per-second") for t in ("0", "x")),
@@ -147,17 +151,17 @@ BAD: list[tuple[list[str], str]] = [
     (["gpt2", "--seq", "5", "--tokens", "1B", "--peak", "1T", "--mfu", "40"], "'40' is more than 100 %"),
     (["gpt2", "--seq", "5", "--tokens", "1B", "--peak", "1", "--mfu", "1%", "--step-time", "1"], "contradicts a"),
     *((["gpt2", "--seq", "5", "--tokens", text], "tokens") for text in ("", "0", "x", "5Q", "1e30")),
-    (["gpt2", "--seq", "5", "--recompute", "none", "--gradient-checkpointing"], "contradicts --recompute none"),
+    (["gpt2", "--seq", "5", "--recompute", "none", "--gradient-checkpointing"], "is --recompute full: give one of them"),
     *(
         (["gpt2", *(2 * [flag, "5"])], f"{flag} is given twice: give it once")
         for flag in ("--seq", "--batch", "--device", "--lora", "--convention", "--depth")
     ),
     (["--model", "gpt2", "--seq", "5", "--device", "t4", "--step-time", "1"], "no known bf16 peak"),
-    # words that click checks
-    (["--model", "gpt2", "--seq", "5", "--phase", "backward"], "'backward' is not one of"),
-    (["--model", "gpt2", "--seq", "5", "--convention", "half"], "'half' is not one of"),
-    (["--model", "gpt2", "--seq", "5", "--attention-kernel", "x"], "'x' is not one of"),
-    (["--model", "gpt2", "--seq", "5", "--recompute", "x"], "'x' is not one of"),
+    # words of a closed list
+    (["--model", "gpt2", "--seq", "5", "--phase", "backward"], "--phase 'backward' unknown. Did you mean forward?"),
+    (["--model", "gpt2", "--seq", "5", "--convention", "half"], "--convention 'half' unknown. Known: model"),
+    (["--model", "gpt2", "--seq", "5", "--attention-kernel", "x"], "--attention-kernel 'x' unknown. Known: auto"),
+    (["--model", "gpt2", "--seq", "5", "--recompute", "x"], "recompute 'x' unknown; known: none"),
     (["--model", "gpt2", "--seq", "5", "--by", "x"], "'x' is not one of"),
     (["--model", "gpt2", "--seq", "5", "--format", "x"], "'x' is not one of"),
     (["--model", "gpt2", "--sequence", "5"], "No such option"),
@@ -306,7 +310,8 @@ def test_broken_pipe_is_no_error() -> None:
 
 # --- the JSON contract ------------------------------------------------------------------------------------------------
 TOP = {
-    "schema", "version", "model", "workload", "recipe", "convention", "attention_kernel", "flops", "totals",
+    "schema", "version", "model", "workload", "recipe", "convention", "attention_kernel", "flops", "gpus",
+    "global_batch", "totals",
     "components", "modules", "parameters", "formats", "mfu", "hfu", "run", "notes",
 }  # fmt: skip
 WORKLOAD = {
@@ -553,7 +558,7 @@ def test_one_name_for_one_thing(capsys: Capture) -> None:
     before, after = (run_json(capsys, "estimate", *arguments) for arguments in (old, new))
     notes = after.pop("notes")
     assert after == {key: value for key, value in before.items() if key != "notes"}
-    spelled = "--gpus 1k = 1,024; --step-time 500ms = 0.5 s; --seq 4k = 4,096"
+    spelled = "--seq 4k = 4,096; --gpus 1k = 1,024; --step-time 500ms = 0.5 s"
     assert sorted(set(notes) - set(before["notes"])) == [spelled]
     behind = run_json(capsys, "estimate", "--seq", "4096", "llama-3.2-1b")
     assert behind == run_json(capsys, "estimate", "--model", "llama-3.2-1b", "--seq", "4096")
@@ -578,17 +583,17 @@ RUN = (*TINY, "--seq", "100", "--batch", "4", "--tokens", "1B")
         (("--peak", "1T", "--mfu", "40%"), 0.4, False),
         (("--device", "h200", "--mfu", "0.5", "--gpus", "1k"), 0.5, False),
         (("--peak", "1T", "--gpus", "2", "--step-time", "500ms"), "measured", False),
-        (("--peak", "1T", "--gpus", "2", "--tokens-per-second", "800"), "measured", False),
+        (("--peak", "1T", "--gpus", "2", "--tokens-per-second", "1600"), "measured", False),
     ],
 )
 def test_whole_run(capsys: Capture, arguments: tuple[str, ...], mfu: Any, is_bound: bool) -> None:
     shown = run_json(capsys, *RUN, *arguments)
     found, total = shown["run"], shown["totals"]["model"]
-    steps = 10**9 // 400
+    steps = -(-(10**9) // (400 * shown["gpus"]))
     assert (found["tokens"], found["steps"], found["flops"]) == (10**9, steps, steps * total)
     assert found["is_lower_bound"] is is_bound
     text = run(capsys, *RUN, *arguments)
-    assert f"run             1.00B tokens: 2,500,000 steps, {steps * total:.3e} FLOPs\n" in text
+    assert f"run             1.00B tokens: {steps:,} steps, {steps * total:.3e} FLOPs\n" in text
     assert ("a lower" in text) == is_bound
     if mfu is None:
         assert (found["gpu_hours"], found["mfu"]) == (None, None)
@@ -618,7 +623,7 @@ def test_mfu_above_one(capsys: Capture) -> None:
 
 def test_unknown_detected_device(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
-        "flopcalc.hardware.devices", "flopcalc.core.estimate.utilization", "flopcalc.cli.options.counting",
+        "flopcalc.hardware.devices", "flopcalc.core.estimate.utilization", "flopcalc.setup.counting",
     ):  # fmt: skip
         monkeypatch.setattr(f"{module}.detect_device", lambda: "NVIDIA X-9000")
     shown = run_json(capsys, *TINY, "--seq", "64", "--device", "auto", "--step-time", "1")

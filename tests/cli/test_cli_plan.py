@@ -153,7 +153,7 @@ def test_encoder_and_decoder() -> None:
         (["--tp", "two"], "--tp: 'two' is not a whole number"),
         (["--tp", "3"], "tp 3 does not divide 16 devices"),
         (["--gpus", "-1"], "--gpus must be at least 1"),
-        (["--global-batch", "Auto"], "--global-batch is a whole number or auto, not 'Auto'"),
+        (["--global-batch", "Auto"], "--global-batch is sequences, tokens as in '4M tokens', or auto, not 'Auto'"),
         (["--timeline", ""], "the trace needs a file name, not ''"),
         (["--tokens", "0"], "tokens must be a number from 1"),
         (["--device", "h2000"], "lists them; or add it to your own devices.toml (docs/specs.md)"),

@@ -109,7 +109,7 @@ QWEN = ["predict", "--model", "qwen2-vl-2b", "--seq", "2048", "--device", "h200"
                 "HF's generate takes about 21.75 ms a token, and about 60.00 ms more at each length that cuDNN meets "
                 "first (four models measured)",
                 "this decodes 2,048 new tokens after an empty cache; for one token after 2,048 cached ones give "
-                "--seq 1 --context 2048",
+                "--seq 1 and --context 2048",
                 "phase decode has no backward pass, so nothing is recomputed",
                 "phase decode has no optimizer's step, so --optimizer adamw-foreach changes nothing",
             ],
@@ -188,8 +188,11 @@ def test_what_does_not_fit_is_told_first(capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "words"),
     [
         (["predict", "--model", "llama-3.2-1b", "--seq", "8"], "on which device?"),
-        ([*LLAMA, "--convention", "full"], "leave --convention out"),
-        ([*LLAMA, "--clipping", "hooks"], "not predicted"),
+        (
+            [*LLAMA, "--convention", "full"],
+            "predict takes no --convention: it shows MFU and HFU",
+        ),
+        ([*LLAMA, "--clipping", "hooks"], "predict takes no --clipping: per-sample clipping is counted, not predicted"),
         ([*LLAMA, "--host-factor", "0"], "--host-factor"),
         ([*LLAMA, "--host-factor", "fast"], "not a number"),
         ([*LLAMA, "--top", "x"], "--top"),

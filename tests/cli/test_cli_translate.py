@@ -159,7 +159,7 @@ def test_other_formats() -> None:
         (("--tflops", "400", "--tokens-per-second", "9k", "--from", "palm"), "leave --from out"),
         (("--tokens-per-second", "0"), "must be a positive number"),
         (("--tokens-per-second", "9k", "--gpus", "0"), "--gpus must be at least 1"),
-        (("--tokens-per-second", "9k", "--mtp", "-1"), "--mtp must be at least 0"),
+        (("--tokens-per-second", "9k", "--mtp", "x"), "--mtp: 'x' is not a whole number"),
         (("--tokens-per-second", "9k", "--json", "--format", "csv"), "contradicts"),
     ],
 )

@@ -72,7 +72,7 @@ def test_markdown_and_json(capsys: Capture) -> None:
         (("gpt2", "--seq", "5", "--step-time", "1"), "MFU needs a peak"),
         (("gpt2@step_time=1;tokens_per_second=2", "--seq", "5", "--peak", "1T"), "both given: give one of them"),
         (("gpt2@seq=5;seq=6",), "seq is given twice"),
-        (("gpt2", "--seq", "5", "--gpus", "2"), "--gpus needs a --device or a --peak"),
+        (("gpt2", "--seq", "5", "--gpus", "3", "--pp", "2"), "3 GPUs are no multiple of tp · pp · cp = 2"),
         (("gpt2", "--seq", "5", "--json", "--format", "csv"), "--json contradicts --format csv"),
     ],
 )

@@ -9,7 +9,6 @@ from tiers import thin
 
 from flopcalc import plan, predict
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.planning.plan import plan_estimator
 from flopcalc.planning.results import Planned
 from flopcalc.prediction.step import predict_estimate
 from flopcalc.words import EXECUTIONS, Execution
@@ -115,7 +114,7 @@ def test_images_are_part_of_the_question(execution: Execution) -> None:
     one = predict_estimate(
         estimator(2, 256, image_grid_thw=grid * 2), device="h200", execution=execution, advise=False
     )  # fmt: skip
-    found = plan_estimator(
+    found = plan(
         estimator, tokens=1, device="h200", gpus=1, global_batch=2, micro_batch=2, recompute="none",
         execution=execution, optimizer="adamw", workload=make_workload(1, 256, image_grid_thw=grid),
     ).best[0]  # fmt: skip

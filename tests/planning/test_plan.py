@@ -15,13 +15,14 @@ from round_machine import GPT, use_round_machine
 from tiers import thin
 
 from flopcalc import bind, hfu, mfu, predict
+from flopcalc.api import plan
 from flopcalc.core.model.config import load_config
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import FlopcalcError, SpecError, WorkloadError
 from flopcalc.hardware.devices import find_device
 from flopcalc.planning import step as step_module
 from flopcalc.planning.money import count_energy, find_price
-from flopcalc.planning.plan import choose_batch, plan
+from flopcalc.planning.plan import choose_batch
 from flopcalc.planning.results import Plan
 from flopcalc.planning.seconds import PARTS
 from flopcalc.units import format_tokens, parse_tokens

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from flopcalc import bind, plan
+from flopcalc.api import predict
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.data import find_data_dir
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.memory import predict_memory
 from flopcalc.prediction.sides import find_sides, find_widths
-from flopcalc.prediction.step import predict
 
 
 @pytest.mark.parametrize(

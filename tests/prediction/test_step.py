@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tiers import mark_heavy
 
-from flopcalc.api import bind
+from flopcalc.api import bind, predict
 from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import Workload, make_workload
 from flopcalc.data import find_data_dir
@@ -32,7 +32,7 @@ from flopcalc.prediction.machine import (
     time_shape,
 )
 from flopcalc.prediction.maker import make_work
-from flopcalc.prediction.step import find_largest_batch, predict, predict_estimate
+from flopcalc.prediction.step import find_largest_batch, predict_estimate
 from flopcalc.prediction.work import Attention, Moved, Product, Work
 
 # One processor that does 2 FLOP a second on full tiles, no costs beside.

@@ -134,7 +134,7 @@ def test_model_type_says_the_family() -> None:
     assert "unheard_of" in ask("flops", {"files": strange, "seq": "16"})["error"]
     found = ask("flops", {"files": strange, "seq": "16", "model_type": "llama"})
     assert found["estimate"]["flops"] == ask("flops", {"files": FILES, "seq": "16"})["estimate"]["flops"]
-    assert found["lines"]["command"] == "flopcalc estimate config.json --model-type llama --seq 16"
+    assert found["lines"]["command"] == "flopcalc estimate config.json --seq 16 --model-type llama"
 
 
 def test_folder_with_a_processor() -> None:
@@ -156,7 +156,10 @@ def test_folder_with_a_processor() -> None:
         ({"what": "flops", "setup": {"model": "sweep-tiny"}}, "how long are the sequences? Give --seq N"),
         ({"what": "flops", "setup": {"model": "sweep-tiny", "sequ": "8"}}, "a set-up has no 'sequ'. Did you mean seq"),
         ({"what": "flops", "setup": {"model": "sweep-tiny", "seq": 8}}, "seq is a text, not 8"),
-        ({"what": "flops", "setup": {"model": "sweep-tiny", "seq": "8", "image": ["8"]}}, "--image: '8' is not WIDTHx"),
+        (
+            {"what": "flops", "setup": {"model": "sweep-tiny", "seq": "8", "image": ["8"]}},
+            "--image: '8' is neither WIDTH",
+        ),
         ({"what": "flops", "setup": {"files": {"../config.json": "{}"}}}, "'../config.json': not the name of a JSON"),
         ({"what": "flops", "setup": {"files": []}}, "files is an object of at most 40 names and texts"),
         ({"what": "flops", "setup": {}}, "which model? Choose a preset, or give a config.json"),

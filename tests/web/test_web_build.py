@@ -25,6 +25,7 @@ from flopcalc.web.build import MARK, POLICY, STATIC, build_site, describe_choice
 from flopcalc.web.compiled import compile_python
 from flopcalc.web.packages import Package, find_package, load_lock
 from flopcalc.web.serve import make_server
+from flopcalc.web.setups import list_page_fields
 
 Capture = pytest.CaptureFixture[str]
 
@@ -84,7 +85,7 @@ def test_python_is_zipped_without_what_needs_torch(site: Path) -> None:
         names = archive.namelist()
     for wanted in (
         "flopcalc/web/answers.py", "flopcalc/cli/__init__.py", "click/__init__.py", "yaml/__init__.py",
-        "flopcalc/model_specs/presets/qwen2-vl-7b.toml", "flopcalc/integrations/launch/axolotl.toml",
+        "flopcalc/model_specs/presets/qwen2-vl-7b.toml", "flopcalc/setup/launch/axolotl.toml",
         "flopcalc/model_specs/predictors/h200-sxm.json",
         "flopcalc/model_specs/catalogue.json",  # which family a config is that does not say it, and near names
     ):  # fmt: skip
@@ -237,7 +238,17 @@ def test_choices_are_what_the_command_line_knows() -> None:
     assert {"qwen2-vl-7b", "llama-3.1-8b"} <= {preset["name"] for preset in found["presets"]}
     assert "h200-sxm" in {device["id"] for device in found["devices"]}
     assert "6nd" in found["quoted"]
-    assert found["words"]["phase"] == ("train", "forward", "prefill", "decode", "sample")
+    fields = {field["name"]: field for section in found["form"] for field in section["fields"]}
+    assert list(fields["phase"]["words"]) == ["train", "forward", "prefill", "decode", "sample"]
+    assert (fields["batch"]["slider"], fields["image"]["kind"], fields["autocast"]["kind"]) == ((0, 10), "list", "flag")
+    assert fields.keys() == {*list_page_fields()}
+    state = (Path(STATIC) / "state.js").read_text(encoding="utf-8")
+    for kind, name in (("list", "LISTS"), ("flag", "FLAGS")):  # an address is read before the form is there
+        listed = re.search(rf"{name} = \[(.*?)\]", state)
+        assert listed is not None
+        assert set(re.findall(r'"(\w+)"', listed[1])) == {
+            each for each, field in fields.items() if field["kind"] == kind
+        }
 
 
 def test_data_cannot_end_its_element() -> None:

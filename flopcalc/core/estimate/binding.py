@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.estimate.counted import CountedEstimator
 from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.components import is_pipeline
@@ -78,7 +79,7 @@ def bind_config(
         from flopcalc.core.estimate.pipeline import FROZEN, bind_pipeline  # few ask for it, and start-up is counted
 
         if spec is not None:
-            raise SpecError("a diffusion pipeline takes no --spec: give its denoiser's config with one")
+            raise SpecError(f"a diffusion pipeline takes no {spell('spec')}: give its denoiser's config with one")
 
         def make(model: BoundModel, is_part: bool) -> CountedEstimator:
             trained = FROZEN if is_part else recipe

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.model.bound import BoundModel
 from flopcalc.core.model.heads import find_ending, is_same_class
 from flopcalc.core.model.live import unwrap
@@ -30,7 +31,7 @@ def check_workload(model: BoundModel, load: Workload) -> Workload:
         raise WorkloadError("seq is missing: the length that the language model sees per sample")
     if model.spec.phases and load.phase not in model.spec.phases:
         raise WorkloadError(
-            f"{model.name}: phase {load.phase} is not described: use --phase {' or '.join(model.spec.phases)}"
+            f"{model.name}: phase {load.phase} is not described: use {spell('phase')} {' or '.join(model.spec.phases)}"
         )
     if load.phase in ("prefill", "decode"):
         _check_decodes(model, load.phase)
@@ -61,19 +62,21 @@ def _check_latents(model: BoundModel, load: Workload) -> Workload:
             f"{name} is a denoiser: it takes images or videos and text, in phase train, forward or sample"
         )
     if len(load.all_grids) != load.rows or len(set(load.all_grids)) > 1:
-        raise WorkloadError(f"{name} is a denoiser: give one --image WxH (or --video WxHxFRAMES) per sample")
+        raise WorkloadError(
+            f"{name} is a denoiser: give one {spell('image', 'WxH')} (or {spell('video', 'WxHxFRAMES')}) per sample"
+        )
     if model.latents is not None and not model.latents.text_key and load.seq:
-        raise WorkloadError(f"{name} reads no text: leave --text out")
+        raise WorkloadError(f"{name} reads no text: leave {spell('text')} out")
     if model.latents is not None and model.latents.text_key and not load.seq:
-        raise WorkloadError(f"{name} reads text: give its length (--text N)")
+        raise WorkloadError(f"{name} reads text: give its length ({spell('text', 'N')})")
     return load
 
 
 def ask_for_images(name: str, vision: Vision | None) -> WorkloadError:
     """What to say where a model of images or videos alone was given none."""
     if vision is not None and vision.frames:
-        return WorkloadError(f"{name} takes videos: give --video WxHxFRAMES (video_grid_thw=[[t, h, w]])")
-    return WorkloadError(f"{name} takes images: give --image WxH (images=[(width, height)])")
+        return WorkloadError(f"{name} takes videos: give {spell('video', 'WxHxFRAMES')}")
+    return WorkloadError(f"{name} takes images: give {spell('image', 'WxH')}")
 
 
 def _check_vision(model: BoundModel, load: Workload) -> None:
@@ -82,7 +85,7 @@ def _check_vision(model: BoundModel, load: Workload) -> None:
     if not load.all_grids:
         raise ask_for_images(name, model.vision)
     if load.seq:
-        raise WorkloadError(f"{name} takes images alone: leave --seq out")
+        raise WorkloadError(f"{name} takes images alone: leave {spell('seq')} out")
     if load.phase in ("prefill", "decode"):
         raise WorkloadError(f"{name} takes images alone: there is no phase {load.phase}; forward is one pass")
     if len(load.all_grids) < load.rows:
@@ -96,7 +99,7 @@ def _mirror(model: BoundModel, load: Workload) -> Workload:
     if load.decoder is not None:
         raise WorkloadError(
             f"{model.name} classifies what its encoder reads, so its decoder reads the same {load.seq} tokens, not "
-            f"{load.decoder.seq}: leave --decoder-seq (decoder_seq_len) out"
+            f"{load.decoder.seq}: leave {spell('decoder_seq')} out"
         )
     own = load.replace(grids=(), videos=(), clips=())
     return load.replace(decoder=own)
@@ -125,7 +128,8 @@ def _check_images(model: BoundModel, load: Workload) -> Workload:
     visual, tokens = model.count_visual_tokens(load), load.tokens
     if visual > tokens and model.has_text:
         raise WorkloadError(
-            f"{visual} visual tokens do not fit in {tokens} tokens: --seq counts them in (--text adds them instead)"
+            f"{visual} visual tokens do not fit in {tokens} tokens: {spell('seq')} counts them in "
+            f"({spell('text')} adds them instead)"
         )
     return load
 
@@ -153,16 +157,19 @@ def _check_decodes(model: BoundModel, phase: str) -> None:
 def _check_decoder(model: BoundModel, load: Workload) -> None:
     name = model.name
     if not model.has_decoder:
-        raise WorkloadError(f"{name} is no encoder-decoder: it takes no --decoder-seq (decoder_seq_len)")
+        raise WorkloadError(f"{name} is no encoder-decoder: it takes no {spell('decoder_seq')}")
     if load.decoder is None:
-        raise WorkloadError(f"{name} has a decoder: give its length too (--decoder-seq N, decoder_seq_len=N)")
+        raise WorkloadError(f"{name} has a decoder: give its length too ({spell('decoder_seq', 'N')})")
     if model.has_text_encoder and not load.seq:
-        raise WorkloadError(f"{name} is an encoder-decoder: give the encoder's length too (--seq N, seq_len=N)")
+        raise WorkloadError(f"{name} is an encoder-decoder: give the encoder's length too ({spell('seq', 'N')})")
     if not model.has_text_encoder and load.seq:
-        raise WorkloadError(f"{name} has no encoder of text: leave --seq out, its length is --decoder-seq")
+        raise WorkloadError(
+            f"{name} has no encoder of text: leave {spell('seq')} out, its length is {spell('decoder_seq')}"
+        )
     if not model.has_text_encoder and model.audio is not None and len(load.clips) != load.rows:
         raise WorkloadError(
-            f"{name} takes one clip of audio per sample, not {len(load.clips)} for {load.rows}: --audio SECONDS"
+            f"{name} takes one clip of audio per sample, not {len(load.clips)} for {load.rows}: "
+            f"{spell('audio', 'SECONDS')}"
         )
 
 
@@ -179,7 +186,8 @@ def _check_audio(model: BoundModel, load: Workload) -> None:
     tokens = sum(map(model.audio.count_tokens, load.clips))
     if load.decoder is None and tokens > load.tokens:
         raise WorkloadError(
-            f"{tokens} audio tokens do not fit in {load.tokens} tokens: --seq counts them in (--text adds them)"
+            f"{tokens} audio tokens do not fit in {load.tokens} tokens: {spell('seq')} counts them in "
+            f"({spell('text')} adds them)"
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.count.count import Mode, count
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import Block, CountedRow, Weights, sum_formats, sum_products
@@ -79,7 +80,7 @@ class CountedEstimator(Estimator):
         self.device = device  # what was measured on it tells what kernels and products execute
         self.recipe = _join_recipe(model, recipe, clipping)
         if self.is_diffusion and self.recipe.recompute == "full-reentrant":
-            raise RecipeError("diffusers' gradient checkpointing is not reentrant: --recompute full")
+            raise RecipeError(f"diffusers' gradient checkpointing is not reentrant: {spell('recompute', 'full')}")
         self.formats = formats if formats is not None else _find_formats(model, self.recipe, asked)
         self.asked_kernel = attention_kernel
         self.attention_kernel = (
@@ -263,7 +264,7 @@ class CountedEstimator(Estimator):
         added = whole.parameters()["total"] - self.parameters()["total"]
         total = whole.count(load, self.convention).total
         return [
-            f"{layers} left out, as HF's model has it: with --mtp {format_flops(total)} ({total:,}), and "
+            f"{layers} left out, as HF's model has it: with {spell('mtp')} {format_flops(total)} ({total:,}), and "
             f"{format_parameters(added)} more parameters"
         ]
 

@@ -62,6 +62,8 @@ class Estimate(Value):
     flops: Flops
     _notes: tuple[str, ...] = ()
     pipeline: Sampling | None = None  # of a diffusion pipeline
+    gpus: int = 1  # that share the step
+    replicas: int = 1  # micro-batches that run at once, on a GPU or a group of GPUs each
 
     @property
     def forward(self) -> int:
@@ -108,7 +110,10 @@ class Estimate(Value):
             raise FlopcalcError(f"cannot add FLOPs of convention {other.convention} to {self.convention}")
         if self.convention == "hardware" and other.attention_kernel != self.attention_kernel:
             raise FlopcalcError(f"cannot add FLOPs of kernel {other.attention_kernel} to {self.attention_kernel}")
-        return Estimate(_merge_terms(self.terms + other.terms), self.flops + other.flops, self._notes + other._notes)
+        if other.gpus != self.gpus:
+            raise FlopcalcError(f"cannot add a step of {other.gpus} GPUs to one of {self.gpus}")
+        terms, notes = _merge_terms(self.terms + other.terms), self._notes + other._notes
+        return Estimate(terms, self.flops + other.flops, notes, None, self.gpus, self.replicas)
 
     def __radd__(self, other: object) -> Estimate:
         return self if other == 0 else NotImplemented  # sum() starts from 0
@@ -119,7 +124,8 @@ class Estimate(Value):
         if times < 1:
             raise FlopcalcError(f"an estimate can be multiplied by a whole number of at least 1, not {times}")
         terms = tuple(term._replace(times=term.times * times) for term in self.terms)
-        return Estimate(terms, self.flops * times, self._notes, self.pipeline.times(times) if self.pipeline else None)
+        pipeline = self.pipeline.times(times) if self.pipeline else None
+        return Estimate(terms, self.flops * times, self._notes, pipeline, self.gpus, self.replicas)
 
     __rmul__ = __mul__
 
@@ -131,13 +137,25 @@ class Estimate(Value):
 
     def add_notes(self, notes: Iterable[str]) -> Estimate:
         """The same estimate with more notes."""
-        return Estimate(self.terms, self.flops, (*self._notes, *notes))
+        return self.replace(_notes=(*self._notes, *notes))
+
+    def spread(self, gpus: int, replicas: int) -> Estimate:
+        """The step of a whole job: `replicas` such steps at once, on all its GPUs."""
+        return (self * replicas).replace(gpus=gpus, replicas=replicas)
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences (of a model without text, samples) of a step, on all GPUs."""
+        terms = self.terms[:1] if self.pipeline is not None else self.terms
+        is_step = self.pipeline is None or self.pipeline.phase == "train"
+        return sum(load.rows * (times if is_step else self.replicas) for _, load, times in terms)
 
     def move(self, device: Device) -> Estimate:
         """The same work on a device: its kernel where none was asked for, and what was measured on it."""
         if all(each.identity.device == device.id or each.origin != "spec" for each, _, _ in self.terms):
             return self
-        return sum(each.change(device=device).estimate(load) * times for each, load, times in self.terms) or self
+        moved = sum(each.change(device=device).estimate(load) * times for each, load, times in self.terms) or self
+        return moved.replace(gpus=self.gpus, replicas=self.replicas)
 
     def total_under(self, convention: str) -> int:
         """The total FLOPs of the same work under another convention."""
@@ -320,6 +338,8 @@ class Estimate(Value):
                 "clipping": self.clipping,
                 "total": self.total,
             },
+            "gpus": self.gpus,
+            "global_batch": self.global_batch,
             "totals": self.totals,
             "components": [
                 # What is recomputed and what clips runs in the backward pass, or right after it: counted there, so
@@ -428,8 +448,13 @@ class Estimate(Value):
             pieces.append(_describe_grids(load))
         else:
             pieces.append(f"{load.rows} × {load.seq} tokens{' (padded)' if load.layout == 'padded' else ''}")
+        times //= self.replicas
         if times > 1:
             pieces.append(f"{times} micro-batches")
+        if self.gpus > 1:
+            accumulated = f" × {times}" if times > 1 else ""
+            groups = f"{self.gpus} GPUs" + (f" in {self.replicas} groups" if self.replicas != self.gpus else "")
+            pieces.append(f"{groups} × {load.rows}{accumulated} = {self.global_batch:,} sequences a step")
         if len(self.terms) > 1 and self.pipeline is None:
             pieces.append(f"and {len(self.terms) - 1} more")
         recipe = estimator.recipe
@@ -510,6 +535,7 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
     """The workload in numbers: sizes of the first term, totals over all."""
     _, load, times = estimate.terms[0]
     is_mixed = len({other.layout for _, other, _ in estimate.terms}) > 1
+    is_step = estimate.pipeline is None or estimate.pipeline.phase == "train"
     images = patches = visual = 0
     # Of a pipeline, the first part's: all of them work on the same images.
     for each, other, many in estimate.terms[:1] if estimate.pipeline is not None else estimate.terms:
@@ -522,7 +548,7 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
         "seq": load.seq,
         "lengths": list(load.documents) if load.documents is not None else None,
         "layout": "mixed" if is_mixed else load.layout,
-        "grad_accum": times if estimate.pipeline is None or estimate.pipeline.phase == "train" else 1,
+        "grad_accum": times // estimate.replicas if is_step else 1,
         "tokens": estimate.tokens,
         "images": images,
         "patches": patches,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.estimate.checks import ask_for_images
 from flopcalc.core.estimate.estimator import Estimator, Picture, check_no_sampling
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.workload.workload import Grid, Workload, make_workload
 from flopcalc.errors import WorkloadError
+from flopcalc.units import check_items
 from flopcalc.values import Value, frozen
 
 MAX_IMAGES = 1_000_000  # per batch: they are listed one by one
@@ -29,12 +31,14 @@ class Inputs(Value):
     video_grids: tuple[Grid, ...] = ()
     max_pixels: int | None = None  # the processor's, instead of its config's
     audio: tuple[float, ...] = ()  # seconds
+    clips: tuple[int, ...] | None = None  # the same in frames of the feature extractor; of the whole batch
     phase: str = "train"
     context: int | None = None
     logits: int | str | None = None
     sampling_steps: int | None = None  # these of diffusion models alone
-    guidance: str | None = None  # on or off
-    parts: str | None = None
+    guidance: bool | str | None = None  # on or off
+    parts: Iterable[str] | str | None = None
+    of_batch: bool = False  # images, videos and audio are those of the whole batch, not of each sample
 
 
 def make_load(estimator: Estimator, inputs: Inputs) -> tuple[Workload, list[str]]:
@@ -51,21 +55,24 @@ def make_load(estimator: Estimator, inputs: Inputs) -> tuple[Workload, list[str]
         name = estimator.source.name
         raise WorkloadError(f"{name} takes images alone: there is no phase {phase}; forward is one pass")
     if phase == "decode" and (images or videos):
-        raise WorkloadError("decode does no vision work: leave images out, their tokens are in --context")
-    clips = estimator.count_frames(inputs.audio) if inputs.audio else []
+        raise WorkloadError(f"decode does no vision work: leave images out, their tokens are in {spell('context')}")
+    clips = [*check_items(inputs.clips or (), "clips"), *(estimator.count_frames(inputs.audio) if inputs.audio else ())]
     if phase == "decode" and clips and not estimator.has_decoder:
-        raise WorkloadError("decode does no audio work: leave --audio out, its tokens are in --context")
+        raise WorkloadError(
+            f"decode does no audio work: leave {spell('audio')} out, its tokens are in {spell('context')}"
+        )
     decoder_seq = inputs.decoder_seq
     if phase == "decode" and decoder_seq is None and estimator.has_decoder:
         decoder_seq = 1
     seq = _find_length(estimator, inputs, images, videos, clips)
+    copies = 1 if inputs.of_batch else batch
     for what, many in (("clips", len(clips)), ("images", len(images + videos))):
-        if batch * many > MAX_IMAGES:
-            raise WorkloadError(f"{batch * many} {what}: more than {MAX_IMAGES} in one batch is a mistake")
+        if copies * many > MAX_IMAGES:
+            raise WorkloadError(f"{copies * many} {what}: more than {MAX_IMAGES} in one batch is a mistake")
     load = make_workload(
-        batch, seq, lengths=inputs.lengths, image_grid_thw=images * batch or None,
-        video_grid_thw=videos * batch or None, phase=phase, context=inputs.context, logits=inputs.logits,
-        decoder_seq_len=decoder_seq, clips=clips * batch or None,
+        batch, seq, lengths=inputs.lengths, image_grid_thw=images * copies or None,
+        video_grid_thw=videos * copies or None, phase=phase, context=inputs.context, logits=inputs.logits,
+        decoder_seq_len=decoder_seq, clips=clips * copies or None,
     )  # fmt: skip
     return load, notes
 
@@ -77,18 +84,19 @@ def _cut_images(estimator: Estimator, inputs: Inputs) -> tuple[list[Grid], list[
         return list(inputs.image_grids), [], []
     if not (inputs.images or inputs.image_grids or inputs.videos or inputs.video_grids):
         if inputs.max_pixels is not None:
-            raise WorkloadError("--max-pixels needs an --image or a --video")
+            raise WorkloadError(f"{spell('max_pixels')} needs {spell('image')} or {spell('video')}")
         return [], [], []
-    images, notes = estimator.cut_images(inputs.images, max_pixels=inputs.max_pixels)
+    samples = inputs.batch or 1 if inputs.of_batch else 1
+    images, notes = estimator.cut_images(inputs.images, samples, max_pixels=inputs.max_pixels)
     assert vision is not None  # a text model's images were refused
     for grid in inputs.image_grids:
-        vision.check_tiles(grid, "--image-grid")
-        images.append(vision.check_grid(grid, "--image-grid"))
-    for flag, given in (("--video", inputs.videos), ("--video-grid", inputs.video_grids)):
+        vision.check_tiles(grid, spell("image_grid"))
+        images.append(vision.check_grid(grid, spell("image_grid")))
+    for field, given in (("video", inputs.videos), ("video_grid", inputs.video_grids)):
         if given and not vision.takes_videos:
-            raise WorkloadError(f"{flag}: {estimator.source.name} takes no videos")
+            raise WorkloadError(f"{spell(field)}: {estimator.source.name} takes no videos")
     videos, found = _cut_videos(estimator, vision, inputs)
-    videos += [vision.check_grid(grid, "--video-grid") for grid in inputs.video_grids]
+    videos += [vision.check_grid(grid, spell("video_grid")) for grid in inputs.video_grids]
     return images, videos, [*notes, *found]
 
 
@@ -102,7 +110,7 @@ def _cut_videos(estimator: Estimator, vision: Vision, inputs: Inputs) -> tuple[l
     grids: list[Grid] = []
     notes: list[str] = []
     for text in inputs.videos:
-        video = parse_video(text, "--video")
+        video = parse_video(text)
         made, found = cut_video(video, vision, estimator.spec.name, preprocessor, inputs.max_pixels)
         grids += made
         notes += [note for note in found if note not in notes]
@@ -113,20 +121,22 @@ def _find_length(
     estimator: Estimator, inputs: Inputs, images: Sequence[Grid], videos: Sequence[Grid], clips: Sequence[int]
 ) -> int | None:
     """Positions of the language model; None where documents or a decoder's length say it."""
-    sizes = {"--seq": inputs.seq, "--text": inputs.text, "--lengths": inputs.lengths}
-    given = [flag for flag, value in sizes.items() if value is not None]
+    sizes = {"seq": inputs.seq, "text": inputs.text, "lengths": inputs.lengths}
+    given = [spell(field) for field, value in sizes.items() if value is not None]
     if len(given) > 1:
         raise WorkloadError(f"{' and '.join(given)} contradict each other: give one")
     if inputs.lengths is not None:
         if estimator.has_decoder:
             asked = _ask_sizes(estimator)
-            raise WorkloadError(f"{estimator.source.name} is an encoder-decoder: it takes no packed --lengths; {asked}")
-        if inputs.batch is not None:
-            raise WorkloadError("--lengths describes one packed row: --batch contradicts it")
+            raise WorkloadError(
+                f"{estimator.source.name} is an encoder-decoder: it takes no packed {spell('lengths')}; {asked}"
+            )
+        if inputs.batch is not None and not (inputs.of_batch and inputs.batch == 1):
+            raise WorkloadError(f"{spell('lengths')} describes one packed row: {spell('batch')} contradicts it")
         return None
     if estimator.has_decoder and not given and (inputs.phase == "decode" or inputs.decoder_seq is not None):
         return None
-    filled = 0 if estimator.has_decoder else _count_filled(estimator, images, videos, clips)
+    filled = 0 if estimator.has_decoder else _count_filled(estimator, inputs, images, videos, clips)
     if inputs.text is not None:
         return inputs.text + filled
     if inputs.seq is not None:
@@ -135,8 +145,8 @@ def _find_length(
             sources = " and ".join(word for word, values in kinds if values)
             verb = "takes" if sources == "audio" else "take"
             raise WorkloadError(
-                f"the {sources} {verb} {filled} tokens, more than --seq {inputs.seq}, which includes them; "
-                "raise --seq, or give --text, which adds them"
+                f"the {sources} {verb} {filled} tokens, more than {spell('seq', inputs.seq)}, which includes them; "
+                f"raise {spell('seq')}, or give {spell('text')}, which adds them"
             )
         return inputs.seq
     if estimator.has_decoder:
@@ -145,23 +155,36 @@ def _find_length(
         return 1
     if not estimator.needs_text:
         return None
-    raise WorkloadError("how long are the sequences? Give --seq N, --text N or --lengths N,N,…")
+    ways = f"{spell('seq', 'N')}, {spell('text', 'N')} or {spell('lengths', 'N,N,…')}"
+    raise WorkloadError(f"how long are the sequences? Give {ways}")
 
 
 def _count_filled(
-    estimator: Estimator, images: Sequence[Grid], videos: Sequence[Grid], clips: Sequence[int]
-) -> int:  # fmt: skip
-    """Positions of a decoder-only model that images, videos and audio fill."""
-    filled = 0
+    estimator: Estimator, inputs: Inputs, images: Sequence[Grid], videos: Sequence[Grid], clips: Sequence[int]
+) -> int:
+    """Positions of one sample of a decoder-only model that images, videos and audio fill."""
+    filled: list[int] = []
     if estimator.vision is not None:
-        filled += sum(estimator.vision.count_tokens(grid) for grid in images)
-        filled += sum(estimator.vision.count_tokens(grid, True) for grid in videos)
-    return filled + (sum(map(estimator.audio.count_tokens, clips)) if estimator.audio else 0)
+        filled += [estimator.vision.count_tokens(grid) for grid in images]
+        filled += [estimator.vision.count_tokens(grid, True) for grid in videos]
+    filled += map(estimator.audio.count_tokens, clips) if estimator.audio else ()
+    samples = inputs.batch or 1 if inputs.of_batch else 1
+    each, rest = divmod(len(filled), samples)
+    if samples == 1 or not filled:
+        return sum(filled)
+    if inputs.text is None:
+        return -(-sum(filled) // samples)  # the longest sample needs at least this
+    if rest or len({sum(filled[at : at + each]) for at in range(0, len(filled), each)}) > 1:
+        raise WorkloadError(
+            f"{spell('text')} needs the same images in each of {samples} samples: give {spell('seq')}, the whole length"
+        )
+    return sum(filled) // samples
 
 
 def _ask_sizes(estimator: Estimator) -> str:
-    """What an encoder-decoder is to be told, in options."""
+    """What an encoder-decoder needs to know."""
+    decoder = f"{spell('decoder_seq', 'N')} for its decoder"
     if estimator.has_text_encoder:
-        return "give --seq N for its encoder and --decoder-seq N for its decoder"
-    what = "--audio SECONDS" if estimator.audio is not None else "--image WxH"
-    return f"give {what} for its encoder and --decoder-seq N for its decoder"
+        return f"give {spell('seq', 'N')} for its encoder and {decoder}"
+    what = spell("audio", "SECONDS") if estimator.audio is not None else spell("image", "WxH")
+    return f"give {what} for its encoder and {decoder}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.bound import BoundModel, find_architecture
@@ -35,12 +36,12 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
     if recipe.lora is not None and model.head.kind in ("sequence", "token"):
         notes.append("LoRA: the head trains too, as PEFT has it for task types SEQ_CLS, TOKEN_CLS and QUESTION_ANS")
     if model.vision is not None and not load.all_grids and not model.is_part and load.phase != "decode":
-        example = "--image 1024x768" if model.vision.kind == "grid" else "--image 336x336"
+        example = spell("image", "1024x768") if model.vision.kind == "grid" else spell("image", "336x336")
         notes.append(f"no image given, so the vision tower is not counted; add one with {example}")
     if model.vision is not None and model.has_text and not load.seq and load.decoder is None:
-        notes.append("no text given, so the text tower is not counted; add some with --seq N")
+        notes.append(f"no text given, so the text tower is not counted; add some with {spell('seq', 'N')}")
     if model.audio is not None and not load.clips and load.phase != "decode":
-        notes.append("no audio given, so the audio tower is not counted; add some with --audio SECONDS")
+        notes.append(f"no audio given, so the audio tower is not counted; add some with {spell('audio', 'SECONDS')}")
     longest = max(side.longest for side in (load, load.decoder) if side is not None)
     if model.position_limit and model.position_kind == "rotary" and longest > model.position_limit:
         notes.append(f"length {longest} is beyond max_position_embeddings = {model.position_limit}")
@@ -48,10 +49,10 @@ def describe_work(estimator: Estimator, model: BoundModel, load: Workload) -> li
         notes.append("nothing trains under this recipe, so there is no backward pass")
     side = load.decoder or load
     if load.phase == "decode" and side.seq > 1 and not side.context:
-        flag = "--seq" if load.decoder is None else "--decoder-seq"
+        length = spell("seq" if load.decoder is None else "decoder_seq", 1)
         notes.append(
             f"this decodes {side.seq:,} new tokens after an empty cache; for one token after {side.seq:,} cached ones "
-            f"give {flag} 1 --context {side.seq}"
+            f"give {length} and {spell('context', side.seq)}"
         )
     if isinstance(side.logits, int) and side.logits > side.seq:
         notes.append(f"logits asked for {side.logits} positions, a sequence has {side.seq}: all of them counted")
@@ -88,8 +89,9 @@ def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
         }
         if found:
             notes.append(
-                f"weights in {', '.join(sorted(found))} do not train themselves: --lora trains adapters on top of "
-                "them, --weights bf16 counts plain training"
+                f"weights in {', '.join(sorted(found))} do not train themselves: {spell('lora')} trains "
+                "adapters on top of "
+                f"them, {spell('weights', 'bf16')} counts plain training"
             )
     kept: dict[str, int] = {}
     if formats.kept and not formats.autocast:
@@ -101,7 +103,7 @@ def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
         if kept:
             notes.append(
                 f"transformers keeps {', '.join(kept)} in float32 and computes {'it' if len(kept) == 1 else 'them'} in "
-                f"float32: --compute {formats.model} counts all in {formats.model}"
+                f"float32: {spell('compute', formats.model)} counts all in {formats.model}"
             )
     if formats.casts:
         rows = [(block, row) for block, row, values in estimator.rows(load, "full") if row.op.float32 and any(values)]
@@ -110,13 +112,15 @@ def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
         cast = {name: 0 for name in cast if name not in kept}
         if cast:
             notes.append(
-                f"transformers' code computes {', '.join(cast)} in float32: --compute {formats.model} counts all in "
+                f"transformers' code computes {', '.join(cast)} in float32: {spell('compute', formats.model)} "
+                "counts all in "
                 f"{formats.model}"
             )
     is_float = formats.adapter == "fp32" != formats.model and not (formats.autocast or formats.compute)
     if recipe.lora is not None and is_float and load.phase == "train":
         notes.append(
-            "LoRA's adapters are float32, as PEFT keeps them, and compute in float32: --autocast runs them in bf16"
+            f"LoRA's adapters are float32, as PEFT keeps them, and compute in float32: {spell('autocast')} runs "
+            "them in bf16"
         )
     return notes
 

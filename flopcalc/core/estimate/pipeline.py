@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.estimate.counted import CountedEstimator
@@ -141,16 +142,16 @@ class PipelineEstimator(Estimator):
 
     def _check(self, asked: Asked, samples: bool) -> None:
         name = self.source.name
-        for word, value in (("--sampling-steps", asked.steps), ("--guidance", asked.guidance)):
+        for word, value in ((spell("sampling_steps"), asked.steps), (spell("guidance"), asked.guidance)):
             if value is not None and not samples:
                 raise WorkloadError(f"{word} belongs to phase sample, not {asked.phase}")
         if asked.phase in ("prefill", "decode"):
             raise WorkloadError(f"{name} is a diffusion model: its phases are train, forward and sample")
         if asked.frames is not None and asked.frames > 1 and not self.latents.takes_videos:
-            raise WorkloadError(f"--video: {name} takes no videos")
+            raise WorkloadError(f"{spell('video')}: {name} takes no videos")
         if self.pipeline is None and samples and asked.steps is None:
             raise WorkloadError(
-                f"{name} is a denoiser without its pipeline: say how often it runs (--sampling-steps N)"
+                f"{name} is a denoiser without its pipeline: say how often it runs ({spell('sampling_steps', 'N')})"
             )
 
     def _find_size(self, asked: Asked) -> tuple[int, int, int, tuple[str, ...]]:
@@ -158,7 +159,7 @@ class PipelineEstimator(Estimator):
         if asked.size is not None:
             return *asked.size, asked.frames or 1, ()
         if self.pipeline is None:
-            what = "--video WxHxFRAMES" if self.latents.takes_videos else "--image WxH"
+            what = spell("video", "WxHxFRAMES") if self.latents.takes_videos else spell("image", "WxH")
             raise WorkloadError(f"how large are the images? Give {what}")
         width, height, frames = (self.pipeline.size(key) for key in ("width", "height", "frames"))
         size = f"{width}x{height}" + (f"x{frames}" if frames > 1 else "")
@@ -190,7 +191,7 @@ class PipelineEstimator(Estimator):
     def _find_text(self, asked: Asked) -> int:
         reads = bool(self.latents.text_key)
         if asked.text is not None and not reads:
-            raise WorkloadError(f"{self.source.name} reads no text: leave --text out")
+            raise WorkloadError(f"{self.source.name} reads no text: leave {spell('text')} out")
         if asked.text is not None:
             return check_size(asked.text, "text")
         if not reads:
@@ -215,7 +216,9 @@ class PipelineEstimator(Estimator):
         for word in asked:
             if word not in words:
                 known = ", ".join(words)
-                raise WorkloadError(f"--parts: {self.source.name} has no part {format_value(word)}. Known: {known}")
+                raise WorkloadError(
+                    f"{spell('parts')}: {self.source.name} has no part {format_value(word)}. Known: {known}"
+                )
             chosen |= words[word]
         return chosen
 
@@ -290,7 +293,7 @@ def read_asked(
             raise WorkloadError(f"{estimator.source.name} is a diffusion model: it takes no {name}")
     if seq_len is not None:
         raise WorkloadError(
-            f"{estimator.source.name} is a diffusion model: the length of its text is text=N (--text N)"
+            f"{estimator.source.name} is a diffusion model: the length of its text is {spell('text', 'N')}"
         )
     batch = check_size(batch_size, "batch")
     if images is not None and videos is not None:
@@ -319,14 +322,16 @@ def read_inputs(estimator: Estimator, inputs: Inputs) -> Asked:
     if len(inputs.images) + len(inputs.videos) > 1:
         raise WorkloadError(f"{estimator.source.name} makes one image or video per sample: give one size")
     for flag, value in (
-        ("--seq", inputs.seq), ("--lengths", inputs.lengths), ("--decoder-seq", inputs.decoder_seq),
-        ("--image-grid", inputs.image_grids or None), ("--video-grid", inputs.video_grids or None),
-        ("--audio", inputs.audio or None), ("--max-pixels", inputs.max_pixels), ("--context", inputs.context),
-        ("--logits", inputs.logits),
+        (spell("seq"), inputs.seq), (spell("lengths"), inputs.lengths), (spell("decoder_seq"), inputs.decoder_seq),
+        (spell("image_grid"), inputs.image_grids or None), (spell("video_grid"), inputs.video_grids or None),
+        (spell("audio"), inputs.audio or None), (spell("max_pixels"), inputs.max_pixels),
+        (spell("context"), inputs.context),
+        (spell("logits"), inputs.logits),
     ):  # fmt: skip
         if value is not None:
             raise WorkloadError(
-                f"{flag}: {estimator.source.name} is a diffusion model; give --image or --video, --text"
+                f"{flag}: {estimator.source.name} is a diffusion model; give {spell('image')} or "
+                f"{spell('video')}, {spell('text')}"
             )
     return read_asked(
         estimator, inputs.batch or 1, images=inputs.images or None, videos=inputs.videos or None, text=inputs.text,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.estimate.estimate import Estimate, check_tokens
 from flopcalc.core.estimate.utilization import find_ideal_time, find_step_time, sum_dtypes
 from flopcalc.core.estimate.utilization import mfu as find_mfu
 from flopcalc.errors import FlopcalcError, format_value
 from flopcalc.hardware.devices import parse_dtype
-from flopcalc.units import check_positive, check_size, format_amount, format_tokens, parse_tokens
+from flopcalc.units import check_positive, format_amount, format_tokens, parse_tokens
 
 
 class Run(NamedTuple):
@@ -41,7 +42,7 @@ class Run(NamedTuple):
             return lines
         share = f"an MFU of {100 * self.mfu:.1f} %"
         if self.is_lower_bound:
-            share = "100 % of the peak: a lower bound, --mfu 40% says what you expect"
+            share = f"100 % of the peak: a lower bound, {spell('mfu', '40%')} says what you expect"
         days = f" ({format_amount(self.gpu_hours / self.gpus / 24)} days on {self.gpus:,})" if self.gpus > 1 else ""
         return [*lines, ("GPU-hours", f"{format_amount(self.gpu_hours)}{days} at {share}")]
 
@@ -56,7 +57,6 @@ def count_run(
     device: str | None = None,
     dtype: object = None,
     peak: float | Mapping[str, float] | None = None,
-    gpus: int = 1,
 ) -> Run:
     """Whole steps until so many tokens have passed; their GPU-hours at an MFU, or at the pace that was measured."""
     check_tokens(estimate, "a run")
@@ -66,18 +66,18 @@ def count_run(
     flops = steps * estimate.total
     is_timed = step_time_s is not None or tokens_per_second is not None
     if mfu is not None and is_timed:
-        raise FlopcalcError("--mfu contradicts a measured time, which gives it: leave one of them out")
+        raise FlopcalcError(f"{spell('mfu')} contradicts a measured time, which gives it: leave one of them out")
     mfu = None if mfu is None else check_positive(mfu, "mfu")
     if mfu is not None and mfu > 1:
         raise FlopcalcError(f"mfu must be a share of the peak, at most 1, not {format_value(mfu)}")
     if device is None and peak is None:
         if mfu is not None:
-            raise FlopcalcError("--mfu needs a --device or a --peak")
+            raise FlopcalcError(f"{spell('mfu')} needs a {spell('device')} or a {spell('peak')}")
         return Run(total, steps, flops, None, None)
-    check_size(gpus, "gpus")
+    gpus = estimate.gpus
     if is_timed:
         seconds = find_step_time(estimate, step_time_s, tokens_per_second)
-        share = find_mfu(estimate, seconds, device=device, dtype=dtype, peak=peak, gpus=gpus).value
+        share = find_mfu(estimate, seconds, device=device, dtype=dtype, peak=peak).value
         return Run(total, steps, flops, steps * seconds * gpus / 3600, share, gpus=gpus)
     convention = "full" if estimate.convention == "full" else "model"
     ideal = find_ideal_time(sum_dtypes(estimate, convention), device=device, dtype=dtype, peak=peak)

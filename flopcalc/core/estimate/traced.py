@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flopcalc._version import __version__
+from flopcalc.base.spelling import spell
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row, Weights
 from flopcalc.core.estimate.estimate import Estimate, Term
@@ -210,7 +211,7 @@ class TracedEstimator(Estimator):
         if has_quantization(self.source.config):
             own = self.formats.attention
             notes.append(
-                f"traced: the quantization_config is not read, all is taken as {own}; --compute says otherwise"
+                f"traced: the quantization_config is not read, all is taken as {own}; {spell('compute')} says otherwise"
             )
         if load.documents is not None:
             notes.append("traced: the batch counts as full rows, padding and packed documents included")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.estimate.estimate import Estimate, check_tokens
 from flopcalc.core.estimate.quoted import find_quoted, load_quoted
 from flopcalc.core.estimate.utilization import check_positive, find_peak
@@ -95,7 +96,7 @@ def translate_estimate(
     mfu: float | str | None = None,
     tflops: float | None = None,
     tokens_per_second: float | None = None,
-    gpus: int = 1,
+    gpus: int | None = None,
     device: str | None = None,
     dtype: object = "bf16",
     peak: float | Mapping[str, float] | None = None,
@@ -103,7 +104,7 @@ def translate_estimate(
 ) -> Translation:
     """What a quoted MFU, a rate in TFLOP/s per GPU, or tokens per second of all GPUs is under every convention."""
     quoted = None if from_ is None else find_quoted(from_).name
-    check_size(gpus, "gpus")
+    gpus = estimate.gpus if gpus is None else check_size(gpus, "gpus")
     mtp = None if mtp is None else check_size(mtp, "mtp", 0)
     tokens = check_tokens(estimate, "a quoted figure").tokens
     terms, missing = _count_all(estimate, mtp, quoted)
@@ -162,11 +163,13 @@ def _find_rate(
 ) -> tuple[str | None, float | None, list[str]]:  # fmt: skip
     if device is None and peak is None:
         if is_needed:
-            raise FlopcalcError("an MFU is a share of a peak: name the --device, or give its --peak FLOPS_PER_S")
+            raise FlopcalcError(
+                f"an MFU is a share of a peak: name the {spell('device')}, or give its {spell('peak', 'FLOPS_PER_S')}"
+            )
         return None, None, []
     name, rate, note = find_peak(device, dtype, peak)
     if rate is None and is_needed:
-        raise FlopcalcError(note or "this device's peak is not known: give --peak FLOPS_PER_S")
+        raise FlopcalcError(note or f"this device's peak is not known: give {spell('peak', 'FLOPS_PER_S')}")
     return name, rate, [note] if note and rate is not None else []
 
 
@@ -179,7 +182,7 @@ def _read_printed(mfu: float | str | None, tflops: float | None, rate: float | N
     if printed is not None and abs(share * rate / printed - 1) > FIT:
         raise FlopcalcError(
             f"an MFU of {100 * share:.4g} % is {share * rate / 1e12:,.4g} TFLOP/s of this peak, not "
-            f"{printed / 1e12:,.4g}: give --mfu or --tflops, not both"
+            f"{printed / 1e12:,.4g}: give {spell('mfu')} or {spell('tflops')}, not both"
         )
     return share * rate
 
@@ -191,9 +194,9 @@ def parse_mfu(value: float | str) -> float:
         if share > 10:
             raise FlopcalcError(f"mfu {format_value(value)} would be {100 * share:,.0f} %: write 0.45 or '45%'")
         return share
-    share = parse_number(value, "--mfu")
+    share = parse_number(value, "mfu")
     if share > 1 and "%" not in value:
-        raise FlopcalcError(f"--mfu: {format_value(value)} is more than 1; write 45% or 0.45")
+        raise FlopcalcError(f"{spell('mfu')}: {format_value(value)} is more than 1; write 45% or 0.45")
     return share
 
 
@@ -207,14 +210,18 @@ def _find_pace(
 ) -> float:
     """Tokens per second of all GPUs."""
     if printed is None and tokens_per_second is None:
-        raise FlopcalcError("what was quoted? Give --mfu 45%, --tflops 400 or --tokens-per-second 9k")
+        raise FlopcalcError(
+            f"what was quoted? Give {spell('mfu', '45%')}, {spell('tflops', '400')} or "
+            f"{spell('tokens_per_second', '9k')}"
+        )
     if quoted is not None and quoted not in flops:
         raise FlopcalcError(f"convention {quoted} needs a model's layers: of a traced model only full is known")
     if tokens_per_second is None:
         assert printed is not None
         if quoted is None:
             raise FlopcalcError(
-                "whose FLOPs are these? Name the convention with --from, or give --tokens-per-second too to find it; "
+                f"whose FLOPs are these? Name the convention with {spell('from')}, or give "
+                f"{spell('tokens_per_second')} too to find it; "
                 f"known: {', '.join(flops)}"
             )
         return printed * gpus * tokens / flops[quoted]
@@ -224,7 +231,8 @@ def _find_pace(
         if abs(found / printed - 1) > FIT:
             raise FlopcalcError(
                 f"{pace:,.6g} tokens per second are {found / 1e12:,.4g} TFLOP/s per GPU under {quoted}, not "
-                f"{printed / 1e12:,.4g}: leave one of them out, or leave --from out to see which convention fits"
+                f"{printed / 1e12:,.4g}: leave one of them out, or leave {spell('from')} out to see which "
+                "convention fits"
             )
     return pace
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flopcalc.base.number_formats import find_computed
+from flopcalc.base.spelling import spell
 from flopcalc.core.estimate.estimate import Estimate, check_estimate
 from flopcalc.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.hardware.devices import (
@@ -86,18 +87,18 @@ def mfu(
     device: str | None = None,
     dtype: object = None,
     peak: float | Mapping[str, float] | None = None,
-    num_devices: int = 1,
+    num_devices: int | None = None,
     gpus: int | None = None,
 ) -> Utilization:
     """Model FLOPs utilization, under convention `full` if the estimate is, else `model`; never `hardware`.
 
-    Give the time of a step, or the tokens per second of all GPUs. `gpus` is a short name of `num_devices`. Each product
+    Give the time of a step, or the tokens per second of all GPUs. The GPUs are those of the estimate. Each product
     counts at the peak of its number format. `dtype` sets one format for all products, `peak` one peak for all, or one
     per format.
     """
     convention = _choose_convention(check_estimate(estimate))
     seconds = find_step_time(estimate, step_time_s, tokens_per_second)
-    devices = _count_devices(num_devices, gpus)
+    devices = _count_devices(estimate, num_devices, gpus)
     ideal = find_ideal_time(sum_dtypes(estimate, convention), device=device, dtype=dtype, peak=peak)
     share = share_peak(ideal, "MFU", seconds, devices)
     executed = estimate.totals["hardware"] if convention == "full" else None
@@ -105,7 +106,8 @@ def mfu(
         return share
     why = (
         f"this MFU is above the HFU: convention full counts every query-key pair, and kernel "
-        f"{estimate.attention_kernel} skips most masked ones; --convention model gives an MFU that is below the HFU"
+        f"{estimate.attention_kernel} skips most masked ones; {spell('convention', 'model')} gives an MFU that "
+        "is below the HFU"
     )
     return share._replace(note=why if share.note is None else f"{share.note}; {why}")
 
@@ -118,7 +120,7 @@ def hfu(
     device: str | None = None,
     dtype: object = None,
     peak: float | Mapping[str, float] | None = None,
-    num_devices: int = 1,
+    num_devices: int | None = None,
     gpus: int | None = None,
 ) -> Utilization:
     """Hardware FLOPs utilization: convention `hardware`, recomputation included. Arguments are those of `mfu`.
@@ -127,7 +129,7 @@ def hfu(
     """
     check_estimate(estimate)
     seconds = find_step_time(estimate, step_time_s, tokens_per_second)
-    devices = _count_devices(num_devices, gpus)
+    devices = _count_devices(estimate, num_devices, gpus)
     _, known = _find_device(device, peak)
     executed = sum_dtypes(estimate if known is None else estimate.move(known), "hardware")
     ideal = find_ideal_time(executed, device=device, dtype=dtype, peak=peak)
@@ -164,12 +166,12 @@ def find_ideal_time(
     if known is None and not given:
         if device == "auto":
             return Ideal(None, (), name, "+".join(flops), note=_describe_auto(name))
-        raise DeviceError("MFU needs a peak: name a --device, or give --peak FLOPS_PER_S")
+        raise DeviceError(f"MFU needs a peak: name a {spell('device')}, or give {spell('peak', 'FLOPS_PER_S')}")
     peaks, notes = [], [known.note] if known is not None and known.note else []
     for kind, total in flops.items():
         rate, own = _find_rate(kind, given, known, is_explicit=dtype is not None)
         if own != kind:
-            notes.append(f"{name or '--peak'} has no {kind} peak: {kind} products count at its {own} peak")
+            notes.append(f"{name or spell('peak')} has no {kind} peak: {kind} products count at its {own} peak")
         peaks.append(Peak(kind, total, rate))
     seconds = sum(each.flops / each.peak_flops_per_s for each in peaks)
     bf16 = given.get("bf16") if isinstance(peak, Mapping) else None
@@ -188,7 +190,7 @@ def _find_rate(kind: str, given: Mapping[str, float], known: Device | None, *, i
             break
         name = find_computed(name).fallback
     if known is None:
-        raise DeviceError(f"--peak has no {kind}: give {kind}=FLOPS_PER_S too, or name a --device")
+        raise DeviceError(f"{spell('peak')} has no {kind}: give {kind}=FLOPS_PER_S too, or name a {spell('device')}")
     return (peak_flops_per_s(known.id, kind), kind) if is_explicit else find_format_peak(known.id, kind)
 
 
@@ -212,8 +214,8 @@ def _find_device(device: str | None, peak: float | Mapping[str, float] | None) -
 
 def _describe_auto(name: str | None) -> str:
     if name is None:
-        return "no GPU found on this machine: name one with --device, or give --peak"
-    return f"the GPU found here, {name!r}, is not in the table: give its dense peak with --peak FLOPS_PER_S"
+        return f"no GPU found on this machine: name one with {spell('device')}, or give {spell('peak')}"
+    return f"the GPU found here, {name!r}, is not in the table: give its dense peak with {spell('peak', 'FLOPS_PER_S')}"
 
 
 def share_peak(ideal: Ideal, what: str, step_time_s: float, devices: int = 1) -> Utilization:
@@ -250,17 +252,27 @@ def find_step_time(estimate: Estimate, step_time_s: float | None, tokens_per_sec
     return check_positive(step_time_s, "step time")
 
 
-def _count_devices(num_devices: int, gpus: int | None) -> int:
-    if gpus is None:
-        return check_size(num_devices, "num_devices")
-    gpus, num_devices = check_size(gpus, "gpus"), check_size(num_devices, "num_devices")
-    if num_devices not in (1, gpus):
+def _count_devices(estimate: Estimate, num_devices: int | None, gpus: int | None) -> int:
+    """The estimate's own GPUs; another number is the older way to say them."""
+    given = num_devices if gpus is None else gpus
+    if given is None:
+        return estimate.gpus
+    if num_devices is not None and check_size(num_devices, "num_devices") != given:
         raise FlopcalcError(f"gpus {gpus} contradicts num_devices {num_devices}: give one of them")
-    return gpus
+    if check_size(given, "gpus") != estimate.gpus:
+        import warnings
+
+        warnings.warn(
+            f"this estimate is of {estimate.gpus} GPU{'s' * (estimate.gpus > 1)}, not {given}: give gpus={given} to "
+            "estimate_flops instead, with batch_size as each GPU has it; the next release refuses another number here",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return given
 
 
 def describe_least_time(
-    estimate: Estimate, *, device: str | None, dtype: str | None, peak: float | Mapping[str, float] | None, gpus: int
+    estimate: Estimate, *, device: str | None, dtype: str | None, peak: float | Mapping[str, float] | None
 ) -> list[str]:
     """Without a measured time: the least that the peak allows, and what measured steps reached on the device."""
     try:
@@ -272,15 +284,15 @@ def describe_least_time(
     if ideal.seconds is None:
         return [ideal.note] if ideal.note else []
     name = ideal.device
-    least = ideal.seconds / gpus
-    where = f" of {gpus} × {name}" if name else ""
+    least = ideal.seconds / estimate.gpus
+    where = f" of {estimate.gpus} × {name}" if name else ""
     rates = ", ".join(
         f"{format_rate(each.peak_flops_per_s)}{f' in {each.format}' if len(ideal.peaks) > 1 else ''}"
         for each in ideal.peaks
     )
     bound = f"at the {ideal.dtype} peak{where} ({rates} each) this takes at least {least:.4g} s"
     measured = describe_measured_mfu(name, estimate) if name is not None and ideal.dtype == "bf16" else None
-    notes = [f"{bound}; --step-time gives the MFU", *([measured] if measured else [])]
+    notes = [f"{bound}; {spell('step_time')} gives the MFU", *([measured] if measured else [])]
     return [*notes, *([ideal.note] if ideal.note else [])]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from flopcalc.base.spelling import spell
 from flopcalc.errors import ConfigError, format_value
 from flopcalc.units import check_size
 
@@ -28,7 +29,7 @@ def read_adapter(config: dict[str, Any], where: str) -> Adapter:
         raise ConfigError(f"{where}: an adapter without its base: base_model_name_or_path is {format_value(base)}")
     task = str(config.get("task_type"))
     head = _HEADS.get(task, "")
-    labels = f"; task_type {task}: --head {head}:N says how many labels" if task in _TRAINED else ""
+    labels = f"; task_type {task}: {spell('head', head)}:N says how many labels" if task in _TRAINED else ""
     kind = str(config.get("peft_type", "LORA"))
     if kind != "LORA":
         return Adapter(
@@ -44,7 +45,7 @@ def read_adapter(config: dict[str, Any], where: str) -> Adapter:
         words = f"adapter of {base}: LoRA r={rank} on {', '.join(names)}{_list_others(config)}{labels}"
         return Adapter(base, lora, words, head)
     what = "PEFT's own for this model" if targets is None else f"the pattern {format_value(targets)}"
-    words = f"adapter of {base}: LoRA r={rank}, its targets are {what}: not applied, --lora names them{labels}"
+    words = f"adapter of {base}: LoRA r={rank}, its targets are {what}: not applied, {spell('lora')} names them{labels}"
     return Adapter(base, None, words, head)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.expand import expand
 from flopcalc.core.model.heads import Head, check_head, expand_head, find_head, has_lm_head, list_classes
@@ -181,8 +182,8 @@ def _find_spec(source: Source, specs: dict[str, Spec], is_part: bool) -> Spec:
     if spec is None:
         raise ConfigError(
             f"{source.where}: model_type {format_value(model_type)} has no spec.{_suggest(source)} `flopcalc models` "
-            f"lists what is supported; --trace counts it from HF's own code if transformers has it; --spec FILE adds "
-            "your own"
+            f"lists what is supported; {spell('trace')} counts it from HF's own code if transformers has it; "
+            f"{spell('spec', 'FILE')} adds your own"
         )
     if spec.is_tower and "input" not in spec.latents and not is_part:
         raise ConfigError(f"{source.where}: {model_type!r} is a part of other models, not one by itself")
@@ -195,7 +196,7 @@ def _suggest(source: Source) -> str:
 
     found = suggest_type(source.config)
     if found is not None:
-        return f" The nearest family is {found}: --model-type {found} counts it so."
+        return f" The nearest family is {found}: {spell('model_type', found)} counts it so."
     inner = source.config.get("text_config")
     if isinstance(inner, dict) and find_family(str(inner.get("model_type")), inner) is not None:
         name = inner["model_type"]

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.model.components import DENOISERS, SCHEDULER, find_denoiser, name_class, read_folder
 from flopcalc.core.model.live import unwrap
 from flopcalc.core.model.names import find_preset
@@ -181,7 +182,8 @@ def _name_type(source: Source) -> Source:
     found = find_type(str(named[0]))
     if found is None:
         raise ConfigError(
-            f"{source.where}: no model_type, and class {format_value(named[0])} is of no known family: --model-type "
+            f"{source.where}: no model_type, and class {format_value(named[0])} is of no known family: "
+            f"{spell('model_type')} "
             "TYPE says which it is"
         )
     note = f"no model_type: taken as {found}, from class {named[0]}"
@@ -373,8 +375,8 @@ def _load_hub(hub_id: str, download: bool) -> Source:
     source = _load_by_name(hub_id)
     if source is None:
         raise ConfigError(
-            f"{hub_id[:200]!r} is not a path, not in the local Hugging Face cache, and has no preset; --download "
-            f"fetches it.{_describe_near(hub_id.rpartition('/')[2])}"
+            f"{hub_id[:200]!r} is not a path, not in the local Hugging Face cache, and has no preset; "
+            f"{spell('download')} fetches it.{_describe_near(hub_id.rpartition('/')[2])}"
         )
     return source
 
@@ -410,8 +412,8 @@ def _download(hub_id: str) -> Source:
         from huggingface_hub import hf_hub_download
     except ImportError:
         preset = find_preset(hub_id)
-        other = f"; without --download, preset {get_stem(preset.path)} is used" if preset is not None else ""
-        raise ConfigError(f"--download needs huggingface_hub: {describe_install('hub')}{other}") from None
+        other = f"; without {spell('download')}, preset {get_stem(preset.path)} is used" if preset is not None else ""
+        raise ConfigError(f"{spell('download')} needs huggingface_hub: {describe_install('hub')}{other}") from None
     try:
         path = hf_hub_download(hub_id, "config.json")
     except Exception as error:  # the hub client raises many kinds; all mean that there is no config to read

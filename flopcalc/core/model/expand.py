@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.model.layers import LayerBuilder
 from flopcalc.core.model.ops import Linear, Stage, iterate, map_ops, remove_hooks, rename_stage, restrict
 from flopcalc.core.model.sizes import find_size, format_origin, is_partial
@@ -101,7 +102,7 @@ def _expand_inner(stack: Table, dims: BoundDims, side: str) -> list[Stage]:
     if spec is None:
         raise ConfigError(
             f"{where}: model_type {name!r} has no spec, so {dims.spec.name!r} cannot be counted with it; "
-            "add one with --spec FILE (see CONTRIBUTING.md)"
+            f"add one with {spell('spec', 'FILE')} (see CONTRIBUTING.md)"
         )
     if is_flat:
         check_required(spec, config, where)

@@ -9,6 +9,7 @@ import struct
 from collections import Counter
 from typing import Any, BinaryIO, NamedTuple
 
+from flopcalc.base.spelling import spell
 from flopcalc.data import find_data_dir, load_toml
 from flopcalc.errors import ConfigError, format_nearest, format_value
 from flopcalc.files import open_regular
@@ -144,7 +145,7 @@ def load_gguf(path: str) -> GgufModel:
         near = format_nearest(str(name), known)
         raise ConfigError(
             f"{path}: GGUF architecture {format_value(name)} is not known.{near} Known: {', '.join(known)}; the "
-            "model's config.json can be counted instead, with --model-type TYPE if its type is foreign"
+            f"model's config.json can be counted instead, with {spell('model_type', 'TYPE')} if its type is foreign"
         )
     entry = known[name]
     config: dict[str, object] = {"model_type": entry["model_type"]}
@@ -221,7 +222,8 @@ def _find_format(header: Header, tables: dict[str, Any]) -> tuple[str, list[str]
     stored = str(entry.get("stored", ""))
     if not stored:
         return "", [
-            f"weights are {', '.join(names)}, which are no formats here: counted in bf16; --weights says another"
+            f"weights are {', '.join(names)}, which are no formats here: counted in bf16; {spell('weights')} "
+            "says another"
         ]
     others = f" ({', '.join(names[1:])} beside it counted alike)" if len(names) > 1 else ""
-    return stored, [f"weights are {names[0]}: counted as {stored}{others}; --weights says another"]
+    return stored, [f"weights are {names[0]}: counted as {stored}{others}; {spell('weights')} says another"]

@@ -7,6 +7,7 @@ import re
 from functools import cache
 from typing import Any, NamedTuple
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.expand import expand, expand_stack
 from flopcalc.core.model.live import unwrap
@@ -79,7 +80,8 @@ def find_head(source: Source, spec: Spec) -> Head:
     names = list_classes(source)
     if not names:
         note = (
-            f"the config names no class in architectures: counted as {spec.architecture}; --head none, sequence:N or "
+            f"the config names no class in architectures: counted as {spec.architecture}; "
+            f"{spell('head', 'none')}, sequence:N or "
             "token:N counts another head"
         )
         return Head(note=note)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Attend, Chain, Linear, Norm, Op, Stage, iterate, join
 from flopcalc.core.spec.spec import find_key
@@ -44,7 +45,8 @@ def choose_depth(source: Source) -> int:
         found = count_layers(source)
         if not found:
             raise ConfigError(
-                f"{source.where}: no layers of multi-token prediction (num_nextn_predict_layers); --mtp N counts N"
+                f"{source.where}: no layers of multi-token prediction (num_nextn_predict_layers); "
+                f"{spell('mtp', 'N')} counts N"
             )
         return found
     depth = check_size(asked, "mtp", 0)

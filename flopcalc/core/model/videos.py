@@ -8,6 +8,7 @@ import re
 from functools import cache
 from typing import NamedTuple
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.model.resizing import RULES, smart_resize
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.spec.spec import find_key
@@ -31,22 +32,22 @@ class Video(NamedTuple):
     is_sampled: bool = False  # frames follow from a rate, so the processor's limits on sampling hold
 
 
-def parse_video(text: str, flag: str) -> Video:
+def parse_video(text: str, field: str = "video") -> Video:
     """'1280x720:30s@2fps' or '1280x720x60' -> a Video; without a size '30s@2fps'."""
     text = text.strip()
     counted = _COUNTED.fullmatch(text)
     if counted is not None:
-        width, height, frames = (parse_size(piece, flag) for piece in counted.groups())
+        width, height, frames = (parse_size(piece, field) for piece in counted.groups())
         return Video(text, frames, width, height)
     sampled = _SAMPLED.fullmatch(text)
     if sampled is None:
-        raise WorkloadError(f"{flag}: {format_value(text)} is no video; write {_FORM}")
+        raise WorkloadError(f"{spell(field)}: {format_value(text)} is no video; write {_FORM}")
     across, down, seconds, rate = sampled.groups()
-    frames = int(parse_exact(seconds, flag) * parse_exact(rate, "frames per second"))
-    check_size(frames, f"{flag} {text}: frames")
+    frames = int(parse_exact(seconds, field) * parse_exact(rate, "frames per second"))
+    check_size(frames, f"{spell(field, text)}: frames")
     if across is None:
         return Video(text, frames, is_sampled=True)
-    return Video(text, frames, parse_size(across, flag), parse_size(down, flag), is_sampled=True)
+    return Video(text, frames, parse_size(across, field), parse_size(down, field), is_sampled=True)
 
 
 class Processor(NamedTuple):
@@ -105,7 +106,8 @@ def cut_video(
     processor = load_processors().get(model_type)
     if processor is None:
         raise WorkloadError(
-            f"--video: how {model_type}'s processor cuts videos is not known here; give --video-grid T,H,W instead"
+            f"{spell('video')}: how {model_type}'s processor cuts videos is not known here; give "
+            f"{spell('video_grid', 'T,H,W')} instead"
         )
     values = processor.read_values(preprocessor)
     notes = [processor.note] if processor.note else []
@@ -113,10 +115,10 @@ def cut_video(
         notes.append("no video_preprocessor_config.json given: videos cut as the processor class's defaults say")
     if max_pixels is not None:
         if "max_pixels" not in values:
-            raise WorkloadError(f"--max-pixels: {model_type}'s video processor has no such limit")
+            raise WorkloadError(f"{spell('max_pixels')}: {model_type}'s video processor has no such limit")
         if max_pixels < values["min_pixels"]:
             raise WorkloadError(
-                f"--max-pixels {max_pixels} is below the video processor's min_pixels, {values['min_pixels']}"
+                f"{spell('max_pixels', max_pixels)} is below the video processor's min_pixels, {values['min_pixels']}"
             )
         values["max_pixels"] = max_pixels
     frames = _sample(video, processor, values, notes)

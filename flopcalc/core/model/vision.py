@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, find_names
 from flopcalc.core.spec.spec import BoundDims, find_key
 from flopcalc.core.workload.workload import Grid, read_grids
@@ -90,7 +91,8 @@ class Vision(Value):
         if not fits:
             raise WorkloadError(
                 f"{given}: T counts the whole image and its tiles, H and W the features that the image fills on the "
-                f"rectangle of tiles, {side} a side: {t - 1} tiles cannot hold {h} by {w}; --image WxH works it out"
+                f"rectangle of tiles, {side} a side: {t - 1} tiles cannot hold {h} by {w}; "
+                f"{spell('image', 'WxH')} works it out"
             )
 
     def count_tokens(self, grid: Grid, video: bool = False) -> int:
@@ -160,7 +162,7 @@ class Vision(Value):
         check_size(height, "image height")
         if self.frames:
             raise WorkloadError(
-                "this model takes videos: give --video WxHxFRAMES (or video_grid_thw) instead of --image"
+                f"this model takes videos: give {spell('video', 'WxHxFRAMES')} instead of {spell('image')}"
             )
         if self.kind == "fixed":
             tokens = f": {self.tokens} tokens each" if self.tokens else ""

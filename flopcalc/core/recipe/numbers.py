@@ -12,7 +12,7 @@ from flopcalc.base.number_formats import PLAIN, find_computed, parse_compute
 from flopcalc.core.model.ops import Embed, Linear, Op, Param, Weighted
 from flopcalc.core.recipe.float32 import list_float32
 from flopcalc.core.recipe.formats import BF16, Stored, load_stored, make_plain, parse_stored
-from flopcalc.core.recipe.quantization import BY_HAND, Kind, Place, Quantization, has_quantization
+from flopcalc.core.recipe.quantization import Kind, Place, Quantization, has_quantization, say_by_hand
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.errors import ConfigError, RecipeError
@@ -154,7 +154,7 @@ class Formats(Value):
             problem = found.find_problem(n_out, n_in)
             if problem:
                 error = ConfigError if self.weights is None else RecipeError
-                hint = f"; {BY_HAND}" if self.weights is None else ""
+                hint = f"; {say_by_hand()}" if self.weights is None else ""
                 raise error(f"{found.key or found.name} {problem} of {path}{hint}")
             return found
         return make_plain("fp32") if self._is_kept(op, path, op.param) else found
@@ -245,7 +245,7 @@ def _list_names(op: Weighted, path: str) -> tuple[str, ...]:
 class FormatOptions(Value):
     """What a user says about formats."""
 
-    compute: object = None  # of products
+    compute: str | None = None  # of products
     weights: object = None  # of linear layers' weights
     kv_cache: object = None
     autocast: object = None  # True: to bf16

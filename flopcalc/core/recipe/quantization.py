@@ -9,11 +9,17 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal, NamedTuple, NoReturn
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.recipe.formats import Stored, load_stored
 from flopcalc.errors import ConfigError, format_nearest, format_value
 from flopcalc.values import Value, frozen
 
-BY_HAND = "--weights FORMAT says the format by hand"
+
+def say_by_hand() -> str:
+    """What to do where a config's quantization is not understood."""
+    return f"{spell('weights', 'FORMAT')} says the format by hand"
+
+
 # What a module is to a quantizer: torch.nn.Linear; a subclass of it, which some libraries pass over; a stack of
 # experts, which are bare parameters in transformers 5 and were linears in the checkpoints; the output head; a table of
 # embeddings; anything else. A rule for linears holds for subclasses too.
@@ -124,14 +130,16 @@ def find_config(config: Mapping[str, object], where: str) -> Mapping[str, Any] |
                 continue
             value = value.to_dict() if hasattr(value, "to_dict") else value
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{where}: {prefix}{key} must be an object, not {format_value(value)}; {BY_HAND}")
+                raise ConfigError(
+                    f"{where}: {prefix}{key} must be an object, not {format_value(value)}; {say_by_hand()}"
+                )
             found.append((f"{prefix}{key}", value))
     mlx = config.get("quantization")  # MLX says it there; its newer files repeat it in quantization_config
     if isinstance(mlx, Mapping) and "bits" in mlx and all(value == mlx for _, value in found):
         return {"quant_method": "mlx", **mlx}
     for name, value in found[1:]:
         if value != found[0][1]:
-            raise ConfigError(f"{where}: {found[0][0]} and {name} contradict each other; {BY_HAND}")
+            raise ConfigError(f"{where}: {found[0][0]} and {name} contradict each other; {say_by_hand()}")
     return found[0][1] if found else None
 
 
@@ -143,7 +151,7 @@ class Keys:
         self.seen: set[str] = set()
 
     def fail(self, key: str, why: str) -> NoReturn:
-        raise ConfigError(f"{self.where}: {self.name}.{key} {why}; {BY_HAND}")
+        raise ConfigError(f"{self.where}: {self.name}.{key} {why}; {say_by_hand()}")
 
     def take(self, key: str, kind: type | tuple[type, ...], default: object = None) -> Any:
         """The value of a key, of a kind; null and a missing one are the default."""
@@ -215,7 +223,7 @@ class Keys:
         for key in self.config:
             if key not in self.seen:
                 near = format_nearest(str(key), self.seen)
-                raise ConfigError(f"{self.where}: {self.name}.{key} is not known.{near} {BY_HAND}")
+                raise ConfigError(f"{self.where}: {self.name}.{key} is not known.{near} {say_by_hand()}")
 
 
 def _list(kind: type | tuple[type, ...]) -> tuple[type, ...]:

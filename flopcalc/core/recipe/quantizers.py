@@ -16,7 +16,6 @@ from flopcalc.core.recipe.float32 import list_unconverted
 from flopcalc.core.recipe.formats import Stored
 from flopcalc.core.recipe.quantization import (
     ALL_KINDS,
-    BY_HAND,
     WITH_HEAD,
     Keys,
     Kind,
@@ -27,6 +26,7 @@ from flopcalc.core.recipe.quantization import (
     find_config,
     make_grouped,
     make_stored,
+    say_by_hand,
 )
 from flopcalc.core.recipe.torchao import read_torchao
 from flopcalc.errors import ConfigError, RecipeError, format_nearest, format_value
@@ -48,21 +48,21 @@ def read_quantization(config: Mapping[str, object], where: str) -> Quantization 
     if "quantization" in found and "quant_method" not in found:  # as hf_quant_config.json has it
         inner = found["quantization"]
         if not isinstance(inner, Mapping):
-            raise ConfigError(f"{where}: quantization_config.quantization must be an object; {BY_HAND}")
+            raise ConfigError(f"{where}: quantization_config.quantization must be an object; {say_by_hand()}")
         found = {**inner, "quant_method": "modelopt"}
     method = found.get("quant_method")
     if method is None:
         method = _guess_method(found)
     name = getattr(method, "value", method)  # transformers' own enum
     if not name:
-        raise ConfigError(f"{where}: quantization_config.quant_method is missing; {BY_HAND}")
+        raise ConfigError(f"{where}: quantization_config.quant_method is missing; {say_by_hand()}")
     reader = _READERS.get(str(name).lower().replace("_", "-"))
     if reader is None:
         near = format_nearest(str(name), _READERS)
         known = ", ".join(_READERS)
         raise ConfigError(
             f"{where}: quantization_config.quant_method {format_value(name)} cannot be read.{near} Known: {known}; "
-            f"{BY_HAND}"
+            f"{say_by_hand()}"
         )
     keys = Keys(found, where)
     keys.skip("quant_method")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names, parse
 from flopcalc.core.spec.kinds import KINDS, check_kind
 from flopcalc.core.spec.merge import check_keys, find_parent, is_names
@@ -151,7 +152,7 @@ def name_family(config: Config, model_type: str, where: str) -> Config:
     """The same config as one of a model type that the user says; its keys must suffice."""
     if find_alias(model_type) is None and find_spec(model_type) is None:
         near = format_nearest(model_type, list_types())
-        raise ConfigError(f"--model-type {format_value(model_type)}: no spec or alias of that name.{near}")
+        raise ConfigError(f"{spell('model_type')} {format_value(model_type)}: no spec or alias of that name.{near}")
     named = {**{key: value for key, value in config.items() if key != MARK}, "model_type": model_type}
     mapped, _ = map_config(named, where)
     spec = find_family(mapped["model_type"], mapped)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import TypeAlias
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.workload.workload import Grid, Workload
 from flopcalc.errors import WorkloadError
 
@@ -115,5 +116,5 @@ def _list_calls(load: Workload, length: int, rows: int) -> list[tuple[Values, in
 
 def get_decoder(load: Workload) -> Workload:
     if load.decoder is None:
-        raise WorkloadError("this model has a decoder: give its length too (--decoder-seq N, decoder_seq_len=N)")
+        raise WorkloadError(f"this model has a decoder: give its length too ({spell('decoder_seq', 'N')})")
     return load.decoder

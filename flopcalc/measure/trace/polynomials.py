@@ -185,7 +185,7 @@ def trace_module(
     *,
     phases: Sequence[str] = ("train", "forward"),
     dims: Mapping[str, Sequence[str | None]] | None = None,
-    compute: object = None,
+    compute: str | None = None,
     max_length: int | None = None,
 ) -> TracedEstimator:
     """The estimator of any torch module: `example_batch` holds its keyword arguments, at any small size.
@@ -231,7 +231,7 @@ def trace_module(
         twin = copy_to_meta(module)
         return trace_module(twin, example, phases=phases, dims=dims, compute=compute, max_length=max_length)
 
-    asked = FormatOptions(first if compute is None else compute)
+    asked = FormatOptions(str(first) if compute is None and first is not None else compute)
     return TracedEstimator(traced, source, make_recipe(), asked, retrace)
 
 

@@ -2,36 +2,7 @@
 import { h } from "./dom.js";
 import { t, word } from "./i18n.js";
 
-// Fields in the order of the form. Names are those of the command line.
-const SECTIONS = [
-  ["workload", true, [
-    ["phase", "select"], ["batch", "size", { slider: [0, 10] }], ["seq", "size", { slider: [5, 20] }],
-    ["text", "text", { hint: "512" }], ["image", "list", { hint: "1024x768" }], ["video", "list", { hint: "640x480:30s@2fps" }],
-    ["audio", "list", { hint: "30" }], ["max_pixels", "text", { hint: "1003520" }], ["lengths", "text", { hint: "512,1024,512" }],
-    ["decoder_seq", "text", { hint: "256" }], ["context", "text", { hint: "4096" }], ["grad_accum", "text", { hint: "1" }],
-    ["sampling_steps", "text", { hint: "28" }], ["guidance", "select"], ["parts", "text", { hint: "denoiser,text,vae" }],
-  ]],
-  ["recipe", false, [
-    ["recompute", "select"], ["lora", "text", { hint: "r=16,targets=q_proj+v_proj" }], ["freeze", "list", { hint: "vision" }],
-    ["train_only", "list", { hint: "projector" }], ["clipping", "select"],
-  ]],
-  ["counting", false, [
-    ["convention", "select"], ["compute", "select"], ["weights", "format"], ["kv_cache", "format"], ["autocast", "flag"],
-    ["attention_kernel", "select"], ["model_type", "text", { hint: "llama" }],
-  ]],
-  ["device", true, [["device", "device"], ["execution", "select"], ["optimizer", "select"]]],
-  ["run", false, [
-    ["gpus", "size", { slider: [0, 14] }], ["tokens", "text", { hint: "2T" }], ["global_batch", "text", { hint: "1024" }],
-    ["tp", "text", { hint: "1,2,4,8" }], ["pp", "text", { hint: "1,2,4" }], ["cp", "text", { hint: "1,2" }], ["ep", "text", { hint: "1,8" }],
-    ["dp", "text", { hint: "" }], ["zero", "text", { hint: "1,3" }], ["micro_batch", "text", { hint: "1,2,4" }],
-    ["plan_recompute", "text", { hint: "none,selective,full" }], ["interconnect", "interconnect"], ["price", "text", { hint: "2.5" }],
-  ]],
-  ["quoted", false, [
-    ["from", "quoted"], ["mfu", "text", { hint: "45%" }], ["tflops", "text", { hint: "400" }], ["tokens_per_second", "text", { hint: "9k" }],
-  ]],
-];
-const OPTIONAL = ["compute", "guidance", "execution", "optimizer"]; // selects whose default is not a word of its own
-const FIRST = { phase: "train", recompute: "none", clipping: "none", convention: "model", attention_kernel: "auto" };
+const OPEN = ["work", "hardware"]; // sections that a wide screen shows open
 
 export class Form {
   constructor(root, data, { onChange, onModel, onFiles, onHub, onLaunch }) {
@@ -46,10 +17,10 @@ export class Form {
     const open = new Map([...this.root.querySelectorAll("details[data-section]")].map((each) => [each.dataset.section, each.open]));
     const isWide = matchMedia("(min-width: 60rem)").matches; // on a phone the result comes after a short form
     this.fields.clear();
-    this.root.replaceChildren(this.makeModel(handlers), ...SECTIONS.map(([name, isOpen, fields]) =>
-      h("details", { "data-section": name, open: open.get(name) ?? (isOpen && isWide) },
+    this.root.replaceChildren(this.makeModel(handlers), ...this.data.form.map(({ name, fields }) =>
+      h("details", { "data-section": name, open: open.get(name) ?? (OPEN.includes(name) && isWide) },
         h("summary", {}, t(`section.${name}`)),
-        h("div", { class: "fields" }, fields.map((field) => this.makeField(...field))))));
+        h("div", { class: "fields" }, fields.map((field) => this.makeField(field))))));
   }
 
   makeModel({ onModel, onFiles, onHub, onLaunch }) {
@@ -89,7 +60,8 @@ export class Form {
         h("button", { type: "button", id: "use-hub", onclick: () => onHub(hub.value.trim()) }, t("model.fetch"))));
   }
 
-  makeField(name, kind, { slider = null, hint = "" } = {}) {
+  makeField(field) {
+    const { name, kind, slider = null, hint = "", first = "" } = field;
     const id = `f-${name}`;
     const label = h("label", { for: id }, t(`field.${name}`));
     const change = (value) => this.onChange(name, value);
@@ -98,12 +70,12 @@ export class Form {
       this.fields.set(name, { write: (value) => { box.checked = Boolean(value); } });
       return h("div", { class: "field flag" }, box, label);
     }
-    const options = this.listOptions(name, kind);
+    const options = this.listOptions(field);
     if (options) {
       const select = h("select", { id, onchange: (event) => change(event.target.value) },
         options.map(([value, text]) => h("option", { value }, text)));
       this.fields.set(name, { write: (value) => {
-        const wanted = value || FIRST[name] || "";
+        const wanted = value || first;
         if (![...select.options].some((each) => each.value === wanted)) select.append(h("option", { value: wanted }, wanted));
         select.value = wanted;
       } });
@@ -134,11 +106,11 @@ export class Form {
     return h("div", { class: "field" }, label, input, range);
   }
 
-  listOptions(name, kind) {
+  listOptions({ name, kind, words, optional }) {
     const data = this.data;
     if (kind === "select") {
-      const words = data.words[name].map((value) => [value, word(`word.${name}.${value}`, value)]);
-      return OPTIONAL.includes(name) ? [["", t("word.default")], ...words] : words;
+      const named = words.map((value) => [value, word(`word.${name}.${value}`, value)]);
+      return optional ? [["", t("word.default")], ...named] : named;
     }
     const none = ["", t("word.default")];
     if (kind === "format") return [none, ...data.formats.map((value) => [value, value])];

@@ -1,7 +1,7 @@
 // The page's state: set-ups, view and language. All of it is in the address, so that a link is the calculation.
 
 export const VIEWS = ["flops", "conventions", "roofline", "time", "memory", "plan"];
-export const LISTS = ["image", "image_grid", "video", "audio", "freeze", "train_only"];
+export const LISTS = ["image", "image_grid", "video", "video_grid", "audio", "freeze", "train_only"];
 const FLAGS = ["autocast"];
 const PAGE = ["view", "zoom", "op", "lang"];
 

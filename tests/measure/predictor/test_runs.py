@@ -12,6 +12,7 @@ import torch
 from places import ROOT
 from tiers import mark_heavy, thin
 
+from flopcalc.api import predict
 from flopcalc.errors import CalibrationError, DeviceError
 from flopcalc.hardware.devices import load_devices
 from flopcalc.measure.calibrate.run import main
@@ -23,7 +24,6 @@ from flopcalc.measure.predictor.fit.predictor import take_over
 from flopcalc.measure.predictor.narrow import is_narrow
 from flopcalc.measure.predictor.single_calls import list_rows
 from flopcalc.prediction.constants import SCHEMA, Constants, load_predictor, load_shipped
-from flopcalc.prediction.step import predict
 
 RESULTS = ROOT / "benchmarks" / "results"
 

@@ -74,6 +74,8 @@ class Settings:
         said = self._said
         plain = ("model", "seq", "grad_accum", "max_pixels", "tp", "cp", "pp")
         found = {word: said[word] for word in plain if word in said}
+        if "global_batch" in said:
+            found.pop("grad_accum", None)  # which it decides
         found |= self._make_batch() | self._make_recompute() | self._make_lora() | self._make_formats()
         frozen = [said[word] for word in said if word.startswith("freeze.") and said[word].value]
         names = [word.removeprefix("freeze.") for word in said if word.startswith("freeze.") and said[word].value]
@@ -101,14 +103,8 @@ class Settings:
             found["gpus"] = Taken(gpus, " × ".join(keys))
         if "gpus" in found and "batch" in said and found["gpus"].value % spread:
             raise ConfigError(f"{found['gpus'].value} GPUs are no multiple of tp · cp · pp = {spread}")
-        if "batch" in said and "global_batch" in said:
-            # Without a number of GPUs as if one replica did all micro-batches: the FLOPs of a step are the same.
-            each = said["batch"].value * (found["gpus"].value // spread if "gpus" in found else 1)
-            many, rest = divmod(said["global_batch"].value, each)
-            if rest or not many:
-                whole = said["global_batch"].value
-                raise ConfigError(f"a global batch of {whole} is no multiple of {each}, the micro-batches of all GPUs")
-            found["grad_accum"] = Taken(many, said["global_batch"].key)
+        if "global_batch" in said:
+            found["global_batch"] = said["global_batch"]
         return found
 
     def _make_recompute(self) -> dict[str, Taken]:

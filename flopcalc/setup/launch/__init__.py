@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from flopcalc.api import bind
+from flopcalc.base.spelling import spell
+from flopcalc.core.estimate.binding import bind_config
 from flopcalc.data import describe_install, load_toml
 from flopcalc.errors import ConfigError, SpecError, format_value
 from flopcalc.files import MAX_TOML_BYTES, MAX_YAML_BYTES, read_json, read_path, read_text
-from flopcalc.integrations.launch.settings import Settings, Taken
-from flopcalc.units import check_items
+from flopcalc.setup.fields import list_fields
+from flopcalc.setup.launch.settings import Settings, Taken
+from flopcalc.units import check_items, parse_size
 
 # Asked in this order: the first whose keys are in the file reads it.
 FRAMEWORKS = (
@@ -24,15 +26,10 @@ FRAMEWORKS = (
 MAX_ENTRIES = 10_000
 MAX_DEPTH = 50
 _FOLDER = os.path.dirname(__file__)
-# Options of a file that a command has no use for.
-_UNUSED = {
-    "estimate": ("tp", "cp", "pp"), "predict": ("tp", "cp", "pp", "gpus"),
-    "plan": ("batch", "grad_accum"),
-}  # fmt: skip
 # An option that is given takes the place of these too.
 _TOGETHER = (
     {"recompute", "gradient_checkpointing"}, {"compute", "dtype", "autocast"}, {"seq", "text", "lengths"},
-    {"batch", "lengths"}, {"freeze", "train_only", "lora"}, {"lora", "train_only"},
+    {"batch", "lengths"}, {"grad_accum", "global_batch"}, {"freeze", "train_only", "lora"}, {"lora", "train_only"},
 )  # fmt: skip
 
 
@@ -98,38 +95,35 @@ class Applied(NamedTuple):
         return notes
 
 
-def apply_launch(
-    launch: object, command: str, given: Iterable[str] = (), model: object = None, *, in_python: bool = False
-) -> Applied:
-    """What launch files say for estimate, predict or plan; `given` are options that the user gave, which win."""
+def apply_launch(launch: object, command: str, given: Mapping[str, Any], model: object = None) -> Applied:
+    """What launch files say for a command; `given` are the fields that the user gave, which win."""
     found = read_launch(launch)
-    taken, unknown, given = dict(found.taken), list(found.not_understood), set(given)
+    taken, unknown = dict(found.taken), list(found.not_understood)
     spread = math.prod(taken[word].value for word in ("tp", "cp", "pp") if word in taken)
-    gpus = taken["gpus"].value if "gpus" in taken else spread
-    ranks = gpus // spread
     if command == "plan":
-        if "batch" in taken:
+        gpus = given.get("gpus", taken["gpus"].value if "gpus" in taken else spread)
+        gpus = parse_size(gpus, "gpus") if isinstance(gpus, str) else gpus
+        if "batch" in taken and "global_batch" not in taken:
+            ranks = gpus // spread
             many = taken["batch"].value * ranks * (taken["grad_accum"].value if "grad_accum" in taken else 1)
             keys = [taken[word].key for word in ("batch", "grad_accum") if word in taken]
             taken["global_batch"] = Taken(many, " × ".join([*keys, f"{ranks} data-parallel ranks"]))
-    else:
-        if "recompute" in taken and taken["recompute"].value == "selective":
-            unknown.append(f"{taken.pop('recompute').key}: selective, counted as none")
-        if command == "estimate" and ranks > 1 and "batch" in taken:
-            # One step of all GPUs: its FLOPs are what their time and peaks are compared with.
-            taken["batch"] = Taken(taken["batch"].value * ranks, f"{taken['batch'].key} × {ranks} data-parallel ranks")
-    if in_python and "max_pixels" in taken:
-        unknown.append(f"{taken.pop('max_pixels').key}: only the command line takes it")
-    for word in _UNUSED[command]:
-        taken.pop(word, None)
+    elif "recompute" in taken and taken["recompute"].value == "selective":
+        unknown.append(f"{taken.pop('recompute').key}: selective, counted as none")
+    if command == "predict" and "gpus" in taken and spread > 1:
+        taken["gpus"] = Taken(taken["gpus"].value // spread, f"{taken['gpus'].key}, in groups of {spread}")
+    if "max_pixels" in taken and not {"image", "video"} & set(given):
+        unknown.append(f"{taken.pop('max_pixels').key}: no image or video was given")
+    fields = list_fields(command)  # type: ignore[arg-type]  # a command's name
+    for word in [word for word in taken if word != "model" and word not in fields]:
+        taken.pop(word)
     own = model if model is not None else taken["model"].value if "model" in taken else None
     if own is None:
         raise ConfigError(f"{', '.join(found.files)}: no known model in it; name the model yourself")
-    if "freeze" in taken and bind(own, download="download" in given).vision is None:
+    if "freeze" in taken and bind_config(own, download="download" in given).vision is None:
         del taken["freeze"]  # of towers that a text model has not
-    overridden = [
-        word for word in taken if word in given or any(word in group and given & group for group in _TOGETHER)
-    ]
+    said = set(given) | ({"model"} if model is not None else set())
+    overridden = [word for word in taken if word in said or any(word in group and said & group for group in _TOGETHER)]
     kept = {word: each for word, each in taken.items() if word not in overridden}
     report = {
         "files": list(found.files), "frameworks": list(found.frameworks),
@@ -184,7 +178,7 @@ def _load_yaml(path: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ConfigError(f"--launch with YAML needs pyyaml: {describe_install('launch')}") from None
+        raise ConfigError(f"{spell('launch')} with YAML needs pyyaml: {describe_install('launch')}") from None
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as problem:

@@ -13,7 +13,7 @@ from hostile import OddPath
 
 from flopcalc import ConfigError, FlopcalcError, estimate_flops, plan, predict
 from flopcalc.cli import main
-from flopcalc.integrations.launch import FRAMEWORKS, read_launch
+from flopcalc.setup.launch import FRAMEWORKS, read_launch
 
 AXOLOTL = """
 base_model: Qwen/Qwen3-8B
@@ -151,7 +151,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     ),
     "ray.yaml": (
         RAY_SWIFT, "ms-swift with Megatron",
-        {"model": "qwen3-4b", "seq_len": 2048, "batch_size": 4, "grad_accum": 4},
+        {"model": "qwen3-4b", "seq_len": 2048, "batch_size": 2, "gpus": 4, "tp": 2, "global_batch": 16},
         ["rlhf_type"],
     ),
     "v1.yaml": (
@@ -162,8 +162,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     ),
     "titan.toml": (
         TITAN, "torchtitan",
-        {"model": "llama-3.1-8b", "seq_len": 8192, "batch_size": 8, "grad_accum": 4, "compute": "fp8",
-         "recompute": "full"},
+        {"model": "llama-3.1-8b", "seq_len": 8192, "batch_size": 1, "gpus": 16, "tp": 2, "global_batch": 32,
+         "compute": "fp8", "recompute": "full"},
         [],
     ),
     "trl.yaml": (
@@ -273,7 +273,7 @@ def test_axolotl_names_its_gpus(tmp_path: Path) -> None:
 def test_two_files_and_gpus(tmp_path: Path) -> None:
     first, second = write(tmp_path, "trl.yaml", TRL), write(tmp_path, "accelerate.yaml", ACCELERATE)
     found = estimate_flops(launch=[first, second])
-    assert found.terms[0].load.rows == 32  # 4 on each of 8 GPUs
+    assert (found.terms[0].load.rows, found.gpus, found.global_batch) == (4, 8, 32)  # 4 on each of 8 GPUs
     shown = json.loads(
         run("estimate", "--launch", first, "--launch", second, "--peak", "100T", "--step-time", "1", "--json").stdout
     )
@@ -366,9 +366,9 @@ def test_arguments_beside_a_launch_file_are_handed_on(tmp_path: Path) -> None:
         estimate_flops(launch=path, guidance=2.0)
 
 
-def test_the_pixel_limit_is_the_command_lines_alone(tmp_path: Path) -> None:
+def test_the_pixel_limit_needs_an_image(tmp_path: Path) -> None:
     path = write(tmp_path, "lf.yaml", LLAMAFACTORY + "image_max_pixels: 262144\n")
-    assert "image_max_pixels: only the command line takes it" in " ".join(estimate_flops(launch=path).notes)
+    assert "image_max_pixels: no image or video was given" in " ".join(estimate_flops(launch=path).notes)
     shown = json.loads(run("estimate", "--launch", path, "--image", "1024x1024", "--json").stdout)
     same = json.loads(run("estimate", "qwen2-vl-7b", "--seq", "2048", "--image", "512x512", "--json").stdout)
     assert shown["workload"]["patches"] == 2 * same["workload"]["patches"]  # two micro-batches
@@ -376,5 +376,5 @@ def test_the_pixel_limit_is_the_command_lines_alone(tmp_path: Path) -> None:
 
 
 def test_every_framework_has_its_table() -> None:
-    folder = Path(__file__).parents[2] / "flopcalc" / "integrations" / "launch"
+    folder = Path(__file__).parents[2] / "flopcalc" / "setup" / "launch"
     assert {path.stem for path in folder.glob("*.toml")} == set(FRAMEWORKS)

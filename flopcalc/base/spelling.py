@@ -1,0 +1,50 @@
+"""How a message names a field of the setup: as a Python keyword, or as the door that was used spells it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+# Fields whose Python keyword has another name than the option; all others are spelled alike.
+KEYWORDS = {
+    "batch": "batch_size", "seq": "seq_len", "decoder_seq": "decoder_seq_len", "image": "images",
+    "image_grid": "image_grid_thw", "video": "videos", "video_grid": "video_grid_thw", "from": "from_",
+    "compile": "compiled", "step_time": "step_time_s", "real_batch": "batch",
+}  # fmt: skip
+_LISTS = ("image", "video", "image_grid", "video_grid", "audio")
+
+Speller = Callable[[str, str], str]
+
+
+def spell_keyword(field: str, value: str) -> str:
+    """('seq', 'N') -> 'seq_len=N', ('image', '640x480') -> 'images=["640x480"]'."""
+    name = KEYWORDS.get(field, field)
+    if not value:
+        return name
+    is_number = value.isdigit() or value.isupper()
+    shown = value if is_number else f'"{value}"'
+    return f"{name}=[{shown}]" if field in _LISTS else f"{name}={shown}"
+
+
+def spell_option(field: str, value: str) -> str:
+    """('seq', 'N') -> '--seq N'."""
+    return f"--{field.replace('_', '-')} {value}".rstrip()
+
+
+_speller: ContextVar[Speller] = ContextVar("speller", default=spell_keyword)
+
+
+def spell(field: str, value: object = "") -> str:
+    """A field by its option's name, with a value where one is suggested, as the reader would write it."""
+    return _speller.get()(field, str(value))
+
+
+@contextmanager
+def use_spelling(speller: Speller) -> Iterator[None]:
+    """Messages made inside name fields this way."""
+    token = _speller.set(speller)
+    try:
+        yield
+    finally:
+        _speller.reset(token)

@@ -1,0 +1,131 @@
+"""The door of the command line: click's options, made from the table of fields; what was written becomes a Setup."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, cast
+
+import click
+
+from flopcalc.base.spelling import spell_option, use_spelling
+from flopcalc.data import list_data_files
+from flopcalc.errors import ConfigError, WorkloadError
+from flopcalc.setup.fields import FIELDS, GROUPS, Command, Field, list_fields
+from flopcalc.setup.setup import explain_refusal
+
+LISTED = ("device", "gpus", "batch", "seq")  # fields that take lists; the last changes fastest
+
+
+class FieldOption(click.Option):
+    """An option of the table, with its group in --help."""
+
+    group = "output"
+
+
+def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return [name for name in list_data_files("presets") if name.startswith(incomplete.lower())]
+
+
+def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from flopcalc.hardware.devices import load_devices
+
+    return [device.id for device in load_devices()[0] if device.id.startswith(incomplete.lower())]
+
+
+def complete_quoted(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from flopcalc.core.estimate.quoted import load_quoted
+
+    return [name for name in load_quoted().conventions if name.startswith(incomplete.lower())]
+
+
+_COMPLETE = {"device": complete_device, "from": complete_quoted}
+
+
+def make_option(name: str, field: Field) -> click.Option:
+    """The option of a field; its value is read later, as every door's is."""
+    flags = [spell_option(name, ""), *([f"--{field.also}"] if field.also else []), name]
+    default = f" (default {field.default})" if field.default else ""
+    settings: dict[str, Any] = {"help": f"{field.help.removesuffix('.')}{default}."}
+    if field.kind == "flag":
+        settings["is_flag"] = True
+    else:
+        settings["metavar"] = field.metavar.removesuffix("…") if field.kind == "path" else field.metavar
+        settings["metavar"] = settings["metavar"] or "|".join(field.words)
+        settings["multiple"] = field.repeats
+    if field.kind == "mtp":
+        settings |= {"is_flag": False, "flag_value": "config"}
+    if name in _COMPLETE:
+        settings["shell_complete"] = _COMPLETE[name]
+    option = FieldOption(flags, **settings)
+    option.group = field.group
+    return option
+
+
+def takes_setup(command: Command, *, has_model: bool = True) -> Callable[[Callable[..., object]], Callable[..., Any]]:
+    """The options of a command's fields. It gets `model`, and `given`: the fields that were written."""
+
+    def decorate(function: Callable[..., object]) -> Callable[..., Any]:
+        fields = {name: field for name, field in list_fields(command).items() if field.in_doors}
+
+        @wraps(function)
+        def run(*arguments: object, **options: Any) -> Any:
+            given = {name: options.pop(name) for name in fields}
+            given = {name: value for name, value in given.items() if value not in (None, False, ())}
+            if has_model:
+                options["model"] = _choose_model(options.pop("first"), options["model"], given)
+            return function(*arguments, given=given, **options)
+
+        made = cast("Any", run)
+        own = getattr(function, "__click_params__", [])
+        found: list[click.Parameter] = [make_option(name, field) for name, field in fields.items()]
+        if has_model:
+            model = FieldOption(
+                ["--model"], shell_complete=complete_model, metavar="M",
+                help="Preset, config.json, its folder, or a hub id; may also be the first argument.",
+            )  # fmt: skip
+            model.group = "model"
+            first = click.Argument(["first"], required=False, shell_complete=complete_model, metavar="[MODEL]")
+            found = [first, model, *found]
+        made.__click_params__ = [*own, *reversed(found)]  # click reads them from the last to the first
+        return cast("Callable[..., Any]", made)
+
+    return decorate
+
+
+def _choose_model(first: str | None, model: str | None, given: Mapping[str, Any]) -> str | None:
+    if first is not None and model is not None:
+        raise ConfigError(f"two models are given, {first!r} and --model {model!r}: give one")
+    name = model if first is None else first
+    if name is None and "launch" not in given:
+        example = f"flopcalc {click.get_current_context().info_name} llama-3.1-8b"
+        raise ConfigError(f"which model? Give its name first, as in {example} …; `flopcalc models` lists them")
+    return name
+
+
+def has_list(given: Mapping[str, Any], plot_file: str | None) -> bool:
+    """Whether an option lists values; only a list can be drawn."""
+    is_list = any("," in given.get(name, "") for name in LISTED)
+    if plot_file is not None and not is_list:
+        raise WorkloadError("--plot draws a curve over a list: give one, as in --seq 1k,2k,4k")
+    return is_list
+
+
+def explain_unknown(command: str | None, flag: str) -> str | None:
+    """Why a command has no such option, if others have it."""
+    name = flag.lstrip("-").replace("-", "_")
+    name = next((each for each, field in FIELDS.items() if field.also == flag.lstrip("-")), name)
+    if name not in FIELDS or not FIELDS[name].in_doors:
+        return None
+    with use_spelling(spell_option):
+        return explain_refusal(str(command), name)
+
+
+def list_groups(command: click.Command, ctx: click.Context) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Sections of --help: the groups of the table, each with its options."""
+    sections: dict[str, list[tuple[str, str]]] = {title: [] for title in GROUPS.values()}
+    for parameter in command.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is not None:
+            sections[GROUPS[getattr(parameter, "group", "output")]].append(record)
+    return [(title, records) for title, records in sections.items() if records]

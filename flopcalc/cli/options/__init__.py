@@ -1,1 +1,0 @@
-"""Options that several commands share, and the values they ask for."""

@@ -1,0 +1,243 @@
+"""What a Setup asks to count: its model bound, its workload made, its Estimate with the notes on what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from flopcalc.base.spelling import spell
+from flopcalc.core.estimate.binding import bind_config
+from flopcalc.core.estimate.estimate import Estimate, Estimator
+from flopcalc.core.estimate.estimator import Samples
+from flopcalc.core.estimate.inputs import make_load
+from flopcalc.core.model.config import Source, load_config
+from flopcalc.core.recipe.recipe import Recipe, make_recipe
+from flopcalc.data import get_stem
+from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
+from flopcalc.hardware.devices import detect_device, find_detected, find_device
+from flopcalc.setup.setup import Setup, Work
+from flopcalc.units import check_positive, format_tokens, parse_share
+
+if TYPE_CHECKING:
+    from flopcalc.core.estimate.run import Run
+    from flopcalc.core.estimate.traced import Traced, TracedEstimator
+    from flopcalc.core.estimate.utilization import Utilization
+
+# What a trace cannot answer; convention full is what it counts.
+_UNTRACED = (
+    "attention_kernel", "spec", "image", "video", "video_grid", "max_pixels", "lengths", "decoder_seq", "audio",
+    "clipping", "weights", "kv_cache", "autocast", "head", "mtp",
+)  # fmt: skip
+
+
+Tracer: TypeAlias = "Callable[[Source, Recipe, str, bool, str], Traced]"
+
+
+def refuse_trace(*_: object) -> Traced:
+    """Where no code can be run, as on the page."""
+    raise FlopcalcError(f"{spell('trace')} runs HF's code, which cannot be done here")
+
+
+class Counted(NamedTuple):
+    """An Estimate, and notes on what was assumed beside the estimate's own."""
+
+    estimate: Estimate
+    notes: list[str]
+
+    @property
+    def all_notes(self) -> list[str]:
+        return list(dict.fromkeys([*self.estimate.notes, *self.notes]))
+
+
+def count_setup(setup: Setup, convention: str | None = None, tracer: Tracer = refuse_trace) -> Counted:
+    """The Estimate that a setup asks for: one step of the whole job. `tracer` runs HF's code where a trace is "
+    "needed."""
+    notes = list(setup.notes)
+    return count_bound(setup, bind_setup(setup, convention, notes, tracer), notes)
+
+
+def count_bound(setup: Setup, estimator: Estimator, notes: list[str]) -> Counted:
+    """The same of a model that is bound already; `notes` grow by what the workload assumes."""
+    estimate, times = _count_micro_batch(setup, estimator, notes), 1
+    work, place = setup.work, setup.place
+    if setup.command != "plan":  # which decides them itself
+        times = _find_times(work, estimate, place.replicas)
+        if place.count > 1 and setup.command != "predict":
+            notes.append(
+                f"{spell('batch')} is that of one "
+                f"{'GPU' if place.shared == 1 else f'group of {place.shared} GPUs'}, and "
+                "FLOPs are those of all GPUs; before version 0.2 it was the batch of all GPUs together"
+            )
+    if times > 1 and estimate.pipeline is not None and estimate.pipeline.phase != "train":
+        raise WorkloadError(f"{spell('grad_accum')} belongs to phase train, not {estimate.pipeline.phase}")
+    estimate = estimate * times if times > 1 else estimate
+    if setup.command not in ("plan", "predict") and place.count > 1:
+        estimate = estimate.spread(place.count, place.replicas)
+    return Counted(estimate, notes)
+
+
+def bind_setup(
+    setup: Setup, convention: str | None = None, notes: list[str] | None = None, tracer: Tracer = refuse_trace
+) -> Estimator:
+    """The estimator of a setup's model, recipe and formats."""
+    notes = [] if notes is None else notes
+    chosen = setup.model
+    if chosen.trace:
+        return _find_traced(setup, tracer)
+    return bind_config(
+        chosen.model, recipe=setup.recipe, convention=convention or setup.convention,
+        attention_kernel=setup.attention_kernel, device=choose_device(setup, notes, convention), formats=setup.formats,
+        spec=chosen.spec, download=chosen.download, clipping=setup.clipping, model_type=chosen.model_type,
+        head=chosen.head, mtp=chosen.mtp,
+    )  # fmt: skip
+
+
+def choose_device(setup: Setup, notes: list[str], convention: str | None = None) -> str | None:
+    """The device asked for; None without one, or for one that is not in the table but has a peak."""
+    name = setup.place.device
+    if name is None:
+        return None
+    if name == "auto":
+        name = detect_device()
+        known = find_detected(name) if name is not None else None
+    else:
+        try:
+            known = find_device(name)
+        except DeviceError:
+            if setup.place.peak is None:
+                raise
+            known = None  # a device that is not in the table: its peak is given by hand
+    if known is None or name is None:
+        if setup.command in ("predict", "plan"):
+            shown = "no GPU" if name is None else f"{name}, which is not in the table"
+            raise DeviceError(
+                f"{spell('device', 'auto')}: this machine shows {shown}; name a GPU, `flopcalc devices` lists them"
+            )
+        return None
+    is_auto = setup.attention_kernel == "auto" and (convention or setup.convention) == "hardware"
+    if known.sdpa is None and is_auto and setup.command != "predict":
+        notes.append(f"which kernel SDPA picks on {known.name} is not known: flash assumed")
+    return name
+
+
+def _find_traced(setup: Setup, tracer: Tracer) -> TracedEstimator:
+    """The estimator of a config that is counted from HF's own code: kept from before, else traced now."""
+    for name in _UNTRACED:
+        if name in setup.values:
+            raise WorkloadError(f"{spell('trace')} counts what HF's code executes: it takes no {spell(name)}")
+    if setup.get("convention", "full") != "full":
+        raise WorkloadError(f"{spell('trace')} counts what HF's code executes: it takes no {spell('convention')}")
+    source = load_config(
+        setup.model.model, download=setup.model.download, model_type=setup.model.model_type,
+        own=(get_stem(setup.model.spec),) if setup.model.spec else (),
+    )  # fmt: skip
+    from flopcalc.core.estimate.traced import TracedEstimator, check_layers, load_trace, make_trace_key
+
+    check_layers(source)
+    recipe = make_recipe(**(setup.recipe or {}))  # type: ignore[arg-type]  # a mapping of its own fields
+    inputs = setup.work.inputs
+    key = make_trace_key(source, recipe, inputs.phase, bool(inputs.image_grids))
+    traced = load_trace(key) or tracer(source, recipe, inputs.phase, bool(inputs.image_grids), key)
+    return TracedEstimator(traced, source, recipe, setup.formats)
+
+
+def _count_micro_batch(setup: Setup, estimator: Estimator, notes: list[str]) -> Estimate:
+    work = setup.work
+    if work.workload is not None:
+        return estimator.estimate(work.workload)
+    if work.real_batch is not None:
+        return estimator.estimate_batch(work.real_batch, phase=work.inputs.phase, logits=work.inputs.logits)
+    inputs = work.inputs
+    if isinstance(estimator, Samples):
+        from flopcalc.core.estimate.pipeline import read_inputs  # of diffusion models alone: start-up is counted
+
+        return estimator.ask(read_inputs(estimator, inputs))
+    load, found = make_load(estimator, inputs)
+    notes += found
+    return estimator.estimate(load)
+
+
+def _find_times(work: Work, estimate: Estimate, replicas: int) -> int:
+    """Micro-batches of a step on one replica, as they are given or as a global batch needs them."""
+    phase = estimate.terms[0].load.phase
+    for name, value in (("grad_accum", work.grad_accum), ("global_batch", work.global_batch)):
+        if value not in (None, 1) and phase != "train" and estimate.pipeline is None:
+            raise WorkloadError(f"{spell(name)} belongs to phase train, not {phase}")
+    times = work.grad_accum or 1
+    if work.global_batch is None:
+        return times
+    rows = sum(load.rows * many for _, load, many in estimate.terms)
+    sequences = find_sequences(work.global_batch, estimate.tokens // rows)
+    found, rest = divmod(sequences, rows * replicas)
+    if rest or not found:
+        raise WorkloadError(
+            f"a global batch of {sequences:,} sequences is no multiple of {rows * replicas:,}: {spell('batch')} "
+            f"{rows} on "
+            f"{replicas:,} replica{'s' * (replicas > 1)}"
+        )
+    if work.grad_accum is not None and work.grad_accum != found:
+        raise WorkloadError(
+            f"{spell('grad_accum', times)} makes a global batch of {times * rows * replicas:,} sequences, not "
+            f"{sequences:,}"
+        )
+    return found
+
+
+def find_sequences(asked: int | str | tuple[int, str], length: int) -> int:
+    """Whole sequences of a global batch that may be given in tokens; 4M tokens are 2²² where that divides."""
+    if isinstance(asked, str):
+        raise WorkloadError(f"{spell('global_batch', 'auto')} belongs to plan")
+    if isinstance(asked, int):
+        return asked
+    tokens, suffix = int(asked[0]), asked[1]
+    power = {"k": 1, "m": 2, "b": 3, "t": 4}.get(suffix, 0)
+    binary, rest = divmod(tokens << (10 * power), int(1000**power))
+    if length and not rest and binary % length == 0:
+        return binary // length
+    sequences = round(tokens / length) if length else 0
+    if not sequences:
+        raise WorkloadError(
+            f"{spell('global_batch')}: {format_tokens(tokens)} are less than one sequence of {length:,}"
+        )
+    return sequences
+
+
+def find_shares(estimate: Estimate, setup: Setup) -> tuple[Utilization | None, Utilization | None, list[str]]:
+    """MFU and HFU where a time is given, and notes; without one, the least time that the peak allows."""
+    place = setup.place
+    where: dict[str, Any] = {"device": place.device, "dtype": None, "peak": place.peak}
+    measured = _read_time(setup)
+    if not measured and place.device is None and place.peak is None:
+        return None, None, []
+    from flopcalc.core.estimate.utilization import describe_least_time, hfu, mfu  # only with a peak or a time
+
+    if not measured:
+        return None, None, [note for note in describe_least_time(estimate, **where) if note not in estimate.notes]
+    model_share, hardware_share = (share(estimate, **measured, **where) for share in (mfu, hfu))
+    found = [share.note for share in (model_share, hardware_share) if share.note and share.note not in estimate.notes]
+    return model_share, hardware_share, list(dict.fromkeys(found))
+
+
+def find_run(estimate: Estimate, setup: Setup) -> Run | None:
+    """The whole run that a number of tokens asks for."""
+    share = setup.get("mfu")
+    share = parse_share(share, "mfu") if isinstance(share, str) else share and check_positive(share, "mfu")
+    if setup.get("tokens") is None:
+        if share is not None:
+            raise WorkloadError(
+                f"{spell('mfu')} belongs to a whole run: give its {spell('tokens')} too; {spell('step_time')} gives a "
+                "step's MFU"
+            )
+        return None
+    from flopcalc.core.estimate.run import count_run  # only for a whole run
+
+    place = setup.place
+    time: dict[str, Any] = _read_time(setup)
+    return count_run(estimate, setup.get("tokens"), mfu=share, device=place.device, peak=place.peak, **time)
+
+
+def _read_time(setup: Setup) -> dict[str, Any]:
+    """What was measured of a step, if anything."""
+    place = setup.place
+    found = {"step_time_s": place.step_time_s, "tokens_per_second": place.tokens_per_second}
+    return {name: value for name, value in found.items() if value is not None}

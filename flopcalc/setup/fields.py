@@ -1,0 +1,195 @@
+"""The table of fields: every question that a door may ask, once, with its type, unit, help, group and commands.
+
+The keys of SetupKeywords are the Python keywords. Options, the page's form, the JSON schema and the reference page are
+made from the same rows. A new field is one row here, and the code that uses it.
+"""
+
+# No `from __future__ import annotations` here: the rows are read from the evaluated annotations.
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args
+
+from flopcalc.base.spelling import KEYWORDS
+from flopcalc.words import (
+    CLIPPING,
+    CONVENTIONS,
+    EXECUTIONS,
+    KERNELS,
+    OPTIMIZERS,
+    PIPELINE_PHASES,
+    RECOMPUTE,
+    Clipping,
+    Convention,
+    Execution,
+    Kernel,
+    Optimizer,
+    PipelinePhase,
+    Recompute,
+)
+
+if TYPE_CHECKING:
+    from flopcalc.core.recipe.recipe import Lora, Recipe
+else:
+    Lora = Recipe = Any  # type checkers read them; start-up is counted
+
+Command = Literal["estimate", "compare", "explain", "translate", "predict", "plan", "bind", "crosscheck"]
+COMMANDS: tuple[Command, ...] = get_args(Command)
+_LETTERS = dict(zip("ECXTPLBK", COMMANDS, strict=True))
+Group = Literal["model", "work", "media", "training", "formats", "hardware", "layout", "output"]
+# Sections of --help and of the page's form, the common ones first.
+GROUPS: dict[Group, str] = {
+    "model": "Model",
+    "work": "Work",
+    "media": "Images and sound",
+    "training": "What trains",
+    "formats": "Number formats",
+    "hardware": "Hardware",
+    "layout": "Layout on many GPUs",
+    "output": "Output",
+}
+# How a value is read: see setup/values.py.
+Kind = Literal[
+    "text", "path", "word", "flag", "size", "count", "sizes", "number", "share", "tokens", "peak", "grids", "images", "videos",
+    "seconds", "patterns", "lora", "mtp", "logits", "parts", "guidance", "global_batch", "degrees", "recomputes", "value",
+]  # fmt: skip
+
+
+class Field(NamedTuple):
+    """One question. `takes` are the initials of its commands: see _LETTERS."""
+
+    help: str
+    group: Group
+    takes: str
+    kind: Kind = "text"
+    metavar: str = ""
+    words: tuple[str, ...] = ()
+    default: str = ""  # printed by --help; what happens without the field
+    also: str = ""  # another spelling of the option
+    in_doors: bool = True  # False: Python only
+
+    @property
+    def repeats(self) -> bool:
+        return self.kind in ("grids", "images", "videos", "seconds", "patterns") or (
+            self.kind == "path" and self.metavar == "FILE…"
+        )
+
+    @property
+    def commands(self) -> tuple[Command, ...]:
+        return tuple(_LETTERS[letter] for letter in self.takes)
+
+
+_COUNT = "ECXTP"  # commands that count one step
+_PLAN = "ECXTPL"
+_ALL = "ECXTPLB"
+Size = int | str
+Number = float | str
+Texts = str | Iterable[str]
+Degree = int | str | Sequence[int]
+
+
+# fmt: off
+class SetupKeywords(TypedDict, total=False):
+    """What estimate_flops, bind, predict, plan and translate take by keyword; `flopcalc schema` prints it."""
+
+    # model
+    model_type: Annotated[str, Field("Read the config as this model type, instead of its own.", "model", _ALL + "K", metavar="TYPE", also="as")]
+    spec: Annotated[str | os.PathLike[str], Field("Add your own spec (TOML) for its model_type.", "model", _ALL, "path", "FILE")]
+    download: Annotated[bool, Field("Fetch a hub id's config.json if it is not in the cache.", "model", _ALL + "K", "flag")]
+    head: Annotated[str, Field("The model's head, instead of the one that its config names; N: labels (default: the config's).", "model", _ALL, metavar="lm|none|sequence:N|token:N")]
+    mtp: Annotated[int | bool | str, Field("Layers of multi-token prediction: as many as the config says, or N.", "model", _ALL, "mtp", "[N]")]
+    trace: Annotated[bool, Field("Count HF's own code instead of a spec and cache the result (needs torch once).", "model", "ECT", "flag")]
+    launch: Annotated[Any, Field("A launch file: axolotl, LLaMA-Factory, ms-swift, TRL or accelerate YAML, torchtitan TOML, HF TrainingArguments JSON; repeatable. Other options win over it.", "model", "EXTPL", "path", "FILE…")]
+    # work
+    batch_size: Annotated[Size, Field("Samples of one micro-batch, on each GPU (or group of GPUs that share a sample).", "work", _COUNT + "K", "size", "N", default="1")]
+    seq_len: Annotated[Size, Field("Length per sample, visual tokens included; 4k is 4,096.", "work", _PLAN + "K", "size", "N")]
+    text: Annotated[Size, Field("Text tokens per sample; visual and audio tokens are added.", "work", _PLAN + "K", "size", "N")]
+    lengths: Annotated[Iterable[int] | str, Field("Lengths of the documents in one packed row, instead of a length and a batch.", "work", _COUNT, "sizes", "N,N,…")]
+    decoder_seq_len: Annotated[Size, Field("Encoder-decoders: length of the decoder; the other length is the encoder's.", "work", _PLAN, "size", "N")]
+    grad_accum: Annotated[Size, Field("Micro-batches per step.", "work", _COUNT, "size", "N", default="1")]
+    global_batch: Annotated[Size, Field("All sequences of a step, or tokens as in '4M tokens'; plan: default about 4M tokens, auto searches it.", "work", _PLAN, "global_batch", "N|4Mtok|auto")]
+    phase: Annotated[PipelinePhase, Field("A training step, a forward pass, a prompt (prefill), new tokens (decode), or diffusion sampling.", "work", _COUNT + "K", "word", words=PIPELINE_PHASES, default="train")]
+    context: Annotated[Size, Field("decode: number of cached keys.", "work", _COUNT, "count", "C", default="0")]
+    logits: Annotated[int | str, Field("Positions with logits (default: all; prefill: last).", "work", _COUNT, "logits", "all|last|N")]
+    sampling_steps: Annotated[Size, Field("Diffusion: number of denoising steps; implies phase sample.", "work", _COUNT, "size", "N")]
+    guidance: Annotated[bool | str, Field("Diffusion: with guidance each step runs twice (default: as the pipeline does).", "work", _COUNT, "guidance", words=("on", "off"))]
+    parts: Annotated[Texts, Field("Diffusion: count only these parts: denoiser, text, vae (default: all).", "work", _COUNT, "parts", "A,B,…")]
+    batch: Annotated[Mapping[str, Any], Field("A real batch: the keyword arguments of the model's forward.", "work", "EXTP", "value", in_doors=False)]
+    # images and sound
+    images: Annotated[Iterable[Any], Field("An image per sample: its size in pixels, or a file; repeatable.", "media", _PLAN + "K", "images", "WxH|FILE")]
+    image_grid_thw: Annotated[Any, Field("An image per sample, in patches.", "media", _PLAN + "K", "grids", "T,H,W")]
+    videos: Annotated[Iterable[Any], Field("A video per sample: seconds and frames per second, or a number of frames; repeatable.", "media", _PLAN, "videos", "[WxH:]30s@2fps|WxHxFRAMES")]
+    video_grid_thw: Annotated[Any, Field("A video per sample, in patches.", "media", _PLAN + "K", "grids", "T,H,W")]
+    audio: Annotated[Iterable[Number], Field("An audio clip per sample, in seconds; repeatable.", "media", _PLAN, "seconds", "SECONDS")]
+    max_pixels: Annotated[Size, Field("max_pixels of the image processor (default: from its config).", "media", _PLAN, "size", "N")]
+    clips: Annotated[Iterable[int], Field("Audio clips of the whole batch, in frames of the feature extractor.", "media", "EXTP", "value", in_doors=False)]
+    # what trains
+    freeze: Annotated[Texts, Field("Freeze what matches: a glob of module paths, or vision|audio|projector|language; repeatable.", "training", _ALL + "K", "patterns", "PATTERN")]
+    train_only: Annotated[Texts, Field("Train only what matches: patterns as for freezing; repeatable.", "training", _ALL + "K", "patterns", "PATTERN")]
+    lora: Annotated[Lora | Mapping[str, Any] | str, Field("LoRA as PEFT applies it; save=… also trains these modules, dtype=bf16 keeps adapters in bf16.", "training", _ALL + "K", "lora", "r=16,targets=q_proj+v_proj")]
+    recompute: Annotated[Recompute | str | Sequence[str], Field("Gradient checkpointing. full: HF's default; full-reentrant: use_reentrant=True. plan tries several, with commas: none, light (norms, activations), selective (attention), offload, half (every second layer), full.", "training", _ALL + "K", "recomputes", "|".join(RECOMPUTE), default="none")]
+    gradient_checkpointing: Annotated[bool, Field("The same as recompute full.", "training", _ALL + "K", "flag")]
+    clipping: Annotated[Clipping, Field("Per-sample clipping (DP-SGD) as in Opacus; counted under convention hardware.", "training", "ECXTB", "word", words=CLIPPING, default="none")]
+    recipe: Annotated[Recipe | Mapping[str, Any], Field("freeze, train_only, lora, recompute and clipping as one value.", "training", "ECXTPLB", "value", in_doors=False)]
+    # number formats
+    compute: Annotated[str, Field("Number format of matrix products: bf16, fp16, tf32, fp32, fp8, …", "formats", _ALL, metavar="FORMAT")]
+    dtype: Annotated[str, Field("The same as compute; a dtype in the config wins over the default, bf16.", "formats", _ALL, metavar="FORMAT")]
+    weights: Annotated[str, Field("Number format of stored weights: bf16, fp8, int4-g128, nf4-double, …", "formats", _ALL, metavar="FORMAT")]
+    kv_cache: Annotated[str, Field("Number format of cached keys and values: bf16, fp8, …", "formats", "ECXTPB", metavar="FORMAT")]
+    autocast: Annotated[bool | str, Field("Matrix products run under torch.autocast, in bf16.", "formats", _ALL, "flag")]
+    # hardware
+    device: Annotated[str | None, Field("GPU whose peaks and kernels are used; auto: the one in this machine.", "hardware", _ALL, metavar="NAME")]
+    gpus: Annotated[Size, Field("GPUs of the job; a step is that of all of them.", "hardware", "ECXTPL", "size", "N", default="1", also="num-devices")]
+    step_time_s: Annotated[Number, Field("Measured time of one step, such as 0.5 or 500ms; gives MFU and HFU.", "hardware", "EC", "number", "TIME")]
+    tokens_per_second: Annotated[Number, Field("Measured tokens per second of all GPUs, such as 12k; gives MFU and HFU.", "hardware", "ECT", "number", "N")]
+    peak: Annotated[Number | Mapping[str, float], Field("Dense peak of one device, instead of the table's: 989T for all, or bf16=989T,fp8=1979T.", "hardware", "ECT", "peak", "FLOPS_PER_S")]
+    attention_kernel: Annotated[Kernel, Field("auto: the kernel that PyTorch's SDPA picks on the device; flash if no device is given.", "hardware", _ALL, "word", words=KERNELS, default="auto")]
+    execution: Annotated[Execution, Field("How the step runs: eager (HF's code), compiled (torch.compile), graphs (compiled, as CUDA graphs), fused (kernels of a training framework). Default: predict eager, plan fused.", "hardware", "PL", "word", words=EXECUTIONS)]
+    compiled: Annotated[bool, Field("The same as execution compiled.", "hardware", "P", "flag")]
+    optimizer: Annotated[Optimizer, Field("adamw: torch's fused one; adamw-foreach; adamw-master: with fp32 gradients, master weights and states; adamw-8bit, adamw-fp8: states of one byte; adamw-offload: states on the host; none. Default: predict adamw, plan adamw-master.", "hardware", "PL", "word", "adamw|adamw-8bit|…", words=OPTIMIZERS)]
+    host_factor: Annotated[Number, Field("Your CPU's slowdown relative to the calibrated host.", "hardware", "P", "number", "F", default="1")]
+    transformers: Annotated[str, Field("Version of transformers that you run (default 5.17). It matters for experts: 5.6 to 5.17 mask routed rows.", "hardware", "P", metavar="VERSION")]
+    pause_s: Annotated[Number, Field("How long the host does something else after each step.", "hardware", "P", "value", in_doors=False)]
+    # layout on many GPUs
+    tp: Annotated[Degree, Field("Tensor parallel: GPUs that share each layer.", "layout", "ECTL", "degrees", "N[,N…]")]
+    pp: Annotated[Degree, Field("Pipeline stages.", "layout", "ECTL", "degrees", "N[,N…]")]
+    cp: Annotated[Degree, Field("Context parallel: GPUs that share a sequence.", "layout", "ECTL", "degrees", "N[,N…]")]
+    dp: Annotated[Degree, Field("Data-parallel replicas.", "layout", "L", "degrees", "N[,N…]")]
+    virtual: Annotated[Degree, Field("Chunks of layers per stage (interleaved pipeline).", "layout", "L", "degrees", "N[,N…]")]
+    ep: Annotated[Degree, Field("Expert parallel: GPUs that share a layer's experts.", "layout", "L", "degrees", "N[,N…]")]
+    zero: Annotated[Degree, Field("ZeRO stage 0 to 3; 3 is FSDP.", "layout", "L", "degrees", "N[,N…]")]
+    micro_batch: Annotated[Degree, Field("Sequences that a replica processes at once.", "layout", "L", "degrees", "N[,N…]")]
+    expert_imbalance: Annotated[Number, Field("Rows on the busiest rank of experts, relative to the mean.", "layout", "L", "number", "R", default="1")]
+    overlap: Annotated[str, Field("none: communication is never hidden behind computation.", "layout", "L", metavar="all|none", default="all")]
+    interconnect: Annotated[str, Field("Network between the GPUs (default: the GPU's usual one).", "layout", "L", metavar="NAME")]
+    price: Annotated[Number, Field("Price of one GPU-hour in USD (default: a dated price, if known).", "layout", "L", "number", "USD")]
+    # output
+    convention: Annotated[Convention, Field("Count what the model needs (for MFU), what HF's eager code executes (full), or what the kernels execute (hardware, for HFU).", "output", "ECXTB", "word", words=CONVENTIONS, default="model")]
+    tokens: Annotated[Number, Field("Tokens of a whole run, such as 15T; gives steps, FLOPs and GPU-hours.", "output", "EL", "tokens", "N|2T|300B")]
+    mfu: Annotated[Number, Field("An MFU such as 40%: estimate: for the run's GPU-hours (default: as measured, or 100 %); translate: the quoted one.", "output", "ET", "share", "SHARE")]
+    from_: Annotated[str, Field("Convention of the quoted number.", "output", "T", metavar="CONVENTION")]
+    tflops: Annotated[Number, Field("The quoted rate of one GPU in TFLOP/s.", "output", "T", "number", "N")]
+    top: Annotated[Size, Field("Number of layouts to show.", "output", "L", "size", "N", default="5")]
+    memory: Annotated[bool, Field("Whether the memory is predicted too.", "output", "P", "value", in_doors=False)]
+    advise: Annotated[bool, Field("Whether to look for the change that helps most.", "output", "P", "value", in_doors=False)]
+    timeline: Annotated[bool, Field("Keep the events of host and device, for save_trace.", "output", "P", "value", in_doors=False)]
+    progress: Annotated[Any, Field("A function of the layouts that are done, and of all.", "output", "L", "value", in_doors=False)]
+
+# fmt: on
+
+_OPTIONS = {keyword: option for option, keyword in KEYWORDS.items()}
+# Field by its option's name, which is its name in JSON and on the page too.
+FIELDS: dict[str, Field] = {
+    _OPTIONS.get(name, name): get_args(hint)[1] for name, hint in SetupKeywords.__annotations__.items()
+}
+
+
+def list_fields(command: Command) -> dict[str, Field]:
+    """What a command takes, in the order of the table."""
+    letter = next(letter for letter, name in _LETTERS.items() if name == command)
+    return {name: field for name, field in FIELDS.items() if letter in field.takes}
+
+
+def find_option(keyword: str) -> str:
+    """The option of a Python keyword: seq_len -> seq. An option's own name is taken too."""
+    return _OPTIONS.get(keyword, keyword)

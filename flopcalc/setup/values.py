@@ -1,0 +1,185 @@
+"""A field's value as a door gives it (text, or a Python object) becomes the typed value that the rest works with."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flopcalc.base.number_formats import parse_compute
+from flopcalc.base.spelling import spell
+from flopcalc.core.workload.workload import Grid, read_grids
+from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError, format_value
+from flopcalc.files import read_path
+from flopcalc.setup.fields import Field
+from flopcalc.units import (
+    check_items,
+    check_positive,
+    check_size,
+    parse_number,
+    parse_size,
+    parse_sizes,
+    parse_tokens,
+)
+from flopcalc.words import check_flag, check_word
+
+_SIZE = re.compile(r"-?\d+[xX]-?\d+")
+AUTO = "auto"
+_TOKENS = re.compile(r"\s*(.*?)\s*(?:tok|tokens?)\s*", re.IGNORECASE)
+
+
+def read_value(name: str, field: Field, value: Any) -> Any:
+    """The typed value of a field, or an error that names the field as the reader wrote it."""
+    return _READERS[field.kind](name, field, value)
+
+
+def _read_text(name: str, field: Field, value: object) -> str:  # noqa: ARG001
+    if not isinstance(value, str):
+        value = _name_dtype(name, value)
+    return value
+
+
+def _name_dtype(name: str, value: object) -> str:
+    """Formats may be torch's objects too."""
+    if name in ("compute", "dtype", "weights", "kv_cache"):
+        return parse_compute(value, spell(name), DeviceError)
+    raise FlopcalcError(f"{spell(name)} must be a word, not {format_value(value)}")
+
+
+def _read_path(name: str, field: Field, value: Any) -> Any:
+    return value if field.repeats else read_path(value, spell(name), WorkloadError)
+
+
+def _read_word(name: str, field: Field, value: object) -> str:
+    return check_word(value, field.words, spell(name), WorkloadError, suggests=True)
+
+
+def _read_flag(name: str, field: Field, value: object) -> Any:  # noqa: ARG001
+    return value if name == "autocast" and isinstance(value, str) else check_flag(value, spell(name))
+
+
+def _read_size(name: str, field: Field, value: Any, minimum: int = 1) -> int:
+    least = 0 if field.kind == "count" else minimum
+    return parse_size(value, name, least) if isinstance(value, str) else check_size(value, spell(name), least)
+
+
+def _read_sizes(name: str, field: Field, value: Any) -> tuple[int, ...]:  # noqa: ARG001
+    if isinstance(value, str):
+        return parse_sizes(value, name)
+    return tuple(check_size(each, spell(name)) for each in check_items(value, spell(name)))
+
+
+def _read_number(name: str, field: Field, value: Any) -> float:  # noqa: ARG001
+    return parse_number(value, name) if isinstance(value, str) else check_positive(value, spell(name))
+
+
+def _read_tokens(name: str, field: Field, value: Any) -> int:  # noqa: ARG001
+    return parse_tokens(value)
+
+
+def _read_peak(name: str, field: Field, value: Any) -> Any:
+    """'989T', or one per format: 'bf16=989T,fp8=1979T'."""
+    if not isinstance(value, str) or "=" not in value:
+        return value if isinstance(value, Mapping) else _read_number(name, field, value)
+    found: dict[str, float] = {}
+    for piece in value.split(","):
+        word, equals, rate = piece.partition("=")
+        kind = parse_compute(word.strip(), "dtype", DeviceError) if equals else ""
+        if not equals or kind in found:
+            problem = f"gives {kind} twice" if equals else f"has {format_value(piece)}, which is not FORMAT=FLOPS_PER_S"
+            raise WorkloadError(f"{spell(name)} {problem}; write it as bf16=989T,fp8=1979T")
+        found[kind] = parse_number(rate, name)
+    return found
+
+
+def _read_grids(name: str, field: Field, value: Any) -> tuple[Grid, ...]:  # noqa: ARG001
+    if isinstance(value, (list, tuple)) and value and all(isinstance(each, str) for each in value):
+        value = [parse_sizes(each, name, 3) for each in value]
+    return read_grids(value, spell(name))
+
+
+def _read_images(name: str, field: Field, value: Any) -> tuple[Any, ...]:  # noqa: ARG001
+    if isinstance(value, str):
+        value = (value,)
+    return tuple(_read_image(name, each) for each in check_items(value, spell(name)))
+
+
+def _read_image(name: str, value: object) -> Any:
+    """'640x480' or (640, 480) is a size; any other text is the name of a file."""
+    if not isinstance(value, str) or os.path.isfile(value):
+        return value
+    if _SIZE.fullmatch(value) is None:
+        raise WorkloadError(f"{spell(name)}: {format_value(value)} is neither WIDTHxHEIGHT nor a file")
+    return parse_sizes(value.lower(), name, 2, "x")
+
+
+def _read_videos(name: str, field: Field, value: Any) -> tuple[Any, ...]:  # noqa: ARG001
+    if isinstance(value, str):
+        value = (value,)
+    found = check_items(value, spell(name))
+    return tuple(
+        each if isinstance(each, str) else "x".join(map(str, check_items(each, spell(name)))) for each in found
+    )
+
+
+def _read_seconds(name: str, field: Field, value: Any) -> tuple[float, ...]:
+    if isinstance(value, (str, int, float)):
+        value = (value,)
+    return tuple(_read_number(name, field, each) for each in check_items(value, spell(name)))
+
+
+def _read_as_given(name: str, field: Field, value: Any) -> Any:  # noqa: ARG001
+    return value
+
+
+def _read_mtp(name: str, field: Field, value: Any) -> int | bool:  # noqa: ARG001
+    if isinstance(value, bool) or value == "config":
+        return bool(value)
+    return parse_size(value, name, 0) if isinstance(value, str) else check_size(value, spell(name), 0)
+
+
+def _read_logits(name: str, field: Field, value: Any) -> int | str:  # noqa: ARG001
+    if not isinstance(value, str) or value in ("all", "last"):
+        return value  # type: ignore[no-any-return]  # make_workload checks it
+    return parse_size(value, f"{spell(name)} (all, last or a number)")
+
+
+def _read_global_batch(name: str, field: Field, value: Any) -> int | str | tuple[int, str]:
+    """Sequences, "auto", or tokens as a number and the suffix that was written."""
+    if not isinstance(value, str):
+        return check_size(value, spell(name))
+    if value == AUTO:
+        return AUTO
+    tokens = _TOKENS.fullmatch(value)
+    if tokens is not None:
+        return parse_tokens(tokens[1]), tokens[1][-1:].lower()
+    if value.isalpha():
+        raise WorkloadError(f"{spell(name)} is sequences, tokens as in '4M tokens', or auto, not {format_value(value)}")
+    return _read_size(name, field, value)
+
+
+def _read_degrees(name: str, field: Field, value: Any) -> tuple[int, ...]:  # noqa: ARG001
+    least = 0 if name == "zero" else 1
+    if isinstance(value, str):
+        return tuple(parse_size(piece.strip(), name, least) for piece in value.split(","))
+    if isinstance(value, int):
+        value = (value,)
+    return tuple(check_size(each, spell(name), least) for each in check_items(value, spell(name)))
+
+
+def _read_recomputes(name: str, field: Field, value: Any) -> Any:  # noqa: ARG001
+    """One word, or several with commas: which of them a command takes, it says itself."""
+    if isinstance(value, str) and "," in value:
+        return tuple(word.strip() for word in value.split(","))
+    return value
+
+
+_READERS: dict[str, Callable[[str, Field, Any], Any]] = {
+    "text": _read_text, "path": _read_path, "word": _read_word, "flag": _read_flag, "size": _read_size,
+    "count": _read_size, "sizes": _read_sizes, "number": _read_number, "share": _read_as_given, "tokens": _read_tokens,
+    "peak": _read_peak, "grids": _read_grids, "images": _read_images, "videos": _read_videos, "seconds": _read_seconds,
+    "patterns": _read_as_given, "lora": _read_as_given, "mtp": _read_mtp, "logits": _read_logits,
+    "parts": _read_as_given, "guidance": _read_as_given, "global_batch": _read_global_batch, "degrees": _read_degrees,
+    "recomputes": _read_recomputes, "value": _read_as_given,
+}  # fmt: skip

@@ -1,0 +1,386 @@
+"""One question through every door (Python, command line, launch file, page) has one answer, and one refusal."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import flopcalc
+from flopcalc import FlopcalcError, estimate_flops, hfu, mfu, plan, predict, translate
+from flopcalc.base.spelling import KEYWORDS, spell_option
+from flopcalc.cli import main
+from flopcalc.setup.fields import COMMANDS, FIELDS, list_fields
+from flopcalc.setup.setup import from_keywords
+from flopcalc.web.answers import answer
+
+Capture = pytest.CaptureFixture[str]
+MEDIA = ("image", "video", "image_grid", "video_grid", "audio")  # of one sample; in Python, of the whole batch
+# What a launch file says of a field: HF's TrainingArguments, and accelerate's number of processes.
+LAUNCHED = {
+    "batch": "per_device_train_batch_size", "grad_accum": "gradient_accumulation_steps", "seq": "max_length",
+    "recompute": "gradient_checkpointing",
+}  # fmt: skip
+WRITTEN = {"1k": 1024, "128k": 131072, "full": True}  # as a launch file writes it
+
+
+class Case(NamedTuple):
+    """A model and its fields as texts, GPUs and sequences of a step, and one sample of it in Python."""
+
+    model: str
+    fields: dict[str, Any]
+    gpus: int
+    global_batch: int
+    sample: dict[str, Any]
+
+
+SEQ = {"seq_len": 1024}
+CASES = {
+    "one GPU": Case("gpt2", {"seq": "1k", "batch": "4"}, 1, 4, SEQ),
+    "per GPU": Case("gpt2", {"seq": "1024", "batch": "4", "gpus": "8"}, 8, 32, SEQ),
+    "accumulated": Case("gpt2", {"seq": "1k", "batch": "2", "grad_accum": "3", "gpus": "4"}, 4, 24, SEQ),
+    "groups of GPUs": Case("gpt2", {"seq": "1k", "batch": "2", "gpus": "8", "tp": "2", "pp": "2"}, 8, 4, SEQ),
+    "sequences": Case("gpt2", {"seq": "1k", "batch": "2", "gpus": "4", "global_batch": "32"}, 4, 32, SEQ),
+    "tokens": Case("gpt2", {"seq": "1k", "batch": "4", "gpus": "8", "global_batch": "16M tokens"}, 8, 16384, SEQ),
+    "tok": Case("gpt2", {"seq": "1k", "batch": "4", "gpus": "8", "global_batch": "16Mtok"}, 8, 16384, SEQ),
+    "plain tokens": Case("gpt2", {"seq": "1k", "global_batch": "8192 tokens"}, 1, 8, SEQ),
+    "checkpointing": Case(
+        "gpt2", {"seq": "1k", "gpus": "2", "recompute": "full", "convention": "hardware"}, 2, 2,
+        {**SEQ, "recompute": "full", "convention": "hardware"},
+    ),
+    "long": Case("llama-3.1-8b", {"seq": "128k", "gpus": "8"}, 8, 8, {"seq_len": 131072}),
+    "images": Case(
+        "qwen2-vl-2b",
+        {"text": "512", "batch": "2", "gpus": "4", "image": ("1024x768", "640x480"), "freeze": ("vision",)}, 4, 8,
+        {"text": 512, "images": [(1024, 768), (640, 480)], "recipe": {"freeze": "vision"}},
+    ),
+    "few pixels": Case(
+        "qwen2-vl-2b", {"text": "512", "batch": "2", "image": ("4096x3072",), "max_pixels": "1M"}, 1, 2,
+        {"text": 512, "images": [(4096, 3072)], "max_pixels": 1_000_000},
+    ),
+    "LoRA": Case(
+        "llama-3.2-1b", {"seq": "256", "gpus": "2", "lora": "r=16,targets=q_proj+v_proj"}, 2, 2,
+        {"seq_len": 256, "lora": {"r": 16, "targets": ["q_proj", "v_proj"]}},
+    ),
+    "decode": Case(
+        "gpt2", {"seq": "1", "batch": "3", "phase": "decode", "context": "512", "gpus": "2"}, 2, 6,
+        {"seq_len": 1, "phase": "decode", "context": 512},
+    ),
+}  # fmt: skip
+Answer = tuple[int, int, int]
+
+
+def make_keywords(fields: dict[str, Any]) -> dict[str, Any]:
+    """The Python keywords of fields; a batch of two has every image twice."""
+    batch = int(fields.get("batch", 1))
+    return {
+        KEYWORDS.get(name, name): list(value) * (batch if name in MEDIA else 1) if isinstance(value, tuple) else value
+        for name, value in fields.items()
+    }
+
+
+def make_words(fields: dict[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in fields.items():
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [spell_option(name, "")] if each is True else [spell_option(name, ""), each]
+    return words
+
+
+def run_json(capsys: Capture, *arguments: str) -> Any:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--json"])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, err) == (0, "")
+    return json.loads(out)
+
+
+def fail(capsys: Capture, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    return err.removeprefix("flopcalc: ").rstrip("\n")
+
+
+def ask_page(what: str, model: str, fields: dict[str, Any]) -> Any:
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+    return json.loads(answer(json.dumps({"what": what, "setup": {"model": model, **given}})))
+
+
+def read(shown: dict[str, Any]) -> Answer:
+    return int(shown["flops"]["total"]), shown["gpus"], shown["global_batch"]
+
+
+def write_launch(folder: Path, fields: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Launch files that say what they can of the fields, and the fields that are left."""
+    said = {key: WRITTEN.get(fields[name], fields[name]) for name, key in LAUNCHED.items() if name in fields}
+    said = {"output_dir": "out", "per_device_train_batch_size": 1, **said}
+    (folder / "args.json").write_text(json.dumps(said), encoding="utf-8")
+    files = (str(folder / "args.json"),)
+    if "gpus" in fields:
+        (folder / "accelerate.yaml").write_text(
+            f"compute_environment: LOCAL_MACHINE\nnum_processes: {fields['gpus']}\n", encoding="utf-8"
+        )
+        files += (str(folder / "accelerate.yaml"),)
+    return files, {name: value for name, value in fields.items() if name not in (*LAUNCHED, "gpus")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_door(capsys: Capture, tmp_path: Path, name: str) -> None:
+    model, fields, gpus, global_batch, sample = CASES[name]
+    one = estimate_flops(model, **sample)
+    assert (one.gpus, one.global_batch) == (1, 1)
+    expected = (one.total * global_batch, gpus, global_batch)
+    found = estimate_flops(model, **make_keywords(fields))
+    assert (found.total, found.gpus, found.global_batch) == expected
+    assert read(run_json(capsys, "estimate", model, *make_words(fields))) == expected
+    assert read(ask_page("flops", model, fields)["estimate"]) == expected
+    files, rest = write_launch(tmp_path, fields)
+    launched = estimate_flops(model, launch=files, **make_keywords({**rest, **_keep_batch(fields)}))
+    assert (launched.total, launched.gpus, launched.global_batch) == expected
+    words = [word for file in files for word in ("--launch", file)]
+    assert read(run_json(capsys, "estimate", model, *words, *make_words(rest))) == expected
+
+
+def _keep_batch(fields: dict[str, Any]) -> dict[str, Any]:
+    """Python's images are of the whole batch, which is then given beside them."""
+    return {"batch": fields["batch"]} if set(MEDIA) & set(fields) and "batch" in fields else {}
+
+
+# --- time, units and what several GPUs change -------------------------------------------------------------------------
+TIMED = ("--device", "h200", "--step-time", "2s")
+
+
+def test_a_launch_file_and_gpus_as_two_launch_files(capsys: Capture, tmp_path: Path) -> None:
+    """TrainingArguments with --gpus 8, and with an accelerate file of eight processes, are one job."""
+    files, _ = write_launch(tmp_path, {"batch": "4", "gpus": "8"})
+    first = run_json(capsys, "estimate", "llama-3.1-8b", "--seq", "2048", *TIMED, "--launch", files[0], "--gpus", "8")
+    both = ("--launch", files[0], "--launch", files[1])
+    second = run_json(capsys, "estimate", "llama-3.1-8b", "--seq", "2048", *TIMED, *both)
+    plain = run_json(capsys, "estimate", "llama-3.1-8b", "--seq", "2048", *TIMED, "--batch", "4", "--gpus", "8")
+    assert read(first) == read(second) == read(plain)
+    assert first["mfu"] == second["mfu"] == plain["mfu"]
+    job = estimate_flops("llama-3.1-8b", seq_len=2048, batch_size=4, gpus=8)
+    for share in (mfu, hfu):
+        assert share(job, 2, device="h200").to_dict() == plain[share.__name__]
+    single = estimate_flops("llama-3.1-8b", seq_len=2048, batch_size=4)
+    assert plain["mfu"]["value"] == mfu(single, 2, device="h200").value  # each GPU does as one alone
+
+
+def test_given_gpus_win_over_a_launch_file(capsys: Capture, tmp_path: Path) -> None:
+    files, _ = write_launch(tmp_path, {"batch": "4", "gpus": "8"})
+    words = [word for file in files for word in ("--launch", file)]
+    shown = run_json(capsys, "estimate", "gpt2", "--seq", "64", *words, "--gpus", "2")
+    assert (shown["gpus"], shown["global_batch"]) == (2, 8)
+    assert shown["launch"]["overridden"] == ["gpus"]
+
+
+def test_work_is_told(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["estimate", "gpt2", "--seq", "64", "--batch", "4", "--gpus", "8", "--grad-accum", "2"])
+    assert "8 GPUs × 4 × 2 = 64 sequences a step" in " ".join(capsys.readouterr().out.split())
+
+
+NEW_MEANING = (
+    "is that of one GPU, and FLOPs are those of all GPUs; before version 0.2 it was the batch of all GPUs together"
+)
+
+
+def test_new_meaning_is_told_by_each_door(capsys: Capture) -> None:
+    assert f"batch_size {NEW_MEANING}" in estimate_flops("gpt2", seq_len=64, gpus=2).notes
+    assert f"--batch {NEW_MEANING}" in run_json(capsys, "estimate", "gpt2", "--seq", "64", "--gpus", "2")["notes"]
+    assert not any(NEW_MEANING in note for note in estimate_flops("gpt2", seq_len=64).notes)
+
+
+def test_predict_on_several_gpus(capsys: Capture) -> None:
+    fields = {"seq": "1k", "batch": "4", "device": "h200"}
+    one, job = (predict("gpt2", **make_keywords({**fields, "gpus": gpus})) for gpus in ("1", "8"))
+    assert (one.gpus, one.global_batch, job.gpus, job.global_batch) == (1, 4, 8, 32)
+    assert (job.step_time_s, job.mfu, job.memory) == (one.step_time_s, one.mfu, one.memory)
+    assert job.tokens_per_s == 8 * one.tokens_per_s
+    assert "each of 8 GPUs runs this step; time between GPUs is not included: `flopcalc plan` adds it" in job.notes
+    shown = run_json(capsys, "predict", "gpt2", *make_words({**fields, "gpus": "8"}))
+    assert (shown["gpus"], shown["global_batch"], shown["tokens_per_s"]) == (8, 32, job.tokens_per_s)
+    timed = ask_page("time", "gpt2", {**fields, "gpus": "8"})
+    assert timed["prediction"]["tokens_per_s"] == job.tokens_per_s
+
+
+def test_plan_through_every_door(capsys: Capture) -> None:
+    fields = {
+        "tokens": "1B", "device": "h200", "gpus": "8", "seq": "2k", "global_batch": "1Mtok", "tp": "1", "pp": "1",
+        "price": "2.50$",
+    }  # fmt: skip
+    found = plan("llama-3.2-1b", **make_keywords(fields))
+    assert (found.gpus, found.global_batch, found.seq) == (8, 512, 2048)
+    for shown in (
+        run_json(capsys, "plan", "llama-3.2-1b", *make_words(fields)),
+        ask_page("plan", "llama-3.2-1b", fields)["plan"],
+        plan("llama-3.2-1b", **{**make_keywords(fields), "price": 2.5, "global_batch": 512}).to_dict(),
+    ):
+        assert shown["best"] == found.to_dict()["best"]
+
+
+def test_translate_through_every_door(capsys: Capture) -> None:
+    fields = {"seq": "4k", "mfu": "45%", "from": "6nd", "device": "h100-sxm"}
+    found = translate("llama-3.1-8b", **make_keywords(fields)).to_dict()
+    assert found == run_json(capsys, "translate", "llama-3.1-8b", *make_words(fields)) | {"notes": found["notes"]}
+
+
+READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    # command, keywords of Python, typed values
+    ("estimate", {"seq_len": "128k", "batch_size": "2", "gpus": "1k"}, {"seq": 131072, "batch": 2, "gpus": 1024}),
+    ("estimate", {"max_pixels": "1M", "images": "640x480"}, {"max_pixels": 1000000, "image": ((640, 480),)}),
+    ("estimate", {"step_time_s": "500ms"}, {"step_time": 0.5}),
+    ("estimate", {"step_time_s": "2min", "tokens": "15T"}, {"step_time": 120.0, "tokens": 15 * 10**12}),
+    ("estimate", {"tokens_per_second": "12k", "peak": "989T"}, {"tokens_per_second": 12000.0, "peak": 989e12}),
+    ("estimate", {"peak": "bf16=989T,fp8=1979T"}, {"peak": {"bf16": 989e12, "fp8": 1979e12}}),
+    ("estimate", {"lengths": "512,1k"}, {"lengths": (512, 1024)}),
+    ("estimate", {"audio": [30, "500ms"], "videos": [(640, 480, 8)]}, {"audio": (30.0, 0.5), "video": ("640x480x8",)}),
+    ("estimate", {"image_grid_thw": ["1,36,52"]}, {"image_grid": ((1, 36, 52),)}),
+    ("estimate", {"mtp": "config", "logits": "5"}, {"mtp": True, "logits": 5}),
+    ("estimate", {"batch": 4}, {"batch": 4}),  # an option's own name
+    ("estimate", {"seq": "1k", "decoder_seq": 8}, {"seq": 1024, "decoder_seq": 8}),
+    ("estimate", {"seq_len": None, "download": False, "images": ()}, {}),  # not given
+    ("plan", {"price": "2.50$", "tp": [1, 2], "zero": "0,3"}, {"price": 2.5, "tp": (1, 2), "zero": (0, 3)}),
+    ("plan", {"price": "$2.50", "global_batch": "auto", "tp": 4}, {"price": 2.5, "global_batch": "auto", "tp": (4,)}),
+    ("plan", {"global_batch": "16k"}, {"global_batch": 16384}),
+    ("plan", {"recompute": "none, full"}, {"recompute": ("none", "full")}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "keywords", "values"), READ, ids=[str(each[1]) for each in READ])
+def test_values(command: Any, keywords: dict[str, Any], values: dict[str, Any]) -> None:
+    found = from_keywords(command, "gpt2", keywords)
+    assert found.values == values
+    assert found.place.step_time_s == values.get("step_time")
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"seq_len": "1e3"}, "seq_len: '1e3' is not a whole number; write 4096 or 4k"),
+    ({"seq_len": 1.5}, "seq_len must be a whole number, not 1.5"),
+    ({"seq_len": True}, "seq_len must be a whole number, not True"),
+    ({"seq_len": "0"}, "seq_len must be at least 1, not 0"),
+    ({"context": -1}, "context must be at least 0, not -1"),
+    ({"lengths": 5}, "lengths must be a list, not 5"),
+    ({"step_time_s": "5x"}, "step_time_s: '5x' is not a number; write 0.5 or 500ms"),
+    ({"step_time_s": 0}, "step_time_s must be a positive number, not 0"),
+    ({"peak": "bf16=1,bf16=2"}, "peak gives bf16 twice; write it as bf16=989T,fp8=1979T"),
+    ({"peak": "bf16=1,x"}, "peak has 'x', which is not FORMAT=FLOPS_PER_S; write it as bf16=989T,fp8=1979T"),
+    ({"peak": "x=1"}, "dtype 'x' unknown"),
+    ({"images": ["640x480x3"]}, "images: '640x480x3' is neither WIDTHxHEIGHT nor a file"),
+    ({"videos": 5}, "videos must be a list, not 5"),
+    ({"audio": ["x"]}, "audio: 'x' is not a number; write 0.5 or 500ms"),
+    ({"image_grid_thw": ["1,2"]}, "image_grid_thw: '1,2' must hold 3 numbers"),
+    ({"mtp": "x"}, "mtp: 'x' is not a whole number"),
+    ({"mtp": -1}, "mtp must be at least 0, not -1"),
+    ({"logits": "x"}, "logits (all, last or a number): 'x' is not a whole number"),
+    ({"global_batch": "many"}, "global_batch is sequences, tokens as in '4M tokens', or auto, not 'many'"),
+    ({"global_batch": 1.5}, "global_batch must be a whole number, not 1.5"),
+    ({"global_batch": "x tokens"}, "'x' is not a number"),
+    ({"tp": "1,x"}, "tp: 'x' is not a whole number"),
+    ({"tp": 0}, "tp must be at least 1, not 0"),
+    ({"tp": (1, 2)}, "tp takes one number here; plan tries several"),
+    ({"phase": "backward"}, "phase 'backward' unknown. Did you mean forward?"),
+    ({"download": "yes"}, "download must be True or False, not 'yes'"),
+    ({"spec": 3}, "spec must be a path, not 3"),
+    ({"model_type": 3}, "model_type must be a word, not 3"),
+    ({"compute": 3}, "compute 3 unknown. Known: bf16"),
+    ({"tokens": "x"}, "tokens: 'x' is not a number; write 2000000000 or 2T"),
+    ({"seq": 5, "seq_len": 6}, "seq_len is given twice: give it once"),
+    ({"batch": {"input_ids": [[1]]}, "seq_len": 3}, "batch already says sizes, lengths and images: leave seq_len out"),
+    ({"sampling_steps": 4, "phase": "train"}, "sampling_steps belongs to phase sample, not train"),
+    ({"recompute": "none", "gradient_checkpointing": True}, 'gradient_checkpointing is recompute="full": give one'),
+    ({"recipe": {"freeze": "x"}, "freeze": "y"}, "freeze is given twice, by itself and in the recipe"),
+    ({"sequ": 5}, "sequ is no keyword of estimate. Did you mean seq_len"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keywords", "words"), WRONG, ids=[str(each[0]) for each in WRONG])
+def test_wrong_values(keywords: dict[str, Any], words: str) -> None:
+    with pytest.raises(FlopcalcError) as raised:
+        from_keywords("estimate", "gpt2", keywords)
+    assert words in str(raised.value)
+
+
+def test_no_model() -> None:
+    with pytest.raises(FlopcalcError, match="which model"):
+        estimate_flops(seq_len=5)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+REFUSED = [
+    (command, name)
+    for command in COMMANDS
+    if command not in ("bind", "crosscheck")
+    for name, field in FIELDS.items()
+    if field.in_doors and name not in list_fields(command) and (command, name) != ("predict", "top")  # its own option
+]
+FUNCTIONS = {"estimate": estimate_flops, "predict": predict, "plan": plan, "translate": translate}
+
+
+@pytest.mark.parametrize(("command", "name"), REFUSED, ids=[" ".join(each) for each in REFUSED])
+def test_a_field_that_a_command_cannot_use(capsys: Capture, command: str, name: str) -> None:
+    """Refused by name, in each door's spelling, with the reason or the commands that do take it."""
+    told = fail(capsys, command, "gpt2", spell_option(name, ""), *([] if FIELDS[name].kind == "flag" else ["1"]))
+    assert told.startswith(f"{command} takes no {spell_option(name, '')}: ")
+    if command in FUNCTIONS:
+        with pytest.raises(FlopcalcError) as raised:
+            FUNCTIONS[command]("gpt2", **{KEYWORDS.get(name, name): 1})
+        keyword = KEYWORDS.get(name, name)
+        assert str(raised.value).startswith(f"{command} takes no {keyword}: ")
+
+
+def test_reasons(capsys: Capture) -> None:
+    for command, name, reason in (
+        ("estimate", "optimizer", "predict, plan do"),
+        ("predict", "clipping", "per-sample clipping is counted, not predicted"),
+        ("estimate", "host_factor", "predict does"),
+        ("plan", "batch", "it searches the micro-batch; "),
+    ):
+        assert reason in fail(capsys, command, "gpt2", spell_option(name, ""), "1")
+    with pytest.raises(FlopcalcError, match="bind takes no seq_len: estimate, compare, explain, translate, predict"):
+        flopcalc.bind("gpt2", seq_len=5)
+
+
+# --- messages below the command line ----------------------------------------------------------------------------------
+ROOMS = ("core", "hardware", "prediction", "planning", "setup", "report")
+OPTIONS = {spell_option(name, "") for name, field in FIELDS.items() if field.in_doors}
+OPTIONS |= {f"--{field.also}" for field in FIELDS.values() if field.also}
+
+
+def find_options(code: str) -> list[str]:
+    """Options of the table in a file's texts. Comments, docstrings and commands in backticks may name them."""
+    texts, rest = [], [ast.parse(code)]
+    while rest:
+        node = rest.pop()
+        inner = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+        elif isinstance(node, ast.JoinedStr):  # whole, so that a command in backticks is one
+            texts.append("".join(str(each.value) if isinstance(each, ast.Constant) else "…" for each in node.values))
+            inner = [each for each in inner if not isinstance(each, ast.Constant)]
+        elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            inner.remove(node.body[0])
+        rest += inner
+    words = [word for text in texts for word in re.findall(r"--[a-z][a-z-]+", re.sub(r"`flopcalc [^`]*`", "", text))]
+    return [word for word in words if word in OPTIONS]
+
+
+def test_no_option_is_named_below_the_command_line() -> None:
+    package = Path(flopcalc.__file__).parent
+    files = [path for room in ROOMS for path in (package / room).rglob("*.py")]
+    named = {str(path.relative_to(package)): find_options(path.read_text(encoding="utf-8")) for path in files}
+    assert {path: words for path, words in named.items() if words} == {}
+    assert len(files) > 100
+
+
+def test_a_named_option_is_found() -> None:
+    code = (
+        'def f(x):\n    "Takes --seq."\n    raise E(f"give {x} --seq, or --batch 2: `flopcalc plan --gpus 8` --other")'
+    )
+    assert find_options(code) == ["--seq", "--batch"]
