@@ -13,7 +13,7 @@ from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.errors import ConfigError, RecipeError, WorkloadError, format_nearest
-from flopcalc.setup.fields import FIELDS, Command, Field, find_option, list_fields
+from flopcalc.setup.fields import FIELDS, Command, Field, Kind, find_option, list_fields
 from flopcalc.setup.values import read_value
 from flopcalc.units import describe_suffixes
 from flopcalc.values import Value, frozen
@@ -107,7 +107,7 @@ def make_setup(
     fields = list_fields(command)
     for name in given:
         _check_taken(command, name, fields)
-    given = {name: value for name, value in given.items() if not _is_absent(value)}
+    given = {name: value for name, value in given.items() if not _is_absent(value, fields[name].kind)}
     notes, report = [], None
     if "launch" in given:
         from flopcalc.setup.launch import apply_launch  # only where used: other runs start without it
@@ -140,8 +140,9 @@ def _list_said(given: Mapping[str, Any], workload: object) -> dict[str, Any]:
     return said
 
 
-def _is_absent(value: object) -> bool:
-    return value is None or value is False or (isinstance(value, tuple) and not value)
+def _is_absent(value: object, kind: Kind) -> bool:
+    """Whether it is as if nothing was written; guidance=False and memory=False say something."""
+    return value is None or (value is False and kind in ("flag", "mtp")) or (isinstance(value, tuple) and not value)
 
 
 def _check_taken(command: Command, name: str, fields: Mapping[str, Field]) -> None:

@@ -163,7 +163,7 @@ def _read_degrees(name: str, field: Field, value: Any) -> tuple[int, ...]:  # no
     least = 0 if name == "zero" else 1
     if isinstance(value, str):
         return tuple(parse_size(piece.strip(), name, least) for piece in value.split(","))
-    if isinstance(value, int):
+    if isinstance(value, (int, float)):
         value = (value,)
     return tuple(check_size(each, spell(name), least) for each in check_items(value, spell(name)))
 
