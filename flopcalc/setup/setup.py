@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flopcalc.base.spelling import spell
@@ -120,8 +119,8 @@ def make_setup(
     if model is None:
         raise ConfigError(f"which model? Give its name, path or config first, or {spell('launch')}")
     notes += _spell_out(given)
-    notes += _describe_files(given.get("image", ()))
     values = {name: read_value(name, fields[name], value) for name, value in given.items() if name != "launch"}
+    notes += _describe_files(values.get("image", ()))
     return Setup(
         command, _make_model(command, model, values), _make_work(values, workload, of_batch),
         _make_recipe(command, values), _make_formats(values), _make_place(command, values),
@@ -175,9 +174,9 @@ def _spell_out(given: Mapping[str, Any]) -> list[str]:
     return ["; ".join(described)] if described else []
 
 
-def _describe_files(images: object) -> list[str]:
+def _describe_files(images: Iterable[object]) -> list[str]:
     """The size of every image that is given as a file."""
-    files = [each for each in images if isinstance(each, str) and os.path.isfile(each)] if images else []  # type: ignore[attr-defined]
+    files = [each for each in images if isinstance(each, str)]
     if not files:
         return []
     from flopcalc.core.model.pictures import read_picture_size  # only where pictures are given
@@ -196,9 +195,8 @@ def _make_model(command: Command, model: object, values: Mapping[str, Any]) -> M
 def _make_work(values: Mapping[str, Any], workload: object, of_batch: bool) -> Work:
     sizes = {name: values.get(name) for name in _SIZES}
     if workload is not None:
-        whole = check_workload_alone(
-            workload, {spell(name): each for name, each in {**sizes, "batch": values.get("real_batch")}.items()}
-        )
+        beside = {**sizes, "real_batch": values.get("real_batch")}
+        whole = check_workload_alone(workload, {spell(name): each for name, each in beside.items()})
         return Work(Inputs(phase=whole.phase), whole, None, values.get("grad_accum"), values.get("global_batch"))
     real = values.get("real_batch")
     if real is not None:

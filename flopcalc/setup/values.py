@@ -134,8 +134,10 @@ def _read_as_given(name: str, field: Field, value: Any) -> Any:  # noqa: ARG001
 
 
 def _read_mtp(name: str, field: Field, value: Any) -> int | bool:  # noqa: ARG001
-    if isinstance(value, bool) or value == "config":
-        return bool(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value == "config":
+        return True
     return parse_size(value, name, 0) if isinstance(value, str) else check_size(value, spell(name), 0)
 
 

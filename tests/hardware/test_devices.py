@@ -171,7 +171,7 @@ def test_case_spaces_and_dashes_do_not_matter(name: str) -> None:
     ],
 )
 def test_unknown_devices_get_no_neighbours_number(name: str) -> None:
-    with pytest.raises(DeviceError, match=r"unknown.*--peak"):
+    with pytest.raises(DeviceError, match=r"unknown.*peak=FLOPS_PER_S"):
         find_device(name)
 
 
@@ -187,7 +187,7 @@ def test_unknown_devices_get_no_neighbours_number(name: str) -> None:
     ],
 )
 def test_devices_without_a_source_are_refused_by_name(name: str, why: str) -> None:
-    with pytest.raises(DeviceError, match=rf"device '{name}' has no peak here: .*{why}.*; --peak FLOPS_PER_S"):
+    with pytest.raises(DeviceError, match=rf"device '{name}' has no peak here: .*{why}.*; peak=FLOPS_PER_S"):
         find_device(name)
     with pytest.raises(DeviceError, match=rf"{why}.*; your own devices.toml"):
         find_device(name, needs_all=True)
