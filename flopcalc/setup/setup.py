@@ -195,8 +195,8 @@ def _make_model(command: Command, model: object, values: Mapping[str, Any]) -> M
 def _make_work(values: Mapping[str, Any], workload: object, of_batch: bool) -> Work:
     sizes = {name: values.get(name) for name in _SIZES}
     if workload is not None:
-        beside = {**sizes, "real_batch": values.get("real_batch")}
-        whole = check_workload_alone(workload, {spell(name): each for name, each in beside.items()})
+        others = {**sizes, "real_batch": values.get("real_batch")}
+        whole = check_workload_alone(workload, {spell(name): each for name, each in others.items()})
         return Work(Inputs(phase=whole.phase), whole, None, values.get("grad_accum"), values.get("global_batch"))
     real = values.get("real_batch")
     if real is not None:

@@ -261,7 +261,7 @@ def test_a_translation_without_rows() -> None:
 
 
 def test_keywords_of_a_translation() -> None:
-    with pytest.raises(WorkloadError, match="sequence_len is no keyword of translate. Did you mean seq_len"):
+    with pytest.raises(WorkloadError, match=r"sequence_len is no keyword of translate. Did you mean seq_len"):
         flopcalc.translate(CONFIG, mfu=0.4, from_="6nd", sequence_len=8)
 
 

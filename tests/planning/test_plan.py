@@ -168,7 +168,7 @@ def test_a_faster_layout_that_does_not_fit_is_named() -> None:
         ({"dtype": "fp32"}, "a plan is for training in bf16, fp16, fp8, mxfp8, nvfp4, mxfp4, not fp32"),
         ({"gpus": 0}, "gpus must be at least 1"),
         ({"gpus": 10**7}, "gpus must be at most 1,000,000, not 10,000,000"),
-        ({"gpus": 4096, "global_batch": 1}, "does not divide a global batch of 1 sequences; change it, gpus or global_batch"),
+        ({"gpus": 4096, "global_batch": 1}, "a global batch of 1 sequences; change it, gpus or global_batch"),
         ({"global_batch": 0}, "global_batch must be at least 1, not 0"),
         ({"price": 0}, "price must be a positive number, not 0"),
         ({"price": -1.5}, "price must be a positive number, not -1.5"),

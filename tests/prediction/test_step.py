@@ -633,7 +633,7 @@ def test_work_has_every_product_of_the_count() -> None:
         ({"device": "h200", "attention_kernel": "flash", "dtype": "fp32"}, "flash takes bf16 and fp16, not fp32"),
         ({"device": "h200", "phase": "prefill", "grad_accum": 2}, "belongs to phase train"),
         ({"device": "h200", "freeze": "vision"}, "freeze 'vision' matches no module of this model"),
-        ({"device": "h200", "convention": "full"}, "predict takes no convention: it shows MFU and HFU, each under its own convention"),
+        ({"device": "h200", "convention": "full"}, "predict takes no convention: it shows MFU and HFU"),
         ({"device": "h200", "sequence_length": 8}, "sequence_length is no keyword of predict. Did you mean seq_len"),
         ({"device": "h200", "dtpye": "bf16"}, "dtpye is no keyword of predict. Did you mean dtype"),
         ({"device": "h200", "batch": {"input_ids": [[1, 2]]}}, "batch already says sizes"),

@@ -428,7 +428,7 @@ def test_a_config_of_another_class_is_noted(config: dict[str, Any], named: str |
     notes = [note for note in estimate_flops(given, seq_len=8).notes if "the config names" in note]
     if named is None:
         assert notes == [
-            "the config names no class in architectures: counted as BertForMaskedLM; head=\"none\", sequence:N or "
+            'the config names no class in architectures: counted as BertForMaskedLM; head="none", sequence:N or '
             "token:N counts another head"
         ]
         return

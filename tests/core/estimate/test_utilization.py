@@ -104,7 +104,7 @@ def test_unknown_detected_device_gives_none_and_a_note(monkeypatch: pytest.Monke
     assert share.note is not None
     assert " peak" in share.note
     assert found is None or found in share.note
-    with pytest.raises(DeviceError, match="peak=FLOPS_PER_S|or give peak"):
+    with pytest.raises(DeviceError, match=r"peak=FLOPS_PER_S|or give peak"):
         get_gpu_peak_flops()
     assert mfu(bind(MODEL)(1, 64), 1.0, device="auto", peak=1e12).value is not None
     with pytest.raises(FlopcalcError, match="peak must be a positive number"):

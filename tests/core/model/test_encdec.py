@@ -214,8 +214,8 @@ def test_text_alone_notes_the_missing_audio() -> None:
         (WHISPER, {"decoder_seq_len": 41, "audio": [1.0]}, "beyond the 40 positions"),
         (WHISPER, {"audio": [1.0], "seq_len": 7}, "has a decoder"),
         (WHISPER, {"decoder_seq_len": 7, "audio": [-1.0]}, "audio must be a positive number, not -1.0"),
-        (QWEN_AUDIO, {"seq_len": 20, "audio": [1.0]}, "the audio takes 25 tokens, more than seq_len=20, which includes them"),
-        (QWEN_AUDIO, {"seq_len": 1, "context": 30, "phase": "decode", "audio": [1.0]}, "decode does no audio work: leave audio out"),
+        (QWEN_AUDIO, {"seq_len": 20, "audio": [1.0]}, "the audio takes 25 tokens, more than seq_len=20"),
+        (QWEN_AUDIO, {"seq_len": 1, "context": 30, "phase": "decode", "audio": [1.0]}, "decode does no audio work"),
     ],
 )
 def test_workload_errors(config: dict[str, Any], workload: dict[str, Any], message: str) -> None:

@@ -143,9 +143,9 @@ def test_folders_without_a_config(tmp_path: Path) -> None:
 
 
 def test_a_foreign_type_gets_the_nearest_family() -> None:
-    with pytest.raises(ConfigError, match="The nearest family is llama: model_type=\"llama\" counts it so"):
+    with pytest.raises(ConfigError, match='The nearest family is llama: model_type="llama" counts it so'):
         bind({**LLAMA, "model_type": "sardine", "architectures": ["SardineForCausalLM"]})
-    with pytest.raises(ConfigError, match="model_type=\"qwen2\" counts it so"):
+    with pytest.raises(ConfigError, match='model_type="qwen2" counts it so'):
         bind({**LLAMA, "model_type": "sardine", "architectures": ["Qwen2ForCausalLM"]})
     with pytest.raises(ConfigError, match="text_config is a llama: save that object as a config"):
         bind({"model_type": "sardine", "architectures": ["SardineModel"], "text_config": LLAMA})
@@ -158,8 +158,8 @@ TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"text_config": TEXT, "vision_config": {"model_type": "siglip_vision_model", **TOWER}}, "model_type=\"llava\" "),
-        ({"llm_config": TEXT, "vision_config": {"model_type": "intern_vit_6b", **TOWER}}, "model_type=\"internvl_chat\""),
+        ({"text_config": TEXT, "vision_config": {"model_type": "siglip_vision_model", **TOWER}}, 'model_type="llava" '),
+        ({"llm_config": TEXT, "vision_config": {"model_type": "intern_vit_6b", **TOWER}}, 'model_type="internvl_chat"'),
         ({"text_config": TEXT, "vision_config": {"model_type": "unheard"}}, "`flopcalc models` lists"),
     ],
 )
