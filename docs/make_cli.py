@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from flopcalc.cli import _COMMANDS, _group
+from flopcalc.setup.fields import GROUPS
 
 PAGE = Path(__file__).resolve().parent / "cli.md"
 HEAD = """# Commands and options
@@ -71,8 +72,11 @@ def format_command(path: str, command: click.Command, context: click.Context) ->
     usage = " ".join([path, *command.collect_usage_pieces(context)])
     lines = ["", f"{'#' * (1 + path.count(' '))} {path}", "", "```text", usage, "```", *format_help(command.help or "")]
     options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
-    if options:
-        lines += ["", "| option | meaning |", "|---|---|", *(format_option(each, context) for each in options)]
+    groups = {group: [each for each in options if getattr(each, "group", "output") == group] for group in GROUPS}
+    groups = {group: found for group, found in groups.items() if found}
+    for group, found in groups.items():
+        head = GROUPS[group] if len(groups) > 1 else "option"
+        lines += ["", f"| {head} | meaning |", "|---|---|", *(format_option(each, context) for each in found)]
     return lines
 
 

@@ -160,7 +160,7 @@ def predict_counted(counted: Counted, setup: Setup) -> Prediction:
             f"each of {gpus:,} GPUs runs this step; time between GPUs is not included: `flopcalc plan` adds it"
         )
     return found._replace(
-        notes=tuple(notes), gpus=gpus, global_batch=counted.estimate.global_batch * gpus,
+        notes=tuple(notes), gpus=gpus, global_batch=found.global_batch * gpus,
         tokens_per_s=found.tokens_per_s * gpus,
     )  # fmt: skip
 

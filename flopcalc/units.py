@@ -224,7 +224,7 @@ def check_positive(value: Any, what: str, *, or_zero: bool = False) -> float:
     except Exception:  # an array of several entries, or an int beyond all floats
         number = math.nan
     if not 0 <= number < math.inf or (number == 0 and not or_zero):
-        raise FlopcalcError(f"{what} must be a positive number, not {format_value(value)}")
+        raise WorkloadError(f"{what} must be a positive number, not {format_value(value)}")
     return number
 
 

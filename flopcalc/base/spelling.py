@@ -22,8 +22,9 @@ def spell_keyword(field: str, value: str) -> str:
     name = KEYWORDS.get(field, field)
     if not value:
         return name
-    is_number = value.isdigit() or value.isupper()
-    shown = value if is_number else f'"{value}"'
+    is_plain = value.isdigit() or (value.isupper() and not value[0].isdigit())  # a number, or a word for one
+    value = f"({value})" if field.endswith("_grid") else value
+    shown = value if is_plain else f'"{value}"'
     return f"{name}=[{shown}]" if field in _LISTS else f"{name}={shown}"
 
 

@@ -12,15 +12,15 @@ from flopcalc.base.spelling import spell_option, use_spelling
 from flopcalc.data import list_data_files
 from flopcalc.errors import ConfigError, WorkloadError
 from flopcalc.setup.fields import FIELDS, GROUPS, Command, Field, list_fields
-from flopcalc.setup.setup import explain_refusal
 
 LISTED = ("device", "gpus", "batch", "seq")  # fields that take lists; the last changes fastest
 
 
 class FieldOption(click.Option):
-    """An option of the table, with its group in --help."""
+    """An option of the table, with its group in --help and the words that a shell completes."""
 
     group = "output"
+    words: tuple[str, ...] = ()
 
 
 def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -39,6 +39,10 @@ def complete_quoted(ctx: click.Context, param: click.Parameter, incomplete: str)
     return [name for name in load_quoted().conventions if name.startswith(incomplete.lower())]
 
 
+def complete_word(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return [word for word in getattr(param, "words", ()) if word.startswith(incomplete)]
+
+
 _COMPLETE = {"device": complete_device, "from": complete_quoted}
 
 
@@ -55,10 +59,9 @@ def make_option(name: str, field: Field) -> click.Option:
         settings["multiple"] = field.repeats
     if field.kind == "mtp":
         settings |= {"is_flag": False, "flag_value": "config"}
-    if name in _COMPLETE:
-        settings["shell_complete"] = _COMPLETE[name]
-    option = FieldOption(flags, **settings)
+    option = FieldOption(flags, **settings, shell_complete=_COMPLETE.get(name, complete_word))
     option.group = field.group
+    option.words = tuple(field.metavar.split("|")) if field.kind == "recomputes" else field.words
     return option
 
 
@@ -117,6 +120,8 @@ def explain_unknown(command: str | None, flag: str) -> str | None:
     name = next((each for each, field in FIELDS.items() if field.also == flag.lstrip("-")), name)
     if name not in FIELDS or not FIELDS[name].in_doors:
         return None
+    from flopcalc.setup.setup import explain_refusal  # only where something is wrong: start-up is counted
+
     with use_spelling(spell_option):
         return explain_refusal(str(command), name)
 

@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from typing import Any, NamedTuple
 
+from flopcalc.base.spelling import spell_keyword, use_spelling
 from flopcalc.core.estimate import utilization
 from flopcalc.core.model.live import strip
 from flopcalc.errors import FlopcalcError
@@ -17,11 +18,8 @@ from flopcalc.monitor.messages import Say
 from flopcalc.monitor.meter import Peak
 from flopcalc.monitor.settings import Settings
 
-# What the command line calls so is a key here.
-_OPTIONS = {
-    "--device": "monitoring.device", "--peak FLOPS_PER_S": "monitoring.peak_flops_per_s",
-    "--peak": "monitoring.peak_flops_per_s",
-}  # fmt: skip
+# Fields that are keys of the monitor's config.
+_KEYS = {"device": "monitoring.device", "peak": "monitoring.peak_flops_per_s"}
 # Axes of a device mesh whose ranks have batches of their own.
 _DATA_AXES = ("dp", "data", "ddp", "fsdp", "replicate", "shard", "hsdp", "efsdp", "ep", "expert")
 
@@ -65,18 +63,16 @@ def find_peak(settings: Settings, name: str, say: Say) -> Peak:
     given = settings.peak_flops_per_s
     device, rate, bf16, note = settings.device, None if isinstance(given, dict) else given, None, None
     try:
-        ideal = utilization.find_ideal_time(
-            {kind: 0}, device=settings.device or "auto", dtype=settings.dtype, peak=given
-        )
+        with use_spelling(lambda field, value: _KEYS.get(field) or spell_keyword(field, value)):
+            ideal = utilization.find_ideal_time(
+                {kind: 0}, device=settings.device or "auto", dtype=settings.dtype, peak=given
+            )
         device, bf16, note = ideal.device, ideal.bf16, ideal.note
         rate = ideal.peaks[0].peak_flops_per_s if ideal.peaks else None
     except FlopcalcError as error:
         note = str(error)
     if rate is None:
-        note = note or "no peak known"
-        for option, key in _OPTIONS.items():
-            note = note.replace(option, key)
-        say(f"MFU is not known: {note}", f"peak {kind}")
+        say(f"MFU is not known: {note or 'no peak known'}", f"peak {kind}")
     elif note:
         say(note, f"peak {kind}")
     return Peak(math.nan if rate is None else rate, device, kind, math.nan if bf16 is None else bf16)

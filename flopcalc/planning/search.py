@@ -306,7 +306,7 @@ def _describe_misfit(
     helps = []
     freed = [name for name in ("zero", "recompute", "micro_batch", "tp", "pp", "cp", "ep") if name in fixed]
     if freed:
-        helps.append("leave " + ", ".join(f"--{name.replace('_', '-')}" for name in freed) + " free")
+        helps.append("leave " + ", ".join(spell(name) for name in freed) + " free")
     if states > capacity / 2:
         helps.append("more devices, to spread weights and optimizer states further")
         if runner.optimizer == "adamw-master":

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.workload.workload import Workload
 from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.hardware.devices import find_device
@@ -539,7 +540,7 @@ class Clock:
                 f"host time is scaled to this machine's CPU: {pace:.2f} × the calibrated host ({own['date'][:10]})"
             )
         else:
-            notes.append("host time is for the calibrated host's CPU; --host-factor sets your CPU's slowdown")
+            notes.append(f"host time is for the calibrated host's CPU; {spell('host_factor')} sets your CPU's slowdown")
         return notes
 
 

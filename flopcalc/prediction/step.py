@@ -93,7 +93,7 @@ class Prediction(NamedTuple):
     # Decoding in eager code: seconds of a token, and of a new length beside it.
     generate: dict[str, float] | None = None
     gpus: int = 1  # that run such a step each; tokens per second are of all of them
-    global_batch: int = 0  # sequences of a step on all GPUs
+    global_batch: int = 0  # sequences of a step, on all GPUs
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -331,6 +331,7 @@ def _predict(estimate: Estimate, settings: _Settings) -> Prediction:
         dtype=machine.dtype,
         workload=estimate.describe(),
         events=events,
+        global_batch=estimate.global_batch,
     )
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from flopcalc.base.spelling import spell
-from flopcalc.core.estimate.binding import bind_config
+from flopcalc.core.estimate.binding import bind_config, read_recipe
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.estimator import Samples
 from flopcalc.core.estimate.inputs import make_load
 from flopcalc.core.model.config import Source, load_config
-from flopcalc.core.recipe.recipe import Recipe, make_recipe
+from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.data import get_stem
 from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.hardware.devices import detect_device, find_detected, find_device
@@ -134,10 +134,11 @@ def _find_traced(setup: Setup, tracer: Tracer) -> TracedEstimator:
     from flopcalc.core.estimate.traced import TracedEstimator, check_layers, load_trace, make_trace_key
 
     check_layers(source)
-    recipe = make_recipe(**(setup.recipe or {}))  # type: ignore[arg-type]  # a mapping of its own fields
-    inputs = setup.work.inputs
-    key = make_trace_key(source, recipe, inputs.phase, bool(inputs.image_grids))
-    traced = load_trace(key) or tracer(source, recipe, inputs.phase, bool(inputs.image_grids), key)
+    recipe = read_recipe({} if setup.recipe is None else setup.recipe)
+    whole, phase = setup.work.workload, setup.work.inputs.phase
+    has_images = bool(setup.work.inputs.image_grids if whole is None else whole.grids)
+    key = make_trace_key(source, recipe, phase, has_images)
+    traced = load_trace(key) or tracer(source, recipe, phase, has_images, key)
     return TracedEstimator(traced, source, recipe, setup.formats)
 
 

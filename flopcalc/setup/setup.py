@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flopcalc.base.spelling import spell
@@ -13,7 +12,7 @@ from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
 from flopcalc.errors import ConfigError, RecipeError, WorkloadError, format_nearest
-from flopcalc.setup.fields import FIELDS, Command, Field, find_option, list_fields
+from flopcalc.setup.fields import FIELDS, Command, Field, Kind, find_option, list_fields
 from flopcalc.setup.values import read_value
 from flopcalc.units import describe_suffixes
 from flopcalc.values import Value, frozen
@@ -107,7 +106,7 @@ def make_setup(
     fields = list_fields(command)
     for name in given:
         _check_taken(command, name, fields)
-    given = {name: value for name, value in given.items() if not _is_absent(value)}
+    given = {name: value for name, value in given.items() if not _is_absent(value, fields[name].kind)}
     notes, report = [], None
     if "launch" in given:
         from flopcalc.setup.launch import apply_launch  # only where used: other runs start without it
@@ -120,8 +119,8 @@ def make_setup(
     if model is None:
         raise ConfigError(f"which model? Give its name, path or config first, or {spell('launch')}")
     notes += _spell_out(given)
-    notes += _describe_files(given.get("image", ()))
     values = {name: read_value(name, fields[name], value) for name, value in given.items() if name != "launch"}
+    notes += _describe_files(values.get("image", ()))
     return Setup(
         command, _make_model(command, model, values), _make_work(values, workload, of_batch),
         _make_recipe(command, values), _make_formats(values), _make_place(command, values),
@@ -140,8 +139,9 @@ def _list_said(given: Mapping[str, Any], workload: object) -> dict[str, Any]:
     return said
 
 
-def _is_absent(value: object) -> bool:
-    return value is None or value is False or (isinstance(value, tuple) and not value)
+def _is_absent(value: object, kind: Kind) -> bool:
+    """Whether it is as if nothing was written; guidance=False and memory=False say something."""
+    return value is None or (value is False and kind in ("flag", "mtp")) or (isinstance(value, tuple) and not value)
 
 
 def _check_taken(command: Command, name: str, fields: Mapping[str, Field]) -> None:
@@ -174,9 +174,9 @@ def _spell_out(given: Mapping[str, Any]) -> list[str]:
     return ["; ".join(described)] if described else []
 
 
-def _describe_files(images: object) -> list[str]:
+def _describe_files(images: Iterable[object]) -> list[str]:
     """The size of every image that is given as a file."""
-    files = [each for each in images if isinstance(each, str) and os.path.isfile(each)] if images else []  # type: ignore[attr-defined]
+    files = [each for each in images if isinstance(each, str)]
     if not files:
         return []
     from flopcalc.core.model.pictures import read_picture_size  # only where pictures are given
@@ -195,9 +195,8 @@ def _make_model(command: Command, model: object, values: Mapping[str, Any]) -> M
 def _make_work(values: Mapping[str, Any], workload: object, of_batch: bool) -> Work:
     sizes = {name: values.get(name) for name in _SIZES}
     if workload is not None:
-        whole = check_workload_alone(
-            workload, {spell(name): each for name, each in {**sizes, "batch": values.get("real_batch")}.items()}
-        )
+        others = {**sizes, "real_batch": values.get("real_batch")}
+        whole = check_workload_alone(workload, {spell(name): each for name, each in others.items()})
         return Work(Inputs(phase=whole.phase), whole, None, values.get("grad_accum"), values.get("global_batch"))
     real = values.get("real_batch")
     if real is not None:

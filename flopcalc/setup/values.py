@@ -134,8 +134,10 @@ def _read_as_given(name: str, field: Field, value: Any) -> Any:  # noqa: ARG001
 
 
 def _read_mtp(name: str, field: Field, value: Any) -> int | bool:  # noqa: ARG001
-    if isinstance(value, bool) or value == "config":
-        return bool(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value == "config":
+        return True
     return parse_size(value, name, 0) if isinstance(value, str) else check_size(value, spell(name), 0)
 
 
@@ -163,7 +165,7 @@ def _read_degrees(name: str, field: Field, value: Any) -> tuple[int, ...]:  # no
     least = 0 if name == "zero" else 1
     if isinstance(value, str):
         return tuple(parse_size(piece.strip(), name, least) for piece in value.split(","))
-    if isinstance(value, int):
+    if isinstance(value, (int, float)):
         value = (value,)
     return tuple(check_size(each, spell(name), least) for each in check_items(value, spell(name)))
 

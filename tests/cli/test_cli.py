@@ -151,7 +151,7 @@ BAD: list[tuple[list[str], str]] = [
     (["gpt2", "--seq", "5", "--tokens", "1B", "--peak", "1T", "--mfu", "40"], "'40' is more than 100 %"),
     (["gpt2", "--seq", "5", "--tokens", "1B", "--peak", "1", "--mfu", "1%", "--step-time", "1"], "contradicts a"),
     *((["gpt2", "--seq", "5", "--tokens", text], "tokens") for text in ("", "0", "x", "5Q", "1e30")),
-    (["gpt2", "--seq", "5", "--recompute", "none", "--gradient-checkpointing"], "is --recompute full: give one of them"),
+    (["gpt2", "--seq", "5", "--recompute", "none", "--gradient-checkpointing"], "is --recompute full: give one"),
     *(
         (["gpt2", *(2 * [flag, "5"])], f"{flag} is given twice: give it once")
         for flag in ("--seq", "--batch", "--device", "--lora", "--convention", "--depth")

@@ -468,7 +468,7 @@ def _describe(parameter: Any) -> Json:
     default = parameter.default if isinstance(parameter.default, (str, int, float, bool)) else None
     return {
         "flags": sorted(parameter.opts + parameter.secondary_opts),
-        "choices": sorted(getattr(parameter.type, "choices", ())),
+        "choices": sorted(getattr(parameter, "words", ()) or getattr(parameter.type, "choices", ())),
         "default": default or None,  # click's releases write "none given" differently
         "is_required": parameter.required,
         "is_repeatable": bool(getattr(parameter, "multiple", False)),

@@ -184,7 +184,7 @@ def test_case_spaces_and_dashes_do_not_matter(name: str) -> None:
     ],
 )
 def test_unknown_devices_get_no_neighbours_number(name: str) -> None:
-    with pytest.raises(DeviceError, match=r"unknown.*--peak"):
+    with pytest.raises(DeviceError, match=r"unknown.*peak=FLOPS_PER_S"):
         find_device(name)
 
 
@@ -200,7 +200,7 @@ def test_unknown_devices_get_no_neighbours_number(name: str) -> None:
     ],
 )
 def test_devices_without_a_source_are_refused_by_name(name: str, why: str) -> None:
-    remedy = r"add it to your own devices.toml \(docs/specs.md\); for an MFU, --peak FLOPS_PER_S is enough$"
+    remedy = r"add it to your own devices.toml \(docs/specs.md\); for an MFU, peak=FLOPS_PER_S is enough$"
     with pytest.raises(DeviceError, match=rf"device '{name}' has no peak here: .*{why}.*; {remedy}"):
         find_device(name)
 

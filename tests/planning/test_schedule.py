@@ -60,5 +60,5 @@ def test_copies_to_the_host_are_in_the_trace() -> None:
 
 def test_what_would_help_most_is_named() -> None:
     found = plan("llama-3.1-8b", tokens="1B", device="h200", gpus=16, pp=8, global_batch=16, top=1)
-    assert found.helps.startswith("a larger --global-batch")
+    assert found.helps.startswith("a larger global_batch")
     assert found.to_dict()["helps_most"] == found.helps

@@ -272,6 +272,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"peak": "bf16=1,bf16=2"}, "peak gives bf16 twice; write it as bf16=989T,fp8=1979T"),
     ({"peak": "bf16=1,x"}, "peak has 'x', which is not FORMAT=FLOPS_PER_S; write it as bf16=989T,fp8=1979T"),
     ({"peak": "x=1"}, "dtype 'x' unknown"),
+    ({"images": 3}, "images must be a list, not 3"),
     ({"images": ["640x480x3"]}, "images: '640x480x3' is neither WIDTHxHEIGHT nor a file"),
     ({"videos": 5}, "videos must be a list, not 5"),
     ({"audio": ["x"]}, "audio: 'x' is not a number; write 0.5 or 500ms"),

@@ -65,15 +65,13 @@ def bind_config(
         formats = formats.replace(weights=source.weights)
     if source.lora is not None:
         recipe = _add_adapter(recipe, source.lora)
-    if isinstance(recipe, Mapping):
-        is_said = "recompute" in recipe or source.module is None
-        recipe = _read_recipe(recipe)
+    if recipe is not None:
+        is_said = not isinstance(recipe, Mapping) or "recompute" in recipe or source.module is None
+        recipe = read_recipe(recipe)
         if not is_said:
             from flopcalc.core.recipe.live import read_recompute
 
             recipe = recipe.replace(recompute=read_recompute(source.module))
-    elif recipe is not None and not isinstance(recipe, Recipe):
-        raise RecipeError(f"a recipe is a mapping or what make_recipe() gives, not {format_value(recipe)}")
     asked = formats.replace(compute=compute)
     if is_pipeline(source.config):
         from flopcalc.core.estimate.pipeline import FROZEN, bind_pipeline  # few ask for it, and start-up is counted
@@ -109,7 +107,12 @@ def _add_adapter(recipe: Recipe | Mapping[str, object] | None, lora: dict[str, o
     return recipe if "lora" in recipe or "train_only" in recipe else {**recipe, "lora": lora}
 
 
-def _read_recipe(given: Mapping[str, Any]) -> Recipe:
+def read_recipe(given: Recipe | Mapping[str, Any]) -> Recipe:
+    """A Recipe, from one or from a mapping of its fields."""
+    if isinstance(given, Recipe):
+        return given
+    if not isinstance(given, Mapping):
+        raise RecipeError(f"a recipe is a mapping or what make_recipe() gives, not {format_value(given)}")
     known = ("freeze", "train_only", "lora", "recompute", "clipping")
     for key in given:
         if key not in known:

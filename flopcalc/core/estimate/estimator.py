@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from flopcalc.base.spelling import spell
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.model.config import Source
@@ -218,11 +219,11 @@ class Samples(Protocol):
 
 def check_no_sampling(name: str, phase: str, **asked: object) -> None:
     """What is said of diffusion models alone is refused for any other."""
+    for field, value in asked.items():
+        if value is not None:
+            raise WorkloadError(f"{spell(field)} belongs to diffusion models: {name} is none")
     if isinstance(phase, str) and phase == "sample":
         raise WorkloadError(f"{name} is no diffusion model: there is no phase sample")
-    for word, value in asked.items():
-        if value is not None:
-            raise WorkloadError(f"{word} belongs to diffusion models: {name} is none")
 
 
 def check_no_sizes(batch_size: int, *others: object) -> None:

@@ -325,8 +325,7 @@ def read_inputs(estimator: Estimator, inputs: Inputs) -> Asked:
         (spell("seq"), inputs.seq), (spell("lengths"), inputs.lengths), (spell("decoder_seq"), inputs.decoder_seq),
         (spell("image_grid"), inputs.image_grids or None), (spell("video_grid"), inputs.video_grids or None),
         (spell("audio"), inputs.audio or None), (spell("max_pixels"), inputs.max_pixels),
-        (spell("context"), inputs.context),
-        (spell("logits"), inputs.logits),
+        (spell("context"), inputs.context), (spell("logits"), inputs.logits), (spell("clips"), inputs.clips),
     ):  # fmt: skip
         if value is not None:
             raise WorkloadError(

@@ -29,7 +29,7 @@ def read_adapter(config: dict[str, Any], where: str) -> Adapter:
         raise ConfigError(f"{where}: an adapter without its base: base_model_name_or_path is {format_value(base)}")
     task = str(config.get("task_type"))
     head = _HEADS.get(task, "")
-    labels = f"; task_type {task}: {spell('head', head)}:N says how many labels" if task in _TRAINED else ""
+    labels = f"; task_type {task}: {spell('head', f'{head}:N')} says how many labels" if task in _TRAINED else ""
     kind = str(config.get("peft_type", "LORA"))
     if kind != "LORA":
         return Adapter(

@@ -164,8 +164,8 @@ def _describe_untyped(source: Source) -> str:
     from flopcalc.core.model.classes import suggest_type
 
     near = suggest_type(source.config)
-    hint = "TYPE says which family it is" if near is None else f"{near} would count it as the family that its keys suit"
-    return f'{source.where}: no "model_type" and no "architectures": --model-type {hint}'
+    hint = "says which family it is" if near is None else "would count it as the family that its keys suit"
+    return f'{source.where}: no "model_type" and no "architectures": {spell("model_type", near or "TYPE")} {hint}'
 
 
 def _name_type(source: Source) -> Source:
@@ -183,8 +183,7 @@ def _name_type(source: Source) -> Source:
     if found is None:
         raise ConfigError(
             f"{source.where}: no model_type, and class {format_value(named[0])} is of no known family: "
-            f"{spell('model_type')} "
-            "TYPE says which it is"
+            f"{spell('model_type', 'TYPE')} says which it is"
         )
     note = f"no model_type: taken as {found}, from class {named[0]}"
     config = {**source.config, "model_type": found}

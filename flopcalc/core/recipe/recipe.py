@@ -111,21 +111,6 @@ def make_recipe(
     return Recipe(freeze, train_only, lora, recompute, clipping=clipping)  # type: ignore[arg-type]  # it converts them
 
 
-def join_recipe(
-    recipe: Recipe | Mapping[str, object] | None, lora: Lora | Mapping[str, object] | str | None, recompute: str | None
-) -> Recipe | Mapping[str, Any] | None:
-    """A recipe with lora and recompute given beside it, the short way to say them."""
-    given = {key: value for key, value in (("lora", lora), ("recompute", recompute)) if value is not None}
-    if not given:
-        return recipe
-    if recipe is not None and not isinstance(recipe, Mapping):
-        raise RecipeError(f"{' and '.join(given)} together with a Recipe: give it to make_recipe() instead")
-    doubled = [key for key in given if key in (recipe or {})]
-    if doubled:
-        raise RecipeError(f"{doubled[0]} is given twice, by itself and in the recipe: give it once")
-    return {**(recipe or {}), **given}
-
-
 def check_clipping(clipping: str, recompute: Recompute) -> None:
     """Opacus works in module hooks, which checkpointing runs twice or not at all: what goes wrong there is refused."""
     check_word(clipping, CLIPPING, "clipping", RecipeError)

@@ -247,7 +247,7 @@ def test_learned_positions_end_and_rotary_ones_are_noted() -> None:
 
 
 def test_notes_on_images_and_recomputation() -> None:
-    assert "--image" in bind(QWEN)(1, 8).notes[0]
+    assert 'images=["1024x768"]' in bind(QWEN)(1, 8).notes[0]
     assert bind(QWEN)(1, 8, image_grid_thw=[[1, 4, 4]]).notes == []
     assert bind(QWEN)(1, 1, phase="decode").notes == []
     assert bind(QWEN)(1, 8, phase="decode", context=1).notes == []
@@ -306,11 +306,11 @@ def test_a_frozen_tower_under_checkpointing_is_noted(recompute: str, convention:
 @pytest.mark.parametrize(
     ("config", "sizes", "words"),
     [
-        (LLAMA, {"seq_len": 4096}, "give --seq 1 --context 4096"),
+        (LLAMA, {"seq_len": 4096}, "give seq_len=1 and context=4096"),
         (LLAMA, {"seq_len": 4096, "context": 1}, None),
         (LLAMA, {"seq_len": 1}, None),
         (LLAMA, {"context": 4096}, None),
-        ("t5-v1.1-xl", {"seq_len": 16, "decoder_seq_len": 32}, "give --decoder-seq 1 --context 32"),
+        ("t5-v1.1-xl", {"seq_len": 16, "decoder_seq_len": 32}, "give decoder_seq_len=1 and context=32"),
     ],
 )
 def test_many_new_tokens_after_an_empty_cache_are_noted(config: Any, sizes: dict[str, int], words: str | None) -> None:
@@ -320,9 +320,9 @@ def test_many_new_tokens_after_an_empty_cache_are_noted(config: Any, sizes: dict
 
 
 def test_bind_says_what_it_does_not_know() -> None:
-    with pytest.raises(FlopcalcError, match="known: model, full, hardware"):
+    with pytest.raises(FlopcalcError, match="Known: model, full, hardware"):
         bind(LLAMA, convention="half")
-    with pytest.raises(FlopcalcError, match="known: auto, eager"):
+    with pytest.raises(FlopcalcError, match="Known: auto, eager"):
         bind(LLAMA, attention_kernel="triton")
     with pytest.raises(FlopcalcError, match="unknown"):
         bind(LLAMA, device="h2000")
@@ -428,7 +428,7 @@ def test_a_config_of_another_class_is_noted(config: dict[str, Any], named: str |
     notes = [note for note in estimate_flops(given, seq_len=8).notes if "the config names" in note]
     if named is None:
         assert notes == [
-            "the config names no class in architectures: counted as BertForMaskedLM; --head none, sequence:N or "
+            'the config names no class in architectures: counted as BertForMaskedLM; head="none", sequence:N or '
             "token:N counts another head"
         ]
         return

@@ -58,8 +58,8 @@ def test_text_of_two_towers_is_optional() -> None:
 @pytest.mark.parametrize(
     ("config", "sizes", "words"),
     [
-        (VIT, {"seq_len": 8, "image_grid_thw": [[1, 3, 3]]}, "takes images alone: leave --seq out"),
-        (VIT, {"seq_len": 8}, "takes images: give --image WxH"),
+        (VIT, {"seq_len": 8, "image_grid_thw": [[1, 3, 3]]}, "takes images alone: leave seq_len out"),
+        (VIT, {"seq_len": 8}, 'takes images: give images=."WxH".'),
         (VIT, {}, "seq is missing"),
         (VIT, {"batch_size": 3, "image_grid_thw": [[1, 3, 3]]}, "3 samples need an image each: 1 given"),
         (VIT, {"image_grid_thw": [[1, 3, 3]], "phase": "prefill"}, "there is no phase prefill"),
@@ -119,8 +119,8 @@ def test_a_class_that_no_config_describes_is_refused() -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"images": [(12, 12)]}, "takes videos: give --video WxHxFRAMES"),
-        ({"seq_len": 8}, "takes videos: give --video WxHxFRAMES"),
+        ({"images": [(12, 12)]}, 'takes videos: give videos=."WxHxFRAMES".'),
+        ({"seq_len": 8}, 'takes videos: give videos=."WxHxFRAMES".'),
         ({"video_grid_thw": [[1, 3, 3]]}, "video grid 1,3,3: this model takes videos of one size, 2,3,3"),
     ],
 )
@@ -200,8 +200,8 @@ def test_a_live_model_may_have_empty_parameters() -> None:
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        (Inputs(), "takes images: give --image WxH"),
-        (Inputs(phase="decode"), "takes images: give --image WxH"),
+        (Inputs(), 'takes images: give images=."WxH".'),
+        (Inputs(phase="decode"), 'takes images: give images=."WxH".'),
         (Inputs(phase="decode", images=((64, 64),)), "there is no phase decode; forward is one pass"),
     ],
 )

@@ -192,15 +192,15 @@ def test_audio_is_frozen_by_its_word() -> None:
 def test_text_alone_notes_the_missing_audio() -> None:
     estimate = estimate_flops(QWEN_AUDIO, seq_len=60)
     assert estimate.by_component()["audio"] == (0, 0, 0, 0)
-    assert any("--audio" in note for note in estimate.notes)
+    assert any("audio=[" in note for note in estimate.notes)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("config", "workload", "message"),
     [
-        (T5, {"seq_len": 13}, "has a decoder: give its length too .--decoder-seq"),
-        (T5, {"decoder_seq_len": 7}, "give the encoder's length too .--seq"),
+        (T5, {"seq_len": 13}, "has a decoder: give its length too .decoder_seq_len=N"),
+        (T5, {"decoder_seq_len": 7}, "give the encoder's length too .seq_len=N"),
         (T5, {"seq_len": 13, "decoder_seq_len": 0}, "decoder_seq|seq"),
         (T5, {"lengths": [3, 4], "decoder_seq_len": 7}, "no packed lengths"),
         (T5, {"seq_len": 13, "decoder_seq_len": 7, "audio": [1.0]}, "takes no audio"),
@@ -213,9 +213,9 @@ def test_text_alone_notes_the_missing_audio() -> None:
         (WHISPER, {"decoder_seq_len": 7, "seq_len": 9, "audio": [1.0]}, "no encoder of text"),
         (WHISPER, {"decoder_seq_len": 41, "audio": [1.0]}, "beyond the 40 positions"),
         (WHISPER, {"audio": [1.0], "seq_len": 7}, "has a decoder"),
-        (WHISPER, {"decoder_seq_len": 7, "audio": [-1.0]}, "seconds"),
-        (QWEN_AUDIO, {"seq_len": 20, "audio": [1.0]}, "25 audio tokens do not fit in 20"),
-        (QWEN_AUDIO, {"seq_len": 1, "context": 30, "phase": "decode", "audio": [1.0]}, "decode takes no audio"),
+        (WHISPER, {"decoder_seq_len": 7, "audio": [-1.0]}, "audio must be a positive number, not -1.0"),
+        (QWEN_AUDIO, {"seq_len": 20, "audio": [1.0]}, "the audio takes 25 tokens, more than seq_len=20"),
+        (QWEN_AUDIO, {"seq_len": 1, "context": 30, "phase": "decode", "audio": [1.0]}, "decode does no audio work"),
     ],
 )
 def test_workload_errors(config: dict[str, Any], workload: dict[str, Any], message: str) -> None:

@@ -224,8 +224,8 @@ def test_multi_token_prediction() -> None:
     assert whole.backward == 2 * whole.forward
     own = sum(row.parameters for row in layer if row.path.startswith("model.layers.0."))
     assert whole.parameters["total"] - plain.parameters["total"] == 2 * (own + 2 * D * D + 3 * D)
-    assert [note for note in plain.notes if "--mtp" in note and f"({whole.total:,})" in note]
-    assert not [note for note in whole.notes if "--mtp" in note]
+    assert [note for note in plain.notes if "mtp" in note and f"({whole.total:,})" in note]
+    assert not [note for note in whole.notes if "mtp" in note]
     assert whole.to_dict()["model"]["mtp"] == 2
 
 

@@ -63,7 +63,7 @@ def test_the_voice_has_parameters_alone() -> None:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_generation_is_refused(phase: str) -> None:
-    with pytest.raises(WorkloadError, match=f"phase {phase} is not described: use --phase train or forward"):
+    with pytest.raises(WorkloadError, match=f"phase {phase} is not described: use phase train or forward"):
         estimate_flops(make_config(), seq_len=5, phase=phase)
 
 

@@ -42,7 +42,7 @@ def make_vision(patch: int = 14, merge: int = 2, side: int = 27) -> Vision:
     ],
 )
 def test_parse(text: str, video: Video) -> None:
-    assert parse_video(text, "--video") == video
+    assert parse_video(text) == video
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_parse(text: str, video: Video) -> None:
 )  # fmt: skip
 def test_parse_refuses(text: str) -> None:
     with pytest.raises(FlopcalcError) as caught:
-        parse_video(text, "--video")
+        parse_video(text)
     assert len(str(caught.value)) < 200
 
 
@@ -153,7 +153,7 @@ def test_every_processor_is_of_a_type_that_takes_videos() -> None:
     ],
 )
 def test_frames(model: str, text: str, t: int, words: str) -> None:
-    grids, notes = cut_video(parse_video(text, "--video"), make_vision(), model)
+    grids, notes = cut_video(parse_video(text), make_vision(), model)
     assert grids[0][0] == t
     assert any(words in note for note in notes)
 
@@ -171,7 +171,7 @@ def test_frames(model: str, text: str, t: int, words: str) -> None:
     ],
 )
 def test_without_a_size(model: str, preprocessor: Any, most: int | None, size: tuple[int, int]) -> None:
-    grids, notes = cut_video(parse_video("30s@2fps", "--video"), make_vision(), model, preprocessor, most)
+    grids, notes = cut_video(parse_video("30s@2fps"), make_vision(), model, preprocessor, most)
     assert grids[0][1:] == size
     assert any("no size given, the largest that the processor keeps: 60 frames of" in note for note in notes)
     assert any("class's defaults" in note for note in notes) == (preprocessor is None)
@@ -180,7 +180,7 @@ def test_without_a_size(model: str, preprocessor: Any, most: int | None, size: t
 @pytest.mark.parametrize(
     ("model", "video", "arguments", "error", "words"),
     [
-        ("glm5_next", "30s@2fps", {}, WorkloadError, "give --video-grid T,H,W instead"),
+        ("glm5_next", "30s@2fps", {}, WorkloadError, r"give video_grid_thw=\[\(T,H,W\)\] instead"),
         ("smolvlm", "30s@2fps", {"max_pixels": 9}, WorkloadError, "video processor has no such limit"),
         ("qwen2_vl", "30s@2fps", {"max_pixels": 9}, WorkloadError, "below the video processor's min_pixels, 100352"),
         ("qwen3_vl", "64x64x1", {}, WorkloadError, "at least 2 frames here, not 1"),
@@ -190,7 +190,7 @@ def test_without_a_size(model: str, preprocessor: Any, most: int | None, size: t
 )
 def test_refused(model: str, video: str, arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        cut_video(parse_video(video, "--video"), make_vision(), model, **arguments)
+        cut_video(parse_video(video), make_vision(), model, **arguments)
 
 
 def test_files_of_a_folder(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_presets_with_published_video_limits() -> None:
     estimator = bind("qwen3-vl-4b")
     assert estimator.vision is not None
     grids, notes = cut_video(
-        parse_video("1280x720:30s@2fps", "--video"), estimator.vision, "qwen3_vl", estimator.source.video_preprocessor
+        parse_video("1280x720:30s@2fps"), estimator.vision, "qwen3_vl", estimator.source.video_preprocessor
     )
     # 25,165,824 pixels for 60 frames: 1280x720 shrinks to multiples of 32 within 419,430 pixels a frame.
     assert grids == [(30, 30, 52)]

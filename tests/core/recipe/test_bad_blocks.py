@@ -149,4 +149,4 @@ def test_one_line_names_the_key(method: str) -> None:
         with pytest.raises(ConfigError, match=words) as caught:
             bind({**MODEL, "quantization_config": block})(1, 16)
         assert "\n" not in str(caught.value)
-        assert "--weights" in str(caught.value)
+        assert "weights=FORMAT says the format by hand" in str(caught.value)

@@ -258,8 +258,8 @@ def test_the_config_says_it() -> None:
     ("config", "words"),
     [
         ({"bits": 4, "group_size": 64}, "quant_method is missing"),
-        ({"quant_method": "magic"}, r"quant_method 'magic' cannot be read.*--weights"),
-        ({"quant_method": "awq", "bits": 3}, r"quantization_config.bits is 3; known: 4.*--weights"),
+        ({"quant_method": "magic"}, r"quant_method 'magic' cannot be read.*weights=FORMAT"),
+        ({"quant_method": "awq", "bits": 3}, r"quantization_config.bits is 3; known: 4.*weights=FORMAT"),
         ({"quant_method": "awq", "grou_size": 128}, r"grou_size is not known. Did you mean .*group_size"),
         ({"quant_method": "awq", "group_size": 96}, r"group_size 96 does not divide the 256 inputs of .*q_proj"),
         ({"quant_method": "awq", "group_size": 0}, r"group_size is 0"),
@@ -292,7 +292,7 @@ def test_bad_configs_are_one_line(config: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         bind({**MODEL, "quantization_config": config})(1, 16)
     assert "\n" not in str(caught.value)
-    assert "--weights" in str(caught.value)
+    assert "weights=FORMAT says the format by hand" in str(caught.value)
     assert bind({**MODEL, "quantization_config": config}, weights="bf16")(1, 16).total  # said by hand
 
 

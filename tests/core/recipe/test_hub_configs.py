@@ -127,7 +127,7 @@ def test_mlx(more: dict[str, Any]) -> None:
 
 def test_a_missing_algorithm_is_no_bf16() -> None:
     groups = {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}}
-    with pytest.raises(ConfigError, match=r"quantization_config.quant_algo is missing; --weights"):
+    with pytest.raises(ConfigError, match=r"quantization_config.quant_algo is missing; weights=FORMAT"):
         bind(quantize({"quant_method": "modelopt", "config_groups": groups}))
 
 

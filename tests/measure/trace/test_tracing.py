@@ -14,13 +14,13 @@ from tiers import mark_heavy
 from torch import nn
 
 from flopcalc import bind, make_workload
-from flopcalc.api import find_traced
 from flopcalc.core.estimate.traced import find_cache_dir
-from flopcalc.core.model.config import load_config
-from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.measure.hf.models import build_model, make_batch
 from flopcalc.measure.trace.forms import Form, NoPolynomialError, _solve, fit
+from flopcalc.measure.trace.polynomials import trace_config
+from flopcalc.setup.counting import bind_setup
+from flopcalc.setup.setup import from_keywords
 
 TEXT = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 40, "vocab_size": 97}  # fmt: skip
@@ -72,10 +72,17 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLOPCALC_CACHE", str(tmp_path / "cache"))
 
 
+def find_traced(config: dict[str, Any], phase: str, *, has_images: bool = False, recipe: Any = None) -> Any:
+    """The estimator that `trace` asks for; one image of any size says that there are some."""
+    images = {"image_grid_thw": [(1, 4, 4)]} if has_images else {}
+    given = {"trace": True, "phase": phase, "recipe": recipe, **images}
+    return bind_setup(from_keywords("estimate", config, given), tracer=trace_config)
+
+
 def compare(config: dict[str, Any], recipe: dict[str, Any] | None = None, **workload: Any) -> None:
     """The traced estimate of a workload equals the spec's, module by module."""
     load = make_workload(**workload)
-    traced = find_traced(load_config(config), make_recipe(**(recipe or {})), load.phase, bool(load.grids))
+    traced = find_traced(config, load.phase, has_images=bool(load.grids), recipe=recipe)
     ours = bind(config, recipe=recipe, convention="full").estimate(load)
     found = traced.estimate(load)
     assert (found.forward, found.backward) == (ours.forward, ours.backward)
@@ -130,20 +137,17 @@ def test_images(config: dict[str, Any], grids: list[tuple[int, int, int]]) -> No
 def test_what_is_no_polynomial_is_refused() -> None:
     """Windows of a tower are ragged at the edges: the count follows each image's sides, not its size."""
     with pytest.raises(NoPolynomialError, match="no polynomial"):
-        find_traced(load_config(WINDOWED_TOWER), make_recipe(), "forward", True)
+        find_traced(WINDOWED_TOWER, "forward", has_images=True)
 
 
 @pytest.mark.usefixtures("_own_cache")
 def test_kept_on_disk_and_read_without_torch() -> None:
-    source = load_config(DENSE)
-    first = find_traced(source, make_recipe(), "train", False)(2, 64).to_dict()
+    first = find_traced(DENSE, "train")(2, 64).to_dict()
     script = (
-        "import sys, json\nfrom flopcalc.core.model.config import load_config\n"
-        "from flopcalc.core.recipe.recipe import make_recipe\n"
-        "from flopcalc.api import find_traced\n"
+        "import sys, json, flopcalc\n"
         f"config = json.loads({json.dumps(json.dumps(DENSE))})\n"
-        "found = find_traced(load_config(config), make_recipe(), 'train', False)\n"
-        "print(json.dumps(found(2, 64).to_dict()))\n"
+        "found = flopcalc.estimate_flops(config, batch_size=2, seq_len=64, trace=True)\n"
+        "print(json.dumps(found.to_dict()))\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -158,11 +162,10 @@ def test_kept_on_disk_and_read_without_torch() -> None:
 @pytest.mark.usefixtures("_own_cache")
 @pytest.mark.parametrize("text", mark_heavy(["", "{", '{"schema": 99}', '{"schema": 1, "polynomials": 3}'], ["{"]))
 def test_a_broken_cache_is_traced_anew(text: str) -> None:
-    source = load_config(DENSE)
-    before = find_traced(source, make_recipe(), "forward", False)(1, 8, phase="forward").total
+    before = find_traced(DENSE, "forward")(1, 8, phase="forward").total
     (file,) = (Path(find_cache_dir()) / "traces").iterdir()
     file.write_text(text)
-    assert find_traced(source, make_recipe(), "forward", False)(1, 8, phase="forward").total == before
+    assert find_traced(DENSE, "forward")(1, 8, phase="forward").total == before
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_else(
@@ -170,7 +173,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_else(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLOPCALC_CACHE", str(tmp_path / "file"))
-    assert find_traced(load_config(DENSE), make_recipe(), "forward", False)(1, 8, phase="forward").total > 0
+    assert find_traced(DENSE, "forward")(1, 8, phase="forward").total > 0
     assert "could not be kept" in capsys.readouterr().err
 
 
@@ -351,7 +354,7 @@ def test_a_second_length_is_asked_about() -> None:
 
 @pytest.mark.parametrize("workload", [{"clips": [100]}, {"decoder_seq_len": 5}])
 def test_a_trace_takes_no_second_input(workload: dict[str, Any]) -> None:
-    estimator = find_traced(load_config(DENSE), make_recipe(), "forward", False)
+    estimator = find_traced(DENSE, "forward")
     with pytest.raises(WorkloadError, match="one length alone"):
         estimator(2, 20, phase="forward", **workload)
 
@@ -374,7 +377,7 @@ def test_values_that_decide_are_an_error_in_words() -> None:
 )
 def test_configs_that_cannot_be_traced(config: dict[str, Any], message: str) -> None:
     with pytest.raises(FlopcalcError, match=message):
-        find_traced(load_config(config), make_recipe(), "forward", False)
+        find_traced(config, "forward")
 
 
 @pytest.mark.heavy
@@ -386,7 +389,7 @@ def test_an_encoder_is_traced_as_its_own_class() -> None:
 
 @pytest.mark.heavy
 def test_grids_are_checked() -> None:
-    estimator = find_traced(load_config(GRID), make_recipe(), "forward", True)
+    estimator = find_traced(GRID, "forward", has_images=True)
     for grid, seq, message in (
         ((1, 3, 3), 40, "multiples of 2"),
         ((2, 4, 4), 40, "1,H,W"),
@@ -398,14 +401,14 @@ def test_grids_are_checked() -> None:
 
 @pytest.mark.heavy
 def test_beyond_a_window_that_is_too_large_to_trace() -> None:
-    estimator = find_traced(load_config({**WINDOW, "sliding_window": 9000}), make_recipe(), "decode", False)
+    estimator = find_traced({**WINDOW, "sliding_window": 9000}, "decode")
     assert estimator(1, 1, phase="decode", context=8000).total > 0
     with pytest.raises(WorkloadError, match="beyond a window or chunk of 9000"):
         estimator(1, 1, phase="decode", context=20000)
 
 
 def test_lengths_that_were_not_reached_are_noted() -> None:
-    estimator = find_traced(load_config(DENSE), make_recipe(), "forward", False)
+    estimator = find_traced(DENSE, "forward")
     assert not [note for note in estimator(1, 64, phase="forward").notes if "checked up to" in note]
     assert [note for note in estimator(1, 5000, phase="forward").notes if "checked up to length 1003" in note]
 
