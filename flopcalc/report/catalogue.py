@@ -113,7 +113,7 @@ def format_coverage(found: Coverage, registries: Sequence[Registry], launched: S
     for registry in registries:
         lines += _format_registry(registry)
     if launched:
-        lines.append("\nModel ids in published launch files: those that find a preset, without a download")
+        lines += ["", format_text("Model ids in published launch files: those that find a preset, without a download")]
         rows = [
             [each.framework, each.date, len(each.presets) - len(each.missing), len(each.presets)] for each in launched
         ]

@@ -155,7 +155,10 @@ def _read_global_batch(name: str, field: Field, value: Any) -> int | str | tuple
         return AUTO
     tokens = _TOKENS.fullmatch(value)
     if tokens is not None:
-        return parse_tokens(tokens[1]), tokens[1][-1:].lower()
+        try:
+            return parse_tokens(tokens[1]), tokens[1][-1:].lower()
+        except WorkloadError as error:
+            raise WorkloadError(f"{spell(name)}: {error}") from None
     if value.isalpha():
         raise WorkloadError(f"{spell(name)} is sequences, tokens as in '4M tokens', or auto, not {format_value(value)}")
     return _read_size(name, field, value)

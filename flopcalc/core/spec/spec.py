@@ -97,7 +97,7 @@ WORDS = {
 }  # keys of an op that hold no expression
 _HEAD_KEYS = {"use", "like", "set", "base", "stack", "keep", "refuse"}
 MAX_LAYERS = 10_000
-_INDEX = "feature_layers"  # counts from the end where it is negative
+_NO_SIZES = ("feature_layers", "chunk_size")  # -2 counts from the end, -1 means all
 _SIZES = ("_dim", "_size", "_heads", "_experts", "_layers", "_rank")  # end keys whose values are never negative
 OWN_TYPE = ("model_type", "backbone")  # values of `use`: the inner config's own model_type names the spec
 _BODY = "-body"  # ends the names of variants without a head, which other models use
@@ -105,7 +105,7 @@ _BACKBONE = "_backbone"  # ends the names of parts that other models read stage 
 
 
 def _is_size(key: str) -> bool:
-    return key.endswith(_SIZES) and not key.endswith(_INDEX)
+    return key.endswith(_SIZES) and not key.endswith(_NO_SIZES)
 
 
 @frozen()

@@ -63,7 +63,7 @@ export class Form {
   makeField(field) {
     const { name, kind, slider = null, hint = "", first = "" } = field;
     const id = `f-${name}`;
-    const label = h("label", { for: id }, t(`field.${name}`));
+    const label = h("label", { for: id }, word(`field.${name}`, name));
     const change = (value) => this.onChange(name, value);
     if (kind === "flag") {
       const box = h("input", { id, type: "checkbox", onchange: (event) => change(event.target.checked) });

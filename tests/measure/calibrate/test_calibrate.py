@@ -18,7 +18,7 @@ from places import HELPERS
 from flopcalc.errors import CalibrationError, DeviceError
 from flopcalc.hardware import tables as calibration
 from flopcalc.hardware.tables import Shape, load_table
-from flopcalc.measure.calibrate import probe, tables
+from flopcalc.measure.calibrate import probe
 from flopcalc.measure.calibrate import run as module
 from flopcalc.measure.calibrate.run import calibrate, check, main
 from flopcalc.measure.jobs.runner import RunnerError
@@ -233,11 +233,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, calibration.
     settle_bf16()
     out = tmp_path_factory.mktemp("tables")
     found = {}
-    for table in tables.TABLES:
+    for table in suite.TABLES:
         if table in ("counts", "steps"):
-            jobs = [job for job in tables.plan_table(table, "test") if job.id.endswith(("llama", "qwen2_5_vl"))]
+            jobs = [job for job in suite.plan_table(table, "test") if job.id.endswith(("llama", "qwen2_5_vl"))]
         else:
-            jobs = tables.plan_table(table, "test")
+            jobs = suite.plan_table(table, "test")
         records: list[Json] = []
         for job in jobs:
             name, _, function = job.call.partition(":")
@@ -245,7 +245,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, calibration.
             for row in job.rows.values():
                 data = run(json.loads(json.dumps(row)))
                 records += data if isinstance(data, list) else [data]
-        records = tables.finish_table(table, json.loads(json.dumps(records)))
+        records = suite.finish_table(table, json.loads(json.dumps(records)))
         found[table] = load_table(calibration.save_table(str(out), table, ABOUT, records))
     return found
 
