@@ -50,8 +50,7 @@ class Counted(NamedTuple):
 
 
 def count_setup(setup: Setup, convention: str | None = None, tracer: Tracer = refuse_trace) -> Counted:
-    """The Estimate that a setup asks for: one step of the whole job. `tracer` runs HF's code where a trace is "
-    "needed."""
+    """The Estimate that a setup asks for: one step of the whole job. `tracer` runs HF's code for a trace."""
     notes = list(setup.notes)
     return count_bound(setup, bind_setup(setup, convention, notes, tracer), notes)
 
@@ -166,9 +165,8 @@ def _find_times(work: Work, estimate: Estimate, replicas: int) -> int:
     found, rest = divmod(sequences, rows * replicas)
     if rest or not found:
         raise WorkloadError(
-            f"a global batch of {sequences:,} sequences is no multiple of {rows * replicas:,}: {spell('batch')} "
-            f"{rows} on "
-            f"{replicas:,} replica{'s' * (replicas > 1)}"
+            f"a global batch of {sequences:,} sequences is no multiple of {rows * replicas:,}: {spell('batch', rows)} "
+            f"on {replicas:,} replica{'s' * (replicas > 1)}"
         )
     if work.grad_accum is not None and work.grad_accum != found:
         raise WorkloadError(
