@@ -125,7 +125,6 @@ def test_what_is_no_part_of_an_estimate_is_refused(name: str) -> None:
 def test_false_says_something() -> None:
     """No guidance halves a step of sampling; without memory none is predicted."""
     images: dict[str, Any] = {"images": [(64, 64)], "sampling_steps": 2, "parts": "denoiser"}
-    assert (
-        2 * estimate_flops("sd3-medium", **images, guidance=False).total == estimate_flops("sd3-medium", **images).total
-    )
-    assert flopcalc.predict("gpt2", seq_len=64, device="h200", memory=False, advise=False).memory is None
+    guided, plain = (estimate_flops("sd3-medium", **images, guidance=guidance).total for guidance in (None, False))
+    assert guided == 2 * plain
+    assert predict("gpt2", seq_len=64, device="h200", memory=False, advise=False).memory is None
