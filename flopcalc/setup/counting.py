@@ -96,15 +96,15 @@ def choose_device(setup: Setup, notes: list[str], convention: str | None = None)
     name = setup.place.device
     if name is None:
         return None
-    found = detect_device() if name == "auto" else name
+    found, needs_all = detect_device() if name == "auto" else name, setup.command in ("predict", "plan")
     try:
-        known = find_device(found) if found is not None else None
+        known = find_device(found, needs_all=needs_all) if found is not None else None
     except DeviceError:
         if name != "auto" and setup.place.peak is None:
             raise
         known = None
     if known is None:
-        if setup.command in ("predict", "plan"):
+        if needs_all:
             raise DeviceError(f"{spell('device', 'auto')}: this machine shows no GPU that `flopcalc devices` lists")
         return None
     is_auto = setup.attention_kernel == "auto" and (convention or setup.convention) == "hardware"
