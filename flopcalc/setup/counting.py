@@ -108,7 +108,7 @@ def choose_device(setup: Setup, notes: list[str], convention: str | None = None)
             raise DeviceError(f"{spell('device', 'auto')}: this machine shows no GPU that `flopcalc devices` lists")
         return None
     is_auto = setup.attention_kernel == "auto" and (convention or setup.convention) == "hardware"
-    if known.sdpa is None and is_auto and setup.command != "predict":
+    if known.sdpa is None and is_auto:
         notes.append(f"which kernel SDPA picks on {known.name} is not known: flash assumed")
     return known.id
 
