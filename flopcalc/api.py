@@ -17,7 +17,7 @@ from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.setup.counting import Counted, bind_setup, choose_device
 from flopcalc.setup.counting import count_setup as count_without_trace
 from flopcalc.setup.fields import SetupKeywords
-from flopcalc.setup.setup import Setup, from_keywords
+from flopcalc.setup.setup import BESIDE, Setup, from_keywords
 from flopcalc.units import check_items
 from flopcalc.words import PHASES, check_word
 
@@ -60,9 +60,8 @@ def bind(
     beside = [name for name in chosen.values if name not in ("compute", "dtype", "convention", "device")]
     if beside or chosen.get("convention", "full") != "full":
         raise FlopcalcError(
-            "a module that is traced says itself what trains and which head it has, under convention full, in "
-            "one number "
-            f"format: leave {', '.join(beside or ['convention'])} out with example_batch"
+            "a module that is traced says itself what trains and which head it has, under convention full, in one "
+            f"number format: leave {', '.join(beside or ['convention'])} out with example_batch"
         )
     from flopcalc.measure.trace.polynomials import trace_module  # torch: only where a module is traced
 
@@ -81,7 +80,14 @@ def estimate_flops(model: Any = None, workload: Workload | None = None, **setup:
     training framework, or a list of them; your own keywords win over it. Groups of keywords: the model, the work,
     images and sound, what trains, number formats, hardware.
     """
-    counted = count(from_keywords("estimate", model, setup, workload))
+    chosen = from_keywords("estimate", model, setup, workload)
+    for name in BESIDE:
+        if name in chosen.values:
+            raise WorkloadError(
+                f"estimate_flops takes no {spell(name)}: mfu() and hfu() take the time of a step, `flopcalc estimate` "
+                "the tokens of a run"
+            )
+    counted = count(chosen)
     return counted.estimate.add_notes(counted.notes) if counted.notes else counted.estimate
 
 

@@ -114,3 +114,17 @@ def test_predict_and_plan_take_them_too() -> None:
     assert one.best == other.best
     with pytest.raises(WorkloadError, match="already has its recipe"):
         plan(bind("qwen2-vl-2b"), **run, lora=LORA)
+
+
+@pytest.mark.parametrize("name", ["step_time_s", "tokens_per_second", "tokens", "mfu"])
+def test_what_is_no_part_of_an_estimate_is_refused(name: str) -> None:
+    with pytest.raises(WorkloadError, match=f"estimate_flops takes no {name}: mfu"):
+        estimate_flops("gpt2", seq_len=8, **{name: 0.5 if name == "mfu" else 1e3})  # type: ignore[arg-type]
+
+
+def test_false_says_something() -> None:
+    """No guidance halves a step of sampling; without memory none is predicted."""
+    images: dict[str, Any] = {"images": [(64, 64)], "sampling_steps": 2, "parts": "denoiser"}
+    guided, plain = (estimate_flops("sd3-medium", **images, guidance=guidance).total for guidance in (None, False))
+    assert guided == 2 * plain
+    assert predict("gpt2", seq_len=64, device="h200", memory=False, advise=False).memory is None

@@ -213,7 +213,7 @@ def _check_fits(
             refused = refused or error
     if refused is not None:
         words = str(refused).removeprefix("config ").replace("--audio SECONDS", "--clip FRAMES")
-        words = words.replace("--image WxH (images=[(width, height)])", "--image-grid T,H,W")
+        words = words.replace("--image WxH", "--image-grid T,H,W")
         raise WorkloadError(f"{model_type}: {words}")
 
 

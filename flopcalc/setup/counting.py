@@ -50,8 +50,7 @@ class Counted(NamedTuple):
 
 
 def count_setup(setup: Setup, convention: str | None = None, tracer: Tracer = refuse_trace) -> Counted:
-    """The Estimate that a setup asks for: one step of the whole job. `tracer` runs HF's code where a trace is "
-    "needed."""
+    """The Estimate that a setup asks for: one step of the whole job. `tracer` runs HF's code for a trace."""
     notes = list(setup.notes)
     return count_bound(setup, bind_setup(setup, convention, notes, tracer), notes)
 
@@ -115,7 +114,7 @@ def choose_device(setup: Setup, notes: list[str], convention: str | None = None)
             )
         return None
     is_auto = setup.attention_kernel == "auto" and (convention or setup.convention) == "hardware"
-    if known.sdpa is None and is_auto and setup.command != "predict":
+    if known.sdpa is None and is_auto:
         notes.append(f"which kernel SDPA picks on {known.name} is not known: flash assumed")
     return name
 
@@ -172,9 +171,8 @@ def _find_times(work: Work, estimate: Estimate, replicas: int) -> int:
     found, rest = divmod(sequences, rows * replicas)
     if rest or not found:
         raise WorkloadError(
-            f"a global batch of {sequences:,} sequences is no multiple of {rows * replicas:,}: {spell('batch')} "
-            f"{rows} on "
-            f"{replicas:,} replica{'s' * (replicas > 1)}"
+            f"a global batch of {sequences:,} sequences is no multiple of {rows * replicas:,}: {spell('batch', rows)} "
+            f"on {replicas:,} replica{'s' * (replicas > 1)}"
         )
     if work.grad_accum is not None and work.grad_accum != found:
         raise WorkloadError(

@@ -22,6 +22,8 @@ _SIZES = (
     "batch", "seq", "text", "lengths", "decoder_seq", "image", "image_grid", "video", "video_grid", "audio", "clips",
     "max_pixels", "phase", "context", "logits", "sampling_steps", "guidance", "parts",
 )  # fmt: skip
+# What is printed beside an estimate, and no part of it.
+BESIDE = ("step_time", "tokens_per_second", "tokens", "mfu")
 _REFUSED = {
     ("predict", "clipping"): "per-sample clipping is counted, not predicted",
     ("predict", "convention"): "it shows MFU and HFU, each under its own convention",

@@ -10,7 +10,7 @@ from typing import Any
 from flopcalc.base.number_formats import parse_compute
 from flopcalc.base.spelling import spell
 from flopcalc.core.workload.workload import Grid, read_grids
-from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError, format_value
+from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_value
 from flopcalc.files import read_path
 from flopcalc.setup.fields import Field
 from flopcalc.units import (
@@ -52,7 +52,8 @@ def _read_path(name: str, field: Field, value: Any) -> Any:
 
 
 def _read_word(name: str, field: Field, value: object) -> str:
-    return check_word(value, field.words, spell(name), WorkloadError, suggests=True)
+    error = RecipeError if field.group in ("training", "hardware") else WorkloadError
+    return check_word(value, field.words, spell(name), error, suggests=True)
 
 
 def _read_flag(name: str, field: Field, value: object) -> Any:  # noqa: ARG001

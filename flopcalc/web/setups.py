@@ -1,5 +1,4 @@
-"""The door of the page: its form's JSON becomes a Setup for each view, and lines that give the same numbers "
-"elsewhere."""
+"""The door of the page: its form's JSON becomes a Setup for each view, and lines with the same numbers elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from flopcalc.errors import ConfigError, FlopcalcError, format_nearest, format_v
 from flopcalc.files import MAX_JSON_BYTES
 from flopcalc.setup.counting import Counted, bind_setup, count_bound
 from flopcalc.setup.fields import FIELDS, GROUPS, Command, list_fields
-from flopcalc.setup.setup import Setup, make_setup
+from flopcalc.setup.setup import BESIDE, Setup, make_setup
 
 _FILE = re.compile(r"(?:[\w.-]+/)?[\w.-]+\.json", re.ASCII)
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.json)", re.ASCII)  # of a preset; nothing else of this machine is read
@@ -216,7 +215,8 @@ def write_lines(page: Page, what: str, op: str = "") -> dict[str, str]:
         for each in () if value is True else (value,) if isinstance(value, str) else value:
             words += [f"--{name.replace('_', '-')}", each]
         shown = list(value) if isinstance(value, tuple) else int(value) if str(value).isdigit() else value
-        pieces.append(f"{keyword}={shown!r}{many if name in _OF_BATCH else ''}")
+        if command != "estimate" or name not in BESIDE:
+            pieces.append(f"{keyword}={shown!r}{many if name in _OF_BATCH else ''}")
     words += ["--memory"] if what == "memory" else ["--op", op] if what == "explain" else []
     line = f"{_FUNCTIONS.get(command, command)}({', '.join(pieces)})"
     return {"command": shlex.join(words), "python": f"{line}.total" if command == "estimate" else line}

@@ -302,7 +302,7 @@ def test_two_ways_to_say_it_must_agree() -> None:
         bind(LLAMA, recipe=recipe, clipping="fast")
     with pytest.raises(RecipeError, match="unknown"):
         bind(LLAMA, clipping="sure")
-    with pytest.raises(FlopcalcError, match="clipping nor another convention with example_batch"):
+    with pytest.raises(FlopcalcError, match="leave clipping out with example_batch"):
         bind(LLAMA, {"input_ids": None}, clipping="hooks")
     check_clipping("none", "full")
 

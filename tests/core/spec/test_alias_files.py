@@ -105,7 +105,7 @@ def test_keys_tell_a_config_without_type_and_class(config: Json, kind: str) -> N
     [
         ({"medusa_num_heads": 5}, "missing keys 'hidden_size', 'vocab_size', which 'medusa' needs"),
         ({"dim": 32, "n_layers": 2, "n_heads": 4, "multiple_of": 8, "vocab_size": -1}, "vocab_size -1 in params.json"),
-        ({**TINY, "rope_theta": 1e4}, "no .architectures.: --model-type llama would count it as the family that its"),
+        ({**TINY, "rope_theta": 1e4}, 'no .architectures.: model_type="llama" would count it as the family that its'),
         ({**TINY, "model_type": "hymba", "mamba_d_state": 16}, r"'hymba' has no spec\.(?! The nearest)"),
         ({**TINY, "model_type": "bert", "feed_forward_type": "geglu"}, "a gated MLP and ALiBi .jina-embeddings-v2"),
         ({**TINY, "model_type": "minicpm", "head_multi": True}, "heads on several layers .head_multi of a layerwise"),
@@ -223,7 +223,7 @@ def test_model_type_says_the_family() -> None:
     ("config", "model_type", "words"),
     [
         ({"hidden_size": 3}, "llama", "missing keys 'intermediate_size', 'num_hidden_layers', .* which 'llama' needs"),
-        (TINY, "lama", "--model-type 'lama': no spec or alias of that name. Did you mean llama"),
+        (TINY, "lama", "model_type 'lama': no spec or alias of that name. Did you mean llama"),
         ({**TINY, "model_type": "llama"}, "chatglm", "missing keys 'ffn_hidden_size', 'num_layers', .*'chatglm' needs"),
     ],
 )
@@ -233,7 +233,7 @@ def test_model_type_checks_the_keys(config: Json, model_type: str, words: str) -
 
 
 def test_a_traced_module_takes_no_model_type() -> None:
-    with pytest.raises(FlopcalcError, match="model_type says which family a config is"):
+    with pytest.raises(FlopcalcError, match="leave model_type out with example_batch"):
         bind(object(), {"x": 1}, model_type="llama")
 
 

@@ -53,7 +53,7 @@ def test_products_of_kept_parameters() -> None:
     }
     assert formats == {"": ["fp16", "fp32"], "autocast": ["bf16"], "dtype": ["fp16"]}
     note = next(note for note in bind(half)(1, 16, decoder_seq_len=7).notes if "float32" in note)
-    assert note.startswith("transformers keeps wo in float32 and computes it in float32: --compute fp16")
+    assert note.startswith('transformers keeps wo in float32 and computes it in float32: compute="fp16"')
     for method in ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"quant_method": "fp8"}):
         assert count({**half, "quantization_config": method})["fp32"] == numbers
         assert count({**config, "dtype": "bfloat16", "quantization_config": method}).get("fp32", 0) == 0

@@ -58,7 +58,7 @@ def test_a_model_type_reads_a_config_as_a_family(tmp_path: Path) -> None:
     [mine] = make_matrix(**foreign, model_type="llama")
     assert mine.to_row()["model_type"] == mine.to_job().args["model_type"] == "llama"
     assert "model_type" not in make_matrix(**plain)[0].to_row()  # older journals stay valid
-    with pytest.raises(SweepError, match="--model-type 'lama': no spec or alias of that name"):
+    with pytest.raises(SweepError, match="model_type 'lama': no spec or alias of that name"):
         make_matrix(**foreign, model_type="lama")
     with pytest.raises(SweepError, match="model_type must be the name of a family, not 5"):
         make_matrix(**foreign, model_type=5)

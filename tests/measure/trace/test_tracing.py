@@ -254,7 +254,7 @@ def test_bad_example_batches(arguments: tuple[Any, ...], message: str) -> None:
 
 
 def test_what_a_trace_does_not_take() -> None:
-    with pytest.raises(FlopcalcError, match="neither recipe"):
+    with pytest.raises(FlopcalcError, match="under convention full, in one number format: leave convention out"):
         bind(Plain(), {"x": torch.randn(2, 5, 12)}, convention="hardware")
     with pytest.raises(WorkloadError, match=r"torch\.nn\.Module"):
         bind("llama-3.1-8b", {"x": torch.randn(2, 5, 12)})
@@ -335,7 +335,7 @@ def test_a_batch_of_its_own_names() -> None:
         ({"dims": {"x": ("b", 5, None)}}, "'b', 'n', another name or None"),
         ({"dims": {"x": (None, "n", None)}}, "dims names no axis 'b'"),
         ({"phases": ("bogus",)}, "phase 'bogus' unknown; known: train, forward"),
-        ({"convention": "model"}, "neither recipe"),
+        ({"convention": "model"}, "under convention full, in one number format: leave convention out"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
