@@ -144,11 +144,7 @@ def test_a_hub_id_with_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for hub_id in ("meta-llama/Llama-3.1-8B-Instruct", "META-LLAMA/llama-3.1-8b-instruct"):
         source = load_config(hub_id)
         assert source.replace(note="") == load_config("llama-3.1-8b")
-<<<<<<< HEAD
         assert source.note == f"{hub_id} is counted as preset llama-3.1-8b (same config)"
-=======
-        assert source.note == f"{hub_id}: the config of preset llama-3.1-8b is used; download fetches its own instead"
->>>>>>> setup
         assert bind(hub_id).estimate(make_workload(1, 8)).notes[0] == source.note
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"pip install .*\[hub\]'; without download, preset llama-3.1-8b is used"):

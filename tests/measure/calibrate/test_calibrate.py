@@ -18,7 +18,7 @@ from places import HELPERS
 from flopcalc.errors import CalibrationError, DeviceError
 from flopcalc.hardware import tables as calibration
 from flopcalc.hardware.tables import Shape, load_table
-from flopcalc.measure.calibrate import probe
+from flopcalc.measure.calibrate import probe, suite
 from flopcalc.measure.calibrate import run as module
 from flopcalc.measure.calibrate.run import calibrate, check, main
 from flopcalc.measure.jobs.runner import RunnerError

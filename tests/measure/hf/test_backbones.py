@@ -210,13 +210,13 @@ def test_hybrids_that_do_not_fit(changed: Json, words: str) -> None:
     ("changed", "words"),
     [
         ({"model_type": "resnet"}, "only a dinov2, a beit or a swinv2 is described"),
-        ({"out_features": None}, "must hand on as many layers or stages as neck_hidden_sizes"),
+        ({"out_features": None}, "must hand on as many layers or stages"),
         ({"out_features": ["stem", *STAGES[:3]]}, "and without its stem"),
         ({"out_features": ["stage2", "stage1", "stage3", "stage4"]}, "from the first on"),
         ({"out_features": ["stage1", "stage1", "stage3", "stage4"]}, "from the first on"),
         (
             {"out_features": None, "out_indices": [1, 2, 3, 6]},
-            "must hand on as many layers or stages as neck_hidden_sizes",
+            "must hand on as many layers or stages",
         ),
         ({"reshape_hidden_states": True}, "reshape_hidden_states must be false"),
         ({"patch_size": [4, 4]}, "patch_size must be one number"),
