@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from flopcalc.base.spelling import spell
 from flopcalc.grids import format_grid, format_text, wrap
 from flopcalc.hardware.devices import Device, find_device
 from flopcalc.prediction.floors import format_rate
@@ -55,7 +56,9 @@ def format_prediction(
         lines += ["", format_memory(found.memory, memory_device)]
         if kept is not None:
             none, full = (format_bytes(kept[word]) for word in ("none", "full"))
-            lines += wrap(f"activations kept: {none} without recomputation, {full} with --recompute full", "", "  ")
+            lines += wrap(
+                f"activations kept: {none} without recomputation, {full} with {spell('recompute', 'full')}", "", "  "
+            )
         if largest is not None:
             lines.append(f"largest batch that fits: {largest or 'none'}")
         notes = [*notes, *(f"memory: {note}" for note in found.memory.notes if note not in notes)]

@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_told_first(capsys: pytest.CaptureFixture[str]) -> 
         ([*LLAMA, "--top", "x"], "--top"),
         ([*LLAMA, "--dtype", "fp8"], "not in fp8"),
         ([*LLAMA, "--dtype", "fp32", "--attention-kernel", "cudnn"], "takes bf16 and fp16"),
-        ([*LLAMA[:-1], "h2000"], "your own devices.toml adds one"),
+        ([*LLAMA[:-1], "h2000"], "add it to your own devices.toml"),
         (["predict", "--model", "llama-3.2-1b", "--device", "h200"], "how long are the sequences?"),
     ],
 )

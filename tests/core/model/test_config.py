@@ -284,7 +284,7 @@ def test_file_that_fails_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("gpt-3", "Did you mean gpt-3-175b, "),
         ("GPT3", "Did you mean gpt-3-175b, "),
         ("llama-3.1-4", "Did you mean llama-3.1-405b, "),
-        ("Qwen/Qwen3-8B-FP8", "has no preset; --download fetches it. Did you mean qwen3-8b"),
+        ("Qwen/Qwen3-8B-FP8", "has no preset; download fetches it. Did you mean qwen3-8b"),
         ("", "name is empty"),
         ("a\0b", "NUL"),
         ("./absent/config.json", "no such file or folder"),
