@@ -99,7 +99,7 @@ def choose_execution(execution: str | None, compiled: bool) -> Execution:
         return "compiled" if compiled else "eager"
     if compiled and check_execution(execution) != "compiled":
         raise RecipeError(
-            f"{spell('compile')} means execution compiled, not {format_value(execution)}: give one of the two"
+            f"{spell('compile', True)} means execution compiled, not {format_value(execution)}: give one of the two"
         )
     return check_execution(execution)
 

@@ -413,7 +413,7 @@ def _advise(estimate: Estimate, now: Prediction, settings: _Settings) -> str:
         return device.memory_gb is None or settings.find_memory([(estimator, load, times)]).fits(device)
 
     if settings.execution == "eager":
-        gain(f"compile the model ({spell('compile')})", estimate, execution="compiled")
+        gain(f"compile the model ({spell('compile', True)})", estimate, execution="compiled")
     if settings.kernel == "eager" and takes_sdpa(estimate.terms[0][0]):
         kernel = find_kernel(device, settings.machine.dtype, "auto")
         gain("fused attention in place of eager", estimate, kernel=kernel)

@@ -119,7 +119,7 @@ def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
     is_float = formats.adapter == "fp32" != formats.model and not (formats.autocast or formats.compute)
     if recipe.lora is not None and is_float and load.phase == "train":
         notes.append(
-            f"LoRA's adapters are float32, as PEFT keeps them, and compute in float32: {spell('autocast')} runs "
+            f"LoRA's adapters are float32, as PEFT keeps them, and compute in float32: {spell('autocast', True)} runs "
             "them in bf16"
         )
     return notes

@@ -319,7 +319,7 @@ def read_asked(
 
 def read_inputs(estimator: Estimator, inputs: Inputs) -> Asked:
     """The same of what a command's options say."""
-    if len(inputs.images) + len(inputs.videos) > 1:
+    if len(inputs.images) + len(inputs.videos) > 1 and not inputs.of_batch:
         raise WorkloadError(f"{estimator.source.name} makes one image or video per sample: give one size")
     for flag, value in (
         (spell("seq"), inputs.seq), (spell("lengths"), inputs.lengths), (spell("decoder_seq"), inputs.decoder_seq),

@@ -197,7 +197,7 @@ def _hint_trace(model_type: str) -> str:
     """' --trace …' where transformers has such a model; its code alone can be traced."""
     from flopcalc.core.model.config_rules import is_type_of_transformers
 
-    return f" {spell('trace')} counts it from HF's own code," if is_type_of_transformers(model_type) else ""
+    return f" {spell('trace', True)} counts it from HF's own code," if is_type_of_transformers(model_type) else ""
 
 
 def _suggest(source: Source) -> str:

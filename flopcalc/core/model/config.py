@@ -365,10 +365,12 @@ def _load_hub(hub_id: str, download: bool) -> Source:
     preset = _find_preset_of(hub_id)
     if preset is not None:
         source = load_preset(preset)
-        note = f"{hub_id}: the config of preset {source.name} is used; {spell('download')} fetches its own instead"
+        note = (
+            f"{hub_id}: the config of preset {source.name} is used; {spell('download', True)} fetches its own instead"
+        )
         return source.replace(note=note)
     raise ConfigError(
-        f"{hub_id!r} is not a path, not in the local Hugging Face cache, and has no preset; {spell('download')} "
+        f"{hub_id!r} is not a path, not in the local Hugging Face cache, and has no preset; {spell('download', True)} "
         "fetches it"
     )
 
@@ -407,8 +409,10 @@ def _download(hub_id: str) -> Source:
         from huggingface_hub import hf_hub_download
     except ImportError:
         preset = _find_preset_of(hub_id)
-        other = f"; without {spell('download')}, preset {get_stem(preset)} is used" if preset is not None else ""
-        raise ConfigError(f"{spell('download')} needs huggingface_hub: {describe_install('hub')}{other}") from None
+        other = f"; without {spell('download', True)}, preset {get_stem(preset)} is used" if preset is not None else ""
+        raise ConfigError(
+            f"{spell('download', True)} needs huggingface_hub: {describe_install('hub')}{other}"
+        ) from None
     try:
         path = hf_hub_download(hub_id, "config.json")
     except Exception as error:  # the hub client raises many kinds; all mean that there is no config to read

@@ -134,7 +134,7 @@ def test_hub_id_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (folder / "refs" / "main").write_text("aaa\n")
     source = load_config("org/name")
     assert (source.name, source.config["hidden_size"]) == ("org/name", 24)
-    with pytest.raises(ConfigError, match="and has no preset; download fetches it"):
+    with pytest.raises(ConfigError, match="and has no preset; download=True fetches it"):
         load_config("org/other")
 
 
@@ -144,10 +144,14 @@ def test_a_hub_id_with_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for hub_id in ("meta-llama/Llama-3.1-8B-Instruct", "META-LLAMA/llama-3.1-8b-instruct"):
         source = load_config(hub_id)
         assert source.replace(note="") == load_config("llama-3.1-8b")
-        assert source.note == f"{hub_id}: the config of preset llama-3.1-8b is used; download fetches its own instead"
+        assert (
+            source.note == f"{hub_id}: the config of preset llama-3.1-8b is used; download=True fetches its own instead"
+        )
         assert bind(hub_id).estimate(make_workload(1, 8)).notes[0] == source.note
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ConfigError, match=r"pip install .*\[hub\]'; without download, preset llama-3.1-8b is used"):
+    with pytest.raises(
+        ConfigError, match=r"pip install .*\[hub\]'; without download=True, preset llama-3.1-8b is used"
+    ):
         load_config("meta-llama/Llama-3.1-8B-Instruct", download=True)
     folder = tmp_path / "models--meta-llama--Llama-3.1-8B-Instruct" / "snapshots" / "aaa"
     folder.mkdir(parents=True)
@@ -286,7 +290,7 @@ def test_file_that_fails_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("./absent/config.json", "no such file or folder"),
         ("absent.json", "no such file or folder"),
         ("a/b/c", "no such file or folder"),
-        ("org/name", "download fetches it"),
+        ("org/name", "download=True fetches it"),
         ("x" * 5000, "no preset, file or folder"),
         ("whisper-large-v3", "Models of type whisper are counted from their config.json: give that file"),
         ("XLM-RoBERTa-base", "Models of type xlm-roberta are counted from their config.json"),

@@ -168,7 +168,7 @@ def test_a_foreign_type_with_images_gets_a_family_that_takes_any_tower(config: d
         bind({"model_type": "foovl", **config})
     assert words in str(caught.value)
     assert "trace" not in str(caught.value)  # transformers has no such model
-    with pytest.raises(ConfigError, match=" trace counts it from HF's own code"):
+    with pytest.raises(ConfigError, match=" trace=True counts it from HF's own code"):
         bind({"model_type": "vilt"})
 
 
