@@ -26,9 +26,9 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from flopcalc import bind, estimate_flops
+from flopcalc.base.errors import FlopcalcError
+from flopcalc.base.text_table import format_grid
 from flopcalc.core.model.config import load_config
-from flopcalc.errors import FlopcalcError
-from flopcalc.grids import format_grid
 from flopcalc.hardware.devices import find_device
 
 Row = dict[str, Any]

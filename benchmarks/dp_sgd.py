@@ -22,7 +22,7 @@ from typing import Any
 # The checkout that this script stands in, also where flopcalc is not installed.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.measure.jobs.progress import Progress
 from flopcalc.measure.sweep.matrix import CHILD, make_matrix
 from flopcalc.measure.sweep.run import Swept, run_sweep

@@ -86,7 +86,7 @@ def count(name: str, device: str | None = "h200") -> int:
 
 def report(measured: Path) -> str:
     """Every case: executed, counted, and how far the count is off."""
-    from flopcalc.grids import format_grid
+    from flopcalc.base.text_table import format_grid
 
     rows = []
     for case in json.loads(measured.read_text())["cases"]:

@@ -194,7 +194,7 @@ def compare(case: Json, version: str) -> Json:
 
 def report(measured: Path) -> str:
     """All cases of a file and the sums."""
-    from flopcalc.grids import format_grid
+    from flopcalc.base.text_table import format_grid
 
     kept = json.loads(gzip.decompress(measured.read_bytes()) if measured.suffix == ".gz" else measured.read_bytes())
     version = kept["provenance"]["transformers"]

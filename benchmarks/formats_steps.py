@@ -228,7 +228,7 @@ def compare(case: Json, factor: float = 1.0) -> Json:
 
 def report(measured: Json) -> str:
     """Every case beside its prediction; fp8 is measured, not predicted."""
-    from flopcalc.grids import format_grid
+    from flopcalc.base.text_table import format_grid
     from flopcalc.prediction.constants import load_predictor
 
     constants = load_predictor("h200-sxm")

@@ -99,7 +99,7 @@ def predict_cases(kept: Json, has_host: bool) -> list[Json]:
 
 
 def report(measured: Path) -> str:
-    from flopcalc.grids import format_grid
+    from flopcalc.base.text_table import format_grid
 
     kept = json.loads(measured.read_text())
     plain, own = predict_cases(kept, False), predict_cases(kept, True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from flopcalc.data import find_data_dir
+from flopcalc.base.data import find_data_dir
 from flopcalc.hardware.devices import find_device
 from flopcalc.measure.predictor.fit.points import ProductPoint
 from flopcalc.measure.predictor.fit.products import ProductTable

@@ -298,7 +298,7 @@ def report(tested: Path, out: Path | None, predictor: Path | None = None) -> str
 @contextmanager
 def calibrated_here(predictor: Path | None = None) -> Iterator[Json]:
     """Inside, the predictor that ships, or another, is this machine's own, as on the machine that was measured."""
-    from flopcalc.data import find_data_dir
+    from flopcalc.base.data import find_data_dir
     from flopcalc.prediction.constants import load_predictor
     from flopcalc.prediction.machine import MEASURED_ON
 
@@ -404,7 +404,7 @@ def _sum_up(name: str, errors: list[float]) -> Json:
 
 
 def _print_report(rows: list[Json], summary: list[Json], name_case: Any) -> str:
-    from flopcalc.grids import format_grid
+    from flopcalc.base.text_table import format_grid
 
     lines = [
         [name_case(row), row["clock"], row["bound"], f"{1e3 * row['measured_s']:.2f}",

@@ -23,9 +23,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from flopcalc.api import plan
+from flopcalc.base.data import find_data_dir
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.model.config import load_config
-from flopcalc.data import find_data_dir
-from flopcalc.errors import FlopcalcError
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "planning.md"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from flopcalc import bind
+from flopcalc.base.text_table import format_grid
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.ops import join
-from flopcalc.grids import format_grid
 from flopcalc.hardware.tables import Table, find_table, load_table
 from flopcalc.measure.calibrate.tables.counts import CONFIGS, get_grids
 

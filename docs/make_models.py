@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flopcalc.base.data import list_data_files, load_toml
 from flopcalc.cli.supported import FILE, make_catalogue
 from flopcalc.core.spec.coverage import Mapping, describe_specs, load_coverage
-from flopcalc.data import list_data_files, load_toml
 from lab import truth
 
 HERE = Path(__file__).resolve().parent

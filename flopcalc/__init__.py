@@ -9,13 +9,13 @@ from flopcalc._version import __version__
 
 if TYPE_CHECKING:
     from flopcalc.api import bind, estimate_flops, plan, predict, translate
+    from flopcalc.base.errors import ConfigError, DeviceError, FlopcalcError, RecipeError, SpecError, WorkloadError
     from flopcalc.compat import calculate_mfu, get_gpu_peak_flops, profile_model_flops
     from flopcalc.core.estimate.estimate import Estimate, Estimator
     from flopcalc.core.estimate.translation import Translation
     from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
     from flopcalc.core.recipe.recipe import Lora, Recipe, make_recipe
     from flopcalc.core.workload.workload import Workload, make_workload
-    from flopcalc.errors import ConfigError, DeviceError, FlopcalcError, RecipeError, SpecError, WorkloadError
     from flopcalc.hardware.devices import peak_flops_per_s
     from flopcalc.monitor.precise import calculate_mfu_with_profiler, calculate_precise_mfu
     from flopcalc.monitor.training import TrainingMonitor
@@ -57,7 +57,7 @@ _HOMES = {
     "planning.local": ("local_flops",),
     "monitor.training": ("TrainingMonitor",),
     "monitor.precise": ("calculate_mfu_with_profiler", "calculate_precise_mfu"),
-    "errors": ("FlopcalcError", "ConfigError", "SpecError", "WorkloadError", "RecipeError", "DeviceError"),
+    "base.errors": ("FlopcalcError", "ConfigError", "SpecError", "WorkloadError", "RecipeError", "DeviceError"),
 }
 
 install_old_paths()

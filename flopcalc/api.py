@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from flopcalc.base.data import describe_install
+from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_items
+from flopcalc.base.vocabulary import PHASES, check_word
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.estimator import Estimator
 from flopcalc.core.workload.workload import Workload
-from flopcalc.data import describe_install
-from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.setup.counting import Counted, bind_setup, choose_device
 from flopcalc.setup.counting import count_setup as count_without_trace
 from flopcalc.setup.fields import SetupKeywords
 from flopcalc.setup.setup import BESIDE, Setup, from_keywords
-from flopcalc.units import check_items
-from flopcalc.words import PHASES, check_word
 
 if TYPE_CHECKING:
     from typing import Unpack

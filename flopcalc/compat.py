@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from flopcalc.api import estimate_flops
+from flopcalc.base.errors import DeviceError
+from flopcalc.base.units import check_positive
 from flopcalc.core.estimate.utilization import find_peak
-from flopcalc.errors import DeviceError
-from flopcalc.units import check_positive
 
 
 def profile_model_flops(model: Any, batch: Any) -> int:

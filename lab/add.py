@@ -11,10 +11,10 @@ from io import StringIO
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from flopcalc.base.data import find_data_dir, find_data_file, list_data_files, load_toml
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.spec.aliases import Alias, find_alias
 from flopcalc.core.spec.spec import Spec, load_spec
-from flopcalc.data import find_data_dir, find_data_file, list_data_files, load_toml
-from flopcalc.errors import FlopcalcError
 from lab import truth
 
 __all__ = ["Step", "ship"]

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from flopcalc.data import list_data_files
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.data import list_data_files
+from flopcalc.base.errors import FlopcalcError
 from lab.truth import make_parser, report
 
 # Flags that say what a call returns or caches, not what the model is.

@@ -24,8 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopcalc.data import find_data_dir, list_data_files, load_toml
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.data import find_data_dir, list_data_files, load_toml
+from flopcalc.base.errors import FlopcalcError
 
 if TYPE_CHECKING:
     from flopcalc.measure.hf.examples import Example

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.data import find_data_dir, load_toml
+from flopcalc.base.errors import FlopcalcError
 from lab.truth import find_folder, find_versions, make_recorder_parser, report, write
 
 __all__ = ["count_step", "find_differences", "list_configs", "list_types", "load", "record"]
@@ -225,8 +225,8 @@ def record_case(config: Json, model: object, workload: Json, recipe: Json) -> It
     """
     from copy import deepcopy
 
+    from flopcalc.base.errors import RecipeError
     from flopcalc.core.estimate.binding import bind_config
-    from flopcalc.errors import RecipeError
 
     plain: dict[str, int] | None = None
     for clipping in MODES:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from flopcalc import estimate_flops
+from flopcalc.base.data import list_data_files
 from flopcalc.base.number_formats import load_computed
 from flopcalc.cli import _COMMANDS, main
 from flopcalc.core.recipe.formats import load_stored
@@ -28,7 +29,6 @@ from flopcalc.core.recipe.quantizers import _READERS
 from flopcalc.core.spec import expressions as expr
 from flopcalc.core.spec import merge, spec
 from flopcalc.core.spec.row_units import UNITS
-from flopcalc.data import list_data_files
 from flopcalc.hardware.devices import load_devices
 
 ROOT = Path(__file__).resolve().parents[1]

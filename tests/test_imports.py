@@ -55,7 +55,7 @@ def test_this_check_can_fail(tmp_path: Path, name: str) -> None:
 
 
 def test_commands_are_loaded_when_called() -> None:
-    late = ("flopcalc.core.estimate", "flopcalc.grids")
+    late = ("flopcalc.core.estimate", "flopcalc.base.text_table")
     script = f"import sys, flopcalc.cli; print([name for name in {late} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

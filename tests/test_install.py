@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
 import json, flopcalc
-from flopcalc.data import find_data_dir
+from flopcalc.base.data import find_data_dir
 estimate = flopcalc.estimate_flops("qwen2-vl", seq_len=2048, image_grid_thw=[[1, 36, 52]])
 print(json.dumps([estimate.total, flopcalc.peak_flops_per_s("h200"), find_data_dir(), flopcalc.__file__]))
 """
@@ -45,7 +45,7 @@ def run_from(path: Path, where: Path) -> tuple[int, float, Path, Path]:
 
 
 HINT = """
-from flopcalc.data import describe_install
+from flopcalc.base.data import describe_install
 print(describe_install("hub"))
 """
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from flopcalc.base.errors import FlopcalcError, SpecError
+from flopcalc.base.validate import FROM_0, Each, find_fault
 from flopcalc.core.estimate.traced import Polynomials, Traced, load_trace, save_trace
 from flopcalc.core.model.config import load_config
-from flopcalc.errors import FlopcalcError, SpecError
-from flopcalc.forms import FROM_0, Each, find_fault
 from flopcalc.measure.jobs.journal import Journal
 from flopcalc.measure.jobs.runner import RunnerError
 from flopcalc.measure.sweep.run import load_results

@@ -111,7 +111,7 @@ def test_changes_are_committed_uncommitted_and_untracked(tmp_path: Path) -> None
         ("tests/truth/types/llama.json", TYPES),
         ("model_specs/heads.toml", ENGINE),
         ("flopcalc/core/count/formulas.py", ENGINE),
-        ("flopcalc/data.py", ENGINE),
+        ("flopcalc/base/data.py", ENGINE),
         ("flopcalc/measure/counters/rules.py", ENGINE),
         ("tests/helpers/tiny.py", ENGINE),
         ("flopcalc/measure/sweep/run.py", MIRROR),

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from flopcalc.data import describe_install
-from flopcalc.errors import FlopcalcError, format_value
+from flopcalc.base.data import describe_install
+from flopcalc.base.errors import FlopcalcError, format_value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

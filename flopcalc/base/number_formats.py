@@ -6,10 +6,10 @@ import os
 from functools import cache
 from typing import Any
 
-from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import FlopcalcError, RecipeError, format_nearest, format_value
-from flopcalc.values import Value, frozen
-from flopcalc.words import DTYPES
+from flopcalc.base.data import find_data_dir, load_toml
+from flopcalc.base.errors import FlopcalcError, RecipeError, format_nearest, format_value
+from flopcalc.base.frozen import Value, frozen
+from flopcalc.base.vocabulary import DTYPES
 
 PLAIN = "bf16"  # what is taken where nothing says otherwise
 

@@ -18,19 +18,20 @@ Speller = Callable[[str, str], str]
 
 
 def spell_keyword(field: str, value: str) -> str:
-    """('seq', 'N') -> 'seq_len=N', ('image', '640x480') -> 'images=["640x480"]'."""
+    """('seq', 'N') -> 'seq_len=N', ('image', '640x480') -> 'images=["640x480"]', ('trace', 'True') -> 'trace=True'."""
     name = KEYWORDS.get(field, field)
     if not value:
         return name
-    is_plain = value.isdigit() or (value.isupper() and not value[0].isdigit())  # a number, or a word for one
+    # A number, a word for one, or a flag.
+    is_plain = value.isdigit() or (value.isupper() and not value[0].isdigit()) or value == "True"
     value = f"({value})" if field.endswith("_grid") else value
     shown = value if is_plain else f'"{value}"'
     return f"{name}=[{shown}]" if field in _LISTS else f"{name}={shown}"
 
 
 def spell_option(field: str, value: str) -> str:
-    """('seq', 'N') -> '--seq N'."""
-    return f"--{field.replace('_', '-')} {value}".rstrip()
+    """('seq', 'N') -> '--seq N', ('trace', 'True') -> '--trace'."""
+    return f"--{field.replace('_', '-')} {value.removesuffix('True')}".rstrip()
 
 
 _speller: ContextVar[Speller] = ContextVar("speller", default=spell_keyword)

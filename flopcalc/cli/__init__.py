@@ -11,9 +11,9 @@ from importlib import import_module
 import click
 
 from flopcalc._version import __version__
+from flopcalc.base.errors import FlopcalcError, format_nearest
 from flopcalc.cli.command import Group
 from flopcalc.cli.streams import drop_output, prepare_streams
-from flopcalc.errors import FlopcalcError, format_nearest
 
 # Command -> module that defines it, and its line in --help (so that help need not load them all).
 _COMMANDS = {

@@ -6,10 +6,10 @@ import json
 
 import click
 
+from flopcalc.base.data import describe_install
+from flopcalc.base.errors import FlopcalcError
+from flopcalc.base.text_table import format_text
 from flopcalc.cli.command import Command
-from flopcalc.data import describe_install
-from flopcalc.errors import FlopcalcError
-from flopcalc.grids import format_text
 
 
 @click.command(cls=Command)

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from flopcalc.base.errors import CalibrationError, format_nearest
 from flopcalc.cli.command import Group
-from flopcalc.errors import CalibrationError, format_nearest
 from flopcalc.hardware.tables import SHAPES, Table, find_folder_tables, list_tables, load_table
 from flopcalc.report import calibration as report
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flopcalc.base.errors import ConfigError, format_value
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import complete_device, complete_model
-from flopcalc.errors import ConfigError, format_value
 from flopcalc.report import catalogue as report
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
+from flopcalc.base.errors import WorkloadError
 from flopcalc.base.spelling import spell_option, use_spelling
 from flopcalc.cli.options import explain_unknown, list_groups
-from flopcalc.errors import WorkloadError
 
 
 class Command(click.Command):

@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from flopcalc.api import count
+from flopcalc.base.errors import WorkloadError, format_nearest
 from flopcalc.cli.command import Command
 from flopcalc.cli.estimate import EXACT
 from flopcalc.cli.options import complete_model, takes_setup
 from flopcalc.cli.pages import FORMATS, format_options, write_page
-from flopcalc.errors import WorkloadError, format_nearest
 from flopcalc.report.comparison import Column, format_comparison
 from flopcalc.setup.counting import find_shares
 from flopcalc.setup.fields import list_fields

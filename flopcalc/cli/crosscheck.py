@@ -11,15 +11,15 @@ import click
 
 from flopcalc._version import __version__
 from flopcalc.api import count
+from flopcalc.base.data import describe_install
+from flopcalc.base.errors import FlopcalcError, WorkloadError
+from flopcalc.base.text_table import format_grid, wrap
+from flopcalc.base.units import format_flops, format_parameters, parse_size
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import takes_setup
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import load_config
-from flopcalc.data import describe_install
-from flopcalc.errors import FlopcalcError, WorkloadError
-from flopcalc.grids import format_grid, wrap
 from flopcalc.setup.setup import make_setup
-from flopcalc.units import format_flops, format_parameters, parse_size
 
 if TYPE_CHECKING:
     from flopcalc.measure.counters.witness import Crosscheck

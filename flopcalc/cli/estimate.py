@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flopcalc.api import count
+from flopcalc.base.errors import WorkloadError
+from flopcalc.base.frozen import Value, frozen
+from flopcalc.base.units import format_flops, parse_size
+from flopcalc.base.vocabulary import BY
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import has_list, takes_setup
 from flopcalc.cli.pages import FORMATS, format_options, write_page
 from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.errors import WorkloadError
 from flopcalc.setup.counting import find_run, find_shares
 from flopcalc.setup.setup import make_setup
-from flopcalc.units import format_flops, parse_size
-from flopcalc.values import Value, frozen
-from flopcalc.words import BY
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.run import Run

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
+from flopcalc.base.errors import WorkloadError
+from flopcalc.base.units import parse_size
 from flopcalc.cli.options import LISTED
-from flopcalc.errors import WorkloadError
-from flopcalc.units import parse_size
 
 MOST_ROWS = 64
 Result = TypeVar("Result")

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import click
 
+from flopcalc.base.data import list_data_files
+from flopcalc.base.errors import ConfigError, WorkloadError
 from flopcalc.base.spelling import spell_option, use_spelling
-from flopcalc.data import list_data_files
-from flopcalc.errors import ConfigError, WorkloadError
 from flopcalc.setup.fields import FIELDS, GROUPS, Command, Field, list_fields
 
 LISTED = ("device", "gpus", "batch", "seq")  # fields that take lists; the last changes fastest

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from flopcalc.errors import FlopcalcError, WorkloadError
-from flopcalc.files import write_whole
+from flopcalc.base.errors import FlopcalcError, WorkloadError
+from flopcalc.base.files import write_whole
 
 FORMATS = ("table", "json", "csv", "markdown", "html")  # of commands that count
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flopcalc.base.errors import WorkloadError
+from flopcalc.base.units import format_tokens
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import has_list, takes_setup
 from flopcalc.cli.pages import format_options, write_page
-from flopcalc.errors import WorkloadError
 from flopcalc.setup.setup import make_setup
-from flopcalc.units import format_tokens
 
 if TYPE_CHECKING:
     from flopcalc.planning.plan import Plan

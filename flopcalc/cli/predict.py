@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from flopcalc.api import count, list_step_options, predict_counted
+from flopcalc.base.errors import WorkloadError
+from flopcalc.base.units import parse_size
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import has_list, takes_setup
 from flopcalc.cli.pages import format_options, write_page
-from flopcalc.errors import WorkloadError
 from flopcalc.setup.counting import Counted
 from flopcalc.setup.setup import Setup, make_setup
-from flopcalc.units import parse_size
 
 if TYPE_CHECKING:
     from flopcalc.prediction.step import Prediction

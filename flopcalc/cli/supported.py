@@ -7,8 +7,8 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flopcalc.data import find_data_dir, find_user_dir, list_data_files, load_toml
-from flopcalc.errors import ConfigError, format_nearest, format_value
+from flopcalc.base.data import find_data_dir, find_user_dir, list_data_files, load_toml
+from flopcalc.base.errors import ConfigError, format_nearest, format_value
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.estimate import Estimator

@@ -120,8 +120,8 @@ def run(
     CONFIG is a .json or .toml file with the lists trainers, batch_sizes, seq_lens and models, and settings such as
     steps and dtype. Options on the command line win over it.
     """
+    from flopcalc.base.units import parse_sizes
     from flopcalc.measure.sweep.matrix import load_matrix
-    from flopcalc.units import parse_sizes
 
     lists: dict[str, object] = {"models": _read_models(model_size, model)}
     lists["trainers"] = _split(trainers)
@@ -232,7 +232,7 @@ def _split(text: str | None) -> tuple[str, ...] | None:
 
 
 def _read_models(sizes: str | None, models: tuple[str, ...]) -> tuple[str, ...] | None:
-    from flopcalc.errors import format_nearest
+    from flopcalc.base.errors import format_nearest
     from flopcalc.measure.sweep.matrix import MODEL_SIZES, SweepError
 
     named = _split(sizes) or ()

@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from flopcalc.api import count, translate_counted
+from flopcalc.base.errors import WorkloadError
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import takes_setup
-from flopcalc.errors import WorkloadError
 from flopcalc.setup.setup import make_setup
 
 FORMATS = ("table", "json", "csv", "markdown")

@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flopcalc.api import bind
+from flopcalc.base.data import describe_install, list_data_files
+from flopcalc.base.errors import FlopcalcError, RecipeError, WorkloadError
+from flopcalc.base.text_table import format_grid, format_text
+from flopcalc.base.units import parse_size, parse_sizes
+from flopcalc.base.vocabulary import PHASES, RECOMPUTE
 from flopcalc.cli.command import Command
 from flopcalc.cli.options import complete_model
 from flopcalc.core.estimate.estimate import Estimator
@@ -17,11 +22,6 @@ from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.spec.aliases import strip_marks
-from flopcalc.data import describe_install, list_data_files
-from flopcalc.errors import FlopcalcError, RecipeError, WorkloadError
-from flopcalc.grids import format_grid, format_text
-from flopcalc.units import parse_size, parse_sizes
-from flopcalc.words import PHASES, RECOMPUTE
 
 if TYPE_CHECKING:
     from flopcalc.measure.hf.compare import Verdict

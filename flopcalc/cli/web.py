@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
+from flopcalc.base.errors import FlopcalcError, WorkloadError
+from flopcalc.base.text_table import format_text
+from flopcalc.base.units import parse_size
 from flopcalc.cli.command import Command
-from flopcalc.errors import FlopcalcError, WorkloadError
-from flopcalc.grids import format_text
-from flopcalc.units import parse_size
 
 
 @click.command(cls=Command)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopcalc.values import Value, frozen
+from flopcalc.base.frozen import Value, frozen
 
 # A fused causal kernel works in blocks of this many positions, until a calibration table says better.
 BLOCK = 128

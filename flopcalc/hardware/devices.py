@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from flopcalc.base.data import find_data_dir, find_user_dir, load_toml
+from flopcalc.base.errors import DeviceError, SpecError, find_nearest, format_value
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import find_computed, parse_compute
 from flopcalc.base.spelling import spell
-from flopcalc.data import find_data_dir, find_user_dir, load_toml
-from flopcalc.errors import DeviceError, SpecError, find_nearest, format_value
-from flopcalc.values import Value, frozen
-from flopcalc.words import DTYPES as DTYPES
+from flopcalc.base.vocabulary import DTYPES as DTYPES
 
 
 @frozen()

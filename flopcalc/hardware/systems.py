@@ -6,10 +6,10 @@ import os
 from functools import cache
 from typing import NotRequired, TypedDict
 
-from flopcalc.data import find_data_dir, find_user_dir
-from flopcalc.errors import SpecError
-from flopcalc.files import MAX_JSON_BYTES, read_json
-from flopcalc.forms import FROM_0, FROM_1, POSITIVE, Each, find_fault
+from flopcalc.base.data import find_data_dir, find_user_dir
+from flopcalc.base.errors import SpecError
+from flopcalc.base.files import MAX_JSON_BYTES, read_json
+from flopcalc.base.validate import FROM_0, FROM_1, POSITIVE, Each, find_fault
 from flopcalc.hardware.devices import find_device
 
 SCHEMA = 1

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from flopcalc.data import find_data_dir, find_user_dir
-from flopcalc.errors import CalibrationError, format_nearest, format_value
-from flopcalc.files import MAX_TABLE_BYTES, read_bytes, write_whole
-from flopcalc.forms import MOST
+from flopcalc.base.data import find_data_dir, find_user_dir
+from flopcalc.base.errors import CalibrationError, format_nearest, format_value
+from flopcalc.base.files import MAX_TABLE_BYTES, read_bytes, write_whole
+from flopcalc.base.validate import MOST
 
 SCHEMA = 1
 FOLDER = "calibration"

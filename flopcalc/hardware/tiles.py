@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
-from flopcalc.data import find_data_dir
-from flopcalc.errors import SpecError
-from flopcalc.files import MAX_JSON_BYTES, read_json
-from flopcalc.forms import ANY, FROM_0, FROM_1, POSITIVE, find_fault
+from flopcalc.base.data import find_data_dir
+from flopcalc.base.errors import SpecError
+from flopcalc.base.files import MAX_JSON_BYTES, read_json
+from flopcalc.base.validate import ANY, FROM_0, FROM_1, POSITIVE, find_fault
 
 MODELLED = ("h100", "h200", "h800", "gh200")  # ids of devices with these kernels begin so
 DIRECTIONS = ("forward", "dgrad", "wgrad")

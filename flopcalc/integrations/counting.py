@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 from flopcalc.api import bind
+from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Grid, Workload
-from flopcalc.errors import FlopcalcError, WorkloadError
 
 
 def bind_options(get_model: Callable[[], Any], options: Mapping[str, Any]) -> Estimator:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from flopcalc.api import bind
+from flopcalc.base.errors import ConfigError
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.errors import ConfigError
 from flopcalc.integrations.ms_swift import install  # its trainers are HF trainers
 
 # LLaMA-Factory 0.9.5: scripts/stat_utils/cal_mfu.py

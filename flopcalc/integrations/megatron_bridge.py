@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flopcalc.base.errors import ConfigError, RecipeError
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.recipe.recipe import Lora
-from flopcalc.errors import ConfigError, RecipeError
 from flopcalc.integrations.counting import StepCounter, bind_options, replace_attributes
 from flopcalc.integrations.native import Decoder, Experts, Mla, make_config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.errors import ConfigError
+from flopcalc.base.errors import ConfigError
 
 
 class Mla(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
-from flopcalc.errors import ConfigError
+from flopcalc.base.errors import ConfigError
 from flopcalc.integrations.counting import bind_options, replace_attributes
 from flopcalc.integrations.native import Decoder, Experts, Mla, make_config
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flopcalc.base.errors import RecipeError
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.recipe.recipe import Lora
-from flopcalc.errors import RecipeError
 from flopcalc.integrations.counting import StepCounter, bind_options, replace_attributes
 
 # VeOmni 0.1: veomni/utils/count_flops.py, veomni/lora/config.py, veomni/trainer/vlm_trainer.py (freeze_vit)

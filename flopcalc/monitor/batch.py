@@ -7,16 +7,16 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any, NamedTuple, Protocol
 
 from flopcalc.api import bind
+from flopcalc.base.errors import WorkloadError
+from flopcalc.base.vocabulary import Kernel
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import is_denoiser
 from flopcalc.core.model.live import strip, unwrap
 from flopcalc.core.workload.sums import Logits
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import WorkloadError
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.values import is_tensor, read_held
-from flopcalc.words import Kernel
 
 # Of these, shapes alone count.
 _SHAPES = (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flopcalc.errors import ConfigError
+from flopcalc.base.errors import ConfigError
 from flopcalc.monitor.keys import CORE
 from flopcalc.monitor.settings import Settings, check_path, load_settings
 

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from typing import Any
 
 from flopcalc._version import __version__
-from flopcalc.errors import FlopcalcError
-from flopcalc.files import open_regular
+from flopcalc.base.errors import FlopcalcError
+from flopcalc.base.files import open_regular
 from flopcalc.monitor.batch import Work
 from flopcalc.monitor.device import Device
 from flopcalc.monitor.keys import CORE, DATASET_PREFIX, LOG_NAME, SCHEMA

@@ -11,8 +11,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.model.live import strip
-from flopcalc.errors import FlopcalcError
 from flopcalc.monitor.batch import count_scored
 from flopcalc.monitor.place import allows_tf32 as _allows_tf32
 

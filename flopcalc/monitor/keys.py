@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flopcalc.errors import ConfigError, format_nearest
+from flopcalc.base.errors import ConfigError, format_nearest
 
 LOG_NAME = "flopcalc.jsonl"
 SCHEMA = 1  # of the JSONL log, in its start lines

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import FlopcalcError, format_value
 from flopcalc.base.figures import open_figure
-from flopcalc.errors import FlopcalcError, format_value
-from flopcalc.files import MAX_LOG_BYTES, read_bytes, read_path
+from flopcalc.base.files import MAX_LOG_BYTES, read_bytes, read_path
 from flopcalc.monitor.keys import DATASET_PREFIX, LOG_NAME, LOST_PREFIX, LOST_SUFFIX, SCHEMA
 
 Record = dict[str, Any]

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.core.model.live import strip
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.monitor.batch import Fetcher, Intake, Snapshot, Work
 from flopcalc.monitor.instruments import Copy, Executed, NotMeasured, sign
 from flopcalc.monitor.messages import Say

@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.model.live import unwrap
-from flopcalc.errors import FlopcalcError
 from flopcalc.monitor.batch import Fetcher, Intake, Snapshot, bind_live
 from flopcalc.monitor.measured import MeasuredIntake, MeasuredModule
 from flopcalc.monitor.messages import Say

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from flopcalc.errors import WorkloadError
+from flopcalc.base.errors import WorkloadError
+from flopcalc.base.units import check_positive
+from flopcalc.base.vocabulary import check_word
 from flopcalc.monitor.batch import Intake, bind_live
 from flopcalc.monitor.device import Device
 from flopcalc.monitor.guard import guarded
@@ -17,8 +19,6 @@ from flopcalc.monitor.pass_log import PassLog
 from flopcalc.monitor.passes import read_lengths
 from flopcalc.monitor.place import Seen
 from flopcalc.monitor.settings import Settings
-from flopcalc.units import check_positive
-from flopcalc.words import check_word
 
 
 class PassCalls:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from flopcalc.base.errors import WorkloadError, format_value
+from flopcalc.base.units import check_items, check_size
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import WorkloadError, format_value
 from flopcalc.monitor.batch import Work
 from flopcalc.monitor.meter import Formats
 from flopcalc.monitor.step import SeenPass
-from flopcalc.units import check_items, check_size
 
 if TYPE_CHECKING:
     from flopcalc.monitor.batch import Intake

@@ -9,10 +9,10 @@ import warnings
 from collections import Counter
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.base.spelling import spell_keyword, use_spelling
 from flopcalc.core.estimate import utilization
 from flopcalc.core.model.live import strip
-from flopcalc.errors import FlopcalcError
 from flopcalc.hardware.devices import detect_device, find_detected, find_device, parse_dtype
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.meter import Peak

@@ -9,10 +9,11 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import FlopcalcError, format_nearest, format_value
+from flopcalc.base.units import check_size
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.utilization import check_positive, find_ideal_time, find_peak, share_peak
 from flopcalc.core.model.live import strip, unwrap
-from flopcalc.errors import FlopcalcError, format_nearest, format_value
 from flopcalc.hardware.devices import find_detected, parse_dtype
 from flopcalc.monitor.batch import bind_eager, bind_live
 from flopcalc.monitor.instruments import (
@@ -26,7 +27,6 @@ from flopcalc.monitor.instruments import (
 )
 from flopcalc.monitor.modes import HIGHEST, LOWEST, Counts
 from flopcalc.monitor.settings import MODES
-from flopcalc.units import check_size
 
 # Smart's factors: a model -> what trains and is recomputed -> the factor and where it comes from.
 _smart: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[float, str, str | None]]] = weakref.WeakKeyDictionary()

@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from flopcalc.data import describe_install, parse_toml
-from flopcalc.errors import ConfigError, FlopcalcError, format_nearest, format_value
-from flopcalc.files import MAX_JSON_BYTES, MAX_YAML_BYTES, read_path, read_text
+from flopcalc.base.data import describe_install, parse_toml
+from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, format_value
+from flopcalc.base.files import MAX_JSON_BYTES, MAX_YAML_BYTES, read_path, read_text
 from flopcalc.hardware.devices import parse_dtype
 from flopcalc.monitor.keys import STYLES
 

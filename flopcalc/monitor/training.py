@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from typing import Any
 
-from flopcalc.errors import format_nearest
+from flopcalc.base.errors import format_nearest
 from flopcalc.monitor.batch import HostBatches, Intake, Shape, Watched
 from flopcalc.monitor.device import Device, find_device
 from flopcalc.monitor.digest import Digester, finish_dropped, make_plain_record

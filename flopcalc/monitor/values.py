@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.errors import WorkloadError
+from flopcalc.base.errors import WorkloadError
 from flopcalc.monitor.device import Device
 from flopcalc.monitor.messages import Say
 from flopcalc.monitor.step import VALUES, Entry

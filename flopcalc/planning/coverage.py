@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from functools import cache
 
-from flopcalc.data import find_data_dir
-from flopcalc.errors import SpecError
-from flopcalc.files import MAX_JSON_BYTES, read_json
+from flopcalc.base.data import find_data_dir
+from flopcalc.base.errors import SpecError
+from flopcalc.base.files import MAX_JSON_BYTES, read_json
+from flopcalc.base.units import format_seconds
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.step import Runner
-from flopcalc.units import format_seconds
 
 
 def describe_coverage(runner: Runner, layout: Layout, others: Sequence[tuple[Layout, float]] = ()) -> list[str]:

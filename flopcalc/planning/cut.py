@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import WorkloadError
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Op, Stage, iterate
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import WorkloadError
 from flopcalc.planning.layout import Layout, Outline, split_layers
 from flopcalc.prediction.memory import Shards, Tensors
 from flopcalc.prediction.sides import count_chains, find_sides, find_widths

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from flopcalc.errors import RecipeError, WorkloadError, format_value
+from flopcalc.base.errors import RecipeError, WorkloadError, format_value
+from flopcalc.base.vocabulary import LAYOUT_RECOMPUTE, check_word
 from flopcalc.planning.local import split_evenly
-from flopcalc.words import LAYOUT_RECOMPUTE, check_word
 
 DEGREES = ("dp", "tp", "pp", "virtual", "cp", "ep", "zero", "micro_batch", "recompute")
 

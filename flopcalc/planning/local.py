@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from flopcalc.base.errors import WorkloadError
+from flopcalc.base.units import check_size
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.estimate.estimate import Estimate, Estimator, Term, check_estimate
-from flopcalc.errors import WorkloadError
-from flopcalc.units import check_size
 
 
 def local_flops(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from flopcalc.base.data import find_data_dir, find_user_dir, load_toml
+from flopcalc.base.errors import DeviceError, FlopcalcError, SpecError, format_value
 from flopcalc.base.spelling import spell
-from flopcalc.data import find_data_dir, find_user_dir, load_toml
-from flopcalc.errors import DeviceError, FlopcalcError, SpecError, format_value
 from flopcalc.hardware.devices import Device, find_device
 
 

@@ -9,11 +9,11 @@ from functools import cache, lru_cache
 from math import comb, log
 from typing import Any, NamedTuple
 
+from flopcalc.base.data import find_data_dir, find_user_dir, load_toml
+from flopcalc.base.errors import DeviceError, SpecError
 from flopcalc.base.spelling import spell
-from flopcalc.data import find_data_dir, find_user_dir, load_toml
-from flopcalc.errors import DeviceError, SpecError
+from flopcalc.base.vocabulary import check_word
 from flopcalc.hardware.devices import find_device
-from flopcalc.words import check_word
 
 _MIB = 1 << 20
 # Bus bandwidth is size / time times this share of (g-1)/g: an all-reduce passes everything twice.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_items, format_parameters, format_tokens
+from flopcalc.base.vocabulary import check_word
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.inputs import make_load
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import WorkloadError, format_value
 from flopcalc.planning.layout import DEGREES, check_fixed
 from flopcalc.planning.results import Plan, Planned
 from flopcalc.planning.search import search_layouts
@@ -20,8 +22,6 @@ from flopcalc.prediction.memory import resize_batch
 from flopcalc.setup.counting import bind_setup, find_sequences
 from flopcalc.setup.setup import ModelChoice, Setup
 from flopcalc.setup.values import AUTO
-from flopcalc.units import check_items, format_parameters, format_tokens
-from flopcalc.words import check_word
 
 __all__ = ["DEFAULT_SEQ", "Plan", "choose_batch", "plan_setup"]
 

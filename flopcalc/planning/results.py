@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.base.figures import check_ending, open_figure
-from flopcalc.errors import FlopcalcError
-from flopcalc.files import read_path
-from flopcalc.frames import FrozenRows, Rows, shorten, show_rows
+from flopcalc.base.files import read_path
+from flopcalc.base.rows import FrozenRows, Rows, shorten, show_rows
+from flopcalc.base.units import format_amount, format_bytes, format_seconds, format_tokens
+from flopcalc.base.vocabulary import Execution
 from flopcalc.hardware.devices import Device
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.money import Rate
 from flopcalc.planning.network import Interconnect
 from flopcalc.planning.seconds import PARTS, Step
 from flopcalc.prediction.memory import Memory, find_capacity
-from flopcalc.units import format_amount, format_bytes, format_seconds, format_tokens
-from flopcalc.words import Execution
 
 # NCCL's buffers on every device of several. The allocator of the tensors does not see them.
 BUFFER_BYTES = 2 << 30

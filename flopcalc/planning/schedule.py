@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.base.spelling import spell
-from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.seconds import PARTS
 from flopcalc.prediction.perfetto import write_trace

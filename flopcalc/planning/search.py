@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from flopcalc.base.errors import DeviceError, WorkloadError
+from flopcalc.base.rows import FrozenRows
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import format_bytes, format_seconds
+from flopcalc.base.vocabulary import CAST_FORMATS, Execution
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import DeviceError, WorkloadError
-from flopcalc.frames import FrozenRows
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.planning.coverage import describe_coverage
 from flopcalc.planning.cut import is_lifting
@@ -23,8 +25,6 @@ from flopcalc.planning.step import Runner
 from flopcalc.prediction.choices import describe_formats
 from flopcalc.prediction.clock import tell_kernels
 from flopcalc.prediction.memory import Memory, resize_batch
-from flopcalc.units import format_bytes, format_seconds
-from flopcalc.words import CAST_FORMATS, Execution
 
 MOST_LAYOUTS = 1_000_000
 _TOLD_EVERY = 32  # layouts between two calls of `progress`

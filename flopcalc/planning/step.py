@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from functools import cache, cached_property, lru_cache
 from math import log, sqrt
 
+from flopcalc.base.errors import FlopcalcError
+from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS, RECOMPUTE, Execution, Recompute, check_word
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import iterate
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import FlopcalcError
 from flopcalc.planning.cut import (
     Section,
     Weights,
@@ -44,7 +45,6 @@ from flopcalc.prediction.memory import (
 )
 from flopcalc.prediction.tensors import Held
 from flopcalc.prediction.work import Work
-from flopcalc.words import CAST_BYTES, CAST_FORMATS, RECOMPUTE, Execution, Recompute, check_word
 
 _KINDS = ("products", "attention", "memory_bound", "optimizer", "recompute")  # in the order of a clock's sums
 _ENDS = ("first", "last", "optimizer")

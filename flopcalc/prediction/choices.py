@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from flopcalc.base.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_value
 from flopcalc.base.spelling import spell
+from flopcalc.base.vocabulary import (
+    CAST_FORMATS,
+    EXECUTIONS,
+    KERNELS,
+    OPTIMIZERS,
+    Execution,
+    Optimizer,
+    Recompute,
+    check_word,
+)
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.model.ops import Attend, iterate
 from flopcalc.core.recipe.numbers import Formats
-from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_value
 from flopcalc.hardware.devices import Device, find_sdpa, parse_dtype
 from flopcalc.prediction.maker import FOUR_BITS
 from flopcalc.prediction.tensors import has_sdpa
-from flopcalc.words import CAST_FORMATS, EXECUTIONS, KERNELS, OPTIMIZERS, Execution, Optimizer, Recompute, check_word
 
 _EAGER = ("gpt_oss",)  # without SDPA in HF, beside types that were recorded with eager attention alone
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
@@ -99,7 +108,7 @@ def choose_execution(execution: str | None, compiled: bool) -> Execution:
         return "compiled" if compiled else "eager"
     if compiled and check_execution(execution) != "compiled":
         raise RecipeError(
-            f"{spell('compile')} means execution compiled, not {format_value(execution)}: give one of the two"
+            f"{spell('compile', True)} means execution compiled, not {format_value(execution)}: give one of the two"
         )
     return check_execution(execution)
 

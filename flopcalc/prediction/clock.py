@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.base.data import find_data_dir, find_user_dir
 from flopcalc.base.spelling import spell
+from flopcalc.base.vocabulary import Execution
 from flopcalc.core.workload.workload import Workload
-from flopcalc.data import find_data_dir, find_user_dir
 from flopcalc.hardware.devices import find_device
 from flopcalc.prediction.hosted import ONCE, Hosted, find_order, find_unit, name_factor, name_mode, name_phase
 from flopcalc.prediction.joined import Joined, find_joined
@@ -17,7 +18,6 @@ from flopcalc.prediction.machine import MEASURED_ON, STREAMED, Machine, Timed, s
 from flopcalc.prediction.maker import count_calls
 from flopcalc.prediction.timeline import Place, Segment, Span, Stack, order, order_places, run
 from flopcalc.prediction.work import Attention, Moved, Product, Work
-from flopcalc.words import Execution
 
 _EXPERTS = 0.03  # relative error that experts add: rows are dealt out unevenly, and HF changes their code often
 # What another machine of the measured kind adds: clocks and power limits of devices, and CPUs, which differ far more.

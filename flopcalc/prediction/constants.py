@@ -8,10 +8,10 @@ from functools import cache
 from itertools import pairwise
 from typing import Literal, NotRequired, TypedDict
 
-from flopcalc.data import find_data_dir, find_user_dir
-from flopcalc.errors import SpecError, format_value
-from flopcalc.files import MAX_JSON_BYTES, read_json
-from flopcalc.forms import ANY, FROM_0, FROM_1, POSITIVE, Each, Rule, find_fault
+from flopcalc.base.data import find_data_dir, find_user_dir
+from flopcalc.base.errors import SpecError, format_value
+from flopcalc.base.files import MAX_JSON_BYTES, read_json
+from flopcalc.base.validate import ANY, FROM_0, FROM_1, POSITIVE, Each, Rule, find_fault
 
 Mode = Literal["train", "forward"]  # with gradients or without
 HostPhase = Literal["train", "forward", "decode"]

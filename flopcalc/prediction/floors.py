@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from flopcalc.base.units import format_seconds
+from flopcalc.base.vocabulary import Execution
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.utilization import find_ideal_time, sum_dtypes
 from flopcalc.core.model.ops import Attend
@@ -11,8 +13,6 @@ from flopcalc.core.recipe.numbers import count_cache_bytes
 from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device
 from flopcalc.prediction.maker import count_calls
-from flopcalc.units import format_seconds
-from flopcalc.words import Execution
 
 # Bytes per byte of a trained parameter that one step moves at least: its gradient is written; AdamW reads gradient,
 # parameter and two states, and writes the last three.

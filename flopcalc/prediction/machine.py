@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from flopcalc.errors import DeviceError, SpecError
+from flopcalc.base.errors import DeviceError, SpecError
+from flopcalc.base.vocabulary import CAST_BYTES, CAST_FORMATS
 from flopcalc.hardware.devices import Device, find_device, find_format_peak, parse_dtype, peak_flops_per_s
 from flopcalc.hardware.systems import System, load_system
 from flopcalc.hardware.tiles import count_steps, pad
 from flopcalc.prediction.constants import Constants, load_predictor
 from flopcalc.prediction.kinds import find_size, name_shape
 from flopcalc.prediction.work import Attention, Moved, Product
-from flopcalc.words import CAST_BYTES, CAST_FORMATS
 
 # What time_matrix chooses from: rows and columns of a tile, into how many parts k is split, and the least k of a part.
 TILES = ((128, 256), (256, 128), (128, 192), (192, 128), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64),

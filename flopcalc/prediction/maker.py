@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from flopcalc.base.vocabulary import Execution
 from flopcalc.core.count.products import Block, CountedRow, Row
 from flopcalc.core.count.products import Product as CountedProduct
 from flopcalc.core.estimate.estimate import Estimator
@@ -19,7 +20,6 @@ from flopcalc.prediction.rows import find_owed, name_module
 from flopcalc.prediction.sides import Sided, find_sides, find_widths, list_wide
 from flopcalc.prediction.timeline import Stack
 from flopcalc.prediction.work import Attention, Dispatched, Moved, Product, Width, Work
-from flopcalc.words import Execution
 
 # Kinds of operators that cost the host alone: no kernel, or one that is timed as a product or an attention call.
 HOST_ONLY = (

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import DeviceError, RecipeError, WorkloadError, format_nearest, format_value
+from flopcalc.base.units import format_bytes
+from flopcalc.base.vocabulary import CAST_FORMATS, Execution
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import DeviceError, RecipeError, WorkloadError, format_nearest, format_value
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.operators import Operators, list_operators
@@ -20,8 +22,6 @@ from flopcalc.prediction.serving import Serving
 from flopcalc.prediction.shards import Shards, cut_parts, divide_held, shard_zero, sum_held
 from flopcalc.prediction.tensors import FLOAT, Held, Part, Step
 from flopcalc.prediction.work import Product
-from flopcalc.units import format_bytes
-from flopcalc.words import CAST_FORMATS, Execution
 
 __all__ = [
     "MOMENTS",

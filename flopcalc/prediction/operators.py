@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import FlopcalcError, SpecError, format_value
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Chain, Op, Stage, iterate, join, rename_path, rename_stage
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import FlopcalcError, SpecError, format_value
 from flopcalc.prediction.adapters import ADAPTER_AUTOCAST, find_adapter_table, is_adapter_cast
 from flopcalc.prediction.borrowed import (
     EXPERTS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from flopcalc.errors import FlopcalcError
-from flopcalc.files import write_whole
+from flopcalc.base.errors import FlopcalcError
+from flopcalc.base.files import write_whole
 
 if TYPE_CHECKING:
     from flopcalc.prediction.step import Prediction

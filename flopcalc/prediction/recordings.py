@@ -8,6 +8,9 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
+from flopcalc.base.data import find_data_dir
+from flopcalc.base.errors import FlopcalcError, SpecError, format_value
+from flopcalc.base.files import MAX_JSON_BYTES, read_json
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Op, Stage, iterate
 from flopcalc.core.workload.sums import (
@@ -23,9 +26,6 @@ from flopcalc.core.workload.sums import (
     Windows,
 )
 from flopcalc.core.workload.workload import Workload
-from flopcalc.data import find_data_dir
-from flopcalc.errors import FlopcalcError, SpecError, format_value
-from flopcalc.files import MAX_JSON_BYTES, read_json
 
 # An expression is a sum of terms: letter * [coefficient *] feature [* size [* size]], in bytes.
 # x: the model's dtype; f: float32; l: int64; i: int32; o: one byte; n: a bare number.

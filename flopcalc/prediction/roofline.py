@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from flopcalc.base.vocabulary import Execution
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.hardware.devices import find_device, parse_dtype
 from flopcalc.prediction.choices import check_execution, find_kernel, match_dtype, settle
 from flopcalc.prediction.machine import Machine
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.work import Attention, Product
-from flopcalc.words import Execution
 
 
 class Call(NamedTuple):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.core.model.ops import Op
-from flopcalc.errors import WorkloadError, format_value
 
 # The version whose code runs if none is named: that of the machine on which steps with experts were measured.
 USUAL = "5.17"

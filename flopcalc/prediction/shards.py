@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from flopcalc.errors import RecipeError, format_value
+from flopcalc.base.errors import RecipeError, format_value
 from flopcalc.prediction.tensors import Held, Part
 
 

@@ -6,17 +6,19 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.base.spelling import spell
-from flopcalc.core.estimate.estimate import Estimate, Estimator, check_tokens
-from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
-from flopcalc.core.model.ops import iterate
-from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import (
+from flopcalc.base.errors import (
     RecipeError,
     WorkloadError,
     format_value,
 )
-from flopcalc.frames import Rows, shorten, show_rows
+from flopcalc.base.rows import Rows, shorten, show_rows
+from flopcalc.base.spelling import spell
+from flopcalc.base.units import MAX_SIZE, check_positive, format_bytes, format_seconds
+from flopcalc.base.vocabulary import Execution, check_flag, check_word
+from flopcalc.core.estimate.estimate import Estimate, Estimator, check_tokens
+from flopcalc.core.estimate.utilization import Utilization, hfu, mfu
+from flopcalc.core.model.ops import iterate
+from flopcalc.core.workload.workload import Workload
 from flopcalc.hardware.devices import Device, find_device, parse_dtype
 from flopcalc.prediction.choices import (
     change,
@@ -43,8 +45,6 @@ from flopcalc.prediction.memory import (
     resize_batch,
 )
 from flopcalc.prediction.routed import FREE, RECORDED, USUAL, is_routed, parse_version
-from flopcalc.units import MAX_SIZE, check_positive, format_bytes, format_seconds
-from flopcalc.words import Execution, check_flag, check_word
 
 __all__ = ["Prediction", "StepTime", "find_largest_batch", "predict_estimate"]
 
@@ -414,7 +414,7 @@ def _advise(estimate: Estimate, now: Prediction, settings: _Settings) -> str:
         return device.memory_gb is None or settings.find_memory([(estimator, load, times)]).fits(device)
 
     if settings.execution == "eager":
-        gain(f"compile the model ({spell('compile')})", estimate, execution="compiled")
+        gain(f"compile the model ({spell('compile', True)})", estimate, execution="compiled")
     if settings.kernel == "eager" and takes_sdpa(estimate.terms[0][0]):
         kernel = find_kernel(device, settings.machine.dtype, "auto")
         gain("fused attention in place of eager", estimate, kernel=kernel)

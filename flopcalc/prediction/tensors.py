@@ -10,17 +10,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from flopcalc.base.errors import RecipeError, format_nearest, format_value
 from flopcalc.base.number_formats import find_computed
+from flopcalc.base.vocabulary import KERNELS, Execution
 from flopcalc.core.count.products import Block, Row
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import Attend, Chain, Dropout, Op, Stage, iterate, join
 from flopcalc.core.workload.sums import Either, InDecoder, Pairs, Sum
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import RecipeError, format_nearest, format_value
 from flopcalc.prediction.operators import Operator, Operators, Saved
 from flopcalc.prediction.recordings import load_file
 from flopcalc.prediction.sides import count_chains, list_wide_saved
-from flopcalc.words import KERNELS, Execution
 
 __all__ = ["FLOAT", "Held", "Kind", "Part", "Step", "list_kinds"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from flopcalc.base.vocabulary import Execution
 from flopcalc.prediction.timeline import Stack
-from flopcalc.words import Execution
 
 # How tensor parallelism cuts a product: by its outputs, by its inputs, by its experts, or not at all.
 Side = Literal["column", "row", "expert", "whole"]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flopcalc.grids import format_grid, wrap
+from flopcalc.base.text_table import format_grid, wrap
 from flopcalc.hardware.tables import Table
 
 

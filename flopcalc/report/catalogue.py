@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flopcalc.base.spelling import spell
-from flopcalc.grids import format_grid, format_text
-from flopcalc.units import format_number, format_parameters
+from flopcalc.base.text_table import format_grid, format_text
+from flopcalc.base.units import format_number, format_parameters
 
 if TYPE_CHECKING:
     from flopcalc.core.model.names import LaunchIds
@@ -109,7 +109,7 @@ def format_coverage(found: Coverage, registries: Sequence[Registry], launched: S
             if entry.spec is None:
                 missing[(entry.model_type, entry.architecture)] = entry.reason or "not written yet"
     if missing:
-        lines.append(f"\nWithout a spec ({spell('trace')} counts many of them from HF's own code):")
+        lines.append(f"\nWithout a spec ({spell('trace', True)} counts many of them from HF's own code):")
         lines.append(format_grid(["model_type", "class", "why"], [[*key, why] for key, why in sorted(missing.items())]))
     for registry in registries:
         lines += _format_registry(registry)

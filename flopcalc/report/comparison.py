@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from flopcalc.base.text_table import format_grid, wrap
+from flopcalc.base.units import format_bytes, format_flops, format_parameters
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.utilization import Utilization
-from flopcalc.grids import format_grid, wrap
-from flopcalc.units import format_bytes, format_flops, format_parameters
 
 _MIXED = "Different conventions stand side by side: do not compare them."
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from flopcalc.base.text_table import format_grid, wrap
+from flopcalc.base.units import format_bytes, format_count, format_flops, format_parameters, format_rate
+from flopcalc.base.vocabulary import CONVENTIONS
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.estimate.run import Run
 from flopcalc.core.estimate.utilization import Utilization
 from flopcalc.core.recipe.numbers import ASSUMED
-from flopcalc.grids import format_grid, wrap
-from flopcalc.units import format_bytes, format_count, format_flops, format_parameters, format_rate
-from flopcalc.words import CONVENTIONS
 
 NOT_COUNTED = (
     "norms, softmax, activations, rotary embeddings, table look-ups, loss and optimizer are not matrix products"

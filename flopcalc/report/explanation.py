@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from fnmatch import translate
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import WorkloadError
 from flopcalc.base.spelling import spell
+from flopcalc.base.text_table import wrap
+from flopcalc.base.units import format_flops
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import Product, Role, Row
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.ops import Attend, Embed, Linear, Multiply, join
 from flopcalc.core.workload.sums import Sum
-from flopcalc.errors import WorkloadError
-from flopcalc.grids import wrap
-from flopcalc.units import format_flops
 
 
 def explain_rows(estimate: Estimate, pattern: str) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flopcalc.grids import format_grid, format_text
+from flopcalc.base.text_table import format_grid, format_text
 
 Varied = Mapping[str, int | str]  # option -> its value in one combination
 

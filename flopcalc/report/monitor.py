@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from flopcalc.grids import find_width, format_grid, wrap
+from flopcalc.base.text_table import find_width, format_grid, wrap
+from flopcalc.base.units import format_parameters, format_rate
 from flopcalc.report.labels import METRICS, SHARES
-from flopcalc.units import format_parameters, format_rate
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _MOST_EVENTS = 20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from flopcalc.grids import format_grid, wrap
+from flopcalc.base.text_table import format_grid, wrap
+from flopcalc.base.units import format_bytes, format_parameters, format_seconds, format_tokens
 from flopcalc.planning.results import Plan
-from flopcalc.units import format_bytes, format_parameters, format_seconds, format_tokens
 
 
 def format_plan(found: Plan) -> str:

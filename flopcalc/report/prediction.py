@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flopcalc.base.spelling import spell
-from flopcalc.grids import format_grid, format_text, wrap
+from flopcalc.base.text_table import format_grid, format_text, wrap
+from flopcalc.base.units import format_bytes, format_seconds, format_share
 from flopcalc.hardware.devices import Device, find_device
 from flopcalc.prediction.floors import format_rate
 from flopcalc.prediction.memory import MOMENTS, Memory, find_capacity
 from flopcalc.prediction.step import Prediction
 from flopcalc.report.labels import TIME_KINDS
-from flopcalc.units import format_bytes, format_seconds, format_share
 
 _LEAST = 0.0005  # of a step: rows that would read 0.0 % are left out
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from flopcalc.base.text_table import format_grid, wrap
+from flopcalc.base.units import format_rate
 from flopcalc.core.estimate.translation import TranslatedRow, Translation, format_difference
-from flopcalc.grids import format_grid, wrap
-from flopcalc.units import format_rate
 
 _HEADERS = ["convention", "GFLOP/token", "TFLOP/s per GPU", "MFU", "difference"]
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from flopcalc.base.data import get_stem
+from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_positive, format_tokens, parse_share
 from flopcalc.core.estimate.binding import bind_config, read_recipe
 from flopcalc.core.estimate.estimate import Estimate, Estimator
 from flopcalc.core.estimate.estimator import Samples
 from flopcalc.core.estimate.inputs import make_load
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.recipe.recipe import Recipe
-from flopcalc.data import get_stem
-from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.hardware.devices import detect_device, find_detected, find_device
 from flopcalc.setup.setup import Setup, Work
-from flopcalc.units import check_positive, format_tokens, parse_share
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.run import Run

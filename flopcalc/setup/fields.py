@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 
 from flopcalc.base.spelling import KEYWORDS
-from flopcalc.words import (
+from flopcalc.base.vocabulary import (
     CLIPPING,
     CONVENTIONS,
     EXECUTIONS,
@@ -122,7 +122,7 @@ class SetupKeywords(TypedDict, total=False):
     video_grid_thw: Annotated[Any, Field("A video per sample, in patches.", "media", _PLAN + "K", "grids", "T,H,W")]
     audio: Annotated[Iterable[Number], Field("An audio clip per sample, in seconds; repeatable.", "media", _PLAN, "seconds", "SECONDS")]
     max_pixels: Annotated[Size, Field("max_pixels of the image processor (default: from its config).", "media", _PLAN, "size", "N")]
-    clips: Annotated[Iterable[int], Field("Audio clips of the whole batch, in frames of the feature extractor.", "media", "EXTP", "value", in_doors=False)]
+    clips: Annotated[Iterable[int], Field("Audio clips of the whole batch, in frames of the feature extractor.", "media", "EXTP", "sizes", in_doors=False)]
     # what trains
     freeze: Annotated[Texts, Field("Freeze what matches: a glob of module paths, or vision|audio|projector|language; repeatable.", "training", _ALL + "K", "patterns", "PATTERN")]
     train_only: Annotated[Texts, Field("Train only what matches: patterns as for freezing; repeatable.", "training", _ALL + "K", "patterns", "PATTERN")]

@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flopcalc.base.errors import ConfigError, RecipeError, WorkloadError, format_nearest
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import describe_suffixes
 from flopcalc.core.estimate.inputs import Inputs
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.workload.workload import Workload, check_workload_alone
-from flopcalc.errors import ConfigError, RecipeError, WorkloadError, format_nearest
 from flopcalc.setup.fields import FIELDS, Command, Field, Kind, find_option, list_fields
 from flopcalc.setup.values import read_value
-from flopcalc.units import describe_suffixes
-from flopcalc.values import Value, frozen
 
 _RECIPE = ("freeze", "train_only", "lora", "recompute")
 _SIZES = (

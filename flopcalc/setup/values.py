@@ -7,13 +7,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flopcalc.base.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_value
+from flopcalc.base.files import read_path
 from flopcalc.base.number_formats import parse_compute
 from flopcalc.base.spelling import spell
-from flopcalc.core.workload.workload import Grid, read_grids
-from flopcalc.errors import DeviceError, FlopcalcError, RecipeError, WorkloadError, format_value
-from flopcalc.files import read_path
-from flopcalc.setup.fields import Field
-from flopcalc.units import (
+from flopcalc.base.units import (
     check_items,
     check_positive,
     check_size,
@@ -22,7 +20,9 @@ from flopcalc.units import (
     parse_sizes,
     parse_tokens,
 )
-from flopcalc.words import check_flag, check_word
+from flopcalc.base.vocabulary import check_flag, check_word
+from flopcalc.core.workload.workload import Grid, read_grids
+from flopcalc.setup.fields import Field
 
 _SIZE = re.compile(r"-?\d+[xX]-?\d+")
 AUTO = "auto"

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from flopcalc.base.errors import DeviceError, FlopcalcError, format_value
+from flopcalc.base.files import parse_json
 from flopcalc.base.spelling import spell_option, use_spelling
-from flopcalc.errors import DeviceError, FlopcalcError, format_value
-from flopcalc.files import parse_json
+from flopcalc.base.vocabulary import CONVENTIONS
 from flopcalc.setup.counting import Counted, find_shares
 from flopcalc.setup.setup import Setup
 from flopcalc.web.setups import Page, count_page, make_page_setup, read_page, write_lines
-from flopcalc.words import CONVENTIONS
 
 if TYPE_CHECKING:
     from flopcalc.planning.plan import Plan

@@ -14,19 +14,19 @@ from html import escape
 from typing import Any
 
 from flopcalc._version import __version__
+from flopcalc.base.data import describe_install, find_data_dir
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.base.number_formats import load_computed
+from flopcalc.base.units import format_flops
+from flopcalc.base.vocabulary import DTYPES, RECOMPUTE
 from flopcalc.core.estimate.quoted import load_quoted
 from flopcalc.core.recipe.formats import load_stored
-from flopcalc.data import describe_install, find_data_dir
-from flopcalc.errors import FlopcalcError
 from flopcalc.hardware.devices import load_devices
 from flopcalc.planning.network import load_interconnects
-from flopcalc.units import format_flops
 from flopcalc.web.answers import answer
 from flopcalc.web.compiled import compile_python
 from flopcalc.web.packages import find_package, is_locked, load_lock
 from flopcalc.web.setups import describe_form
-from flopcalc.words import DTYPES, RECOMPUTE
 
 STATIC = os.path.join(os.path.dirname(os.path.abspath(__file__)), "static")
 DEFAULT = {"model": "qwen2-vl-7b", "seq": "2048"}  # the question whose answer stands in the page from the start

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.setup.launch import apply_launch, read_launch
 from flopcalc.web.setups import Page, list_page_fields
 

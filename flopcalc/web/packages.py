@@ -11,8 +11,8 @@ import tarfile
 import tempfile
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.estimate.traced import find_cache_dir
-from flopcalc.errors import FlopcalcError
 
 LOCK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pyodide.lock.json")
 _TIMEOUT_S = 600

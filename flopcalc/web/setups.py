@@ -8,11 +8,11 @@ import shlex
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import ConfigError, FlopcalcError, format_nearest, format_value
+from flopcalc.base.files import MAX_JSON_BYTES
 from flopcalc.base.spelling import KEYWORDS
 from flopcalc.core.estimate.estimator import Estimator
 from flopcalc.core.model.config import Source, load_config
-from flopcalc.errors import ConfigError, FlopcalcError, format_nearest, format_value
-from flopcalc.files import MAX_JSON_BYTES
 from flopcalc.setup.counting import Counted, bind_setup, count_bound
 from flopcalc.setup.fields import FIELDS, GROUPS, Command, list_fields
 from flopcalc.setup.setup import BESIDE, Setup, make_setup

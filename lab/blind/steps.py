@@ -564,7 +564,7 @@ def split_kinds(rows: list[Json]) -> Iterator[tuple[str, str, list[Json]]]:
 
 def report_own(measured: Path, predictor: Path) -> str:
     """Each kind apart, by a predictor of the same machine."""
-    from flopcalc.grids import format_grid
+    from flopcalc.base.text_table import format_grid
 
     rows = list_own_rows(measured, predictor)
     sums = [[kind, bound, len(own), summarize(own)] for kind, bound, own in split_kinds(rows)]
@@ -573,7 +573,7 @@ def report_own(measured: Path, predictor: Path) -> str:
 
 def report(measured: Path, predicted: Path) -> str:
     """Each kind apart: median error, worst error, steps inside the interval; then every step."""
-    from flopcalc.grids import format_grid
+    from flopcalc.base.text_table import format_grid
 
     rows = list_rows(measured, predicted)
     sums = [
@@ -593,7 +593,7 @@ def report(measured: Path, predicted: Path) -> str:
 
 def report_executed(measured: Path, predicted: Path) -> str:
     """Counted steps: executed, predicted before, how far that is off; also for the router's rows, if these are kept."""
-    from flopcalc.grids import format_grid
+    from flopcalc.base.text_table import format_grid
 
     said = json.loads(predicted.read_text())
     cases = json.loads(measured.read_text())["cases"]
@@ -615,7 +615,7 @@ def report_executed(measured: Path, predicted: Path) -> str:
 
 def summarize_rounds() -> str:
     """A line per round: steps by what bounds them, and counted steps."""
-    from flopcalc.grids import format_grid
+    from flopcalc.base.text_table import format_grid
 
     lines = []
     for number in NUMBERS:

@@ -15,8 +15,8 @@ import json
 import sys
 from pathlib import Path
 
-from flopcalc.data import find_data_dir
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.data import find_data_dir
+from flopcalc.base.errors import FlopcalcError
 from lab.truth import make_parser, report, write
 
 

@@ -11,11 +11,11 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
+from flopcalc.base.data import list_data_files
+from flopcalc.base.errors import ConfigError, FlopcalcError
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import Attend, iterate
-from flopcalc.data import list_data_files
-from flopcalc.errors import ConfigError, FlopcalcError
 from flopcalc.measure.hf.examples import Example, make_estimator
 from flopcalc.prediction.recordings import (
     SWITCHES,

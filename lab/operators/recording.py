@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.measure.hf.examples import Example, find_example, make_estimator
 from flopcalc.prediction.recordings import find_language, list_sizes
 from lab.operators import denoisers

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import flopcalc
+from flopcalc.base.data import list_data_files
 from flopcalc.cli import main
-from flopcalc.data import list_data_files
 from flopcalc.hardware.devices import load_devices
 
 Capture = pytest.CaptureFixture[str]

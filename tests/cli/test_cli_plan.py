@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from places import ROOT
 
 from flopcalc import plan as make_plan
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.cli.plan import plan
-from flopcalc.errors import FlopcalcError
 
 RUN = ["--model", "llama-3.2-1b", "--tokens", "100B", "--device", "h200", "--gpus", "16", "--seq", "2048"]
 SMALL = [*RUN, "--global-batch", "64", "--pp", "1,2", "--virtual", "1", "--zero", "0,1", "--micro-batch", "1,2"]
@@ -184,7 +184,7 @@ def test_a_default_batch_that_limits_the_plan_is_noted() -> None:
     run: dict[str, Any] = {"tokens": "15T", "device": "h100-sxm", "gpus": 16384, "seq_len": 8192, "zero": 1}
     found = make_plan("llama-3.1-405b", **run)
     (note,) = (note for note in found.notes if "limits this plan" in note)
-    assert "--global-batch 2048 (16.78M tokens) would reach an MFU of 51 % instead of 19 %" in note
+    assert "global_batch=2048 (16.78M tokens) would reach an MFU of 51 % instead of 19 %" in note
     given = make_plan("llama-3.1-405b", **run, global_batch=2048)
     assert round(100 * given.best[0].mfu) == 51
     assert not any("limits this plan" in note for note in given.notes)  # a batch that was given is meant

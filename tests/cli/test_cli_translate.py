@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 import flopcalc
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.cli import main
 from flopcalc.cli.translate import translate
 from flopcalc.core.estimate.quoted import load_quoted
-from flopcalc.errors import FlopcalcError
 
 NAMES = list(load_quoted().conventions)
 MODEL = ("--model", "llama-3.1-8b", "--seq", "4096")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from headers import HEADER, write_gguf
 
+from flopcalc.base.data import find_data_dir, load_toml
 from flopcalc.cli import main
-from flopcalc.data import find_data_dir, load_toml
 from flopcalc.prediction.constants import load_predictor
 
 SECONDS = 10.0  # of CPU, for one command; nearly all take milliseconds

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 from places import ROOT
 
+from flopcalc.base.errors import CalibrationError
 from flopcalc.cli.calibration import calibration as command
-from flopcalc.errors import CalibrationError
 from flopcalc.hardware import tables as calibration
 from flopcalc.hardware.tables import find_table, interpolate, list_tables, load_table, save_table
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from flopcalc import DeviceError, SpecError, estimate_flops, mfu, peak_flops_per_s, plan, predict
+from flopcalc.base.vocabulary import KERNELS
 from flopcalc.cli import main
 from flopcalc.hardware.devices import (
     DTYPES,
@@ -24,7 +25,6 @@ from flopcalc.hardware.devices import (
     load_devices,
     parse_dtype,
 )
-from flopcalc.words import KERNELS
 
 DEVICES = load_devices()[0]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from flopcalc.data import find_data_dir
-from flopcalc.errors import SpecError
+from flopcalc.base.data import find_data_dir
+from flopcalc.base.errors import SpecError
 from flopcalc.hardware.devices import find_device, load_devices
 from flopcalc.hardware.systems import load_system
 from flopcalc.prediction.clock import tell_kernels

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.web.build import build_site
 from flopcalc.web.packages import find_package, load_lock
 from flopcalc.web.serve import make_server

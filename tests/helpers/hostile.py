@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError
 
 
 class Odd:

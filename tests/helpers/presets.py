@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from flopcalc.base.data import list_data_files, load_toml
 from flopcalc.core.model.components import is_pipeline
 from flopcalc.core.spec.spec import find_spec
-from flopcalc.data import list_data_files, load_toml
 
 FILES = list_data_files("presets")
 

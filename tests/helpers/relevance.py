@@ -142,8 +142,8 @@ def find_dependents(names: Iterable[str]) -> dict[str, int]:
 @cache
 def list_keys(name: str) -> frozenset[str]:
     """The kinds of op and the keys that a type's spec uses, merged with what it extends, and those of its towers."""
+    from flopcalc.base.errors import FlopcalcError
     from flopcalc.core.spec.spec import find_spec
-    from flopcalc.errors import FlopcalcError
 
     try:
         spec = find_spec(name)

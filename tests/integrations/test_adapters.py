@@ -15,7 +15,7 @@ import torch
 from tiny import make_llama
 
 from flopcalc import bind, estimate_flops
-from flopcalc.errors import ConfigError
+from flopcalc.base.errors import ConfigError
 from flopcalc.integrations import composer, llamafactory, megatron_bridge, ms_swift, nemo_automodel, torchtitan, veomni
 from flopcalc.integrations import verl as verl_adapter
 from flopcalc.integrations.counting import make_grid

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from flopcalc.base.data import find_data_dir
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.data import find_data_dir
 from flopcalc.measure.hf.examples import find_example, make_estimator
 from flopcalc.prediction.operators import list_operators
 from lab.operators import __main__ as command

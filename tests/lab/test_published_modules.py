@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from flopcalc import bind
+from flopcalc.base.data import list_data_files, load_toml
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.spec.spec import find_spec
-from flopcalc.data import list_data_files, load_toml
-from flopcalc.errors import FlopcalcError
 
 EXAMPLES = {name: load_toml(path) for name, path in list_data_files("examples").items()}
 WITNESSES = {name: tables["witness"] for name, tables in EXAMPLES.items() if "witness" in tables}

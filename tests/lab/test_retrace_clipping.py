@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flopcalc import bind
-from flopcalc.errors import RecipeError
+from flopcalc.base.errors import RecipeError
 from lab import truth_clipping
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # opacus and torch advise on training, which this is not

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from families import FAMILIES, load_tiny
 
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError
 from lab import truth as module
 from lab.truth import (
     Case,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flopcalc.errors import ConfigError
+from flopcalc.base.errors import ConfigError
 from flopcalc.monitor.keys import CONTEXT, CORE, DETAIL, STYLES, rename
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.monitor.log import Log, Run, load_log, plot, summarize
 from flopcalc.report.monitor import sparkline
 

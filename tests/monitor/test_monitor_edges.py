@@ -18,7 +18,7 @@ import torch
 from tiny import CONFIG, read_log
 
 from flopcalc import bind, estimate_flops
-from flopcalc.errors import ConfigError
+from flopcalc.base.errors import ConfigError
 from flopcalc.monitor import TrainingMonitor, digest, meter, training
 from flopcalc.monitor.batch import Intake
 from flopcalc.monitor.log import load_log, summarize

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flopcalc.errors import ConfigError
+from flopcalc.base.errors import ConfigError
 from flopcalc.monitor.settings import DEFAULT_FREQ, Settings, load_settings
 
 # Every key there is, each with a value that is not its default.

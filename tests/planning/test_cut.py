@@ -8,6 +8,7 @@ import pytest
 from round_machine import GPT
 
 from flopcalc import bind
+from flopcalc.base.vocabulary import Execution
 from flopcalc.core.model.config import load_config
 from flopcalc.planning.cut import (
     Section,
@@ -25,7 +26,6 @@ from flopcalc.planning.layout import Layout
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.memory import Memory, Tensors, count_memory, list_tensors
 from flopcalc.prediction.work import Work
-from flopcalc.words import Execution
 
 SEQ = 2048
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flopcalc.errors import DeviceError, SpecError
+from flopcalc.base.errors import DeviceError, SpecError
 from flopcalc.hardware.devices import load_devices
 from flopcalc.planning.network import (
     Interconnect,

@@ -8,10 +8,10 @@ import pytest
 from tiers import thin
 
 from flopcalc import plan, predict
+from flopcalc.base.vocabulary import EXECUTIONS, Execution
 from flopcalc.core.workload.workload import make_workload
 from flopcalc.planning.results import Planned
 from flopcalc.prediction.step import predict_estimate
-from flopcalc.words import EXECUTIONS, Execution
 
 TINY = {"num_hidden_layers": 2, "vocab_size": 512, "hidden_size": 256, "num_attention_heads": 8}
 MODELS: dict[str, Any] = {

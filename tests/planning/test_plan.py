@@ -16,16 +16,16 @@ from tiers import thin
 
 from flopcalc import bind, hfu, mfu, predict
 from flopcalc.api import plan
+from flopcalc.base.data import find_data_dir, load_toml
+from flopcalc.base.errors import FlopcalcError, SpecError, WorkloadError
+from flopcalc.base.units import format_tokens, parse_tokens
 from flopcalc.core.model.config import load_config
-from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import FlopcalcError, SpecError, WorkloadError
 from flopcalc.hardware.devices import find_device
 from flopcalc.planning import step as step_module
 from flopcalc.planning.money import count_energy, find_price
 from flopcalc.planning.plan import choose_batch
 from flopcalc.planning.results import Plan
 from flopcalc.planning.seconds import PARTS
-from flopcalc.units import format_tokens, parse_tokens
 
 
 @pytest.fixture(autouse=True)

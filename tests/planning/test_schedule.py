@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flopcalc.api import plan
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.planning.layout import Layout
 from flopcalc.planning.schedule import list_tasks, make_trace, run_schedule, save_trace
 

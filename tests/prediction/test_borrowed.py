@@ -10,10 +10,10 @@ from presets import MODELS as NAMED
 from tiers import mark_heavy
 
 from flopcalc import bind
+from flopcalc.base.data import load_toml
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.ops import iterate, join
 from flopcalc.core.workload.workload import Workload, make_workload
-from flopcalc.data import load_toml
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.prediction import operators
 from flopcalc.prediction.operators import Operators, list_operators

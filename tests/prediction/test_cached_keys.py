@@ -9,8 +9,8 @@ import pytest
 
 from flopcalc import bind, plan
 from flopcalc.api import predict
+from flopcalc.base.data import find_data_dir
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.data import find_data_dir
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.memory import predict_memory
 from flopcalc.prediction.sides import find_sides, find_widths

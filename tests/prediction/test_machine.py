@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from flopcalc import bind
-from flopcalc.data import find_data_dir
-from flopcalc.errors import SpecError
+from flopcalc.base.data import find_data_dir
+from flopcalc.base.errors import SpecError
 from flopcalc.prediction.constants import load_predictor
 from flopcalc.prediction.kinds import find_size, name_shape
 from flopcalc.prediction.machine import Machine, measure_narrow, turn_narrow

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from flopcalc.api import bind
+from flopcalc.base.data import find_data_dir
+from flopcalc.base.errors import DeviceError, RecipeError, WorkloadError
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.data import find_data_dir
-from flopcalc.errors import DeviceError, RecipeError, WorkloadError
 from flopcalc.hardware.devices import Device
 from flopcalc.prediction import memory as module
 from flopcalc.prediction.memory import (

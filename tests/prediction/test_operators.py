@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from flopcalc.api import bind
+from flopcalc.base.data import find_data_dir
+from flopcalc.base.errors import FlopcalcError, SpecError
 from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.data import find_data_dir
-from flopcalc.errors import FlopcalcError, SpecError
 from flopcalc.prediction import operators, recordings
 from flopcalc.prediction.kinds import KINDS, RECORDED_KINDS, classify
 from flopcalc.prediction.maker import make_work

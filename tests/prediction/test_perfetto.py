@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from flopcalc import predict
+from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.cli.predict import predict as command
-from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.prediction.perfetto import make_trace, save_trace
 from flopcalc.prediction.timeline import Segment, Span, run
 

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from places import ROOT
 
 from flopcalc import bind, predict
+from flopcalc.base.errors import WorkloadError
 from flopcalc.cli.predict import predict as command
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.errors import WorkloadError
 from flopcalc.prediction.maker import make_work
 from flopcalc.prediction.routed import MASKED, has_masks, list_masks, parse_version
 

@@ -13,10 +13,10 @@ import pytest
 from tiers import mark_heavy
 
 from flopcalc.api import bind, predict
+from flopcalc.base.data import find_data_dir
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import Workload, make_workload
-from flopcalc.data import find_data_dir
-from flopcalc.errors import FlopcalcError
 from flopcalc.measure.predictor.fit.host import count_checkpoints, list_host_features
 from flopcalc.prediction.clock import UNMEASURED, Clock
 from flopcalc.prediction.constants import load_predictor

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from flopcalc import Utilization, bind
+from flopcalc.base.text_table import format_grid
 from flopcalc.core.estimate.estimate import Estimate
-from flopcalc.grids import format_grid
 from flopcalc.report.estimate import NOT_COUNTED, format_csv, format_estimate
 
 TEXT = "llama-3.1-8b"

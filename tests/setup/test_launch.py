@@ -298,7 +298,7 @@ def test_predict_and_plan(tmp_path: Path) -> None:
     assert direct.to_dict()["best"] == planned["best"]
     missing = run("plan", "--launch", trl, "--device", "h200", "--tokens", "1B")
     assert missing.exit_code == 2
-    assert "Missing option '--gpus'" in missing.output
+    assert "a plan needs --gpus: the number of GPUs" in missing.output
 
 
 def make_bomb(table: str, entry: str) -> str:

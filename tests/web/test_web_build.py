@@ -19,8 +19,8 @@ from urllib.request import urlopen
 
 import pytest
 
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.cli import main
-from flopcalc.errors import FlopcalcError
 from flopcalc.web.build import MARK, POLICY, STATIC, build_site, describe_choices, make_page
 from flopcalc.web.compiled import compile_python
 from flopcalc.web.packages import Package, find_package, load_lock

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.core.count.formulas import (
     KernelShape,
     adapter_flops,
@@ -45,7 +46,6 @@ from flopcalc.core.recipe.recipe import Adapter
 from flopcalc.core.recipe.resolver import ALL_TRAIN, Resolver, State
 from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.core.workload.sums import Calls, Executed, Folds, InDecoder, Minus, Needed, Pairs, PerSample, Samples, Sum
-from flopcalc.values import Value, frozen
 
 
 @frozen()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import PLAIN
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.model.ops import Embed, Linear, Op
 from flopcalc.core.recipe.formats import make_plain
 from flopcalc.core.recipe.numbers import PLAIN_NUMBERS, Numbers, find_sizes
 from flopcalc.core.workload.sums import Sum
-from flopcalc.values import Value, frozen
 
 Role = Literal[
     "base",  # activations by a weight

@@ -6,7 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from flopcalc.base.errors import ConfigError, RecipeError, SpecError, format_value
+from flopcalc.base.files import read_path
 from flopcalc.base.spelling import spell
+from flopcalc.base.vocabulary import KERNELS, check_flag, check_word
 from flopcalc.core.estimate.counted import CountedEstimator
 from flopcalc.core.model.bound import BoundModel, bind_model
 from flopcalc.core.model.components import is_pipeline
@@ -16,10 +19,7 @@ from flopcalc.core.model.live import strip
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
 from flopcalc.core.spec.spec import Spec, read_spec
-from flopcalc.errors import ConfigError, RecipeError, SpecError, format_value
-from flopcalc.files import read_path
 from flopcalc.hardware.devices import find_device, parse_dtype
-from flopcalc.words import KERNELS, check_flag, check_word
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.pipeline import PipelineEstimator

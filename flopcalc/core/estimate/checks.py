@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 
+from flopcalc.base.data import find_data_dir, load_toml
+from flopcalc.base.errors import ConfigError, RecipeError, WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.core.model.bound import BoundModel
 from flopcalc.core.model.heads import find_ending, is_same_class
@@ -15,8 +17,6 @@ from flopcalc.core.recipe.recipe import Recipe, check_clipping
 from flopcalc.core.recipe.resolver import Resolver, check_clipped
 from flopcalc.core.workload.sums import Pairs
 from flopcalc.core.workload.workload import Workload
-from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import ConfigError, RecipeError, WorkloadError
 
 
 def check_workload(model: BoundModel, load: Workload) -> Workload:

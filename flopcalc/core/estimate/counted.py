@@ -7,7 +7,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from flopcalc.base.errors import FlopcalcError, RecipeError, format_value
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import format_flops, format_parameters
+from flopcalc.base.vocabulary import CONVENTIONS, KERNELS, RECOMPUTE, Recompute, check_word
 from flopcalc.core.count.count import Mode, count
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import Block, CountedRow, Weights, sum_formats, sum_products
@@ -25,11 +29,7 @@ from flopcalc.core.recipe.recipe import Lora, Recipe, make_recipe
 from flopcalc.core.recipe.resolver import Resolver
 from flopcalc.core.workload.sums import Sum
 from flopcalc.core.workload.workload import Workload, check_load
-from flopcalc.errors import FlopcalcError, RecipeError, format_value
 from flopcalc.hardware.devices import Device, find_sdpa
-from flopcalc.units import format_flops, format_parameters
-from flopcalc.values import Value, frozen
-from flopcalc.words import CONVENTIONS, KERNELS, RECOMPUTE, Recompute, check_word
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.routing import RandomModel

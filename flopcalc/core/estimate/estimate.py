@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
+from flopcalc.base.frozen import Value, frozen
+from flopcalc.base.rows import Rows, Table, shorten, show_rows
+from flopcalc.base.units import check_size, format_flops, format_parameters, format_share
+from flopcalc.base.vocabulary import BY, CONVENTIONS, check_flag, check_word
 from flopcalc.core.count.flops import NO_FLOPS, Flops
 from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.estimate.estimator import Estimator as Estimator
@@ -12,12 +17,7 @@ from flopcalc.core.estimate.estimator import Identity
 from flopcalc.core.model.ops import Op, join
 from flopcalc.core.spec.spec import PARTS
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import FlopcalcError, WorkloadError, format_value
-from flopcalc.frames import Rows, Table, shorten, show_rows
 from flopcalc.hardware.devices import Device
-from flopcalc.units import check_size, format_flops, format_parameters, format_share
-from flopcalc.values import Value, frozen
-from flopcalc.words import BY, CONVENTIONS, check_flag, check_word
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.sampling import Sampling

@@ -6,7 +6,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from flopcalc.base.errors import WorkloadError, format_value
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_items, check_size
+from flopcalc.base.vocabulary import Recompute
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.model.config import Source
@@ -16,10 +19,7 @@ from flopcalc.core.recipe.numbers import Formats
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import Spec
 from flopcalc.core.workload.workload import Grid, Workload, make_workload
-from flopcalc.errors import WorkloadError, format_value
 from flopcalc.hardware.devices import Device
-from flopcalc.units import check_items, check_size
-from flopcalc.words import Recompute
 
 if TYPE_CHECKING:
     from flopcalc.core.estimate.estimate import Estimate

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from flopcalc.base.errors import WorkloadError
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_items
 from flopcalc.core.estimate.checks import ask_for_images
 from flopcalc.core.estimate.estimator import Estimator, Picture, check_no_sampling
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.workload.workload import Grid, Workload, make_workload
-from flopcalc.errors import WorkloadError
-from flopcalc.units import check_items
-from flopcalc.values import Value, frozen
 
 MAX_IMAGES = 1_000_000  # per batch: they are listed one by one
 

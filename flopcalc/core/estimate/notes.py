@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flopcalc.base.errors import format_value
 from flopcalc.base.spelling import spell
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.estimate.estimate import Estimator
@@ -12,7 +13,6 @@ from flopcalc.core.model.heads import find_ending, has_unknown_head, is_same_cla
 from flopcalc.core.model.ops import Attend, Linear, join
 from flopcalc.core.spec.aliases import MARK
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import format_value
 
 if TYPE_CHECKING:
     from flopcalc.hardware.kernels import KernelTable, TileTable
@@ -119,7 +119,7 @@ def describe_formats(estimator: Estimator, load: Workload) -> list[str]:
     is_float = formats.adapter == "fp32" != formats.model and not (formats.autocast or formats.compute)
     if recipe.lora is not None and is_float and load.phase == "train":
         notes.append(
-            f"LoRA's adapters are float32, as PEFT keeps them, and compute in float32: {spell('autocast')} runs "
+            f"LoRA's adapters are float32, as PEFT keeps them, and compute in float32: {spell('autocast', True)} runs "
             "them in bf16"
         )
     return notes

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import ConfigError, WorkloadError, format_value
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_items, check_size
+from flopcalc.base.vocabulary import PIPELINE_PHASES, Recompute, check_word
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import CountedRow, Weights
 from flopcalc.core.estimate.counted import CountedEstimator
@@ -20,10 +23,7 @@ from flopcalc.core.model.latents import Latents
 from flopcalc.core.model.ops import Op, Stage, Weighted
 from flopcalc.core.recipe.recipe import make_recipe
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import ConfigError, WorkloadError, format_value
 from flopcalc.hardware.devices import Device
-from flopcalc.units import check_items, check_size
-from flopcalc.words import PIPELINE_PHASES, Recompute, check_word
 
 _DENOISER, _TEXT, _IMAGE, _VAE = "denoiser", "text_encoder", "image_encoder", "vae"
 _COMPONENTS = {_TEXT: "text_encoder", _IMAGE: "vision", _VAE: "vae"}  # of all work in a part of this kind
@@ -319,7 +319,7 @@ def read_asked(
 
 def read_inputs(estimator: Estimator, inputs: Inputs) -> Asked:
     """The same of what a command's options say."""
-    if len(inputs.images) + len(inputs.videos) > 1:
+    if len(inputs.images) + len(inputs.videos) > 1 and not inputs.of_batch:
         raise WorkloadError(f"{estimator.source.name} makes one image or video per sample: give one size")
     for flag, value in (
         (spell("seq"), inputs.seq), (spell("lengths"), inputs.lengths), (spell("decoder_seq"), inputs.decoder_seq),

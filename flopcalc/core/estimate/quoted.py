@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Protocol
 
+from flopcalc.base.data import find_data_dir, load_toml
+from flopcalc.base.errors import FlopcalcError, SpecError, format_nearest, format_value
+from flopcalc.base.vocabulary import CONVENTIONS
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import CountedRow
 from flopcalc.core.model.config import Source
@@ -19,9 +22,6 @@ from flopcalc.core.workload.expression_units import get_decoder
 from flopcalc.core.workload.pairs import causal_pairs
 from flopcalc.core.workload.sums import Either, Expression, InDecoder, Pairs, Sum
 from flopcalc.core.workload.workload import Workload
-from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import FlopcalcError, SpecError, format_nearest, format_value
-from flopcalc.words import CONVENTIONS
 
 _FILE = "quoted_conventions.toml"
 _KEYS = {"counts", "leaves_out", "source", "url", "date", "terms"}

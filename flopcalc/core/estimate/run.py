@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import FlopcalcError, format_value
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_positive, format_amount, format_tokens, parse_tokens
 from flopcalc.core.estimate.estimate import Estimate, check_tokens
 from flopcalc.core.estimate.utilization import find_ideal_time, find_step_time, sum_dtypes
 from flopcalc.core.estimate.utilization import mfu as find_mfu
-from flopcalc.errors import FlopcalcError, format_value
 from flopcalc.hardware.devices import parse_dtype
-from flopcalc.units import check_positive, format_amount, format_tokens, parse_tokens
 
 
 class Run(NamedTuple):

@@ -13,7 +13,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flopcalc._version import __version__
+from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
+from flopcalc.base.files import MAX_TABLE_BYTES, read_json, write_whole
 from flopcalc.base.spelling import spell
+from flopcalc.base.validate import FROM_0, Each, Rule, find_fault
+from flopcalc.base.vocabulary import PHASES, Recompute
 from flopcalc.core.count.flops import Flops
 from flopcalc.core.count.products import Block, CountedRow, Passes, Product, Row, Weights
 from flopcalc.core.estimate.estimate import Estimate, Term
@@ -30,11 +34,7 @@ from flopcalc.core.spec.spec import Spec
 from flopcalc.core.workload.batch import read_batch
 from flopcalc.core.workload.sums import Once
 from flopcalc.core.workload.workload import Workload, check_load, make_workload
-from flopcalc.errors import FlopcalcError, WorkloadError, format_value
-from flopcalc.files import MAX_TABLE_BYTES, read_json, write_whole
-from flopcalc.forms import FROM_0, Each, Rule, find_fault
 from flopcalc.hardware.devices import Device
-from flopcalc.words import PHASES, Recompute
 
 SCHEMA = 2
 MAX_DECODED = 100_000

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import FlopcalcError, SpecError, format_value
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_size, parse_number
 from flopcalc.core.estimate.estimate import Estimate, check_tokens
 from flopcalc.core.estimate.quoted import find_quoted, load_quoted
 from flopcalc.core.estimate.utilization import check_positive, find_peak
-from flopcalc.errors import FlopcalcError, SpecError, format_value
-from flopcalc.units import check_size, parse_number
 
 FIT = 0.005  # a convention explains a printed figure that it meets within half a per cent
 # Differences are ordered in steps of this: printed figures are rounded, and some conventions are equal for some models.

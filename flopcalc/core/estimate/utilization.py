@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.base.number_formats import find_computed
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_positive as check_positive
+from flopcalc.base.units import check_size, format_rate
 from flopcalc.core.estimate.estimate import Estimate, check_estimate
-from flopcalc.errors import DeviceError, FlopcalcError, format_value
 from flopcalc.hardware.devices import (
     Device,
     detect_device,
@@ -19,8 +21,6 @@ from flopcalc.hardware.devices import (
     parse_dtype,
     peak_flops_per_s,
 )
-from flopcalc.units import check_positive as check_positive
-from flopcalc.units import check_size, format_rate
 
 
 class Peak(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import ConfigError, format_value
 from flopcalc.base.spelling import spell
-from flopcalc.errors import ConfigError, format_value
-from flopcalc.units import check_size
+from flopcalc.base.units import check_size
 
 # PEFT's task type -> the head of the model that the adapter was trained on; it trains beside the adapters.
 _HEADS = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token", "FEATURE_EXTRACTION": "none"}

@@ -6,9 +6,9 @@ import math
 from fractions import Fraction
 from typing import NamedTuple
 
+from flopcalc.base.errors import ConfigError, WorkloadError, format_value
 from flopcalc.core.spec.expressions import MissingNameError, Names, evaluate, find_names
 from flopcalc.core.spec.spec import BoundDims
-from flopcalc.errors import ConfigError, WorkloadError, format_value
 
 
 class Audio(NamedTuple):

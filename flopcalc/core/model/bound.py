@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from flopcalc.base.errors import ConfigError, format_nearest, format_value
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.expand import expand
@@ -19,8 +21,6 @@ from flopcalc.core.spec.spec import BoundDims, Spec, find_spec
 from flopcalc.core.spec.spec import bind as bind_spec
 from flopcalc.core.workload.sums import Expression, InDecoder, Pairs, Tokens
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import ConfigError, format_nearest, format_value
-from flopcalc.values import Value, frozen
 
 if TYPE_CHECKING:
     from flopcalc.core.model.audio import Audio
@@ -182,7 +182,7 @@ def _find_spec(source: Source, specs: dict[str, Spec], is_part: bool) -> Spec:
     if spec is None:
         raise ConfigError(
             f"{source.where}: model_type {format_value(model_type)} has no spec.{_suggest(source)} `flopcalc models` "
-            f"lists what is supported; {spell('trace')} counts it from HF's own code if transformers has it; "
+            f"lists what is supported; {spell('trace', True)} counts it from HF's own code if transformers has it; "
             f"{spell('spec', 'FILE')} adds your own"
         )
     if spec.is_tower and "input" not in spec.latents and not is_part:

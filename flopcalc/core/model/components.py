@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from flopcalc.base.data import find_data_file, list_data_files, load_toml
+from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth
 from flopcalc.core.spec.merge import check_keys
 from flopcalc.core.spec.spec import find_spec
-from flopcalc.data import find_data_file, list_data_files, load_toml
-from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
-from flopcalc.values import Value, frozen
 
 _KEYS = {
     "source", "denoiser", "steps", "guidance", "encodes_negative", "text", "read", "width", "height", "frames",

@@ -8,15 +8,15 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
+from flopcalc.base.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
+from flopcalc.base.errors import ConfigError, find_nearest, format_nearest, format_value
+from flopcalc.base.files import MAX_JSON_BYTES, open_regular, read_json, read_path, read_text
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
 from flopcalc.core.model.components import DENOISERS, SCHEDULER, find_denoiser, name_class, read_folder
 from flopcalc.core.model.live import unwrap
 from flopcalc.core.model.names import find_preset
 from flopcalc.core.spec.aliases import list_types, map_config, name_family
-from flopcalc.data import describe_install, find_data_file, get_stem, list_data_files, load_toml
-from flopcalc.errors import ConfigError, find_nearest, format_nearest, format_value
-from flopcalc.files import MAX_JSON_BYTES, open_regular, read_json, read_path, read_text
-from flopcalc.values import Value, frozen
 
 PIPELINE_FILE = "model_index.json"  # of diffusers
 
@@ -375,7 +375,7 @@ def _load_hub(hub_id: str, download: bool) -> Source:
     if source is None:
         raise ConfigError(
             f"{hub_id[:200]!r} is not a path, not in the local Hugging Face cache, and has no preset; "
-            f"{spell('download')} fetches it.{_describe_near(hub_id.rpartition('/')[2])}"
+            f"{spell('download', True)} fetches it.{_describe_near(hub_id.rpartition('/')[2])}"
         )
     return source
 
@@ -411,8 +411,12 @@ def _download(hub_id: str) -> Source:
         from huggingface_hub import hf_hub_download
     except ImportError:
         preset = find_preset(hub_id)
-        other = f"; without {spell('download')}, preset {get_stem(preset.path)} is used" if preset is not None else ""
-        raise ConfigError(f"{spell('download')} needs huggingface_hub: {describe_install('hub')}{other}") from None
+        other = (
+            f"; without {spell('download', True)}, preset {get_stem(preset.path)} is used" if preset is not None else ""
+        )
+        raise ConfigError(
+            f"{spell('download', True)} needs huggingface_hub: {describe_install('hub')}{other}"
+        ) from None
     try:
         path = hf_hub_download(hub_id, "config.json")
     except Exception as error:  # the hub client raises many kinds; all mean that there is no config to read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flopcalc.base.errors import ConfigError, SpecError, format_value
 from flopcalc.base.spelling import spell
 from flopcalc.core.model.layers import LayerBuilder
 from flopcalc.core.model.ops import Linear, Stage, iterate, map_ops, remove_hooks, rename_stage, restrict
@@ -12,7 +13,6 @@ from flopcalc.core.spec.aliases import find_family
 from flopcalc.core.spec.expressions import BudgetError, MissingNameError, evaluate_truth
 from flopcalc.core.spec.merge import Table, rename_path
 from flopcalc.core.spec.spec import MAX_LAYERS, OWN_TYPE, BoundDims, Spec, check_required, find_backbone, find_body
-from flopcalc.errors import ConfigError, SpecError, format_value
 
 
 def expand(dims: BoundDims) -> tuple[Stage, ...]:

@@ -9,10 +9,10 @@ import struct
 from collections import Counter
 from typing import Any, BinaryIO, NamedTuple
 
+from flopcalc.base.data import find_data_dir, load_toml
+from flopcalc.base.errors import ConfigError, format_nearest, format_value
+from flopcalc.base.files import open_regular
 from flopcalc.base.spelling import spell
-from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import ConfigError, format_nearest, format_value
-from flopcalc.files import open_regular
 
 MAGIC = b"GGUF"
 _MOST_BYTES = 256 << 20  # of a header: vocabularies of a million words take 30 MB

@@ -7,7 +7,11 @@ import re
 from functools import cache
 from typing import Any, NamedTuple
 
+from flopcalc.base.data import find_data_dir, load_toml
+from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_size
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.expand import expand, expand_stack
 from flopcalc.core.model.live import unwrap
@@ -24,10 +28,6 @@ from flopcalc.core.model.ops import (
 from flopcalc.core.spec.expressions import MissingNameError
 from flopcalc.core.spec.spec import BoundDims, Spec
 from flopcalc.core.workload.sums import InDecoder, Logits
-from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
-from flopcalc.units import check_size
-from flopcalc.values import Value, frozen
 
 HEADS = ("lm", "none", "sequence", "token", "value")  # what --head takes
 _COUNTED = ("sequence", "token")  # heads that have a number of labels

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from flopcalc.base.errors import ConfigError, WorkloadError, format_value
+from flopcalc.base.vocabulary import PHASES, check_word
 from flopcalc.core.spec.spec import BoundDims
 from flopcalc.core.workload.workload import Grid, Workload
-from flopcalc.errors import ConfigError, WorkloadError, format_value
-from flopcalc.words import PHASES, check_word
 
 
 class Latents(NamedTuple):

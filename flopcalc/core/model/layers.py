@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
+from flopcalc.base.errors import ConfigError, SpecError, format_value
 from flopcalc.core.model.ops import (
     Attend,
     Chain,
@@ -46,7 +47,6 @@ from flopcalc.core.workload.sums import (
     Tokens,
     Windows,
 )
-from flopcalc.errors import ConfigError, SpecError, format_value
 
 
 class LayerBuilder:

@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from flopcalc.base.data import find_data_dir, load_toml
+from flopcalc.base.errors import ConfigError
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_size
 from flopcalc.core.model.config import Source
 from flopcalc.core.model.ops import Attend, Chain, Linear, Norm, Op, Stage, iterate, join
 from flopcalc.core.spec.spec import find_key
 from flopcalc.core.workload.sums import Tokens
-from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import ConfigError
-from flopcalc.units import check_size
 
 MAX_DEPTH = 100
 

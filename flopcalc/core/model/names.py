@@ -8,9 +8,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import NamedTuple
 
-from flopcalc.data import find_data_dir, get_stem, list_data_files, load_toml
-from flopcalc.errors import SpecError
-from flopcalc.files import MAX_TOML_BYTES, read_text
+from flopcalc.base.data import find_data_dir, get_stem, list_data_files, load_toml
+from flopcalc.base.errors import SpecError
+from flopcalc.base.files import MAX_TOML_BYTES, read_text
 
 _KEY = re.compile(r"""^(hub_id|alias)\s*=\s*["']([^"']+)["']""", re.MULTILINE)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import ClassVar, TypeAlias
 
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.core.workload.sums import Only, Sum
-from flopcalc.values import Value, frozen
 
 
 @frozen(kw_only=True)  # never made by itself

@@ -7,8 +7,8 @@ from struct import error as StructError
 from struct import unpack
 from typing import BinaryIO
 
-from flopcalc.errors import WorkloadError, format_value
-from flopcalc.files import open_regular, read_path
+from flopcalc.base.errors import WorkloadError, format_value
+from flopcalc.base.files import open_regular, read_path
 
 _NO_SIZE = {0xC4, 0xC8, 0xCC}  # JPEG: of 0xC0 to 0xCF, those that begin no frame
 # A JPEG file's frame comes after at most so many segments, and so many bytes that are none.

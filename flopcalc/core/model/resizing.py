@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from itertools import product
 
+from flopcalc.base.errors import ConfigError, WorkloadError, format_value
 from flopcalc.core.model.tiling import RULES, Values
 from flopcalc.core.workload.workload import Grid
-from flopcalc.errors import ConfigError, WorkloadError, format_value
 
 __all__ = ["RULES"]
 

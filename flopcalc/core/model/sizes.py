@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from flopcalc.base.errors import ConfigError, SpecError, format_value
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, find_names
 from flopcalc.core.spec.spec import BoundDims, find_key
-from flopcalc.errors import ConfigError, SpecError, format_value
 
 # A size of an op: its key, the least that it may be, and the expression where a spec says none.
 Size: TypeAlias = Callable[..., int]

@@ -7,8 +7,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from flopcalc.base.errors import ConfigError, WorkloadError
 from flopcalc.core.workload.workload import Grid
-from flopcalc.errors import ConfigError, WorkloadError
 
 Values: TypeAlias = "dict[str, Any]"  # of a processor's config, and what a spec adds: numbers, words, lists
 Rule: TypeAlias = "Callable[[int, int, Values], Grid | list[Grid]]"

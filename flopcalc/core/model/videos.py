@@ -8,14 +8,14 @@ import re
 from functools import cache
 from typing import NamedTuple
 
+from flopcalc.base.data import find_data_dir, load_toml
+from flopcalc.base.errors import ConfigError, WorkloadError, format_value
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_size, parse_exact, parse_size
 from flopcalc.core.model.resizing import RULES, smart_resize
 from flopcalc.core.model.vision import Vision
 from flopcalc.core.spec.spec import find_key
 from flopcalc.core.workload.workload import Grid
-from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import ConfigError, WorkloadError, format_value
-from flopcalc.units import check_size, parse_exact, parse_size
 
 _FORM = "30s@2fps, 1280x720:30s@2fps or 1280x720x60 (width, height, frames)"
 _SAMPLED = re.compile(r"(?:(\d+)x(\d+):)?([^@:]+)@([^@:]+?)(?:fps)?", re.IGNORECASE)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flopcalc.base.errors import ConfigError, FlopcalcError, SpecError, WorkloadError, format_nearest, format_value
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_size
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, find_names
 from flopcalc.core.spec.spec import BoundDims, find_key
 from flopcalc.core.workload.workload import Grid, read_grids
-from flopcalc.errors import ConfigError, FlopcalcError, SpecError, WorkloadError, format_nearest, format_value
-from flopcalc.units import check_size
-from flopcalc.values import Value, frozen
 
 # Limits of the image processor classes, used with a note where no preprocessor_config.json is given.
 # transformers 5.22: models/qwen2_vl/image_processing_qwen2_vl.py

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from flopcalc.base.errors import format_value
 from flopcalc.core.recipe.formats import Stored
 from flopcalc.core.recipe.quantization import (
     ALL_KINDS,
@@ -17,7 +18,6 @@ from flopcalc.core.recipe.quantization import (
     Rule,
     make_stored,
 )
-from flopcalc.errors import format_value
 
 # Formats of the library's CompressionFormat (0.13), and the kind of numbers that each holds.
 _FORMATS = {

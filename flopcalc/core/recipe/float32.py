@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from flopcalc.data import find_data_dir
-from flopcalc.errors import ConfigError
-from flopcalc.files import MAX_JSON_BYTES, read_json
+from flopcalc.base.data import find_data_dir
+from flopcalc.base.errors import ConfigError
+from flopcalc.base.files import MAX_JSON_BYTES, read_json
 
 FILE = "float32.json"  # made by docs/make_float32.py
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from flopcalc.base.errors import RecipeError, format_nearest, format_value
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import PLAIN, find_computed, load_computed, load_tables, name_format
-from flopcalc.errors import RecipeError, format_nearest, format_value
-from flopcalc.values import Value, frozen
 
 if TYPE_CHECKING:
     from fractions import Fraction

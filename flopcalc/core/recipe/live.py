@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from flopcalc.base.errors import ConfigError, RecipeError
 from flopcalc.base.number_formats import PLAIN, parse_compute
+from flopcalc.base.vocabulary import Recompute
 from flopcalc.core.recipe.formats import Stored, load_stored, make_plain
 from flopcalc.core.recipe.numbers import Live
 from flopcalc.core.recipe.recipe import Adapter, Recipe
-from flopcalc.errors import ConfigError, RecipeError
-from flopcalc.words import Recompute
 
 _SCALES = ("_scale_inv", ".activation_scale")  # parameters of transformers' fp8 modules that are no weights
 _WRAPPERS = ("_orig_mod.", "module.", "_module.", "base_model.model.")

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import ConfigError, RecipeError
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import PLAIN, find_computed, parse_compute
 from flopcalc.core.model.ops import Embed, Linear, Op, Param, Weighted
 from flopcalc.core.recipe.float32 import list_float32
@@ -15,8 +17,6 @@ from flopcalc.core.recipe.formats import BF16, Stored, load_stored, make_plain, 
 from flopcalc.core.recipe.quantization import Kind, Place, Quantization, has_quantization, say_by_hand
 from flopcalc.core.recipe.recipe import Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
-from flopcalc.errors import ConfigError, RecipeError
-from flopcalc.values import Value, frozen
 
 _HALF = ("bf16", "fp16")
 ASSUMED = "assumed, for nothing says it"  # a value of the JSON: programs may compare it

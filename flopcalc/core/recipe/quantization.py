@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal, NamedTuple, NoReturn
 
+from flopcalc.base.errors import ConfigError, format_nearest, format_value
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.spelling import spell
 from flopcalc.core.recipe.formats import Stored, load_stored
-from flopcalc.errors import ConfigError, format_nearest, format_value
-from flopcalc.values import Value, frozen
 
 
 def say_by_hand() -> str:

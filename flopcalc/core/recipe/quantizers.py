@@ -10,6 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from flopcalc.base.errors import ConfigError, RecipeError, format_nearest, format_value
 from flopcalc.base.number_formats import find_computed, parse_compute
 from flopcalc.core.recipe.compressed import read_cache, read_compressed
 from flopcalc.core.recipe.float32 import list_unconverted
@@ -29,7 +30,6 @@ from flopcalc.core.recipe.quantization import (
     say_by_hand,
 )
 from flopcalc.core.recipe.torchao import read_torchao
-from flopcalc.errors import ConfigError, RecipeError, format_nearest, format_value
 
 # Methods whose quantizers in transformers leave out what `_keep_in_fp32_modules` lists.
 _SKIP_FLOAT32 = ("awq", "bitsandbytes", "fbgemm_fp8", "fp8", "mxfp4", "mxfp8", "nvfp4", "torchao")

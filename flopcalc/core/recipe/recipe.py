@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import RecipeError, format_value
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.base.number_formats import find_computed, parse_compute
-from flopcalc.errors import RecipeError, format_value
-from flopcalc.units import check_items, check_size, parse_size
-from flopcalc.values import Value, frozen
-from flopcalc.words import CLIPPING, RECOMPUTE, Clipping, Recompute, check_word
+from flopcalc.base.units import check_items, check_size, parse_size
+from flopcalc.base.vocabulary import CLIPPING, RECOMPUTE, Clipping, Recompute, check_word
 
 _LORA_KEYS = ("r", "targets", "save", "dtype")
 REGEX = "re:"  # before a target that is a regular expression for whole names, as PEFT takes a single text

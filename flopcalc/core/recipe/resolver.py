@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from fnmatch import translate
 from typing import NamedTuple
 
+from flopcalc.base.errors import RecipeError, format_value
+from flopcalc.base.vocabulary import GROUPS
 from flopcalc.core.model.ops import Conv, Embed, Linear, Norm, Param, Stage, Weighted, iterate, join
 from flopcalc.core.recipe.recipe import REGEX, Adapter, Recipe
 from flopcalc.core.spec.spec import HEAD_PARTS
 from flopcalc.core.workload.sums import Logits, Tokens
-from flopcalc.errors import RecipeError, format_value
-from flopcalc.words import GROUPS
 
 
 class State(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from flopcalc.base.errors import format_value
 from flopcalc.core.recipe.formats import Stored
 from flopcalc.core.recipe.quantization import (
     ALL_KINDS,
@@ -17,7 +18,6 @@ from flopcalc.core.recipe.quantization import (
     make_grouped,
     make_stored,
 )
-from flopcalc.errors import format_value
 
 # Any number of bits lies unpacked in int8, and is dequantized; activations are only rounded (torchao 0.18).
 _INTX = {"format": "int8", "zero_bits": 8, "compute": ""}

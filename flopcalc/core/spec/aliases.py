@@ -9,12 +9,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
-from flopcalc.base.spelling import spell
-from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names, parse
-from flopcalc.core.spec.kinds import KINDS, check_kind
-from flopcalc.core.spec.merge import check_keys, find_parent, is_names
-from flopcalc.core.spec.spec import Spec, find_key, find_spec, load_spec
-from flopcalc.data import (
+from flopcalc.base.data import (
     ALIASES,
     DIFFUSERS,
     find_data_dir,
@@ -24,9 +19,14 @@ from flopcalc.data import (
     list_data_files,
     load_toml,
 )
-from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
-from flopcalc.files import MAX_TABLE_BYTES, read_text
-from flopcalc.values import Value, frozen
+from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
+from flopcalc.base.files import MAX_TABLE_BYTES, read_text
+from flopcalc.base.frozen import Value, frozen
+from flopcalc.base.spelling import spell
+from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names, parse
+from flopcalc.core.spec.kinds import KINDS, check_kind
+from flopcalc.core.spec.merge import check_keys, find_parent, is_names
+from flopcalc.core.spec.spec import Spec, find_key, find_spec, load_spec
 
 Config = dict[str, Any]
 MARK = "_alias"  # the key of a mapped config that names the alias it came through

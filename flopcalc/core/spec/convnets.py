@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from flopcalc.errors import ConfigError, format_value
+from flopcalc.base.errors import ConfigError, format_value
 
 Lookup = Callable[[str], Any]
 MAX_BLOCKS = 1000

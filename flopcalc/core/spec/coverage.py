@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
+from flopcalc.base.data import find_data_dir, list_data_files, load_toml
 from flopcalc.core.spec.spec import Spec, find_spec, load_spec
-from flopcalc.data import find_data_dir, list_data_files, load_toml
 
 
 class Entry(NamedTuple):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from flopcalc.errors import ConfigError, format_value
+from flopcalc.base.errors import ConfigError, format_value
 
 Lookup = Callable[[str], Any]
 _MOST_PRIMES = 1000  # of tables of n-grams: each takes half a millisecond to find

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-from flopcalc.errors import FlopcalcError, SpecError, format_value
+from flopcalc.base.errors import FlopcalcError, SpecError, format_value
 
 if TYPE_CHECKING:
     from fractions import Fraction

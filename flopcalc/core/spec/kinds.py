@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
-from flopcalc.errors import ConfigError, format_value
+from flopcalc.base.errors import ConfigError, format_value
 
 # What a key of a kind must be, and whether a value is so. A rule may join several: "int|list".
 KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {

@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
+from flopcalc.base.data import ALIASES, DIFFUSERS, PARTS, find_data_file, get_stem, load_toml
+from flopcalc.base.errors import SpecError, format_nearest, format_value
 from flopcalc.core.spec.expressions import find_names, parse
 from flopcalc.core.spec.row_units import UNITS
-from flopcalc.data import ALIASES, DIFFUSERS, PARTS, find_data_file, get_stem, load_toml
-from flopcalc.errors import SpecError, format_nearest, format_value
 
 Table = dict[str, Any]  # of a spec, as TOML has it
 MAX_TERMS = 1000  # names of [sums] in one sum, written out

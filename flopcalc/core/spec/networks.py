@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flopcalc.errors import ConfigError, format_value
+from flopcalc.base.errors import ConfigError, format_value
 
 Lookup = Callable[[str], Any]
 Block = list[Any]

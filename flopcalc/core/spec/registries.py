@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
+from flopcalc.base.data import find_data_dir, list_data_files, load_toml
 from flopcalc.core.spec.aliases import find_alias, list_aliases
 from flopcalc.core.spec.coverage import load_coverage
 from flopcalc.core.spec.spec import find_spec, load_spec
-from flopcalc.data import find_data_dir, list_data_files, load_toml
 
 FOLDER = "registries"
 _APART = ("drafts", "generic")  # groups of classes that are no models of their own

@@ -8,14 +8,14 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from flopcalc.base.data import find_data_file, get_stem, list_data_files
+from flopcalc.base.errors import ConfigError, SpecError, format_nearest, format_value
+from flopcalc.base.frozen import Value, frozen
+from flopcalc.base.vocabulary import PHASES
 from flopcalc.core.spec.derived import find_derived
 from flopcalc.core.spec.expressions import Budget, MissingNameError, evaluate, find_names, parse
 from flopcalc.core.spec.merge import ROW_KEYS, Table, check_keys, is_names, load_tables
 from flopcalc.core.spec.row_units import UNITS
-from flopcalc.data import find_data_file, get_stem, list_data_files
-from flopcalc.errors import ConfigError, SpecError, format_nearest, format_value
-from flopcalc.values import Value, frozen
-from flopcalc.words import PHASES
 
 # Keys that each table of a spec may hold; anything else is an error that names the nearest known word.
 _STACK_KEYS = {

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from flopcalc.base.errors import WorkloadError, format_value
+from flopcalc.base.units import check_size
+from flopcalc.base.vocabulary import PHASES, check_word
 from flopcalc.core.workload.workload import Grid, Workload, check_logits, read_grids
-from flopcalc.errors import WorkloadError, format_value
-from flopcalc.units import check_size
-from flopcalc.words import PHASES, check_word
 
 
 def read_batch(

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import TypeAlias
 
+from flopcalc.base.errors import WorkloadError
 from flopcalc.base.spelling import spell
 from flopcalc.core.workload.workload import Grid, Workload
-from flopcalc.errors import WorkloadError
 
 # Names with their values in one unit.
 Values: TypeAlias = tuple[tuple[str, int], ...]

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
+from flopcalc.base.errors import SpecError, format_value
+from flopcalc.base.frozen import Value, frozen
 from flopcalc.core.spec.expressions import Names, evaluate
 from flopcalc.core.workload.expression_units import Values, get_decoder, list_units, name_sequence, name_shared
 from flopcalc.core.workload.pairs import BLOCK, block_pairs, causal_pairs, decode_pairs, nearby_pairs, window_pairs
 from flopcalc.core.workload.workload import Grid, Workload
-from flopcalc.errors import SpecError, format_value
-from flopcalc.values import Value, frozen
 
 _MOST_LENGTHS = 65536  # that an expression's values are kept for
 

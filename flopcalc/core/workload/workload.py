@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TypeAlias
 
-from flopcalc.errors import WorkloadError, format_value
-from flopcalc.units import check_items, check_size
-from flopcalc.values import Value, frozen
-from flopcalc.words import BATCH_LAYOUTS, PHASES, check_word
+from flopcalc.base.errors import WorkloadError, format_value
+from flopcalc.base.frozen import Value, frozen
+from flopcalc.base.units import check_items, check_size
+from flopcalc.base.vocabulary import BATCH_LAYOUTS, PHASES, check_word
 
 Grid: TypeAlias = tuple[int, int, int]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
-from flopcalc.errors import DeviceError
+from flopcalc.base.errors import DeviceError
 from flopcalc.measure.calibrate.tables import get_device
 from flopcalc.measure.jobs.runner import Job, run_jobs
 from flopcalc.prediction.constants import Provenance

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from flopcalc.data import find_user_dir
-from flopcalc.errors import CalibrationError, DeviceError, FlopcalcError, format_nearest
+from flopcalc.base.data import find_user_dir
+from flopcalc.base.errors import CalibrationError, DeviceError, FlopcalcError, format_nearest
 from flopcalc.hardware.tables import FOLDER, SHAPES, Table, find_table, is_stored, list_folder, load_table, save_table
 from flopcalc.measure.calibrate.probe import IDENTITY, probe_machine
 from flopcalc.measure.calibrate.provenance import has_gpu

@@ -14,16 +14,16 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from flopcalc.base.data import describe_install
+from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
+from flopcalc.base.vocabulary import GROUPS
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.model.config import Source, load_config
 from flopcalc.core.model.ops import Linear
 from flopcalc.core.recipe.recipe import REGEX, Recipe, make_recipe
 from flopcalc.core.workload.workload import Workload
-from flopcalc.data import describe_install
-from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.hardware.devices import Device, find_detected
 from flopcalc.measure.counters.witnessed import PHASES, Witnessed, ready_step, synchronize, unavailable
-from flopcalc.words import GROUPS
 
 WITNESSES = ("flop_counter", "fvcore", "profiler", "cupti", "ncu", "gpm")
 _GAUGE_S = 0.3  # GPM's window: the step is repeated until it is over

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from flopcalc.errors import WorkloadError
+from flopcalc.base.errors import WorkloadError
 
 PHASES = ("train", "forward")
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from flopcalc.base.data import find_data_file, load_toml
+from flopcalc.base.errors import ConfigError, SpecError
 from flopcalc.core.estimate.binding import bind_config
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.spec.expressions import MissingNameError, evaluate
 from flopcalc.core.spec.spec import find_key
-from flopcalc.data import find_data_file, load_toml
-from flopcalc.errors import ConfigError, SpecError
 from flopcalc.measure.hf.models import find_text_config
 
 __all__ = ["Example", "find_example", "list_cases", "make_inputs"]

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError
 
 __all__ = [
     "MAKES_LIKE",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError
 
 Json = dict[str, Any]
 # Journals name a job's function by the path that it had when they were first written.

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
 
-from flopcalc.errors import format_value
-from flopcalc.files import MAX_LOG_BYTES, read_bytes
-from flopcalc.forms import FROM_0, Rule, find_fault
+from flopcalc.base.errors import format_value
+from flopcalc.base.files import MAX_LOG_BYTES, read_bytes
+from flopcalc.base.validate import FROM_0, Rule, find_fault
 from flopcalc.measure.jobs.job import Json, Result, RunnerError
 
 _WORDS = Rule(object, lambda value: value is None or isinstance(value, str), "is no text")

@@ -17,8 +17,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from flopcalc.data import describe_install
-from flopcalc.errors import format_nearest, format_value
+from flopcalc.base.data import describe_install
+from flopcalc.base.errors import format_nearest, format_value
 from flopcalc.measure.jobs.gpus import LauncherError, make_environments
 from flopcalc.measure.jobs.job import Job, Json, Result, make_failure, make_result
 from flopcalc.measure.jobs.process import JobRun

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 from queue import SimpleQueue
 
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.measure.jobs.job import Json, RowError
 
 DETAIL_CHARACTERS = 500

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from flopcalc.data import find_user_dir
-from flopcalc.errors import CalibrationError, DeviceError
-from flopcalc.files import write_whole
+from flopcalc.base.data import find_user_dir
+from flopcalc.base.errors import CalibrationError, DeviceError
+from flopcalc.base.files import write_whole
 from flopcalc.measure.calibrate.provenance import describe_machine, has_gpu
 from flopcalc.measure.calibrate.tables import Bench, round_digits
 from flopcalc.measure.predictor.host_probe import make_probe

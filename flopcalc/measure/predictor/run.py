@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from datetime import UTC, datetime
 
-from flopcalc.data import find_user_dir
-from flopcalc.errors import CalibrationError, DeviceError
+from flopcalc.base.data import find_user_dir
+from flopcalc.base.errors import CalibrationError, DeviceError
 from flopcalc.hardware.devices import find_device
 from flopcalc.hardware.tables import find_table, load_table
 from flopcalc.measure.calibrate.probe import IDENTITY, probe_machine

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flopcalc.base.errors import DeviceError
 from flopcalc.core.estimate.binding import bind_config as bind
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.core.model.config import Source
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.errors import DeviceError
 from flopcalc.hardware.devices import find_detected, peak_flops_per_s
 from flopcalc.measure.calibrate.provenance import describe_machine, find_version
 from flopcalc.measure.counters.flop_counter import count_flops

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from flopcalc.base.data import find_data_file, load_toml
+from flopcalc.base.errors import DeviceError, FlopcalcError, find_nearest, format_nearest, format_value
+from flopcalc.base.files import MAX_JSON_BYTES, read_json, read_path
+from flopcalc.base.units import MAX_SIZE, check_size
 from flopcalc.core.model.config import Source, load_config
-from flopcalc.data import find_data_file, load_toml
-from flopcalc.errors import DeviceError, FlopcalcError, find_nearest, format_nearest, format_value
-from flopcalc.files import MAX_JSON_BYTES, read_json, read_path
 from flopcalc.measure.jobs.job import Job
-from flopcalc.units import MAX_SIZE, check_size
 
 Json = dict[str, Any]
 # Trainer -> how it clips, in the words of the analytic core (`--clipping`).

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopcalc._version import __version__
-from flopcalc.data import describe_install
-from flopcalc.errors import format_value
-from flopcalc.files import MAX_LOG_BYTES, read_bytes, read_text, write_whole
-from flopcalc.forms import FROM_0, find_fault
+from flopcalc.base.data import describe_install
+from flopcalc.base.errors import format_value
+from flopcalc.base.files import MAX_LOG_BYTES, read_bytes, read_text, write_whole
+from flopcalc.base.validate import FROM_0, find_fault
 from flopcalc.measure.calibrate.provenance import find_version
 from flopcalc.measure.jobs.journal import describe_error
 from flopcalc.measure.jobs.runner import Progress, Result, run_jobs

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flopcalc.base.figures import open_figure
-from flopcalc.grids import format_grid, format_text, wrap
+from flopcalc.base.text_table import format_grid, format_text, wrap
+from flopcalc.base.units import format_bytes, format_flops, format_seconds
 from flopcalc.measure.sweep.matrix import BASELINE, TRAINERS, SweepError
 from flopcalc.measure.sweep.run import get_value
-from flopcalc.units import format_bytes, format_flops, format_seconds
 
 Json = dict[str, Any]
 SCHEMA = 1

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from flopcalc.data import describe_install
-from flopcalc.errors import FlopcalcError, format_nearest, format_value
+from flopcalc.base.data import describe_install
+from flopcalc.base.errors import FlopcalcError, format_nearest, format_value
 from flopcalc.measure.sweep.matrix import TRAINERS
 
 _IGNORED = -100  # a label that is no target, as HF marks it

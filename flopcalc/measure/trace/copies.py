@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flopcalc.errors import WorkloadError
+from flopcalc.base.errors import WorkloadError
 from flopcalc.measure.counters.flop_counter import Counted, count_flops
 from flopcalc.measure.hf.models import floats_on_meta
 from flopcalc.measure.trace.meta import unwrap

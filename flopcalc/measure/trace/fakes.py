@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flopcalc.errors import WorkloadError
+from flopcalc.base.errors import WorkloadError
 from flopcalc.measure.counters.flop_counter import Counted
 from flopcalc.measure.hf.models import MAKES_LIKE, MAKES_STORAGE, make_balanced, make_positions
 from flopcalc.measure.trace.copies import keep_hooks, run_counted, set_eager

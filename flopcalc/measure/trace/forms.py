@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.spec.expressions import Names, evaluate
-from flopcalc.errors import FlopcalcError
 
 Point = dict[str, Any]  # b, n, c and grids
 _LENGTHS = (6, 9, 14, 23, 31)

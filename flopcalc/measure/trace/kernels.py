@@ -11,7 +11,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from flopcalc.errors import WorkloadError
+from flopcalc.base.errors import WorkloadError
 
 __all__ = ["without_kernels"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from flopcalc.errors import WorkloadError
+from flopcalc.base.errors import WorkloadError
+from flopcalc.base.units import check_items
 from flopcalc.measure.hf.models import floats_on_meta
 from flopcalc.measure.trace.forms import Point
-from flopcalc.units import check_items
 
 
 @contextmanager

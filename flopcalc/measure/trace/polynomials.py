@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
+from flopcalc.base.units import check_items, check_size
+from flopcalc.base.vocabulary import PHASES, check_word
 from flopcalc.core.estimate.traced import (
     Polynomials,
     Traced,
@@ -26,7 +29,6 @@ from flopcalc.core.estimate.traced import (
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.numbers import FormatOptions
 from flopcalc.core.recipe.recipe import Recipe, make_recipe
-from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.measure.counters.flop_counter import Counted, count_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model, count_parameters, floats_on_meta
 from flopcalc.measure.trace.copies import copy_to_meta
@@ -42,8 +44,6 @@ from flopcalc.measure.trace.forms import (
     list_forms,
 )
 from flopcalc.measure.trace.meta import Resizer, find_word, make_decode, make_step, on_meta, resize, unwrap
-from flopcalc.units import check_items, check_size
-from flopcalc.words import PHASES, check_word
 
 __all__ = ["trace_config", "trace_module"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flopcalc.base.units import format_flops, format_parameters
 from flopcalc.report.html.page import Html, bullets, join, make_page, number, section, swatch, table
 from flopcalc.report.html.pictures import Bar, draw_bars
 from flopcalc.report.html.values import show_exact, show_flops
-from flopcalc.units import format_flops, format_parameters
 
 Json = Mapping[str, Any]
 

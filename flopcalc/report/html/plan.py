@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flopcalc.base.units import format_amount, format_bytes, format_parameters, format_seconds, format_tokens
 from flopcalc.report.html.page import Html, list_notes, make_page, number, paragraph, section, table, tiles
 from flopcalc.report.html.pictures import Bar, Spot, draw_bars, draw_points
 from flopcalc.report.html.prediction import draw_bytes
 from flopcalc.report.html.values import show_bytes, show_exact, show_percent, show_seconds
-from flopcalc.units import format_amount, format_bytes, format_parameters, format_seconds, format_tokens
 
 Json = Mapping[str, Any]
 _GIB = 1 << 30

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from flopcalc.base.units import format_bytes, format_flops, format_seconds
 from flopcalc.report.html.page import (
     Html,
     beside,
@@ -21,7 +22,6 @@ from flopcalc.report.html.page import (
 from flopcalc.report.html.pictures import Bar, draw_bars, draw_stack
 from flopcalc.report.html.values import show_bytes, show_code, show_exact, show_percent, show_seconds
 from flopcalc.report.labels import TIME_KINDS
-from flopcalc.units import format_bytes, format_flops, format_seconds
 
 Json = Mapping[str, Any]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from flopcalc.base.units import format_bytes, format_count, format_seconds
 from flopcalc.report.html.page import Html, element, join, number
-from flopcalc.units import format_bytes, format_count, format_seconds
 
 
 def show_flops(value: int | None) -> Html:

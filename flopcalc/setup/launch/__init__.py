@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from flopcalc.base.data import describe_install, load_toml
+from flopcalc.base.errors import ConfigError, SpecError, format_value
+from flopcalc.base.files import MAX_TOML_BYTES, MAX_YAML_BYTES, read_json, read_path, read_text
 from flopcalc.base.spelling import spell
+from flopcalc.base.units import check_items, parse_size
 from flopcalc.core.estimate.binding import bind_config
-from flopcalc.data import describe_install, load_toml
-from flopcalc.errors import ConfigError, SpecError, format_value
-from flopcalc.files import MAX_TOML_BYTES, MAX_YAML_BYTES, read_json, read_path, read_text
 from flopcalc.setup.fields import list_fields
 from flopcalc.setup.launch.settings import Settings, Taken
-from flopcalc.units import check_items, parse_size
 
 # Asked in this order: the first whose keys are in the file reads it.
 FRAMEWORKS = (

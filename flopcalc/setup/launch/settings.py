@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flopcalc.base.errors import ConfigError, FlopcalcError, format_value
 from flopcalc.base.number_formats import parse_compute
+from flopcalc.base.units import check_size
 from flopcalc.core.recipe.recipe import REGEX
-from flopcalc.errors import ConfigError, FlopcalcError, format_value
-from flopcalc.units import check_size
 
 _SIZES = ("seq", "batch", "grad_accum", "gpus", "max_pixels", "global_batch", "tp", "cp", "pp", "lora.r")
 _FLAGS = ("reentrant", "no_checkpointing", "use_peft", "bits.4", "bits.8", "fp16", "tf32", "fp8", "lora.all_linear",

@@ -12,6 +12,9 @@ import pytest
 from tiers import thin
 
 from flopcalc import bind, estimate_flops
+from flopcalc.base.data import find_data_dir, load_toml
+from flopcalc.base.errors import FlopcalcError, RecipeError
+from flopcalc.base.vocabulary import CLIPPING
 from flopcalc.cli import main
 from flopcalc.core.estimate.counted import CountedEstimator
 from flopcalc.core.estimate.estimate import Estimate
@@ -21,11 +24,8 @@ from flopcalc.core.model.ops import join
 from flopcalc.core.recipe.recipe import check_clipping, make_recipe
 from flopcalc.core.workload.sums import Logits, PerSample, Samples, Sum, Tokens
 from flopcalc.core.workload.workload import Workload
-from flopcalc.data import find_data_dir, load_toml
-from flopcalc.errors import FlopcalcError, RecipeError
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.report.estimate import format_csv, format_estimate
-from flopcalc.words import CLIPPING
 from lab.truth import find_folder
 from lab.truth_clipping import load as load_truth
 

@@ -10,7 +10,7 @@ import pytest
 from tiers import LIGHT_TYPES, mark_heavy, thin
 
 from flopcalc import FlopcalcError, bind
-from flopcalc.data import list_data_files, load_toml
+from flopcalc.base.data import list_data_files, load_toml
 
 EXAMPLES = list_data_files("examples")
 

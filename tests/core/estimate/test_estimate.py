@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from flopcalc import ConfigError, Estimate, FlopcalcError, WorkloadError, bind, estimate_flops
+from flopcalc.base.data import list_data_files
+from flopcalc.base.units import format_flops
+from flopcalc.base.vocabulary import CONVENTIONS
 from flopcalc.core.workload.workload import Workload
-from flopcalc.data import list_data_files
-from flopcalc.units import format_flops
-from flopcalc.words import CONVENTIONS
 
 D, FF, HEADS, KV, HD, VOCAB, LAYERS = 24, 40, 4, 2, 8, 50, 4
 TEXT: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flopcalc import Lora, bind
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError
 
 LABELS = {"id2label": {str(i): str(i) for i in range(1000)}}
 

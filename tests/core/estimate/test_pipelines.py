@@ -11,9 +11,9 @@ import pytest
 from presets import PIPELINES
 
 from flopcalc import bind, estimate_flops, plan, predict
+from flopcalc.base.errors import ConfigError, FlopcalcError, RecipeError, WorkloadError
 from flopcalc.core.model.config import load_config
 from flopcalc.core.workload.workload import Workload
-from flopcalc.errors import ConfigError, FlopcalcError, RecipeError, WorkloadError
 
 # Parameters of the denoiser, as diffusers' class of the published config has them.
 DENOISERS = {
@@ -133,6 +133,11 @@ def test_a_folder_is_read(tmp_path: Path) -> None:
         assert estimate_flops(path, **asked, guidance="on").total == alone
 
 
+def test_a_size_may_be_given_for_each_sample() -> None:
+    one, each = (estimate_flops("flux.1-dev", batch_size=2, images=[(64, 64)] * many) for many in (1, 2))
+    assert one.total == each.total
+
+
 def test_old_names_of_classes_are_known() -> None:
     config = {**load_config("dit-xl-2-256").config["transformer"], "_class_name": "Transformer2DModel"}
     assert bind(config).spec.name == "DiTTransformer2DModel"
@@ -150,6 +155,8 @@ def test_old_names_of_classes_are_known() -> None:
         ("flux.1-dev", {"images": [(64, 64)], "guidance": "yes", "sampling_steps": 1}, "guidance must be on or off"),
         ("flux.1-dev", {"videos": [(64, 64, 9)], "sampling_steps": 1}, "takes no videos"),
         ("flux.1-dev", {"images": [(64, 64)], "parts": "unet"}, "has no part 'unet'"),
+        ("flux.1-dev", {"images": [(64, 64)] * 2}, "images: all 1 samples of a diffusion model have one size"),
+        ("flux.1-dev", {"images": [(64, 64)], "clips": [5]}, "clips: flux.1-dev is a diffusion model"),
         ("flux.1-dev", {"images": [(64, 64)], "seq_len": 8}, "a diffusion model; give images or videos, text"),
         ("flux.1-dev", {"images": [(64, 64)], "phase": "decode"}, "its phases are train, forward and sample"),
         ("flux.1-dev", {"images": [(64, 64)], "sampling_steps": 0}, "sampling_steps"),

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopcalc import Estimate, Estimator, FlopcalcError, bind, estimate_flops
+from flopcalc.base.vocabulary import CONVENTIONS
 from flopcalc.cli import main
-from flopcalc.words import CONVENTIONS
 
 VISION_GRIDS = {"llava": (1, 3, 3)}  # a fixed square; the others take any multiple of 2
 # PEFT folds LoRA into fused experts and routers once a call, which many tokens make cheaper than the products needed.

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from flopcalc.base.data import list_data_files
 from flopcalc.core.estimate.counted import CountedEstimator
 from flopcalc.core.model.bound import bind_model
 from flopcalc.core.model.config import load_config
 from flopcalc.core.spec.spec import load_spec
-from flopcalc.data import list_data_files
 from flopcalc.measure.hf.compare import compare_bound, make_executed, make_load
 from lab.truth import Case, Entry, Truth, list_types, load
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flopcalc import bind, estimate_flops, plan, predict
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.estimate.inputs import Inputs, make_load
-from flopcalc.errors import FlopcalcError
 
 VIT = {
     "model_type": "vit", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 34,

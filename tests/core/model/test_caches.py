@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from flopcalc.base.data import list_data_files
 from flopcalc.core.model.ops import Attend, Chain, Op
-from flopcalc.data import list_data_files
 
 pytestmark = pytest.mark.heavy
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flopcalc import bind
-from flopcalc.errors import WorkloadError
+from flopcalc.base.errors import WorkloadError
 
 SHARED: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,

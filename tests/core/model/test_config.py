@@ -13,8 +13,8 @@ from hostile import OddPath
 from presets import MODELS
 
 from flopcalc import ConfigError, FlopcalcError, bind, make_workload
+from flopcalc.base.data import list_data_files
 from flopcalc.core.model.config import load_config
-from flopcalc.data import list_data_files
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
@@ -134,7 +134,7 @@ def test_hub_id_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (folder / "refs" / "main").write_text("aaa\n")
     source = load_config("org/name")
     assert (source.name, source.config["hidden_size"]) == ("org/name", 24)
-    with pytest.raises(ConfigError, match="and has no preset; download fetches it"):
+    with pytest.raises(ConfigError, match="and has no preset; download=True fetches it"):
         load_config("org/other")
 
 
@@ -147,7 +147,9 @@ def test_a_hub_id_with_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert source.note == f"{hub_id} is counted as preset llama-3.1-8b (same config)"
         assert bind(hub_id).estimate(make_workload(1, 8)).notes[0] == source.note
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ConfigError, match=r"pip install .*\[hub\]'; without download, preset llama-3.1-8b is used"):
+    with pytest.raises(
+        ConfigError, match=r"pip install .*\[hub\]'; without download=True, preset llama-3.1-8b is used"
+    ):
         load_config("meta-llama/Llama-3.1-8B-Instruct", download=True)
     folder = tmp_path / "models--meta-llama--Llama-3.1-8B-Instruct" / "snapshots" / "aaa"
     folder.mkdir(parents=True)
@@ -284,13 +286,13 @@ def test_file_that_fails_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("gpt-3", "Did you mean gpt-3-175b, "),
         ("GPT3", "Did you mean gpt-3-175b, "),
         ("llama-3.1-4", "Did you mean llama-3.1-405b, "),
-        ("Qwen/Qwen3-8B-FP8", "has no preset; download fetches it. Did you mean qwen3-8b"),
+        ("Qwen/Qwen3-8B-FP8", "has no preset; download=True fetches it. Did you mean qwen3-8b"),
         ("", "name is empty"),
         ("a\0b", "NUL"),
         ("./absent/config.json", "no such file or folder"),
         ("absent.json", "no such file or folder"),
         ("a/b/c", "no such file or folder"),
-        ("org/name", "download fetches it"),
+        ("org/name", "download=True fetches it"),
         ("x" * 5000, "no preset, file or folder"),
         ("whisper-large-v3", "Models of type whisper are counted from their config.json: give that file"),
         ("XLM-RoBERTa-base", "Models of type xlm-roberta are counted from their config.json"),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from flopcalc import bind, estimate_flops
+from flopcalc.base.errors import WorkloadError
 from flopcalc.cli import main
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.errors import WorkloadError
 
 T5 = {
     "model_type": "t5", "d_model": 24, "d_kv": 10, "d_ff": 41, "num_layers": 2, "num_decoder_layers": 3,

@@ -11,8 +11,8 @@ import pytest
 from headers import HEADER, text, write_gguf
 
 from flopcalc import bind, estimate_flops
+from flopcalc.base.errors import ConfigError
 from flopcalc.core.model.config import load_config
-from flopcalc.errors import ConfigError
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
@@ -167,7 +167,7 @@ def test_a_foreign_type_with_images_gets_a_family_that_takes_any_tower(config: d
     with pytest.raises(ConfigError) as caught:
         bind({"model_type": "foovl", **config})
     assert words in str(caught.value)
-    assert "trace counts it from HF's own code if transformers has it" in str(caught.value)
+    assert "trace=True counts it from HF's own code if transformers has it" in str(caught.value)
 
 
 def test_the_processor_s_own_file_comes_first(tmp_path: Path) -> None:

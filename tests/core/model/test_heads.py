@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flopcalc import bind, estimate_flops
+from flopcalc.base.errors import ConfigError, FlopcalcError, SpecError, WorkloadError
 from flopcalc.core.model.heads import check_head, find_ending
-from flopcalc.errors import ConfigError, FlopcalcError, SpecError, WorkloadError
 
 D, FF, VOCAB, LAYERS = 24, 40, 101, 2
 LLAMA: dict[str, Any] = {

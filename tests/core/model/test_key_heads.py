@@ -10,12 +10,12 @@ import pytest
 from presets import MODELS
 
 from flopcalc import SpecError, bind, plan, predict
+from flopcalc.base.data import list_data_files, load_toml
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.ops import Chain, Op, Stage
 from flopcalc.core.spec.spec import Spec, keeps_keys, load_spec
 from flopcalc.core.workload.sums import Expression
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.data import list_data_files, load_toml
 from flopcalc.prediction.choices import describe_key_heads
 
 PRESETS = [name for name, path in MODELS.items() if "alias" not in load_toml(path)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flopcalc import bind
-from flopcalc.errors import ConfigError, WorkloadError
+from flopcalc.base.errors import ConfigError, WorkloadError
 
 PREVIEW: dict[str, Any] = {"model_type": "moondream3", "architectures": ["HfMoondream"], "config": {}}
 SIDE, LAYERS, WIDTH = 27, 24, 2048

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flopcalc import bind
-from flopcalc.errors import ConfigError
+from flopcalc.base.errors import ConfigError
 
 TOWER = {
     "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,

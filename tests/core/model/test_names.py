@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from flopcalc import ConfigError, bind, estimate_flops
+from flopcalc.base.data import find_data_dir, get_stem, list_data_files, load_toml
 from flopcalc.cli import main
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.names import find_preset, load_launch_ids
-from flopcalc.data import find_data_dir, get_stem, list_data_files, load_toml
 
 
 @pytest.fixture(autouse=True)

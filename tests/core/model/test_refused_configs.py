@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from flopcalc import bind
-from flopcalc.data import find_data_dir, list_data_files
-from flopcalc.errors import ConfigError, WorkloadError
+from flopcalc.base.data import find_data_dir, list_data_files
+from flopcalc.base.errors import ConfigError, WorkloadError
 
 Json = dict[str, Any]
 LLAMA: Json = {

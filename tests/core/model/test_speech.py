@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from flopcalc import bind, estimate_flops
+from flopcalc.base.data import find_data_file, load_toml
+from flopcalc.base.errors import ConfigError, SpecError, WorkloadError
 from flopcalc.core.spec.spec import read_spec
-from flopcalc.data import find_data_file, load_toml
-from flopcalc.errors import ConfigError, SpecError, WorkloadError
 
 Json = dict[str, Any]
 # Layers of the code predictor in the first example: d 20, ff 33, 6 heads of 8, 3 key heads; the talker's d is 24.

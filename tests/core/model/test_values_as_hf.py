@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tiers import mark_heavy
 
-from flopcalc.data import list_data_files
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.data import list_data_files
+from flopcalc.base.errors import FlopcalcError
 
 Json = dict[str, Any]
 TYPES = tuple(sorted(list_data_files("examples")))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flopcalc import bind
-from flopcalc.errors import ConfigError
+from flopcalc.base.errors import ConfigError
 from tests.core.recipe.test_formats import ARGS, BNB, MODEL, compress
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from flopcalc import bind, estimate_flops
+from flopcalc.base.errors import ConfigError, RecipeError
 from flopcalc.base.number_formats import load_computed, parse_compute
+from flopcalc.base.vocabulary import DTYPES
 from flopcalc.core.count.products import Weights
 from flopcalc.core.recipe.formats import Stored, load_stored, parse_stored
 from flopcalc.core.workload.workload import make_workload
-from flopcalc.errors import ConfigError, RecipeError
-from flopcalc.words import DTYPES
 
 MODEL = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flopcalc import bind
+from flopcalc.base.errors import ConfigError
 from flopcalc.core.model.ops import iterate, join
-from flopcalc.errors import ConfigError
 from tests.core.recipe.test_formats import ARGS, LINEARS, MODEL, NUMBERS, compress, find_stored, quantize, sum_layers
 
 TABLE = 1024 * 256  # numbers of the embedding, and of the head

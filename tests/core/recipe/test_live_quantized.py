@@ -220,7 +220,7 @@ def test_stand_ins(
 
 
 def test_unknown_tensor_is_refused_by_name() -> None:
-    from flopcalc.errors import ConfigError
+    from flopcalc.base.errors import ConfigError
 
     model = replace_linears(make_model(), make_stand_in("Int3RotatedTensor", block_size=[1, 32]))
     with pytest.raises(ConfigError, match=r"Int3RotatedTensor, whose number format is not known: weights=FORMAT"):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from flopcalc import bind, estimate_flops
+from flopcalc.base.data import list_data_files
+from flopcalc.base.errors import ConfigError, FlopcalcError, SpecError, WorkloadError
 from flopcalc.cli import main
 from flopcalc.core.model.config import load_config
 from flopcalc.core.spec.aliases import find_alias, list_types, load_alias, map_config
 from flopcalc.core.spec.spec import load_spec
-from flopcalc.data import list_data_files
-from flopcalc.errors import ConfigError, FlopcalcError, SpecError, WorkloadError
 
 Json = dict[str, Any]
 TINY: Json = {

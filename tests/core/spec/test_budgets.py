@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from flopcalc import bind, estimate_flops
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.cli import main
 from flopcalc.core.estimate.traced import Polynomials, Traced, TracedEstimator
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.recipe import Recipe
-from flopcalc.errors import FlopcalcError
 
 HEAD = "family = 'x'\narchitecture = 'X'\nsource = 'x'\n"
 STACK = "[[stack]]\npath = 'model'\n"

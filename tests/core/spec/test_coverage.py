@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 from places import ROOT
 
+from flopcalc.base.data import load_toml
 from flopcalc.cli.catalogue import models
 from flopcalc.core.spec.coverage import load_coverage
-from flopcalc.data import load_toml
 
 sys.path.insert(0, str(ROOT / "docs"))
 

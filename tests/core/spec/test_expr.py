@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flopcalc import SpecError
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.core.spec.expressions import MissingNameError, evaluate, evaluate_truth, find_names, parse
-from flopcalc.errors import FlopcalcError
 
 
 class Names:

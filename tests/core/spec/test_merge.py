@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from flopcalc.api import bind
+from flopcalc.base.data import find_data_file, list_data_files, load_toml
+from flopcalc.base.errors import ConfigError, SpecError
 from flopcalc.core.model.ops import Op, iterate
 from flopcalc.core.spec.merge import _load, load_tables
 from flopcalc.core.spec.spec import find_spec, load_spec
 from flopcalc.core.workload.sums import Either, Expression, Tokens
-from flopcalc.data import find_data_file, list_data_files, load_toml
-from flopcalc.errors import ConfigError, SpecError
 
 HEAD = 'architecture = "A"\nsource = "S"\n'
 BASE = (

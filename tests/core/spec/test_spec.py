@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from flopcalc import ConfigError, SpecError, bind
+from flopcalc.base.data import find_data_file, find_user_dir, list_data_files
 from flopcalc.core.model.expand import expand
 from flopcalc.core.spec.spec import bind as bind_spec
 from flopcalc.core.spec.spec import find_spec, load_spec
-from flopcalc.data import find_data_file, find_user_dir, list_data_files
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "mixtral", "qwen3_moe",
@@ -140,7 +140,7 @@ def test_unreadable_and_huge_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(SpecError, match="not UTF-8 text"):
         load_spec(str(tmp_path / "bytes.toml"))
-    monkeypatch.setattr("flopcalc.data.MAX_TOML_BYTES", 20)
+    monkeypatch.setattr("flopcalc.base.data.MAX_TOML_BYTES", 20)
     with pytest.raises(SpecError, match="larger than 20 bytes"):
         load_spec(str(write(tmp_path, MINIMAL, "large")))
 

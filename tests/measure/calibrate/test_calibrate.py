@@ -15,7 +15,7 @@ import pytest
 from formats import settle_bf16
 from places import HELPERS
 
-from flopcalc.errors import CalibrationError, DeviceError
+from flopcalc.base.errors import CalibrationError, DeviceError
 from flopcalc.hardware import tables as calibration
 from flopcalc.hardware.tables import Shape, load_table
 from flopcalc.measure.calibrate import probe, suite

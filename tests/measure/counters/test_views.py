@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flopcalc import bind
-from flopcalc.errors import ConfigError, WorkloadError
+from flopcalc.base.errors import ConfigError, WorkloadError
 from flopcalc.measure.hf.examples import find_example
 
 SIZES = [(336, 336), (640, 480), (480, 641), (1000, 333), (97, 1013), (1999, 1501), (1500, 301), (3000, 2200), (769, 5)]

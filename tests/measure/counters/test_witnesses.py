@@ -18,9 +18,9 @@ from tiers import mark_heavy
 from torch.nn import functional as F
 
 from flopcalc import make_workload
+from flopcalc.base.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.core.model.config import Source
 from flopcalc.core.recipe.recipe import make_recipe
-from flopcalc.errors import DeviceError, FlopcalcError, WorkloadError
 from flopcalc.measure.counters import cupti, fvcore_counter, gpm, ncu, torch_profiler, witness
 from flopcalc.measure.counters.flop_counter import count_flops
 from flopcalc.measure.hf.models import apply_recipe, build_model, make_batch

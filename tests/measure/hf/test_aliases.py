@@ -12,10 +12,10 @@ import pytest
 from tiers import mark_heavy
 
 from flopcalc import bind
+from flopcalc.base.data import list_data_files, load_toml
 from flopcalc.core.model.bound import bind_model
 from flopcalc.core.model.config import load_config
 from flopcalc.core.spec.aliases import list_aliases, strip_marks
-from flopcalc.data import list_data_files, load_toml
 
 Json = dict[str, Any]
 FILES = list_data_files("aliases")

@@ -9,7 +9,7 @@ import pytest
 from tiers import mark_heavy, thin
 
 from flopcalc import bind
-from flopcalc.errors import ConfigError
+from flopcalc.base.errors import ConfigError
 from flopcalc.measure.hf.examples import find_example
 from flopcalc.measure.hf.verify import prepare, verify
 

@@ -10,7 +10,7 @@ from places import ROOT
 from tiers import LIGHT_TYPES, mark_heavy
 
 from flopcalc import bind
-from flopcalc.data import list_data_files
+from flopcalc.base.data import list_data_files
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.measure.hf.examples import _KEYS, find_example, list_cases
 

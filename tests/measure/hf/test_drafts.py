@@ -12,10 +12,10 @@ from drafts import DFlash
 from torch.utils.checkpoint import checkpoint
 
 from flopcalc import estimate_flops, plan, predict
+from flopcalc.base.data import list_data_files, load_toml
+from flopcalc.base.errors import WorkloadError
 from flopcalc.core.model.bound import bind_model
 from flopcalc.core.model.config import load_config
-from flopcalc.data import list_data_files, load_toml
-from flopcalc.errors import WorkloadError
 from flopcalc.measure.counters.flop_counter import count_flops
 from flopcalc.measure.hf.compare import compare_bound, make_executed
 from flopcalc.measure.hf.models import count_parameters

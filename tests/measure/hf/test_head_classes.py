@@ -8,7 +8,7 @@ import pytest
 from heads import list_class_cases, list_classes, list_recipes
 from tiers import mark_heavy
 
-from flopcalc.data import list_data_files
+from flopcalc.base.data import list_data_files
 from flopcalc.measure.hf.verify import verify
 
 LIGHT = ("llama", "bert")

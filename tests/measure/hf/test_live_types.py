@@ -10,8 +10,8 @@ import torch
 from tiers import LIGHT_TYPES, mark_heavy
 
 from flopcalc import bind
+from flopcalc.base.data import list_data_files
 from flopcalc.core.estimate.estimate import Estimator
-from flopcalc.data import list_data_files
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.measure.hf.examples import Example, find_example, list_cases
 from flopcalc.measure.hf.kernels import install

@@ -10,8 +10,8 @@ from presets import IMAGES, MODELS
 from tiers import mark_heavy
 
 from flopcalc import bind
+from flopcalc.base.data import load_toml
 from flopcalc.core.model.config import load_preset
-from flopcalc.data import load_toml
 
 FILES = MODELS
 PRESETS = [name for name, path in FILES.items() if "alias" not in load_toml(path)]

@@ -8,9 +8,9 @@ import pytest
 from tiers import mark_heavy
 
 from flopcalc import bind
+from flopcalc.base.data import list_data_files, load_toml
 from flopcalc.core.model.ops import Weighted, iterate, join
 from flopcalc.core.recipe.quantization import Pattern
-from flopcalc.data import list_data_files, load_toml
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

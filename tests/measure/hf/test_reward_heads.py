@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tiers import thin
 
+from flopcalc.base.data import list_data_files, load_toml
 from flopcalc.core.model.bound import bind_model
 from flopcalc.core.model.config import load_config
-from flopcalc.data import list_data_files, load_toml
 
 Json = dict[str, Any]
 SIZES: Json = {

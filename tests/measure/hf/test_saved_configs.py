@@ -10,12 +10,12 @@ import pytest
 from tiers import LIGHT_TYPES, mark_heavy
 
 from flopcalc import bind
+from flopcalc.base.errors import ConfigError
 from flopcalc.cli.supported import load_catalogue
 from flopcalc.core.estimate.estimate import Estimator
 from flopcalc.core.model.config import load_config
 from flopcalc.core.spec.aliases import list_types
 from flopcalc.core.spec.spec import find_spec
-from flopcalc.errors import ConfigError
 
 ALIASES = ("EvollaModel", "mlcd", "qwen2_5_omni", "qwen3_omni_moe")  # read as other families
 NO_DEFAULT = ("gemma4_assistant",)  # the class refuses its own

@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 
 from flopcalc import bind
+from flopcalc.base.errors import WorkloadError
 from flopcalc.core.model.vision import Vision
-from flopcalc.errors import WorkloadError
 
 SIZES = [(336, 336), (640, 480), (480, 641), (1000, 333), (97, 1013), (30, 20), (1999, 1501), (1500, 301), (3, 170)]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from flopcalc.base.data import find_data_file
 from flopcalc.cli import main
-from flopcalc.data import find_data_file
 
 Capture = pytest.CaptureFixture[str]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flopcalc import predict
-from flopcalc.errors import CalibrationError, DeviceError, SpecError
+from flopcalc.base.errors import CalibrationError, DeviceError, SpecError
 from flopcalc.measure.calibrate.run import run_command
 from flopcalc.measure.calibrate.tables import Bench
 from flopcalc.measure.predictor import host_speed as measuring

@@ -14,8 +14,8 @@ from places import ROOT
 from tiers import mark_heavy, thin
 
 from flopcalc.api import bind
+from flopcalc.base.data import find_data_dir, list_data_files
 from flopcalc.core.model.config import load_config
-from flopcalc.data import find_data_dir, list_data_files
 from flopcalc.measure.calibrate.tables import Bench
 from flopcalc.measure.hf.models import build_model, count_parameters
 from flopcalc.measure.predictor import host_probe as probe

@@ -13,7 +13,7 @@ from places import ROOT
 from tiers import mark_heavy, thin
 
 from flopcalc.api import predict
-from flopcalc.errors import CalibrationError, DeviceError
+from flopcalc.base.errors import CalibrationError, DeviceError
 from flopcalc.hardware.devices import load_devices
 from flopcalc.measure.calibrate.run import main
 from flopcalc.measure.hf.examples import find_example

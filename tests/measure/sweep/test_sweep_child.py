@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flopcalc.api import bind
-from flopcalc.errors import DeviceError, RecipeError
+from flopcalc.base.errors import DeviceError, RecipeError
 from flopcalc.hardware.devices import peak_flops_per_s
 from flopcalc.measure.counters import cupti
 from flopcalc.measure.sweep import child

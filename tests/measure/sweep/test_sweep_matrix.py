@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flopcalc import bind
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.errors import FlopcalcError
 from flopcalc.measure.sweep.matrix import MODEL_SIZES, TRAINERS, SweepError, find_model, load_matrix, make_matrix
 
 SMALL: dict[str, Any] = {"batch_sizes": [4], "seq_lens": [512], "models": ["tiny"]}
@@ -195,7 +195,7 @@ def test_sizes(size: str) -> None:
 
 
 def test_trainers_clip_in_words_of_the_core() -> None:
-    from flopcalc.words import CLIPPING
+    from flopcalc.base.vocabulary import CLIPPING
 
     assert set(TRAINERS.values()) == set(CLIPPING)
 

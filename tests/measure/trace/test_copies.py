@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flopcalc.errors import WorkloadError
+from flopcalc.base.errors import WorkloadError
 from flopcalc.measure.trace.copies import copy_to_meta, count_copy
 from flopcalc.measure.trace.fakes import FakeCopy
 from flopcalc.measure.trace.kernels import without_kernels

@@ -15,8 +15,8 @@ import torch
 from tiers import LIGHT_TYPES, mark_heavy
 
 from flopcalc import bind
+from flopcalc.base.data import list_data_files
 from flopcalc.core.model.ops import join
-from flopcalc.data import list_data_files
 from flopcalc.measure.hf.compare import make_load
 from flopcalc.measure.hf.examples import Example, find_example
 from flopcalc.measure.hf.models import build_model

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flopcalc import bind
-from flopcalc.errors import FlopcalcError, WorkloadError
+from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.measure.counters.flop_counter import count_flops
 
 

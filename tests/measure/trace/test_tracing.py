@@ -14,8 +14,8 @@ from tiers import mark_heavy
 from torch import nn
 
 from flopcalc import bind, make_workload
+from flopcalc.base.errors import FlopcalcError, WorkloadError
 from flopcalc.core.estimate.traced import find_cache_dir
-from flopcalc.errors import FlopcalcError, WorkloadError
 from flopcalc.measure.hf.models import build_model, make_batch
 from flopcalc.measure.trace.forms import Form, NoPolynomialError, _solve, fit
 from flopcalc.measure.trace.polynomials import trace_config

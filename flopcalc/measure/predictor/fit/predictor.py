@@ -6,8 +6,8 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from flopcalc.errors import CalibrationError
-from flopcalc.files import write_whole
+from flopcalc.base.errors import CalibrationError
+from flopcalc.base.files import write_whole
 from flopcalc.hardware.devices import find_device
 from flopcalc.measure.predictor.fit.attention import fit_attention
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase, model_cases

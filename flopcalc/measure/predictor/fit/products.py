@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flopcalc.errors import CalibrationError
+from flopcalc.base.errors import CalibrationError
 from flopcalc.measure.predictor.fit.cases import Json, ModelledCase
 from flopcalc.measure.predictor.fit.choices import (
     GROUPED_BANDWIDTH_SHARE,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fitted import LLAMA
 
-from flopcalc.errors import CalibrationError
+from flopcalc.base.errors import CalibrationError
 from flopcalc.measure.predictor.fit.predictor import fit_predictor, save_predictor
 from flopcalc.measure.predictor.runs import make_case
 

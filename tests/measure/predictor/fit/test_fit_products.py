@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fitted import BF16, MIXTRAL, model, profile
 
-from flopcalc.errors import CalibrationError
+from flopcalc.base.errors import CalibrationError
 from flopcalc.measure.predictor.fit.cases import ModelledCase
 from flopcalc.measure.predictor.fit.points import ProductPoint, read_points, read_single_calls
 from flopcalc.measure.predictor.fit.products import ProductTable, fit_grouped, fit_patches, fit_products

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flopcalc.base.errors import FlopcalcError, WorkloadError, format_value
 from flopcalc.base.spelling import spell
-from flopcalc.errors import FlopcalcError, WorkloadError, format_value
 
 if TYPE_CHECKING:
     from fractions import Fraction

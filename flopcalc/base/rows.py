@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from flopcalc.data import describe_install
-from flopcalc.errors import FlopcalcError
+from flopcalc.base.data import describe_install
+from flopcalc.base.errors import FlopcalcError
 
 MOST_SHOWN = 100  # rows of a table in a notebook
 
@@ -26,7 +26,7 @@ def make_frame(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
 
 def show_rows(columns: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> str:
     """The first rows as an HTML table; how many follow is said below it."""
-    from flopcalc.grids import format_html  # only notebooks need it
+    from flopcalc.base.text_table import format_html  # only notebooks need it
 
     left = len(rows) - MOST_SHOWN
     more = f"<p>… and {left:,} more rows: to_pandas() has all</p>" if left > 0 else ""

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from flopcalc import FlopcalcError, WorkloadError
+from flopcalc.base.errors import find_nearest, format_nearest, format_value
 from flopcalc.base.spelling import spell_option, use_spelling
-from flopcalc.errors import find_nearest, format_nearest, format_value
-from flopcalc.units import (
+from flopcalc.base.units import (
     MAX_SIZE,
     check_size,
     describe_suffixes,

@@ -11,8 +11,8 @@ import tomllib
 from functools import cache
 from typing import Any
 
-from flopcalc.errors import SpecError
-from flopcalc.files import MAX_TOML_BYTES, read_text
+from flopcalc.base.errors import SpecError
+from flopcalc.base.files import MAX_TOML_BYTES, read_text
 
 MAX_KEY_PARTS = 200
 _BETWEEN_KEYS = r"[^\w\s.\"'-]"
@@ -24,7 +24,7 @@ DIFFUSERS = "diffusers"  # likewise: parts of pipelines, named by their classes
 @cache
 def find_data_dir() -> str:
     """The shipped model_specs folder: inside the package in a wheel, beside it in an editable install."""
-    package = os.path.dirname(os.path.abspath(__file__))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     for folder in (os.path.join(package, "model_specs"), os.path.join(os.path.dirname(package), "model_specs")):
         if os.path.isdir(folder):
             return folder
@@ -98,7 +98,7 @@ def describe_install(extra: str) -> str:
     """The command that adds an extra's packages, to a wheel, an editable install or a bare checkout alike."""
     from importlib.metadata import PackageNotFoundError, distribution
 
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     try:
         distribution("flopcalc")
     except PackageNotFoundError:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from flopcalc.base.errors import FlopcalcError
+from flopcalc.base.files import read_bytes, read_json, read_text, write_whole
 from flopcalc.core.estimate.traced import load_trace, make_key
 from flopcalc.core.model.config import load_config
 from flopcalc.core.model.pictures import read_picture_size
 from flopcalc.core.spec.spec import load_spec
-from flopcalc.errors import FlopcalcError
-from flopcalc.files import read_bytes, read_json, read_text, write_whole
 from flopcalc.hardware.tables import load_table
 from flopcalc.measure.jobs.journal import Journal
 from flopcalc.measure.sweep.matrix import load_matrix

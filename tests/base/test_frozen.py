@@ -8,7 +8,7 @@ from functools import cached_property
 
 import pytest
 
-from flopcalc.values import Value, frozen
+from flopcalc.base.frozen import Value, frozen
 
 
 @frozen()

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from flopcalc import grids
-from flopcalc.grids import find_width, format_grid, format_text, wrap
+from flopcalc.base import text_table
+from flopcalc.base.text_table import find_width, format_grid, format_text, wrap
 
 HEADERS = ["name", "count", "what it is"]
 ROWS = [["alpha", "1", "the first of the letters"], ["beta", "22,000", "the second"], ["gamma", "-", ""]]
@@ -49,7 +49,7 @@ def test_a_terminal_says_its_width(monkeypatch: pytest.MonkeyPatch, answer: int 
         return type("Size", (), {"columns": answer})
 
     monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setattr(grids.os, "get_terminal_size", ask)
+    monkeypatch.setattr(text_table.os, "get_terminal_size", ask)
     assert find_width() == expected
 
 

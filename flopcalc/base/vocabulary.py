@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Literal, TypeVar, get_args
 
-from flopcalc.errors import FlopcalcError, format_nearest, format_value
+from flopcalc.base.errors import FlopcalcError, format_nearest, format_value
 
 # What a FLOP is counted as: needed by the model, executed by HF's eager code, executed by the kernels.
 Convention = Literal["model", "full", "hardware"]

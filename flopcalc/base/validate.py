@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from flopcalc.errors import format_value
+from flopcalc.base.errors import format_value
 
 
 class Each(NamedTuple):

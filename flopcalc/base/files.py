@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from flopcalc.errors import FlopcalcError, format_value
+from flopcalc.base.errors import FlopcalcError, format_value
 
 # The largest files that are read, by what they hold; what is larger is no such file.
 MAX_TOML_BYTES = 10_000_000

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flopcalc import FlopcalcError, estimate_flops, plan, predict
-from flopcalc.frames import FrozenRows, Rows, Table, show_rows
+from flopcalc.base.rows import FrozenRows, Rows, Table, show_rows
 from flopcalc.planning.results import Plan, PlannedRow, Point
 from flopcalc.prediction.step import Prediction, TimeRow
 
