@@ -295,12 +295,12 @@ def run_with_mistake(folder: Path, file: str, right: str, wrong: str, *words: st
     """What a default run prints whose package and specs are a copy with a mistake, which is the only change."""
     own = file.partition("/")[0]
     shutil.copytree(ROOT / own, folder / own, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in {"flopcalc", "model_specs", "tests"} - {own}:
+    for name in {"flopcalc", "lab", "model_specs", "tests"} - {own}:
         (folder / name).symlink_to(ROOT / name)
     text = (folder / file).read_text(encoding="utf-8")
     assert text.count(right) == 1
     (folder / file).write_text(text.replace(right, wrong), encoding="utf-8")
-    plugins = ("-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=")
+    plugins = ("-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "-o", "pythonpath=tests/helpers")
     tests = ("tests/core/estimate/test_truth.py", "-k", "test_equals_the_other_traces", "-rf", "--tb=line")
     command = [sys.executable, "-P", "-m", "pytest", *plugins, *tests, "--changed", file, *words]
     env = {**os.environ, "PYTHONPATH": str(folder)}
@@ -312,8 +312,7 @@ def list_failed(text: str) -> set[str]:
 
 
 def test_a_mistake_in_a_spec_is_found_by_a_default_run(tmp_path: Path) -> None:
-    right = 'name = "self_attn.k_proj", in = "d", out = "kv * hd"'
-    wrong = right.replace("kv * hd", "h * hd")
+    right, wrong = '  "gated_mlp",\n', '  "gated_mlp", "gated_mlp",\n'
     text = run_with_mistake(tmp_path, "model_specs/specs/olmo2.toml", right, wrong)
     assert list_failed(text) == {"olmo2", "olmo3", "exaone4", "exaone4_5"}, text
     assert "heavy tests: 4 of 591 ran" in text

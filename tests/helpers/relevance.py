@@ -38,6 +38,7 @@ RULES: tuple[tuple[str, str | tuple[str, ...]], ...] = (
     ("model_specs/prices.toml", PREDICTION),
     ("model_specs/", ENGINE),
     ("flopcalc/*.py", ENGINE),
+    ("flopcalc/base/", ENGINE),
     ("flopcalc/core/", ENGINE),
     ("flopcalc/hardware/", ENGINE),
     ("flopcalc/measure/counters/", ENGINE),
