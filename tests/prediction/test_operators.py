@@ -457,7 +457,7 @@ def test_unknown_attention() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", r"odd\.json: not valid JSON: .*python -m flopcalc\.measure\.trace\.operators"),
+        ("{", r"odd\.json: not valid JSON: .*python -m lab\.operators"),
         ("[1]", r"odd\.json: holds \[1\], not a recording"),
         ('{"rows": []}', r"odd\.json: damaged: no 'kept_rows'"),
         ('{"same": "odd"}', r"odd\.json: damaged: no 'rows'"),

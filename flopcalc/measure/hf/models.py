@@ -164,7 +164,10 @@ def make_config(config: Mapping[str, Any], architecture: str | None = None) -> A
     keys = deepcopy(dict(config))  # HF writes into inner tables
     if architecture is not None and ":" in architecture:
         witness = find_class(architecture)
-        return witness.make_config(keys) if hasattr(witness, "make_config") else witness.config_class(**keys)
+        if hasattr(witness, "make_config"):
+            return witness.make_config(keys)
+        own = {"model_type": keys.pop("model_type", "")}  # it may build on another type's config class
+        return type("WitnessConfig", (witness.config_class,), own)(**keys)
     from transformers import CONFIG_MAPPING, AutoConfig
 
     model_type = keys.pop("model_type")

@@ -42,11 +42,13 @@ NOT_REACHED = {
     "unlimited_ocr": ["text_config.num_attention_heads"],  # HF's eager attention repeats no keys, its others do
 }  # fmt: skip
 # Words of refusals that are no fault if HF runs, because a count would be wrong: a spec says what it leaves out, HF
-# drops what one of two lists has more, a size would be 0 or a fraction, the workload's images are of another size.
+# drops what one of two lists has more, a size would be 0 or a fraction, the workload's images are of another size,
+# a second width or head that HF would build is not described.
 LEFT_OUT = (
     "described", "must have 2 to 4 layers", "must have as many entries", "must have num_stages entries",
-    "no whole number", "is not a size",
-    "of one size",
+    "no whole number", "is not a size", "of one size", "must have one entry per stage", "must be multiples of",
+    "must divide the patches", "must be the same in text_config", "must be encoder_hidden_dim",
+    "must be different layers of the encoder", "token has the width of the last stage",
 )  # fmt: skip
 
 
