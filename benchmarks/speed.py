@@ -75,7 +75,7 @@ def main() -> None:
     starts = compare_commands({"json": [*ESTIMATE, "--json"], "table": ESTIMATE, "models": MODELS})
     rows = [
         ("estimate --json, CPU time / importing click, json, tomllib, dataclasses", starts["json"], 1.7),
-        ("estimate (table), likewise", starts["table"], 2.5),
+        ("estimate (table), likewise; tabulate is loaded", starts["table"], 3.0),
         ("models, likewise", starts["models"], 3.0),
         ("bound call, text batch / sum(range(1000))", compare_calls(lambda: text(4, 2048)), 1.0),
         ("bound call, 8 images / sum(range(1000))", compare_calls(lambda: vision(4, 8192, image_grid_thw=grids)), 3.0),

@@ -166,8 +166,8 @@ def make_config(config: Mapping[str, Any], architecture: str | None = None) -> A
         witness = find_class(architecture)
         if hasattr(witness, "make_config"):
             return witness.make_config(keys)
-        own = {"model_type": keys.pop("model_type", "")}  # it may build on another type's config class
-        return type("WitnessConfig", (witness.config_class,), own)(**keys)
+        base = witness.config_class  # maybe another type's
+        return type(base.__name__, (base,), {"model_type": keys.pop("model_type", base.model_type)})(**keys)
     from transformers import CONFIG_MAPPING, AutoConfig
 
     model_type = keys.pop("model_type")

@@ -49,6 +49,7 @@ LEFT_OUT = (
     "no whole number", "is not a size", "of one size", "must have one entry per stage", "must be multiples of",
     "must divide the patches", "must be the same in text_config", "must be encoder_hidden_dim",
     "must be different layers of the encoder", "token has the width of the last stage",
+    "must be the last of hidden_sizes", " entries", "must hand on", "must be square",
 )  # fmt: skip
 
 
