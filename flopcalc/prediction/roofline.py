@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flopcalc.base.vocabulary import Execution
+from flopcalc.base.vocabulary import Execution, Kernel
 from flopcalc.core.estimate.estimate import Estimate
 from flopcalc.hardware.devices import find_device, parse_dtype
 from flopcalc.prediction.choices import check_execution, find_kernel, match_dtype, settle
@@ -63,7 +63,7 @@ def make_roofline(
     device: str,
     dtype: str | None = None,
     execution: Execution = "eager",
-    attention_kernel: str = "auto",
+    attention_kernel: Kernel = "auto",
 ) -> Roofline:
     """Every product and attention call of the step that was counted, on a device."""
     check_execution(execution)
